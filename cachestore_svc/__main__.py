@@ -15,7 +15,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import structlog
@@ -40,22 +40,32 @@ from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.config import ConfigError, StoreSettings, read_settings
 from cachestore_svc.edge.agent_service import AgentService
 from cachestore_svc.edge.metrics import StoreNumbers
+from cachestore_svc.edge.moving_service import MovingService
 from cachestore_svc.edge.peer_service import PeerService
-from cachestore_svc.edge.roles import AGENT_SERVICE_NAME, ALLOWED_ROLES, PEER_SERVICE_NAME, PRIVILEGED, SERVICE_NAME
+from cachestore_svc.edge.roles import (
+    AGENT_SERVICE_NAME,
+    ALLOWED_ROLES,
+    MOVING_SERVICE_NAME,
+    PEER_SERVICE_NAME,
+    PRIVILEGED,
+    SERVICE_NAME,
+)
 from cachestore_svc.edge.service import CacheStoreService
 from cachestore_svc.index.catalog import HOUSE
+from cachestore_svc.moving.handing_over import HandingOver
+from cachestore_svc.moving.moves import Moves
 from cachestore_svc.moving.outbound import BlobReader
 from cachestore_svc.moving.peers import Peers
 from cachestore_svc.moving.repairing import Repairs
 from cachestore_svc.moving.transfer import Transfers
 from cachestore_svc.pairing.peers_file import read_peers
-from cachestore_svc.passed_time import ClockReading
 from cachestore_svc.records import RecoverReport
 from cachestore_svc.recovery import recovering
 from cachestore_svc.recovery.key_care import KeyCare
 from cachestore_svc.recovery.opening import holds_store
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
+from cachestore_svc.upkeep.passed_time import ClockReading
 
 # A descriptor per connection, blob being written and blob being read. macOS refuses more than the second.
 _FILE_LIMITS = (65_536, 10_240)
@@ -121,7 +131,7 @@ async def serve(settings: StoreSettings) -> None:
     audit = Audit("store", AuditFile(settings.audit_file) if settings.audit_file else None, PRIVILEGED)
     edge = EdgeServer(
         settings.listening(),
-        [SERVICE_NAME, AGENT_SERVICE_NAME, PEER_SERVICE_NAME],
+        [SERVICE_NAME, AGENT_SERVICE_NAME, PEER_SERVICE_NAME, MOVING_SERVICE_NAME],
         ALLOWED_ROLES,
         new_request_id=lambda: secrets.token_hex(8),
         traces=traces,
@@ -140,9 +150,10 @@ async def serve(settings: StoreSettings) -> None:
     stop_page: Callable[[], None] | None = None
     try:
         repairs = Repairs(store, threads, peers, settings.stall_timeout_s)
-        service, agents = _services(settings, store, threads, peers, repairs, edge.stopping)
-        edge.add(cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server, service)
-        edge.add(cachestore_pb2_grpc.add_AgentServiceServicer_to_server, agents)
+        services = _services(settings, store, threads, peers, repairs, edge.stopping)
+        edge.add(cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server, services.store)
+        edge.add(cachestore_pb2_grpc.add_AgentServiceServicer_to_server, services.agents)
+        edge.add(cachestore_pb2_grpc.add_MovingServiceServicer_to_server, services.moving)
         edge.add(pairing_pb2_grpc.add_PeerServiceServicer_to_server, peer_service)
         if settings.metrics_listen:
             stop_page = _page(store, threads, edge.rpcs, audit, reloading).serve(settings.metrics_listen)
@@ -152,6 +163,7 @@ async def serve(settings: StoreSettings) -> None:
         print(f"listening on {edge.address}", flush=True)
         log.info("store.started", address=edge.address, ms=round((time.monotonic() - began) * 1000))
         caring.append(asyncio.create_task(collect_regularly(store, threads, settings.gc_interval_s)))
+        caring.append(asyncio.create_task(services.moves.keep()))
         if settings.scrub_bytes_per_s:
             scrub = BackgroundScrub(
                 store,
@@ -176,6 +188,14 @@ async def serve(settings: StoreSettings) -> None:
     log.info("store.stopped")
 
 
+@dataclass(frozen=True)
+class _Services:
+    store: CacheStoreService
+    agents: AgentService
+    moving: MovingService
+    moves: Moves
+
+
 def _services(
     settings: StoreSettings,
     store: Store,
@@ -183,7 +203,7 @@ def _services(
     peers: Peers,
     repairs: Repairs,
     stopping: asyncio.Event,
-) -> tuple[CacheStoreService, AgentService]:
+) -> _Services:
     reader = BlobReader(store, threads, SharedRoom(settings.read_buffer_bytes))
     transfers = Transfers(store, threads, reader, peers, settings.stall_timeout_s)
     service = CacheStoreService(
@@ -198,7 +218,10 @@ def _services(
         stall_timeout_s=settings.stall_timeout_s,
         stopping=stopping,
     )
-    return service, AgentService(store, threads, transfers, stall_timeout_s=settings.stall_timeout_s)
+    handing_over = HandingOver(store, threads, peers, patience_s=settings.move_patience_s, steady=time.monotonic)
+    moves = Moves(store, threads, transfers.copies, peers, handing_over, secrets.token_hex)
+    agents = AgentService(store, threads, transfers, moves, stall_timeout_s=settings.stall_timeout_s)
+    return _Services(service, agents, MovingService(handing_over), moves)
 
 
 def _page(store: Store, threads: StoreThreads, rpcs: RpcCounts, audit: Audit, reloading: Reloading) -> OperatorPage:
@@ -359,6 +382,7 @@ _SERVE_OPTIONS: tuple[tuple[str, Callable[[str], object], str], ...] = (
     ("scrub-every-s", float, "the rest between two such passes"),
     ("gc-interval-s", float, "garbage is collected this often"),
     ("stall-timeout-s", float, "a transfer without progress for this long is given up"),
+    ("move-patience-s", float, "an agent whose move's destination is silent for so long stays here"),
     ("audit-file", Path, "where one JSON line says who did what that needs a privilege; see `kvasir audit`"),
     ("metrics-listen", str, "127.0.0.1:PORT for Prometheus metrics and /healthz, to this machine only"),
     ("traces-to", str, "http://127.0.0.1:4317, where OpenTelemetry gets spans; needs kvasir[traces]"),

@@ -82,6 +82,8 @@ class StoreSettings(BaseSettings):
     """Bytes that all readers together may have waiting to be sent."""
     stall_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     """A caller or peer that neither sends nor takes anything for so long in the middle of a transfer is given up."""
+    move_patience_s: Annotated[float, Field(gt=0)] = 30.0
+    """An agent stays here when the store that it was to move to is silent for so long before it has all of it."""
     stop_grace_s: Annotated[float, Field(ge=0)] = 5.0
     """How long running calls may go on after SIGTERM."""
     metrics_listen: str = ""

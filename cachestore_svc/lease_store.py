@@ -13,6 +13,7 @@ from kvasir.names import check_agent_id, check_owner
 from cachestore_svc.blob_store import BlobStore
 from cachestore_svc.index.catalog import CatalogChange
 from cachestore_svc.limits import check_hash, check_range
+from cachestore_svc.ownership import check_writable
 from cachestore_svc.records import (
     DEFAULT_LEASE_TTL_S,
     MAX_LEASE_TTL_S,
@@ -47,19 +48,21 @@ class LeaseStore(BlobStore):
         """Take the right to extend a line; it need not exist yet. The owner of a live lease gets it prolonged.
 
         `begins_anew`: the owner's earlier lease is of a process that ended, and is fenced. `asks`: if another owner has
-        it, that one is asked to let go. Raises FailedPrecondition (LEASE_HELD with "owner" and "left_ms").
+        it, that one is asked to let go. Raises FailedPrecondition (LEASE_HELD with "owner" and "left_ms"; AGENT_MOVED
+        or AGENT_MOVING when the agent is not this store's).
         """
         line, ttl_ms = self._line(namespace, agent_id, kv_identity_hash), _ttl_ms(ttl_s)
         check_owner(owner)
 
         def work(change: CatalogChange) -> Lease:
+            check_writable(agent_id, change.ownership_of(namespace, agent_id))
             token = change.acquire_lease(line, self._core.leases, owner, ttl_ms, begins_anew=begins_anew)
             return self._lease(change, line, token, ttl_ms)
 
         try:
             return self._core.catalog.write(namespace, work)
-        except FailedPrecondition:
-            if asks:
+        except FailedPrecondition as error:
+            if asks and error.reason == "LEASE_HELD":
                 self._ask(namespace, [line], takes_back=False)
             raise
 
@@ -76,6 +79,7 @@ class LeaseStore(BlobStore):
         line, ttl_ms = self._line(namespace, agent_id, kv_identity_hash), _ttl_ms(ttl_s)
 
         def work(change: CatalogChange) -> Lease:
+            check_writable(agent_id, change.ownership_of(namespace, agent_id))
             change.renew_lease(line, self._core.leases, token, ttl_ms)
             return self._lease(change, line, token, ttl_ms)
 
@@ -106,10 +110,16 @@ class LeaseStore(BlobStore):
         )
 
     def _taking_back(
-        self, query: LineQuery, work: Callable[[CatalogChange], _Answer], *, frees_space: bool = False
+        self,
+        query: LineQuery,
+        work: Callable[[CatalogChange], _Answer],
+        *,
+        frees_space: bool = False,
+        at_once: bool = True,
     ) -> _Answer:
         """Do what takes back an agent's memory, once nobody may answer from it. Raises FailedPrecondition (LEASE_HELD)
-        while a holder still may; the holder is asked to let go, and the caller tries again."""
+        while a holder still may; the holder is asked to let go, and the caller tries again. Not `at_once`: when its
+        turn is stored."""
         waited_for = list[LineKey]()
 
         def fenced(change: CatalogChange) -> _Answer:
@@ -123,7 +133,7 @@ class LeaseStore(BlobStore):
             return self._core.catalog.write(query.namespace, fenced, frees_space=frees_space)
         except FailedPrecondition as error:
             if error.reason == "LEASE_HELD":
-                self._ask(query.namespace, waited_for, takes_back=True)
+                self._ask(query.namespace, waited_for, takes_back=at_once)
             raise
 
     def _ask(self, namespace: str, lines: Sequence[LineKey], *, takes_back: bool) -> None:

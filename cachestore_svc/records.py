@@ -13,6 +13,8 @@ from typing import NamedTuple
 from kvasir.formats import block_hash, frames, manifest
 from kvasir.formats.digest import Digest
 
+from cachestore_svc.ownership import HERE, Ownership
+
 MANIFEST_FORMAT = manifest.FORMAT
 BLOCK_TOKENS = block_hash.BLOCK_TOKENS
 MAX_FRAME_BYTES = frames.FRAME_BYTES
@@ -73,6 +75,7 @@ class Origin(IntEnum):
     ROLLBACK = 3
     IMPORT = 4
     PULL = 5
+    MOVE = 6
 
 
 class LineKey(NamedTuple):
@@ -165,6 +168,7 @@ class AgentRecord:
     lines: tuple[SnapshotVersion, ...]
     unused_ms: int = 0  # counted by sweeps, of agents that may expire
     expires_unix_ms: int | None = None  # at the earliest; None: it stays
+    ownership: Ownership = HERE
 
 
 @dataclass(frozen=True, slots=True)

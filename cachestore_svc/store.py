@@ -26,10 +26,10 @@ from cachestore_svc.index import listing
 from cachestore_svc.index.catalog import AgentFilter, CatalogChange, CatalogView, Commit, Done
 from cachestore_svc.index.refusals import missing
 from cachestore_svc.index.resting import gone_by
-from cachestore_svc.lease_store import LeaseStore
 from cachestore_svc.limits import check_hash, check_labels, check_range, check_text
 from cachestore_svc.manifests import read_manifest, shared_blocks
-from cachestore_svc.passed_time import ClockReading
+from cachestore_svc.owner_store import OwnerStore
+from cachestore_svc.ownership import check_writable
 from cachestore_svc.records import (
     MAX_BLOCK_HASHES_PER_REQUEST,
     MAX_PAGE_SIZE,
@@ -64,15 +64,17 @@ from cachestore_svc.sealing.keys import MasterKey
 from cachestore_svc.sealing.sealed_form import RandomBytes
 from cachestore_svc.upkeep import check, collecting, expiring, statistics
 from cachestore_svc.upkeep.expiring import ExpiryReport
+from cachestore_svc.upkeep.passed_time import ClockReading
 from cachestore_svc.upkeep.scrubbing import Scrubbing
 
 # A line's time of last use is written at most this often.
 _USE_RESOLUTION_MS = 1000
 
 
-class Store(LeaseStore):
+class Store(OwnerStore):
     """Everything that the service serves, below gRPC. What it does with blobs alone is in BlobStore, with leases in
-    LeaseStore."""
+    LeaseStore, with moves in OwnerStore. An agent that is another store's can be read, forked and deleted here; all
+    that extends or changes it raises FailedPrecondition (AGENT_MOVED, AGENT_MOVING)."""
 
     @classmethod
     def open(
@@ -268,6 +270,7 @@ class Store(LeaseStore):
             check_range("retained_versions", retained_versions, 1, MAX_RETAINED_VERSIONS)
 
         def work(change: CatalogChange) -> AgentRecord:
+            self._check_writable(change, namespace, agent_id)
             before = self._record(change, namespace, agent_id).labels if replaces_labels else {}
             change.update_agent(
                 namespace, agent_id, {**dict.fromkeys(before, ""), **(labels or {})}, is_pinned, retained_versions
@@ -292,6 +295,7 @@ class Store(LeaseStore):
         check_agent_id(agent_id)
 
         def work(change: CatalogChange) -> AgentRecord:
+            self._check_writable(change, namespace, agent_id)
             made = change.fork_agent(source, agent_id, version, self._core.now_unix_ms())
             self._core.report(change, namespace, [Committed(snapshot) for snapshot in made])
             return self._record(change, namespace, agent_id)
@@ -312,6 +316,7 @@ class Store(LeaseStore):
         query = self._query(namespace, agent_id, kv_identity_hash)
 
         def work(change: CatalogChange) -> SnapshotVersion:
+            self._check_writable(change, namespace, agent_id)
             retained, now = self._core.config.retained_versions, self._core.now_unix_ms()
             snapshot = change.roll_back(query, version, expected_head, retained, now)
             self._core.report(change, namespace, [Committed(snapshot)])
@@ -320,13 +325,16 @@ class Store(LeaseStore):
         return self._taking_back(query, work)
 
     def delete_agent(self, namespace: str, agent_id: str, force: bool = False) -> Deletion:
-        """Forget an agent and all its versions at once. Raises NotFound, FailedPrecondition (AGENT_PINNED; LEASE_HELD
-        while an engine may still answer from what is taken back)."""
+        """Forget an agent and all its versions at once; of one that is another store's, the copy here. Raises NotFound,
+        FailedPrecondition (AGENT_PINNED; AGENT_MOVING; LEASE_HELD while an engine may still answer from it)."""
         self._core.check_open(namespace)
         check_agent_id(agent_id)
         now = self._core.now_unix_ms()
 
         def work(change: CatalogChange) -> int:
+            known = change.ownership_of(namespace, agent_id)
+            if known.is_on_its_way:
+                check_writable(agent_id, known)
             unshared_bytes = change.forget_agent(namespace, agent_id, force, now)
             self._core.report(change, namespace, [AgentDeleted(agent_id)])
             return unshared_bytes

@@ -314,7 +314,7 @@ def test_a_planted_use_is_caught(wall: Wall, read: object, source: str) -> None:
 
 def test_a_clock_given_as_a_default_is_no_breach() -> None:
     source = "import time\ndef f(clock=time.monotonic):\n    return clock()"
-    assert breaches(CALLS, {"cachestore_svc/index/sqlite/leases.py": ast.parse(source)}, called) == []
+    assert breaches(CALLS, {"cachestore_svc/index/sqlite/rights/leases.py": ast.parse(source)}, called) == []
 
 
 @pytest.mark.parametrize("wall", [*IMPORTS, ENVIRONMENT, CALLS], ids=lambda wall: wall.names[0])
@@ -363,12 +363,12 @@ ROOMS = {
         "bench": "engine model kv text",
     },
     "cachestore_svc": {
-        "edge": "store moving pairing index threads lease_waiting config records",
-        "moving": "store pairing index threads lease_waiting records",
+        "edge": "store moving pairing index threads config records ownership",
+        "moving": "store owner_store pairing index threads records ownership",
         "pairing": "config",
-        "upkeep": "recovery core index blobs journal manifests passed_time records",
-        "recovery": "core index blobs journal manifests records sealing",
-        "index": "journal blobs manifests records limits sealing",
+        "upkeep": "recovery core index blobs journal manifests records",
+        "recovery": "core index blobs journal manifests records ownership sealing",
+        "index": "journal blobs manifests records ownership limits sealing",
         "sealing": "blobs manifests",
         "journal": "blobs",
         "blobs": "records",

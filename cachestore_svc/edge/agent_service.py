@@ -6,14 +6,20 @@ from typing import Any
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
+from kvasir.credentials import PEER
 from kvasir.errors import InvalidArgument
 from kvasir.names import check_agent_id
+from kvasir.server.interceptors import current_principal
 
 from cachestore_svc.edge import messages
 from cachestore_svc.edge.store_calls import StoreCalls, caller_namespace
+from cachestore_svc.moving.arrivals import MoveOrder, Waiting
+from cachestore_svc.moving.copying import Progress
+from cachestore_svc.moving.moves import Moves
+from cachestore_svc.moving.peers import name_of
 from cachestore_svc.moving.streams import Streams
-from cachestore_svc.moving.transfer import Progress, PullOrder, Transfers
-from cachestore_svc.records import MAX_PAGE_SIZE
+from cachestore_svc.moving.transfer import PullOrder, Transfers
+from cachestore_svc.records import MAX_PAGE_SIZE, AgentRecord
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
 
@@ -24,8 +30,11 @@ _MAX_INLINE_MANIFEST_BYTES = 2 << 20
 class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
     """What people and programs do with agents. Made inside the event loop that serves it."""
 
-    def __init__(self, store: Store, threads: StoreThreads, transfers: Transfers, *, stall_timeout_s: float) -> None:
+    def __init__(
+        self, store: Store, threads: StoreThreads, transfers: Transfers, moves: Moves, *, stall_timeout_s: float
+    ) -> None:
         super().__init__(store, threads)
+        self._moves = moves
         self._transfers = transfers
         self._streams = Streams(stall_timeout_s)
 
@@ -114,7 +123,19 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
         agent_id = check_agent_id(request.agent_id)
         local = check_agent_id(request.local_agent_id, "local_agent_id") if request.local_agent_id else agent_id
         kv_hash = messages.read_optional_kv_hash(request.kv_identity_hash) or ""
-        order = PullOrder(caller_namespace(), request.peer, agent_id, local, kv_hash)
+        caller = current_principal()
+        is_given = caller.roles == {PEER}
+        if is_given and (request.peer or request.to_peer):
+            raise InvalidArgument("peer: a peer gives an agent of its own and names no peer", field="peer")
+        if request.to_peer:
+            namespace, to_peer = caller_namespace(), request.to_peer
+            pulled = self._moves.copied_there(namespace, to_peer, agent_id, kv_hash, is_dry_run=request.dry_run)
+            async with aclosing(pulled) as responses:
+                async for response in responses:
+                    await self._streams.send(context, response)
+            return
+        peer = name_of(caller) if is_given else request.peer
+        order = PullOrder(caller_namespace(), peer, agent_id, local, kv_hash, request.dry_run, is_given)
         async with aclosing(self._transfers.pull(order)) as steps:
             async for step in steps:
                 if isinstance(step, Progress):
@@ -122,6 +143,33 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
                 else:
                     response = pb.PullAgentResponse(done=messages.write_snapshot(step))
                 await self._streams.send(context, response)
+
+    async def MoveAgent(self, request: pb.MoveAgentRequest, context: Any) -> None:
+        agent_id, caller = check_agent_id(request.agent_id), current_principal()
+        direction = request.WhichOneof("direction")
+        is_given = caller.roles == {PEER}
+        if is_given and direction is not None:
+            raise InvalidArgument("direction: a peer gives an agent of its own and names no peer", field="direction")
+        if not is_given and direction is None:
+            raise InvalidArgument("direction: expected from_peer or to_peer", field="direction")
+        if direction == "to_peer":
+            namespace, to_peer = caller_namespace(), request.to_peer
+            moved = self._moves.there(namespace, to_peer, agent_id, is_dry_run=request.dry_run)
+            async with aclosing(moved) as responses:
+                async for response in responses:
+                    await self._streams.send(context, response)
+            return
+        peer = name_of(caller) if is_given else request.from_peer
+        order = MoveOrder(caller_namespace(), peer, agent_id, request.dry_run, is_given)
+        async with aclosing(self._moves.here(order)) as steps:
+            async for step in steps:
+                await self._streams.send(context, _move_response(step))
+
+    async def ClaimAgent(self, request: pb.ClaimAgentRequest, context: Any) -> pb.ClaimAgentResponse:
+        agent_id = check_agent_id(request.agent_id)
+        await self._moves.claim(caller_namespace(), agent_id, force=request.force)
+        agent = await self._run(self._store.get_agent, agent_id)
+        return pb.ClaimAgentResponse(agent=messages.write_agent(agent))
 
     async def ExportAgent(self, request: pb.ExportAgentRequest, context: Any) -> None:
         async with self._transfers.export(
@@ -150,6 +198,14 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
                     caller_namespace(), agent_id, first.header.replace, pieces
                 )
         return pb.ImportAgentResponse(snapshot=messages.write_snapshot(snapshot))
+
+
+def _move_response(step: Progress | Waiting | AgentRecord) -> pb.MoveAgentResponse:
+    if isinstance(step, Progress):
+        return pb.MoveAgentResponse(progress=messages.write_progress(step))
+    if isinstance(step, Waiting):
+        return pb.MoveAgentResponse(waiting=pb.MoveWaiting(lease_owner=step.lease_owner))
+    return pb.MoveAgentResponse(done=messages.write_agent(step))
 
 
 async def _archive_pieces(

@@ -14,7 +14,8 @@ from kvasir.formats.digest import Digest, is_hash
 from kvasir.names import check_agent_id, check_owner
 
 from cachestore_svc import records
-from cachestore_svc.moving.transfer import Progress
+from cachestore_svc.moving.copying import Progress
+from cachestore_svc.ownership import HERE, MAX_GENERATION, Ownership
 from cachestore_svc.records import (
     DEFAULT_LEASE_TTL_S,
     MAX_BLOCK_HASHES_PER_REQUEST,
@@ -131,6 +132,18 @@ def read_version(version: int, field: str = "version", *, least: int = 0) -> int
     return version
 
 
+def read_move_id(text: str) -> str:
+    if not (16 <= len(text) <= 64 and set(text) <= set("0123456789abcdef")):
+        raise InvalidArgument("move_id: expected 16 to 64 lower-case hex digits", field="move_id")
+    return text
+
+
+def read_generation(generation: int, *, least: int = 0) -> int:
+    if not least <= generation <= MAX_GENERATION:
+        raise InvalidArgument(f"generation: expected {least} to {MAX_GENERATION}, got {generation}", field="generation")
+    return generation
+
+
 def read_ttl_s(request: pb.AcquireLeaseRequest | pb.RenewLeaseRequest | pb.RenewLeasesRequest) -> float:
     return request.ttl.ToMilliseconds() / 1000 if request.HasField("ttl") else DEFAULT_LEASE_TTL_S
 
@@ -184,6 +197,16 @@ def write_agent(agent: records.AgentRecord) -> pb.Agent:
         used_at=write_time(agent.used_unix_ms),
         lines=[write_snapshot(line) for line in agent.lines],
         expires_at=write_time(agent.expires_unix_ms) if agent.expires_unix_ms is not None else None,
+        ownership=None if agent.ownership == HERE else write_ownership(agent.ownership),
+    )
+
+
+def write_ownership(known: Ownership) -> pb.Ownership:
+    return pb.Ownership(
+        state=known.state.value,  # type: ignore[arg-type]  # the numbers are the wire's
+        generation=known.generation,
+        peer=known.peer,
+        since=write_time(known.since_unix_ms),
     )
 
 

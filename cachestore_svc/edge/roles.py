@@ -8,9 +8,10 @@ from kvasir.credentials import ADMIN, CLIENT, ENGINE, PEER
 SERVICE_NAME = "kvasir.cachestore.v1.CacheStoreService"
 AGENT_SERVICE_NAME = "kvasir.cachestore.v1.AgentService"
 PEER_SERVICE_NAME = "kvasir.cachestore.v1.PeerService"
+MOVING_SERVICE_NAME = "kvasir.cachestore.v1.MovingService"
 
 _EVERYBODY = {ENGINE, CLIENT, PEER, ADMIN}
-# A peer reads what it was given the token for, and nothing else: it neither writes nor prolongs lives.
+# A peer reads what it was given the token for, neither writes nor prolongs lives, and takes and gives agents by moves.
 _WRITERS = {ENGINE, CLIENT}
 PEOPLE = {CLIENT, ADMIN}
 _FOR_PEOPLE = {ENGINE, *PEOPLE}
@@ -43,12 +44,25 @@ AGENT_ROLES: dict[str, set[str]] = {
     "ListSnapshots": _EVERYBODY,
     "GetSnapshot": _EVERYBODY,
     "GetUsage": _FOR_PEOPLE,
-    "PullAgent": _FOR_PEOPLE,
+    "PullAgent": {PEER, *_FOR_PEOPLE},
+    "MoveAgent": {PEER, *_FOR_PEOPLE},
+    "ClaimAgent": _FOR_PEOPLE,
     "ExportAgent": _FOR_PEOPLE,
     "ImportAgent": _FOR_PEOPLE,
 }
 PEER_ROLES: dict[str, set[str]] = {"ReloadPeers": {ADMIN}}
-_TABLES = ((SERVICE_NAME, ROLES), (AGENT_SERVICE_NAME, AGENT_ROLES), (PEER_SERVICE_NAME, PEER_ROLES))
+MOVING_ROLES: dict[str, set[str]] = {
+    "OfferAgent": {PEER},
+    "HandOverAgent": {PEER},
+    "UndoMove": {PEER},
+    "FenceAgent": {PEER},
+}
+_TABLES = (
+    (SERVICE_NAME, ROLES),
+    (AGENT_SERVICE_NAME, AGENT_ROLES),
+    (PEER_SERVICE_NAME, PEER_ROLES),
+    (MOVING_SERVICE_NAME, MOVING_ROLES),
+)
 ALLOWED_ROLES = {f"/{service}/{name}": frozenset(roles) for service, table in _TABLES for name, roles in table.items()}
 
 # What is asked all the time and changes no memory. Every other call is told in the audit, and so are all of a peer.

@@ -6,7 +6,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from kvasir.server.interceptors import current_principal
 
 from cachestore_svc.index.catalog import SLICE
-from cachestore_svc.lease_waiting import once_free
+from cachestore_svc.moving.lease_waiting import once_free
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
 

@@ -17,6 +17,7 @@ from cachestore_svc.journal.journal import Journal
 from cachestore_svc.journal.journal_lines import Position
 from cachestore_svc.journal.replay import Change, State, Version, VersionKey
 from cachestore_svc.manifests import ManifestFacts, SharedBlock
+from cachestore_svc.ownership import Ownership
 from cachestore_svc.records import (
     AgentRecord,
     AgentUsage,
@@ -248,6 +249,12 @@ class CatalogView(Protocol):
     def held_leases(self, query: LineQuery, live: LiveLeases) -> list[LineKey]:
         """Lines of an agent whose lease is live."""
 
+    def ownership_of(self, namespace: str, agent_id: str) -> Ownership:
+        """What is known of an agent's owner; HERE where nothing is. The agent need not exist."""
+
+    def unfinished_moves(self, namespace: str) -> list[tuple[str, Ownership]]:
+        """Agents that are on their way, or whose owner has yet to be told of, and what is known of them."""
+
     def events_after(self, history: History, namespace: str, cursor: EventCursor | None, limit: int) -> EventBatch:
         """Events after a cursor. One of another incarnation, of the future, or too old has lost some."""
 
@@ -379,6 +386,9 @@ class CatalogChange(CatalogView, Protocol):
 
     def set_lease_floor(self, generation: int) -> None:
         """No lease that is not known yet begins below this generation."""
+
+    def set_ownership(self, namespace: str, agent_id: str, known: Ownership) -> None:
+        """Write what is known of an agent's owner."""
 
     def add_events(self, history: History, namespace: str, bodies: Iterable[EventBody], now_unix_ms: int) -> None:
         """Add events, and let go of the oldest beyond the limit."""

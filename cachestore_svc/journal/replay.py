@@ -10,6 +10,7 @@ database. So changes that were written by one database can be applied to another
         origin_detail, created_unix_ms, fingerprint of what the manifest holds]
     ["drop", namespace, agent, kv_identity_hash, version]
     ["brought", namespace, blob hash, 1 or 0]
+    ["owner", namespace, agent, state, generation, peer, move_id, since_unix_ms, was_owned, tells]
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,10 +44,11 @@ class Agent:
 
 @dataclass(slots=True)
 class Namespace:
-    """Agents by name, and the hashes of blobs that an archive or a peer brought."""
+    """Agents by name, the hashes of blobs that an archive or a peer brought, and what is known of agents' owners."""
 
     agents: dict[str, Agent] = field(default_factory=dict)
     brought: set[str] = field(default_factory=set)
+    owners: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # by agent, also of those that are gone
 
 
 State = dict[str, Namespace]
@@ -69,6 +71,8 @@ def apply(state: State, change: Change) -> None:
         space.agents.pop(rest[0], None)
     elif kind == "label":
         _set(_agent(space, rest[0]).labels, rest[1], rest[2])
+    elif kind == "owner":
+        space.owners[rest[0]] = tuple(rest[1:])
     elif kind == "brought":
         (space.brought.add if rest[1] else space.brought.discard)(rest[0])
     else:
@@ -80,6 +84,8 @@ def changes_of(state: State) -> Iterator[Change]:
     for name, space in state.items():
         for hash_ in sorted(space.brought):
             yield ["brought", name, hash_, 1]
+        for agent_name, facts in space.owners.items():
+            yield ["owner", name, agent_name, *facts]
         for agent_name, agent in space.agents.items():
             yield ["agent", name, agent_name, *agent.facts]
             for label, value in agent.labels.items():
@@ -99,6 +105,9 @@ def differences(recorded: State, found: State) -> dict[str, dict[str, str]]:
             for agent in old.agents.keys() | new.agents.keys()
             if (words := _agent_differs(old.agents.get(agent), new.agents.get(agent)))
         }
+        for agent in old.owners.keys() | new.owners.keys():
+            if old.owners.get(agent) != new.owners.get(agent):
+                of_namespace[agent] = ", ".join(filter(None, (of_namespace.get(agent, ""), "its owner is another")))
         if old.brought != new.brought:
             of_namespace[""] = f"the origin of {len(old.brought ^ new.brought)} blobs"
         if of_namespace:

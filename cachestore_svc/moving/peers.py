@@ -113,6 +113,11 @@ def peer_name(caller: Principal) -> str | None:
     return caller.name.removeprefix(_PRINCIPAL_PREFIX) if is_peer else None
 
 
+def name_of(caller: Principal) -> str:
+    """The name by which this store knows a caller with the peer role: paired, or with a token."""
+    return peer_name(caller) or caller.name
+
+
 @contextmanager
 def errors_of_peer(name: str) -> Iterator[None]:
     """Say whose error it is; what is the peer's affair becomes UNAVAILABLE or a failed precondition here."""

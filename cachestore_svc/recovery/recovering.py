@@ -5,12 +5,13 @@ back, also when a blob of it is gone: that one is in quarantine, as it would hav
 """
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import FailedPrecondition
@@ -28,6 +29,7 @@ from cachestore_svc.journal import journal, journal_lines
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.journal.replay import Agent, Namespace, Version, VersionKey
 from cachestore_svc.manifests import ManifestFacts, NamedBlob, SharedBlock
+from cachestore_svc.ownership import OwnerState
 from cachestore_svc.records import BlobKind, LostVersion, Origin, Recovered, RecoverReport, StoreConfig
 from cachestore_svc.recovery import salvage
 from cachestore_svc.recovery.opening import DATABASE, locked, now_unix_ms
@@ -151,6 +153,9 @@ class _Recovery:
         if not is_whole:
             # It is not known any more what came from elsewhere: all of it may have.
             state.brought = {digest.hash for digest in (*space.manifests, *space.named)}
+            if state.owners:
+                # Nor which agents were handed over last: none of them is extended before somebody says whose it is.
+                state.owners |= {agent: _held(state.owners.get(agent), self._now) for agent in state.agents}
         return space
 
     def _name_anew(self, space: _RebuiltNamespace) -> None:
@@ -231,6 +236,8 @@ class _Recovery:
             catalog.write(HOUSE, partial(_hold, space, batch))
         for batch in _batches(list(space.state.agents.items())):
             catalog.write(HOUSE, partial(_describe, space, batch))
+        for owners in _batches([["owner", space.name, *each] for each in _flat(space.state.owners)]):
+            catalog.write(HOUSE, lambda change, owners=owners: change.apply_changes(_cannot_read, owners))  # type: ignore[misc]
 
     # --- taking its place ---
 
@@ -281,6 +288,18 @@ def _describe(space: _RebuiltNamespace, batch: list[tuple[str, Agent]], change: 
         if agent.facts:
             changes.append(["agent", space.name, name, *agent.facts])
         change.apply_changes(_cannot_read, changes)
+
+
+def _flat(owners: Mapping[str, tuple[Any, ...]]) -> list[list[Any]]:
+    return [[agent, *facts] for agent, facts in owners.items()]
+
+
+def _held(facts: tuple[Any, ...] | None, now_unix_ms: int) -> tuple[Any, ...]:
+    """The fact of an owner whose last change may be lost: as of a move to nobody, which a claim undoes."""
+    if facts is not None and facts[0] != OwnerState.OWNED:
+        return facts
+    generation = facts[1] if facts is not None else 0
+    return int(OwnerState.MOVING), generation, "", "", now_unix_ms, 0, ""
 
 
 def _cannot_read(namespace: str, digest: Digest) -> tuple[ManifestFacts, Sequence[SharedBlock]]:

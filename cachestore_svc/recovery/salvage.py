@@ -87,6 +87,9 @@ def _add(state: State, found: State) -> None:
     for name, space in found.items():
         into = state.setdefault(name, Namespace())
         into.brought |= space.brought
+        for agent_name, facts in space.owners.items():
+            # The state, then the generation, which never goes back.
+            into.owners[agent_name] = max(into.owners.get(agent_name, facts), facts, key=lambda known: int(known[1]))
         for agent_name, agent in space.agents.items():
             known = into.agents.setdefault(agent_name, Agent(agent.facts, agent.labels))
             known.facts = known.facts or agent.facts

@@ -14,8 +14,8 @@ from kvasir.errors import InvalidArgument, KvasirError
 
 from cachestore_svc.core import Core
 from cachestore_svc.index.catalog import HOUSE, AgentFilter, CatalogChange, CatalogView
-from cachestore_svc.passed_time import ClockReading
 from cachestore_svc.records import AgentDeleted, AgentRecord, LineQuery, StoreConfig
+from cachestore_svc.upkeep.passed_time import ClockReading
 
 # Agents of one operation of the index: some milliseconds.
 _AGENTS_AT_ONCE = 50
@@ -95,8 +95,9 @@ def _delete_if_over(core: Core, namespace: str, agent_id: str) -> bool:
     query = LineQuery(namespace, agent_id)
 
     def work(change: CatalogChange) -> bool:
-        left = left_ms(change.get_agent(namespace, agent_id, core.config.retained_versions), namespace, core.config)
-        if left is None or left > 0 or change.held_leases(query, core.leases):
+        agent = change.get_agent(namespace, agent_id, core.config.retained_versions)
+        left, is_on_its_way = left_ms(agent, namespace, core.config), agent.ownership.is_on_its_way
+        if left is None or left > 0 or is_on_its_way or change.held_leases(query, core.leases):
             return False
         change.forget_agent(namespace, agent_id, False, core.now_unix_ms())
         change.fence_leases(query, core.leases)

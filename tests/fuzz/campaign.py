@@ -25,6 +25,7 @@ _MODEL_LOADED, _MIB_PER_LOAD = "model.loaded", 5
 _BUGS_IN_THE_LOG = ("rpc.failed", "Traceback", "Task exception was never retrieved", "never awaited")
 # Turns take as long as they take, and what takes a memory back waits for its lease to end.
 _MAY_LAST = {"Generate", "Warm", "DeleteAgent", "RollbackAgent", "ForkAgent", "ImportAgent", "PullAgent"}
+_MAY_LAST |= {"OfferAgent", "FenceAgent"}
 
 
 class Target(Protocol):

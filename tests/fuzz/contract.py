@@ -54,7 +54,7 @@ def rpcs_of(service: ServiceDescriptor) -> Mapping[str, Rpc]:
 
 
 def store_rpcs() -> Mapping[str, Rpc]:
-    names = ("CacheStoreService", "AgentService")
+    names = ("CacheStoreService", "AgentService", "MovingService")
     return {name: rpc for each in names for name, rpc in rpcs_of(_service(cachestore_pb2, each)).items()}
 
 

@@ -12,6 +12,7 @@ from cachestore_svc.index.catalog import AgentFilter
 from cachestore_svc.index.refusals import no_agent
 from cachestore_svc.index.sqlite import garbage, versions
 from cachestore_svc.index.sqlite.blobs import find_namespace, make_namespace
+from cachestore_svc.index.sqlite.rights.owners import ownership_of
 from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.limits import MAX_LABELS, MAX_LABELS_BYTES
 from cachestore_svc.records import AgentRecord, AgentUsage
@@ -58,7 +59,7 @@ def make_agent(rows: Rows, namespace: str, name: str, now_unix_ms: int) -> Agent
 
 def get_agent(rows: Rows, namespace: str, agent_id: str, default_retained: int) -> AgentRecord:
     """An agent with its labels and the newest version of each line. Raises NotFound."""
-    return record(rows, get_row(rows, namespace, agent_id), default_retained)
+    return record(rows, namespace, get_row(rows, namespace, agent_id), default_retained)
 
 
 def agents_after(
@@ -76,10 +77,12 @@ def agents_after(
     named = [agent for agent in starmap(AgentRow, found) if agent.name.startswith(wanted.name_prefix)]
     labels = wanted.labels.items()
     labelled = (agent for agent in named if not labels or labels <= labels_of(rows, agent.id).items())
-    return [agent.name for agent in named], [record(rows, agent, default_retained) for agent in labelled]
+    return [agent.name for agent in named], [
+        record(rows, wanted.namespace, agent, default_retained) for agent in labelled
+    ]
 
 
-def record(rows: Rows, agent: AgentRow, default_retained: int) -> AgentRecord:
+def record(rows: Rows, namespace: str, agent: AgentRow, default_retained: int) -> AgentRecord:
     """An agent with its labels and the newest version of each line."""
     lines = versions.lines_of(rows, agent.id)
     return AgentRecord(
@@ -91,6 +94,7 @@ def record(rows: Rows, agent: AgentRow, default_retained: int) -> AgentRecord:
         used_unix_ms=max([agent.created_unix_ms, *(line.used_unix_ms for line in lines)]),
         lines=tuple(versions.get_version(rows, line, None) for line in lines),
         unused_ms=_unused_ms(rows, agent.id),
+        ownership=ownership_of(rows, namespace, agent.name),
     )
 
 

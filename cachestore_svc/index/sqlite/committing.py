@@ -13,9 +13,11 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.index.catalog import BlobEntry, Commit, Done
 from cachestore_svc.index.live_leases import LiveLeases
 from cachestore_svc.index.refusals import head_moved, missing, unfit_blob
-from cachestore_svc.index.sqlite import agents, blobs, leases, provenance, versions
+from cachestore_svc.index.sqlite import agents, blobs, provenance, versions
+from cachestore_svc.index.sqlite.rights import leases, owners
 from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.manifests import ManifestFacts, NamedBlob, SharedBlock, unfit
+from cachestore_svc.ownership import check_writable
 from cachestore_svc.records import Origin, SnapshotVersion
 
 
@@ -27,14 +29,14 @@ def commit_version(rows: Rows, asked: Commit, live: LiveLeases, now_unix_ms: int
     line = versions.find_line(rows, asked.line)
     if line and (repeated := _already_done(rows, line.id, asked, manifest)):
         return Done(repeated, is_new=False)
-    _check_lease(rows, asked, live)
+    _check_rights(rows, asked, live)
     head = versions.head_of(rows, line.id) if line else 0
     if head != asked.parent_version or not _is_parent(rows, line, asked):
         raise head_moved(head, asked.parent_version)
     named = fitting_blobs(rows, namespace, asked.facts, asked.facts.named)
     agent = agents.make_agent(rows, namespace, agent_id, now_unix_ms)
     line_id = versions.make_line(rows, agent.id, kv_hash, now_unix_ms)
-    comes_from_elsewhere = asked.is_brought or asked.origin in (Origin.IMPORT, Origin.PULL)
+    comes_from_elsewhere = asked.is_brought or asked.origin in (Origin.IMPORT, Origin.PULL, Origin.MOVE)
     marked = provenance.mark(rows, manifest, named, is_brought=comes_from_elsewhere)
     versions.hold_manifest(rows, manifest, named, len(asked.facts.token_ids), asked.facts.request_id)
     new = versions.NewVersion(head, manifest.id, asked.origin, asked.origin_detail)
@@ -94,8 +96,11 @@ def _is_parent(rows: Rows, line: versions.Line | None, asked: Commit) -> bool:
     return found is not None and found.manifest == asked.parent_manifest
 
 
-def _check_lease(rows: Rows, asked: Commit, live: LiveLeases) -> None:
-    """For turns; a commit that takes a memory back shuts out everybody."""
+def _check_rights(rows: Rows, asked: Commit, live: LiveLeases) -> None:
+    """The store's right, but for what arrives by a move; then the lease, for turns. A commit that takes a memory back
+    shuts out everybody."""
+    if asked.origin is not Origin.MOVE:
+        check_writable(asked.line.agent_id, owners.ownership_of(rows, asked.line.namespace, asked.line.agent_id))
     if asked.lease is not None:
         leases.check_not_fenced(rows, asked.line, asked.lease)
     elif asked.origin is Origin.TURN:

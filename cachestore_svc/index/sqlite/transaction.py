@@ -9,12 +9,12 @@ from cachestore_svc.index.sqlite import (
     committing,
     events,
     garbage,
-    leases,
     lineage,
     statistics,
     versions,
 )
 from cachestore_svc.index.sqlite.journaling import applying, index_state
+from cachestore_svc.index.sqlite.rights import leases, owners
 from cachestore_svc.index.sqlite.rows import Rows
 
 
@@ -71,6 +71,10 @@ class SqliteTransaction(Rows):
     held_leases = leases.held_leases
     unreleased_leases = leases.unreleased_leases
     set_lease_floor = leases.set_lease_floor
+
+    ownership_of = owners.ownership_of
+    set_ownership = owners.set_ownership
+    unfinished_moves = owners.unfinished_moves
 
     add_events = events.add_events
     events_after = events.events_after

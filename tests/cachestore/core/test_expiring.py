@@ -12,9 +12,9 @@ from kvasir.errors import InvalidArgument, NotFound
 from kvasir.expires_after import LABEL
 from kvasir.formats.block_hash import kv_identity_hash
 
-from cachestore_svc.passed_time import ClockReading
 from cachestore_svc.records import AgentDeleted, EventCursor
 from cachestore_svc.store import Store
+from cachestore_svc.upkeep.passed_time import ClockReading
 from tests.cachestore.core.lab import NS, Lab, publish
 from tests.synthetic import SMALL, SyntheticAgent
 

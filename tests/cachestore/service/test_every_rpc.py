@@ -472,7 +472,7 @@ def test_the_service_says_that_it_is_ready_and_what_it_serves(shared_store: Runn
             )
             [listed] = listing(iter([request]), timeout=5)
             names = {service.name for service in listed.list_services_response.service}
-            served = {f"kvasir.cachestore.v1.{name}" for name in ("CacheStoreService", "AgentService")}
+            served = {f"kvasir.cachestore.v1.{name}" for name in ("CacheStoreService", "AgentService", "MovingService")}
             assert {*served, "grpc.health.v1.Health"} <= names
             for name in names:
                 asked = reflection_pb2.ServerReflectionRequest(file_containing_symbol=name)

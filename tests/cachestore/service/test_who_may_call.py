@@ -15,7 +15,7 @@ from google.protobuf import field_mask_pb2
 from google.protobuf.message import Message
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc, manifest_pb2
-from kvasir.clients.channel import with_agents
+from kvasir.clients.channel import both, with_agents
 from kvasir.errors import InvalidArgument, KvasirError, NotFound, PermissionDenied, Unauthenticated
 from kvasir.formats.block_hash import block_hash_chain, kv_identity_hash
 from kvasir.formats.digest import Digest
@@ -24,7 +24,7 @@ from kvasir.status import from_rpc_error
 from tests.cachestore.service.running import RunningStore, make_credentials, publish, store_home
 from tests.synthetic import SMALL, SyntheticAgent
 
-SERVICES = [pb.DESCRIPTOR.services_by_name[name] for name in ("CacheStoreService", "AgentService")]
+SERVICES = [pb.DESCRIPTOR.services_by_name[name] for name in ("CacheStoreService", "AgentService", "MovingService")]
 RPCS = {method.name: method for service in SERVICES for method in service.methods}
 KV = kv_identity_hash(SMALL)
 TURN = SyntheticAgent(SMALL, 1).turn(600, is_prompt=True)
@@ -69,6 +69,12 @@ REQUESTS: Mapping[str, Callable[[], list[Message]]] = {
     ],
     "ReleaseLease": lambda: [pb.ReleaseLeaseRequest(agent_id=SECRET, kv_identity_hash=KV, lease=LEASE)],
     "PullAgent": lambda: [pb.PullAgentRequest(peer="nobody", agent_id=SECRET)],
+    "MoveAgent": lambda: [pb.MoveAgentRequest(from_peer="nobody", agent_id=SECRET)],
+    "ClaimAgent": lambda: [pb.ClaimAgentRequest(agent_id=SECRET)],
+    "OfferAgent": lambda: [pb.OfferAgentRequest(agent_id=SECRET, move_id="0" * 16)],
+    "HandOverAgent": lambda: [pb.HandOverAgentRequest(agent_id=SECRET, move_id="0" * 16)],
+    "UndoMove": lambda: [pb.UndoMoveRequest(agent_id=SECRET, move_id="0" * 16)],
+    "FenceAgent": lambda: [pb.FenceAgentRequest(agent_id=SECRET, generation=1)],
     "ExportAgent": lambda: [pb.ExportAgentRequest(agent_id=SECRET)],
     "ImportAgent": lambda: [pb.ImportAgentRequest(header=pb.ImportAgentHeader(agent_id="imported"), data=b"x" * 600)],
     "WatchEvents": lambda: [pb.WatchEventsRequest()],
@@ -99,7 +105,13 @@ MAY_CALL: Mapping[str, str] = {
     "RenewLease": "engine",
     "RenewLeases": "engine",
     "ReleaseLease": "engine",
-    "PullAgent": "engine client admin",
+    "PullAgent": "engine client admin peer",
+    "MoveAgent": "engine client admin peer",
+    "ClaimAgent": "engine client admin",
+    "OfferAgent": "peer",
+    "HandOverAgent": "peer",
+    "UndoMove": "peer",
+    "FenceAgent": "peer",
     "ExportAgent": "engine client admin",
     "ImportAgent": "engine client admin",
     "WatchEvents": "engine client admin",
@@ -119,6 +131,7 @@ NOTHING: Mapping[str, Callable[[list[Any]], bool]] = {
     "AcquireLease": lambda answers: answers[0].head_version == 0,
     "RenewLeases": lambda answers: [each.agent_id for each in answers[0].lost] == [SECRET],
     "WatchEvents": lambda answers: answers[0].WhichOneof("event") == "started",
+    "UndoMove": lambda answers: answers == [pb.UndoMoveResponse()],
     "CollectGarbage": lambda answers: answers[0].blobs_marked == answers[0].blobs_swept == 0,
     "GetCapabilities": lambda answers: answers[0].namespace == "elsewhere",
     "GetStats": lambda answers: answers[0].blob_count == answers[0].agent_count == answers[0].blob_bytes == 0,
@@ -137,6 +150,11 @@ REFUSED_WITH: Mapping[str, str] = {
     "RenewLease": "NotFound",
     "ReleaseLease": "NotFound",
     "PullAgent": "NotFound",
+    "MoveAgent": "NotFound",
+    "ClaimAgent": "NotFound",
+    "OfferAgent": "FailedPrecondition",
+    "HandOverAgent": "FailedPrecondition",
+    "FenceAgent": "FailedPrecondition",
     "ExportAgent": "NotFound",
     "ImportAgent": "InvalidArgument",
     "VerifyBlobs": "NotFound",
@@ -159,6 +177,7 @@ class Guarded:
 def call(address: str, rpc: str, requests: list[Message], metadata: Any = ()) -> list[Any] | KvasirError:
     with grpc.insecure_channel(address) as channel:
         stub = with_agents(cachestore_pb2_grpc.CacheStoreServiceStub(channel), channel)  # type: ignore[no-untyped-call]
+        stub = both(stub, cachestore_pb2_grpc.MovingServiceStub(channel))  # type: ignore[no-untyped-call]
         method = RPCS[rpc]
         argument = iter(requests) if method.client_streaming else requests[0]
         try:
@@ -296,6 +315,12 @@ NAME_FIELDS = {
     ),
     "ReleaseLease": lambda name: pb.ReleaseLeaseRequest(agent_id=name, kv_identity_hash=KV, lease=LEASE),
     "PullAgent": lambda name: pb.PullAgentRequest(peer="nobody", agent_id=name),
+    "MoveAgent": lambda name: pb.MoveAgentRequest(from_peer="nobody", agent_id=name),
+    "ClaimAgent": lambda name: pb.ClaimAgentRequest(agent_id=name),
+    "OfferAgent": lambda name: pb.OfferAgentRequest(agent_id=name, move_id="0" * 16),
+    "HandOverAgent": lambda name: pb.HandOverAgentRequest(agent_id=name, move_id="0" * 16),
+    "UndoMove": lambda name: pb.UndoMoveRequest(agent_id=name, move_id="0" * 16),
+    "FenceAgent": lambda name: pb.FenceAgentRequest(agent_id=name, generation=1),
     "ExportAgent": lambda name: pb.ExportAgentRequest(agent_id=name),
     "ImportAgent": lambda name: pb.ImportAgentRequest(header=pb.ImportAgentHeader(agent_id=name)),
 }

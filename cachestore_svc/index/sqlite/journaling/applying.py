@@ -4,13 +4,16 @@ What a version holds is read from its manifest; the rows of its blobs must be th
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.index.catalog import ReadManifest, Unheld
-from cachestore_svc.index.sqlite import agents, blobs, committing, leases, versions
+from cachestore_svc.index.sqlite import agents, blobs, committing, versions
+from cachestore_svc.index.sqlite.rights import leases, owners
 from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.journal.replay import Change, Version, VersionKey
+from cachestore_svc.ownership import Ownership, OwnerState
 from cachestore_svc.records import LineKey, LineQuery, Origin
 
 
@@ -27,7 +30,7 @@ def apply_changes(rows: Rows, read: ReadManifest, changes: Iterable[Change]) -> 
 def fence_changes(rows: Rows, changes: Iterable[Change]) -> None:
     """Shut out late writers, as what takes back a memory does: leases are not in the journal."""
     for kind, namespace, agent, *rest in changes:
-        if kind == "forget":
+        if kind in ("forget", "owner"):
             leases.fence_all(rows, LineQuery(namespace, agent))
         elif kind == "version" and Version._make(rest[2:]).origin != Origin.TURN:
             leases.fence_all(rows, LineQuery(namespace, agent, rest[0]))
@@ -97,10 +100,17 @@ def _brought(rows: Rows, namespace: str, hash_: str, value: int) -> None:
         )
 
 
+def _owner(rows: Rows, namespace: str, agent: str, *facts: Any) -> None:
+    state, generation, peer, move_id, since, was_owned, tells = facts
+    known = Ownership(OwnerState(state), generation, peer, move_id, since, bool(was_owned), tuple(tells.split()))
+    owners.set_ownership(rows, namespace, agent, known)
+
+
 _HOW: dict[str, Callable[..., None]] = {
     "agent": _agent,
     "forget": _forget,
     "label": _label,
     "drop": _drop,
     "brought": _brought,
+    "owner": _owner,
 }

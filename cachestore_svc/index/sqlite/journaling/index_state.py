@@ -137,8 +137,9 @@ def state(rows: Rows) -> State:
             of_manifest = held.get(manifest_id, "")
             agent.versions[kv_hash, version] = Version(parent, hash_, size, origin, detail, created, of_manifest)
     _add_marks(rows, found_state)
+    _add_owners(rows, found_state)
     # A namespace that only holds blobs is nothing that the journal records.
-    return {name: space for name, space in found_state.items() if space.agents or space.brought}
+    return {name: space for name, space in found_state.items() if space.agents or space.brought or space.owners}
 
 
 def state_anyway(rows: Rows) -> State:
@@ -177,6 +178,15 @@ def _add_marks(rows: Rows, found_state: State) -> None:
                 ON namespaces.id = blobs.namespace_id WHERE is_brought"""
         ):
             found_state[namespace].brought.add(hash_)
+
+
+def _add_owners(rows: Rows, found_state: State) -> None:
+    if rows.table("owners").exists():
+        for namespace, agent, *facts in rows.all(
+            """SELECT namespaces.name, agent_name, state, generation, peer, move_id, since_unix_ms, was_owned, tells
+                FROM owners NOT INDEXED JOIN namespaces NOT INDEXED ON namespaces.id = owners.namespace_id"""
+        ):
+            found_state[namespace].owners[agent] = tuple(facts)
 
 
 def _fingerprints(rows: Rows) -> dict[Any, str]:

@@ -24,6 +24,8 @@ _AGENT = "'agent', namespaces.name, NEW.name, NEW.is_pinned, NEW.retained_versio
 _LABEL = "'label', namespaces.name, agents.name, {row}.name, {value}"
 _VERSION = """'version', namespaces.name, agents.name, lines.kv_identity_hash, NEW.version, NEW.parent_version,
     blobs.hash, blobs.size_bytes, NEW.origin, NEW.origin_detail, NEW.created_unix_ms"""
+_OWNER = """'owner', namespaces.name, NEW.agent_name, NEW.state, NEW.generation, NEW.peer, NEW.move_id,
+    NEW.since_unix_ms, NEW.was_owned, NEW.tells"""
 _BROUGHT = "'brought', namespaces.name, {row}.hash, {value}"
 
 _OF_NAMESPACE = "namespaces WHERE namespaces.id = {row}.namespace_id"
@@ -47,6 +49,10 @@ _ALL_CAUGHT = (
         "'drop', namespaces.name, agents.name, lines.kv_identity_hash, OLD.version",
         _OF_LINE.format(row="OLD", join=""),
     ),
+)
+_CAUGHT_OF_OWNERS = (
+    _Caught("INSERT ON main.owners", _OWNER, _OF_NAMESPACE.format(row="NEW")),
+    _Caught("UPDATE ON main.owners", _OWNER, _OF_NAMESPACE.format(row="NEW")),
 )
 _CAUGHT_OF_BLOBS = (
     _Caught(
@@ -76,7 +82,7 @@ class Recorder:
     def begin(self, rows: Rows) -> None:
         """Catch changes from now on."""
         rows.run("CREATE TEMP TABLE changes (id INTEGER PRIMARY KEY, change TEXT NOT NULL, manifest_id INTEGER)")
-        caught = (*_ALL_CAUGHT, *(_CAUGHT_OF_BLOBS if index_state.has_marks(rows) else ()))
+        caught = (*_ALL_CAUGHT, *_CAUGHT_OF_OWNERS, *_CAUGHT_OF_BLOBS)
         for number, (event, change, source, manifest) in enumerate(caught):
             rows.run(
                 f"""CREATE TEMP TRIGGER caught_{number} AFTER {event} BEGIN

@@ -26,6 +26,7 @@ from cachestore_svc.index.live_leases import LiveLeases
 from cachestore_svc.index.sqlite.blobs import entries_of, find_namespace
 from cachestore_svc.index.sqlite.sealed.sealed_leases import SealedLiveLeases
 from cachestore_svc.index.sqlite.transaction import SqliteTransaction
+from cachestore_svc.ownership import Ownership
 from cachestore_svc.records import (
     AgentDeleted,
     AgentRecord,
@@ -246,6 +247,15 @@ class SealedTransaction(SqliteTransaction):
     def held_leases(self, query: LineQuery, live: LiveLeases) -> list[LineKey]:
         held = super().held_leases(self._line(query), SealedLiveLeases(live, self._names))
         return [line._replace(agent_id=self.plain(line.agent_id)) for line in held]
+
+    def ownership_of(self, namespace: str, agent_id: str) -> Ownership:
+        return super().ownership_of(namespace, self._agent(agent_id))
+
+    def set_ownership(self, namespace: str, agent_id: str, known: Ownership) -> None:
+        super().set_ownership(namespace, self._agent(agent_id), known)
+
+    def unfinished_moves(self, namespace: str) -> list[tuple[str, Ownership]]:
+        return [(self.plain(name), known) for name, known in super().unfinished_moves(namespace)]
 
     def add_events(self, history: History, namespace: str, bodies: Iterable[EventBody], now_unix_ms: int) -> None:
         super().add_events(history, namespace, [self._seal_event(body) for body in bodies], now_unix_ms)

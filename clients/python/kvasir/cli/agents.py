@@ -1,4 +1,4 @@
-"""`kvasir agents …`: list, show, fork, roll back, delete, export, import and pull agents' memories."""
+"""`kvasir agents …`: list, show, fork, roll back, delete, export, import and pull their memories; see also `moving`."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ from rich.table import Table
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cli import carrying, failures
 from kvasir.cli.caller import COMPLETION_S, Caller, JsonOption, caller_of, completing
-from kvasir.cli.rows import agent_row, ago, iso, origin, short, size, snapshot_row, until
+from kvasir.cli.rows import agent_row, ago, iso, origin, owner_words, short, size, snapshot_row, until
 from kvasir.cli.showing.progress import transfer_progress
 from kvasir.clients import StoreClient
 from kvasir.errors import KvasirError
@@ -78,7 +78,7 @@ def ls(
     """List agents by name."""
     caller = caller_of(context, as_json)
     with store_client(caller) as client:
-        agents = list(_all_agents(client, prefix, _labels(label or [])))
+        agents = list(all_agents(client, prefix, labels_of(label or [])))
     caller.result([agent_row(agent) for agent in agents], lambda out: out.print(_agents_table(agents)))
 
 
@@ -167,7 +167,7 @@ def label(
     """Set or remove labels."""
     caller = caller_of(context, as_json)
     with store_client(caller) as client:
-        changed = client.update_agent(agent, labels=_labels(labels))
+        changed = client.update_agent(agent, labels=labels_of(labels))
     caller.result(agent_row(changed), lambda out: _show(out, changed))
 
 
@@ -285,7 +285,7 @@ def pull(
     caller.result(snapshot_row(made), lambda out: out.print(_arrived(made)))
 
 
-def _all_agents(client: StoreClient, prefix: str, labels: dict[str, str]) -> Iterator[pb.Agent]:
+def all_agents(client: StoreClient, prefix: str, labels: dict[str, str]) -> Iterator[pb.Agent]:
     token = ""
     while True:
         page = client.list_agents(name_prefix=prefix, labels=labels, page_size=_PAGE, page_token=token)
@@ -303,7 +303,7 @@ def _all_versions(client: StoreClient, agent: str, line: str) -> Iterator[pb.Sna
             return
 
 
-def _labels(texts: list[str]) -> dict[str, str]:
+def labels_of(texts: list[str]) -> dict[str, str]:
     labels: dict[str, str] = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -333,8 +333,10 @@ def _agents_table(agents: list[pb.Agent]) -> Table:
         expiry = [until(agent.expires_at, now)] if expires else []
         newest: Any = agent.lines[0] if agent.lines else pb.SnapshotVersion()
         labels = " ".join(f"{key}={value}" for key, value in sorted(agent.labels.items()))
+        where = owner_words(agent.ownership)
         table.add_row(
-            *(agent.agent_id, str(newest.version), str(newest.token_count), size(newest.total_bytes)),
+            f"{agent.agent_id} ({where})" if where else agent.agent_id,
+            *(str(newest.version), str(newest.token_count), size(newest.total_bytes)),
             *(ago(agent.used_at, now), *expiry, "yes" if agent.is_pinned else "", labels),
         )
     return table
@@ -357,4 +359,6 @@ def _show(out: Console, agent: pb.Agent) -> None:
     out.print(f"{agent.agent_id}: {pinned}, keeps {agent.retained_versions} versions, labels: {labels}")
     if agent.HasField("expires_at"):
         out.print(f"deleted {until(agent.expires_at, datetime.now(UTC))} at the earliest if nobody uses it")
+    if where := owner_words(agent.ownership):
+        out.print(where)
     out.print(_versions_table(list(agent.lines)))

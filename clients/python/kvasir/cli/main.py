@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import kvasir
-from kvasir.cli import agents, bench, doctor, engine, failures, keys, pairing, store
+from kvasir.cli import agents, bench, doctor, engine, failures, keys, moving, pairing, store
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.demo import demo
 from kvasir.cli.running import audit, group, reload, up
@@ -36,6 +36,9 @@ app.command("doctor")(doctor.doctor)
 app.command("stats")(engine.stats)
 app.command("pair")(pairing.pair)
 app.add_typer(engine.models, name="models")
+agents.app.command("move")(moving.move)
+agents.app.command("sync")(moving.sync)
+agents.app.command("claim")(moving.claim)
 app.add_typer(agents.app, name="agents")
 app.add_typer(pairing.app, name="peers")
 app.add_typer(store.app, name="store")

@@ -39,7 +39,25 @@ def agent_row(agent: pb.Agent) -> dict[str, Any]:
         "used_at": iso(agent.used_at),
         "expires_at": iso(agent.expires_at),
         "lines": [snapshot_row(line) for line in agent.lines],
+        "ownership": ownership_row(agent.ownership),
     }
+
+
+def ownership_row(known: pb.Ownership) -> dict[str, Any]:
+    """Who may extend an agent, as its store knows it."""
+    state = pb.OwnerState.Name(known.state or pb.OWNER_STATE_OWNED)
+    row = {"state": state.removeprefix("OWNER_STATE_").lower(), "generation": known.generation}
+    return row | {"peer": known.peer, "since": iso(known.since)}
+
+
+def owner_words(known: pb.Ownership) -> str:
+    """Where an agent is that is not this store's; empty for one that is."""
+    words = {
+        pb.OWNER_STATE_MOVED: f"moved to {known.peer}",
+        pb.OWNER_STATE_MOVING: f"on its way to {known.peer}",
+        pb.OWNER_STATE_ARRIVING: f"on its way from {known.peer}",
+    }
+    return words.get(known.state, "")
 
 
 def stats_row(stats: pb.GetStatsResponse) -> dict[str, Any]:

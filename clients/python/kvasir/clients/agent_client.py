@@ -6,7 +6,6 @@ Made from `aio/agent_client.py` by `tools/make_sync_client.py`; change that one.
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import cast
 
 from google.protobuf import field_mask_pb2
 
@@ -125,16 +124,86 @@ class AgentClient(ServiceClient):
 
         Raises NotFound (peer or agent), AlreadyExists (the line here is not an ancestor), Unavailable (peer), DataLoss.
         """
-        request = pb.PullAgentRequest(
-            peer=peer, agent_id=agent_id, local_agent_id=local_agent_id, kv_identity_hash=kv_identity_hash
+        steps = self.pulling_agent(
+            peer, agent_id, local_agent_id=local_agent_id, kv_identity_hash=kv_identity_hash, timeout_s=timeout_s
         )
-        with closing(self._responses(self._stub.PullAgent, request, timeout_s)) as responses:
-            for response in responses:
+        with closing(steps):
+            for response in steps:
                 if response.HasField("done"):
-                    return cast("pb.SnapshotVersion", response.done)
+                    return response.done
                 if on_progress is not None:
                     on_progress(response.progress)
         raise Internal("the pull ended without saying how")
+
+    def pulling_agent(
+        self,
+        peer: str,
+        agent_id: str,
+        *,
+        local_agent_id: str = "",
+        kv_identity_hash: str = "",
+        to_peer: str = "",
+        dry_run: bool = False,
+        timeout_s: float | None = None,
+    ) -> Generator[pb.PullAgentResponse, None, None]:
+        """The same as a stream, `done` last. A dry run ends with the progress that says how much would be sent. With
+        `to_peer`, and `peer` empty, that peer copies the agent from here."""
+        request = pb.PullAgentRequest(
+            peer=peer,
+            agent_id=agent_id,
+            local_agent_id=local_agent_id,
+            kv_identity_hash=kv_identity_hash,
+            to_peer=to_peer,
+            dry_run=dry_run,
+        )
+        with closing(self._responses(self._stub.PullAgent, request, timeout_s)) as responses:
+            yield from responses
+
+    def moving_agent(
+        self,
+        agent_id: str,
+        *,
+        from_peer: str = "",
+        to_peer: str = "",
+        dry_run: bool = False,
+        timeout_s: float | None = None,
+    ) -> Generator[pb.MoveAgentResponse, None, None]:
+        """Move an agent here from a peer, or from here to one; the destination owns it then. A stream, `done` last.
+
+        Leaving early undoes a move that was not handed over. Repeated after a cut, it goes on where it was.
+        Raises NotFound, AlreadyExists (another agent of that name is there), FailedPrecondition (AGENT_MOVED with
+        "owner", AGENT_MOVING, MOVE_UNKNOWN), Unavailable (peer), DataLoss.
+        """
+        request = pb.MoveAgentRequest(
+            agent_id=agent_id, from_peer=from_peer or None, to_peer=to_peer or None, dry_run=dry_run
+        )
+        with closing(self._responses(self._stub.MoveAgent, request, timeout_s)) as responses:
+            yield from responses
+
+    def move_agent(
+        self,
+        agent_id: str,
+        *,
+        from_peer: str = "",
+        to_peer: str = "",
+        on_progress: OnProgress | None = None,
+        timeout_s: float | None = None,
+    ) -> pb.Agent:
+        """The same in one call: the agent as its new owner has it."""
+        steps = self.moving_agent(agent_id, from_peer=from_peer, to_peer=to_peer, timeout_s=timeout_s)
+        with closing(steps):
+            for step in steps:
+                if step.HasField("done"):
+                    return step.done
+                if step.HasField("progress") and on_progress is not None:
+                    on_progress(step.progress)
+        raise Internal("the move ended without saying how")
+
+    def claim_agent(self, agent_id: str, *, force: bool = False, timeout_s: float | None = None) -> pb.Agent:
+        """Say that this store owns an agent: `force` for one whose owner is gone. Raises NotFound, FailedPrecondition
+        (AGENT_MOVED, AGENT_MOVING), Unavailable."""
+        request = pb.ClaimAgentRequest(agent_id=agent_id, force=force)
+        return (self._call(pb.ClaimAgentResponse, request, timeout_s)).agent
 
     def export_agent(
         self, agent_id: str, kv_identity_hash: str = "", version: int | None = None, *, timeout_s: float | None = None

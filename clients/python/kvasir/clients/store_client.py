@@ -33,6 +33,7 @@ class StoreClient(BlobTransfers, AgentClient):
     ) -> None:
         stub = with_agents(cachestore_pb2_grpc.CacheStoreServiceStub(channel), channel)  # type: ignore[no-untyped-call]
         stub = both(stub, pairing_pb2_grpc.PeerServiceStub(channel))  # type: ignore[no-untyped-call]
+        stub = both(stub, cachestore_pb2_grpc.MovingServiceStub(channel))  # type: ignore[no-untyped-call]
         super().__init__(channel, stub, token, timeout_s, max_cuts)
 
     @classmethod
@@ -164,6 +165,29 @@ class StoreClient(BlobTransfers, AgentClient):
         """Give a lease back. Raises Conflict (fenced), NotFound."""
         request = pb.ReleaseLeaseRequest(agent_id=agent_id, kv_identity_hash=kv_identity_hash, lease=lease)
         self._call(pb.ReleaseLeaseResponse, request, timeout_s)
+
+    # --- for stores, of each other (peer role) ---
+
+    def offer_agent(
+        self, agent_id: str, move_id: str, generation: int, *, timeout_s: float | None = None
+    ) -> pb.OfferAgentResponse:
+        """Ask a peer for an agent that is to move here. Raises NotFound, FailedPrecondition, Unavailable."""
+        request = pb.OfferAgentRequest(agent_id=agent_id, move_id=move_id, generation=generation)
+        return self._call(pb.OfferAgentResponse, request, timeout_s)
+
+    def hand_over_agent(self, agent_id: str, move_id: str, *, timeout_s: float | None = None) -> None:
+        """Take the agent over: all of it is durable here. Raises FailedPrecondition (MOVE_UNKNOWN)."""
+        request = pb.HandOverAgentRequest(agent_id=agent_id, move_id=move_id)
+        self._call(pb.HandOverAgentResponse, request, timeout_s)
+
+    def undo_move(self, agent_id: str, move_id: str, *, timeout_s: float | None = None) -> None:
+        """Give up a move that was not handed over."""
+        self._call(pb.UndoMoveResponse, pb.UndoMoveRequest(agent_id=agent_id, move_id=move_id), timeout_s)
+
+    def fence_agent(self, agent_id: str, generation: int, *, timeout_s: float | None = None) -> None:
+        """Tell of an agent's newer owner. Raises FailedPrecondition (OWNER_NEWER), Unavailable."""
+        request = pb.FenceAgentRequest(agent_id=agent_id, generation=generation)
+        self._call(pb.FenceAgentResponse, request, timeout_s)
 
     # --- events and care ---
 

@@ -36,6 +36,8 @@ _SUBJECTS = {
     "source_agent_id": "source_agent",
     "local_agent_id": "local_agent",
     "peer": "peer",
+    "from_peer": "peer",
+    "to_peer": "peer",
     "model": "model",
 }
 

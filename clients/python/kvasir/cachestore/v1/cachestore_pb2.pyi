@@ -25,6 +25,15 @@ class Origin(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ORIGIN_ROLLBACK: _ClassVar[Origin]
     ORIGIN_IMPORT: _ClassVar[Origin]
     ORIGIN_PULL: _ClassVar[Origin]
+    ORIGIN_MOVE: _ClassVar[Origin]
+
+class OwnerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OWNER_STATE_UNSPECIFIED: _ClassVar[OwnerState]
+    OWNER_STATE_OWNED: _ClassVar[OwnerState]
+    OWNER_STATE_MOVING: _ClassVar[OwnerState]
+    OWNER_STATE_MOVED: _ClassVar[OwnerState]
+    OWNER_STATE_ARRIVING: _ClassVar[OwnerState]
 BLOB_KIND_UNSPECIFIED: BlobKind
 BLOB_KIND_TENSORS: BlobKind
 BLOB_KIND_MANIFEST: BlobKind
@@ -34,6 +43,12 @@ ORIGIN_FORK: Origin
 ORIGIN_ROLLBACK: Origin
 ORIGIN_IMPORT: Origin
 ORIGIN_PULL: Origin
+ORIGIN_MOVE: Origin
+OWNER_STATE_UNSPECIFIED: OwnerState
+OWNER_STATE_OWNED: OwnerState
+OWNER_STATE_MOVING: OwnerState
+OWNER_STATE_MOVED: OwnerState
+OWNER_STATE_ARRIVING: OwnerState
 
 class BlobFrame(_message.Message):
     __slots__ = ("digest", "kind", "offset", "data")
@@ -196,7 +211,7 @@ class ListSnapshotsResponse(_message.Message):
     def __init__(self, snapshots: _Optional[_Iterable[_Union[SnapshotVersion, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class Agent(_message.Message):
-    __slots__ = ("agent_id", "labels", "is_pinned", "retained_versions", "created_at", "used_at", "lines", "expires_at")
+    __slots__ = ("agent_id", "labels", "is_pinned", "retained_versions", "created_at", "used_at", "lines", "expires_at", "ownership")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -212,6 +227,7 @@ class Agent(_message.Message):
     USED_AT_FIELD_NUMBER: _ClassVar[int]
     LINES_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_AT_FIELD_NUMBER: _ClassVar[int]
+    OWNERSHIP_FIELD_NUMBER: _ClassVar[int]
     agent_id: str
     labels: _containers.ScalarMap[str, str]
     is_pinned: bool
@@ -220,7 +236,20 @@ class Agent(_message.Message):
     used_at: _timestamp_pb2.Timestamp
     lines: _containers.RepeatedCompositeFieldContainer[SnapshotVersion]
     expires_at: _timestamp_pb2.Timestamp
-    def __init__(self, agent_id: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., is_pinned: bool = ..., retained_versions: _Optional[int] = ..., created_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., used_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., lines: _Optional[_Iterable[_Union[SnapshotVersion, _Mapping]]] = ..., expires_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    ownership: Ownership
+    def __init__(self, agent_id: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., is_pinned: bool = ..., retained_versions: _Optional[int] = ..., created_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., used_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., lines: _Optional[_Iterable[_Union[SnapshotVersion, _Mapping]]] = ..., expires_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., ownership: _Optional[_Union[Ownership, _Mapping]] = ...) -> None: ...
+
+class Ownership(_message.Message):
+    __slots__ = ("state", "generation", "peer", "since")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    state: OwnerState
+    generation: int
+    peer: str
+    since: _timestamp_pb2.Timestamp
+    def __init__(self, state: _Optional[_Union[OwnerState, str]] = ..., generation: _Optional[int] = ..., peer: _Optional[str] = ..., since: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class ListAgentsRequest(_message.Message):
     __slots__ = ("page_size", "page_token", "name_prefix", "labels")
@@ -472,16 +501,20 @@ class ReleaseLeaseResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class PullAgentRequest(_message.Message):
-    __slots__ = ("peer", "agent_id", "local_agent_id", "kv_identity_hash")
+    __slots__ = ("peer", "agent_id", "local_agent_id", "kv_identity_hash", "dry_run", "to_peer")
     PEER_FIELD_NUMBER: _ClassVar[int]
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
     LOCAL_AGENT_ID_FIELD_NUMBER: _ClassVar[int]
     KV_IDENTITY_HASH_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    TO_PEER_FIELD_NUMBER: _ClassVar[int]
     peer: str
     agent_id: str
     local_agent_id: str
     kv_identity_hash: str
-    def __init__(self, peer: _Optional[str] = ..., agent_id: _Optional[str] = ..., local_agent_id: _Optional[str] = ..., kv_identity_hash: _Optional[str] = ...) -> None: ...
+    dry_run: bool
+    to_peer: str
+    def __init__(self, peer: _Optional[str] = ..., agent_id: _Optional[str] = ..., local_agent_id: _Optional[str] = ..., kv_identity_hash: _Optional[str] = ..., dry_run: bool = ..., to_peer: _Optional[str] = ...) -> None: ...
 
 class PullAgentResponse(_message.Message):
     __slots__ = ("progress", "done")
@@ -490,6 +523,102 @@ class PullAgentResponse(_message.Message):
     progress: TransferProgress
     done: SnapshotVersion
     def __init__(self, progress: _Optional[_Union[TransferProgress, _Mapping]] = ..., done: _Optional[_Union[SnapshotVersion, _Mapping]] = ...) -> None: ...
+
+class MoveAgentRequest(_message.Message):
+    __slots__ = ("agent_id", "from_peer", "to_peer", "dry_run")
+    AGENT_ID_FIELD_NUMBER: _ClassVar[int]
+    FROM_PEER_FIELD_NUMBER: _ClassVar[int]
+    TO_PEER_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    agent_id: str
+    from_peer: str
+    to_peer: str
+    dry_run: bool
+    def __init__(self, agent_id: _Optional[str] = ..., from_peer: _Optional[str] = ..., to_peer: _Optional[str] = ..., dry_run: bool = ...) -> None: ...
+
+class MoveAgentResponse(_message.Message):
+    __slots__ = ("progress", "waiting", "done")
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    progress: TransferProgress
+    waiting: MoveWaiting
+    done: Agent
+    def __init__(self, progress: _Optional[_Union[TransferProgress, _Mapping]] = ..., waiting: _Optional[_Union[MoveWaiting, _Mapping]] = ..., done: _Optional[_Union[Agent, _Mapping]] = ...) -> None: ...
+
+class MoveWaiting(_message.Message):
+    __slots__ = ("lease_owner",)
+    LEASE_OWNER_FIELD_NUMBER: _ClassVar[int]
+    lease_owner: str
+    def __init__(self, lease_owner: _Optional[str] = ...) -> None: ...
+
+class ClaimAgentRequest(_message.Message):
+    __slots__ = ("agent_id", "force")
+    AGENT_ID_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    agent_id: str
+    force: bool
+    def __init__(self, agent_id: _Optional[str] = ..., force: bool = ...) -> None: ...
+
+class ClaimAgentResponse(_message.Message):
+    __slots__ = ("agent",)
+    AGENT_FIELD_NUMBER: _ClassVar[int]
+    agent: Agent
+    def __init__(self, agent: _Optional[_Union[Agent, _Mapping]] = ...) -> None: ...
+
+class OfferAgentRequest(_message.Message):
+    __slots__ = ("agent_id", "move_id", "generation")
+    AGENT_ID_FIELD_NUMBER: _ClassVar[int]
+    MOVE_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    agent_id: str
+    move_id: str
+    generation: int
+    def __init__(self, agent_id: _Optional[str] = ..., move_id: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class OfferAgentResponse(_message.Message):
+    __slots__ = ("agent", "generation")
+    AGENT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    agent: Agent
+    generation: int
+    def __init__(self, agent: _Optional[_Union[Agent, _Mapping]] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class HandOverAgentRequest(_message.Message):
+    __slots__ = ("agent_id", "move_id")
+    AGENT_ID_FIELD_NUMBER: _ClassVar[int]
+    MOVE_ID_FIELD_NUMBER: _ClassVar[int]
+    agent_id: str
+    move_id: str
+    def __init__(self, agent_id: _Optional[str] = ..., move_id: _Optional[str] = ...) -> None: ...
+
+class HandOverAgentResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class UndoMoveRequest(_message.Message):
+    __slots__ = ("agent_id", "move_id")
+    AGENT_ID_FIELD_NUMBER: _ClassVar[int]
+    MOVE_ID_FIELD_NUMBER: _ClassVar[int]
+    agent_id: str
+    move_id: str
+    def __init__(self, agent_id: _Optional[str] = ..., move_id: _Optional[str] = ...) -> None: ...
+
+class UndoMoveResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FenceAgentRequest(_message.Message):
+    __slots__ = ("agent_id", "generation")
+    AGENT_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    agent_id: str
+    generation: int
+    def __init__(self, agent_id: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class FenceAgentResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class TransferProgress(_message.Message):
     __slots__ = ("blobs_done", "blobs_total", "bytes_done", "bytes_total", "blobs_skipped")

@@ -86,6 +86,16 @@ class AgentServiceStub(object):
                 request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.PullAgentRequest.SerializeToString,
                 response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.PullAgentResponse.FromString,
                 _registered_method=True)
+        self.MoveAgent = channel.unary_stream(
+                '/kvasir.cachestore.v1.AgentService/MoveAgent',
+                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.MoveAgentRequest.SerializeToString,
+                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.MoveAgentResponse.FromString,
+                _registered_method=True)
+        self.ClaimAgent = channel.unary_unary(
+                '/kvasir.cachestore.v1.AgentService/ClaimAgent',
+                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ClaimAgentRequest.SerializeToString,
+                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ClaimAgentResponse.FromString,
+                _registered_method=True)
         self.ExportAgent = channel.unary_stream(
                 '/kvasir.cachestore.v1.AgentService/ExportAgent',
                 request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ExportAgentRequest.SerializeToString,
@@ -170,9 +180,32 @@ class AgentServiceServicer(object):
 
     def PullAgent(self, request, context):
         """Copies an agent's line from a peer named in this store's configuration: only blobs that lack, then a commit with
-        provenance. Streams progress; safe to repeat. Roles: client, admin. Errors: NOT_FOUND (peer or agent), ALREADY_EXISTS (the line here is not an ancestor),
-        ABORTED (the line changed meanwhile; retry), FAILED_PRECONDITION (a blob does not fit the manifest, or another stream is writing it),
-        UNAVAILABLE (peer), DATA_LOSS.
+        provenance. Streams progress; safe to repeat. Roles: client, admin; a peer, to give a copy of its own. Errors: NOT_FOUND (peer or agent), ALREADY_EXISTS (the line here is not an ancestor),
+        ABORTED (the line changed meanwhile; retry), FAILED_PRECONDITION (a blob does not fit the manifest, or another stream is writing it; AGENT_MOVED: the
+        agent there, or here, is another store's), UNAVAILABLE (peer), DATA_LOSS.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MoveAgent(self, request, context):
+        """Moves an agent between this store and a peer: all its lines, labels and settings; only blobs that lack are sent. Afterwards the destination
+        owns it; the source keeps a copy that can be read, forked and deleted, and answers everything that would extend it with FAILED_PRECONDITION
+        (AGENT_MOVED; "owner" names the peer). An engine of the source that has the agent's lease is asked to let go when its turn is stored; until
+        then the stream says `waiting`. Cut short anywhere, the agent has one owner, and both stores bring the move to its end, or undo it, by
+        themselves; repeating the call goes on with it. Roles: client, admin; a peer with neither name of a peer, to give an agent of its own. Errors:
+        NOT_FOUND (peer or agent), FAILED_PRECONDITION (AGENT_MOVED, AGENT_MOVING, OWNER_NEWER, MOVE_UNKNOWN: the source took it back), ALREADY_EXISTS (an agent
+        of this name is here and is no older version of it), UNAVAILABLE (peer), DATA_LOSS.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ClaimAgent(self, request, context):
+        """Says that this store owns an agent. Without `force` only where that takes nothing from a peer: a move from here that has not been handed over is
+        undone, and one that has arrived is finished. With it, whatever is known: for a peer that is gone for good. What was made there since is not here;
+        if the peer comes back, it is fenced when the two hear of each other, and what it made can still be read there. Roles: client, admin.
+        Errors: NOT_FOUND, FAILED_PRECONDITION (AGENT_MOVED, AGENT_MOVING), UNAVAILABLE (peer).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -246,6 +279,16 @@ def add_AgentServiceServicer_to_server(servicer, server):
                     servicer.PullAgent,
                     request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.PullAgentRequest.FromString,
                     response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.PullAgentResponse.SerializeToString,
+            ),
+            'MoveAgent': grpc.unary_stream_rpc_method_handler(
+                    servicer.MoveAgent,
+                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.MoveAgentRequest.FromString,
+                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.MoveAgentResponse.SerializeToString,
+            ),
+            'ClaimAgent': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClaimAgent,
+                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ClaimAgentRequest.FromString,
+                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ClaimAgentResponse.SerializeToString,
             ),
             'ExportAgent': grpc.unary_stream_rpc_method_handler(
                     servicer.ExportAgent,
@@ -541,6 +584,60 @@ class AgentService(object):
             _registered_method=True)
 
     @staticmethod
+    def MoveAgent(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvasir.cachestore.v1.AgentService/MoveAgent',
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.MoveAgentRequest.SerializeToString,
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.MoveAgentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ClaimAgent(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvasir.cachestore.v1.AgentService/ClaimAgent',
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ClaimAgentRequest.SerializeToString,
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ClaimAgentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ExportAgent(request,
             target,
             options=(),
@@ -584,6 +681,221 @@ class AgentService(object):
             '/kvasir.cachestore.v1.AgentService/ImportAgent',
             kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ImportAgentRequest.SerializeToString,
             kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ImportAgentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class MovingServiceStub(object):
+    """What stores say to each other while an agent changes hands; the caller's name, as its credential has it, is the peer that is meant.
+    Each call is safe to repeat. Roles: peer.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.OfferAgent = channel.unary_unary(
+                '/kvasir.cachestore.v1.MovingService/OfferAgent',
+                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.OfferAgentRequest.SerializeToString,
+                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.OfferAgentResponse.FromString,
+                _registered_method=True)
+        self.HandOverAgent = channel.unary_unary(
+                '/kvasir.cachestore.v1.MovingService/HandOverAgent',
+                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.HandOverAgentRequest.SerializeToString,
+                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.HandOverAgentResponse.FromString,
+                _registered_method=True)
+        self.UndoMove = channel.unary_unary(
+                '/kvasir.cachestore.v1.MovingService/UndoMove',
+                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.UndoMoveRequest.SerializeToString,
+                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.UndoMoveResponse.FromString,
+                _registered_method=True)
+        self.FenceAgent = channel.unary_unary(
+                '/kvasir.cachestore.v1.MovingService/FenceAgent',
+                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.FenceAgentRequest.SerializeToString,
+                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.FenceAgentResponse.FromString,
+                _registered_method=True)
+
+
+class MovingServiceServicer(object):
+    """What stores say to each other while an agent changes hands; the caller's name, as its credential has it, is the peer that is meant.
+    Each call is safe to repeat. Roles: peer.
+    """
+
+    def OfferAgent(self, request, context):
+        """Asks for an agent. From the answer on nobody extends it at this store, until HandOverAgent, or until the move is undone: by UndoMove, by this
+        store's user, or because the caller was silent for too long. To be repeated while blobs are fetched. Errors: NOT_FOUND,
+        FAILED_PRECONDITION (AGENT_MOVED, AGENT_MOVING), UNAVAILABLE (LEASE_HELD: an engine has not let go yet).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def HandOverAgent(self, request, context):
+        """All of the agent is durable at the caller: it is the caller's from now on. Errors: FAILED_PRECONDITION (MOVE_UNKNOWN: it is not, and will
+        not be by this move).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UndoMove(self, request, context):
+        """The caller gives up a move that was not handed over. Errors: none of its own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FenceAgent(self, request, context):
+        """Tells of an owner that the caller knows, by its generation: a store with a lower one does not own the agent any more. Errors: FAILED_PRECONDITION
+        (OWNER_NEWER: this store knows a newer one; "generation"), UNAVAILABLE (LEASE_HELD).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_MovingServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'OfferAgent': grpc.unary_unary_rpc_method_handler(
+                    servicer.OfferAgent,
+                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.OfferAgentRequest.FromString,
+                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.OfferAgentResponse.SerializeToString,
+            ),
+            'HandOverAgent': grpc.unary_unary_rpc_method_handler(
+                    servicer.HandOverAgent,
+                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.HandOverAgentRequest.FromString,
+                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.HandOverAgentResponse.SerializeToString,
+            ),
+            'UndoMove': grpc.unary_unary_rpc_method_handler(
+                    servicer.UndoMove,
+                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.UndoMoveRequest.FromString,
+                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.UndoMoveResponse.SerializeToString,
+            ),
+            'FenceAgent': grpc.unary_unary_rpc_method_handler(
+                    servicer.FenceAgent,
+                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.FenceAgentRequest.FromString,
+                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.FenceAgentResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kvasir.cachestore.v1.MovingService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kvasir.cachestore.v1.MovingService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class MovingService(object):
+    """What stores say to each other while an agent changes hands; the caller's name, as its credential has it, is the peer that is meant.
+    Each call is safe to repeat. Roles: peer.
+    """
+
+    @staticmethod
+    def OfferAgent(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvasir.cachestore.v1.MovingService/OfferAgent',
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.OfferAgentRequest.SerializeToString,
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.OfferAgentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HandOverAgent(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvasir.cachestore.v1.MovingService/HandOverAgent',
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.HandOverAgentRequest.SerializeToString,
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.HandOverAgentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UndoMove(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvasir.cachestore.v1.MovingService/UndoMove',
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.UndoMoveRequest.SerializeToString,
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.UndoMoveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FenceAgent(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvasir.cachestore.v1.MovingService/FenceAgent',
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.FenceAgentRequest.SerializeToString,
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.FenceAgentResponse.FromString,
             options,
             channel_credentials,
             insecure,

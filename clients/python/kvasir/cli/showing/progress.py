@@ -3,7 +3,15 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cli.caller import Caller
@@ -18,15 +26,18 @@ def transfer_progress(caller: Caller, title: str) -> Iterator[Callable[[pb.Trans
         BarColumn(),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[skipped]}", markup=False),
         console=caller.err,
         transient=True,
         disable=not caller.shows_progress,
     )
     with bar:
-        task = bar.add_task(title, total=None)
+        task = bar.add_task(title, total=None, skipped="")
 
         def on_progress(progress: pb.TransferProgress) -> None:
-            bar.update(task, total=progress.bytes_total, completed=progress.bytes_done)
+            skipped = f"{progress.blobs_skipped} of {progress.blobs_total} blobs were there"
+            bar.update(task, total=progress.bytes_total, completed=progress.bytes_done, skipped=skipped)
 
         yield on_progress
 

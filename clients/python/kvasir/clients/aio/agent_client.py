@@ -6,7 +6,6 @@
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from pathlib import Path
-from typing import cast
 
 from google.protobuf import field_mask_pb2
 
@@ -125,16 +124,88 @@ class AioAgentClient(AioServiceClient):
 
         Raises NotFound (peer or agent), AlreadyExists (the line here is not an ancestor), Unavailable (peer), DataLoss.
         """
-        request = pb.PullAgentRequest(
-            peer=peer, agent_id=agent_id, local_agent_id=local_agent_id, kv_identity_hash=kv_identity_hash
+        steps = self.pulling_agent(
+            peer, agent_id, local_agent_id=local_agent_id, kv_identity_hash=kv_identity_hash, timeout_s=timeout_s
         )
-        async with aclosing(self._responses(self._stub.PullAgent, request, timeout_s)) as responses:
-            async for response in responses:
+        async with aclosing(steps):
+            async for response in steps:
                 if response.HasField("done"):
-                    return cast("pb.SnapshotVersion", response.done)
+                    return response.done
                 if on_progress is not None:
                     on_progress(response.progress)
         raise Internal("the pull ended without saying how")
+
+    async def pulling_agent(
+        self,
+        peer: str,
+        agent_id: str,
+        *,
+        local_agent_id: str = "",
+        kv_identity_hash: str = "",
+        to_peer: str = "",
+        dry_run: bool = False,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[pb.PullAgentResponse, None]:
+        """The same as a stream, `done` last. A dry run ends with the progress that says how much would be sent. With
+        `to_peer`, and `peer` empty, that peer copies the agent from here."""
+        request = pb.PullAgentRequest(
+            peer=peer,
+            agent_id=agent_id,
+            local_agent_id=local_agent_id,
+            kv_identity_hash=kv_identity_hash,
+            to_peer=to_peer,
+            dry_run=dry_run,
+        )
+        async with aclosing(self._responses(self._stub.PullAgent, request, timeout_s)) as responses:
+            async for response in responses:
+                yield response
+
+    async def moving_agent(
+        self,
+        agent_id: str,
+        *,
+        from_peer: str = "",
+        to_peer: str = "",
+        dry_run: bool = False,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[pb.MoveAgentResponse, None]:
+        """Move an agent here from a peer, or from here to one; the destination owns it then. A stream, `done` last.
+
+        Leaving early undoes a move that was not handed over. Repeated after a cut, it goes on where it was.
+        Raises NotFound, AlreadyExists (another agent of that name is there), FailedPrecondition (AGENT_MOVED with
+        "owner", AGENT_MOVING, MOVE_UNKNOWN), Unavailable (peer), DataLoss.
+        """
+        request = pb.MoveAgentRequest(
+            agent_id=agent_id, from_peer=from_peer or None, to_peer=to_peer or None, dry_run=dry_run
+        )
+        async with aclosing(self._responses(self._stub.MoveAgent, request, timeout_s)) as responses:
+            async for response in responses:
+                yield response
+
+    async def move_agent(
+        self,
+        agent_id: str,
+        *,
+        from_peer: str = "",
+        to_peer: str = "",
+        on_progress: OnProgress | None = None,
+        timeout_s: float | None = None,
+    ) -> pb.Agent:
+        """The same in one call: the agent as its new owner has it."""
+        steps = self.moving_agent(agent_id, from_peer=from_peer, to_peer=to_peer, timeout_s=timeout_s)
+        async with aclosing(steps):
+            async for step in steps:
+                if step.HasField("done"):
+                    return step.done
+                if step.HasField("progress") and on_progress is not None:
+                    on_progress(step.progress)
+        raise Internal("the move ended without saying how")
+
+    async def claim_agent(self, agent_id: str, *, force: bool = False, timeout_s: float | None = None) -> pb.Agent:
+        """Say that this store owns an agent: `force` for one whose owner is gone. Raises NotFound, FailedPrecondition
+        (AGENT_MOVED, AGENT_MOVING), Unavailable."""
+        request = pb.ClaimAgentRequest(agent_id=agent_id, force=force)
+        return (await self._call(pb.ClaimAgentResponse, request, timeout_s)).agent
 
     async def export_agent(
         self, agent_id: str, kv_identity_hash: str = "", version: int | None = None, *, timeout_s: float | None = None

@@ -34,6 +34,7 @@ class AioStoreClient(AioBlobTransfers, AioAgentClient):
     ) -> None:
         stub = with_agents(cachestore_pb2_grpc.CacheStoreServiceStub(channel), channel)  # type: ignore[no-untyped-call]
         stub = both(stub, pairing_pb2_grpc.PeerServiceStub(channel))  # type: ignore[no-untyped-call]
+        stub = both(stub, cachestore_pb2_grpc.MovingServiceStub(channel))  # type: ignore[no-untyped-call]
         super().__init__(channel, stub, token, timeout_s, max_cuts)
 
     @classmethod
@@ -165,6 +166,29 @@ class AioStoreClient(AioBlobTransfers, AioAgentClient):
         """Give a lease back. Raises Conflict (fenced), NotFound."""
         request = pb.ReleaseLeaseRequest(agent_id=agent_id, kv_identity_hash=kv_identity_hash, lease=lease)
         await self._call(pb.ReleaseLeaseResponse, request, timeout_s)
+
+    # --- for stores, of each other (peer role) ---
+
+    async def offer_agent(
+        self, agent_id: str, move_id: str, generation: int, *, timeout_s: float | None = None
+    ) -> pb.OfferAgentResponse:
+        """Ask a peer for an agent that is to move here. Raises NotFound, FailedPrecondition, Unavailable."""
+        request = pb.OfferAgentRequest(agent_id=agent_id, move_id=move_id, generation=generation)
+        return await self._call(pb.OfferAgentResponse, request, timeout_s)
+
+    async def hand_over_agent(self, agent_id: str, move_id: str, *, timeout_s: float | None = None) -> None:
+        """Take the agent over: all of it is durable here. Raises FailedPrecondition (MOVE_UNKNOWN)."""
+        request = pb.HandOverAgentRequest(agent_id=agent_id, move_id=move_id)
+        await self._call(pb.HandOverAgentResponse, request, timeout_s)
+
+    async def undo_move(self, agent_id: str, move_id: str, *, timeout_s: float | None = None) -> None:
+        """Give up a move that was not handed over."""
+        await self._call(pb.UndoMoveResponse, pb.UndoMoveRequest(agent_id=agent_id, move_id=move_id), timeout_s)
+
+    async def fence_agent(self, agent_id: str, generation: int, *, timeout_s: float | None = None) -> None:
+        """Tell of an agent's newer owner. Raises FailedPrecondition (OWNER_NEWER), Unavailable."""
+        request = pb.FenceAgentRequest(agent_id=agent_id, generation=generation)
+        await self._call(pb.FenceAgentResponse, request, timeout_s)
 
     # --- events and care ---
 

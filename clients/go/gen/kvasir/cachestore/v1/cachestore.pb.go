@@ -93,6 +93,7 @@ const (
 	Origin_ORIGIN_ROLLBACK    Origin = 3
 	Origin_ORIGIN_IMPORT      Origin = 4
 	Origin_ORIGIN_PULL        Origin = 5
+	Origin_ORIGIN_MOVE        Origin = 6
 )
 
 // Enum value maps for Origin.
@@ -104,6 +105,7 @@ var (
 		3: "ORIGIN_ROLLBACK",
 		4: "ORIGIN_IMPORT",
 		5: "ORIGIN_PULL",
+		6: "ORIGIN_MOVE",
 	}
 	Origin_value = map[string]int32{
 		"ORIGIN_UNSPECIFIED": 0,
@@ -112,6 +114,7 @@ var (
 		"ORIGIN_ROLLBACK":    3,
 		"ORIGIN_IMPORT":      4,
 		"ORIGIN_PULL":        5,
+		"ORIGIN_MOVE":        6,
 	}
 )
 
@@ -140,6 +143,65 @@ func (x Origin) Number() protoreflect.EnumNumber {
 // Deprecated: Use Origin.Descriptor instead.
 func (Origin) EnumDescriptor() ([]byte, []int) {
 	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{1}
+}
+
+type OwnerState int32
+
+const (
+	OwnerState_OWNER_STATE_UNSPECIFIED OwnerState = 0
+	// This store owns it.
+	OwnerState_OWNER_STATE_OWNED OwnerState = 1
+	// It is on its way to `peer`, and nobody extends it meanwhile.
+	OwnerState_OWNER_STATE_MOVING OwnerState = 2
+	// `peer` owns it, or knows who does. What is here is an older copy.
+	OwnerState_OWNER_STATE_MOVED OwnerState = 3
+	// It is on its way from `peer`, and nobody extends it meanwhile.
+	OwnerState_OWNER_STATE_ARRIVING OwnerState = 4
+)
+
+// Enum value maps for OwnerState.
+var (
+	OwnerState_name = map[int32]string{
+		0: "OWNER_STATE_UNSPECIFIED",
+		1: "OWNER_STATE_OWNED",
+		2: "OWNER_STATE_MOVING",
+		3: "OWNER_STATE_MOVED",
+		4: "OWNER_STATE_ARRIVING",
+	}
+	OwnerState_value = map[string]int32{
+		"OWNER_STATE_UNSPECIFIED": 0,
+		"OWNER_STATE_OWNED":       1,
+		"OWNER_STATE_MOVING":      2,
+		"OWNER_STATE_MOVED":       3,
+		"OWNER_STATE_ARRIVING":    4,
+	}
+)
+
+func (x OwnerState) Enum() *OwnerState {
+	p := new(OwnerState)
+	*p = x
+	return p
+}
+
+func (x OwnerState) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (OwnerState) Descriptor() protoreflect.EnumDescriptor {
+	return file_kvasir_cachestore_v1_cachestore_proto_enumTypes[2].Descriptor()
+}
+
+func (OwnerState) Type() protoreflect.EnumType {
+	return &file_kvasir_cachestore_v1_cachestore_proto_enumTypes[2]
+}
+
+func (x OwnerState) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use OwnerState.Descriptor instead.
+func (OwnerState) EnumDescriptor() ([]byte, []int) {
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{2}
 }
 
 // BlobFrame is a piece of a blob. `digest` and `kind` are set in a blob's first frame of the stream and absent in the frames that follow it.
@@ -1143,7 +1205,9 @@ type Agent struct {
 	// Newest version of each line, last used first.
 	Lines []*SnapshotVersion `protobuf:"bytes,7,rep,name=lines,proto3" json:"lines,omitempty"`
 	// When it is deleted at the earliest if nobody uses it until then (store configuration, or label kvasir.expires_after). Absent: it stays.
-	ExpiresAt     *timestamppb.Timestamp `protobuf:"bytes,9,opt,name=expires_at,json=expiresAt,proto3" json:"expires_at,omitempty"`
+	ExpiresAt *timestamppb.Timestamp `protobuf:"bytes,9,opt,name=expires_at,json=expiresAt,proto3" json:"expires_at,omitempty"`
+	// Absent: this store's, and never moved.
+	Ownership     *Ownership `protobuf:"bytes,8,opt,name=ownership,proto3" json:"ownership,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1234,6 +1298,84 @@ func (x *Agent) GetExpiresAt() *timestamppb.Timestamp {
 	return nil
 }
 
+func (x *Agent) GetOwnership() *Ownership {
+	if x != nil {
+		return x.Ownership
+	}
+	return nil
+}
+
+// Ownership is what a store knows of who may extend an agent.
+type Ownership struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	State OwnerState             `protobuf:"varint,1,opt,name=state,proto3,enum=kvasir.cachestore.v1.OwnerState" json:"state,omitempty"`
+	// Rises whenever the agent changes hands.
+	Generation int64 `protobuf:"varint,2,opt,name=generation,proto3" json:"generation,omitempty"`
+	// Where it goes, went, or comes from, as this store names it. Empty for an agent that is owned here.
+	Peer          string                 `protobuf:"bytes,3,opt,name=peer,proto3" json:"peer,omitempty"`
+	Since         *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=since,proto3" json:"since,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Ownership) Reset() {
+	*x = Ownership{}
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Ownership) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Ownership) ProtoMessage() {}
+
+func (x *Ownership) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Ownership.ProtoReflect.Descriptor instead.
+func (*Ownership) Descriptor() ([]byte, []int) {
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *Ownership) GetState() OwnerState {
+	if x != nil {
+		return x.State
+	}
+	return OwnerState_OWNER_STATE_UNSPECIFIED
+}
+
+func (x *Ownership) GetGeneration() int64 {
+	if x != nil {
+		return x.Generation
+	}
+	return 0
+}
+
+func (x *Ownership) GetPeer() string {
+	if x != nil {
+		return x.Peer
+	}
+	return ""
+}
+
+func (x *Ownership) GetSince() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Since
+	}
+	return nil
+}
+
 type ListAgentsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// At most 1000 are sent; 0 means 100.
@@ -1249,7 +1391,7 @@ type ListAgentsRequest struct {
 
 func (x *ListAgentsRequest) Reset() {
 	*x = ListAgentsRequest{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[17]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1261,7 +1403,7 @@ func (x *ListAgentsRequest) String() string {
 func (*ListAgentsRequest) ProtoMessage() {}
 
 func (x *ListAgentsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[17]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1274,7 +1416,7 @@ func (x *ListAgentsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListAgentsRequest.ProtoReflect.Descriptor instead.
 func (*ListAgentsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{17}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *ListAgentsRequest) GetPageSize() int32 {
@@ -1315,7 +1457,7 @@ type ListAgentsResponse struct {
 
 func (x *ListAgentsResponse) Reset() {
 	*x = ListAgentsResponse{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[18]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1327,7 +1469,7 @@ func (x *ListAgentsResponse) String() string {
 func (*ListAgentsResponse) ProtoMessage() {}
 
 func (x *ListAgentsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[18]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1340,7 +1482,7 @@ func (x *ListAgentsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListAgentsResponse.ProtoReflect.Descriptor instead.
 func (*ListAgentsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{18}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *ListAgentsResponse) GetAgents() []*Agent {
@@ -1366,7 +1508,7 @@ type GetAgentRequest struct {
 
 func (x *GetAgentRequest) Reset() {
 	*x = GetAgentRequest{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[19]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1378,7 +1520,7 @@ func (x *GetAgentRequest) String() string {
 func (*GetAgentRequest) ProtoMessage() {}
 
 func (x *GetAgentRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[19]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1391,7 +1533,7 @@ func (x *GetAgentRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetAgentRequest.ProtoReflect.Descriptor instead.
 func (*GetAgentRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{19}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *GetAgentRequest) GetAgentId() string {
@@ -1410,7 +1552,7 @@ type GetAgentResponse struct {
 
 func (x *GetAgentResponse) Reset() {
 	*x = GetAgentResponse{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[20]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1422,7 +1564,7 @@ func (x *GetAgentResponse) String() string {
 func (*GetAgentResponse) ProtoMessage() {}
 
 func (x *GetAgentResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[20]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1435,7 +1577,7 @@ func (x *GetAgentResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetAgentResponse.ProtoReflect.Descriptor instead.
 func (*GetAgentResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{20}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *GetAgentResponse) GetAgent() *Agent {
@@ -1458,7 +1600,7 @@ type UpdateAgentRequest struct {
 
 func (x *UpdateAgentRequest) Reset() {
 	*x = UpdateAgentRequest{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[21]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1470,7 +1612,7 @@ func (x *UpdateAgentRequest) String() string {
 func (*UpdateAgentRequest) ProtoMessage() {}
 
 func (x *UpdateAgentRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[21]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1483,7 +1625,7 @@ func (x *UpdateAgentRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UpdateAgentRequest.ProtoReflect.Descriptor instead.
 func (*UpdateAgentRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{21}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *UpdateAgentRequest) GetAgent() *Agent {
@@ -1509,7 +1651,7 @@ type UpdateAgentResponse struct {
 
 func (x *UpdateAgentResponse) Reset() {
 	*x = UpdateAgentResponse{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[22]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1521,7 +1663,7 @@ func (x *UpdateAgentResponse) String() string {
 func (*UpdateAgentResponse) ProtoMessage() {}
 
 func (x *UpdateAgentResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[22]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1534,7 +1676,7 @@ func (x *UpdateAgentResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UpdateAgentResponse.ProtoReflect.Descriptor instead.
 func (*UpdateAgentResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{22}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *UpdateAgentResponse) GetAgent() *Agent {
@@ -1558,7 +1700,7 @@ type ForkAgentRequest struct {
 
 func (x *ForkAgentRequest) Reset() {
 	*x = ForkAgentRequest{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[23]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1570,7 +1712,7 @@ func (x *ForkAgentRequest) String() string {
 func (*ForkAgentRequest) ProtoMessage() {}
 
 func (x *ForkAgentRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[23]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1583,7 +1725,7 @@ func (x *ForkAgentRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ForkAgentRequest.ProtoReflect.Descriptor instead.
 func (*ForkAgentRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{23}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *ForkAgentRequest) GetSourceAgentId() string {
@@ -1623,7 +1765,7 @@ type ForkAgentResponse struct {
 
 func (x *ForkAgentResponse) Reset() {
 	*x = ForkAgentResponse{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[24]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1635,7 +1777,7 @@ func (x *ForkAgentResponse) String() string {
 func (*ForkAgentResponse) ProtoMessage() {}
 
 func (x *ForkAgentResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[24]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1648,7 +1790,7 @@ func (x *ForkAgentResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ForkAgentResponse.ProtoReflect.Descriptor instead.
 func (*ForkAgentResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{24}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *ForkAgentResponse) GetAgent() *Agent {
@@ -1673,7 +1815,7 @@ type RollbackAgentRequest struct {
 
 func (x *RollbackAgentRequest) Reset() {
 	*x = RollbackAgentRequest{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[25]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1685,7 +1827,7 @@ func (x *RollbackAgentRequest) String() string {
 func (*RollbackAgentRequest) ProtoMessage() {}
 
 func (x *RollbackAgentRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[25]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1698,7 +1840,7 @@ func (x *RollbackAgentRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RollbackAgentRequest.ProtoReflect.Descriptor instead.
 func (*RollbackAgentRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{25}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *RollbackAgentRequest) GetAgentId() string {
@@ -1738,7 +1880,7 @@ type RollbackAgentResponse struct {
 
 func (x *RollbackAgentResponse) Reset() {
 	*x = RollbackAgentResponse{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[26]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1750,7 +1892,7 @@ func (x *RollbackAgentResponse) String() string {
 func (*RollbackAgentResponse) ProtoMessage() {}
 
 func (x *RollbackAgentResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[26]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1763,7 +1905,7 @@ func (x *RollbackAgentResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RollbackAgentResponse.ProtoReflect.Descriptor instead.
 func (*RollbackAgentResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{26}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *RollbackAgentResponse) GetSnapshot() *SnapshotVersion {
@@ -1784,7 +1926,7 @@ type DeleteAgentRequest struct {
 
 func (x *DeleteAgentRequest) Reset() {
 	*x = DeleteAgentRequest{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[27]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1796,7 +1938,7 @@ func (x *DeleteAgentRequest) String() string {
 func (*DeleteAgentRequest) ProtoMessage() {}
 
 func (x *DeleteAgentRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[27]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1809,7 +1951,7 @@ func (x *DeleteAgentRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteAgentRequest.ProtoReflect.Descriptor instead.
 func (*DeleteAgentRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{27}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *DeleteAgentRequest) GetAgentId() string {
@@ -1837,7 +1979,7 @@ type DeleteAgentResponse struct {
 
 func (x *DeleteAgentResponse) Reset() {
 	*x = DeleteAgentResponse{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[28]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1849,7 +1991,7 @@ func (x *DeleteAgentResponse) String() string {
 func (*DeleteAgentResponse) ProtoMessage() {}
 
 func (x *DeleteAgentResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[28]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1862,7 +2004,7 @@ func (x *DeleteAgentResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteAgentResponse.ProtoReflect.Descriptor instead.
 func (*DeleteAgentResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{28}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *DeleteAgentResponse) GetBytesGoneBy() *timestamppb.Timestamp {
@@ -1889,7 +2031,7 @@ type GetUsageRequest struct {
 
 func (x *GetUsageRequest) Reset() {
 	*x = GetUsageRequest{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[29]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1901,7 +2043,7 @@ func (x *GetUsageRequest) String() string {
 func (*GetUsageRequest) ProtoMessage() {}
 
 func (x *GetUsageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[29]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1914,7 +2056,7 @@ func (x *GetUsageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetUsageRequest.ProtoReflect.Descriptor instead.
 func (*GetUsageRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{29}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *GetUsageRequest) GetAgentId() string {
@@ -1945,7 +2087,7 @@ type GetUsageResponse struct {
 
 func (x *GetUsageResponse) Reset() {
 	*x = GetUsageResponse{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[30]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1957,7 +2099,7 @@ func (x *GetUsageResponse) String() string {
 func (*GetUsageResponse) ProtoMessage() {}
 
 func (x *GetUsageResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[30]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1970,7 +2112,7 @@ func (x *GetUsageResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetUsageResponse.ProtoReflect.Descriptor instead.
 func (*GetUsageResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{30}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *GetUsageResponse) GetAgentCount() int64 {
@@ -2051,7 +2193,7 @@ type FindPrefixRequest struct {
 
 func (x *FindPrefixRequest) Reset() {
 	*x = FindPrefixRequest{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[31]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2063,7 +2205,7 @@ func (x *FindPrefixRequest) String() string {
 func (*FindPrefixRequest) ProtoMessage() {}
 
 func (x *FindPrefixRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[31]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2076,7 +2218,7 @@ func (x *FindPrefixRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FindPrefixRequest.ProtoReflect.Descriptor instead.
 func (*FindPrefixRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{31}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *FindPrefixRequest) GetKvIdentityHash() string {
@@ -2114,7 +2256,7 @@ type FindPrefixResponse struct {
 
 func (x *FindPrefixResponse) Reset() {
 	*x = FindPrefixResponse{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[32]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2126,7 +2268,7 @@ func (x *FindPrefixResponse) String() string {
 func (*FindPrefixResponse) ProtoMessage() {}
 
 func (x *FindPrefixResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[32]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2139,7 +2281,7 @@ func (x *FindPrefixResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FindPrefixResponse.ProtoReflect.Descriptor instead.
 func (*FindPrefixResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{32}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *FindPrefixResponse) GetBlocks() []*Digest {
@@ -2175,7 +2317,7 @@ type LeaseToken struct {
 
 func (x *LeaseToken) Reset() {
 	*x = LeaseToken{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[33]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2187,7 +2329,7 @@ func (x *LeaseToken) String() string {
 func (*LeaseToken) ProtoMessage() {}
 
 func (x *LeaseToken) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[33]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2200,7 +2342,7 @@ func (x *LeaseToken) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeaseToken.ProtoReflect.Descriptor instead.
 func (*LeaseToken) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{33}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *LeaseToken) GetOwner() string {
@@ -2235,7 +2377,7 @@ type AcquireLeaseRequest struct {
 
 func (x *AcquireLeaseRequest) Reset() {
 	*x = AcquireLeaseRequest{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[34]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2247,7 +2389,7 @@ func (x *AcquireLeaseRequest) String() string {
 func (*AcquireLeaseRequest) ProtoMessage() {}
 
 func (x *AcquireLeaseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[34]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2260,7 +2402,7 @@ func (x *AcquireLeaseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AcquireLeaseRequest.ProtoReflect.Descriptor instead.
 func (*AcquireLeaseRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{34}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *AcquireLeaseRequest) GetAgentId() string {
@@ -2319,7 +2461,7 @@ type AcquireLeaseResponse struct {
 
 func (x *AcquireLeaseResponse) Reset() {
 	*x = AcquireLeaseResponse{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[35]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2331,7 +2473,7 @@ func (x *AcquireLeaseResponse) String() string {
 func (*AcquireLeaseResponse) ProtoMessage() {}
 
 func (x *AcquireLeaseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[35]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2344,7 +2486,7 @@ func (x *AcquireLeaseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AcquireLeaseResponse.ProtoReflect.Descriptor instead.
 func (*AcquireLeaseResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{35}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *AcquireLeaseResponse) GetLease() *LeaseToken {
@@ -2387,7 +2529,7 @@ type RenewLeaseRequest struct {
 
 func (x *RenewLeaseRequest) Reset() {
 	*x = RenewLeaseRequest{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[36]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2399,7 +2541,7 @@ func (x *RenewLeaseRequest) String() string {
 func (*RenewLeaseRequest) ProtoMessage() {}
 
 func (x *RenewLeaseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[36]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2412,7 +2554,7 @@ func (x *RenewLeaseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewLeaseRequest.ProtoReflect.Descriptor instead.
 func (*RenewLeaseRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{36}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *RenewLeaseRequest) GetAgentId() string {
@@ -2452,7 +2594,7 @@ type RenewLeaseResponse struct {
 
 func (x *RenewLeaseResponse) Reset() {
 	*x = RenewLeaseResponse{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[37]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2464,7 +2606,7 @@ func (x *RenewLeaseResponse) String() string {
 func (*RenewLeaseResponse) ProtoMessage() {}
 
 func (x *RenewLeaseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[37]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2477,7 +2619,7 @@ func (x *RenewLeaseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewLeaseResponse.ProtoReflect.Descriptor instead.
 func (*RenewLeaseResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{37}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *RenewLeaseResponse) GetExpiresAt() *timestamppb.Timestamp {
@@ -2498,7 +2640,7 @@ type HeldLease struct {
 
 func (x *HeldLease) Reset() {
 	*x = HeldLease{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[38]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2510,7 +2652,7 @@ func (x *HeldLease) String() string {
 func (*HeldLease) ProtoMessage() {}
 
 func (x *HeldLease) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[38]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2523,7 +2665,7 @@ func (x *HeldLease) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HeldLease.ProtoReflect.Descriptor instead.
 func (*HeldLease) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{38}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *HeldLease) GetAgentId() string {
@@ -2555,7 +2697,7 @@ type RenewLeasesRequest struct {
 
 func (x *RenewLeasesRequest) Reset() {
 	*x = RenewLeasesRequest{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[39]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2567,7 +2709,7 @@ func (x *RenewLeasesRequest) String() string {
 func (*RenewLeasesRequest) ProtoMessage() {}
 
 func (x *RenewLeasesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[39]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2580,7 +2722,7 @@ func (x *RenewLeasesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewLeasesRequest.ProtoReflect.Descriptor instead.
 func (*RenewLeasesRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{39}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *RenewLeasesRequest) GetOwner() string {
@@ -2623,7 +2765,7 @@ type RenewLeasesResponse struct {
 
 func (x *RenewLeasesResponse) Reset() {
 	*x = RenewLeasesResponse{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[40]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2635,7 +2777,7 @@ func (x *RenewLeasesResponse) String() string {
 func (*RenewLeasesResponse) ProtoMessage() {}
 
 func (x *RenewLeasesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[40]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2648,7 +2790,7 @@ func (x *RenewLeasesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewLeasesResponse.ProtoReflect.Descriptor instead.
 func (*RenewLeasesResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{40}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *RenewLeasesResponse) GetLost() []*HeldLease {
@@ -2676,7 +2818,7 @@ type ReleaseLeaseRequest struct {
 
 func (x *ReleaseLeaseRequest) Reset() {
 	*x = ReleaseLeaseRequest{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[41]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2688,7 +2830,7 @@ func (x *ReleaseLeaseRequest) String() string {
 func (*ReleaseLeaseRequest) ProtoMessage() {}
 
 func (x *ReleaseLeaseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[41]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2701,7 +2843,7 @@ func (x *ReleaseLeaseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReleaseLeaseRequest.ProtoReflect.Descriptor instead.
 func (*ReleaseLeaseRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{41}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *ReleaseLeaseRequest) GetAgentId() string {
@@ -2733,7 +2875,7 @@ type ReleaseLeaseResponse struct {
 
 func (x *ReleaseLeaseResponse) Reset() {
 	*x = ReleaseLeaseResponse{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[42]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2745,7 +2887,7 @@ func (x *ReleaseLeaseResponse) String() string {
 func (*ReleaseLeaseResponse) ProtoMessage() {}
 
 func (x *ReleaseLeaseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[42]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2758,25 +2900,29 @@ func (x *ReleaseLeaseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReleaseLeaseResponse.ProtoReflect.Descriptor instead.
 func (*ReleaseLeaseResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{42}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{43}
 }
 
 type PullAgentRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// A peer of this store's configuration.
+	// A peer of this store's configuration. Of a caller that is a peer, empty: the agent comes from the caller.
 	Peer    string `protobuf:"bytes,1,opt,name=peer,proto3" json:"peer,omitempty"`
 	AgentId string `protobuf:"bytes,2,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
 	// Name here; empty: the same.
 	LocalAgentId string `protobuf:"bytes,3,opt,name=local_agent_id,json=localAgentId,proto3" json:"local_agent_id,omitempty"`
 	// Empty: the line that was used last there.
 	KvIdentityHash string `protobuf:"bytes,4,opt,name=kv_identity_hash,json=kvIdentityHash,proto3" json:"kv_identity_hash,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Say how much would be sent, in one `progress`, and send nothing.
+	DryRun bool `protobuf:"varint,5,opt,name=dry_run,json=dryRun,proto3" json:"dry_run,omitempty"`
+	// Instead of `peer`: this peer copies the agent from here, under the same name. It must know this store as its peer.
+	ToPeer        string `protobuf:"bytes,6,opt,name=to_peer,json=toPeer,proto3" json:"to_peer,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *PullAgentRequest) Reset() {
 	*x = PullAgentRequest{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[43]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2788,7 +2934,7 @@ func (x *PullAgentRequest) String() string {
 func (*PullAgentRequest) ProtoMessage() {}
 
 func (x *PullAgentRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[43]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2801,7 +2947,7 @@ func (x *PullAgentRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PullAgentRequest.ProtoReflect.Descriptor instead.
 func (*PullAgentRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{43}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *PullAgentRequest) GetPeer() string {
@@ -2832,6 +2978,20 @@ func (x *PullAgentRequest) GetKvIdentityHash() string {
 	return ""
 }
 
+func (x *PullAgentRequest) GetDryRun() bool {
+	if x != nil {
+		return x.DryRun
+	}
+	return false
+}
+
+func (x *PullAgentRequest) GetToPeer() string {
+	if x != nil {
+		return x.ToPeer
+	}
+	return ""
+}
+
 type PullAgentResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Types that are valid to be assigned to Event:
@@ -2845,7 +3005,7 @@ type PullAgentResponse struct {
 
 func (x *PullAgentResponse) Reset() {
 	*x = PullAgentResponse{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[44]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2857,7 +3017,7 @@ func (x *PullAgentResponse) String() string {
 func (*PullAgentResponse) ProtoMessage() {}
 
 func (x *PullAgentResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[44]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2870,7 +3030,7 @@ func (x *PullAgentResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PullAgentResponse.ProtoReflect.Descriptor instead.
 func (*PullAgentResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{44}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *PullAgentResponse) GetEvent() isPullAgentResponse_Event {
@@ -2914,6 +3074,731 @@ func (*PullAgentResponse_Progress) isPullAgentResponse_Event() {}
 
 func (*PullAgentResponse_Done) isPullAgentResponse_Event() {}
 
+type MoveAgentRequest struct {
+	state   protoimpl.MessageState `protogen:"open.v1"`
+	AgentId string                 `protobuf:"bytes,1,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
+	// Of a caller that is a peer, neither: the agent comes from the caller.
+	//
+	// Types that are valid to be assigned to Direction:
+	//
+	//	*MoveAgentRequest_FromPeer
+	//	*MoveAgentRequest_ToPeer
+	Direction isMoveAgentRequest_Direction `protobuf_oneof:"direction"`
+	// Say how much would be sent, in one `progress`, and move nothing.
+	DryRun        bool `protobuf:"varint,4,opt,name=dry_run,json=dryRun,proto3" json:"dry_run,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *MoveAgentRequest) Reset() {
+	*x = MoveAgentRequest{}
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[46]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MoveAgentRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MoveAgentRequest) ProtoMessage() {}
+
+func (x *MoveAgentRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[46]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MoveAgentRequest.ProtoReflect.Descriptor instead.
+func (*MoveAgentRequest) Descriptor() ([]byte, []int) {
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{46}
+}
+
+func (x *MoveAgentRequest) GetAgentId() string {
+	if x != nil {
+		return x.AgentId
+	}
+	return ""
+}
+
+func (x *MoveAgentRequest) GetDirection() isMoveAgentRequest_Direction {
+	if x != nil {
+		return x.Direction
+	}
+	return nil
+}
+
+func (x *MoveAgentRequest) GetFromPeer() string {
+	if x != nil {
+		if x, ok := x.Direction.(*MoveAgentRequest_FromPeer); ok {
+			return x.FromPeer
+		}
+	}
+	return ""
+}
+
+func (x *MoveAgentRequest) GetToPeer() string {
+	if x != nil {
+		if x, ok := x.Direction.(*MoveAgentRequest_ToPeer); ok {
+			return x.ToPeer
+		}
+	}
+	return ""
+}
+
+func (x *MoveAgentRequest) GetDryRun() bool {
+	if x != nil {
+		return x.DryRun
+	}
+	return false
+}
+
+type isMoveAgentRequest_Direction interface {
+	isMoveAgentRequest_Direction()
+}
+
+type MoveAgentRequest_FromPeer struct {
+	// The agent comes here from this peer of the store's configuration.
+	FromPeer string `protobuf:"bytes,2,opt,name=from_peer,json=fromPeer,proto3,oneof"`
+}
+
+type MoveAgentRequest_ToPeer struct {
+	// The agent goes from here to this peer, which must know this store as its peer by the name of the credential that this store has there.
+	ToPeer string `protobuf:"bytes,3,opt,name=to_peer,json=toPeer,proto3,oneof"`
+}
+
+func (*MoveAgentRequest_FromPeer) isMoveAgentRequest_Direction() {}
+
+func (*MoveAgentRequest_ToPeer) isMoveAgentRequest_Direction() {}
+
+type MoveAgentResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Types that are valid to be assigned to Event:
+	//
+	//	*MoveAgentResponse_Progress
+	//	*MoveAgentResponse_Waiting
+	//	*MoveAgentResponse_Done
+	Event         isMoveAgentResponse_Event `protobuf_oneof:"event"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *MoveAgentResponse) Reset() {
+	*x = MoveAgentResponse{}
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[47]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MoveAgentResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MoveAgentResponse) ProtoMessage() {}
+
+func (x *MoveAgentResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[47]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MoveAgentResponse.ProtoReflect.Descriptor instead.
+func (*MoveAgentResponse) Descriptor() ([]byte, []int) {
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{47}
+}
+
+func (x *MoveAgentResponse) GetEvent() isMoveAgentResponse_Event {
+	if x != nil {
+		return x.Event
+	}
+	return nil
+}
+
+func (x *MoveAgentResponse) GetProgress() *TransferProgress {
+	if x != nil {
+		if x, ok := x.Event.(*MoveAgentResponse_Progress); ok {
+			return x.Progress
+		}
+	}
+	return nil
+}
+
+func (x *MoveAgentResponse) GetWaiting() *MoveWaiting {
+	if x != nil {
+		if x, ok := x.Event.(*MoveAgentResponse_Waiting); ok {
+			return x.Waiting
+		}
+	}
+	return nil
+}
+
+func (x *MoveAgentResponse) GetDone() *Agent {
+	if x != nil {
+		if x, ok := x.Event.(*MoveAgentResponse_Done); ok {
+			return x.Done
+		}
+	}
+	return nil
+}
+
+type isMoveAgentResponse_Event interface {
+	isMoveAgentResponse_Event()
+}
+
+type MoveAgentResponse_Progress struct {
+	// Over all lines of the agent.
+	Progress *TransferProgress `protobuf:"bytes,1,opt,name=progress,proto3,oneof"`
+}
+
+type MoveAgentResponse_Waiting struct {
+	// An engine of the source still has the agent's lease.
+	Waiting *MoveWaiting `protobuf:"bytes,2,opt,name=waiting,proto3,oneof"`
+}
+
+type MoveAgentResponse_Done struct {
+	// The agent as its new owner has it. Sent last.
+	Done *Agent `protobuf:"bytes,3,opt,name=done,proto3,oneof"`
+}
+
+func (*MoveAgentResponse_Progress) isMoveAgentResponse_Event() {}
+
+func (*MoveAgentResponse_Waiting) isMoveAgentResponse_Event() {}
+
+func (*MoveAgentResponse_Done) isMoveAgentResponse_Event() {}
+
+type MoveWaiting struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Of the engine.
+	LeaseOwner    string `protobuf:"bytes,1,opt,name=lease_owner,json=leaseOwner,proto3" json:"lease_owner,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *MoveWaiting) Reset() {
+	*x = MoveWaiting{}
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[48]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MoveWaiting) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MoveWaiting) ProtoMessage() {}
+
+func (x *MoveWaiting) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[48]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MoveWaiting.ProtoReflect.Descriptor instead.
+func (*MoveWaiting) Descriptor() ([]byte, []int) {
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{48}
+}
+
+func (x *MoveWaiting) GetLeaseOwner() string {
+	if x != nil {
+		return x.LeaseOwner
+	}
+	return ""
+}
+
+type ClaimAgentRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	AgentId       string                 `protobuf:"bytes,1,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
+	Force         bool                   `protobuf:"varint,2,opt,name=force,proto3" json:"force,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ClaimAgentRequest) Reset() {
+	*x = ClaimAgentRequest{}
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[49]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ClaimAgentRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ClaimAgentRequest) ProtoMessage() {}
+
+func (x *ClaimAgentRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[49]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ClaimAgentRequest.ProtoReflect.Descriptor instead.
+func (*ClaimAgentRequest) Descriptor() ([]byte, []int) {
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{49}
+}
+
+func (x *ClaimAgentRequest) GetAgentId() string {
+	if x != nil {
+		return x.AgentId
+	}
+	return ""
+}
+
+func (x *ClaimAgentRequest) GetForce() bool {
+	if x != nil {
+		return x.Force
+	}
+	return false
+}
+
+type ClaimAgentResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Agent         *Agent                 `protobuf:"bytes,1,opt,name=agent,proto3" json:"agent,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ClaimAgentResponse) Reset() {
+	*x = ClaimAgentResponse{}
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[50]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ClaimAgentResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ClaimAgentResponse) ProtoMessage() {}
+
+func (x *ClaimAgentResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[50]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ClaimAgentResponse.ProtoReflect.Descriptor instead.
+func (*ClaimAgentResponse) Descriptor() ([]byte, []int) {
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{50}
+}
+
+func (x *ClaimAgentResponse) GetAgent() *Agent {
+	if x != nil {
+		return x.Agent
+	}
+	return nil
+}
+
+type OfferAgentRequest struct {
+	state   protoimpl.MessageState `protogen:"open.v1"`
+	AgentId string                 `protobuf:"bytes,1,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
+	// Chosen by the caller: 16 to 64 hex digits.
+	MoveId string `protobuf:"bytes,2,opt,name=move_id,json=moveId,proto3" json:"move_id,omitempty"`
+	// The caller's own generation of this agent; 0 for none. If it is higher than this store's, this store owns the agent no more.
+	Generation    int64 `protobuf:"varint,3,opt,name=generation,proto3" json:"generation,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *OfferAgentRequest) Reset() {
+	*x = OfferAgentRequest{}
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[51]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *OfferAgentRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*OfferAgentRequest) ProtoMessage() {}
+
+func (x *OfferAgentRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[51]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use OfferAgentRequest.ProtoReflect.Descriptor instead.
+func (*OfferAgentRequest) Descriptor() ([]byte, []int) {
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{51}
+}
+
+func (x *OfferAgentRequest) GetAgentId() string {
+	if x != nil {
+		return x.AgentId
+	}
+	return ""
+}
+
+func (x *OfferAgentRequest) GetMoveId() string {
+	if x != nil {
+		return x.MoveId
+	}
+	return ""
+}
+
+func (x *OfferAgentRequest) GetGeneration() int64 {
+	if x != nil {
+		return x.Generation
+	}
+	return 0
+}
+
+type OfferAgentResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// As it will stay.
+	Agent *Agent `protobuf:"bytes,1,opt,name=agent,proto3" json:"agent,omitempty"`
+	// Of the owner that it will have.
+	Generation    int64 `protobuf:"varint,2,opt,name=generation,proto3" json:"generation,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *OfferAgentResponse) Reset() {
+	*x = OfferAgentResponse{}
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[52]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *OfferAgentResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*OfferAgentResponse) ProtoMessage() {}
+
+func (x *OfferAgentResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[52]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use OfferAgentResponse.ProtoReflect.Descriptor instead.
+func (*OfferAgentResponse) Descriptor() ([]byte, []int) {
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{52}
+}
+
+func (x *OfferAgentResponse) GetAgent() *Agent {
+	if x != nil {
+		return x.Agent
+	}
+	return nil
+}
+
+func (x *OfferAgentResponse) GetGeneration() int64 {
+	if x != nil {
+		return x.Generation
+	}
+	return 0
+}
+
+type HandOverAgentRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	AgentId       string                 `protobuf:"bytes,1,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
+	MoveId        string                 `protobuf:"bytes,2,opt,name=move_id,json=moveId,proto3" json:"move_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HandOverAgentRequest) Reset() {
+	*x = HandOverAgentRequest{}
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[53]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HandOverAgentRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HandOverAgentRequest) ProtoMessage() {}
+
+func (x *HandOverAgentRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[53]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HandOverAgentRequest.ProtoReflect.Descriptor instead.
+func (*HandOverAgentRequest) Descriptor() ([]byte, []int) {
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{53}
+}
+
+func (x *HandOverAgentRequest) GetAgentId() string {
+	if x != nil {
+		return x.AgentId
+	}
+	return ""
+}
+
+func (x *HandOverAgentRequest) GetMoveId() string {
+	if x != nil {
+		return x.MoveId
+	}
+	return ""
+}
+
+type HandOverAgentResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HandOverAgentResponse) Reset() {
+	*x = HandOverAgentResponse{}
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[54]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HandOverAgentResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HandOverAgentResponse) ProtoMessage() {}
+
+func (x *HandOverAgentResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[54]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HandOverAgentResponse.ProtoReflect.Descriptor instead.
+func (*HandOverAgentResponse) Descriptor() ([]byte, []int) {
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{54}
+}
+
+type UndoMoveRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	AgentId       string                 `protobuf:"bytes,1,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
+	MoveId        string                 `protobuf:"bytes,2,opt,name=move_id,json=moveId,proto3" json:"move_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UndoMoveRequest) Reset() {
+	*x = UndoMoveRequest{}
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[55]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UndoMoveRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UndoMoveRequest) ProtoMessage() {}
+
+func (x *UndoMoveRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[55]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UndoMoveRequest.ProtoReflect.Descriptor instead.
+func (*UndoMoveRequest) Descriptor() ([]byte, []int) {
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{55}
+}
+
+func (x *UndoMoveRequest) GetAgentId() string {
+	if x != nil {
+		return x.AgentId
+	}
+	return ""
+}
+
+func (x *UndoMoveRequest) GetMoveId() string {
+	if x != nil {
+		return x.MoveId
+	}
+	return ""
+}
+
+type UndoMoveResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UndoMoveResponse) Reset() {
+	*x = UndoMoveResponse{}
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[56]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UndoMoveResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UndoMoveResponse) ProtoMessage() {}
+
+func (x *UndoMoveResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[56]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UndoMoveResponse.ProtoReflect.Descriptor instead.
+func (*UndoMoveResponse) Descriptor() ([]byte, []int) {
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{56}
+}
+
+type FenceAgentRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	AgentId       string                 `protobuf:"bytes,1,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
+	Generation    int64                  `protobuf:"varint,2,opt,name=generation,proto3" json:"generation,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *FenceAgentRequest) Reset() {
+	*x = FenceAgentRequest{}
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[57]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *FenceAgentRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*FenceAgentRequest) ProtoMessage() {}
+
+func (x *FenceAgentRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[57]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use FenceAgentRequest.ProtoReflect.Descriptor instead.
+func (*FenceAgentRequest) Descriptor() ([]byte, []int) {
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{57}
+}
+
+func (x *FenceAgentRequest) GetAgentId() string {
+	if x != nil {
+		return x.AgentId
+	}
+	return ""
+}
+
+func (x *FenceAgentRequest) GetGeneration() int64 {
+	if x != nil {
+		return x.Generation
+	}
+	return 0
+}
+
+type FenceAgentResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *FenceAgentResponse) Reset() {
+	*x = FenceAgentResponse{}
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[58]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *FenceAgentResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*FenceAgentResponse) ProtoMessage() {}
+
+func (x *FenceAgentResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[58]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use FenceAgentResponse.ProtoReflect.Descriptor instead.
+func (*FenceAgentResponse) Descriptor() ([]byte, []int) {
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{58}
+}
+
 type TransferProgress struct {
 	state      protoimpl.MessageState `protogen:"open.v1"`
 	BlobsDone  int64                  `protobuf:"varint,1,opt,name=blobs_done,json=blobsDone,proto3" json:"blobs_done,omitempty"`
@@ -2928,7 +3813,7 @@ type TransferProgress struct {
 
 func (x *TransferProgress) Reset() {
 	*x = TransferProgress{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[45]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[59]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2940,7 +3825,7 @@ func (x *TransferProgress) String() string {
 func (*TransferProgress) ProtoMessage() {}
 
 func (x *TransferProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[45]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[59]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2953,7 +3838,7 @@ func (x *TransferProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TransferProgress.ProtoReflect.Descriptor instead.
 func (*TransferProgress) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{45}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{59}
 }
 
 func (x *TransferProgress) GetBlobsDone() int64 {
@@ -3004,7 +3889,7 @@ type ExportAgentRequest struct {
 
 func (x *ExportAgentRequest) Reset() {
 	*x = ExportAgentRequest{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[46]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[60]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3016,7 +3901,7 @@ func (x *ExportAgentRequest) String() string {
 func (*ExportAgentRequest) ProtoMessage() {}
 
 func (x *ExportAgentRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[46]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[60]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3029,7 +3914,7 @@ func (x *ExportAgentRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExportAgentRequest.ProtoReflect.Descriptor instead.
 func (*ExportAgentRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{46}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{60}
 }
 
 func (x *ExportAgentRequest) GetAgentId() string {
@@ -3065,7 +3950,7 @@ type ExportAgentResponse struct {
 
 func (x *ExportAgentResponse) Reset() {
 	*x = ExportAgentResponse{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[47]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[61]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3077,7 +3962,7 @@ func (x *ExportAgentResponse) String() string {
 func (*ExportAgentResponse) ProtoMessage() {}
 
 func (x *ExportAgentResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[47]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[61]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3090,7 +3975,7 @@ func (x *ExportAgentResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExportAgentResponse.ProtoReflect.Descriptor instead.
 func (*ExportAgentResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{47}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{61}
 }
 
 func (x *ExportAgentResponse) GetData() []byte {
@@ -3119,7 +4004,7 @@ type ImportAgentRequest struct {
 
 func (x *ImportAgentRequest) Reset() {
 	*x = ImportAgentRequest{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[48]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[62]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3131,7 +4016,7 @@ func (x *ImportAgentRequest) String() string {
 func (*ImportAgentRequest) ProtoMessage() {}
 
 func (x *ImportAgentRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[48]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[62]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3144,7 +4029,7 @@ func (x *ImportAgentRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportAgentRequest.ProtoReflect.Descriptor instead.
 func (*ImportAgentRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{48}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{62}
 }
 
 func (x *ImportAgentRequest) GetHeader() *ImportAgentHeader {
@@ -3172,7 +4057,7 @@ type ImportAgentHeader struct {
 
 func (x *ImportAgentHeader) Reset() {
 	*x = ImportAgentHeader{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[49]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[63]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3184,7 +4069,7 @@ func (x *ImportAgentHeader) String() string {
 func (*ImportAgentHeader) ProtoMessage() {}
 
 func (x *ImportAgentHeader) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[49]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[63]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3197,7 +4082,7 @@ func (x *ImportAgentHeader) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportAgentHeader.ProtoReflect.Descriptor instead.
 func (*ImportAgentHeader) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{49}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{63}
 }
 
 func (x *ImportAgentHeader) GetAgentId() string {
@@ -3223,7 +4108,7 @@ type ImportAgentResponse struct {
 
 func (x *ImportAgentResponse) Reset() {
 	*x = ImportAgentResponse{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[50]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[64]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3235,7 +4120,7 @@ func (x *ImportAgentResponse) String() string {
 func (*ImportAgentResponse) ProtoMessage() {}
 
 func (x *ImportAgentResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[50]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[64]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3248,7 +4133,7 @@ func (x *ImportAgentResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportAgentResponse.ProtoReflect.Descriptor instead.
 func (*ImportAgentResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{50}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{64}
 }
 
 func (x *ImportAgentResponse) GetSnapshot() *SnapshotVersion {
@@ -3269,7 +4154,7 @@ type EventCursor struct {
 
 func (x *EventCursor) Reset() {
 	*x = EventCursor{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[51]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[65]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3281,7 +4166,7 @@ func (x *EventCursor) String() string {
 func (*EventCursor) ProtoMessage() {}
 
 func (x *EventCursor) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[51]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[65]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3294,7 +4179,7 @@ func (x *EventCursor) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventCursor.ProtoReflect.Descriptor instead.
 func (*EventCursor) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{51}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{65}
 }
 
 func (x *EventCursor) GetIncarnation() string {
@@ -3321,7 +4206,7 @@ type WatchEventsRequest struct {
 
 func (x *WatchEventsRequest) Reset() {
 	*x = WatchEventsRequest{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[52]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[66]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3333,7 +4218,7 @@ func (x *WatchEventsRequest) String() string {
 func (*WatchEventsRequest) ProtoMessage() {}
 
 func (x *WatchEventsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[52]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[66]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3346,7 +4231,7 @@ func (x *WatchEventsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchEventsRequest.ProtoReflect.Descriptor instead.
 func (*WatchEventsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{52}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{66}
 }
 
 func (x *WatchEventsRequest) GetAfter() *EventCursor {
@@ -3376,7 +4261,7 @@ type WatchEventsResponse struct {
 
 func (x *WatchEventsResponse) Reset() {
 	*x = WatchEventsResponse{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[53]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[67]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3388,7 +4273,7 @@ func (x *WatchEventsResponse) String() string {
 func (*WatchEventsResponse) ProtoMessage() {}
 
 func (x *WatchEventsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[53]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[67]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3401,7 +4286,7 @@ func (x *WatchEventsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchEventsResponse.ProtoReflect.Descriptor instead.
 func (*WatchEventsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{53}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{67}
 }
 
 func (x *WatchEventsResponse) GetCursor() *EventCursor {
@@ -3545,7 +4430,7 @@ type AgentDeleted struct {
 
 func (x *AgentDeleted) Reset() {
 	*x = AgentDeleted{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[54]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[68]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3557,7 +4442,7 @@ func (x *AgentDeleted) String() string {
 func (*AgentDeleted) ProtoMessage() {}
 
 func (x *AgentDeleted) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[54]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[68]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3570,7 +4455,7 @@ func (x *AgentDeleted) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AgentDeleted.ProtoReflect.Descriptor instead.
 func (*AgentDeleted) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{54}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{68}
 }
 
 func (x *AgentDeleted) GetAgentId() string {
@@ -3589,7 +4474,7 @@ type AgentUpdated struct {
 
 func (x *AgentUpdated) Reset() {
 	*x = AgentUpdated{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[55]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[69]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3601,7 +4486,7 @@ func (x *AgentUpdated) String() string {
 func (*AgentUpdated) ProtoMessage() {}
 
 func (x *AgentUpdated) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[55]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[69]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3614,7 +4499,7 @@ func (x *AgentUpdated) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AgentUpdated.ProtoReflect.Descriptor instead.
 func (*AgentUpdated) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{55}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{69}
 }
 
 func (x *AgentUpdated) GetAgentId() string {
@@ -3637,7 +4522,7 @@ type LeaseWanted struct {
 
 func (x *LeaseWanted) Reset() {
 	*x = LeaseWanted{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[56]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[70]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3649,7 +4534,7 @@ func (x *LeaseWanted) String() string {
 func (*LeaseWanted) ProtoMessage() {}
 
 func (x *LeaseWanted) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[56]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[70]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3662,7 +4547,7 @@ func (x *LeaseWanted) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeaseWanted.ProtoReflect.Descriptor instead.
 func (*LeaseWanted) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{56}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{70}
 }
 
 func (x *LeaseWanted) GetAgentId() string {
@@ -3695,7 +4580,7 @@ type BlobDamaged struct {
 
 func (x *BlobDamaged) Reset() {
 	*x = BlobDamaged{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[57]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[71]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3707,7 +4592,7 @@ func (x *BlobDamaged) String() string {
 func (*BlobDamaged) ProtoMessage() {}
 
 func (x *BlobDamaged) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[57]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[71]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3720,7 +4605,7 @@ func (x *BlobDamaged) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BlobDamaged.ProtoReflect.Descriptor instead.
 func (*BlobDamaged) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{57}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{71}
 }
 
 func (x *BlobDamaged) GetDigest() *Digest {
@@ -3738,7 +4623,7 @@ type EventsLost struct {
 
 func (x *EventsLost) Reset() {
 	*x = EventsLost{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[58]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[72]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3750,7 +4635,7 @@ func (x *EventsLost) String() string {
 func (*EventsLost) ProtoMessage() {}
 
 func (x *EventsLost) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[58]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[72]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3763,7 +4648,7 @@ func (x *EventsLost) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventsLost.ProtoReflect.Descriptor instead.
 func (*EventsLost) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{58}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{72}
 }
 
 type WatchStarted struct {
@@ -3774,7 +4659,7 @@ type WatchStarted struct {
 
 func (x *WatchStarted) Reset() {
 	*x = WatchStarted{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[59]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[73]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3786,7 +4671,7 @@ func (x *WatchStarted) String() string {
 func (*WatchStarted) ProtoMessage() {}
 
 func (x *WatchStarted) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[59]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[73]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3799,7 +4684,7 @@ func (x *WatchStarted) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchStarted.ProtoReflect.Descriptor instead.
 func (*WatchStarted) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{59}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{73}
 }
 
 type VerifyBlobsRequest struct {
@@ -3812,7 +4697,7 @@ type VerifyBlobsRequest struct {
 
 func (x *VerifyBlobsRequest) Reset() {
 	*x = VerifyBlobsRequest{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[60]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[74]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3824,7 +4709,7 @@ func (x *VerifyBlobsRequest) String() string {
 func (*VerifyBlobsRequest) ProtoMessage() {}
 
 func (x *VerifyBlobsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[60]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[74]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3837,7 +4722,7 @@ func (x *VerifyBlobsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyBlobsRequest.ProtoReflect.Descriptor instead.
 func (*VerifyBlobsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{60}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{74}
 }
 
 func (x *VerifyBlobsRequest) GetAgentId() string {
@@ -3861,7 +4746,7 @@ type VerifyBlobsResponse struct {
 
 func (x *VerifyBlobsResponse) Reset() {
 	*x = VerifyBlobsResponse{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[61]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[75]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3873,7 +4758,7 @@ func (x *VerifyBlobsResponse) String() string {
 func (*VerifyBlobsResponse) ProtoMessage() {}
 
 func (x *VerifyBlobsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[61]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[75]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3886,7 +4771,7 @@ func (x *VerifyBlobsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyBlobsResponse.ProtoReflect.Descriptor instead.
 func (*VerifyBlobsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{61}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{75}
 }
 
 func (x *VerifyBlobsResponse) GetBlobsChecked() int64 {
@@ -3927,7 +4812,7 @@ type CollectGarbageRequest struct {
 
 func (x *CollectGarbageRequest) Reset() {
 	*x = CollectGarbageRequest{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[62]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[76]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3939,7 +4824,7 @@ func (x *CollectGarbageRequest) String() string {
 func (*CollectGarbageRequest) ProtoMessage() {}
 
 func (x *CollectGarbageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[62]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[76]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3952,7 +4837,7 @@ func (x *CollectGarbageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CollectGarbageRequest.ProtoReflect.Descriptor instead.
 func (*CollectGarbageRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{62}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{76}
 }
 
 func (x *CollectGarbageRequest) GetDryRun() bool {
@@ -3973,7 +4858,7 @@ type CollectGarbageResponse struct {
 
 func (x *CollectGarbageResponse) Reset() {
 	*x = CollectGarbageResponse{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[63]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[77]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3985,7 +4870,7 @@ func (x *CollectGarbageResponse) String() string {
 func (*CollectGarbageResponse) ProtoMessage() {}
 
 func (x *CollectGarbageResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[63]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[77]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3998,7 +4883,7 @@ func (x *CollectGarbageResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CollectGarbageResponse.ProtoReflect.Descriptor instead.
 func (*CollectGarbageResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{63}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{77}
 }
 
 func (x *CollectGarbageResponse) GetBlobsMarked() int64 {
@@ -4030,7 +4915,7 @@ type GetCapabilitiesRequest struct {
 
 func (x *GetCapabilitiesRequest) Reset() {
 	*x = GetCapabilitiesRequest{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[64]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[78]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4042,7 +4927,7 @@ func (x *GetCapabilitiesRequest) String() string {
 func (*GetCapabilitiesRequest) ProtoMessage() {}
 
 func (x *GetCapabilitiesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[64]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[78]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4055,7 +4940,7 @@ func (x *GetCapabilitiesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCapabilitiesRequest.ProtoReflect.Descriptor instead.
 func (*GetCapabilitiesRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{64}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{78}
 }
 
 type GetCapabilitiesResponse struct {
@@ -4079,7 +4964,7 @@ type GetCapabilitiesResponse struct {
 
 func (x *GetCapabilitiesResponse) Reset() {
 	*x = GetCapabilitiesResponse{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[65]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[79]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4091,7 +4976,7 @@ func (x *GetCapabilitiesResponse) String() string {
 func (*GetCapabilitiesResponse) ProtoMessage() {}
 
 func (x *GetCapabilitiesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[65]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[79]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4104,7 +4989,7 @@ func (x *GetCapabilitiesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCapabilitiesResponse.ProtoReflect.Descriptor instead.
 func (*GetCapabilitiesResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{65}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{79}
 }
 
 func (x *GetCapabilitiesResponse) GetVersion() string {
@@ -4185,7 +5070,7 @@ type GetStatsRequest struct {
 
 func (x *GetStatsRequest) Reset() {
 	*x = GetStatsRequest{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[66]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[80]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4197,7 +5082,7 @@ func (x *GetStatsRequest) String() string {
 func (*GetStatsRequest) ProtoMessage() {}
 
 func (x *GetStatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[66]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[80]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4210,7 +5095,7 @@ func (x *GetStatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatsRequest.ProtoReflect.Descriptor instead.
 func (*GetStatsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{66}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{80}
 }
 
 type GetStatsResponse struct {
@@ -4241,7 +5126,7 @@ type GetStatsResponse struct {
 
 func (x *GetStatsResponse) Reset() {
 	*x = GetStatsResponse{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[67]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[81]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4253,7 +5138,7 @@ func (x *GetStatsResponse) String() string {
 func (*GetStatsResponse) ProtoMessage() {}
 
 func (x *GetStatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[67]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[81]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4266,7 +5151,7 @@ func (x *GetStatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatsResponse.ProtoReflect.Descriptor instead.
 func (*GetStatsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{67}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{81}
 }
 
 func (x *GetStatsResponse) GetAgentCount() int64 {
@@ -4388,7 +5273,7 @@ type ScrubStatus struct {
 
 func (x *ScrubStatus) Reset() {
 	*x = ScrubStatus{}
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[68]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[82]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4400,7 +5285,7 @@ func (x *ScrubStatus) String() string {
 func (*ScrubStatus) ProtoMessage() {}
 
 func (x *ScrubStatus) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[68]
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[82]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4413,7 +5298,7 @@ func (x *ScrubStatus) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ScrubStatus.ProtoReflect.Descriptor instead.
 func (*ScrubStatus) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{68}
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{82}
 }
 
 func (x *ScrubStatus) GetBeganAt() *timestamppb.Timestamp {
@@ -4544,7 +5429,7 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"page_token\x18\x04 \x01(\tR\tpageToken\"\x84\x01\n" +
 	"\x15ListSnapshotsResponse\x12C\n" +
 	"\tsnapshots\x18\x01 \x03(\v2%.kvasir.cachestore.v1.SnapshotVersionR\tsnapshots\x12&\n" +
-	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xd0\x03\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\x8f\x04\n" +
 	"\x05Agent\x12\x19\n" +
 	"\bagent_id\x18\x01 \x01(\tR\aagentId\x12?\n" +
 	"\x06labels\x18\x02 \x03(\v2'.kvasir.cachestore.v1.Agent.LabelsEntryR\x06labels\x12\x1b\n" +
@@ -4555,10 +5440,18 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"\aused_at\x18\x06 \x01(\v2\x1a.google.protobuf.TimestampR\x06usedAt\x12;\n" +
 	"\x05lines\x18\a \x03(\v2%.kvasir.cachestore.v1.SnapshotVersionR\x05lines\x129\n" +
 	"\n" +
-	"expires_at\x18\t \x01(\v2\x1a.google.protobuf.TimestampR\texpiresAt\x1a9\n" +
+	"expires_at\x18\t \x01(\v2\x1a.google.protobuf.TimestampR\texpiresAt\x12=\n" +
+	"\townership\x18\b \x01(\v2\x1f.kvasir.cachestore.v1.OwnershipR\townership\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xf8\x01\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xa9\x01\n" +
+	"\tOwnership\x126\n" +
+	"\x05state\x18\x01 \x01(\x0e2 .kvasir.cachestore.v1.OwnerStateR\x05state\x12\x1e\n" +
+	"\n" +
+	"generation\x18\x02 \x01(\x03R\n" +
+	"generation\x12\x12\n" +
+	"\x04peer\x18\x03 \x01(\tR\x04peer\x120\n" +
+	"\x05since\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\x05since\"\xf8\x01\n" +
 	"\x11ListAgentsRequest\x12\x1b\n" +
 	"\tpage_size\x18\x01 \x01(\x05R\bpageSize\x12\x1d\n" +
 	"\n" +
@@ -4674,16 +5567,62 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"\bagent_id\x18\x01 \x01(\tR\aagentId\x12(\n" +
 	"\x10kv_identity_hash\x18\x02 \x01(\tR\x0ekvIdentityHash\x126\n" +
 	"\x05lease\x18\x03 \x01(\v2 .kvasir.cachestore.v1.LeaseTokenR\x05lease\"\x16\n" +
-	"\x14ReleaseLeaseResponse\"\x91\x01\n" +
+	"\x14ReleaseLeaseResponse\"\xc3\x01\n" +
 	"\x10PullAgentRequest\x12\x12\n" +
 	"\x04peer\x18\x01 \x01(\tR\x04peer\x12\x19\n" +
 	"\bagent_id\x18\x02 \x01(\tR\aagentId\x12$\n" +
 	"\x0elocal_agent_id\x18\x03 \x01(\tR\flocalAgentId\x12(\n" +
-	"\x10kv_identity_hash\x18\x04 \x01(\tR\x0ekvIdentityHash\"\x9f\x01\n" +
+	"\x10kv_identity_hash\x18\x04 \x01(\tR\x0ekvIdentityHash\x12\x17\n" +
+	"\adry_run\x18\x05 \x01(\bR\x06dryRun\x12\x17\n" +
+	"\ato_peer\x18\x06 \x01(\tR\x06toPeer\"\x9f\x01\n" +
 	"\x11PullAgentResponse\x12D\n" +
 	"\bprogress\x18\x01 \x01(\v2&.kvasir.cachestore.v1.TransferProgressH\x00R\bprogress\x12;\n" +
 	"\x04done\x18\x02 \x01(\v2%.kvasir.cachestore.v1.SnapshotVersionH\x00R\x04doneB\a\n" +
-	"\x05event\"\xb7\x01\n" +
+	"\x05event\"\x8d\x01\n" +
+	"\x10MoveAgentRequest\x12\x19\n" +
+	"\bagent_id\x18\x01 \x01(\tR\aagentId\x12\x1d\n" +
+	"\tfrom_peer\x18\x02 \x01(\tH\x00R\bfromPeer\x12\x19\n" +
+	"\ato_peer\x18\x03 \x01(\tH\x00R\x06toPeer\x12\x17\n" +
+	"\adry_run\x18\x04 \x01(\bR\x06dryRunB\v\n" +
+	"\tdirection\"\xd4\x01\n" +
+	"\x11MoveAgentResponse\x12D\n" +
+	"\bprogress\x18\x01 \x01(\v2&.kvasir.cachestore.v1.TransferProgressH\x00R\bprogress\x12=\n" +
+	"\awaiting\x18\x02 \x01(\v2!.kvasir.cachestore.v1.MoveWaitingH\x00R\awaiting\x121\n" +
+	"\x04done\x18\x03 \x01(\v2\x1b.kvasir.cachestore.v1.AgentH\x00R\x04doneB\a\n" +
+	"\x05event\".\n" +
+	"\vMoveWaiting\x12\x1f\n" +
+	"\vlease_owner\x18\x01 \x01(\tR\n" +
+	"leaseOwner\"D\n" +
+	"\x11ClaimAgentRequest\x12\x19\n" +
+	"\bagent_id\x18\x01 \x01(\tR\aagentId\x12\x14\n" +
+	"\x05force\x18\x02 \x01(\bR\x05force\"G\n" +
+	"\x12ClaimAgentResponse\x121\n" +
+	"\x05agent\x18\x01 \x01(\v2\x1b.kvasir.cachestore.v1.AgentR\x05agent\"g\n" +
+	"\x11OfferAgentRequest\x12\x19\n" +
+	"\bagent_id\x18\x01 \x01(\tR\aagentId\x12\x17\n" +
+	"\amove_id\x18\x02 \x01(\tR\x06moveId\x12\x1e\n" +
+	"\n" +
+	"generation\x18\x03 \x01(\x03R\n" +
+	"generation\"g\n" +
+	"\x12OfferAgentResponse\x121\n" +
+	"\x05agent\x18\x01 \x01(\v2\x1b.kvasir.cachestore.v1.AgentR\x05agent\x12\x1e\n" +
+	"\n" +
+	"generation\x18\x02 \x01(\x03R\n" +
+	"generation\"J\n" +
+	"\x14HandOverAgentRequest\x12\x19\n" +
+	"\bagent_id\x18\x01 \x01(\tR\aagentId\x12\x17\n" +
+	"\amove_id\x18\x02 \x01(\tR\x06moveId\"\x17\n" +
+	"\x15HandOverAgentResponse\"E\n" +
+	"\x0fUndoMoveRequest\x12\x19\n" +
+	"\bagent_id\x18\x01 \x01(\tR\aagentId\x12\x17\n" +
+	"\amove_id\x18\x02 \x01(\tR\x06moveId\"\x12\n" +
+	"\x10UndoMoveResponse\"N\n" +
+	"\x11FenceAgentRequest\x12\x19\n" +
+	"\bagent_id\x18\x01 \x01(\tR\aagentId\x12\x1e\n" +
+	"\n" +
+	"generation\x18\x02 \x01(\x03R\n" +
+	"generation\"\x14\n" +
+	"\x12FenceAgentResponse\"\xb7\x01\n" +
 	"\x10TransferProgress\x12\x1d\n" +
 	"\n" +
 	"blobs_done\x18\x01 \x01(\x03R\tblobsDone\x12\x1f\n" +
@@ -4805,14 +5744,23 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"\bBlobKind\x12\x19\n" +
 	"\x15BLOB_KIND_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11BLOB_KIND_TENSORS\x10\x01\x12\x16\n" +
-	"\x12BLOB_KIND_MANIFEST\x10\x02*{\n" +
+	"\x12BLOB_KIND_MANIFEST\x10\x02*\x8c\x01\n" +
 	"\x06Origin\x12\x16\n" +
 	"\x12ORIGIN_UNSPECIFIED\x10\x00\x12\x0f\n" +
 	"\vORIGIN_TURN\x10\x01\x12\x0f\n" +
 	"\vORIGIN_FORK\x10\x02\x12\x13\n" +
 	"\x0fORIGIN_ROLLBACK\x10\x03\x12\x11\n" +
 	"\rORIGIN_IMPORT\x10\x04\x12\x0f\n" +
-	"\vORIGIN_PULL\x10\x052\xaf\t\n" +
+	"\vORIGIN_PULL\x10\x05\x12\x0f\n" +
+	"\vORIGIN_MOVE\x10\x06*\x89\x01\n" +
+	"\n" +
+	"OwnerState\x12\x1b\n" +
+	"\x17OWNER_STATE_UNSPECIFIED\x10\x00\x12\x15\n" +
+	"\x11OWNER_STATE_OWNED\x10\x01\x12\x16\n" +
+	"\x12OWNER_STATE_MOVING\x10\x02\x12\x15\n" +
+	"\x11OWNER_STATE_MOVED\x10\x03\x12\x18\n" +
+	"\x14OWNER_STATE_ARRIVING\x10\x042\xf0\n" +
+	"\n" +
 	"\fAgentService\x12_\n" +
 	"\n" +
 	"ListAgents\x12'.kvasir.cachestore.v1.ListAgentsRequest\x1a(.kvasir.cachestore.v1.ListAgentsResponse\x12Y\n" +
@@ -4824,9 +5772,19 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"\rListSnapshots\x12*.kvasir.cachestore.v1.ListSnapshotsRequest\x1a+.kvasir.cachestore.v1.ListSnapshotsResponse\x12b\n" +
 	"\vGetSnapshot\x12(.kvasir.cachestore.v1.GetSnapshotRequest\x1a).kvasir.cachestore.v1.GetSnapshotResponse\x12Y\n" +
 	"\bGetUsage\x12%.kvasir.cachestore.v1.GetUsageRequest\x1a&.kvasir.cachestore.v1.GetUsageResponse\x12^\n" +
-	"\tPullAgent\x12&.kvasir.cachestore.v1.PullAgentRequest\x1a'.kvasir.cachestore.v1.PullAgentResponse0\x01\x12d\n" +
+	"\tPullAgent\x12&.kvasir.cachestore.v1.PullAgentRequest\x1a'.kvasir.cachestore.v1.PullAgentResponse0\x01\x12^\n" +
+	"\tMoveAgent\x12&.kvasir.cachestore.v1.MoveAgentRequest\x1a'.kvasir.cachestore.v1.MoveAgentResponse0\x01\x12_\n" +
+	"\n" +
+	"ClaimAgent\x12'.kvasir.cachestore.v1.ClaimAgentRequest\x1a(.kvasir.cachestore.v1.ClaimAgentResponse\x12d\n" +
 	"\vExportAgent\x12(.kvasir.cachestore.v1.ExportAgentRequest\x1a).kvasir.cachestore.v1.ExportAgentResponse0\x01\x12d\n" +
-	"\vImportAgent\x12(.kvasir.cachestore.v1.ImportAgentRequest\x1a).kvasir.cachestore.v1.ImportAgentResponse(\x012\xa3\f\n" +
+	"\vImportAgent\x12(.kvasir.cachestore.v1.ImportAgentRequest\x1a).kvasir.cachestore.v1.ImportAgentResponse(\x012\x96\x03\n" +
+	"\rMovingService\x12_\n" +
+	"\n" +
+	"OfferAgent\x12'.kvasir.cachestore.v1.OfferAgentRequest\x1a(.kvasir.cachestore.v1.OfferAgentResponse\x12h\n" +
+	"\rHandOverAgent\x12*.kvasir.cachestore.v1.HandOverAgentRequest\x1a+.kvasir.cachestore.v1.HandOverAgentResponse\x12Y\n" +
+	"\bUndoMove\x12%.kvasir.cachestore.v1.UndoMoveRequest\x1a&.kvasir.cachestore.v1.UndoMoveResponse\x12_\n" +
+	"\n" +
+	"FenceAgent\x12'.kvasir.cachestore.v1.FenceAgentRequest\x1a(.kvasir.cachestore.v1.FenceAgentResponse2\xa3\f\n" +
 	"\x11CacheStoreService\x12q\n" +
 	"\x10FindMissingBlobs\x12-.kvasir.cachestore.v1.FindMissingBlobsRequest\x1a..kvasir.cachestore.v1.FindMissingBlobsResponse\x12c\n" +
 	"\n" +
@@ -4860,216 +5818,251 @@ func file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP() []byte {
 	return file_kvasir_cachestore_v1_cachestore_proto_rawDescData
 }
 
-var file_kvasir_cachestore_v1_cachestore_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_kvasir_cachestore_v1_cachestore_proto_msgTypes = make([]protoimpl.MessageInfo, 72)
+var file_kvasir_cachestore_v1_cachestore_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
+var file_kvasir_cachestore_v1_cachestore_proto_msgTypes = make([]protoimpl.MessageInfo, 86)
 var file_kvasir_cachestore_v1_cachestore_proto_goTypes = []any{
 	(BlobKind)(0),                    // 0: kvasir.cachestore.v1.BlobKind
 	(Origin)(0),                      // 1: kvasir.cachestore.v1.Origin
-	(*BlobFrame)(nil),                // 2: kvasir.cachestore.v1.BlobFrame
-	(*FindMissingBlobsRequest)(nil),  // 3: kvasir.cachestore.v1.FindMissingBlobsRequest
-	(*FindMissingBlobsResponse)(nil), // 4: kvasir.cachestore.v1.FindMissingBlobsResponse
-	(*WriteBlobsRequest)(nil),        // 5: kvasir.cachestore.v1.WriteBlobsRequest
-	(*WriteBlobsResponse)(nil),       // 6: kvasir.cachestore.v1.WriteBlobsResponse
-	(*QueryWriteStatusRequest)(nil),  // 7: kvasir.cachestore.v1.QueryWriteStatusRequest
-	(*QueryWriteStatusResponse)(nil), // 8: kvasir.cachestore.v1.QueryWriteStatusResponse
-	(*ReadBlobsRequest)(nil),         // 9: kvasir.cachestore.v1.ReadBlobsRequest
-	(*ReadBlobsResponse)(nil),        // 10: kvasir.cachestore.v1.ReadBlobsResponse
-	(*SnapshotVersion)(nil),          // 11: kvasir.cachestore.v1.SnapshotVersion
-	(*CommitSnapshotRequest)(nil),    // 12: kvasir.cachestore.v1.CommitSnapshotRequest
-	(*CommitSnapshotResponse)(nil),   // 13: kvasir.cachestore.v1.CommitSnapshotResponse
-	(*GetSnapshotRequest)(nil),       // 14: kvasir.cachestore.v1.GetSnapshotRequest
-	(*GetSnapshotResponse)(nil),      // 15: kvasir.cachestore.v1.GetSnapshotResponse
-	(*ListSnapshotsRequest)(nil),     // 16: kvasir.cachestore.v1.ListSnapshotsRequest
-	(*ListSnapshotsResponse)(nil),    // 17: kvasir.cachestore.v1.ListSnapshotsResponse
-	(*Agent)(nil),                    // 18: kvasir.cachestore.v1.Agent
-	(*ListAgentsRequest)(nil),        // 19: kvasir.cachestore.v1.ListAgentsRequest
-	(*ListAgentsResponse)(nil),       // 20: kvasir.cachestore.v1.ListAgentsResponse
-	(*GetAgentRequest)(nil),          // 21: kvasir.cachestore.v1.GetAgentRequest
-	(*GetAgentResponse)(nil),         // 22: kvasir.cachestore.v1.GetAgentResponse
-	(*UpdateAgentRequest)(nil),       // 23: kvasir.cachestore.v1.UpdateAgentRequest
-	(*UpdateAgentResponse)(nil),      // 24: kvasir.cachestore.v1.UpdateAgentResponse
-	(*ForkAgentRequest)(nil),         // 25: kvasir.cachestore.v1.ForkAgentRequest
-	(*ForkAgentResponse)(nil),        // 26: kvasir.cachestore.v1.ForkAgentResponse
-	(*RollbackAgentRequest)(nil),     // 27: kvasir.cachestore.v1.RollbackAgentRequest
-	(*RollbackAgentResponse)(nil),    // 28: kvasir.cachestore.v1.RollbackAgentResponse
-	(*DeleteAgentRequest)(nil),       // 29: kvasir.cachestore.v1.DeleteAgentRequest
-	(*DeleteAgentResponse)(nil),      // 30: kvasir.cachestore.v1.DeleteAgentResponse
-	(*GetUsageRequest)(nil),          // 31: kvasir.cachestore.v1.GetUsageRequest
-	(*GetUsageResponse)(nil),         // 32: kvasir.cachestore.v1.GetUsageResponse
-	(*FindPrefixRequest)(nil),        // 33: kvasir.cachestore.v1.FindPrefixRequest
-	(*FindPrefixResponse)(nil),       // 34: kvasir.cachestore.v1.FindPrefixResponse
-	(*LeaseToken)(nil),               // 35: kvasir.cachestore.v1.LeaseToken
-	(*AcquireLeaseRequest)(nil),      // 36: kvasir.cachestore.v1.AcquireLeaseRequest
-	(*AcquireLeaseResponse)(nil),     // 37: kvasir.cachestore.v1.AcquireLeaseResponse
-	(*RenewLeaseRequest)(nil),        // 38: kvasir.cachestore.v1.RenewLeaseRequest
-	(*RenewLeaseResponse)(nil),       // 39: kvasir.cachestore.v1.RenewLeaseResponse
-	(*HeldLease)(nil),                // 40: kvasir.cachestore.v1.HeldLease
-	(*RenewLeasesRequest)(nil),       // 41: kvasir.cachestore.v1.RenewLeasesRequest
-	(*RenewLeasesResponse)(nil),      // 42: kvasir.cachestore.v1.RenewLeasesResponse
-	(*ReleaseLeaseRequest)(nil),      // 43: kvasir.cachestore.v1.ReleaseLeaseRequest
-	(*ReleaseLeaseResponse)(nil),     // 44: kvasir.cachestore.v1.ReleaseLeaseResponse
-	(*PullAgentRequest)(nil),         // 45: kvasir.cachestore.v1.PullAgentRequest
-	(*PullAgentResponse)(nil),        // 46: kvasir.cachestore.v1.PullAgentResponse
-	(*TransferProgress)(nil),         // 47: kvasir.cachestore.v1.TransferProgress
-	(*ExportAgentRequest)(nil),       // 48: kvasir.cachestore.v1.ExportAgentRequest
-	(*ExportAgentResponse)(nil),      // 49: kvasir.cachestore.v1.ExportAgentResponse
-	(*ImportAgentRequest)(nil),       // 50: kvasir.cachestore.v1.ImportAgentRequest
-	(*ImportAgentHeader)(nil),        // 51: kvasir.cachestore.v1.ImportAgentHeader
-	(*ImportAgentResponse)(nil),      // 52: kvasir.cachestore.v1.ImportAgentResponse
-	(*EventCursor)(nil),              // 53: kvasir.cachestore.v1.EventCursor
-	(*WatchEventsRequest)(nil),       // 54: kvasir.cachestore.v1.WatchEventsRequest
-	(*WatchEventsResponse)(nil),      // 55: kvasir.cachestore.v1.WatchEventsResponse
-	(*AgentDeleted)(nil),             // 56: kvasir.cachestore.v1.AgentDeleted
-	(*AgentUpdated)(nil),             // 57: kvasir.cachestore.v1.AgentUpdated
-	(*LeaseWanted)(nil),              // 58: kvasir.cachestore.v1.LeaseWanted
-	(*BlobDamaged)(nil),              // 59: kvasir.cachestore.v1.BlobDamaged
-	(*EventsLost)(nil),               // 60: kvasir.cachestore.v1.EventsLost
-	(*WatchStarted)(nil),             // 61: kvasir.cachestore.v1.WatchStarted
-	(*VerifyBlobsRequest)(nil),       // 62: kvasir.cachestore.v1.VerifyBlobsRequest
-	(*VerifyBlobsResponse)(nil),      // 63: kvasir.cachestore.v1.VerifyBlobsResponse
-	(*CollectGarbageRequest)(nil),    // 64: kvasir.cachestore.v1.CollectGarbageRequest
-	(*CollectGarbageResponse)(nil),   // 65: kvasir.cachestore.v1.CollectGarbageResponse
-	(*GetCapabilitiesRequest)(nil),   // 66: kvasir.cachestore.v1.GetCapabilitiesRequest
-	(*GetCapabilitiesResponse)(nil),  // 67: kvasir.cachestore.v1.GetCapabilitiesResponse
-	(*GetStatsRequest)(nil),          // 68: kvasir.cachestore.v1.GetStatsRequest
-	(*GetStatsResponse)(nil),         // 69: kvasir.cachestore.v1.GetStatsResponse
-	(*ScrubStatus)(nil),              // 70: kvasir.cachestore.v1.ScrubStatus
-	nil,                              // 71: kvasir.cachestore.v1.Agent.LabelsEntry
-	nil,                              // 72: kvasir.cachestore.v1.ListAgentsRequest.LabelsEntry
-	nil,                              // 73: kvasir.cachestore.v1.GetStatsResponse.CountersEntry
-	(*Digest)(nil),                   // 74: kvasir.cachestore.v1.Digest
-	(*timestamppb.Timestamp)(nil),    // 75: google.protobuf.Timestamp
-	(*fieldmaskpb.FieldMask)(nil),    // 76: google.protobuf.FieldMask
-	(*WindowBlocks)(nil),             // 77: kvasir.cachestore.v1.WindowBlocks
-	(*durationpb.Duration)(nil),      // 78: google.protobuf.Duration
+	(OwnerState)(0),                  // 2: kvasir.cachestore.v1.OwnerState
+	(*BlobFrame)(nil),                // 3: kvasir.cachestore.v1.BlobFrame
+	(*FindMissingBlobsRequest)(nil),  // 4: kvasir.cachestore.v1.FindMissingBlobsRequest
+	(*FindMissingBlobsResponse)(nil), // 5: kvasir.cachestore.v1.FindMissingBlobsResponse
+	(*WriteBlobsRequest)(nil),        // 6: kvasir.cachestore.v1.WriteBlobsRequest
+	(*WriteBlobsResponse)(nil),       // 7: kvasir.cachestore.v1.WriteBlobsResponse
+	(*QueryWriteStatusRequest)(nil),  // 8: kvasir.cachestore.v1.QueryWriteStatusRequest
+	(*QueryWriteStatusResponse)(nil), // 9: kvasir.cachestore.v1.QueryWriteStatusResponse
+	(*ReadBlobsRequest)(nil),         // 10: kvasir.cachestore.v1.ReadBlobsRequest
+	(*ReadBlobsResponse)(nil),        // 11: kvasir.cachestore.v1.ReadBlobsResponse
+	(*SnapshotVersion)(nil),          // 12: kvasir.cachestore.v1.SnapshotVersion
+	(*CommitSnapshotRequest)(nil),    // 13: kvasir.cachestore.v1.CommitSnapshotRequest
+	(*CommitSnapshotResponse)(nil),   // 14: kvasir.cachestore.v1.CommitSnapshotResponse
+	(*GetSnapshotRequest)(nil),       // 15: kvasir.cachestore.v1.GetSnapshotRequest
+	(*GetSnapshotResponse)(nil),      // 16: kvasir.cachestore.v1.GetSnapshotResponse
+	(*ListSnapshotsRequest)(nil),     // 17: kvasir.cachestore.v1.ListSnapshotsRequest
+	(*ListSnapshotsResponse)(nil),    // 18: kvasir.cachestore.v1.ListSnapshotsResponse
+	(*Agent)(nil),                    // 19: kvasir.cachestore.v1.Agent
+	(*Ownership)(nil),                // 20: kvasir.cachestore.v1.Ownership
+	(*ListAgentsRequest)(nil),        // 21: kvasir.cachestore.v1.ListAgentsRequest
+	(*ListAgentsResponse)(nil),       // 22: kvasir.cachestore.v1.ListAgentsResponse
+	(*GetAgentRequest)(nil),          // 23: kvasir.cachestore.v1.GetAgentRequest
+	(*GetAgentResponse)(nil),         // 24: kvasir.cachestore.v1.GetAgentResponse
+	(*UpdateAgentRequest)(nil),       // 25: kvasir.cachestore.v1.UpdateAgentRequest
+	(*UpdateAgentResponse)(nil),      // 26: kvasir.cachestore.v1.UpdateAgentResponse
+	(*ForkAgentRequest)(nil),         // 27: kvasir.cachestore.v1.ForkAgentRequest
+	(*ForkAgentResponse)(nil),        // 28: kvasir.cachestore.v1.ForkAgentResponse
+	(*RollbackAgentRequest)(nil),     // 29: kvasir.cachestore.v1.RollbackAgentRequest
+	(*RollbackAgentResponse)(nil),    // 30: kvasir.cachestore.v1.RollbackAgentResponse
+	(*DeleteAgentRequest)(nil),       // 31: kvasir.cachestore.v1.DeleteAgentRequest
+	(*DeleteAgentResponse)(nil),      // 32: kvasir.cachestore.v1.DeleteAgentResponse
+	(*GetUsageRequest)(nil),          // 33: kvasir.cachestore.v1.GetUsageRequest
+	(*GetUsageResponse)(nil),         // 34: kvasir.cachestore.v1.GetUsageResponse
+	(*FindPrefixRequest)(nil),        // 35: kvasir.cachestore.v1.FindPrefixRequest
+	(*FindPrefixResponse)(nil),       // 36: kvasir.cachestore.v1.FindPrefixResponse
+	(*LeaseToken)(nil),               // 37: kvasir.cachestore.v1.LeaseToken
+	(*AcquireLeaseRequest)(nil),      // 38: kvasir.cachestore.v1.AcquireLeaseRequest
+	(*AcquireLeaseResponse)(nil),     // 39: kvasir.cachestore.v1.AcquireLeaseResponse
+	(*RenewLeaseRequest)(nil),        // 40: kvasir.cachestore.v1.RenewLeaseRequest
+	(*RenewLeaseResponse)(nil),       // 41: kvasir.cachestore.v1.RenewLeaseResponse
+	(*HeldLease)(nil),                // 42: kvasir.cachestore.v1.HeldLease
+	(*RenewLeasesRequest)(nil),       // 43: kvasir.cachestore.v1.RenewLeasesRequest
+	(*RenewLeasesResponse)(nil),      // 44: kvasir.cachestore.v1.RenewLeasesResponse
+	(*ReleaseLeaseRequest)(nil),      // 45: kvasir.cachestore.v1.ReleaseLeaseRequest
+	(*ReleaseLeaseResponse)(nil),     // 46: kvasir.cachestore.v1.ReleaseLeaseResponse
+	(*PullAgentRequest)(nil),         // 47: kvasir.cachestore.v1.PullAgentRequest
+	(*PullAgentResponse)(nil),        // 48: kvasir.cachestore.v1.PullAgentResponse
+	(*MoveAgentRequest)(nil),         // 49: kvasir.cachestore.v1.MoveAgentRequest
+	(*MoveAgentResponse)(nil),        // 50: kvasir.cachestore.v1.MoveAgentResponse
+	(*MoveWaiting)(nil),              // 51: kvasir.cachestore.v1.MoveWaiting
+	(*ClaimAgentRequest)(nil),        // 52: kvasir.cachestore.v1.ClaimAgentRequest
+	(*ClaimAgentResponse)(nil),       // 53: kvasir.cachestore.v1.ClaimAgentResponse
+	(*OfferAgentRequest)(nil),        // 54: kvasir.cachestore.v1.OfferAgentRequest
+	(*OfferAgentResponse)(nil),       // 55: kvasir.cachestore.v1.OfferAgentResponse
+	(*HandOverAgentRequest)(nil),     // 56: kvasir.cachestore.v1.HandOverAgentRequest
+	(*HandOverAgentResponse)(nil),    // 57: kvasir.cachestore.v1.HandOverAgentResponse
+	(*UndoMoveRequest)(nil),          // 58: kvasir.cachestore.v1.UndoMoveRequest
+	(*UndoMoveResponse)(nil),         // 59: kvasir.cachestore.v1.UndoMoveResponse
+	(*FenceAgentRequest)(nil),        // 60: kvasir.cachestore.v1.FenceAgentRequest
+	(*FenceAgentResponse)(nil),       // 61: kvasir.cachestore.v1.FenceAgentResponse
+	(*TransferProgress)(nil),         // 62: kvasir.cachestore.v1.TransferProgress
+	(*ExportAgentRequest)(nil),       // 63: kvasir.cachestore.v1.ExportAgentRequest
+	(*ExportAgentResponse)(nil),      // 64: kvasir.cachestore.v1.ExportAgentResponse
+	(*ImportAgentRequest)(nil),       // 65: kvasir.cachestore.v1.ImportAgentRequest
+	(*ImportAgentHeader)(nil),        // 66: kvasir.cachestore.v1.ImportAgentHeader
+	(*ImportAgentResponse)(nil),      // 67: kvasir.cachestore.v1.ImportAgentResponse
+	(*EventCursor)(nil),              // 68: kvasir.cachestore.v1.EventCursor
+	(*WatchEventsRequest)(nil),       // 69: kvasir.cachestore.v1.WatchEventsRequest
+	(*WatchEventsResponse)(nil),      // 70: kvasir.cachestore.v1.WatchEventsResponse
+	(*AgentDeleted)(nil),             // 71: kvasir.cachestore.v1.AgentDeleted
+	(*AgentUpdated)(nil),             // 72: kvasir.cachestore.v1.AgentUpdated
+	(*LeaseWanted)(nil),              // 73: kvasir.cachestore.v1.LeaseWanted
+	(*BlobDamaged)(nil),              // 74: kvasir.cachestore.v1.BlobDamaged
+	(*EventsLost)(nil),               // 75: kvasir.cachestore.v1.EventsLost
+	(*WatchStarted)(nil),             // 76: kvasir.cachestore.v1.WatchStarted
+	(*VerifyBlobsRequest)(nil),       // 77: kvasir.cachestore.v1.VerifyBlobsRequest
+	(*VerifyBlobsResponse)(nil),      // 78: kvasir.cachestore.v1.VerifyBlobsResponse
+	(*CollectGarbageRequest)(nil),    // 79: kvasir.cachestore.v1.CollectGarbageRequest
+	(*CollectGarbageResponse)(nil),   // 80: kvasir.cachestore.v1.CollectGarbageResponse
+	(*GetCapabilitiesRequest)(nil),   // 81: kvasir.cachestore.v1.GetCapabilitiesRequest
+	(*GetCapabilitiesResponse)(nil),  // 82: kvasir.cachestore.v1.GetCapabilitiesResponse
+	(*GetStatsRequest)(nil),          // 83: kvasir.cachestore.v1.GetStatsRequest
+	(*GetStatsResponse)(nil),         // 84: kvasir.cachestore.v1.GetStatsResponse
+	(*ScrubStatus)(nil),              // 85: kvasir.cachestore.v1.ScrubStatus
+	nil,                              // 86: kvasir.cachestore.v1.Agent.LabelsEntry
+	nil,                              // 87: kvasir.cachestore.v1.ListAgentsRequest.LabelsEntry
+	nil,                              // 88: kvasir.cachestore.v1.GetStatsResponse.CountersEntry
+	(*Digest)(nil),                   // 89: kvasir.cachestore.v1.Digest
+	(*timestamppb.Timestamp)(nil),    // 90: google.protobuf.Timestamp
+	(*fieldmaskpb.FieldMask)(nil),    // 91: google.protobuf.FieldMask
+	(*WindowBlocks)(nil),             // 92: kvasir.cachestore.v1.WindowBlocks
+	(*durationpb.Duration)(nil),      // 93: google.protobuf.Duration
 }
 var file_kvasir_cachestore_v1_cachestore_proto_depIdxs = []int32{
-	74, // 0: kvasir.cachestore.v1.BlobFrame.digest:type_name -> kvasir.cachestore.v1.Digest
-	0,  // 1: kvasir.cachestore.v1.BlobFrame.kind:type_name -> kvasir.cachestore.v1.BlobKind
-	74, // 2: kvasir.cachestore.v1.FindMissingBlobsRequest.digests:type_name -> kvasir.cachestore.v1.Digest
-	74, // 3: kvasir.cachestore.v1.FindMissingBlobsResponse.missing:type_name -> kvasir.cachestore.v1.Digest
-	2,  // 4: kvasir.cachestore.v1.WriteBlobsRequest.frame:type_name -> kvasir.cachestore.v1.BlobFrame
-	74, // 5: kvasir.cachestore.v1.WriteBlobsResponse.digest:type_name -> kvasir.cachestore.v1.Digest
-	74, // 6: kvasir.cachestore.v1.QueryWriteStatusRequest.digest:type_name -> kvasir.cachestore.v1.Digest
-	74, // 7: kvasir.cachestore.v1.ReadBlobsRequest.digests:type_name -> kvasir.cachestore.v1.Digest
-	2,  // 8: kvasir.cachestore.v1.ReadBlobsResponse.frame:type_name -> kvasir.cachestore.v1.BlobFrame
-	74, // 9: kvasir.cachestore.v1.SnapshotVersion.manifest:type_name -> kvasir.cachestore.v1.Digest
-	75, // 10: kvasir.cachestore.v1.SnapshotVersion.created_at:type_name -> google.protobuf.Timestamp
-	1,  // 11: kvasir.cachestore.v1.SnapshotVersion.origin:type_name -> kvasir.cachestore.v1.Origin
-	74, // 12: kvasir.cachestore.v1.CommitSnapshotRequest.manifest:type_name -> kvasir.cachestore.v1.Digest
-	35, // 13: kvasir.cachestore.v1.CommitSnapshotRequest.lease:type_name -> kvasir.cachestore.v1.LeaseToken
-	74, // 14: kvasir.cachestore.v1.CommitSnapshotRequest.parent_manifest:type_name -> kvasir.cachestore.v1.Digest
-	11, // 15: kvasir.cachestore.v1.CommitSnapshotResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	11, // 16: kvasir.cachestore.v1.GetSnapshotResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	11, // 17: kvasir.cachestore.v1.ListSnapshotsResponse.snapshots:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	71, // 18: kvasir.cachestore.v1.Agent.labels:type_name -> kvasir.cachestore.v1.Agent.LabelsEntry
-	75, // 19: kvasir.cachestore.v1.Agent.created_at:type_name -> google.protobuf.Timestamp
-	75, // 20: kvasir.cachestore.v1.Agent.used_at:type_name -> google.protobuf.Timestamp
-	11, // 21: kvasir.cachestore.v1.Agent.lines:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	75, // 22: kvasir.cachestore.v1.Agent.expires_at:type_name -> google.protobuf.Timestamp
-	72, // 23: kvasir.cachestore.v1.ListAgentsRequest.labels:type_name -> kvasir.cachestore.v1.ListAgentsRequest.LabelsEntry
-	18, // 24: kvasir.cachestore.v1.ListAgentsResponse.agents:type_name -> kvasir.cachestore.v1.Agent
-	18, // 25: kvasir.cachestore.v1.GetAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
-	18, // 26: kvasir.cachestore.v1.UpdateAgentRequest.agent:type_name -> kvasir.cachestore.v1.Agent
-	76, // 27: kvasir.cachestore.v1.UpdateAgentRequest.update_mask:type_name -> google.protobuf.FieldMask
-	18, // 28: kvasir.cachestore.v1.UpdateAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
-	18, // 29: kvasir.cachestore.v1.ForkAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
-	11, // 30: kvasir.cachestore.v1.RollbackAgentResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	75, // 31: kvasir.cachestore.v1.DeleteAgentResponse.bytes_gone_by:type_name -> google.protobuf.Timestamp
-	74, // 32: kvasir.cachestore.v1.FindPrefixResponse.blocks:type_name -> kvasir.cachestore.v1.Digest
-	77, // 33: kvasir.cachestore.v1.FindPrefixResponse.windows:type_name -> kvasir.cachestore.v1.WindowBlocks
-	78, // 34: kvasir.cachestore.v1.AcquireLeaseRequest.ttl:type_name -> google.protobuf.Duration
-	35, // 35: kvasir.cachestore.v1.AcquireLeaseResponse.lease:type_name -> kvasir.cachestore.v1.LeaseToken
-	75, // 36: kvasir.cachestore.v1.AcquireLeaseResponse.expires_at:type_name -> google.protobuf.Timestamp
-	11, // 37: kvasir.cachestore.v1.AcquireLeaseResponse.head:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	35, // 38: kvasir.cachestore.v1.RenewLeaseRequest.lease:type_name -> kvasir.cachestore.v1.LeaseToken
-	78, // 39: kvasir.cachestore.v1.RenewLeaseRequest.ttl:type_name -> google.protobuf.Duration
-	75, // 40: kvasir.cachestore.v1.RenewLeaseResponse.expires_at:type_name -> google.protobuf.Timestamp
-	40, // 41: kvasir.cachestore.v1.RenewLeasesRequest.leases:type_name -> kvasir.cachestore.v1.HeldLease
-	78, // 42: kvasir.cachestore.v1.RenewLeasesRequest.ttl:type_name -> google.protobuf.Duration
-	40, // 43: kvasir.cachestore.v1.RenewLeasesResponse.lost:type_name -> kvasir.cachestore.v1.HeldLease
-	40, // 44: kvasir.cachestore.v1.RenewLeasesResponse.wanted:type_name -> kvasir.cachestore.v1.HeldLease
-	35, // 45: kvasir.cachestore.v1.ReleaseLeaseRequest.lease:type_name -> kvasir.cachestore.v1.LeaseToken
-	47, // 46: kvasir.cachestore.v1.PullAgentResponse.progress:type_name -> kvasir.cachestore.v1.TransferProgress
-	11, // 47: kvasir.cachestore.v1.PullAgentResponse.done:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	51, // 48: kvasir.cachestore.v1.ImportAgentRequest.header:type_name -> kvasir.cachestore.v1.ImportAgentHeader
-	11, // 49: kvasir.cachestore.v1.ImportAgentResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	53, // 50: kvasir.cachestore.v1.WatchEventsRequest.after:type_name -> kvasir.cachestore.v1.EventCursor
-	53, // 51: kvasir.cachestore.v1.WatchEventsResponse.cursor:type_name -> kvasir.cachestore.v1.EventCursor
-	75, // 52: kvasir.cachestore.v1.WatchEventsResponse.at:type_name -> google.protobuf.Timestamp
-	11, // 53: kvasir.cachestore.v1.WatchEventsResponse.committed:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	56, // 54: kvasir.cachestore.v1.WatchEventsResponse.agent_deleted:type_name -> kvasir.cachestore.v1.AgentDeleted
-	59, // 55: kvasir.cachestore.v1.WatchEventsResponse.blob_damaged:type_name -> kvasir.cachestore.v1.BlobDamaged
-	60, // 56: kvasir.cachestore.v1.WatchEventsResponse.lost:type_name -> kvasir.cachestore.v1.EventsLost
-	57, // 57: kvasir.cachestore.v1.WatchEventsResponse.agent_updated:type_name -> kvasir.cachestore.v1.AgentUpdated
-	61, // 58: kvasir.cachestore.v1.WatchEventsResponse.started:type_name -> kvasir.cachestore.v1.WatchStarted
-	58, // 59: kvasir.cachestore.v1.WatchEventsResponse.lease_wanted:type_name -> kvasir.cachestore.v1.LeaseWanted
-	74, // 60: kvasir.cachestore.v1.BlobDamaged.digest:type_name -> kvasir.cachestore.v1.Digest
-	74, // 61: kvasir.cachestore.v1.VerifyBlobsResponse.damaged:type_name -> kvasir.cachestore.v1.Digest
-	74, // 62: kvasir.cachestore.v1.VerifyBlobsResponse.repaired:type_name -> kvasir.cachestore.v1.Digest
-	73, // 63: kvasir.cachestore.v1.GetStatsResponse.counters:type_name -> kvasir.cachestore.v1.GetStatsResponse.CountersEntry
-	70, // 64: kvasir.cachestore.v1.GetStatsResponse.scrub:type_name -> kvasir.cachestore.v1.ScrubStatus
-	75, // 65: kvasir.cachestore.v1.ScrubStatus.began_at:type_name -> google.protobuf.Timestamp
-	75, // 66: kvasir.cachestore.v1.ScrubStatus.ended_at:type_name -> google.protobuf.Timestamp
-	19, // 67: kvasir.cachestore.v1.AgentService.ListAgents:input_type -> kvasir.cachestore.v1.ListAgentsRequest
-	21, // 68: kvasir.cachestore.v1.AgentService.GetAgent:input_type -> kvasir.cachestore.v1.GetAgentRequest
-	23, // 69: kvasir.cachestore.v1.AgentService.UpdateAgent:input_type -> kvasir.cachestore.v1.UpdateAgentRequest
-	25, // 70: kvasir.cachestore.v1.AgentService.ForkAgent:input_type -> kvasir.cachestore.v1.ForkAgentRequest
-	27, // 71: kvasir.cachestore.v1.AgentService.RollbackAgent:input_type -> kvasir.cachestore.v1.RollbackAgentRequest
-	29, // 72: kvasir.cachestore.v1.AgentService.DeleteAgent:input_type -> kvasir.cachestore.v1.DeleteAgentRequest
-	16, // 73: kvasir.cachestore.v1.AgentService.ListSnapshots:input_type -> kvasir.cachestore.v1.ListSnapshotsRequest
-	14, // 74: kvasir.cachestore.v1.AgentService.GetSnapshot:input_type -> kvasir.cachestore.v1.GetSnapshotRequest
-	31, // 75: kvasir.cachestore.v1.AgentService.GetUsage:input_type -> kvasir.cachestore.v1.GetUsageRequest
-	45, // 76: kvasir.cachestore.v1.AgentService.PullAgent:input_type -> kvasir.cachestore.v1.PullAgentRequest
-	48, // 77: kvasir.cachestore.v1.AgentService.ExportAgent:input_type -> kvasir.cachestore.v1.ExportAgentRequest
-	50, // 78: kvasir.cachestore.v1.AgentService.ImportAgent:input_type -> kvasir.cachestore.v1.ImportAgentRequest
-	3,  // 79: kvasir.cachestore.v1.CacheStoreService.FindMissingBlobs:input_type -> kvasir.cachestore.v1.FindMissingBlobsRequest
-	5,  // 80: kvasir.cachestore.v1.CacheStoreService.WriteBlobs:input_type -> kvasir.cachestore.v1.WriteBlobsRequest
-	7,  // 81: kvasir.cachestore.v1.CacheStoreService.QueryWriteStatus:input_type -> kvasir.cachestore.v1.QueryWriteStatusRequest
-	9,  // 82: kvasir.cachestore.v1.CacheStoreService.ReadBlobs:input_type -> kvasir.cachestore.v1.ReadBlobsRequest
-	12, // 83: kvasir.cachestore.v1.CacheStoreService.CommitSnapshot:input_type -> kvasir.cachestore.v1.CommitSnapshotRequest
-	33, // 84: kvasir.cachestore.v1.CacheStoreService.FindPrefix:input_type -> kvasir.cachestore.v1.FindPrefixRequest
-	36, // 85: kvasir.cachestore.v1.CacheStoreService.AcquireLease:input_type -> kvasir.cachestore.v1.AcquireLeaseRequest
-	38, // 86: kvasir.cachestore.v1.CacheStoreService.RenewLease:input_type -> kvasir.cachestore.v1.RenewLeaseRequest
-	41, // 87: kvasir.cachestore.v1.CacheStoreService.RenewLeases:input_type -> kvasir.cachestore.v1.RenewLeasesRequest
-	43, // 88: kvasir.cachestore.v1.CacheStoreService.ReleaseLease:input_type -> kvasir.cachestore.v1.ReleaseLeaseRequest
-	54, // 89: kvasir.cachestore.v1.CacheStoreService.WatchEvents:input_type -> kvasir.cachestore.v1.WatchEventsRequest
-	62, // 90: kvasir.cachestore.v1.CacheStoreService.VerifyBlobs:input_type -> kvasir.cachestore.v1.VerifyBlobsRequest
-	64, // 91: kvasir.cachestore.v1.CacheStoreService.CollectGarbage:input_type -> kvasir.cachestore.v1.CollectGarbageRequest
-	66, // 92: kvasir.cachestore.v1.CacheStoreService.GetCapabilities:input_type -> kvasir.cachestore.v1.GetCapabilitiesRequest
-	68, // 93: kvasir.cachestore.v1.CacheStoreService.GetStats:input_type -> kvasir.cachestore.v1.GetStatsRequest
-	20, // 94: kvasir.cachestore.v1.AgentService.ListAgents:output_type -> kvasir.cachestore.v1.ListAgentsResponse
-	22, // 95: kvasir.cachestore.v1.AgentService.GetAgent:output_type -> kvasir.cachestore.v1.GetAgentResponse
-	24, // 96: kvasir.cachestore.v1.AgentService.UpdateAgent:output_type -> kvasir.cachestore.v1.UpdateAgentResponse
-	26, // 97: kvasir.cachestore.v1.AgentService.ForkAgent:output_type -> kvasir.cachestore.v1.ForkAgentResponse
-	28, // 98: kvasir.cachestore.v1.AgentService.RollbackAgent:output_type -> kvasir.cachestore.v1.RollbackAgentResponse
-	30, // 99: kvasir.cachestore.v1.AgentService.DeleteAgent:output_type -> kvasir.cachestore.v1.DeleteAgentResponse
-	17, // 100: kvasir.cachestore.v1.AgentService.ListSnapshots:output_type -> kvasir.cachestore.v1.ListSnapshotsResponse
-	15, // 101: kvasir.cachestore.v1.AgentService.GetSnapshot:output_type -> kvasir.cachestore.v1.GetSnapshotResponse
-	32, // 102: kvasir.cachestore.v1.AgentService.GetUsage:output_type -> kvasir.cachestore.v1.GetUsageResponse
-	46, // 103: kvasir.cachestore.v1.AgentService.PullAgent:output_type -> kvasir.cachestore.v1.PullAgentResponse
-	49, // 104: kvasir.cachestore.v1.AgentService.ExportAgent:output_type -> kvasir.cachestore.v1.ExportAgentResponse
-	52, // 105: kvasir.cachestore.v1.AgentService.ImportAgent:output_type -> kvasir.cachestore.v1.ImportAgentResponse
-	4,  // 106: kvasir.cachestore.v1.CacheStoreService.FindMissingBlobs:output_type -> kvasir.cachestore.v1.FindMissingBlobsResponse
-	6,  // 107: kvasir.cachestore.v1.CacheStoreService.WriteBlobs:output_type -> kvasir.cachestore.v1.WriteBlobsResponse
-	8,  // 108: kvasir.cachestore.v1.CacheStoreService.QueryWriteStatus:output_type -> kvasir.cachestore.v1.QueryWriteStatusResponse
-	10, // 109: kvasir.cachestore.v1.CacheStoreService.ReadBlobs:output_type -> kvasir.cachestore.v1.ReadBlobsResponse
-	13, // 110: kvasir.cachestore.v1.CacheStoreService.CommitSnapshot:output_type -> kvasir.cachestore.v1.CommitSnapshotResponse
-	34, // 111: kvasir.cachestore.v1.CacheStoreService.FindPrefix:output_type -> kvasir.cachestore.v1.FindPrefixResponse
-	37, // 112: kvasir.cachestore.v1.CacheStoreService.AcquireLease:output_type -> kvasir.cachestore.v1.AcquireLeaseResponse
-	39, // 113: kvasir.cachestore.v1.CacheStoreService.RenewLease:output_type -> kvasir.cachestore.v1.RenewLeaseResponse
-	42, // 114: kvasir.cachestore.v1.CacheStoreService.RenewLeases:output_type -> kvasir.cachestore.v1.RenewLeasesResponse
-	44, // 115: kvasir.cachestore.v1.CacheStoreService.ReleaseLease:output_type -> kvasir.cachestore.v1.ReleaseLeaseResponse
-	55, // 116: kvasir.cachestore.v1.CacheStoreService.WatchEvents:output_type -> kvasir.cachestore.v1.WatchEventsResponse
-	63, // 117: kvasir.cachestore.v1.CacheStoreService.VerifyBlobs:output_type -> kvasir.cachestore.v1.VerifyBlobsResponse
-	65, // 118: kvasir.cachestore.v1.CacheStoreService.CollectGarbage:output_type -> kvasir.cachestore.v1.CollectGarbageResponse
-	67, // 119: kvasir.cachestore.v1.CacheStoreService.GetCapabilities:output_type -> kvasir.cachestore.v1.GetCapabilitiesResponse
-	69, // 120: kvasir.cachestore.v1.CacheStoreService.GetStats:output_type -> kvasir.cachestore.v1.GetStatsResponse
-	94, // [94:121] is the sub-list for method output_type
-	67, // [67:94] is the sub-list for method input_type
-	67, // [67:67] is the sub-list for extension type_name
-	67, // [67:67] is the sub-list for extension extendee
-	0,  // [0:67] is the sub-list for field type_name
+	89,  // 0: kvasir.cachestore.v1.BlobFrame.digest:type_name -> kvasir.cachestore.v1.Digest
+	0,   // 1: kvasir.cachestore.v1.BlobFrame.kind:type_name -> kvasir.cachestore.v1.BlobKind
+	89,  // 2: kvasir.cachestore.v1.FindMissingBlobsRequest.digests:type_name -> kvasir.cachestore.v1.Digest
+	89,  // 3: kvasir.cachestore.v1.FindMissingBlobsResponse.missing:type_name -> kvasir.cachestore.v1.Digest
+	3,   // 4: kvasir.cachestore.v1.WriteBlobsRequest.frame:type_name -> kvasir.cachestore.v1.BlobFrame
+	89,  // 5: kvasir.cachestore.v1.WriteBlobsResponse.digest:type_name -> kvasir.cachestore.v1.Digest
+	89,  // 6: kvasir.cachestore.v1.QueryWriteStatusRequest.digest:type_name -> kvasir.cachestore.v1.Digest
+	89,  // 7: kvasir.cachestore.v1.ReadBlobsRequest.digests:type_name -> kvasir.cachestore.v1.Digest
+	3,   // 8: kvasir.cachestore.v1.ReadBlobsResponse.frame:type_name -> kvasir.cachestore.v1.BlobFrame
+	89,  // 9: kvasir.cachestore.v1.SnapshotVersion.manifest:type_name -> kvasir.cachestore.v1.Digest
+	90,  // 10: kvasir.cachestore.v1.SnapshotVersion.created_at:type_name -> google.protobuf.Timestamp
+	1,   // 11: kvasir.cachestore.v1.SnapshotVersion.origin:type_name -> kvasir.cachestore.v1.Origin
+	89,  // 12: kvasir.cachestore.v1.CommitSnapshotRequest.manifest:type_name -> kvasir.cachestore.v1.Digest
+	37,  // 13: kvasir.cachestore.v1.CommitSnapshotRequest.lease:type_name -> kvasir.cachestore.v1.LeaseToken
+	89,  // 14: kvasir.cachestore.v1.CommitSnapshotRequest.parent_manifest:type_name -> kvasir.cachestore.v1.Digest
+	12,  // 15: kvasir.cachestore.v1.CommitSnapshotResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	12,  // 16: kvasir.cachestore.v1.GetSnapshotResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	12,  // 17: kvasir.cachestore.v1.ListSnapshotsResponse.snapshots:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	86,  // 18: kvasir.cachestore.v1.Agent.labels:type_name -> kvasir.cachestore.v1.Agent.LabelsEntry
+	90,  // 19: kvasir.cachestore.v1.Agent.created_at:type_name -> google.protobuf.Timestamp
+	90,  // 20: kvasir.cachestore.v1.Agent.used_at:type_name -> google.protobuf.Timestamp
+	12,  // 21: kvasir.cachestore.v1.Agent.lines:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	90,  // 22: kvasir.cachestore.v1.Agent.expires_at:type_name -> google.protobuf.Timestamp
+	20,  // 23: kvasir.cachestore.v1.Agent.ownership:type_name -> kvasir.cachestore.v1.Ownership
+	2,   // 24: kvasir.cachestore.v1.Ownership.state:type_name -> kvasir.cachestore.v1.OwnerState
+	90,  // 25: kvasir.cachestore.v1.Ownership.since:type_name -> google.protobuf.Timestamp
+	87,  // 26: kvasir.cachestore.v1.ListAgentsRequest.labels:type_name -> kvasir.cachestore.v1.ListAgentsRequest.LabelsEntry
+	19,  // 27: kvasir.cachestore.v1.ListAgentsResponse.agents:type_name -> kvasir.cachestore.v1.Agent
+	19,  // 28: kvasir.cachestore.v1.GetAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
+	19,  // 29: kvasir.cachestore.v1.UpdateAgentRequest.agent:type_name -> kvasir.cachestore.v1.Agent
+	91,  // 30: kvasir.cachestore.v1.UpdateAgentRequest.update_mask:type_name -> google.protobuf.FieldMask
+	19,  // 31: kvasir.cachestore.v1.UpdateAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
+	19,  // 32: kvasir.cachestore.v1.ForkAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
+	12,  // 33: kvasir.cachestore.v1.RollbackAgentResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	90,  // 34: kvasir.cachestore.v1.DeleteAgentResponse.bytes_gone_by:type_name -> google.protobuf.Timestamp
+	89,  // 35: kvasir.cachestore.v1.FindPrefixResponse.blocks:type_name -> kvasir.cachestore.v1.Digest
+	92,  // 36: kvasir.cachestore.v1.FindPrefixResponse.windows:type_name -> kvasir.cachestore.v1.WindowBlocks
+	93,  // 37: kvasir.cachestore.v1.AcquireLeaseRequest.ttl:type_name -> google.protobuf.Duration
+	37,  // 38: kvasir.cachestore.v1.AcquireLeaseResponse.lease:type_name -> kvasir.cachestore.v1.LeaseToken
+	90,  // 39: kvasir.cachestore.v1.AcquireLeaseResponse.expires_at:type_name -> google.protobuf.Timestamp
+	12,  // 40: kvasir.cachestore.v1.AcquireLeaseResponse.head:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	37,  // 41: kvasir.cachestore.v1.RenewLeaseRequest.lease:type_name -> kvasir.cachestore.v1.LeaseToken
+	93,  // 42: kvasir.cachestore.v1.RenewLeaseRequest.ttl:type_name -> google.protobuf.Duration
+	90,  // 43: kvasir.cachestore.v1.RenewLeaseResponse.expires_at:type_name -> google.protobuf.Timestamp
+	42,  // 44: kvasir.cachestore.v1.RenewLeasesRequest.leases:type_name -> kvasir.cachestore.v1.HeldLease
+	93,  // 45: kvasir.cachestore.v1.RenewLeasesRequest.ttl:type_name -> google.protobuf.Duration
+	42,  // 46: kvasir.cachestore.v1.RenewLeasesResponse.lost:type_name -> kvasir.cachestore.v1.HeldLease
+	42,  // 47: kvasir.cachestore.v1.RenewLeasesResponse.wanted:type_name -> kvasir.cachestore.v1.HeldLease
+	37,  // 48: kvasir.cachestore.v1.ReleaseLeaseRequest.lease:type_name -> kvasir.cachestore.v1.LeaseToken
+	62,  // 49: kvasir.cachestore.v1.PullAgentResponse.progress:type_name -> kvasir.cachestore.v1.TransferProgress
+	12,  // 50: kvasir.cachestore.v1.PullAgentResponse.done:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	62,  // 51: kvasir.cachestore.v1.MoveAgentResponse.progress:type_name -> kvasir.cachestore.v1.TransferProgress
+	51,  // 52: kvasir.cachestore.v1.MoveAgentResponse.waiting:type_name -> kvasir.cachestore.v1.MoveWaiting
+	19,  // 53: kvasir.cachestore.v1.MoveAgentResponse.done:type_name -> kvasir.cachestore.v1.Agent
+	19,  // 54: kvasir.cachestore.v1.ClaimAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
+	19,  // 55: kvasir.cachestore.v1.OfferAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
+	66,  // 56: kvasir.cachestore.v1.ImportAgentRequest.header:type_name -> kvasir.cachestore.v1.ImportAgentHeader
+	12,  // 57: kvasir.cachestore.v1.ImportAgentResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	68,  // 58: kvasir.cachestore.v1.WatchEventsRequest.after:type_name -> kvasir.cachestore.v1.EventCursor
+	68,  // 59: kvasir.cachestore.v1.WatchEventsResponse.cursor:type_name -> kvasir.cachestore.v1.EventCursor
+	90,  // 60: kvasir.cachestore.v1.WatchEventsResponse.at:type_name -> google.protobuf.Timestamp
+	12,  // 61: kvasir.cachestore.v1.WatchEventsResponse.committed:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	71,  // 62: kvasir.cachestore.v1.WatchEventsResponse.agent_deleted:type_name -> kvasir.cachestore.v1.AgentDeleted
+	74,  // 63: kvasir.cachestore.v1.WatchEventsResponse.blob_damaged:type_name -> kvasir.cachestore.v1.BlobDamaged
+	75,  // 64: kvasir.cachestore.v1.WatchEventsResponse.lost:type_name -> kvasir.cachestore.v1.EventsLost
+	72,  // 65: kvasir.cachestore.v1.WatchEventsResponse.agent_updated:type_name -> kvasir.cachestore.v1.AgentUpdated
+	76,  // 66: kvasir.cachestore.v1.WatchEventsResponse.started:type_name -> kvasir.cachestore.v1.WatchStarted
+	73,  // 67: kvasir.cachestore.v1.WatchEventsResponse.lease_wanted:type_name -> kvasir.cachestore.v1.LeaseWanted
+	89,  // 68: kvasir.cachestore.v1.BlobDamaged.digest:type_name -> kvasir.cachestore.v1.Digest
+	89,  // 69: kvasir.cachestore.v1.VerifyBlobsResponse.damaged:type_name -> kvasir.cachestore.v1.Digest
+	89,  // 70: kvasir.cachestore.v1.VerifyBlobsResponse.repaired:type_name -> kvasir.cachestore.v1.Digest
+	88,  // 71: kvasir.cachestore.v1.GetStatsResponse.counters:type_name -> kvasir.cachestore.v1.GetStatsResponse.CountersEntry
+	85,  // 72: kvasir.cachestore.v1.GetStatsResponse.scrub:type_name -> kvasir.cachestore.v1.ScrubStatus
+	90,  // 73: kvasir.cachestore.v1.ScrubStatus.began_at:type_name -> google.protobuf.Timestamp
+	90,  // 74: kvasir.cachestore.v1.ScrubStatus.ended_at:type_name -> google.protobuf.Timestamp
+	21,  // 75: kvasir.cachestore.v1.AgentService.ListAgents:input_type -> kvasir.cachestore.v1.ListAgentsRequest
+	23,  // 76: kvasir.cachestore.v1.AgentService.GetAgent:input_type -> kvasir.cachestore.v1.GetAgentRequest
+	25,  // 77: kvasir.cachestore.v1.AgentService.UpdateAgent:input_type -> kvasir.cachestore.v1.UpdateAgentRequest
+	27,  // 78: kvasir.cachestore.v1.AgentService.ForkAgent:input_type -> kvasir.cachestore.v1.ForkAgentRequest
+	29,  // 79: kvasir.cachestore.v1.AgentService.RollbackAgent:input_type -> kvasir.cachestore.v1.RollbackAgentRequest
+	31,  // 80: kvasir.cachestore.v1.AgentService.DeleteAgent:input_type -> kvasir.cachestore.v1.DeleteAgentRequest
+	17,  // 81: kvasir.cachestore.v1.AgentService.ListSnapshots:input_type -> kvasir.cachestore.v1.ListSnapshotsRequest
+	15,  // 82: kvasir.cachestore.v1.AgentService.GetSnapshot:input_type -> kvasir.cachestore.v1.GetSnapshotRequest
+	33,  // 83: kvasir.cachestore.v1.AgentService.GetUsage:input_type -> kvasir.cachestore.v1.GetUsageRequest
+	47,  // 84: kvasir.cachestore.v1.AgentService.PullAgent:input_type -> kvasir.cachestore.v1.PullAgentRequest
+	49,  // 85: kvasir.cachestore.v1.AgentService.MoveAgent:input_type -> kvasir.cachestore.v1.MoveAgentRequest
+	52,  // 86: kvasir.cachestore.v1.AgentService.ClaimAgent:input_type -> kvasir.cachestore.v1.ClaimAgentRequest
+	63,  // 87: kvasir.cachestore.v1.AgentService.ExportAgent:input_type -> kvasir.cachestore.v1.ExportAgentRequest
+	65,  // 88: kvasir.cachestore.v1.AgentService.ImportAgent:input_type -> kvasir.cachestore.v1.ImportAgentRequest
+	54,  // 89: kvasir.cachestore.v1.MovingService.OfferAgent:input_type -> kvasir.cachestore.v1.OfferAgentRequest
+	56,  // 90: kvasir.cachestore.v1.MovingService.HandOverAgent:input_type -> kvasir.cachestore.v1.HandOverAgentRequest
+	58,  // 91: kvasir.cachestore.v1.MovingService.UndoMove:input_type -> kvasir.cachestore.v1.UndoMoveRequest
+	60,  // 92: kvasir.cachestore.v1.MovingService.FenceAgent:input_type -> kvasir.cachestore.v1.FenceAgentRequest
+	4,   // 93: kvasir.cachestore.v1.CacheStoreService.FindMissingBlobs:input_type -> kvasir.cachestore.v1.FindMissingBlobsRequest
+	6,   // 94: kvasir.cachestore.v1.CacheStoreService.WriteBlobs:input_type -> kvasir.cachestore.v1.WriteBlobsRequest
+	8,   // 95: kvasir.cachestore.v1.CacheStoreService.QueryWriteStatus:input_type -> kvasir.cachestore.v1.QueryWriteStatusRequest
+	10,  // 96: kvasir.cachestore.v1.CacheStoreService.ReadBlobs:input_type -> kvasir.cachestore.v1.ReadBlobsRequest
+	13,  // 97: kvasir.cachestore.v1.CacheStoreService.CommitSnapshot:input_type -> kvasir.cachestore.v1.CommitSnapshotRequest
+	35,  // 98: kvasir.cachestore.v1.CacheStoreService.FindPrefix:input_type -> kvasir.cachestore.v1.FindPrefixRequest
+	38,  // 99: kvasir.cachestore.v1.CacheStoreService.AcquireLease:input_type -> kvasir.cachestore.v1.AcquireLeaseRequest
+	40,  // 100: kvasir.cachestore.v1.CacheStoreService.RenewLease:input_type -> kvasir.cachestore.v1.RenewLeaseRequest
+	43,  // 101: kvasir.cachestore.v1.CacheStoreService.RenewLeases:input_type -> kvasir.cachestore.v1.RenewLeasesRequest
+	45,  // 102: kvasir.cachestore.v1.CacheStoreService.ReleaseLease:input_type -> kvasir.cachestore.v1.ReleaseLeaseRequest
+	69,  // 103: kvasir.cachestore.v1.CacheStoreService.WatchEvents:input_type -> kvasir.cachestore.v1.WatchEventsRequest
+	77,  // 104: kvasir.cachestore.v1.CacheStoreService.VerifyBlobs:input_type -> kvasir.cachestore.v1.VerifyBlobsRequest
+	79,  // 105: kvasir.cachestore.v1.CacheStoreService.CollectGarbage:input_type -> kvasir.cachestore.v1.CollectGarbageRequest
+	81,  // 106: kvasir.cachestore.v1.CacheStoreService.GetCapabilities:input_type -> kvasir.cachestore.v1.GetCapabilitiesRequest
+	83,  // 107: kvasir.cachestore.v1.CacheStoreService.GetStats:input_type -> kvasir.cachestore.v1.GetStatsRequest
+	22,  // 108: kvasir.cachestore.v1.AgentService.ListAgents:output_type -> kvasir.cachestore.v1.ListAgentsResponse
+	24,  // 109: kvasir.cachestore.v1.AgentService.GetAgent:output_type -> kvasir.cachestore.v1.GetAgentResponse
+	26,  // 110: kvasir.cachestore.v1.AgentService.UpdateAgent:output_type -> kvasir.cachestore.v1.UpdateAgentResponse
+	28,  // 111: kvasir.cachestore.v1.AgentService.ForkAgent:output_type -> kvasir.cachestore.v1.ForkAgentResponse
+	30,  // 112: kvasir.cachestore.v1.AgentService.RollbackAgent:output_type -> kvasir.cachestore.v1.RollbackAgentResponse
+	32,  // 113: kvasir.cachestore.v1.AgentService.DeleteAgent:output_type -> kvasir.cachestore.v1.DeleteAgentResponse
+	18,  // 114: kvasir.cachestore.v1.AgentService.ListSnapshots:output_type -> kvasir.cachestore.v1.ListSnapshotsResponse
+	16,  // 115: kvasir.cachestore.v1.AgentService.GetSnapshot:output_type -> kvasir.cachestore.v1.GetSnapshotResponse
+	34,  // 116: kvasir.cachestore.v1.AgentService.GetUsage:output_type -> kvasir.cachestore.v1.GetUsageResponse
+	48,  // 117: kvasir.cachestore.v1.AgentService.PullAgent:output_type -> kvasir.cachestore.v1.PullAgentResponse
+	50,  // 118: kvasir.cachestore.v1.AgentService.MoveAgent:output_type -> kvasir.cachestore.v1.MoveAgentResponse
+	53,  // 119: kvasir.cachestore.v1.AgentService.ClaimAgent:output_type -> kvasir.cachestore.v1.ClaimAgentResponse
+	64,  // 120: kvasir.cachestore.v1.AgentService.ExportAgent:output_type -> kvasir.cachestore.v1.ExportAgentResponse
+	67,  // 121: kvasir.cachestore.v1.AgentService.ImportAgent:output_type -> kvasir.cachestore.v1.ImportAgentResponse
+	55,  // 122: kvasir.cachestore.v1.MovingService.OfferAgent:output_type -> kvasir.cachestore.v1.OfferAgentResponse
+	57,  // 123: kvasir.cachestore.v1.MovingService.HandOverAgent:output_type -> kvasir.cachestore.v1.HandOverAgentResponse
+	59,  // 124: kvasir.cachestore.v1.MovingService.UndoMove:output_type -> kvasir.cachestore.v1.UndoMoveResponse
+	61,  // 125: kvasir.cachestore.v1.MovingService.FenceAgent:output_type -> kvasir.cachestore.v1.FenceAgentResponse
+	5,   // 126: kvasir.cachestore.v1.CacheStoreService.FindMissingBlobs:output_type -> kvasir.cachestore.v1.FindMissingBlobsResponse
+	7,   // 127: kvasir.cachestore.v1.CacheStoreService.WriteBlobs:output_type -> kvasir.cachestore.v1.WriteBlobsResponse
+	9,   // 128: kvasir.cachestore.v1.CacheStoreService.QueryWriteStatus:output_type -> kvasir.cachestore.v1.QueryWriteStatusResponse
+	11,  // 129: kvasir.cachestore.v1.CacheStoreService.ReadBlobs:output_type -> kvasir.cachestore.v1.ReadBlobsResponse
+	14,  // 130: kvasir.cachestore.v1.CacheStoreService.CommitSnapshot:output_type -> kvasir.cachestore.v1.CommitSnapshotResponse
+	36,  // 131: kvasir.cachestore.v1.CacheStoreService.FindPrefix:output_type -> kvasir.cachestore.v1.FindPrefixResponse
+	39,  // 132: kvasir.cachestore.v1.CacheStoreService.AcquireLease:output_type -> kvasir.cachestore.v1.AcquireLeaseResponse
+	41,  // 133: kvasir.cachestore.v1.CacheStoreService.RenewLease:output_type -> kvasir.cachestore.v1.RenewLeaseResponse
+	44,  // 134: kvasir.cachestore.v1.CacheStoreService.RenewLeases:output_type -> kvasir.cachestore.v1.RenewLeasesResponse
+	46,  // 135: kvasir.cachestore.v1.CacheStoreService.ReleaseLease:output_type -> kvasir.cachestore.v1.ReleaseLeaseResponse
+	70,  // 136: kvasir.cachestore.v1.CacheStoreService.WatchEvents:output_type -> kvasir.cachestore.v1.WatchEventsResponse
+	78,  // 137: kvasir.cachestore.v1.CacheStoreService.VerifyBlobs:output_type -> kvasir.cachestore.v1.VerifyBlobsResponse
+	80,  // 138: kvasir.cachestore.v1.CacheStoreService.CollectGarbage:output_type -> kvasir.cachestore.v1.CollectGarbageResponse
+	82,  // 139: kvasir.cachestore.v1.CacheStoreService.GetCapabilities:output_type -> kvasir.cachestore.v1.GetCapabilitiesResponse
+	84,  // 140: kvasir.cachestore.v1.CacheStoreService.GetStats:output_type -> kvasir.cachestore.v1.GetStatsResponse
+	108, // [108:141] is the sub-list for method output_type
+	75,  // [75:108] is the sub-list for method input_type
+	75,  // [75:75] is the sub-list for extension type_name
+	75,  // [75:75] is the sub-list for extension extendee
+	0,   // [0:75] is the sub-list for field type_name
 }
 
 func init() { file_kvasir_cachestore_v1_cachestore_proto_init() }
@@ -5079,14 +6072,23 @@ func file_kvasir_cachestore_v1_cachestore_proto_init() {
 	}
 	file_kvasir_cachestore_v1_manifest_proto_init()
 	file_kvasir_cachestore_v1_cachestore_proto_msgTypes[12].OneofWrappers = []any{}
-	file_kvasir_cachestore_v1_cachestore_proto_msgTypes[23].OneofWrappers = []any{}
-	file_kvasir_cachestore_v1_cachestore_proto_msgTypes[25].OneofWrappers = []any{}
-	file_kvasir_cachestore_v1_cachestore_proto_msgTypes[44].OneofWrappers = []any{
+	file_kvasir_cachestore_v1_cachestore_proto_msgTypes[24].OneofWrappers = []any{}
+	file_kvasir_cachestore_v1_cachestore_proto_msgTypes[26].OneofWrappers = []any{}
+	file_kvasir_cachestore_v1_cachestore_proto_msgTypes[45].OneofWrappers = []any{
 		(*PullAgentResponse_Progress)(nil),
 		(*PullAgentResponse_Done)(nil),
 	}
-	file_kvasir_cachestore_v1_cachestore_proto_msgTypes[46].OneofWrappers = []any{}
-	file_kvasir_cachestore_v1_cachestore_proto_msgTypes[53].OneofWrappers = []any{
+	file_kvasir_cachestore_v1_cachestore_proto_msgTypes[46].OneofWrappers = []any{
+		(*MoveAgentRequest_FromPeer)(nil),
+		(*MoveAgentRequest_ToPeer)(nil),
+	}
+	file_kvasir_cachestore_v1_cachestore_proto_msgTypes[47].OneofWrappers = []any{
+		(*MoveAgentResponse_Progress)(nil),
+		(*MoveAgentResponse_Waiting)(nil),
+		(*MoveAgentResponse_Done)(nil),
+	}
+	file_kvasir_cachestore_v1_cachestore_proto_msgTypes[60].OneofWrappers = []any{}
+	file_kvasir_cachestore_v1_cachestore_proto_msgTypes[67].OneofWrappers = []any{
 		(*WatchEventsResponse_Committed)(nil),
 		(*WatchEventsResponse_AgentDeleted)(nil),
 		(*WatchEventsResponse_BlobDamaged)(nil),
@@ -5100,10 +6102,10 @@ func file_kvasir_cachestore_v1_cachestore_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvasir_cachestore_v1_cachestore_proto_rawDesc), len(file_kvasir_cachestore_v1_cachestore_proto_rawDesc)),
-			NumEnums:      2,
-			NumMessages:   72,
+			NumEnums:      3,
+			NumMessages:   86,
 			NumExtensions: 0,
-			NumServices:   2,
+			NumServices:   3,
 		},
 		GoTypes:           file_kvasir_cachestore_v1_cachestore_proto_goTypes,
 		DependencyIndexes: file_kvasir_cachestore_v1_cachestore_proto_depIdxs,

@@ -37,6 +37,8 @@ const (
 	AgentService_GetSnapshot_FullMethodName   = "/kvasir.cachestore.v1.AgentService/GetSnapshot"
 	AgentService_GetUsage_FullMethodName      = "/kvasir.cachestore.v1.AgentService/GetUsage"
 	AgentService_PullAgent_FullMethodName     = "/kvasir.cachestore.v1.AgentService/PullAgent"
+	AgentService_MoveAgent_FullMethodName     = "/kvasir.cachestore.v1.AgentService/MoveAgent"
+	AgentService_ClaimAgent_FullMethodName    = "/kvasir.cachestore.v1.AgentService/ClaimAgent"
 	AgentService_ExportAgent_FullMethodName   = "/kvasir.cachestore.v1.AgentService/ExportAgent"
 	AgentService_ImportAgent_FullMethodName   = "/kvasir.cachestore.v1.AgentService/ImportAgent"
 )
@@ -69,10 +71,23 @@ type AgentServiceClient interface {
 	// Counts the bytes behind an agent, or behind all agents of the namespace, and which of them are shared. No side effect. Errors: NOT_FOUND.
 	GetUsage(ctx context.Context, in *GetUsageRequest, opts ...grpc.CallOption) (*GetUsageResponse, error)
 	// Copies an agent's line from a peer named in this store's configuration: only blobs that lack, then a commit with
-	// provenance. Streams progress; safe to repeat. Roles: client, admin. Errors: NOT_FOUND (peer or agent), ALREADY_EXISTS (the line here is not an ancestor),
-	// ABORTED (the line changed meanwhile; retry), FAILED_PRECONDITION (a blob does not fit the manifest, or another stream is writing it),
-	// UNAVAILABLE (peer), DATA_LOSS.
+	// provenance. Streams progress; safe to repeat. Roles: client, admin; a peer, to give a copy of its own. Errors: NOT_FOUND (peer or agent), ALREADY_EXISTS (the line here is not an ancestor),
+	// ABORTED (the line changed meanwhile; retry), FAILED_PRECONDITION (a blob does not fit the manifest, or another stream is writing it; AGENT_MOVED: the
+	// agent there, or here, is another store's), UNAVAILABLE (peer), DATA_LOSS.
 	PullAgent(ctx context.Context, in *PullAgentRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[PullAgentResponse], error)
+	// Moves an agent between this store and a peer: all its lines, labels and settings; only blobs that lack are sent. Afterwards the destination
+	// owns it; the source keeps a copy that can be read, forked and deleted, and answers everything that would extend it with FAILED_PRECONDITION
+	// (AGENT_MOVED; "owner" names the peer). An engine of the source that has the agent's lease is asked to let go when its turn is stored; until
+	// then the stream says `waiting`. Cut short anywhere, the agent has one owner, and both stores bring the move to its end, or undo it, by
+	// themselves; repeating the call goes on with it. Roles: client, admin; a peer with neither name of a peer, to give an agent of its own. Errors:
+	// NOT_FOUND (peer or agent), FAILED_PRECONDITION (AGENT_MOVED, AGENT_MOVING, OWNER_NEWER, MOVE_UNKNOWN: the source took it back), ALREADY_EXISTS (an agent
+	// of this name is here and is no older version of it), UNAVAILABLE (peer), DATA_LOSS.
+	MoveAgent(ctx context.Context, in *MoveAgentRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[MoveAgentResponse], error)
+	// Says that this store owns an agent. Without `force` only where that takes nothing from a peer: a move from here that has not been handed over is
+	// undone, and one that has arrived is finished. With it, whatever is known: for a peer that is gone for good. What was made there since is not here;
+	// if the peer comes back, it is fenced when the two hear of each other, and what it made can still be read there. Roles: client, admin.
+	// Errors: NOT_FOUND, FAILED_PRECONDITION (AGENT_MOVED, AGENT_MOVING), UNAVAILABLE (peer).
+	ClaimAgent(ctx context.Context, in *ClaimAgentRequest, opts ...grpc.CallOption) (*ClaimAgentResponse, error)
 	// Streams one archive (a tar of manifest and blobs, see DESIGN.md). Errors: NOT_FOUND, DATA_LOSS.
 	ExportAgent(ctx context.Context, in *ExportAgentRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ExportAgentResponse], error)
 	// Reads an archive into a new version of a line. Binds no block hash: what is imported serves its own line.
@@ -198,9 +213,38 @@ func (c *agentServiceClient) PullAgent(ctx context.Context, in *PullAgentRequest
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type AgentService_PullAgentClient = grpc.ServerStreamingClient[PullAgentResponse]
 
+func (c *agentServiceClient) MoveAgent(ctx context.Context, in *MoveAgentRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[MoveAgentResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &AgentService_ServiceDesc.Streams[1], AgentService_MoveAgent_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[MoveAgentRequest, MoveAgentResponse]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type AgentService_MoveAgentClient = grpc.ServerStreamingClient[MoveAgentResponse]
+
+func (c *agentServiceClient) ClaimAgent(ctx context.Context, in *ClaimAgentRequest, opts ...grpc.CallOption) (*ClaimAgentResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ClaimAgentResponse)
+	err := c.cc.Invoke(ctx, AgentService_ClaimAgent_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *agentServiceClient) ExportAgent(ctx context.Context, in *ExportAgentRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ExportAgentResponse], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &AgentService_ServiceDesc.Streams[1], AgentService_ExportAgent_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &AgentService_ServiceDesc.Streams[2], AgentService_ExportAgent_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -219,7 +263,7 @@ type AgentService_ExportAgentClient = grpc.ServerStreamingClient[ExportAgentResp
 
 func (c *agentServiceClient) ImportAgent(ctx context.Context, opts ...grpc.CallOption) (grpc.ClientStreamingClient[ImportAgentRequest, ImportAgentResponse], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &AgentService_ServiceDesc.Streams[2], AgentService_ImportAgent_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &AgentService_ServiceDesc.Streams[3], AgentService_ImportAgent_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -258,10 +302,23 @@ type AgentServiceServer interface {
 	// Counts the bytes behind an agent, or behind all agents of the namespace, and which of them are shared. No side effect. Errors: NOT_FOUND.
 	GetUsage(context.Context, *GetUsageRequest) (*GetUsageResponse, error)
 	// Copies an agent's line from a peer named in this store's configuration: only blobs that lack, then a commit with
-	// provenance. Streams progress; safe to repeat. Roles: client, admin. Errors: NOT_FOUND (peer or agent), ALREADY_EXISTS (the line here is not an ancestor),
-	// ABORTED (the line changed meanwhile; retry), FAILED_PRECONDITION (a blob does not fit the manifest, or another stream is writing it),
-	// UNAVAILABLE (peer), DATA_LOSS.
+	// provenance. Streams progress; safe to repeat. Roles: client, admin; a peer, to give a copy of its own. Errors: NOT_FOUND (peer or agent), ALREADY_EXISTS (the line here is not an ancestor),
+	// ABORTED (the line changed meanwhile; retry), FAILED_PRECONDITION (a blob does not fit the manifest, or another stream is writing it; AGENT_MOVED: the
+	// agent there, or here, is another store's), UNAVAILABLE (peer), DATA_LOSS.
 	PullAgent(*PullAgentRequest, grpc.ServerStreamingServer[PullAgentResponse]) error
+	// Moves an agent between this store and a peer: all its lines, labels and settings; only blobs that lack are sent. Afterwards the destination
+	// owns it; the source keeps a copy that can be read, forked and deleted, and answers everything that would extend it with FAILED_PRECONDITION
+	// (AGENT_MOVED; "owner" names the peer). An engine of the source that has the agent's lease is asked to let go when its turn is stored; until
+	// then the stream says `waiting`. Cut short anywhere, the agent has one owner, and both stores bring the move to its end, or undo it, by
+	// themselves; repeating the call goes on with it. Roles: client, admin; a peer with neither name of a peer, to give an agent of its own. Errors:
+	// NOT_FOUND (peer or agent), FAILED_PRECONDITION (AGENT_MOVED, AGENT_MOVING, OWNER_NEWER, MOVE_UNKNOWN: the source took it back), ALREADY_EXISTS (an agent
+	// of this name is here and is no older version of it), UNAVAILABLE (peer), DATA_LOSS.
+	MoveAgent(*MoveAgentRequest, grpc.ServerStreamingServer[MoveAgentResponse]) error
+	// Says that this store owns an agent. Without `force` only where that takes nothing from a peer: a move from here that has not been handed over is
+	// undone, and one that has arrived is finished. With it, whatever is known: for a peer that is gone for good. What was made there since is not here;
+	// if the peer comes back, it is fenced when the two hear of each other, and what it made can still be read there. Roles: client, admin.
+	// Errors: NOT_FOUND, FAILED_PRECONDITION (AGENT_MOVED, AGENT_MOVING), UNAVAILABLE (peer).
+	ClaimAgent(context.Context, *ClaimAgentRequest) (*ClaimAgentResponse, error)
 	// Streams one archive (a tar of manifest and blobs, see DESIGN.md). Errors: NOT_FOUND, DATA_LOSS.
 	ExportAgent(*ExportAgentRequest, grpc.ServerStreamingServer[ExportAgentResponse]) error
 	// Reads an archive into a new version of a line. Binds no block hash: what is imported serves its own line.
@@ -307,6 +364,12 @@ func (UnimplementedAgentServiceServer) GetUsage(context.Context, *GetUsageReques
 }
 func (UnimplementedAgentServiceServer) PullAgent(*PullAgentRequest, grpc.ServerStreamingServer[PullAgentResponse]) error {
 	return status.Error(codes.Unimplemented, "method PullAgent not implemented")
+}
+func (UnimplementedAgentServiceServer) MoveAgent(*MoveAgentRequest, grpc.ServerStreamingServer[MoveAgentResponse]) error {
+	return status.Error(codes.Unimplemented, "method MoveAgent not implemented")
+}
+func (UnimplementedAgentServiceServer) ClaimAgent(context.Context, *ClaimAgentRequest) (*ClaimAgentResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ClaimAgent not implemented")
 }
 func (UnimplementedAgentServiceServer) ExportAgent(*ExportAgentRequest, grpc.ServerStreamingServer[ExportAgentResponse]) error {
 	return status.Error(codes.Unimplemented, "method ExportAgent not implemented")
@@ -508,6 +571,35 @@ func _AgentService_PullAgent_Handler(srv interface{}, stream grpc.ServerStream) 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type AgentService_PullAgentServer = grpc.ServerStreamingServer[PullAgentResponse]
 
+func _AgentService_MoveAgent_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(MoveAgentRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(AgentServiceServer).MoveAgent(m, &grpc.GenericServerStream[MoveAgentRequest, MoveAgentResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type AgentService_MoveAgentServer = grpc.ServerStreamingServer[MoveAgentResponse]
+
+func _AgentService_ClaimAgent_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ClaimAgentRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AgentServiceServer).ClaimAgent(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: AgentService_ClaimAgent_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AgentServiceServer).ClaimAgent(ctx, req.(*ClaimAgentRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _AgentService_ExportAgent_Handler(srv interface{}, stream grpc.ServerStream) error {
 	m := new(ExportAgentRequest)
 	if err := stream.RecvMsg(m); err != nil {
@@ -569,11 +661,20 @@ var AgentService_ServiceDesc = grpc.ServiceDesc{
 			MethodName: "GetUsage",
 			Handler:    _AgentService_GetUsage_Handler,
 		},
+		{
+			MethodName: "ClaimAgent",
+			Handler:    _AgentService_ClaimAgent_Handler,
+		},
 	},
 	Streams: []grpc.StreamDesc{
 		{
 			StreamName:    "PullAgent",
 			Handler:       _AgentService_PullAgent_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "MoveAgent",
+			Handler:       _AgentService_MoveAgent_Handler,
 			ServerStreams: true,
 		},
 		{
@@ -587,6 +688,244 @@ var AgentService_ServiceDesc = grpc.ServiceDesc{
 			ClientStreams: true,
 		},
 	},
+	Metadata: "kvasir/cachestore/v1/cachestore.proto",
+}
+
+const (
+	MovingService_OfferAgent_FullMethodName    = "/kvasir.cachestore.v1.MovingService/OfferAgent"
+	MovingService_HandOverAgent_FullMethodName = "/kvasir.cachestore.v1.MovingService/HandOverAgent"
+	MovingService_UndoMove_FullMethodName      = "/kvasir.cachestore.v1.MovingService/UndoMove"
+	MovingService_FenceAgent_FullMethodName    = "/kvasir.cachestore.v1.MovingService/FenceAgent"
+)
+
+// MovingServiceClient is the client API for MovingService service.
+//
+// For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
+//
+// What stores say to each other while an agent changes hands; the caller's name, as its credential has it, is the peer that is meant.
+// Each call is safe to repeat. Roles: peer.
+type MovingServiceClient interface {
+	// Asks for an agent. From the answer on nobody extends it at this store, until HandOverAgent, or until the move is undone: by UndoMove, by this
+	// store's user, or because the caller was silent for too long. To be repeated while blobs are fetched. Errors: NOT_FOUND,
+	// FAILED_PRECONDITION (AGENT_MOVED, AGENT_MOVING), UNAVAILABLE (LEASE_HELD: an engine has not let go yet).
+	OfferAgent(ctx context.Context, in *OfferAgentRequest, opts ...grpc.CallOption) (*OfferAgentResponse, error)
+	// All of the agent is durable at the caller: it is the caller's from now on. Errors: FAILED_PRECONDITION (MOVE_UNKNOWN: it is not, and will
+	// not be by this move).
+	HandOverAgent(ctx context.Context, in *HandOverAgentRequest, opts ...grpc.CallOption) (*HandOverAgentResponse, error)
+	// The caller gives up a move that was not handed over. Errors: none of its own.
+	UndoMove(ctx context.Context, in *UndoMoveRequest, opts ...grpc.CallOption) (*UndoMoveResponse, error)
+	// Tells of an owner that the caller knows, by its generation: a store with a lower one does not own the agent any more. Errors: FAILED_PRECONDITION
+	// (OWNER_NEWER: this store knows a newer one; "generation"), UNAVAILABLE (LEASE_HELD).
+	FenceAgent(ctx context.Context, in *FenceAgentRequest, opts ...grpc.CallOption) (*FenceAgentResponse, error)
+}
+
+type movingServiceClient struct {
+	cc grpc.ClientConnInterface
+}
+
+func NewMovingServiceClient(cc grpc.ClientConnInterface) MovingServiceClient {
+	return &movingServiceClient{cc}
+}
+
+func (c *movingServiceClient) OfferAgent(ctx context.Context, in *OfferAgentRequest, opts ...grpc.CallOption) (*OfferAgentResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(OfferAgentResponse)
+	err := c.cc.Invoke(ctx, MovingService_OfferAgent_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *movingServiceClient) HandOverAgent(ctx context.Context, in *HandOverAgentRequest, opts ...grpc.CallOption) (*HandOverAgentResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(HandOverAgentResponse)
+	err := c.cc.Invoke(ctx, MovingService_HandOverAgent_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *movingServiceClient) UndoMove(ctx context.Context, in *UndoMoveRequest, opts ...grpc.CallOption) (*UndoMoveResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(UndoMoveResponse)
+	err := c.cc.Invoke(ctx, MovingService_UndoMove_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *movingServiceClient) FenceAgent(ctx context.Context, in *FenceAgentRequest, opts ...grpc.CallOption) (*FenceAgentResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(FenceAgentResponse)
+	err := c.cc.Invoke(ctx, MovingService_FenceAgent_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+// MovingServiceServer is the server API for MovingService service.
+// All implementations must embed UnimplementedMovingServiceServer
+// for forward compatibility.
+//
+// What stores say to each other while an agent changes hands; the caller's name, as its credential has it, is the peer that is meant.
+// Each call is safe to repeat. Roles: peer.
+type MovingServiceServer interface {
+	// Asks for an agent. From the answer on nobody extends it at this store, until HandOverAgent, or until the move is undone: by UndoMove, by this
+	// store's user, or because the caller was silent for too long. To be repeated while blobs are fetched. Errors: NOT_FOUND,
+	// FAILED_PRECONDITION (AGENT_MOVED, AGENT_MOVING), UNAVAILABLE (LEASE_HELD: an engine has not let go yet).
+	OfferAgent(context.Context, *OfferAgentRequest) (*OfferAgentResponse, error)
+	// All of the agent is durable at the caller: it is the caller's from now on. Errors: FAILED_PRECONDITION (MOVE_UNKNOWN: it is not, and will
+	// not be by this move).
+	HandOverAgent(context.Context, *HandOverAgentRequest) (*HandOverAgentResponse, error)
+	// The caller gives up a move that was not handed over. Errors: none of its own.
+	UndoMove(context.Context, *UndoMoveRequest) (*UndoMoveResponse, error)
+	// Tells of an owner that the caller knows, by its generation: a store with a lower one does not own the agent any more. Errors: FAILED_PRECONDITION
+	// (OWNER_NEWER: this store knows a newer one; "generation"), UNAVAILABLE (LEASE_HELD).
+	FenceAgent(context.Context, *FenceAgentRequest) (*FenceAgentResponse, error)
+	mustEmbedUnimplementedMovingServiceServer()
+}
+
+// UnimplementedMovingServiceServer must be embedded to have
+// forward compatible implementations.
+//
+// NOTE: this should be embedded by value instead of pointer to avoid a nil
+// pointer dereference when methods are called.
+type UnimplementedMovingServiceServer struct{}
+
+func (UnimplementedMovingServiceServer) OfferAgent(context.Context, *OfferAgentRequest) (*OfferAgentResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method OfferAgent not implemented")
+}
+func (UnimplementedMovingServiceServer) HandOverAgent(context.Context, *HandOverAgentRequest) (*HandOverAgentResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method HandOverAgent not implemented")
+}
+func (UnimplementedMovingServiceServer) UndoMove(context.Context, *UndoMoveRequest) (*UndoMoveResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method UndoMove not implemented")
+}
+func (UnimplementedMovingServiceServer) FenceAgent(context.Context, *FenceAgentRequest) (*FenceAgentResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method FenceAgent not implemented")
+}
+func (UnimplementedMovingServiceServer) mustEmbedUnimplementedMovingServiceServer() {}
+func (UnimplementedMovingServiceServer) testEmbeddedByValue()                       {}
+
+// UnsafeMovingServiceServer may be embedded to opt out of forward compatibility for this service.
+// Use of this interface is not recommended, as added methods to MovingServiceServer will
+// result in compilation errors.
+type UnsafeMovingServiceServer interface {
+	mustEmbedUnimplementedMovingServiceServer()
+}
+
+func RegisterMovingServiceServer(s grpc.ServiceRegistrar, srv MovingServiceServer) {
+	// If the following call panics, it indicates UnimplementedMovingServiceServer was
+	// embedded by pointer and is nil.  This will cause panics if an
+	// unimplemented method is ever invoked, so we test this at initialization
+	// time to prevent it from happening at runtime later due to I/O.
+	if t, ok := srv.(interface{ testEmbeddedByValue() }); ok {
+		t.testEmbeddedByValue()
+	}
+	s.RegisterService(&MovingService_ServiceDesc, srv)
+}
+
+func _MovingService_OfferAgent_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(OfferAgentRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(MovingServiceServer).OfferAgent(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: MovingService_OfferAgent_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(MovingServiceServer).OfferAgent(ctx, req.(*OfferAgentRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _MovingService_HandOverAgent_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(HandOverAgentRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(MovingServiceServer).HandOverAgent(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: MovingService_HandOverAgent_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(MovingServiceServer).HandOverAgent(ctx, req.(*HandOverAgentRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _MovingService_UndoMove_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(UndoMoveRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(MovingServiceServer).UndoMove(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: MovingService_UndoMove_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(MovingServiceServer).UndoMove(ctx, req.(*UndoMoveRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _MovingService_FenceAgent_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(FenceAgentRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(MovingServiceServer).FenceAgent(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: MovingService_FenceAgent_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(MovingServiceServer).FenceAgent(ctx, req.(*FenceAgentRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+// MovingService_ServiceDesc is the grpc.ServiceDesc for MovingService service.
+// It's only intended for direct use with grpc.RegisterService,
+// and not to be introspected or modified (even as a copy)
+var MovingService_ServiceDesc = grpc.ServiceDesc{
+	ServiceName: "kvasir.cachestore.v1.MovingService",
+	HandlerType: (*MovingServiceServer)(nil),
+	Methods: []grpc.MethodDesc{
+		{
+			MethodName: "OfferAgent",
+			Handler:    _MovingService_OfferAgent_Handler,
+		},
+		{
+			MethodName: "HandOverAgent",
+			Handler:    _MovingService_HandOverAgent_Handler,
+		},
+		{
+			MethodName: "UndoMove",
+			Handler:    _MovingService_UndoMove_Handler,
+		},
+		{
+			MethodName: "FenceAgent",
+			Handler:    _MovingService_FenceAgent_Handler,
+		},
+	},
+	Streams:  []grpc.StreamDesc{},
 	Metadata: "kvasir/cachestore/v1/cachestore.proto",
 }
 

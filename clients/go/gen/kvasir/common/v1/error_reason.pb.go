@@ -202,10 +202,18 @@ const (
 	ErrorReason_ERROR_REASON_PEER_UNAVAILABLE ErrorReason = 123
 	// The peer answers with an error of its own. UNAVAILABLE.
 	ErrorReason_ERROR_REASON_PEER_FAILED ErrorReason = 124
-	// The line here is no ancestor of the one that comes. ALREADY_EXISTS: head_version.
+	// The line here is no ancestor of the one that comes, or the agent here is another. ALREADY_EXISTS: head_version.
 	ErrorReason_ERROR_REASON_NOT_AN_ANCESTOR ErrorReason = 125
 	// An archive is malformed. INVALID_ARGUMENT.
 	ErrorReason_ERROR_REASON_ARCHIVE_MALFORMED ErrorReason = 126
+	// The agent is another store's: the peer that is named owns it, or knows who does. FAILED_PRECONDITION: agent_id, owner, generation.
+	ErrorReason_ERROR_REASON_AGENT_MOVED ErrorReason = 127
+	// The agent is on its way to or from the peer that is named, and nobody extends it meanwhile. FAILED_PRECONDITION: agent_id, owner, generation.
+	ErrorReason_ERROR_REASON_AGENT_MOVING ErrorReason = 128
+	// The move is not under way any more: it was undone, or another took its place. FAILED_PRECONDITION: agent_id, owner, generation.
+	ErrorReason_ERROR_REASON_MOVE_UNKNOWN ErrorReason = 129
+	// The store knows a newer owner of the agent than the caller. FAILED_PRECONDITION: agent_id, owner, generation.
+	ErrorReason_ERROR_REASON_OWNER_NEWER ErrorReason = 130
 	// The index is damaged. DATA_LOSS.
 	ErrorReason_ERROR_REASON_INDEX_DAMAGED ErrorReason = 140
 	// The index could not be written or read. UNAVAILABLE.
@@ -365,6 +373,10 @@ var (
 		124: "ERROR_REASON_PEER_FAILED",
 		125: "ERROR_REASON_NOT_AN_ANCESTOR",
 		126: "ERROR_REASON_ARCHIVE_MALFORMED",
+		127: "ERROR_REASON_AGENT_MOVED",
+		128: "ERROR_REASON_AGENT_MOVING",
+		129: "ERROR_REASON_MOVE_UNKNOWN",
+		130: "ERROR_REASON_OWNER_NEWER",
 		140: "ERROR_REASON_INDEX_DAMAGED",
 		141: "ERROR_REASON_INDEX_FAILED",
 		142: "ERROR_REASON_INDEX_BEHIND",
@@ -487,6 +499,10 @@ var (
 		"ERROR_REASON_PEER_FAILED":             124,
 		"ERROR_REASON_NOT_AN_ANCESTOR":         125,
 		"ERROR_REASON_ARCHIVE_MALFORMED":       126,
+		"ERROR_REASON_AGENT_MOVED":             127,
+		"ERROR_REASON_AGENT_MOVING":            128,
+		"ERROR_REASON_MOVE_UNKNOWN":            129,
+		"ERROR_REASON_OWNER_NEWER":             130,
 		"ERROR_REASON_INDEX_DAMAGED":           140,
 		"ERROR_REASON_INDEX_FAILED":            141,
 		"ERROR_REASON_INDEX_BEHIND":            142,
@@ -553,7 +569,7 @@ var File_kvasir_common_v1_error_reason_proto protoreflect.FileDescriptor
 
 const file_kvasir_common_v1_error_reason_proto_rawDesc = "" +
 	"\n" +
-	"#kvasir/common/v1/error_reason.proto\x12\x10kvasir.common.v1*\xbb\x1f\n" +
+	"#kvasir/common/v1/error_reason.proto\x12\x10kvasir.common.v1*\xb8 \n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12\x1e\n" +
 	"\x1aERROR_REASON_INVALID_FIELD\x10\x01\x12\x1b\n" +
@@ -643,7 +659,11 @@ const file_kvasir_common_v1_error_reason_proto_rawDesc = "" +
 	"\x1dERROR_REASON_PEER_UNAVAILABLE\x10{\x12\x1c\n" +
 	"\x18ERROR_REASON_PEER_FAILED\x10|\x12 \n" +
 	"\x1cERROR_REASON_NOT_AN_ANCESTOR\x10}\x12\"\n" +
-	"\x1eERROR_REASON_ARCHIVE_MALFORMED\x10~\x12\x1f\n" +
+	"\x1eERROR_REASON_ARCHIVE_MALFORMED\x10~\x12\x1c\n" +
+	"\x18ERROR_REASON_AGENT_MOVED\x10\x7f\x12\x1e\n" +
+	"\x19ERROR_REASON_AGENT_MOVING\x10\x80\x01\x12\x1e\n" +
+	"\x19ERROR_REASON_MOVE_UNKNOWN\x10\x81\x01\x12\x1d\n" +
+	"\x18ERROR_REASON_OWNER_NEWER\x10\x82\x01\x12\x1f\n" +
 	"\x1aERROR_REASON_INDEX_DAMAGED\x10\x8c\x01\x12\x1e\n" +
 	"\x19ERROR_REASON_INDEX_FAILED\x10\x8d\x01\x12\x1e\n" +
 	"\x19ERROR_REASON_INDEX_BEHIND\x10\x8e\x01\x12\x1f\n" +

@@ -1,0 +1,50 @@
+"""Rows of owners: what this store knows of who owns an agent. By name, because the fact outlives the agent."""
+
+from cachestore_svc.index.sqlite.blobs import find_namespace, make_namespace
+from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.ownership import HERE, Ownership, OwnerState
+
+_COLUMNS = "state, generation, peer, move_id, since_unix_ms, was_owned, tells"
+
+
+def ownership_of(rows: Rows, namespace: str, agent_id: str) -> Ownership:
+    """What is known of an agent's owner; HERE where nothing is."""
+    found = rows.one(
+        f"SELECT {_COLUMNS} FROM owners WHERE namespace_id = ? AND agent_name = ?",  # noqa: S608
+        find_namespace(rows, namespace),
+        agent_id,
+    )
+    return _ownership(found) if found else HERE
+
+
+def set_ownership(rows: Rows, namespace: str, agent_id: str, known: Ownership) -> None:
+    """Write the fact; nothing where it is the one that is there."""
+    if known == ownership_of(rows, namespace, agent_id):
+        return
+    # An update, where there is a row: the journal's triggers see no REPLACE.
+    rows.run(
+        f"""INSERT INTO owners (namespace_id, agent_name, {_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
+            ON CONFLICT (namespace_id, agent_name) DO UPDATE SET state = excluded.state,
+            generation = excluded.generation, peer = excluded.peer, move_id = excluded.move_id,
+            since_unix_ms = excluded.since_unix_ms, was_owned = excluded.was_owned, tells = excluded.tells""",  # noqa: S608
+        *(make_namespace(rows, namespace), agent_id, int(known.state), known.generation, known.peer, known.move_id),
+        *(known.since_unix_ms, int(known.was_owned), " ".join(known.tells)),
+    )
+
+
+def unfinished_moves(rows: Rows, namespace: str) -> list[tuple[str, Ownership]]:
+    """Agents that are on their way, or whose owner has yet to be told of."""
+    found = rows.all(
+        f"""SELECT agent_name, {_COLUMNS} FROM owners
+            WHERE namespace_id = ? AND (state IN (?, ?) OR tells <> '') ORDER BY agent_name""",  # noqa: S608
+        *(find_namespace(rows, namespace), int(OwnerState.MOVING), int(OwnerState.ARRIVING)),
+    )
+    return [(str(agent_id), _ownership(tuple(columns))) for agent_id, *columns in found]
+
+
+def _ownership(columns: tuple[object, ...]) -> Ownership:
+    state, generation, peer, move_id, since, was_owned, tells = columns
+    return Ownership(
+        OwnerState(int(str(state))), int(str(generation)), str(peer), str(move_id), int(str(since)),
+        bool(was_owned), tuple(str(tells).split()),
+    )  # fmt: skip

@@ -1,0 +1,268 @@
+"""One agent's way here from a peer, until all of it is durable and only the source's word is missing."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from kvasir.clients import AioStoreClient
+from kvasir.errors import AlreadyExists, FailedPrecondition, KvasirError, NotFound, Unavailable
+from kvasir.formats.manifest import MAX_MANIFEST_BYTES
+
+from cachestore_svc import ownership
+from cachestore_svc.moving.copying import LineCopies, LineOrder, Offered, Progress, came_from
+from cachestore_svc.moving.lease_waiting import once_free
+from cachestore_svc.moving.peers import errors_of_peer
+from cachestore_svc.owner_store import ArrivingAgent, ArrivingLine
+from cachestore_svc.ownership import Ownership, OwnerState
+from cachestore_svc.records import AgentRecord, SnapshotVersion
+from cachestore_svc.store import Store
+from cachestore_svc.threads import StoreThreads
+
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
+# A source hears of a move this often while blobs are fetched.
+_BEAT_S = 5.0
+_OFFER_TIMEOUT_S, _UNDO_TIMEOUT_S = 5.0, 2.0
+_UNDERSTOOD = {
+    "AGENT_MOVED",
+    "AGENT_MOVING",
+    "MOVE_UNKNOWN",
+    "OWNER_NEWER",
+    "NOT_AN_ANCESTOR",
+    "LEASE_HELD",
+    "PEER_CONFIGURATION",
+}
+
+
+@contextlib.contextmanager
+def answers_of_peer(name: str) -> Iterator[None]:
+    """As errors_of_peer; but what a peer says of an agent's owner is handed on as it is."""
+    try:
+        with errors_of_peer(name):
+            try:
+                yield
+            except (FailedPrecondition, AlreadyExists, Unavailable) as error:
+                if error.reason in _UNDERSTOOD:
+                    raise _UnderstoodError(error) from None
+                raise
+    except _UnderstoodError as understood:
+        raise understood.error from None
+
+
+class _UnderstoodError(Exception):
+    def __init__(self, error: KvasirError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@dataclass(frozen=True, slots=True)
+class MoveOrder:
+    """Which agent comes here, and from where."""
+
+    namespace: str
+    peer: str
+    agent_id: str
+    is_dry_run: bool = False
+    is_given: bool = False  # the peer asked for it, and not somebody here
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """An engine of the source has the agent's lease."""
+
+    lease_owner: str
+
+
+class Arrival:
+    """One try. A failure before `receive` undoes the move at its source."""
+
+    def __init__(
+        self,
+        store: Store,
+        threads: StoreThreads,
+        copies: LineCopies,
+        remote: AioStoreClient,
+        order: MoveOrder,
+        known: Ownership,
+        move_id: str,
+        room: AsyncExitStack,
+    ) -> None:
+        """`known`: what this store knows of the agent's owner, which nobody else changes now. `room` has what the lists
+        of blobs take."""
+        self._store = store
+        self._threads = threads
+        self._copies = copies
+        self._remote = remote
+        self._order = order
+        self._known = known
+        self._move_id = move_id
+        self._room = room
+        self._heads: dict[str, SnapshotVersion] = {}
+        self._offered: dict[str, Offered] = {}
+        self._progress: dict[str, Progress] = {}
+
+    async def steps(self) -> AsyncGenerator[Progress | Waiting, None]:
+        """Copy, have the source stop, copy the rest, receive. A dry run ends with its first progress."""
+        order = self._order
+        await self._look_here()
+        with answers_of_peer(order.peer):
+            there = await self._remote.get_agent(order.agent_id)
+        _check_there(order, there)
+        async with aclosing(self._copied(there)) as ahead:
+            async for progress in ahead:
+                yield progress
+        if order.is_dry_run:
+            return
+        offer: Any = None
+        try:
+            while offer is None:
+                try:
+                    offer = await self._ask()
+                except Unavailable as error:
+                    if error.reason != "LEASE_HELD":
+                        raise
+                    yield Waiting(error.metadata.get("owner", ""))
+            async with self._beating(), aclosing(self._copied(offer.agent)) as rest:
+                async for progress in rest:
+                    yield progress
+                await self._receive(offer)
+        except BaseException:
+            await self._undo()
+            raise
+
+    async def _look_here(self) -> None:
+        """What there is of the agent here. Raises AlreadyExists, FailedPrecondition when a peer may not replace it."""
+        order, known = self._order, self._known
+        try:
+            agent: AgentRecord | None = await self._run(self._store.get_agent, order.agent_id)
+        except NotFound:
+            agent = None
+        self._heads = {line.kv_identity_hash: line for line in agent.lines} if agent is not None else {}
+        if not order.is_given:
+            return
+        if known.state is OwnerState.MOVED and known.peer != order.peer:
+            ownership.check_writable(order.agent_id, known)
+        if known.is_owned and not all(came_from(line, order.peer) for line in self._heads.values()):
+            raise ownership.owned_here(order.agent_id)
+
+    async def _copied(self, there: Any) -> AsyncGenerator[Progress, None]:
+        """Copy every line of the agent as it is there, but for those that were copied already."""
+        for line in there.lines:
+            known = self._offered.get(line.kv_identity_hash)
+            if known is not None and known.manifest.hash == line.manifest.hash:
+                continue
+            async with aclosing(self._copied_line(line)) as steps:
+                async for _ in steps:
+                    yield _sum(self._progress.values())
+                    if self._order.is_dry_run:
+                        break
+
+    async def _copied_line(self, line: Any) -> AsyncGenerator[None, None]:
+        order = self._order
+        wanted = LineOrder(order.namespace, order.peer, order.agent_id, line.kv_identity_hash, line.version)
+        async with self._copies.manifests.parsing(order.namespace, MAX_MANIFEST_BYTES):
+            offered = await self._copies.take_offer(self._remote, wanted, self._room)
+        ours = self._heads.get(offered.kv_identity_hash)
+        is_newer = ours is not None and ours.manifest.hash in (offered.manifest.hash, offered.parent_manifest)
+        if self._known.is_owned and ours is not None and not is_newer:
+            await self._copies.check_ancestor(self._remote, wanted, offered.kv_identity_hash, ours)
+        async with aclosing(self._copies.fetch(self._remote, wanted, offered.digests)) as steps:
+            async for progress in steps:
+                self._progress[line.kv_identity_hash] = progress
+                yield None
+        self._offered[line.kv_identity_hash] = offered
+
+    async def _ask(self) -> Any:
+        order = self._order
+        with answers_of_peer(order.peer):
+            return await self._remote.offer_agent(
+                order.agent_id, self._move_id, self._known.generation, timeout_s=_OFFER_TIMEOUT_S
+            )
+
+    @contextlib.asynccontextmanager
+    async def _beating(self) -> AsyncGenerator[None, None]:
+        """Let the source hear of the move meanwhile."""
+
+        async def beat() -> None:
+            while True:
+                await asyncio.sleep(_BEAT_S)
+                with contextlib.suppress(KvasirError):  # the hand-over tells
+                    await self._ask()
+
+        task = asyncio.create_task(beat())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _receive(self, offer: Any) -> None:
+        order, agent = self._order, offer.agent
+        arriving = ArrivingAgent(
+            agent_id=order.agent_id,
+            peer=order.peer,
+            move_id=self._move_id,
+            generation=offer.generation,
+            lines=[self._arriving(line) for line in agent.lines],
+            labels=dict(agent.labels),
+            is_pinned=agent.is_pinned,
+            retained_versions=agent.retained_versions,
+        )
+        async with self._copies.manifests.parsing(order.namespace, MAX_MANIFEST_BYTES):
+            await once_free(lambda: self._run(self._store.receive, arriving), None)
+
+    def _arriving(self, line: Any) -> ArrivingLine:
+        order, offered = self._order, self._offered[line.kv_identity_hash]
+        return ArrivingLine(
+            offered.kv_identity_hash,
+            offered.manifest,
+            f"{order.peer}/{order.agent_id}@{offered.version}",
+            self._heads.get(offered.kv_identity_hash),
+        )
+
+    async def _undo(self) -> None:
+        """Best effort: a source that does not hear of it undoes the move itself, after a while."""
+        undoing = asyncio.ensure_future(
+            self._remote.undo_move(self._order.agent_id, self._move_id, timeout_s=_UNDO_TIMEOUT_S)
+        )
+        with contextlib.suppress(KvasirError):
+            try:
+                await asyncio.shield(undoing)
+            except asyncio.CancelledError:
+                await asyncio.wait({undoing})
+                undoing.exception()
+                raise
+
+    async def _run(
+        self, method: Callable[Concatenate[str, Arguments], Answer], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Answer:
+        namespace = self._order.namespace
+        return await self._threads.run(namespace, method, namespace, *args, **kwargs)
+
+
+def _check_there(order: MoveOrder, there: Any) -> None:
+    """Raises FailedPrecondition (AGENT_MOVED) before anything is copied from a peer that does not own the agent."""
+    if int(there.ownership.state) == OwnerState.MOVED:
+        raise FailedPrecondition(
+            f"agent {order.agent_id!r} has moved from {order.peer} to its peer {there.ownership.peer}",
+            reason="AGENT_MOVED",
+            metadata={
+                "agent_id": order.agent_id,
+                "owner": there.ownership.peer,
+                "generation": str(there.ownership.generation),
+            },
+        )
+
+
+def _sum(parts: Iterable[Progress]) -> Progress:
+    total = Progress(0, 0)
+    for part in parts:
+        total.blobs_total += part.blobs_total
+        total.bytes_total += part.bytes_total
+        total.blobs_done += part.blobs_done
+        total.bytes_done += part.bytes_done
+        total.blobs_skipped += part.blobs_skipped
+    return total

@@ -1,0 +1,241 @@
+"""A line's newest version copied from a peer: its manifest, then the blobs that lack here, each durable when reported.
+
+Cut short, a copy goes on where it was. Nothing is visible before the caller commits. The peer is not trusted: every
+byte is verified here, and what we would call a caller's error is the peer's damage.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvasir.clients import AioStoreClient
+from kvasir.errors import AlreadyExists, DataLoss, InvalidArgument, Unavailable
+from kvasir.formats import manifest as manifests
+from kvasir.formats.block_hash import kv_identity_hash
+from kvasir.formats.digest import Digest
+
+from cachestore_svc.moving.inbound import BlobIntake, Stored
+from cachestore_svc.moving.manifest_room import ManifestRoom
+from cachestore_svc.moving.peers import errors_of_peer
+from cachestore_svc.records import MAX_DIGESTS_PER_REQUEST, MAX_PAGE_SIZE, BlobKind, Origin, SnapshotVersion
+from cachestore_svc.store import Store
+from cachestore_svc.threads import StoreThreads
+
+_MAX_CUTS = 4
+# Of a thousand versions each. A peer whose list goes on is given up.
+MAX_PEER_PAGES = 100
+_CUT_PAUSE_S = 0.3
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a pull or a move is."""
+
+    blobs_total: int
+    bytes_total: int
+    blobs_done: int = 0
+    bytes_done: int = 0
+    blobs_skipped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LineOrder:
+    """The line that is copied, and for which namespace here."""
+
+    namespace: str
+    peer: str
+    agent_id: str  # there
+    kv_identity_hash: str  # "": the line that was used last there
+    version: int | None = None  # None: the newest there
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """What a peer has, once its manifest is here."""
+
+    version: int
+    manifest: Digest
+    kv_identity_hash: str
+    parent_manifest: str
+    digests: Sequence[Digest]
+
+
+class LineCopies:
+    """Copies lines from peers into one store."""
+
+    def __init__(self, store: Store, threads: StoreThreads, manifests: ManifestRoom, stall_timeout_s: float) -> None:
+        self._store = store
+        self._threads = threads
+        self.manifests = manifests
+        self._stall_timeout_s = stall_timeout_s
+
+    async def take_offer(self, remote: AioStoreClient, order: LineOrder, room: AsyncExitStack) -> Offered:
+        """Read and store the peer's manifest. `room` has what its list of blobs takes."""
+        with errors_of_peer(order.peer):
+            theirs, manifest_bytes = await remote.get_snapshot(order.agent_id, order.kv_identity_hash, order.version)
+        digest = Digest.of(manifest_bytes)
+        if digest.hash != theirs.manifest.hash:
+            raise DataLoss(f"peer {order.peer}: its manifest's bytes are not those of its digest")
+        try:
+            manifest = await self._threads.run(order.namespace, manifests.parse, manifest_bytes)
+        except InvalidArgument as error:
+            raise DataLoss(f"peer {order.peer}: {error.message}", reason=error.reason) from None
+        digests = manifests.digests(manifest)
+        self.manifests.keep_list(room, order.namespace, len(digests))
+        await self.store_bytes(order.namespace, digest, manifest_bytes, BlobKind.MANIFEST)
+        kv_hash = kv_identity_hash(manifest.kv_identity)
+        return Offered(theirs.version, digest, kv_hash, manifest.parent_manifest, digests)
+
+    async def check_ancestor(
+        self, remote: AioStoreClient, order: LineOrder, kv_hash: str, ours: SnapshotVersion
+    ) -> None:
+        """The line here may be replaced by theirs only if theirs grew out of it."""
+        page_token = ""
+        for _ in range(MAX_PEER_PAGES):
+            with errors_of_peer(order.peer):
+                page = await remote.list_snapshots(
+                    order.agent_id, kv_hash, page_size=MAX_PAGE_SIZE, page_token=page_token
+                )
+            if any(version.manifest.hash == ours.manifest.hash for version in page.snapshots):
+                return
+            page_token = page.next_page_token
+            if not page_token:
+                raise AlreadyExists(
+                    f"{ours.agent_id!r} has version {ours.version} here, which is not among the versions that "
+                    f"peer {order.peer} keeps: pull under another name",
+                    reason="NOT_AN_ANCESTOR",
+                    metadata={"head_version": str(ours.version)},
+                )
+        raise Unavailable(
+            f"peer {order.peer}: its list of versions does not end", reason="PEER_FAILED", retry_after_s=60
+        )
+
+    async def fetch(
+        self, remote: AioStoreClient, order: LineOrder, wanted: Sequence[Digest]
+    ) -> AsyncGenerator[Progress, None]:
+        """Get what lacks. After a cut, what is durable is not sent again, and a part goes on at its offset."""
+        progress = Progress(len(wanted), sum(digest.size_bytes for digest in wanted))
+        missing = await self.missing(order.namespace, wanted)
+        progress.blobs_skipped = progress.blobs_done = len(wanted) - len(missing)
+        progress.bytes_done = progress.bytes_total - sum(digest.size_bytes for digest in missing)
+        yield progress
+        cuts = 0
+        while missing:
+            batch = missing[:MAX_DIGESTS_PER_REQUEST]
+            try:
+                async with aclosing(self._receive(remote, order, batch)) as stored:
+                    async for digest in stored:
+                        cuts = 0
+                        progress.blobs_done += 1
+                        progress.bytes_done += digest.size_bytes
+                        yield progress
+                missing = missing[len(batch) :]
+            except Unavailable:
+                cuts += 1
+                if cuts == _MAX_CUTS:
+                    raise
+                await asyncio.sleep(_CUT_PAUSE_S * cuts)
+                missing = await self.missing(order.namespace, missing)
+
+    async def missing(self, namespace: str, digests: Sequence[Digest]) -> list[Digest]:
+        missing: list[Digest] = []
+        for start in range(0, len(digests), MAX_DIGESTS_PER_REQUEST):
+            batch = digests[start : start + MAX_DIGESTS_PER_REQUEST]
+            missing += await self._threads.run(namespace, self._store.find_missing, namespace, batch)
+        return missing
+
+    async def _receive(
+        self, remote: AioStoreClient, order: LineOrder, missing: Sequence[Digest]
+    ) -> AsyncGenerator[Digest, None]:
+        """One stream of blobs into the store; yields each when it is durable."""
+        status = await self._threads.run(order.namespace, self._store.write_status, order.namespace, missing[0])
+        if 0 < status.received_bytes == missing[0].size_bytes:
+            # It was cut after its last byte: there is nothing to ask the peer for, if these bytes are right.
+            if await self._threads.run(order.namespace, self._finish_part, order.namespace, missing[0]):
+                yield missing[0]
+                missing = missing[1:]
+            if not missing:
+                return
+            status = await self._threads.run(order.namespace, self._store.write_status, order.namespace, missing[0])
+        expected = iter(missing)
+        async with BlobIntake(self._store, self._threads, order.namespace) as intake:
+            frames = remote.read_frames(missing, status.received_bytes)
+            async with aclosing(self._unstalled(frames, order.peer)) as arriving:
+                async for frame in arriving:
+                    digest = None
+                    if frame.HasField("digest"):
+                        digest = next(expected, None)
+                        if digest is None or frame.digest.hash != digest.hash:
+                            raise DataLoss(f"peer {order.peer} sent a blob that was not asked for")
+                    await _take_peers(intake, order.peer, digest, frame.offset, frame.data)
+                    for stored in _stored_so_far(intake, order.peer):
+                        yield stored
+            await intake.end()
+            for stored in _stored_so_far(intake, order.peer):
+                yield stored
+        if next(expected, None) is not None:
+            raise Unavailable(f"peer {order.peer} ended the stream early", reason="PEER_UNAVAILABLE", retry_after_s=5)
+
+    def _finish_part(self, namespace: str, digest: Digest) -> bool:
+        """Make a part with all its bytes a blob; False when it is not right, and gone."""
+        with self._store.open_writer(namespace, digest, BlobKind.TENSORS) as writer:
+            if writer.received_bytes == digest.size_bytes:
+                try:
+                    writer.finish()
+                except InvalidArgument:
+                    return False
+                return True
+        return False
+
+    async def _unstalled(self, frames: AsyncIterator[T], peer: str) -> AsyncGenerator[T, None]:
+        """The same, but a peer that is silent for too long is unavailable."""
+        with errors_of_peer(peer):
+            try:
+                while True:
+                    async with asyncio.timeout(self._stall_timeout_s):
+                        frame = await anext(frames, None)
+                    if frame is None:
+                        return
+                    yield frame
+            except TimeoutError:
+                raise Unavailable(f"silent for {self._stall_timeout_s:g} s") from None
+
+    async def store_bytes(self, namespace: str, digest: Digest, data: bytes, kind: BlobKind) -> None:
+        def write() -> None:
+            with self._store.open_writer(namespace, digest, kind) as writer:
+                writer.write(writer.received_bytes, memoryview(data)[writer.received_bytes :])
+                writer.finish()
+
+        await self._threads.run(namespace, write)
+
+
+def came_from(line: SnapshotVersion, peer: str) -> bool:
+    """Whether a peer may replace this: it is what that peer gave, unchanged."""
+    return line.origin in (Origin.PULL, Origin.MOVE) and line.origin_detail.startswith(f"{peer}/")
+
+
+async def _take_peers(intake: BlobIntake, peer: str, digest: Digest | None, offset: int, data: bytes) -> None:
+    """A frame from a peer; `digest` when it begins a blob. What we would call the caller's error is the peer's here."""
+    try:
+        if digest is not None:
+            await intake.begin(digest, BlobKind.TENSORS, offset)
+        await intake.write(offset, data)
+    except InvalidArgument as error:
+        raise DataLoss(f"peer {peer}: {error.message}", reason=error.reason) from None
+
+
+def _stored_so_far(intake: BlobIntake, peer: str) -> list[Digest]:
+    """Blobs that became durable since last asked. A blob that fails its digest is the peer's damage."""
+    stored: list[Digest] = []
+    while not intake.outcomes.empty():
+        outcome = intake.outcomes.get_nowait()
+        if isinstance(outcome, Stored):
+            stored.append(outcome.digest)
+        elif isinstance(outcome, InvalidArgument):
+            raise DataLoss(f"peer {peer}: {outcome.message}", reason=outcome.reason, metadata=outcome.metadata)
+        elif outcome is not None:
+            raise outcome
+    return stored

@@ -1,0 +1,234 @@
+"""Agents that change hands: the destination pulls, and owns what it pulled once the source has said so.
+
+    copy while the source goes on → offer (nobody extends it now) → copy the rest → receive (durable here)
+        → hand over (the source decides) → arrive
+
+After a crash or a cut anywhere `keep` does what is left: a store that received asks the source for its decision; a
+source whose destination is silent takes the agent back; a claim is told to whoever must know.
+"""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing
+from typing import Any
+
+import structlog
+from kvasir.clients import AioStoreClient
+from kvasir.errors import FailedPrecondition, KvasirError, Unavailable
+
+from cachestore_svc import ownership
+from cachestore_svc.index.catalog import HOUSE
+from cachestore_svc.moving.arrivals import Arrival, MoveOrder, Waiting, answers_of_peer
+from cachestore_svc.moving.copying import LineCopies, Progress
+from cachestore_svc.moving.handing_over import HandingOver
+from cachestore_svc.moving.lease_waiting import once_free
+from cachestore_svc.moving.peers import Peers
+from cachestore_svc.ownership import Ownership, OwnerState
+from cachestore_svc.records import AgentRecord
+from cachestore_svc.store import Store
+from cachestore_svc.threads import StoreThreads
+
+_LOG = structlog.get_logger("moves")
+_TRIES, _TRY_PAUSE_S, _ANSWER_S = 3, 0.3, 5.0
+_MOVE_ID_BYTES = 16
+_AGAIN_S = 1.0
+
+
+class Moves:
+    """The moves to and from one store. On one event loop."""
+
+    def __init__(
+        self,
+        store: Store,
+        threads: StoreThreads,
+        copies: LineCopies,
+        peers: Peers,
+        handing_over: HandingOver,
+        token_hex: Callable[[int], str],
+    ) -> None:
+        self._store = store
+        self._threads = threads
+        self._copies = copies
+        self._peers = peers
+        self._handing_over = handing_over
+        self._token_hex = token_hex
+        self._locks: dict[tuple[str, str], asyncio.Lock] = {}
+        self._wanted: Counter[tuple[str, str]] = Counter()
+
+    # --- an agent comes, or goes ---
+
+    async def here(self, order: MoveOrder) -> AsyncGenerator[Progress | Waiting | AgentRecord, None]:
+        """Bring an agent from a peer, and own it. Yields progress and last the agent. Cancelled or failed before all of
+        it was here, the move is undone; later, `keep` brings it to its end. Raises NotFound, AlreadyExists,
+        FailedPrecondition, Unavailable, DataLoss.
+        """
+        namespace, agent_id = order.namespace, order.agent_id
+        async with self._one_at_a_time(namespace, agent_id), self._peers.connect(order.peer, namespace) as remote:
+            known = await self._finished(namespace, agent_id)
+            if known.state is OwnerState.MOVING:
+                ownership.check_writable(agent_id, known)
+            if not (known.is_owned and known.move_id and await self._has_left(remote, order, known)):
+                move_id = self._token_hex(_MOVE_ID_BYTES)
+                async with AsyncExitStack() as room:
+                    arrival = Arrival(self._store, self._threads, self._copies, remote, order, known, move_id, room)
+                    async with aclosing(arrival.steps()) as steps:
+                        async for step in steps:
+                            yield step
+                if order.is_dry_run:
+                    return
+                known = await self._known(namespace, agent_id)
+                if known.state is OwnerState.ARRIVING:
+                    known = await self._decided(remote, namespace, agent_id, known)
+                ownership.check_writable(agent_id, known)
+            yield await self._agent(namespace, agent_id)
+
+    async def there(self, namespace: str, peer: str, agent_id: str, *, is_dry_run: bool) -> AsyncGenerator[Any, None]:
+        """Give an agent to a peer: it takes it, and its responses are passed on."""
+        async with self._peers.connect(peer, namespace) as remote:
+            with answers_of_peer(peer):
+                async with aclosing(remote.moving_agent(agent_id, dry_run=is_dry_run)) as responses:
+                    async for response in responses:
+                        yield response
+
+    async def copied_there(
+        self, namespace: str, peer: str, agent_id: str, kv_identity_hash: str, *, is_dry_run: bool
+    ) -> AsyncGenerator[Any, None]:
+        """Give a copy of a line to a peer, in the same way."""
+        async with self._peers.connect(peer, namespace) as remote:
+            pulling = remote.pulling_agent("", agent_id, kv_identity_hash=kv_identity_hash, dry_run=is_dry_run)
+            with answers_of_peer(peer):
+                async with aclosing(pulling) as responses:
+                    async for response in responses:
+                        yield response
+
+    async def claim(self, namespace: str, agent_id: str, *, force: bool) -> Ownership:
+        """Own an agent. Raises NotFound, FailedPrecondition (AGENT_MOVED, AGENT_MOVING), Unavailable (peer)."""
+        if force:
+            chance = int(self._token_hex(8), 16)
+            known = await self._threads.run(namespace, self._store.claim, namespace, agent_id, chance)
+            with contextlib.suppress(KvasirError):  # `keep` tells it later
+                await self._tell(namespace, agent_id, known)
+            return known
+        known = await self._known(namespace, agent_id)
+        if known.state is OwnerState.MOVING:
+            known = await self._threads.run(
+                namespace, self._store.undo_move, namespace, agent_id, known.peer, known.move_id
+            )
+        elif known.state is OwnerState.ARRIVING:
+            async with self._one_at_a_time(namespace, agent_id):
+                known = await self._finished(namespace, agent_id)
+        ownership.check_writable(agent_id, known)
+        return known
+
+    # --- what a crash or a cut left ---
+
+    async def keep(self) -> None:
+        """Look after unfinished moves, for as long as the store serves."""
+        while True:
+            try:
+                for namespace, agent_id, known in await self._threads.run(HOUSE, self._store.unfinished_moves):
+                    await self._go_on(namespace, agent_id, known)
+            except KvasirError as error:
+                _LOG.warning("moves.not_looked_at", reason=error.reason)
+            except Exception:  # noqa: BLE001  a bug of ours must not leave agents without an owner for good
+                _LOG.exception("moves.failed")
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _go_on(self, namespace: str, agent_id: str, known: Ownership) -> None:
+        if (namespace, agent_id) in self._locks:
+            return  # a running move does it
+        try:
+            async with self._one_at_a_time(namespace, agent_id):
+                await self._handing_over.undo_if_silent(namespace, agent_id, known)
+                await self._finished(namespace, agent_id)
+                if known.tells:
+                    await self._tell(namespace, agent_id, known)
+        except KvasirError as error:
+            _LOG.info("move.unfinished", peers=known.tells or known.peer, reason=error.reason)
+
+    async def _finished(self, namespace: str, agent_id: str) -> Ownership:
+        """What is known of the owner, once an earlier move to here is at its end. Raises Unavailable."""
+        known = await self._known(namespace, agent_id)
+        if known.state is not OwnerState.ARRIVING:
+            return known
+        async with self._peers.connect(known.peer, namespace) as remote:
+            return await self._decided(remote, namespace, agent_id, known)
+
+    async def _decided(self, remote: AioStoreClient, namespace: str, agent_id: str, known: Ownership) -> Ownership:
+        """Ask the source of an agent that has been received for its decision, and follow it. Raises Unavailable."""
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                with answers_of_peer(known.peer):
+                    await remote.hand_over_agent(agent_id, known.move_id, timeout_s=_ANSWER_S)
+            except FailedPrecondition as error:
+                if error.reason != "MOVE_UNKNOWN":
+                    raise
+                done = self._store.did_not_arrive
+            except Unavailable:
+                if not tries_left:
+                    raise
+                await asyncio.sleep(_TRY_PAUSE_S)
+                continue
+            else:
+                done = self._store.arrive
+            return await self._threads.run(namespace, done, namespace, agent_id, known.move_id)
+        raise AssertionError("the last try answers or raises")
+
+    async def _has_left(self, remote: AioStoreClient, order: MoveOrder, known: Ownership) -> bool:
+        """Whether the peer says that it gave the agent away in this generation: an earlier call did all of this one."""
+        with answers_of_peer(order.peer):
+            there = (await remote.get_agent(order.agent_id)).ownership
+        return int(there.state) == OwnerState.MOVED and there.generation == known.generation
+
+    async def _tell(self, namespace: str, agent_id: str, claim: Ownership) -> None:
+        """Tell the peers that have yet to hear of an agent's owner. Raises Unavailable, NotFound (PEER_UNKNOWN)."""
+        failures = list[KvasirError]()
+        for peer in claim.tells:
+            try:
+                await self._tell_one(namespace, agent_id, peer, claim.generation)
+            except KvasirError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    async def _tell_one(self, namespace: str, agent_id: str, peer: str, generation: int) -> None:
+        async with self._peers.connect(peer, namespace) as remote:
+            try:
+                with answers_of_peer(peer):
+                    await remote.fence_agent(agent_id, generation, timeout_s=_ANSWER_S)
+            except FailedPrecondition as error:
+                if error.reason != "OWNER_NEWER":
+                    raise
+                newer = int(error.metadata.get("generation", "0"))
+
+                async def give_way() -> Ownership:
+                    yield_to = self._store.yield_to
+                    return await self._threads.run(namespace, yield_to, namespace, agent_id, peer, generation, newer)
+
+                await once_free(give_way, None)
+                return
+        await self._threads.run(namespace, self._store.told, namespace, agent_id, peer, generation)
+
+    # --- inside ---
+
+    @contextlib.asynccontextmanager
+    async def _one_at_a_time(self, namespace: str, agent_id: str) -> AsyncIterator[None]:
+        """One move of an agent at a time; the next finds what this one did."""
+        key = namespace, agent_id
+        lock = self._locks.setdefault(key, asyncio.Lock())
+        self._wanted[key] += 1
+        try:
+            async with lock:
+                yield
+        finally:
+            self._wanted[key] -= 1
+            if not self._wanted[key]:
+                del self._wanted[key], self._locks[key]
+
+    async def _known(self, namespace: str, agent_id: str) -> Ownership:
+        return await self._threads.run(namespace, self._store.ownership, namespace, agent_id)
+
+    async def _agent(self, namespace: str, agent_id: str) -> AgentRecord:
+        return await self._threads.run(namespace, self._store.get_agent, namespace, agent_id)

@@ -1,0 +1,253 @@
+"""The part of the store that knows who owns an agent: the steps of a move at both ends, and claims.
+
+Each step is one transaction and is durable on return; repeating it changes nothing. What a step means, and which may
+follow which, is in `ownership`; the order in which two stores take them is in `moving.moves`.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from kvasir.errors import FailedPrecondition, NotFound
+from kvasir.formats.digest import Digest
+from kvasir.names import check_agent_id
+
+from cachestore_svc import ownership
+from cachestore_svc.index.catalog import CatalogChange, CatalogView, Commit
+from cachestore_svc.lease_store import LeaseStore
+from cachestore_svc.manifests import read_manifest
+from cachestore_svc.ownership import Ownership
+from cachestore_svc.records import (
+    AgentRecord,
+    AgentUpdated,
+    Committed,
+    LineKey,
+    LineQuery,
+    Origin,
+    SnapshotVersion,
+)
+
+_Answer = TypeVar("_Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivingLine:
+    """The newest version of a line that comes by a move; its manifest and blobs are stored already."""
+
+    kv_identity_hash: str
+    manifest: Digest
+    origin_detail: str
+    replaces: SnapshotVersion | None  # the line's newest version here, as the mover knows it
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivingAgent:
+    """Everything that a move brings."""
+
+    agent_id: str
+    peer: str
+    move_id: str
+    generation: int
+    lines: Sequence[ArrivingLine]
+    labels: Mapping[str, str]
+    is_pinned: bool
+    retained_versions: int
+
+
+class OwnerStore(LeaseStore):
+    """Owners of the agents of all namespaces."""
+
+    def ownership(self, namespace: str, agent_id: str) -> Ownership:
+        """What this store knows of an agent's owner. The agent need not exist."""
+        self._core.check_open(namespace)
+        check_agent_id(agent_id)
+        return self._core.catalog.read(namespace, lambda view: view.ownership_of(namespace, agent_id))
+
+    def unfinished_moves(self) -> list[tuple[str, str, Ownership]]:
+        """Namespace, agent and fact of all that are on their way, or whose owner has yet to be told of."""
+        found = list[tuple[str, str, Ownership]]()
+        for namespace in self._core.sound_namespaces():
+            with contextlib.suppress(FailedPrecondition):  # sealed, and without its key here
+                self._core.check_open(namespace)
+                work = partial(_unfinished, namespace)
+                found += [(namespace, *each) for each in self._core.catalog.read(namespace, work)]
+        return found
+
+    # --- the source ---
+
+    def offer(
+        self, namespace: str, agent_id: str, peer: str, move_id: str, generation: int
+    ) -> tuple[AgentRecord, Ownership]:
+        """From now on nobody extends the agent, until it is handed over to the peer or the move is undone; the agent as
+        it will stay. Raises NotFound, and FailedPrecondition (LEASE_HELD while an engine may extend it: that one has
+        been asked to let go when its turn is stored; AGENT_MOVED, AGENT_MOVING).
+        """
+
+        def work(change: CatalogChange) -> tuple[AgentRecord, Ownership]:
+            agent = change.get_agent(namespace, agent_id, self._core.config.retained_versions)
+            now = self._core.now_unix_ms()
+            known = ownership.offered(agent_id, agent.ownership, peer, move_id, generation, now)
+            self._set(change, namespace, agent_id, known)
+            return agent, known
+
+        return self._changing_hands(namespace, agent_id, work, takes_back=False)
+
+    def hand_over(self, namespace: str, agent_id: str, peer: str, move_id: str) -> Ownership:
+        """The decision of a move: the agent is the peer's. Raises FailedPrecondition (MOVE_UNKNOWN)."""
+        return self._transition(
+            namespace, agent_id, lambda known, now: ownership.handed_over(agent_id, known, peer, move_id, now)
+        )
+
+    def undo_move(self, namespace: str, agent_id: str, peer: str, move_id: str) -> Ownership:
+        """This store keeps the agent, if it has not handed it over."""
+        return self._transition(namespace, agent_id, lambda known, now: ownership.undone(known, peer, move_id, now))
+
+    # --- the destination ---
+
+    def receive(self, namespace: str, arriving: ArrivingAgent) -> Ownership:
+        """Commit all that a move brings; nobody here extends it before `arrive`. Raises FailedPrecondition
+        (AGENT_MOVING, OWNER_NEWER; LEASE_HELD; BLOB_MISSING, BLOB_UNFIT), Conflict (HEAD_MOVED), InvalidArgument."""
+        self._core.check_open(namespace)
+        agent_id = check_agent_id(arriving.agent_id)
+        commits = [self._commit_of(namespace, agent_id, line) for line in arriving.lines]
+
+        def work(change: CatalogChange) -> Ownership:
+            now = self._core.now_unix_ms()
+            exists = self._exists(change, namespace, agent_id)
+            known = ownership.arriving(
+                agent_id,
+                change.ownership_of(namespace, agent_id),
+                arriving.peer,
+                arriving.move_id,
+                arriving.generation,
+                now,
+                exists=exists,
+            )
+            for line, asked in zip(arriving.lines, commits, strict=True):
+                newest = change.newest_of(asked.line)
+                if newest is not None and newest.manifest == line.manifest:
+                    continue  # it comes back as it left
+                done = change.commit_version(asked, self._core.leases, now)
+                self._core.report(change, namespace, [Committed(done.snapshot)])
+            before = change.get_agent(namespace, agent_id, self._core.config.retained_versions)
+            labels = {**dict.fromkeys(before.labels, ""), **arriving.labels}
+            kept = arriving.retained_versions if arriving.retained_versions != before.retained_versions else None
+            change.update_agent(namespace, agent_id, labels, arriving.is_pinned, kept)
+            self._set(change, namespace, agent_id, known)
+            return known
+
+        return self._changing_hands(namespace, agent_id, work, takes_back=True)
+
+    def arrive(self, namespace: str, agent_id: str, move_id: str) -> Ownership:
+        """The source has handed the agent over: it is this store's. Raises FailedPrecondition (MOVE_UNKNOWN)."""
+        return self._transition(
+            namespace, agent_id, lambda known, now: ownership.arrived(agent_id, known, move_id, now)
+        )
+
+    def did_not_arrive(self, namespace: str, agent_id: str, move_id: str) -> Ownership:
+        """The source keeps the agent. What the move brought stays, as an older copy."""
+        return self._transition(namespace, agent_id, lambda known, now: ownership.did_not_arrive(known, move_id, now))
+
+    # --- claims ---
+
+    def claim(self, namespace: str, agent_id: str, chance: int) -> Ownership:
+        """Own the agent, whoever owns it: for a peer that is gone. It is fenced when it hears of that. Raises NotFound
+        when nothing of the agent is here and nothing is known of it."""
+        self._core.check_open(namespace)
+        check_agent_id(agent_id)
+
+        def work(change: CatalogChange) -> Ownership:
+            known = change.ownership_of(namespace, agent_id)
+            if known == ownership.HERE:
+                change.get_agent(namespace, agent_id, self._core.config.retained_versions)
+            new = ownership.claimed(known, chance, self._core.now_unix_ms())
+            self._set(change, namespace, agent_id, new)
+            return new
+
+        return self._core.catalog.write(namespace, work)
+
+    def fence(self, namespace: str, agent_id: str, peer: str, generation: int) -> Ownership:
+        """A peer says that an owner of this generation is known to it. Raises FailedPrecondition (OWNER_NEWER when this
+        store knows a newer one; LEASE_HELD while an engine here may still extend the agent)."""
+
+        def work(change: CatalogChange) -> Ownership:
+            known = change.ownership_of(namespace, agent_id)
+            new = ownership.fenced(agent_id, known, peer, generation, self._core.now_unix_ms())
+            self._set(change, namespace, agent_id, new)
+            return new
+
+        return self._changing_hands(namespace, agent_id, work, takes_back=True)
+
+    def told(self, namespace: str, agent_id: str, peer: str, generation: int) -> Ownership:
+        """A peer has heard of this generation."""
+        return self._transition(namespace, agent_id, lambda known, _: ownership.told(known, peer, generation))
+
+    def yield_to(self, namespace: str, agent_id: str, peer: str, told: int, generation: int) -> Ownership:
+        """A peer, told of a generation, knows an owner of a newer one."""
+
+        def work(change: CatalogChange) -> Ownership:
+            known, now = change.ownership_of(namespace, agent_id), self._core.now_unix_ms()
+            new = ownership.yielded(known, peer, told, generation, now)
+            self._set(change, namespace, agent_id, new)
+            return new
+
+        return self._changing_hands(namespace, agent_id, work, takes_back=True)
+
+    # --- inside ---
+
+    def _check_writable(self, change: CatalogChange, namespace: str, agent_id: str) -> None:
+        """Raises FailedPrecondition (AGENT_MOVED, AGENT_MOVING)."""
+        ownership.check_writable(agent_id, change.ownership_of(namespace, agent_id))
+
+    def _transition(self, namespace: str, agent_id: str, step: Callable[[Ownership, int], Ownership]) -> Ownership:
+        self._core.check_open(namespace)
+        check_agent_id(agent_id)
+
+        def work(change: CatalogChange) -> Ownership:
+            new = step(change.ownership_of(namespace, agent_id), self._core.now_unix_ms())
+            self._set(change, namespace, agent_id, new)
+            return new
+
+        return self._core.catalog.write(namespace, work, frees_space=True)
+
+    def _changing_hands(
+        self, namespace: str, agent_id: str, work: Callable[[CatalogChange], _Answer], *, takes_back: bool
+    ) -> _Answer:
+        """As `_taking_back`; but where the memory is not taken back, an engine may first store its turn."""
+        self._core.check_open(namespace)
+        check_agent_id(agent_id)
+        return self._taking_back(LineQuery(namespace, agent_id), work, frees_space=True, at_once=takes_back)
+
+    def _set(self, change: CatalogChange, namespace: str, agent_id: str, known: Ownership) -> None:
+        if known != change.ownership_of(namespace, agent_id):
+            change.set_ownership(namespace, agent_id, known)
+            self._core.report(change, namespace, [AgentUpdated(agent_id)])
+
+    def _exists(self, change: CatalogChange, namespace: str, agent_id: str) -> bool:
+        try:
+            change.get_agent(namespace, agent_id, self._core.config.retained_versions)
+        except NotFound:
+            return False
+        return True
+
+    def _commit_of(self, namespace: str, agent_id: str, line: ArrivingLine) -> Commit:
+        facts = read_manifest(self._core.read_blob(namespace, line.manifest))
+        head = line.replaces
+        return Commit(
+            LineKey(namespace, agent_id, facts.kv_identity_hash),
+            line.manifest,
+            facts,
+            head.version if head else 0,
+            None,
+            Origin.MOVE,
+            line.origin_detail,
+            (),
+            self._core.config.retained_versions,
+            parent_manifest=head.manifest if head else None,
+        )
+
+
+def _unfinished(namespace: str, view: CatalogView) -> list[tuple[str, Ownership]]:
+    return view.unfinished_moves(namespace)

@@ -1,0 +1,220 @@
+"""Who owns an agent: the one fact that decides which store may extend its memory, and how it changes hands. Pure.
+
+A move goes from a source to a destination. The source's fact alone decides: the destination owns the agent only after
+the source has said MOVED for that move. Between the first step and the last nobody may write, and two never may.
+
+    source       OWNED ── offered ──▶ MOVING ── handed_over ──▶ MOVED
+                   ▲───── undone ───────┘
+    destination  OWNED (no agent yet, or an older copy) or MOVED ── arriving ──▶ ARRIVING ── arrived ──▶ OWNED
+                   ▲──────────────────── did_not_arrive ───────────┘
+
+`claimed` is for a store that is gone. Its generation is above all that moves can reach; whoever has a lower one and
+hears of it is fenced. An agent of which a store has no fact is OWNED in generation 0. Facts outlive their agents.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+from kvasir.errors import AlreadyExists, FailedPrecondition
+
+# A move adds 1 to a generation; a claim begins the next multiple of this. Above it, chance keeps two claims apart.
+CLAIM_STEP = 1 << 40
+MAX_CLAIM_CHANCE = 1 << 20
+MAX_GENERATION = 1 << 62
+
+
+class OwnerState(IntEnum):
+    """Numbers are those of the wire."""
+
+    OWNED = 1
+    MOVING = 2
+    MOVED = 3
+    ARRIVING = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """What one store knows of an agent's owner."""
+
+    state: OwnerState = OwnerState.OWNED
+    generation: int = 0  # rises whenever the agent changes hands; never goes back
+    peer: str = ""  # where it goes, went, or comes from
+    move_id: str = ""  # of the last move
+    since_unix_ms: int = 0
+    was_owned: bool = False  # ARRIVING: what it is again if the move is undone
+    tells: tuple[str, ...] = ()  # peers that have yet to hear of this generation, sorted
+
+    @property
+    def is_owned(self) -> bool:
+        return self.state is OwnerState.OWNED
+
+    @property
+    def is_on_its_way(self) -> bool:
+        """Whether nobody may extend or delete it before a source has decided."""
+        return self.state in (OwnerState.MOVING, OwnerState.ARRIVING)
+
+
+HERE = Ownership()
+
+
+def check_writable(agent_id: str, known: Ownership) -> None:
+    """Raises FailedPrecondition (AGENT_MOVED, AGENT_MOVING) unless this store may extend the agent's memory."""
+    if known.state is OwnerState.MOVED:
+        raise FailedPrecondition(
+            f"agent {agent_id!r} has moved to {known.peer}: ask there, or bring it back with "
+            f"`kvasir agents move {agent_id} --from {known.peer}`",
+            reason="AGENT_MOVED",
+            metadata=_facts(agent_id, known),
+        )
+    if not known.is_owned:
+        raise FailedPrecondition(
+            f"agent {agent_id!r} is on its way {'to' if known.state is OwnerState.MOVING else 'from'} {known.peer}",
+            reason="AGENT_MOVING",
+            metadata=_facts(agent_id, known),
+        )
+
+
+# --- the source ---
+
+
+def offered(agent_id: str, known: Ownership, peer: str, move_id: str, generation: int, now_unix_ms: int) -> Ownership:
+    """The fact once `peer`, which knows `generation`, has asked for the agent. A move of the same peer goes on, or
+    takes the place of its earlier one. Unchanged when that move was handed over already. Raises FailedPrecondition."""
+    if known.state is OwnerState.MOVED and (known.peer, known.move_id) == (peer, move_id):
+        return known
+    if known.state is OwnerState.MOVING and known.peer == peer:
+        return known if known.move_id == move_id else replace(known, move_id=move_id, since_unix_ms=now_unix_ms)
+    check_writable(agent_id, known)
+    if generation > known.generation:  # this store has been replaced, and is to be fenced first
+        raise outranked_by(agent_id, known)
+    return Ownership(OwnerState.MOVING, known.generation + 1, peer, move_id, now_unix_ms, tells=known.tells)
+
+
+def handed_over(agent_id: str, known: Ownership, peer: str, move_id: str, now_unix_ms: int) -> Ownership:
+    """The decision: from now on the agent is the peer's. Raises FailedPrecondition (MOVE_UNKNOWN) for every move but
+    the one that is under way or was the last."""
+    if (known.peer, known.move_id) == (peer, move_id):
+        if known.state is OwnerState.MOVED:
+            return known
+        if known.state is OwnerState.MOVING:
+            return replace(known, state=OwnerState.MOVED, since_unix_ms=now_unix_ms)
+    raise FailedPrecondition(
+        f"agent {agent_id!r}: this move is not under way here any more",
+        reason="MOVE_UNKNOWN",
+        metadata=_facts(agent_id, known),
+    )
+
+
+def undone(known: Ownership, peer: str, move_id: str, now_unix_ms: int) -> Ownership:
+    """The fact without a move that was not handed over; unchanged if that move is not under way."""
+    if known.state is not OwnerState.MOVING or (known.peer, known.move_id) != (peer, move_id):
+        return known
+    return replace(known, state=OwnerState.OWNED, peer="", move_id="", since_unix_ms=now_unix_ms)
+
+
+# --- the destination ---
+
+
+def arriving(
+    agent_id: str, known: Ownership, peer: str, move_id: str, generation: int, now_unix_ms: int, *, exists: bool
+) -> Ownership:
+    """The fact when all of the agent is here and the source has not decided yet. `exists`: there is an agent here.
+    Raises FailedPrecondition (AGENT_MOVING, AGENT_MOVED when this store knows a newer owner)."""
+    if known.state is OwnerState.ARRIVING and (known.peer, known.move_id) == (peer, move_id):
+        return known
+    if known.is_on_its_way:
+        check_writable(agent_id, known)
+    if generation <= known.generation:
+        raise outranked_by(agent_id, known)
+    was_owned = known.is_owned and exists
+    return Ownership(
+        OwnerState.ARRIVING, generation, peer, move_id, now_unix_ms, was_owned, _who_may_count_on(known, peer)
+    )
+
+
+def arrived(agent_id: str, known: Ownership, move_id: str, now_unix_ms: int) -> Ownership:
+    """The fact once the source has handed the agent over. Raises FailedPrecondition (MOVE_UNKNOWN) when this store gave
+    the move up meanwhile, as when it was claimed or fenced."""
+    if known.move_id != move_id or known.state not in (OwnerState.ARRIVING, OwnerState.OWNED):
+        raise FailedPrecondition(
+            f"agent {agent_id!r}: this move is not under way here any more",
+            reason="MOVE_UNKNOWN",
+            metadata=_facts(agent_id, known),
+        )
+    if known.is_owned:
+        return known
+    return replace(known, state=OwnerState.OWNED, peer="", was_owned=False, since_unix_ms=now_unix_ms)
+
+
+def did_not_arrive(known: Ownership, move_id: str, now_unix_ms: int) -> Ownership:
+    """The fact once the source has refused to hand over. Without a copy of its own before, this store has one of the
+    source's now, and says so."""
+    if known.state is not OwnerState.ARRIVING or known.move_id != move_id:
+        return known
+    state = OwnerState.OWNED if known.was_owned else OwnerState.MOVED
+    peer = "" if known.was_owned else known.peer
+    return replace(known, state=state, peer=peer, move_id="", was_owned=False, since_unix_ms=now_unix_ms)
+
+
+# --- claims ---
+
+
+def claimed(known: Ownership, chance: int, now_unix_ms: int) -> Ownership:
+    """The fact after a claim: OWNED here, and above every generation that moves can have reached. `chance`: a random
+    number, so that two claims at two places are not of one generation."""
+    step = (known.generation // CLAIM_STEP + 1) * CLAIM_STEP
+    generation = step + (chance % MAX_CLAIM_CHANCE) * MAX_CLAIM_CHANCE
+    return Ownership(OwnerState.OWNED, generation, "", "", now_unix_ms, tells=_who_may_count_on(known, ""))
+
+
+def fenced(agent_id: str, known: Ownership, peer: str, generation: int, now_unix_ms: int) -> Ownership:
+    """The fact once `peer` has said that the agent's owner is of `generation`, which is then no lower. Whoever else may
+    count on the older owner is told next. Raises FailedPrecondition (OWNER_NEWER) when this store knows a newer one."""
+    if known.state is OwnerState.MOVED and known.generation == generation:
+        return known
+    if generation <= known.generation:
+        raise outranked_by(agent_id, known)
+    return Ownership(OwnerState.MOVED, generation, peer, "", now_unix_ms, tells=_who_may_count_on(known, peer))
+
+
+def yielded(known: Ownership, peer: str, told_generation: int, generation: int, now_unix_ms: int) -> Ownership:
+    """The fact once a peer, told of `told_generation`, has answered that it knows an owner of `generation`."""
+    if known.generation != told_generation:
+        return known
+    rest = tuple(other for other in known.tells if other != peer)
+    if known.state is OwnerState.MOVED:
+        return replace(known, tells=rest)
+    return Ownership(OwnerState.MOVED, max(generation, known.generation), peer, "", now_unix_ms, tells=rest)
+
+
+def told(known: Ownership, peer: str, told_generation: int) -> Ownership:
+    """The fact once a peer has heard of that generation."""
+    if known.generation != told_generation:
+        return known
+    return replace(known, tells=tuple(other for other in known.tells if other != peer))
+
+
+def _who_may_count_on(known: Ownership, but_not: str) -> tuple[str, ...]:
+    """Peers to tell of a newer owner: whom this store's fact named, and whom it was to tell anyway."""
+    named = {known.peer} if not known.is_owned else set()
+    return tuple(sorted({*named, *known.tells} - {but_not, ""}))
+
+
+def outranked_by(agent_id: str, known: Ownership) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"agent {agent_id!r}: this store knows a newer owner (generation {known.generation})",
+        reason="OWNER_NEWER",
+        metadata=_facts(agent_id, known),
+    )
+
+
+def owned_here(agent_id: str) -> AlreadyExists:
+    """Of a move onto an agent that this store owns and that is no older version of the one that comes."""
+    return AlreadyExists(
+        f"agent {agent_id!r} exists here and is another memory: remove or fork it first", reason="NOT_AN_ANCESTOR"
+    )
+
+
+def _facts(agent_id: str, known: Ownership) -> Mapping[str, str]:
+    return {"agent_id": agent_id, "owner": known.peer, "generation": str(known.generation)}

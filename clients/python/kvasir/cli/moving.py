@@ -1,0 +1,188 @@
+"""`kvasir agents move | sync | claim`: agents change hands between paired stores, or are kept up to date at both."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kvasir.cachestore.v1 import cachestore_pb2 as pb
+from kvasir.cli import agents, failures
+from kvasir.cli.agents import AgentArgument, complete_agent, labels_of, store_client
+from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.rows import agent_row, size
+from kvasir.cli.showing.progress import transfer_progress
+from kvasir.clients import StoreClient
+from kvasir.errors import Internal, KvasirError
+
+FromOption = Annotated[str, typer.Option("--from", help="Bring it here from this peer.", metavar="PEER")]
+ToOption = Annotated[str, typer.Option("--to", help="Give it to this peer.", metavar="PEER")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be sent, and send nothing.")]
+OnProgress = Callable[[pb.TransferProgress], None]
+
+
+def move(
+    context: typer.Context,
+    agent: AgentArgument,
+    from_peer: FromOption = "",
+    to_peer: ToOption = "",
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Move an agent to or from another Mac: all it remembers, and the right to go on. A copy stays, to be read.
+
+    Cut short, the agent stays where it was or arrives whole; the same command goes on.
+    """
+    caller, peer = caller_of(context, as_json), _one_of(from_peer, to_peer)
+    way = f"from {peer}" if from_peer else f"to {peer}"
+    with store_client(caller) as client, transfer_progress(caller, f"{agent} {way}") as on_progress:
+        done, sent = _moved(caller, client, agent, from_peer, to_peer, dry_run, on_progress)
+    row = {"agent_id": agent, "peer": peer, "dry_run": dry_run, **_sent_row(sent, dry_run)}
+    if done is not None:
+        row["agent"] = agent_row(done)
+    verb = "would move" if dry_run else "has moved"
+    caller.result(row, lambda out: out.print(f"{agent} {verb} {way}: {_sent_words(sent, dry_run)}"))
+
+
+def sync(
+    context: typer.Context,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="Left out: every agent here.", metavar="AGENT", autocompletion=complete_agent),
+    ] = None,
+    from_peer: FromOption = "",
+    to_peer: ToOption = "",
+    label: Annotated[
+        list[str] | None, typer.Option(help="Only agents with this label; may be repeated.", metavar="KEY=VALUE")
+    ] = None,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Copy what is new of agents to or from another Mac. Owners stay; what was changed at both is left alone."""
+    caller, peer = caller_of(context, as_json), _one_of(from_peer, to_peer)
+    rows = list[dict[str, Any]]()
+    with store_client(caller) as client:
+        for agent in _chosen(client, names or [], labels_of(label or [])):
+            with transfer_progress(caller, agent.agent_id) as on_progress:
+                rows.append(_synced(client, agent, from_peer, to_peer, dry_run, on_progress))
+    caller.result(rows, lambda out: _show(out, rows, peer, dry_run))
+    if any(row["error"] for row in rows):
+        raise typer.Exit(failures.REFUSED)
+
+
+def claim(
+    context: typer.Context,
+    agent: AgentArgument,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Also from a Mac that is gone for good. What it made since is not here."),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Take an agent back whose move has stopped halfway, or, with --force, whose owner is gone.
+
+    If that Mac comes back, it keeps what it made, to be read, and does not extend it any more.
+    """
+    caller = caller_of(context, as_json)
+    with store_client(caller) as client:
+        claimed = client.claim_agent(agent, force=force)
+    caller.result(agent_row(claimed), lambda out: out.print(f"{agent} is this store's."))
+
+
+@dataclass
+class _Sent:
+    """What was sent, of all that was asked for."""
+
+    progress: pb.TransferProgress = field(default_factory=pb.TransferProgress)
+    skipped_bytes: int | None = None  # those that were here before the first blob came
+
+    def take(self, progress: pb.TransferProgress) -> None:
+        if self.skipped_bytes is None:
+            self.skipped_bytes = progress.bytes_done
+        self.progress.CopyFrom(progress)
+
+
+def _moved(
+    caller: Caller,
+    client: StoreClient,
+    agent: str,
+    from_peer: str,
+    to_peer: str,
+    dry_run: bool,
+    on_progress: OnProgress,
+) -> tuple[pb.Agent | None, _Sent]:
+    sent, has_told = _Sent(), False
+    for step in client.moving_agent(agent, from_peer=from_peer, to_peer=to_peer, dry_run=dry_run):
+        if step.HasField("done"):
+            return step.done, sent
+        if step.HasField("progress"):
+            sent.take(step.progress)
+            on_progress(step.progress)
+        elif not has_told:
+            has_told = True
+            caller.say(f"waiting until the engine there has stored {agent}'s turn …")
+    if not dry_run:
+        raise Internal("the move ended without saying how")
+    return None, sent
+
+
+def _synced(
+    client: StoreClient, agent: pb.Agent, from_peer: str, to_peer: str, dry_run: bool, on_progress: OnProgress
+) -> dict[str, Any]:
+    """Copy every line; one that is refused is told and does not end the others."""
+    sent, error = _Sent(), ""
+    for line in agent.lines:
+        try:
+            steps = client.pulling_agent(
+                from_peer,
+                agent.agent_id,
+                to_peer=to_peer,
+                kv_identity_hash=line.kv_identity_hash,
+                dry_run=dry_run,
+            )
+            for step in steps:
+                if step.HasField("progress"):
+                    sent.take(step.progress)
+                    on_progress(step.progress)
+        except KvasirError as refused:
+            if not refused.reason or refused.reason in ("PEER_UNAVAILABLE", "PEER_UNKNOWN", "PEER_REFUSED"):
+                raise
+            error = error or refused.reason
+    return {"agent_id": agent.agent_id, "error": error, "dry_run": dry_run, **_sent_row(sent, dry_run)}
+
+
+def _chosen(client: StoreClient, names: Iterable[str], labels: dict[str, str]) -> list[pb.Agent]:
+    if named := [client.get_agent(name) for name in names]:
+        return [agent for agent in named if labels.items() <= dict(agent.labels).items()]
+    return list(agents.all_agents(client, "", labels))
+
+
+def _one_of(from_peer: str, to_peer: str) -> str:
+    if bool(from_peer) == bool(to_peer):
+        raise failures.WrongUsage("expected one of --from PEER and --to PEER", field="peer")
+    return from_peer or to_peer
+
+
+def _sent_row(sent: _Sent, dry_run: bool) -> dict[str, int]:
+    progress, skipped = sent.progress, sent.skipped_bytes or 0
+    sent_bytes = (progress.bytes_total if dry_run else progress.bytes_done) - skipped
+    return {
+        "blobs": progress.blobs_total,
+        "blobs_skipped": progress.blobs_skipped,
+        "bytes": progress.bytes_total,
+        "bytes_sent": sent_bytes,
+    }
+
+
+def _sent_words(sent: _Sent, dry_run: bool) -> str:
+    row = _sent_row(sent, dry_run)
+    there = f"{row['blobs_skipped']} of {row['blobs']} blobs were there"
+    return f"{size(row['bytes_sent'])} of {size(row['bytes'])}, {there}"
+
+
+def _show(out: Console, rows: list[dict[str, Any]], peer: str, dry_run: bool) -> None:
+    for row in rows:
+        what = row["error"] or f"{size(row['bytes_sent'])}{' to send' if dry_run else ' sent'}"
+        out.print(f"{row['agent_id']}: {what}")
+    out.print(f"{len(rows)} agents, {sum(bool(row['error']) for row in rows)} left alone, with {peer}")

@@ -1,0 +1,354 @@
+"""Agents that change hands between real stores: one owner, nothing lost, and every other call defined meanwhile."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+from kvasir.cachestore.v1 import cachestore_pb2 as pb
+from kvasir.clients import StoreClient
+from kvasir.errors import AlreadyExists, InvalidArgument, KvasirError, NotFound, Unavailable
+from kvasir.formats.archive import pack
+from kvasir.formats.block_hash import kv_identity_hash
+
+from tests.cachestore.moving.two_stores import Mac, macs
+from tests.cachestore.service.running import assert_whole, publish
+from tests.cli.running import in_process
+from tests.synthetic import SMALL, TINY, SyntheticAgent
+
+KV = kv_identity_hash(SMALL)
+_NUMBERS = count(1)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Mac, Mac]]:
+    with macs(tmp_path_factory.mktemp("m"), "--move-patience-s", "1") as (laptop, studio):
+        laptop.start()
+        studio.start()
+        yield laptop, studio
+
+
+@pytest.fixture
+def laptop(pair: tuple[Mac, Mac]) -> Iterator[StoreClient]:
+    with pair[0].client() as client:
+        yield client
+
+
+@pytest.fixture
+def studio(pair: tuple[Mac, Mac]) -> Iterator[StoreClient]:
+    with pair[1].client() as client:
+        yield client
+
+
+@pytest.fixture
+def name() -> str:
+    return f"ada{next(_NUMBERS)}"
+
+
+def refused(call: Callable[[], object], reason: str, owner: str | None = None) -> KvasirError:
+    with pytest.raises(KvasirError) as caught:
+        call()
+    assert caught.value.reason == reason, caught.value
+    if owner is not None:
+        assert caught.value.metadata["owner"] == owner
+    return caught.value
+
+
+def eventually(holds: Callable[[], bool], within_s: float = 15.0) -> None:
+    give_up = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+
+
+def state(client: StoreClient, name: str) -> tuple[int, str]:
+    known = client.get_agent(name).ownership
+    return known.state, known.peer
+
+
+def test_a_moved_agent_is_the_destinations_whole_and_can_be_extended_only_there(
+    laptop: StoreClient, studio: StoreClient, name: str
+) -> None:
+    ada = SyntheticAgent(SMALL, 1)
+    first, second = ada.turn(600), ada.turn(300)
+    publish(laptop, name, first, 0)
+    other = SyntheticAgent(TINY, 2).turn(300)
+    publish(laptop, name, other, 0)
+    laptop.update_agent(name, labels={"team": "red"}, is_pinned=True)
+    made = studio.move_agent(name, from_peer="laptop")
+    assert {line.origin for line in made.lines} == {pb.ORIGIN_MOVE}
+    assert len(made.lines) == 2
+    assert (dict(made.labels), made.is_pinned) == ({"team": "red"}, True)
+    publish(studio, name, second, 1)
+    assert_whole(studio, name, second)
+    assert state(laptop, name) == (pb.OWNER_STATE_MOVED, "studio")
+    refused(lambda: publish(laptop, name, second, 1), "AGENT_MOVED", "studio")
+    assert laptop.get_snapshot(name, KV)[1] == first.manifest_bytes
+
+
+def test_a_call_that_is_repeated_finds_its_work_done(laptop: StoreClient, studio: StoreClient, name: str) -> None:
+    publish(laptop, name, SyntheticAgent(SMALL, 3).turn(300), 0)
+    first = studio.move_agent(name, from_peer="laptop")
+    assert studio.move_agent(name, from_peer="laptop") == first
+
+
+def test_an_agent_moves_by_order_of_its_source_and_comes_back(
+    laptop: StoreClient, studio: StoreClient, name: str
+) -> None:
+    ada = SyntheticAgent(SMALL, 4)
+    turns = [ada.turn(300) for _ in range(3)]
+    publish(laptop, name, turns[0], 0)
+    laptop.move_agent(name, to_peer="studio")
+    publish(studio, name, turns[1], 1)
+    back = laptop.move_agent(name, from_peer="studio")
+    assert (back.lines[0].version, back.lines[0].manifest.hash) == (2, turns[1].manifest_digest.hash)
+    publish(laptop, name, turns[2], 2)
+    assert_whole(laptop, name, turns[2])
+    refused(lambda: publish(studio, name, turns[2], 2), "AGENT_MOVED", "laptop")
+    again = laptop.move_agent(name, to_peer="studio")
+    assert_whole(studio, name, turns[2])
+    assert again.ownership.generation == 3
+
+
+def test_only_what_lacks_is_sent_and_a_dry_run_says_it_and_sends_no_blob(
+    pair: tuple[Mac, Mac], laptop: StoreClient, studio: StoreClient, name: str
+) -> None:
+    ada = SyntheticAgent(SMALL, 5)
+    publish(laptop, name, ada.turn(256 * 20), 0)
+    [dry] = list(studio.moving_agent(name, from_peer="laptop", dry_run=True))
+    assert (dry.progress.blobs_total, dry.progress.blobs_skipped, dry.progress.bytes_done) == (20, 0, 0)
+    assert laptop.get_agent(name).ownership == pb.Ownership()
+    refused(lambda: studio.get_agent(name), "AGENT_NOT_FOUND")
+    studio.move_agent(name, from_peer="laptop")
+    turn = ada.turn(50)
+    publish(studio, name, turn, 1)
+    cable = pair[0].cables["studio"]
+    before = cable.received_bytes + cable.sent_bytes
+    laptop.move_agent(name, from_peer="studio")
+    sent = cable.received_bytes + cable.sent_bytes - before
+    assert sent <= sum(digest.size_bytes for digest in turn.new_blobs) + len(turn.manifest_bytes) + (64 << 10)
+
+
+def test_every_call_on_an_agent_that_has_moved_is_defined(laptop: StoreClient, studio: StoreClient, name: str) -> None:
+    ada = SyntheticAgent(SMALL, 6)
+    turn = ada.turn(300)
+    publish(laptop, name, turn, 0)
+    studio.move_agent(name, from_peer="laptop")
+    for call in (
+        lambda: laptop.rollback_agent(name, 1),
+        lambda: laptop.update_agent(name, is_pinned=True),
+        lambda: laptop.import_agent(name, pack(turn.manifest, turn.new_blobs, agent_id=name), replace=True),
+        lambda: laptop.pull_agent("studio", name),
+        lambda: laptop.acquire_lease(name, KV, "engine"),
+        lambda: laptop.fork_agent(name, name),
+        lambda: laptop.claim_agent(name),
+        lambda: studio.pull_agent("laptop", name, local_agent_id=f"{name} copy"),
+    ):
+        refused(call, "AGENT_MOVED", "studio")
+    laptop.fork_agent(name, f"{name} fork")
+    publish(laptop, f"{name} fork", ada.turn(300), 1)
+    list(laptop.export_agent(name))
+    laptop.delete_agent(name)
+    # The copy is gone; whose the name is stays known.
+    refused(lambda: publish(laptop, name, turn, 0), "AGENT_MOVED", "studio")
+    refused(lambda: laptop.get_agent(name), "AGENT_NOT_FOUND")
+    laptop.move_agent(name, from_peer="studio")
+    assert_whole(laptop, name, turn)
+
+
+def test_an_agent_that_is_another_is_not_replaced_and_an_older_copy_is(
+    laptop: StoreClient, studio: StoreClient, name: str
+) -> None:
+    ada = SyntheticAgent(SMALL, 7)
+    publish(laptop, name, ada.turn(300), 0)
+    mine = SyntheticAgent(SMALL, 8).turn(300)
+    publish(studio, name, mine, 0)
+    for call in (
+        lambda: studio.move_agent(name, from_peer="laptop"),
+        lambda: laptop.move_agent(name, to_peer="studio"),
+    ):
+        with pytest.raises(AlreadyExists):
+            call()
+    assert laptop.get_agent(name).ownership.state in (0, pb.OWNER_STATE_OWNED)
+    publish(laptop, name, ada.turn(300), 1)
+    assert_whole(studio, name, mine)
+    studio.delete_agent(name)
+    studio.pull_agent("laptop", name)
+    publish(laptop, name, last := ada.turn(300), 2)
+    laptop.move_agent(name, to_peer="studio")
+    assert_whole(studio, name, last)
+
+
+def test_a_move_waits_for_the_engine_that_holds_the_lease_and_says_so(
+    laptop: StoreClient, studio: StoreClient, name: str
+) -> None:
+    ada = SyntheticAgent(SMALL, 9)
+    publish(laptop, name, ada.turn(300), 0)
+    lease = laptop.acquire_lease(name, KV, "engine", ttl_s=60).lease
+    last = ada.turn(300)
+    for step in studio.moving_agent(name, from_peer="laptop"):
+        if step.HasField("waiting") and lease is not None:
+            laptop.put_blobs(last.new_blobs)
+            laptop.put_manifest(last.manifest_bytes)
+            laptop.commit(name, last.manifest_digest, 1, lease=lease)
+            laptop.release_lease(name, KV, lease)
+            lease = None
+    assert lease is None
+    assert_whole(studio, name, last)
+
+
+def test_a_move_that_its_caller_leaves_is_undone_at_once(laptop: StoreClient, studio: StoreClient, name: str) -> None:
+    ada = SyntheticAgent(SMALL, 10)
+    publish(laptop, name, ada.turn(300), 0)
+    lease = laptop.acquire_lease(name, KV, "engine", ttl_s=60).lease
+    steps = studio.moving_agent(name, from_peer="laptop")
+    assert any(step.HasField("waiting") for step in steps)
+    steps.close()
+    publish_under(laptop, name, ada, lease)
+
+
+def publish_under(client: StoreClient, name: str, agent: SyntheticAgent, lease: pb.LeaseToken) -> None:
+    turn = agent.turn(300)
+    client.put_blobs(turn.new_blobs)
+    client.put_manifest(turn.manifest_bytes)
+    client.commit(name, turn.manifest_digest, 1, lease=lease)
+
+
+def as_peer(mac: Mac, other: str) -> StoreClient:
+    token = (mac.home.root.parent / f"token-of-{other}-at-{mac.name}").read_text().strip()
+    return StoreClient.connect(mac.home.socket, token=token)
+
+
+def test_a_source_takes_the_agent_back_from_a_silent_destination(
+    pair: tuple[Mac, Mac], laptop: StoreClient, name: str
+) -> None:
+    ada = SyntheticAgent(SMALL, 11)
+    publish(laptop, name, ada.turn(300), 0)
+    with as_peer(pair[0], "studio") as peer:
+        peer.offer_agent(name, "0" * 16, 0)
+        turn = ada.turn(300)
+        refused(lambda: publish(laptop, name, turn, 1), "AGENT_MOVING", "studio")
+        refused(lambda: laptop.delete_agent(name), "AGENT_MOVING")
+        refused(lambda: laptop.acquire_lease(name, KV, "engine"), "AGENT_MOVING")
+        eventually(lambda: laptop.get_agent(name).ownership.state == pb.OWNER_STATE_OWNED)
+        refused(lambda: peer.hand_over_agent(name, "0" * 16), "MOVE_UNKNOWN")
+        publish(laptop, name, turn, 1)
+
+
+def test_a_user_takes_back_an_agent_that_is_on_its_way(pair: tuple[Mac, Mac], laptop: StoreClient, name: str) -> None:
+    publish(laptop, name, SyntheticAgent(SMALL, 12).turn(300), 0)
+    with as_peer(pair[0], "studio") as peer:
+        peer.offer_agent(name, "1" * 16, 0)
+        assert laptop.claim_agent(name).ownership.state == pb.OWNER_STATE_OWNED
+        refused(lambda: peer.hand_over_agent(name, "1" * 16), "MOVE_UNKNOWN")
+
+
+def test_a_credential_for_pulls_alone_takes_no_agent(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with macs(tmp_path_factory.mktemp("one-way")) as (source, _):
+        (source.home.root / "peers.toml").write_text("")
+        source.start()
+        with source.client() as owner, as_peer(source, "studio") as peer:
+            publish(owner, "ada", SyntheticAgent(SMALL, 13).turn(300), 0)
+            assert peer.get_agent("ada").agent_id == "ada"
+            refused(lambda: peer.offer_agent("ada", "2" * 16, 0), "PEER_CONFIGURATION")
+            refused(lambda: peer.fence_agent("ada", 7), "PEER_CONFIGURATION")
+            refused(lambda: list(peer.moving_agent("ada", from_peer="studio")), "INVALID_FIELD")
+
+
+def test_a_destination_that_received_asks_for_the_decision_after_a_crash(
+    tmp_path_factory: pytest.TempPathFactory, name: str
+) -> None:
+    with macs(tmp_path_factory.mktemp("crash"), "--move-patience-s", "2") as (source, target):
+        source.start()
+        target.start()
+        turn = SyntheticAgent(SMALL, 14).turn(256 * 8)
+        with source.client() as owner, target.client() as other:
+            publish(owner, "ada", turn, 0)
+            steps = other.moving_agent("ada", from_peer="laptop")
+            next(steps)
+            target.kill()
+            with pytest.raises(Unavailable):
+                list(steps)
+        target.start()
+        with source.client() as owner, target.client() as other:
+            eventually(lambda: owner.get_agent("ada").ownership.state != pb.OWNER_STATE_MOVING)
+            other.move_agent("ada", from_peer="laptop")
+            assert_whole(other, "ada", turn)
+            assert state(owner, "ada") == (pb.OWNER_STATE_MOVED, "studio")
+            # The owner is gone: the other claims, and fences it when it comes back.
+            target.kill()
+            refused(lambda: owner.claim_agent("ada"), "AGENT_MOVED")
+            claimed = owner.claim_agent("ada", force=True).ownership
+            assert claimed.state == pb.OWNER_STATE_OWNED
+            assert claimed.generation >= 1 << 40
+            source.kill()
+        target.start()
+        with target.client() as other:
+            source.start()
+            eventually(lambda: other.get_agent("ada").ownership.state == pb.OWNER_STATE_MOVED)
+            refused(lambda: publish(other, "ada", turn, 1), "AGENT_MOVED", "laptop")
+
+
+def test_what_a_peer_does_not_have_is_not_found(studio: StoreClient) -> None:
+    with pytest.raises(NotFound):
+        studio.move_agent("nobody", from_peer="laptop")
+    with pytest.raises(NotFound):
+        studio.move_agent("nobody", from_peer="nowhere")
+    with pytest.raises(NotFound):
+        studio.claim_agent("nobody")
+    with pytest.raises(NotFound):
+        studio.claim_agent("nobody", force=True)
+    with pytest.raises(InvalidArgument):
+        studio.move_agent("nobody")
+
+
+def test_a_peer_gives_copies_and_replaces_only_what_it_gave(
+    laptop: StoreClient, studio: StoreClient, name: str
+) -> None:
+    ada = SyntheticAgent(SMALL, 16)
+    publish(laptop, name, ada.turn(300), 0)
+    for version in (1, 2):
+        steps = list(laptop.pulling_agent("", name, kv_identity_hash=KV, to_peer="studio"))
+        assert steps[-1].done.version == version
+        publish(laptop, name, last := ada.turn(300), version)
+    assert studio.get_agent(name).ownership.state in (0, pb.OWNER_STATE_OWNED)
+    publish(studio, name, SyntheticAgent(SMALL, 17).turn(300), 2)
+    with pytest.raises(AlreadyExists):
+        list(laptop.pulling_agent("", name, kv_identity_hash=KV, to_peer="studio"))
+    studio.delete_agent(name)
+    dry = list(laptop.pulling_agent("", name, to_peer="studio", dry_run=True))
+    assert [step.WhichOneof("event") for step in dry] == ["progress"]
+    laptop.move_agent(name, to_peer="studio")
+    assert_whole(studio, name, last)
+
+
+def run(mac: Mac, *words: str, code: int = 0) -> Any:
+    done = in_process("--address", mac.home.socket, "agents", *words, "--json")
+    assert done.code == code, (done.out, done.err)
+    return json.loads(done.out or done.err)
+
+
+def test_the_commands_move_copy_and_take_back(
+    pair: tuple[Mac, Mac], laptop: StoreClient, studio: StoreClient, name: str
+) -> None:
+    ada = SyntheticAgent(SMALL, 18)
+    publish(laptop, name, ada.turn(600), 0)
+    laptop.update_agent(name, labels={"kind": name})
+    dry = run(pair[0], "move", name, "--to", "studio", "--dry-run")
+    assert (dry["bytes_sent"], dry["blobs_skipped"], "agent" in dry) == (dry["bytes"], 0, False)
+    [copied] = run(pair[0], "sync", "--label", f"kind={name}", "--to", "studio")
+    assert (copied["error"], copied["bytes_sent"]) == ("", copied["bytes"])
+    publish(laptop, name, ada.turn(300), 1)
+    moved = run(pair[1], "move", name, "--from", "laptop")
+    assert moved["agent"]["ownership"]["state"] == "owned"
+    assert 0 < moved["bytes_sent"] < moved["bytes"]
+    [left_alone] = run(pair[0], "sync", name, "--to", "studio", code=4)
+    assert left_alone["error"] == "AGENT_MOVED"
+    assert run(pair[0], "claim", name, code=4)["error"]["reason"] == "AGENT_MOVED"
+    assert run(pair[0], "show", name)["ownership"]["peer"] == "studio"
+    claimed = run(pair[0], "claim", name, "--force")
+    assert claimed["ownership"]["state"] == "owned"
+    eventually(lambda: state(studio, name) == (pb.OWNER_STATE_MOVED, "laptop"))
+    assert run(pair[0], "move", name, code=2)["error"]["field"] == "peer"

@@ -1,0 +1,106 @@
+"""What a store knows of owners outlives a restart, a crash between journal and index, and the loss of the index."""
+
+import shutil
+
+import pytest
+from kvasir.errors import FailedPrecondition
+
+from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.journal import journal
+from cachestore_svc.ownership import OwnerState
+from cachestore_svc.records import RecoverReport
+from cachestore_svc.recovery import recovering
+from cachestore_svc.recovery.opening import DATABASE
+from cachestore_svc.store import Store
+from tests.cachestore.core.lab import NS, Lab, publish
+from tests.synthetic import SMALL, SyntheticAgent
+
+
+def hand_over(store: Store, name: str) -> None:
+    store.offer(NS, name, "studio", "m" * 16, 0)
+    store.hand_over(NS, name, "studio", "m" * 16)
+
+
+def recover(lab: Lab) -> RecoverReport:
+    return recovering.recover(lab.config(), lab.clock, lab.chance, Disk(), [], lambda *_: None)
+
+
+def with_three(lab: Lab) -> None:
+    with lab.open() as store:
+        for seed, name in enumerate(("here", "moved", "moving")):
+            publish(store, name, SyntheticAgent(SMALL, seed).turn(300), 0)
+        hand_over(store, "moved")
+        store.offer(NS, "moving", "studio", "n" * 16, 0)
+
+
+def states(lab: Lab) -> dict[str, OwnerState]:
+    with lab.open() as store:
+        return {name: store.ownership(NS, name).state for name in ("here", "moved", "moving")}
+
+
+AS_IT_WAS = {"here": OwnerState.OWNED, "moved": OwnerState.MOVED, "moving": OwnerState.MOVING}
+
+
+def test_owners_outlive_a_restart_and_the_loss_of_the_index(lab: Lab) -> None:
+    with_three(lab)
+    assert states(lab) == AS_IT_WAS
+    for suffix in ("", "-wal", "-shm"):
+        (lab.root / f"{DATABASE}{suffix}").unlink(missing_ok=True)
+    assert recover(lab).has_whole_journal
+    assert states(lab) == AS_IT_WAS
+
+
+def test_the_last_step_of_a_move_is_repeated_from_the_journal(lab: Lab) -> None:
+    with_three(lab)
+    kept = lab.root.parent / "before"
+    shutil.copytree(lab.root, kept)
+    with lab.open() as store:
+        store.hand_over(NS, "moving", "studio", "n" * 16)
+    shutil.copy(lab.root / journal.NAME, kept / journal.NAME)
+    lab.root = kept
+    assert states(lab) == AS_IT_WAS | {"moving": OwnerState.MOVED}
+
+
+def test_without_a_whole_journal_nobody_extends_what_may_have_been_handed_over(lab: Lab) -> None:
+    with_three(lab)
+    log = lab.root / journal.NAME
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join(lines[:-1]) + lines[-1][:20])
+    for suffix in ("", "-wal", "-shm"):
+        (lab.root / f"{DATABASE}{suffix}").unlink(missing_ok=True)
+    assert not recover(lab).has_whole_journal
+    assert states(lab)["here"] is OwnerState.MOVING
+    with lab.open() as store:
+        with pytest.raises(FailedPrecondition) as caught:
+            publish(store, "here", SyntheticAgent(SMALL, 0).turn(300), 1)
+        assert caught.value.reason == "AGENT_MOVING"
+        known = store.undo_move(NS, "here", "", "")
+        assert known.is_owned
+
+
+def test_a_fact_outlives_its_agent(lab: Lab) -> None:
+    with_three(lab)
+    with lab.open() as store:
+        store.delete_agent(NS, "moved")
+        assert store.ownership(NS, "moved").state is OwnerState.MOVED
+    assert states(lab) == AS_IT_WAS
+
+
+def test_a_handed_over_agent_is_nobodys_lease(lab: Lab) -> None:
+    with lab.open() as store:
+        turn = SyntheticAgent(SMALL, 1).turn(300)
+        kv_hash = publish(store, "ada", turn, 0).kv_identity_hash
+        lease = store.acquire_lease(NS, "ada", kv_hash, "engine")
+        with pytest.raises(FailedPrecondition) as caught:
+            store.offer(NS, "ada", "studio", "m" * 16, 0)
+        assert caught.value.reason == "LEASE_HELD"
+        store.release_lease(NS, "ada", kv_hash, lease.token)
+        hand_over(store, "ada")
+        for call in (
+            lambda: store.acquire_lease(NS, "ada", kv_hash, "engine"),
+            lambda: store.renew_lease(NS, "ada", kv_hash, lease.token),
+            lambda: store.fork_agent(NS, "ada", "ada"),
+        ):
+            with pytest.raises(FailedPrecondition) as caught:
+                call()
+            assert (caught.value.reason, caught.value.metadata["owner"]) == ("AGENT_MOVED", "studio")

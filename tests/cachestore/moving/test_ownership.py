@@ -1,0 +1,173 @@
+"""The owner's state machine alone, played by two or three stores in every order: never two owners of one agent."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvasir.errors import FailedPrecondition
+
+from cachestore_svc import ownership
+from cachestore_svc.ownership import HERE, Ownership, OwnerState
+
+NAMES = ("laptop", "studio", "attic")
+
+
+class World:
+    """Stores as facts alone, and messages that are delivered at once or never."""
+
+    def __init__(self) -> None:
+        self.facts: dict[str, Ownership] = {name: Ownership(OwnerState.MOVED, 0, "laptop") for name in NAMES}
+        self.facts["laptop"] = HERE
+        self.moves = 0
+
+    def owners(self) -> list[str]:
+        return [name for name, known in self.facts.items() if known.is_owned]
+
+    def begin(self, source: str, target: str) -> None:
+        self.moves += 1
+        move, here = f"move {self.moves}", self.facts[target]
+        if here.state in (OwnerState.ARRIVING, OwnerState.MOVING) or here.is_owned:
+            return
+        offered = self.offer(source, target, move)
+        self.facts[target] = ownership.arriving("a", here, source, move, offered.generation, 0, exists=True)
+
+    def half_begin(self, source: str, target: str) -> None:
+        self.moves += 1
+        self.offer(source, target, f"move {self.moves}")
+
+    def offer(self, source: str, target: str, move: str) -> Ownership:
+        there, generation = self.facts[source], self.facts[target].generation
+        if generation > there.generation:
+            there = self.facts[source] = ownership.fenced("a", there, target, generation, 0)
+        self.facts[source] = ownership.offered("a", there, target, move, generation, 0)
+        return self.facts[source]
+
+    def decide(self, target: str, *, hears: bool) -> None:
+        known = self.facts[target]
+        if known.state is not OwnerState.ARRIVING:
+            return
+        try:
+            self.facts[known.peer] = ownership.handed_over("a", self.facts[known.peer], target, known.move_id, 0)
+        except FailedPrecondition:
+            if hears:
+                self.facts[target] = ownership.did_not_arrive(known, known.move_id, 0)
+            return
+        if hears:
+            self.facts[target] = ownership.arrived("a", known, known.move_id, 0)
+
+    def undo(self, source: str) -> None:
+        known = self.facts[source]
+        self.facts[source] = ownership.undone(known, known.peer, known.move_id, 0)
+
+    def tell(self, name: str) -> bool:
+        known = self.facts[name]
+        for peer in known.tells:
+            try:
+                self.facts[peer] = ownership.fenced("a", self.facts[peer], name, known.generation, 0)
+            except FailedPrecondition as error:
+                newer = int(error.metadata["generation"])
+                self.facts[name] = ownership.yielded(self.facts[name], peer, known.generation, newer, 0)
+            else:
+                self.facts[name] = ownership.told(self.facts[name], peer, known.generation)
+        return bool(known.tells)
+
+
+STEPS = st.one_of(
+    st.tuples(st.just("begin"), st.sampled_from(NAMES), st.sampled_from(NAMES)),
+    st.tuples(st.just("half"), st.sampled_from(NAMES), st.sampled_from(NAMES)),
+    st.tuples(st.sampled_from(["decide", "lost answer", "undo", "tell"]), st.sampled_from(NAMES), st.none()),
+)
+
+
+def play(world: World, step: tuple[str, str, str | None]) -> None:
+    what, name, other = step
+    if name == other:
+        return
+    try:
+        if what in ("begin", "half") and other is not None:
+            (world.begin if what == "begin" else world.half_begin)(name, other)
+        elif what in ("decide", "lost answer"):
+            world.decide(name, hears=what == "decide")
+        elif what == "undo":
+            world.undo(name)
+        elif what == "tell":
+            world.tell(name)
+    except FailedPrecondition:
+        pass
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(STEPS, max_size=30))
+def test_moves_in_any_order_leave_one_owner_at_most_and_in_the_end_exactly_one(
+    steps: list[tuple[str, str, str | None]],
+) -> None:
+    world = World()
+    for step in steps:
+        play(world, step)
+        assert len(world.owners()) <= 1, (step, world.facts)
+    for name in NAMES:
+        world.decide(name, hears=True)
+    for name in NAMES:
+        world.undo(name)
+    assert len(world.owners()) == 1, world.facts
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(STEPS, max_size=20), st.sampled_from(NAMES), st.lists(STEPS, max_size=10), st.integers(0, 1 << 32))
+def test_after_a_forced_claim_the_stores_agree_once_they_have_heard(
+    before: list[tuple[str, str, str | None]], claimant: str, after: list[tuple[str, str, str | None]], chance: int
+) -> None:
+    world = World()
+    for step in before:
+        play(world, step)
+    world.facts[claimant] = ownership.claimed(world.facts[claimant], chance, 0)
+    for step in after:
+        play(world, step)
+    for _ in range(20):
+        for name in NAMES:
+            world.tell(name)
+            world.decide(name, hears=True)
+    for name in NAMES:
+        world.undo(name)
+    for name in NAMES * 10:
+        world.tell(name)
+    assert not any(known.tells for known in world.facts.values())
+    assert len(world.owners()) <= 1, world.facts
+
+
+def test_two_claims_at_two_places_yield_to_the_higher_and_never_both_stay() -> None:
+    for chances in ((1, 2), (2, 1), (3, 3)):
+        world = World()
+        world.begin("laptop", "studio")
+        world.decide("studio", hears=True)
+        for name, chance in zip(("laptop", "studio"), chances, strict=True):
+            world.facts[name] = ownership.claimed(world.facts[name], chance, 0)
+        world.facts["studio"] = replace(world.facts["studio"], tells=("laptop",))
+        while world.tell("laptop") or world.tell("studio"):
+            pass
+        assert len(world.owners()) == 1, world.facts
+        if chances[0] != chances[1]:
+            assert world.owners() == ["laptop" if chances[0] > chances[1] else "studio"]
+
+
+def test_a_claim_is_above_all_that_moves_can_reach() -> None:
+    known = Ownership(OwnerState.MOVED, 5, "studio")
+    claim = ownership.claimed(known, 0, 0)
+    assert claim.generation == ownership.CLAIM_STEP
+    assert claim.tells == ("studio",)
+    highest = ownership.claimed(claim, ownership.MAX_CLAIM_CHANCE - 1, 0)
+    assert highest.generation < 3 * ownership.CLAIM_STEP < ownership.MAX_GENERATION
+
+
+def test_only_the_destination_of_the_move_gets_the_agent() -> None:
+    moving = ownership.offered("a", HERE, "studio", "m", 0, 0)
+    for peer, move in (("attic", "m"), ("studio", "n")):
+        with pytest.raises(FailedPrecondition, match="not under way"):
+            ownership.handed_over("a", moving, peer, move, 0)
+        assert ownership.undone(moving, peer, move, 0) == moving
+    with pytest.raises(FailedPrecondition, match="on its way to studio"):
+        ownership.offered("a", moving, "attic", "n", 0, 0)
+    later = ownership.offered("a", moving, "studio", "n", 0, 0)
+    with pytest.raises(FailedPrecondition):
+        ownership.handed_over("a", later, "studio", "m", 0)

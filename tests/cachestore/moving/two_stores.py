@@ -1,0 +1,62 @@
+"""Two stores as real processes that know each other as peers, for tests of moves; cables between them may be cut."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvasir.clients import StoreClient
+from kvasir.credentials import PEER, Principal, write_private_text
+
+from tests.cachestore.service.proxy import Proxy, proxy_to
+from tests.cachestore.service.running import RunningStore, StoreHome, make_credentials, store_home
+
+NAMES = ("laptop", "studio", "attic")
+
+
+@dataclass
+class Mac:
+    """One store, and the cables by which it reaches the others."""
+
+    name: str
+    home: StoreHome
+    options: tuple[str, ...]
+    cables: dict[str, Proxy] = field(default_factory=dict)
+    running: RunningStore | None = None
+
+    def start(self) -> RunningStore:
+        self.running = self.home.start(*self.options)
+        return self.running
+
+    def kill(self) -> None:
+        assert self.running is not None
+        self.running.kill()
+
+    def client(self, timeout_s: float = 30.0) -> StoreClient:
+        return StoreClient.connect(self.home.socket, timeout_s=timeout_s, retry_reads=False)
+
+
+@contextmanager
+def macs(root: Path, *options: str, count: int = 2) -> Iterator[list[Mac]]:
+    """So many stores, each the peer of every other under its name, over a proxy for each direction."""
+    names = NAMES[:count]
+    with ExitStack() as exits:
+        homes = {name: exits.enter_context(store_home(root / name)) for name in names}
+        made = []
+        for name in names:
+            homes[name].root.mkdir(parents=True, exist_ok=True)
+            others = [other for other in names if other != name]
+            credentials = homes[name].root / "credentials.toml"
+            tokens = make_credentials(credentials, [Principal(o, "default", frozenset({PEER})) for o in others])
+            for other, token in tokens.items():
+                write_private_text(root / f"token-of-{other}-at-{name}", token)
+            cables = {other: exits.enter_context(proxy_to(homes[other].socket)) for other in others}
+            lines = [
+                f'[[peer]]\nname = "{other}"\naddress = "{cables[other].address}"\n'
+                f'token_file = "{root / f"token-of-{name}-at-{other}"}"\n'
+                for other in others
+            ]
+            write_private_text(homes[name].root / "peers.toml", "".join(lines))
+            given = ("--credentials-file", str(credentials), "--peers-file", str(homes[name].root / "peers.toml"))
+            made.append(Mac(name, homes[name], (*given, *options), cables))
+        yield made
