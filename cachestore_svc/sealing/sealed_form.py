@@ -23,7 +23,6 @@ _OVERHEAD = _NONCE_BYTES + _TAG_BYTES
 _SALT_END = len(MAGIC) + _SALT_BYTES
 HEADER_BYTES = _SALT_END + _DIGEST_BYTES + _OVERHEAD
 SEALED_SEGMENT_BYTES = SEGMENT_BYTES + _OVERHEAD
-_PLACE = struct.Struct("<Q?")  # number of the segment, whether it is the last
 
 RandomBytes = Callable[[int], bytes]
 
@@ -86,7 +85,7 @@ class FileSeal:
         """A segment's bytes in the file. `plain`: SEGMENT_BYTES, or fewer in the last."""
         sealed = bytearray(len(plain) + _OVERHEAD)
         nonce = sealed[:_NONCE_BYTES] = random_bytes(_NONCE_BYTES)
-        self._aead.encrypt_into(nonce, plain, _PLACE.pack(number, is_last), memoryview(sealed)[_NONCE_BYTES:])
+        self._aead.encrypt_into(nonce, plain, _place(number, is_last), memoryview(sealed)[_NONCE_BYTES:])
         return sealed
 
     def open(self, sealed: bytes | memoryview, number: int, is_last: bool, into: memoryview) -> None:
@@ -95,7 +94,7 @@ class FileSeal:
             raise DoesNotOpen("it is cut")
         view = memoryview(sealed)
         try:
-            self._aead.decrypt_into(bytes(view[:_NONCE_BYTES]), view[_NONCE_BYTES:], _PLACE.pack(number, is_last), into)
+            self._aead.decrypt_into(bytes(view[:_NONCE_BYTES]), view[_NONCE_BYTES:], _place(number, is_last), into)
         except InvalidTag:
             raise DoesNotOpen(f"segment {number} was changed, moved or cut") from None
 
@@ -118,3 +117,8 @@ def open_file(files_key: bytes, sealed: memoryview, hash_: str) -> memoryview:
         into = plain[number * SEGMENT_BYTES : (number + 1) * SEGMENT_BYTES]
         seal.open(sealed[start : start + SEALED_SEGMENT_BYTES], number, number == segments - 1, into)
     return plain.toreadonly()
+
+
+def _place(number: int, is_last: bool) -> bytes:
+    """What a segment is bound to beside its file."""
+    return struct.pack("<Q?", number, is_last)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from tests.cachestore.core.mutants import STORE
+from tests.cachestore.sealing.mutants import SEALING
 from tests.hammer.mutants import HAMMER
 from tests.inference.engine.mutants import ENGINE
 from tests.inference.kv.mutants import KV
@@ -10,4 +11,4 @@ from tests.inference.scheduling.scheduler_mutants import SCHEDULER
 from tests.kvasir.mutants import SDK
 from tests.mutation.mutant import Suite
 
-SUITES: Mapping[str, Suite] = {suite.name: suite for suite in (STORE, ENGINE, SCHEDULER, KV, HAMMER, SDK)}
+SUITES: Mapping[str, Suite] = {suite.name: suite for suite in (STORE, SEALING, ENGINE, SCHEDULER, KV, HAMMER, SDK)}

@@ -80,7 +80,7 @@ JOURNAL_MUTANTS = (
     (
         "journal: a damaged namespace is served",
         "opening.py",
-        "    catalog.keep_out({namespace: looking.words_of(damage) for namespace, damage in seen.damage.items()})\n",
+        "    catalog.keep_out(words)\n",
         "",
         "index_damage",
     ),
@@ -151,8 +151,8 @@ JOURNAL_MUTANTS = (
     (
         "journal: a recovery believes damaged blobs",
         "salvage.py",
-        "            if Digest.of(data) != digest:\n",
-        "            if len(data) != digest.size_bytes:\n",
+        "            if Digest.of(data) == plain:\n",
+        "            if len(data) == plain.size_bytes:\n",
         "recovering",
     ),
     (

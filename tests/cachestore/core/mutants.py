@@ -160,7 +160,7 @@ MUTANTS = (
     Mutant(
         "after a start no lease is known",
         "opening.py",
-        "live.grant(lease.line, lease.token, lease.ttl_ms / 1000)",
+        "live.grant(lease.line._replace(agent_id=agent_id), lease.token, lease.ttl_ms / 1000)",
         "pass",
         "leases",
     ),
