@@ -1,4 +1,4 @@
-"""`kvasir bench store`: the store's rates, beside the rates of this machine's wire, disk and hash.
+"""`kvasir bench store`: the store's rates, plain and sealed, beside the rates of this machine's wire, disk and hash.
 
 Everything is measured in one run, in turns, and reported as medians and ratios: a busy hour changes all of them alike.
 The stores are real processes on Unix sockets and loopback, with their data in a temporary directory.
@@ -34,6 +34,7 @@ from kvasir.formats.digest import Digest
 from kvasir.formats.frames import FRAME_BYTES
 
 _READY_WITHIN_S = 60.0
+_MEASURED = ("tcp", "write_fsync", "blake3", "put", "get", "pull", "sealed_put", "sealed_get")
 # Receives a number of bytes on a socket as fast as it can, and acknowledges them.
 _SINK = """
 import socket, sys
@@ -99,17 +100,23 @@ def run(
 
 async def _moving(root: Path, geometry: Geometry, repeats: int) -> dict[str, Any]:
     """Rates at one block size, in MB/s."""
-    rates: dict[str, list[float]] = {name: [] for name in ("tcp", "write_fsync", "blake3", "put", "get", "pull")}
+    rates: dict[str, list[float]] = {name: [] for name in _MEASURED}
     with ExitStack() as stack:
+        sealed_at = stack.enter_context(_store(root / "sealed", *_sealed(root / "sealed")))
         there = stack.enter_context(_store(root / "there"))
         peers = root / "peers.toml"
         write_private_text(peers, f'[[peer]]\nname = "there"\naddress = "{there}"\n')
         here = stack.enter_context(_store(root / "here", "--peers-file", str(peers)))
-        async with AioStoreClient.connect(there) as source, AioStoreClient.connect(here) as target:
+        async with (
+            AioStoreClient.connect(there) as source,
+            AioStoreClient.connect(here) as target,
+            AioStoreClient.connect(sealed_at) as sealed,
+        ):
             for repeat in range(repeats + 1):
                 memory = _memory(geometry.identity, geometry.blocks, repeat)
                 seconds = _baselines(root, memory)
                 seconds |= await _transfers(source, target, memory, f"agent-{repeat}")
+                seconds |= {f"sealed_{name}": value for name, value in (await _put_and_get(sealed, memory)).items()}
                 # The first round warms caches, connections and allocators.
                 for name, value in seconds.items() if repeat else ():
                     rates[name].append(memory.size_bytes / value / 1e6)
@@ -122,6 +129,7 @@ async def _moving(root: Path, geometry: Geometry, repeats: int) -> dict[str, Any
         "blocks": geometry.blocks,
         "mb_per_s": {name: round(value, 1) for name, value in medians.items()},
         "ratio_to_slowest": {name: round(medians[name] / limit, 3) for name in ("put", "get", "pull")},
+        "ratio_of_sealed": {name: round(medians[f"sealed_{name}"] / medians[name], 3) for name in ("put", "get")},
         "slowest": min(("tcp", "write_fsync", "blake3"), key=lambda name: medians[name]),
         "find_missing_1000_ms": round(statistics.median(missing_ms), 2),
     }
@@ -137,19 +145,21 @@ def _baselines(root: Path, memory: Memory) -> dict[str, float]:
 
 
 async def _transfers(source: AioStoreClient, target: AioStoreClient, memory: Memory, agent_id: str) -> dict[str, float]:
-    seconds: dict[str, float] = {}
-    began = time.perf_counter()
-    await source.put_blobs(memory.blobs)
-    seconds["put"] = time.perf_counter() - began
+    seconds = await _put_and_get(source, memory)
     await source.commit(agent_id, await source.put_manifest(memory.manifest), 0)
     began = time.perf_counter()
-    async for _ in source.get_blobs(list(memory.blobs)):
-        pass
-    seconds["get"] = time.perf_counter() - began
-    began = time.perf_counter()
     await target.pull_agent("there", agent_id)
-    seconds["pull"] = time.perf_counter() - began
-    return seconds
+    return seconds | {"pull": time.perf_counter() - began}
+
+
+async def _put_and_get(client: AioStoreClient, memory: Memory) -> dict[str, float]:
+    began = time.perf_counter()
+    await client.put_blobs(memory.blobs)
+    put_s = time.perf_counter() - began
+    began = time.perf_counter()
+    async for _ in client.get_blobs(list(memory.blobs)):
+        pass
+    return {"put": put_s, "get": time.perf_counter() - began}
 
 
 async def _find_missing_ms(client: AioStoreClient, memory: Memory) -> float:
@@ -211,6 +221,14 @@ def _store(root: Path, *options: str) -> Iterator[str]:
         finally:
             process.terminate()
             process.wait(_READY_WITHIN_S)
+
+
+def _sealed(root: Path) -> tuple[str, ...]:
+    """Options of a store whose namespace is sealed from its beginning."""
+    options = ("--seal-key-file", str(root / "seal.key"))
+    new = ["keys", "new", "default", "--data-dir", str(root / "data"), *options]
+    subprocess.run([sys.executable, "-m", "cachestore_svc", *new], check=True, stdout=subprocess.DEVNULL)
+    return options
 
 
 def _tcp_s(blobs: Sequence[bytes]) -> float:
@@ -311,6 +329,8 @@ def _targets(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows: list[tuple[str, float, str, float]] = [
         ("put at the large size / slowest baseline", large["ratio_to_slowest"]["put"], ">=", 0.6),
         ("pull at the large size / slowest baseline", large["ratio_to_slowest"]["pull"], ">=", 0.6),
+        ("put into a sealed namespace / put", large["ratio_of_sealed"]["put"], ">=", 0.6),
+        ("get from a sealed namespace / get", large["ratio_of_sealed"]["get"], ">=", 0.6),
         ("find 1,000 digests, ms", results["find_missing_1000_ms"], "<=", 10.0),
         (f"start with {startup['blobs']:,} blobs, s", startup["seconds"], "<=", 2.0),
     ]
