@@ -41,6 +41,8 @@ class KeyCare:
 
     def records(self) -> list[SealedNamespace]:
         """All namespaces that are sealed, by name. Raises FailedPrecondition (NAMESPACE_SEALED) for a lost record."""
+        if not self._config.data_dir.exists():
+            return []
         with locked(self._config, self._disk):
             return [self._seen(record) for record in self._records()]
 
@@ -55,8 +57,8 @@ class KeyCare:
             return self._seen(record)
 
     def rotate(self, masters: Sequence[MasterKey], new: MasterKey) -> list[SealedNamespace]:
-        """Wrap every key with a new master key, and with it alone; no blob is written. A crash leaves each key opened
-        by one of them, or by both: then this is done again. Raises FailedPrecondition (NAMESPACE_SEALED: `masters` do
+        """Wrap every key with a new master key, and with it alone; no blob is written. Wherever it ends, the old master
+        key or the new one opens all; then it is done again. Raises FailedPrecondition (NAMESPACE_SEALED: `masters` do
         not open all; nothing is changed then)."""
         with locked(self._config, self._disk):
             keys = [(record, record.open([*masters, new])) for record in self._records() if not record.erased_unix_ms]

@@ -61,7 +61,7 @@ def rotate(
 ) -> None:
     """Replace the master key. Rewrites no blob; from then on the store needs the new one.
 
-    After a crash give the command again: until it ends, each namespace is opened by the old key, the new one, or both.
+    After a crash give the command again: wherever it ended, the old key or the new one opens all namespaces.
     """
     caller = caller_of(context, as_json)
     options = [*_option("--new-key-file", new_key_file), *_option("--new-keychain", new_keychain)]

@@ -1,0 +1,21 @@
+"""`kvasir keys`: a namespace is sealed, its master key replaced, its key destroyed; and what is refused says why."""
+
+from pathlib import Path
+
+from tests.cli.running import Cli
+
+
+def test_a_namespace_is_sealed_its_master_key_replaced_and_its_key_destroyed(tmp_path: Path) -> None:
+    cli = Cli(tmp_path / "home")
+    assert "no namespace is sealed" in cli.done("keys", "ls").out
+    [made] = cli.done("keys", "new", "work", "--json").value["namespaces"]
+    assert (made["namespace"], len(made["master_ids"]), made["files"]) == ("work", 1, 0)
+    assert (cli.home / "seal.key").stat().st_mode & 0o777 == 0o600
+    assert "is in use, or sealed already" in cli("keys", "new", "work").err
+    [rotated] = cli.done("keys", "rotate", "--new-key-file", tmp_path / "new.key", "--json").value["namespaces"]
+    assert rotated["master_ids"] != made["master_ids"]
+    refused = cli("keys", "rotate", "--new-key-file", tmp_path / "newer.key")
+    assert refused.code != 0
+    assert f"'work' is sealed: it needs the master key {rotated['master_ids'][0]}" in refused.err
+    assert "rows remain, sealed for ever" in cli.done("keys", "erase", "work", "--yes").out
+    assert "its key was destroyed" in cli.done("keys", "ls").out
