@@ -36,7 +36,7 @@ _STARTED = (
     "inference_svc.bench.memory_probe",
     "inference_svc.bench.quality",
 )
-_FORKS.set_forkserver_preload([*_MAINS.values(), *_STARTED])
+_FORKS.set_forkserver_preload([*_MAINS.values(), *_STARTED, "tests.settled"])
 
 
 class Program:
