@@ -8,6 +8,7 @@ import fnmatch
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -169,10 +170,12 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
 
 
-def names_match(name: str, patterns: Iterable[str]) -> bool:
+@cache
+def names_match(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}.*") for pattern in patterns)
 
 
+@cache
 def modules() -> dict[str, ast.Module]:
     """Every module of ours that is not generated, by its path from the root."""
     found: dict[str, ast.Module] = {}
@@ -183,7 +186,12 @@ def modules() -> dict[str, ast.Module]:
     return found
 
 
-def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
+@cache
+def imported(tree: ast.Module) -> list[tuple[int, str]]:
+    return list(_imported(tree))
+
+
+def _imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Every name that a module imports anywhere: `import a.b`, `from a import b` as a.b, importlib with a literal."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -334,18 +342,23 @@ def test_no_door_stands_open_that_nobody_uses(wall: Wall, trees: dict[str, ast.M
 
 
 def test_every_module_opens_with_a_sentence(trees: dict[str, ast.Module]) -> None:
-    tests = {
-        path.relative_to(ROOT).as_posix(): ast.parse(path.read_text())
-        for path in (ROOT / "tests").rglob("*.py")
-        if path.read_text().strip()
-    }
-    without = [path for path, tree in {**trees, **tests}.items() if not _opens_with_sentence(ast.get_docstring(tree))]
+    opening = {path: ast.get_docstring(tree) for path, tree in trees.items()}
+    for path in (ROOT / "tests").rglob("*.py"):
+        if text := path.read_text().strip():
+            docstring = re.match(r'"""(.*?)"""', text, re.DOTALL)
+            opening[path.relative_to(ROOT).as_posix()] = docstring and docstring[1]
+    without = [path for path, docstring in opening.items() if not _opens_with_sentence(docstring)]
     assert without == []
 
 
 def _opens_with_sentence(docstring: str | None) -> bool:
     first_paragraph = (docstring or "").split("\n\n")[0].strip()
     return bool(re.match(r"\S.*[.:]", first_paragraph, re.DOTALL)) and first_paragraph[-1] in ".:"
+
+
+@cache
+def graph_of(package: str) -> dict[str, set[str]]:
+    return module_graph(ROOT, package)
 
 
 # Which rooms a room may import: the arrows between folders, and none that is not here.
@@ -394,7 +407,7 @@ ROOMS = {
 def test_rooms_import_only_the_rooms_below_them(package: str) -> None:
     name = PACKAGES[package]
     # The package's own `__init__` imports nothing: any room may have its version from it.
-    graph = {room: below - {name} for room, below in boxes(module_graph(ROOT, package)).items()}
+    graph = {room: below - {name} for room, below in boxes(graph_of(package)).items()}
     allowed = {
         f"{name}.{room}": {f"{name}.{other}" for other in below.split()} for room, below in ROOMS[package].items()
     }
@@ -404,7 +417,7 @@ def test_rooms_import_only_the_rooms_below_them(package: str) -> None:
 
 @pytest.mark.parametrize("package", ROOMS)
 def test_nothing_imports_in_a_circle(package: str) -> None:
-    graph = module_graph(ROOT, package)
+    graph = graph_of(package)
     assert cycles(graph) == []
     assert cycles(boxes(graph)) == []
 
