@@ -11,8 +11,14 @@ help:            ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
 
 # Three workers for two cores: a test often waits for a service, a process or a timeout. Not compared with two yet.
-test: install lint ## Everything CI runs: lint, types, contract, walls, tests; at its end the slowest twenty
+# mypy has one core: beside it the other compiles what the tests import, and their asserts, which each worker would do.
+test: install    ## Everything CI runs: lint, types, contract, walls, tests; at its end the slowest twenty
+	@$(MAKE) --no-print-directory -j 2 lint compiled
 	$(BIN)/python -m pytest -n 3 --dist worksteal --durations=20
+
+.PHONY: compiled
+compiled: install
+	@$(BIN)/python -m pytest --collect-only -qq >/dev/null || true  # the tests say what is wrong
 
 # What needs no service, no model and no disk that syncs: chosen by measurement, a minute in all.
 CHECKED := $(addprefix tests/inference/,bench edge memory model scheduling text turns) \
@@ -70,7 +76,6 @@ install: .venv/.installed ## Make .venv with everything; a second run does nothi
 	  rm -rf .venv; $(PY) -m venv --without-pip .venv && $(PY) -m pip --python $(BIN)/python install -q pip; }; }
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS) -U pip setuptools
 	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
-	@$(BIN)/python -m compileall -qq -j 0 $(CURDIR)/.venv/lib || true  # pip would do it with one process
 	@touch $@
 
 campaigns: install ## The long forms of sampled tests (DESIGN §12); hours on two cores
