@@ -1,6 +1,10 @@
 """How much of a sampled property one run looks at: `make test` a part, `make campaigns` the whole."""
 
 import os
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+First, Second = TypeVar("First"), TypeVar("Second")
 
 IS_WHOLE = bool(os.environ.get("KVASIR_WHOLE"))
 
@@ -8,3 +12,12 @@ IS_WHOLE = bool(os.environ.get("KVASIR_WHOLE"))
 def sampled(part: int, *, of: int) -> int:
     """Cases of a run: so many of those that a campaign tries (DESIGN §12)."""
     return of if IS_WHOLE else part
+
+
+def pairs(firsts: Sequence[First], seconds: Iterable[Second]) -> list[tuple[First, Second]]:
+    """Each of `seconds` with one of `firsts`, in turn; the whole has each with each."""
+    return [
+        (first, second)
+        for number, second in enumerate(seconds)
+        for first in (firsts if IS_WHOLE else [firsts[number % len(firsts)]])
+    ]

@@ -30,6 +30,7 @@ from inference_svc.engine.engine import Engine
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.engine.families import ALL, BUDGET, write_family
 from tests.inference.engine.test_preempted_turns import PROMPT, Keeper, background, disturbed
+from tests.sampling import pairs
 
 WINDOWED = ["gemma3", "gpt_oss"]
 RECURRENT = ["granite_hybrid", "falcon_h1"]
@@ -84,8 +85,7 @@ def test_with_states_nobody_waits_for_a_sibling_that_has_nothing_to_give(family:
 
 
 # Shorter than a window, past it, ending with a block, and past one. Without windows the first two are alike.
-LENGTHS = [(name, length) for name in WINDOWED for length in (60, 97, 251, 330)]
-LENGTHS += [(name, length) for name in RECURRENT for length in (60, 251, 330)]
+LENGTHS = [*pairs(WINDOWED, (60, 97, 251, 330)), *pairs(RECURRENT, (60, 251, 330))]
 LENGTHS += [(name, 251 + 20 * number) for number, name in enumerate(sorted(set(ALL) - set(WITH_STATES)))]
 
 

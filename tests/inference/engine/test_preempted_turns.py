@@ -28,6 +28,7 @@ from inference_svc.engine.engine import Engine
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from tests.inference.engine.cells import cells_of_a_block
 from tests.inference.engine.driving import Driver, Listener, tokens_of
+from tests.sampling import pairs
 
 PROMPT = tokens_of(700, 1)
 PERSON = tokens_of(900, 2)
@@ -118,7 +119,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "penalized": {"repetition_penalty": 1.5, "temperature": 0.7, "seed": 3, "top_p": 0.9},
     "constrained": {"constraint": Constraint(ConstraintKind.REGEX, "([a-z]{3} ){30}"), "temperature": 0.8, "seed": 1},
 }
-CUTS: list[tuple[type[Event], int]] = [(Tokens, 10), (Prefilled, 2)]
+CUTS: dict[str, tuple[type[Event], int]] = {"decoding": (Tokens, 10), "prefilling": (Prefilled, 2)}
 
 
 @dataclass(frozen=True)
@@ -145,14 +146,14 @@ def undisturbed(small: Driver) -> Callable[[str], Undisturbed]:
     return run
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=["decoding", "prefilling"])
+@pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_a_turn_that_was_preempted_says_and_remembers_what_it_does_undisturbed(
-    small: Driver, cut: tuple[type[Event], int], settings: str, undisturbed: Callable[[str], Undisturbed]
+    small: Driver, cut: str, settings: str, undisturbed: Callable[[str], Undisturbed]
 ) -> None:
     expected = undisturbed(settings)
     keeper, key = Keeper(), small.key()
-    ended = disturbed(small, keeper, *cut, key=key, **SETTINGS[settings])
+    ended = disturbed(small, keeper, *CUTS[cut], key=key, **SETTINGS[settings])
     assert keeper.one(Resumed).lost_tokens == 0
     assert (ended.text, ended.state) == (expected.ended.text, expected.ended.state)
     assert logprobs(keeper) == logprobs(expected.listener)
@@ -181,37 +182,24 @@ def test_a_person_gets_the_room_within_a_step_and_a_cell(
     assert cut[1] <= sum(isinstance(event, cut[0]) for event in events) <= most
 
 
-@pytest.mark.parametrize(
-    "brought",
-    [
-        lambda _: (),
-        lambda files: files[:1],
-        lambda files: files[:-1],
-        lambda files: (files[0], files[1][:-64], *files[2:]),
-        lambda files: (files[1], *files[1:]),
-        lambda files: (*files, files[-1]),
-        lambda files: (files[0], files[1][:-2] + b"\xff\xff", *files[2:]),
-    ],
-    ids=[
-        "nothing",
-        "one block",
-        "all but the tail",
-        "one that is short",
-        "another's place",
-        "one too many",
-        "not numbers",
-    ],
-)
-@pytest.mark.parametrize("cut", CUTS, ids=["decoding", "prefilling"])
+BROUGHT: dict[str, Callable[[Sequence[bytes]], Sequence[bytes]]] = {
+    "nothing": lambda _: (),
+    "one block": lambda files: files[:1],
+    "all but the tail": lambda files: files[:-1],
+    "one that is short": lambda files: (files[0], files[1][:-64], *files[2:]),
+    "another's place": lambda files: (files[1], *files[1:]),
+    "one too many": lambda files: (*files, files[-1]),
+    "not numbers": lambda files: (files[0], files[1][:-2] + b"\xff\xff", *files[2:]),
+}
+
+
+@pytest.mark.parametrize(("cut", "brought"), pairs(list(CUTS), BROUGHT))
 def test_what_of_a_turn_does_not_come_back_is_computed_again_and_nothing_is_said_twice(
-    small: Driver,
-    cut: tuple[type[Event], int],
-    brought: Callable[[Sequence[bytes]], Sequence[bytes]],
-    undisturbed: Callable[[str], Undisturbed],
+    small: Driver, cut: str, brought: str, undisturbed: Callable[[str], Undisturbed]
 ) -> None:
     expected = undisturbed("sampled")
-    keeper, key = Keeper(brought), small.key()
-    ended = disturbed(small, keeper, *cut, key=key, **SETTINGS["sampled"])
+    keeper, key = Keeper(BROUGHT[brought]), small.key()
+    ended = disturbed(small, keeper, *CUTS[cut], key=key, **SETTINGS["sampled"])
     preempted, resumed = keeper.one(Preempted), keeper.one(Resumed)
     assert resumed.tokens + resumed.lost_tokens == preempted.tokens
     assert (ended.text, ended.state) == (expected.ended.text, expected.ended.state)
