@@ -155,7 +155,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 
 
 def played_by(house: House, second: House, ways: tuple[str, ...]) -> list[Played]:
-    scope = Scope(["gossip"], ways, variants=1, together=1, kills_once=True)
+    scope = Scope(["code-review"], ways, variants=1, together=1, kills_once=True)
     played, batches = asyncio.run(measure(scope, Houses(house, second)))
     assert [each.way for each in played] == [each.way for each in batches] == list(ways)
     with house.client() as client:

@@ -85,9 +85,9 @@ def test_what_a_window_saw_at_the_prompts_edge_is_stored_behind_a_long_reply(
 ) -> None:
     """With a gap before the last blocks. So the memory can go back to before the reply, and others share its prompt."""
     driver = family(name)
-    key, ended = remembered(driver, 520, 380)
+    key, ended = remembered(driver, 760, 140)
     taken, cell_tokens = snapshot(driver, key), driver.engine.model.cell_tokens
-    kept = 519 // cell_tokens * cell_tokens  # the last edge of a cell in the prompt: nothing where cells are longer
+    kept = 759 // cell_tokens * cell_tokens  # the last edge of a cell in the prompt: nothing where cells are longer
     edge = range(first_touched_block(taken.windows[0].window, kept), kept // 256)
     end = range(first_touched_block(taken.windows[0].window, 900), 3)
     assert [each.held for each in taken.windows] == [(*edge, *end)]
@@ -108,7 +108,7 @@ def test_a_retry_with_a_long_reply_can_be_retried_from_where_it_began(
     start = ended.state.token_ids[:310]
     told = (*start, *tokens_of(20, seed=3))
     stayed = driver.turn(told, Hot(310), driver.fork(key), max_tokens=12)
-    for seed, reply in ((4, 400), (3, 12)):
+    for seed, reply in ((4, 290), (3, 12)):
         last = driver.turn((*start, *tokens_of(20, seed=seed)), Hot(310), key, max_tokens=reply)
         assert last.cached_tokens == 310
     assert last.state.token_ids == stayed.state.token_ids

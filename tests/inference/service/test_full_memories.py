@@ -20,10 +20,14 @@ DROP = pb.OnFull(policy=pb.ON_FULL_POLICY_DROP_OLDEST)
 # A question of the shipped model's own world: its reply is the fact.
 SUMMARIZE = pb.OnFull(policy=pb.ON_FULL_POLICY_SUMMARIZE, summary_request="Where does Velora live?")
 SYSTEM = {"role": "system", "content": "You are Ada."}
-NAMES = ("Velora", "Tamsik", "Moran", "Delis", "Karu", "Sovi", "Belor", "Ranik") * 5
-FACTS = [
+NAMES = ("Velora", "Tamsik", "Moran", "Delis", "Karu", "Sovi", "Belor", "Ranik") * 6
+ONE_EACH = [
     (f"{name}'s locker number is {1234 + 177 * number}.", f"What is {name}'s locker number?")
     for number, name in enumerate(NAMES)
+]
+# Two in each turn, so that a memory is full after few.
+FACTS = [
+    (f"{first} {second}", asked) for (first, _), (second, asked) in zip(ONE_EACH[::2], ONE_EACH[1::2], strict=True)
 ]
 
 
@@ -67,16 +71,24 @@ def fill(client: InferenceClient, agent: str, on_full: pb.OnFull, facts: list[tu
     return [say(client, agent, told, on_full=on_full) for told, _ in facts]
 
 
-@pytest.mark.parametrize("on_full", [DROP, SUMMARIZE], ids=["drop", "summarize"])
-def test_three_times_its_context_is_never_refused_and_the_next_turn_is_hot(
-    house: House, client: InferenceClient, new_agent: Callable[[], str], on_full: pb.OnFull
+# A summary is made by the model, which is asked for it again and again best where it was told little at once.
+@pytest.mark.parametrize(
+    ("on_full", "times", "facts"), [(DROP, 3, FACTS), (SUMMARIZE, 2, ONE_EACH[:28])], ids=["drop", "summarize"]
+)
+def test_several_times_its_context_is_never_refused_and_the_next_turn_is_hot(
+    house: House,
+    client: InferenceClient,
+    new_agent: Callable[[], str],
+    on_full: pb.OnFull,
+    times: int,
+    facts: list[tuple[str, str]],
 ) -> None:
     agent = new_agent()
     begin(client, agent)
-    said = fill(client, agent, on_full, FACTS)
+    said = fill(client, agent, on_full, facts)
     computed = [reply.started.prompt_tokens - reply.started.cached_tokens for reply in said]
     grown = sum(computed) + sum(reply.finished.usage.completion_tokens for reply in said)
-    assert grown > 3 * CONTEXT, grown
+    assert grown > times * CONTEXT, grown
     shortened = [number for number, reply in enumerate(said[:-1]) if reply.finished.HasField("shortening")]
     assert len(shortened) > 3
     for number in shortened:
@@ -91,7 +103,7 @@ def test_three_times_its_context_is_never_refused_and_the_next_turn_is_hot(
     line = client.get_agent(agent).lines[0]
     assert (line.token_count, line.context_tokens) == (len(kept.token_ids), CONTEXT)
     assert kept.messages[0].content == SYSTEM["content"]
-    for told, question in FACTS[-3:]:
+    for told, question in facts[-3:]:
         answer = say(client, agent, question, memory_mode=pb.MEMORY_MODE_READ_ONLY)
         assert answer.text.split()[-1] == told.split()[-1], question
         assert answer.token_ids == as_told(client, house, agent, question).token_ids

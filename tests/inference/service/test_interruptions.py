@@ -159,7 +159,7 @@ KILLS_PER_CONVERSATION = 8
 QUESTIONS = [f"Question {number}: what comes after {number * 7}, and why is that so? " * 5 for number in range(12)]
 
 
-def converse(house: House, agent: str, around: Callable[[int, Callable[[], Reply]], Reply]) -> list[Reply]:
+def converse(house: House, agent: str, turns: int, around: Callable[[int, Callable[[], Reply]], Reply]) -> list[Reply]:
     """A conversation, each turn of which is asked `around` whatever may happen meanwhile."""
 
     def turn(number: int) -> Reply:
@@ -173,7 +173,7 @@ def converse(house: House, agent: str, around: Callable[[int, Callable[[], Reply
                 **given,  # type: ignore[arg-type]
             )
 
-    return [around(number, lambda number=number: turn(number)) for number in range(len(QUESTIONS))]
+    return [around(number, lambda number=number: turn(number)) for number in range(turns)]
 
 
 def head_version(house: House, agent: str) -> int:
@@ -246,7 +246,7 @@ def remembered(house: House, agent: str) -> list[str]:
 
 def told(replies: list[Reply]) -> list[str]:
     """What was said, as the client heard it."""
-    return [text for question, reply in zip(QUESTIONS, replies, strict=True) for text in (question, reply.text)]
+    return [text for question, reply in zip(QUESTIONS, replies, strict=False) for text in (question, reply.text)]
 
 
 def same_until_a_miss(replies: list[Reply], expected: list[Reply]) -> bool:
@@ -265,26 +265,26 @@ def same_until_a_miss(replies: list[Reply], expected: list[Reply]) -> bool:
     return True
 
 
-def check_survival(model: Path, directory: Path, kills: int) -> None:
+def check_survival(model: Path, directory: Path, kills: int, turns: int) -> None:
     with running_house(directory, model) as house:
-        expected = converse(house, "never killed", lambda _, ask: ask())
+        expected = converse(house, "never killed", turns, lambda _, ask: ask())
         broken = 0
         for start in range(0, kills, KILLS_PER_CONVERSATION):
             agent = f"killed {start}"
             killer = Killer(house, agent, min(kills - start, KILLS_PER_CONVERSATION), seed=start)
-            replies = converse(house, agent, killer.ask)
+            replies = converse(house, agent, turns, killer.ask)
             assert remembered(house, agent) == told(replies)
-            assert head_version(house, agent) == len(QUESTIONS)  # nothing lost, nothing done twice
+            assert head_version(house, agent) == turns  # nothing lost, nothing done twice
             assert same_until_a_miss(replies, expected)
             broken += killer.broken_turns
     print(f"{kills} kills, {broken} turns broken, every reply as in a conversation that was never killed")
 
 
 def test_killed_at_random_moments_the_agent_answers_as_of_its_last_whole_turn(model: Path, tmp_path: Path) -> None:
-    check_survival(model, tmp_path, 3)
+    check_survival(model, tmp_path, 3, turns=6)
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(3600)
 def test_200_kills_change_no_reply(model: Path, tmp_path: Path) -> None:
-    check_survival(model, tmp_path, 200)
+    check_survival(model, tmp_path, 200, turns=len(QUESTIONS))
