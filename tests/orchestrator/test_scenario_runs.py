@@ -32,6 +32,7 @@ from kvasir_orchestrator.examples import plain_asyncio
 
 from tests.programs import Program
 from tests.programs import run as run_program
+from tests.sampling import IS_WHOLE
 from tests.system_fixtures import House, running_house
 
 TEXT = """
@@ -179,10 +180,16 @@ def test_everything_killed_after_every_turn_of_a_shipped_scenario(house: House, 
     assert (rows[-1]["outcomes_met"], rows[-1]["extended"]) == (rows[-1]["outcomes"], rows[-1]["later_turns"])
 
 
+# The page's example below is the third; the campaign's runs, which are killed, are of all.
+SOME = ("code-review", "prisoners-dilemma")
+
+
 def test_shipped_scenarios_end_as_they_should_all_at_once(house: House) -> None:
+    names = shipped_names() if IS_WHOLE else SOME
+
     async def all_at_once() -> list[Event]:
         async with AioInferenceClient.connect(house.engine.address) as client:
-            runs = [_last(run(Scenario.shipped(name, 1), EngineMemory(client))) for name in shipped_names()]
+            runs = [_last(run(Scenario.shipped(name, 1), EngineMemory(client))) for name in names]
             return await asyncio.gather(*runs)
 
     for done in asyncio.run(all_at_once()):

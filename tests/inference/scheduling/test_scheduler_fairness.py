@@ -121,7 +121,7 @@ def fits_its_share(world: World, job: Job) -> bool:
 
 
 @given(st.lists(jobs(), min_size=3, max_size=10), st.dictionaries(st.integers(1, 60), jobs(), max_size=8))
-@settings(max_examples=sampled(40, of=120), deadline=None)
+@settings(max_examples=sampled(20, of=120), deadline=None)
 def test_a_turn_that_fits_its_namespaces_share_and_what_is_free_waits_for_no_other_namespace(
     first: list[Job], later: dict[int, Job]
 ) -> None:
@@ -311,7 +311,7 @@ def test_background_turns_of_a_namespace_within_its_share_stay() -> None:
 
 
 @given(st.lists(jobs(8, 200), min_size=4, max_size=12), st.dictionaries(st.integers(1, 60), jobs(8, 200), max_size=8))
-@settings(max_examples=sampled(20, of=60), deadline=None)
+@settings(max_examples=sampled(10, of=60), deadline=None)
 def test_whoever_gives_way_all_come_to_their_end(first: list[Job], later: dict[int, Job]) -> None:
     """And nobody within its share gives way to another namespace: the world looks at each."""
     world = World(BUDGET, rules=Rules(ageing_s=0.5))
