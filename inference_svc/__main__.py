@@ -52,6 +52,7 @@ from inference_svc.memory.lease_owner import LeaseOwner
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.remote_cache import RemoteCache
 from inference_svc.memory.service_stats import ServiceStats, ServiceStatus
+from inference_svc.memory.store_files import StoreFiles
 from inference_svc.memory.token_lines import TokenLines
 from inference_svc.model.model_host import ModelHost
 from inference_svc.served_model import ServedModel, open_served
@@ -250,7 +251,9 @@ def _stores(settings: EngineSettings) -> dict[str, RemoteCache]:
         tokens.setdefault(DEFAULT_NAMESPACE, None)
     return {
         namespace: RemoteCache(
-            AioStoreClient.connect(settings.store, token=token, tls=settings.store_tls, retry_reads=False), namespace
+            AioStoreClient.connect(settings.store, token=token, tls=settings.store_tls, retry_reads=False),
+            namespace,
+            StoreFiles(settings.store_data_dir, namespace) if settings.store_data_dir is not None else None,
         )
         for namespace, token in tokens.items()
     }

@@ -57,6 +57,9 @@ class EngineSettings(BaseSettings):
     """Cache store: unix:/path or host:port. Empty: memories are hot only, and end with the process."""
     store_token_file: Annotated[dict[str, Path], NoDecode] = Field(default_factory=dict)
     """The engine's token at the store: PATH, or NAMESPACE=PATH, once for each namespace that is served."""
+    store_data_dir: Path | None = None
+    """The store's data directory, if it is this user's and on this machine: blobs are read there, and verified. None:
+    all come from the store."""
     store_ca_file: Path | None = None
     """PEM: the store's own certificate, which pins it, or the authority that signed it. Needed beyond this machine."""
     peer: Annotated[dict[str, str], NoDecode] = Field(default_factory=dict)

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from blake3 import blake3
+from kvasir.formats.blob_place import namespace_place
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.backend import Aside, Damaged, Listing
@@ -43,7 +44,7 @@ class LocalDirectory:
 
     def of(self, namespace: str) -> "LocalBlobs":
         """See BlobBackend."""
-        return self._at(blake3(namespace.encode()).hexdigest()[:32])
+        return self._at(namespace_place(namespace))
 
     def all(self) -> list["LocalBlobs"]:
         """See BlobBackend. Whatever else people and their systems leave there (.DS_Store) is not ours."""

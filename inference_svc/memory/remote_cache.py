@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import structlog
@@ -19,6 +20,7 @@ from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.formats.digest import Digest
 
 from inference_svc.memory.outcomes import Miss, MissReason
+from inference_svc.memory.store_files import StoreFiles
 from inference_svc.memory.store_patience import PROBE_TIMEOUT_S, Breaker, Budget
 from inference_svc.memory.stored_windows import FoundPrefix, blocks_seen, stored_windows
 from inference_svc.memory.trust import LEASE_TTL_S, Version
@@ -117,12 +119,14 @@ StoreEvent = LeaseWanted | HeadMoved | AgentGone | EventsLost
 class RemoteCache:
     """One namespace of one cache store, seen from the engine."""
 
-    def __init__(self, client: AioStoreClient, namespace: str = "") -> None:
+    def __init__(self, client: AioStoreClient, namespace: str = "", files: StoreFiles | None = None) -> None:
         """`client` carries the engine's credential at the store, which is bound to a namespace. It must not retry reads
-        by itself: a turn has no time for that. `namespace`: the expected namespace; empty: any.
+        by itself: a turn has no time for that. `namespace`: the expected namespace; empty: any. `files`: those of the
+        store, if they may be read.
         """
         self._client = client
         self._namespace = namespace
+        self._files = files
         self._cursor: cachestore_pb2.EventCursor | None = None
         self.problem = ""  # why this store must not be used; known once it has answered
         self._breaker = Breaker(self._probe)
@@ -195,7 +199,10 @@ class RemoteCache:
         """The longest prefix of the blobs that arrived whole and correct within the budget, and why it is not all."""
         blobs: list[bytes] = []
         try:
-            async with contextlib.aclosing(self._client.get_blobs(digests)) as arriving:
+            await self._read_files(digests, blobs, budget)
+            if len(blobs) == len(digests):
+                return blobs, None
+            async with contextlib.aclosing(self._client.get_blobs(digests[len(blobs) :])) as arriving:
                 while len(blobs) < len(digests):
                     _, data = await self._read(lambda: anext(arriving), budget)
                     budget.earn(len(data))
@@ -205,6 +212,17 @@ class RemoteCache:
         except errors.NotFound as error:
             return blobs, _miss(error)
         return blobs, None
+
+    async def _read_files(self, digests: Sequence[Digest], blobs: list[bytes], budget: Budget) -> None:
+        """Add the first blobs, up to one that the store has to be asked for."""
+        files = self._files
+        for digest in digests if files is not None else ():
+            assert files is not None
+            data = await self._read(partial(asyncio.to_thread, files.read, digest), budget)
+            if data is None:
+                return
+            budget.earn(len(data))
+            blobs.append(data)
 
     async def find_prefix(
         self, kv_identity_hash: str, block_hashes: Sequence[str], groups: Sequence[int], budget: Budget

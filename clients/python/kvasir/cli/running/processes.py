@@ -63,6 +63,7 @@ class EngineProcess:
     store: Endpoint
     log_file: Path
     state_dir: Path
+    store_data_dir: Path | None = None  # of a store of this home
     model: str = ""  # the shipped model when empty
     options: tuple[str, ...] = ()  # of the service, beside these
     metrics_listen: str = ""  # HOST:PORT of loopback
@@ -76,6 +77,7 @@ class EngineProcess:
         return (
             *(sys.executable, "-m", "inference_svc", "serve"),
             *("--listen", self.listen, "--store", self.store.address, "--state-dir", str(self.state_dir)),
+            *_option("--store-data-dir", self.store_data_dir),
             *_option("--model", self.model),
             *_option("--audit-file", self.audit_file),
             *_option("--credentials-file", self.credentials_file),

@@ -340,6 +340,7 @@ def plan_of(
         log_file=home.logs / "engine.log",
         audit_file=home.audit_file("engine"),
         state_dir=home.engine_state,
+        store_data_dir=home.store_data,
         model=models[0] if models else "",
         options=(*(part for model in models[1:] for part in ("--model", model)), *engine_options),
         metrics_listen=engine_metrics,

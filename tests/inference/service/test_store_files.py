@@ -1,0 +1,81 @@
+"""Blobs read as files of the store: the same bytes, without a call; and whatever is wrong there, the store is asked."""
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvasir.clients import AioStoreClient
+from kvasir.formats.blob_place import blob_place
+from kvasir.formats.digest import Digest
+
+from inference_svc.memory.outcomes import MissReason
+from inference_svc.memory.remote_cache import RemoteCache
+from inference_svc.memory.store_files import StoreFiles
+from inference_svc.memory.store_patience import Budget
+from tests.cachestore.service.running import RunningStore, publish, store_home
+from tests.synthetic import SMALL, SyntheticAgent
+
+TURN = SyntheticAgent(SMALL, 1).turn(256 * 3 + 10, is_prompt=True)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RunningStore]:
+    with store_home(tmp_path / "h") as home:
+        running = home.start()
+        with running.client() as client:
+            publish(client, "ada", TURN, 0)
+        yield running
+
+
+def read(store: RunningStore, *digests: Digest) -> tuple[list[bytes], MissReason | None, int]:
+    """What an engine gets, why not more, and how many blobs the store itself sent for it."""
+
+    async def ask() -> tuple[list[bytes], MissReason | None]:
+        client = AioStoreClient.connect(store.address, retry_reads=False)
+        cache = RemoteCache(client, "default", StoreFiles(store.data_dir, "default"))
+        blobs, miss = await cache.read_blobs(digests, Budget(5.0, 1.0, time.monotonic))
+        await cache.close()
+        return blobs, miss.reason if miss is not None else None
+
+    with store.client() as client:
+        before = client.get_stats().counters["blobs_read"]
+        blobs, why = asyncio.run(ask())
+        return blobs, why, client.get_stats().counters["blobs_read"] - before
+
+
+def test_blobs_are_read_where_they_lie_and_the_store_sends_none(store: RunningStore) -> None:
+    blobs, why, sent = read(store, *TURN.digests)
+    assert blobs == [TURN.new_blobs[digest] for digest in TURN.digests]
+    assert (why, sent) == (None, 0)
+
+
+@pytest.mark.parametrize("wrong", ["gone", "cut", "a link", "a pipe"])
+def test_what_is_no_such_file_is_asked_of_the_store(store: RunningStore, tmp_path: Path, wrong: str) -> None:
+    path = blob_place(store.data_dir, "default", TURN.digests[1].hash)
+    data = path.read_bytes()
+    path.unlink()
+    if wrong == "cut":
+        path.write_bytes(data[:-1])
+    elif wrong == "a link":
+        (tmp_path / "elsewhere").write_bytes(data)
+        path.symlink_to(tmp_path / "elsewhere")
+    elif wrong == "a pipe":
+        os.mkfifo(path)
+    blobs, why, _ = read(store, *TURN.digests)
+    assert blobs == [TURN.new_blobs[TURN.digests[0]]]
+    assert why in (MissReason.BLOB_DAMAGED, MissReason.BLOB_MISSING)
+
+
+def test_a_flipped_bit_is_found_and_the_store_quarantines_the_blob(store: RunningStore) -> None:
+    path = blob_place(store.data_dir, "default", TURN.digests[1].hash)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    blobs, why, _ = read(store, *TURN.digests)
+    assert (len(blobs), why) == (1, MissReason.BLOB_DAMAGED)
+    with store.client() as client:
+        assert client.get_stats().damaged_blob_count == 1
+        assert client.find_missing([TURN.digests[1]]) == [TURN.digests[1]]
