@@ -107,7 +107,7 @@ async def serve(settings: EngineSettings) -> None:
     peers = _peers(settings)
 
     def new_giver(engine: Engine, leases: Mapping[str, LineLeases]) -> TurnGiver:
-        return TurnGiver(engine, leases, peers.link, version("kvasir"), time.monotonic)
+        return TurnGiver(engine, leases, stores, settings.peer_store, peers.link, version("kvasir"), time.monotonic)
 
     def open_model(name: str, path: str) -> Awaitable[ServedModel]:
         return open_served(

@@ -31,7 +31,7 @@ _HEAD_BUDGET_S = 2.0
 _STORE_MIN_BYTES_PER_S = 20e6
 _SWAP_READ_BUDGET_S = 2.0
 _SWAP_RENEW_S = 300.0
-_REPEATED = ("store_token_file", "model", "service_admin", "peer", "peer_token_file", "peer_ca_file")
+_REPEATED = ("store_token_file", "model", "service_admin", "peer", "peer_token_file", "peer_store", "peer_ca_file")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -67,6 +67,9 @@ class EngineSettings(BaseSettings):
     peer_token_file: Annotated[dict[str, Path], NoDecode] = Field(default_factory=dict)
     """This engine's token at a peer, with role engine, or peer if its store is another one: NAME=PATH, or
     NAMESPACE/NAME=PATH, once for each."""
+    peer_store: Annotated[dict[str, str], NoDecode] = Field(default_factory=dict)
+    """NAME=STORE: that peer has another store, which this engine's store knows as its peer STORE; an agent that goes to
+    the one engine while it speaks moves to the other store. Left out: both engines have one store."""
     peer_ca_file: Annotated[dict[str, Path], NoDecode] = Field(default_factory=dict)
     """PEM, as --store-ca-file: NAME=PATH, once for each peer that is beyond this machine."""
     drain_to: str = ""
@@ -182,7 +185,7 @@ class EngineSettings(BaseSettings):
         pairs = [item.rpartition("=") for item in items if item]
         return {namespace or DEFAULT_NAMESPACE: path for namespace, _, path in pairs}
 
-    @field_validator("peer", "peer_token_file", "peer_ca_file", mode="before")
+    @field_validator("peer", "peer_token_file", "peer_store", "peer_ca_file", mode="before")
     @classmethod
     def _by_peer(cls, given: object) -> object:
         """NAME=VALUE; the environment separates several by commas."""

@@ -23,6 +23,7 @@ from inference_svc.handover.passing import Opening, PeerLink, Promise, Stand, Su
 from inference_svc.memory.copies import piece_blocks
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.outcomes import Source
+from inference_svc.memory.remote_cache import RemoteCache
 from inference_svc.turns.turn_data import MessagesInput, TurnMoved
 from inference_svc.turns.turn_ending import is_brought
 from inference_svc.turns.turn_service import TurnService
@@ -60,6 +61,9 @@ class TurnGiver:
 
     engine: Engine
     leases: Mapping[str, LineLeases]
+    stores: Mapping[str, RemoteCache]
+    peer_stores: Mapping[str, str]
+    """By the peer's name: its store, as this engine's store names it; without one, both engines have one store."""
     links: Links
     """By the peer's name and the namespace. Raises NotFound (PEER_UNKNOWN)."""
     version: str
@@ -78,12 +82,13 @@ class TurnGiver:
         giving = _Giving(self, speaking, given)
         async with self.links(peer, speaking[0].request.namespace) as link:
             async with _within(_AHEAD_S):
+                await self._copy_agent(speaking[0], begun, peer)
                 await link.open(self._opening(speaking, begun))
                 await giving.send_ahead(link)
             try:
                 async with _within(_PREPARE_S):
                     promise = await giving.send_rest(link)
-                    await self._let_go(speaking[0])
+                    await self._let_go(speaking[0], begun, peer)
             except BaseException:
                 self._take_back(speaking)
                 raise
@@ -161,10 +166,22 @@ class TurnGiver:
         told = told_text(self.engine.token_text, turn.plan.sampling, ends, reply)
         return Stand(turn.request.choice, held.carried, len(told), len(held.files))
 
-    async def _let_go(self, turn: TurnState) -> None:
-        """Give the agent's line back: the other engine will take it."""
+    async def _let_go(self, turn: TurnState, begun: BegunTurn, peer: str) -> None:
+        """Give the agent's line back: the other engine will take it, from its store if that is another one."""
         if (leases := self._leases_of(turn)) is not None:
             await leases.hand_on(turn.request.agent_id)
+            if (store := self._other_store(turn, begun, peer)) is not None:
+                await store.move_agent(turn.request.agent_id, self.peer_stores[peer], _PREPARE_S)
+
+    async def _copy_agent(self, turn: TurnState, begun: BegunTurn, peer: str) -> None:
+        """If the peer's store is another one, bring the version there that the turn extends, while the turn speaks."""
+        if (store := self._other_store(turn, begun, peer)) is not None:
+            await store.copy_agent(turn.request.agent_id, self.peer_stores[peer], _AHEAD_S)
+
+    def _other_store(self, turn: TurnState, begun: BegunTurn, peer: str) -> RemoteCache | None:
+        """This engine's store, if the agent must move to another. A new agent is in neither."""
+        has_moves = turn.is_kept and peer in self.peer_stores and begun.parent_manifest is not None
+        return self.stores.get(turn.request.namespace) if has_moves else None
 
     def _take_back(self, turns: Sequence[TurnState]) -> None:
         """The turns go on here."""

@@ -12,7 +12,8 @@ from kvasir.errors import NotFound
 from inference_svc.turns.choices import Choices
 
 LIVES_S = 300.0
-_MOST = 1024
+# Each may hold what a reader may leave unread.
+_MOST = 256
 
 
 @dataclass(frozen=True, slots=True)

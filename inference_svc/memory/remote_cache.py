@@ -321,6 +321,17 @@ class RemoteCache:
     ) -> None:
         await self._client.release_lease(agent_id, kv_identity_hash, _token(owner, generation), timeout_s=timeout_s)
 
+    async def copy_agent(self, agent_id: str, peer: str, timeout_s: float) -> None:
+        """Let a peer of the store copy the agent, so that little is left to send when it moves. Raises KvasirError."""
+        async for _ in self._client.pulling_agent("", agent_id, to_peer=peer, timeout_s=timeout_s):
+            pass
+
+    async def move_agent(self, agent_id: str, peer: str, timeout_s: float) -> None:
+        """Move the agent to a peer of the store; returns once the peer owns it. Raises KvasirError: then both stores
+        know, or will find out, who owns it.
+        """
+        await self._client.move_agent(agent_id, to_peer=peer, timeout_s=timeout_s)
+
     @property
     def event_cursor(self) -> EventCursor | None:
         """The place in the store's history up to which events are known; None before the store was ever watched."""
