@@ -37,6 +37,9 @@ _MAX_PER_BEAT = 10_000
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.1
 _WATCH_PAUSE_S = 0.2
 _CLOSING_S = 1.0
+_HELD = "LEASE_HELD"
+MOVED = ("AGENT_MOVED", "AGENT_MOVING")
+"""Why a store gives nobody a lease: the agent is another store's, or on its way."""
 
 
 class LeaseCalls(Protocol):
@@ -72,7 +75,7 @@ class _Line:
 
     @property
     def is_elsewhere(self) -> bool:
-        return self.failure is not None and self.failure.reason == "LEASE_HELD"
+        return self.failure is not None and self.failure.reason in (_HELD, *MOVED)
 
 
 @dataclass
@@ -158,7 +161,7 @@ class LineLeases:
             await asyncio.wait({line.acquiring})
             if line.lease is not None:
                 return line.lease
-            if line.failure is not None and not line.is_elsewhere:
+            if line.failure is not None and line.failure.reason != _HELD:
                 raise line.failure
             if self.clock() + pause_s > give_up:
                 raise errors.Unavailable(

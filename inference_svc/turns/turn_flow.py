@@ -23,7 +23,7 @@ from kvasir import errors
 from inference_svc.engine.api import AgentKey, Cold, Ended
 from inference_svc.engine.context import check_fits
 from inference_svc.engine.engine import Engine
-from inference_svc.memory.line_leases import LineLeases
+from inference_svc.memory.line_leases import MOVED, LineLeases
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import NOTHING_REMEMBERED, Prepared, Recall, Recollection
 from inference_svc.memory.remote_cache import RemoteCache
@@ -314,7 +314,7 @@ class TurnFlow:
             await self._recall_parent(turn, turn.taken.begun)
         except errors.KvasirError as error:
             # If the store is away, its compare-and-swap decides at the end, as for any turn.
-            if error.reason in ("AGENT_HELD_ELSEWHERE", "HANDOVER_PARENT_DIFFERS"):
+            if error.reason in ("AGENT_HELD_ELSEWHERE", "HANDOVER_PARENT_DIFFERS", *MOVED):
                 turn.running.cancel(error)
                 raise
         if turn.running.handle is not None:
@@ -332,7 +332,8 @@ class TurnFlow:
 
     async def _newest(self, turn: TurnState, budget: Budget) -> Recollection:
         """The agent's memory, and the right to extend it. Raises Unavailable (AGENT_HELD_ELSEWHERE) if another engine
-        has that right: a turn that is computed all the same would lose against that engine.
+        has that right, and FailedPrecondition (AGENT_MOVED, AGENT_MOVING) if another store has: a turn that is computed
+        all the same would lose against that engine.
         """
         assert turn.key is not None
         leases, agent_id = self._leases_for(turn), turn.request.agent_id
@@ -344,7 +345,7 @@ class TurnFlow:
             try:
                 await leases.obtain(agent_id, _LEASE_WAIT_S)
             except errors.KvasirError as error:
-                if error.reason == "AGENT_HELD_ELSEWHERE":
+                if error.reason in ("AGENT_HELD_ELSEWHERE", *MOVED):
                     raise
             recollection = await self._recall.newest(turn.key, budget)
         return recollection
