@@ -10,9 +10,9 @@ import pytest
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients import AioInferenceClient
 from kvasir.errors import KvasirError
-from tests.cachestore.moving.two_stores import Mac, macs
 
 from inference_svc.model import kvasir_tiny
+from tests.cachestore.moving.two_stores import Mac, macs
 from tests.inference.handover.cases import ON, STORY
 from tests.inference.handover.two_engines import hear
 from tests.system_fixtures import ENGINE_SERVICE, Service
