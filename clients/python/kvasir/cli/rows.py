@@ -81,6 +81,8 @@ def scrub_text(row: dict[str, Any]) -> str:
     """The same for people."""
     if not row["bytes_per_s"]:
         return "the background scrub is off"
+    if row["ended_at"] and not row["blobs_checked"]:
+        return "no pass has hashed a blob yet"
     found = f"{row['blobs_checked']} blobs ({size(row['bytes_checked'])}) hashed again, {row['blobs_damaged']} damaged"
     found += f", {row['blobs_repaired']} of them repaired" if row["blobs_damaged"] else ""
     when = f"since {row['began_at']}" if not row["ended_at"] else f"until {row['ended_at']}"
