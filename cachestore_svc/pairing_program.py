@@ -9,12 +9,14 @@ import asyncio
 import contextlib
 import datetime
 import json
+import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from cachestore_svc.config import ConfigError
 from cachestore_svc.edge.pairing_service import ATTEMPT_S, HostSide, join, listening
 from cachestore_svc.pairing.codes import check_peer_address, line_of, new_code, read_code_or_line
 from cachestore_svc.pairing.exchange import LIFETIME_S, PEER_NAME, Card, Hosting, Invitation, Joining
+from cachestore_svc.pairing.finding import announced, check_zeroconf, find
 from cachestore_svc.pairing.identity import Identity, identity_file, read_or_make_identity
 from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings, change_peers, read_peers
 
@@ -55,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
             asyncio.run(_pair(options))
         else:
             _say(asyncio.run(_peers(options)))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         return 130
     except KvasirError as error:
         return _say_error(error)
@@ -125,11 +128,28 @@ class RunningStore:
 
 
 async def _pair(options: argparse.Namespace) -> None:
+    if options.until_eof:
+        _end_with(sys.stdin.fileno())
+    if options.announce:
+        check_zeroconf()
     own = await asyncio.to_thread(_own, options)
     if options.code:
         await _join(own, *read_code_or_line(options.code), options.at)
     else:
-        await _wait(own, options.lifetime_s)
+        await _wait(own, options.lifetime_s, options.announce)
+
+
+def _end_with(descriptor: int) -> None:
+    """End this program when nobody holds the other end of a pipe any more: no listener outlives who waits for it."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def readable() -> None:
+        if not os.read(descriptor, 1024):
+            loop.remove_reader(descriptor)
+            task.cancel()
+
+    loop.add_reader(descriptor, readable)
 
 
 def _own(options: argparse.Namespace) -> Own:
@@ -180,7 +200,7 @@ def _free_port(host: str) -> int:
 # --- the side that shows the code ---
 
 
-async def _wait(own: Own, lifetime_s: float) -> None:
+async def _wait(own: Own, lifetime_s: float, announces: bool) -> None:
     """Show a code and wait. Raises DeadlineExceeded (too late), PermissionDenied (guessed too often)."""
     invitation = Invitation(new_code(secrets.token_bytes), time.monotonic, lifetime_s)
     changed, paired = asyncio.Event(), list[dict[str, Any]]()
@@ -200,7 +220,10 @@ async def _wait(own: Own, lifetime_s: float) -> None:
         pin,
         refused,
     )
-    async with _door(host.host, side) as address:
+    async with contextlib.AsyncExitStack() as stack:
+        address = await stack.enter_async_context(_door(host.host, side))
+        if announces:
+            await stack.enter_async_context(announced(own.name, address))
         line = line_of(invitation.code, address)
         _say({"event": "waiting", "code": invitation.code, "line": line, "address": address, "seconds": lifetime_s})
         while not paired and not invitation.is_over:
@@ -250,6 +273,9 @@ async def _join(own: Own, code: str, address: str, at: str) -> None:
 
 
 async def _peers(options: argparse.Namespace) -> dict[str, Any]:
+    if options.action == "find":
+        check_zeroconf()
+        return {"found": [asdict(each) for each in await find(options.seconds)]}
     if options.action == "ls":
         book = await asyncio.to_thread(read_peers, options.peers_file)
         return {"peers": [_row(book.peers[name]) for name in sorted(book.peers)], "listen": book.listen}
@@ -326,8 +352,12 @@ def _parser() -> argparse.ArgumentParser:
     pair.add_argument("--as", dest="known_as", default="", help="what the other is called here")
     pair.add_argument("--namespace", action="append", help="what the other may read here; repeatable")
     pair.add_argument("--listen", default="", help="HOST or HOST:PORT where paired stores are listened to")
+    pair.add_argument("--until-eof", action="store_true", help="end when standard input does")
+    pair.add_argument("--announce", action="store_true", help="tell the network that this store waits (mDNS)")
     pair.add_argument("--lifetime-s", type=float, default=LIFETIME_S, help="how long the code is valid")
     peers = commands.add_parser("peers", help="the peers of a store").add_subparsers(dest="action", required=True)
+    find_ = peers.add_parser("find", parents=[shared], help="who says in the network that it waits (mDNS)")
+    find_.add_argument("--seconds", type=float, default=3.0)
     peers.add_parser("ls", parents=[shared], help="list them")
     peers.add_parser("rm", parents=[shared], help="remove one").add_argument("name")
     rename = peers.add_parser("rename", parents=[shared], help="call one otherwise")

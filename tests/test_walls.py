@@ -119,6 +119,7 @@ IMPORTS = (
         ("httpx2",), (f"{SDK}/bench/load_http.py",), "a client over HTTP is measured with, and nothing else needs one"
     ),
     Wall(("spake2",), ("cachestore_svc/pairing/exchange.py",), "a code is used in one place, which is read as a whole"),
+    Wall(("zeroconf",), ("cachestore_svc/pairing/finding.py",), "an extra, and what the network says is not trusted"),
     Wall(("pydantic_settings",), ("*/config.py",), "the environment is read in one place"),
     Wall(("cachestore_svc",), ("cachestore_svc/*",), "the services never import each other, and nobody imports them"),
     Wall(("inference_svc",), ("inference_svc/*",), "the services never import each other, and nobody imports them"),

@@ -285,27 +285,26 @@ def test_up_applies_the_limits_that_it_is_given() -> None:
 
 def test_an_agent_moves_between_two_macs_as_compose_says(tmp_path: Path) -> None:
     studio, laptop = (Cli(Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))) for _ in range(2))
-    port = _free_port()
-    certificate, key = studio.home / "cert.pem", studio.home / "key.pem"
-    make_certificate(certificate, key)
-    tls = ("--tls-cert", certificate, "--tls-key", key)
-    with studio.running("up", "--no-http", "--store-listen", f"0.0.0.0:{port}", *tls) as up:
+    with studio.running("up", "--no-http") as up, laptop.running("up", "--no-http") as other:
         wait_until_ready(studio.home, up)
+        wait_until_ready(laptop.home, other)
         studio.done("chat", "ada", "--json", "--max-tokens", "4", stdin="Hello.\n")
-        Home(laptop.home).make()
-        peers = laptop.home / "peers"
-        peers.mkdir(mode=0o700)
-        shutil.copy(studio.home / "tokens" / "peer.token", peers / "studio.token")
-        shutil.copy(certificate, peers / "studio.pem")
-        text = (ROOT / "compose/two-macs/peers.toml").read_text().replace("@HOME@/.kvasir", str(laptop.home))
-        (laptop.home / "peers.toml").write_text(text.replace("studio.local:7448", f"localhost:{port}"))
-        (laptop.home / "peers.toml").chmod(0o600)
-        with laptop.running("up", "--no-http") as other:
-            wait_until_ready(laptop.home, other)
-            pulled = laptop.done("agents", "pull", "studio", "ada", "--json").value
-            assert (pulled["origin"], pulled["origin_detail"]) == ("pull", "studio/ada@1")
-            there = laptop.done("chat", "ada", "--json", "--max-tokens", "4", stdin="Are you there?\n").value
-            here = studio.done("chat", "ada", "--json", "--max-tokens", "4", stdin="Are you there?\n").value
+        with studio.running("pair", "--name", "studio", "--json") as waiting:
+            shown = json.loads(eventually(lambda: waiting.out))
+            wrong = laptop("pair", "0000-0000", "--at", shown["address"], "--json")
+            assert (wrong.code, wrong.value["error"]["reason"]) == (4, "PAIRING_REFUSED")
+            assert "Paired with studio" in laptop.done("pair", shown["line"], "--name", "laptop").out
+            assert waiting.process.wait(60) == 0
+            events = [json.loads(line)["event"] for line in waiting.out.splitlines()]
+        assert events == ["waiting", "refused", "paired"]
+        pulled = laptop.done("agents", "pull", "studio", "ada", "--json").value
+        assert (pulled["origin"], pulled["origin_detail"]) == ("pull", "studio/ada@1")
+        there = laptop.done("chat", "ada", "--json", "--max-tokens", "4", stdin="Are you there?\n").value
+        here = studio.done("chat", "ada", "--json", "--max-tokens", "4", stdin="Are you there?\n").value
+        back = studio.done("agents", "pull", "laptop", "ada", "--as", "ada-of-laptop", "--json").value
+        assert back["origin_detail"] == "laptop/ada@2"
+        assert studio.done("peers", "rm", "laptop", "--json").value["store"]["is_running"]
+        assert laptop("agents", "pull", "studio", "ada", "--as", "late", "--json").code == 3
     assert (there["source"], here["source"]) == ("warm", "hot")
     assert there["reply"] == here["reply"]
     shutil.rmtree(studio.home)

@@ -1,7 +1,9 @@
 """Two real stores that `pair` made known to each other: they speak over pinned TLS, until one removes the other."""
 
+import asyncio
 import json
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +22,7 @@ from kvasir.errors import (
     Unavailable,
 )
 
+from cachestore_svc.pairing.finding import WaitingMac, announced, find
 from cachestore_svc.pairing.identity import SERVER_NAME, Identity, identity_file, new_identity, read_identity
 from cachestore_svc.pairing.peers_file import PeerSettings, change_peers, read_peers
 from tests.cachestore.service.running import RunningStore, StoreHome, assert_whole, publish, store_home
@@ -148,13 +151,13 @@ def test_paired_stores_pull_by_name_in_both_directions(macs: tuple[Mac, Mac]) ->
             assert name in ours.get_capabilities().peers
 
 
-def test_a_peer_reads_and_does_nothing_else(macs: tuple[Mac, Mac]) -> None:
+def test_a_paired_peer_may_what_its_role_may_and_in_its_namespace_alone(macs: tuple[Mac, Mac]) -> None:
     studio, laptop = macs
     with studio.caller_at_door(laptop.identity) as peer:
         assert set(peer.get_capabilities().roles) == {"peer"}
         for call in (
             lambda: peer.delete_agent("x"),
-            lambda: peer.pull_agent("laptop", "x"),
+            lambda: peer.fork_agent("x", "y"),
             lambda: peer.reload_peers(),
             lambda: peer.find_missing(SyntheticAgent(SMALL, 1).turn(600).digests),
         ):
@@ -247,10 +250,30 @@ def test_five_wrong_guesses_end_the_code_and_both_sides_know(macs: tuple[Mac, Ma
     assert read_peers(studio.peers_file).peers == before
 
 
+def test_a_waiting_mac_is_listed_in_the_network_only_while_it_waits_and_if_it_says_so() -> None:
+    async def run() -> tuple[list[WaitingMac], list[WaitingMac]]:
+        async with announced("studio", "127.0.0.1:8643"):
+            during = await find(0.5, ["127.0.0.1"])
+        return during, await find(0.2, ["127.0.0.1"])
+
+    assert asyncio.run(run()) == ([WaitingMac("studio", "127.0.0.1:8643")], [])
+
+
 def test_a_code_that_nobody_takes_ends_by_itself(macs: tuple[Mac, Mac]) -> None:
     with macs[0].waiting("--lifetime-s", "0.3") as waiting:
         code, lines = waiting.ended()
     assert (code, lines[-1]["error"]["kind"]) == (1, "DeadlineExceeded")
+
+
+def test_a_listener_ends_with_the_command_that_waits_however_that_ends(macs: tuple[Mac, Mac]) -> None:
+    words = macs[0].words("pair", "--name", "studio", "--until-eof")
+    command = [sys.executable, "-m", "cachestore_svc", *words]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdin is not None
+        assert program.stdout is not None
+        assert json.loads(program.stdout.readline())["event"] == "waiting"
+        program.stdin.close()
+        assert program.wait(WITHIN_S) == 130
 
 
 def test_a_store_pairs_with_no_other_name_of_itself(macs: tuple[Mac, Mac]) -> None:

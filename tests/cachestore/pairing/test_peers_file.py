@@ -65,6 +65,14 @@ def test_two_programs_that_change_it_at_once_both_do(file: Path) -> None:
         add(file, paired("one-more"))
 
 
+def test_the_example_of_a_file_by_hand_is_one(tmp_path: Path) -> None:
+    example = (Path(__file__).parents[3] / "compose/two-macs/peers.toml").read_text()
+    (tmp_path / "peers").mkdir()
+    write_private_text(tmp_path / "peers" / "studio.token", "x" * 32)
+    write_private_text(tmp_path / "peers.toml", example.replace("@HOME@/.kvasir", str(tmp_path)))
+    assert read_peers(tmp_path / "peers.toml").peers["studio"].token() == "x" * 32
+
+
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [

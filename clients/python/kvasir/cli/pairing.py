@@ -53,6 +53,13 @@ def pair(
         list[str] | None,
         typer.Option(help="A namespace that the other Mac may read here. May be repeated. Left out: default."),
     ] = None,
+    announce: Annotated[
+        bool,
+        typer.Option(
+            "--announce",
+            help="While it waits, let `kvasir peers find` list this Mac in the network (mDNS). Needs kvasir[lan].",
+        ),
+    ] = False,
     minutes: Annotated[float, typer.Option(min=0.01, max=60, help="How long the code is valid.")] = 10,
     as_json: JsonOption = False,
 ) -> None:
@@ -66,7 +73,8 @@ def pair(
     caller = caller_of(context, as_json)
     caller.home.make()
     words = [*([code] if code else []), *_given("--at", at), *_given("--listen", listen), *_given("--as", as_)]
-    words += ["--name", name or _host_name(), "--lifetime-s", str(minutes * 60)]
+    words += ["--name", name or _host_name(), "--lifetime-s", str(minutes * 60), "--until-eof"]
+    words += ["--announce"] if announce else []
     words += [word for each in namespace or () for word in ("--namespace", each)]
     with _program(caller, "pair", *words) as lines:
         for line in lines:
@@ -114,6 +122,19 @@ def ls(context: typer.Context, as_json: JsonOption = False) -> None:
     caller.result(answer, lambda out: _show_peers(out, answer["peers"]))
 
 
+@app.command("find")
+def find(
+    context: typer.Context,
+    seconds: Annotated[float, typer.Option(min=0.1, max=60, help="How long to listen.")] = 3,
+    as_json: JsonOption = False,
+) -> None:
+    """List Macs that wait with `kvasir pair --announce` (mDNS). Any name can be claimed: only the code proves one."""
+    caller = caller_of(context, as_json)
+    with caller.busy("listening"):
+        answer = _only(caller, "peers", "find", "--seconds", str(seconds))
+    caller.result(answer, lambda out: _show_found(out, answer["found"]))
+
+
 @app.command("rm")
 def rm(context: typer.Context, peer: PeerArgument, as_json: JsonOption = False) -> None:
     """Remove a peer. Its running calls end at once, and its key opens nothing here any more."""
@@ -148,6 +169,13 @@ def _show_peers(out: Console, peers: list[dict[str, Any]]) -> None:
     out.print(table if peers else "no peers; `kvasir pair` makes one")
 
 
+def _show_found(out: Console, found: list[dict[str, str]]) -> None:
+    for each in found:
+        out.print(f"{visible(each['name'])}: `kvasir pair CODE --at {each['address']}`")
+    if not found:
+        out.print("nobody says that it waits; on the other Mac: `kvasir pair --listen ITS-NAME --announce`")
+
+
 def _host_name() -> str:
     """The first part of the host's name, of the letters that a peer's name may have."""
     first = socket.gethostname().partition(".")[0]
@@ -172,7 +200,9 @@ def _program(caller: Caller, *words: str) -> Iterator[Iterator[dict[str, Any]]]:
     argv = [sys.executable, "-m", "cachestore_svc", *words, "--peers-file", str(caller.home.peers_file)]
     argv += ["--store", store.address, *_given("--store-token-file", str(store.token_file or ""))]
     argv += _given("--store-ca-file", str(store.ca_file or ""))
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+    # The program ends with its standard input, and so with this one, however this one ends.
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as program:
         try:
             yield _lines(program)
         except BaseException:

@@ -1,0 +1,88 @@
+"""Macs that wait to be paired, as the network tells (mDNS, `zeroconf`): a list for people; nothing in it is trusted.
+
+Anybody in the network can say any name. What proves who somebody is, is the code.
+"""
+
+import asyncio
+import importlib.util
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from kvasir.address import parse_address
+from kvasir.errors import FailedPrecondition, KvasirError
+
+from cachestore_svc.pairing.codes import check_peer_address
+from cachestore_svc.pairing.exchange import PEER_NAME
+
+_TYPE = "_kvasir-pair._tcp.local."
+_MAX_FOUND = 64
+_ANSWER_MS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingMac:
+    """Who says that it waits, and where."""
+
+    name: str
+    address: str
+
+
+def check_zeroconf() -> None:
+    """Raises FailedPrecondition where the extra is not installed."""
+    if importlib.util.find_spec("zeroconf") is None:
+        raise FailedPrecondition("zeroconf is missing: install kvasir[lan]", reason="PEER_CONFIGURATION")
+
+
+@asynccontextmanager
+async def announced(name: str, address: str) -> AsyncIterator[None]:
+    """Tell the network, while inside, that a code is waited for at HOST:PORT. Never tells the code."""
+    from zeroconf import ServiceInfo
+    from zeroconf.asyncio import AsyncZeroconf
+
+    parsed = parse_address(address)
+    found = await asyncio.get_running_loop().getaddrinfo(parsed.host, parsed.port, type=socket.SOCK_STREAM)
+    addresses = sorted({str(each[4][0]) for each in found})
+    info = ServiceInfo(
+        _TYPE, f"{name}.{_TYPE}", port=parsed.port, parsed_addresses=addresses, server=f"kvasir-{name}.local."
+    )
+    async with AsyncZeroconf(interfaces=addresses) as network:
+        await network.async_register_service(info, allow_name_change=True)
+        try:
+            yield
+        finally:
+            await network.async_unregister_service(info)
+
+
+async def find(seconds: float, interfaces: list[str] | None = None) -> list[WaitingMac]:
+    """Who says within this time that it waits, in the order of names; what no store would say is left out."""
+    from zeroconf import InterfaceChoice, ServiceStateChange
+    from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
+
+    names: set[str] = set()
+
+    def heard(name: str, state_change: ServiceStateChange, **_: Any) -> None:
+        if state_change is ServiceStateChange.Added and len(names) < _MAX_FOUND:
+            names.add(name)
+
+    async with AsyncZeroconf(interfaces=interfaces or InterfaceChoice.All) as network:
+        browser = AsyncServiceBrowser(network.zeroconf, [_TYPE], handlers=[heard])
+        await asyncio.sleep(seconds)
+        await browser.async_cancel()
+        infos = [AsyncServiceInfo(_TYPE, name) for name in names]
+        await asyncio.gather(*(info.async_request(network.zeroconf, _ANSWER_MS) for info in infos))
+    said = [_candidate(info.name, [*info.parsed_addresses()], info.port or 0) for info in infos]
+    return sorted((each for each in said if each is not None), key=lambda each: (each.name, each.address))
+
+
+def _candidate(service: str, addresses: list[str], port: int) -> WaitingMac | None:
+    name = service.removesuffix(f".{_TYPE}")
+    if PEER_NAME.fullmatch(name) is None or not addresses:
+        return None
+    host = f"[{addresses[0]}]" if ":" in addresses[0] else addresses[0]
+    try:
+        return WaitingMac(name, check_peer_address(f"{host}:{port}", "address"))
+    except KvasirError:
+        return None
