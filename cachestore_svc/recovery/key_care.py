@@ -89,7 +89,9 @@ class KeyCare:
 
     def _check_unused(self, namespace: str) -> None:
         database = self._config.data_dir / DATABASE
-        is_known = place_of(namespace) in self._files.read() or self._blobs_of(namespace).exists()
+        # A mark alone is what a crash left of the first try.
+        has_record = self._files.read().get(place_of(namespace)) is not None
+        is_known = has_record or self._blobs_of(namespace).exists()
         if not is_known and self._disk.size_bytes(database):
             with looking_at(database, self._disk) as view:
                 is_known = namespace in view.namespaces_anyway()

@@ -18,14 +18,14 @@ class Seals:
 
     def __init__(self, records: Records, masters: Sequence[MasterKey]) -> None:
         self._keys: dict[str, NamespaceKey] = {}
-        self._shut: dict[str, FailedPrecondition] = {}
+        self._shut: dict[str, str] = {}  # and why, in words
         self._lost = {place for place, record in records.items() if record is None}
         for place, record in records.items():
             if record is not None:
                 try:
                     self._keys[place] = NamespaceKey(record.open(masters))
                 except FailedPrecondition as error:
-                    self._shut[place] = error
+                    self._shut[place] = error.message
 
     def key_of(self, namespace: str) -> NamespaceKey | None:
         """The key of a sealed namespace; None for one that is not sealed, or shut."""
@@ -47,10 +47,9 @@ class Seals:
             return None
         place = place_of(namespace)
         if place in self._lost:
-            return sealed_error(
-                namespace, f"its key record keys/{place} is missing or damaged: put it back from a backup"
-            )
-        return self._shut.get(place)
+            return sealed_error(namespace, f"its key record keys/{place} is missing or damaged: put it back")
+        # A new one each time: an error that is raised again and again keeps every traceback.
+        return _as_error(self._shut[place]) if place in self._shut else None
 
     def check_open(self, namespace: str) -> None:
         """Raises what `refusal` says."""
@@ -60,4 +59,8 @@ class Seals:
     def refusals(self) -> list[FailedPrecondition]:
         """One for each namespace that is shut; of a lost record the place is all that is known."""
         lost = [sealed_error(place, "its key record is missing or damaged") for place in sorted(self._lost)]
-        return [*self._shut.values(), *lost]
+        return [*map(_as_error, self._shut.values()), *lost]
+
+
+def _as_error(words: str) -> FailedPrecondition:
+    return FailedPrecondition(words, reason="NAMESPACE_SEALED")

@@ -331,6 +331,9 @@ def test_a_namespace_that_held_anything_is_not_sealed(lab: Lab) -> None:
         with pytest.raises(FailedPrecondition) as refused:
             care(lab).seal(namespace, NEW)
         assert refused.value.reason == "NAMESPACE_IN_USE"
+    mark = lab.directory_of("third") / "sealed"
+    mark.parent.mkdir()
+    mark.touch()  # a crash before the key was written
     assert care(lab).seal("third", NEW).master_ids == (NEW.id,)
 
 

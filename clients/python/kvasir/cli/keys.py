@@ -100,6 +100,11 @@ def _show(out: Console, found: list[dict[str, Any]], action: str) -> None:
         opened = f"opened by master key {' or '.join(each['master_ids'])}"
         state = "its key was destroyed" if each["erased_unix_ms"] else opened
         out.print(f"{each['namespace']}: {state}; {each['files']} files, {size(each['bytes'])}")
+    if action == "rotate":
+        out.print(
+            "From now on the store needs the new master key: put its file in the place of the old one, or name it in "
+            "KVASIR_STORE_SEAL_KEY_FILE or KVASIR_STORE_SEAL_KEYCHAIN."
+        )
     if action == "erase":
         out.print(
             "The files and rows remain, sealed for ever; sizes, times and counts can be seen. Copies of the data, and "
