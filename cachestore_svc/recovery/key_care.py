@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvasir.errors import FailedPrecondition, NotFound
+from kvasir.formats.blob_place import namespace_place
 from kvasir.names import check_namespace
 
 from cachestore_svc.blobs.backend import NamespaceBlobs
@@ -12,7 +13,7 @@ from cachestore_svc.blobs.local_directory import LocalDirectory
 from cachestore_svc.index.sqlite.looking import looking_at
 from cachestore_svc.records import StoreConfig
 from cachestore_svc.recovery.opening import DATABASE, locked, now_unix_ms
-from cachestore_svc.sealing.key_files import KeyFiles, place_of
+from cachestore_svc.sealing.key_files import KeyFiles
 from cachestore_svc.sealing.keys import KeyRecord, MasterKey, new_record, sealed_error
 from cachestore_svc.sealing.sealed_form import RandomBytes
 
@@ -73,7 +74,7 @@ class KeyCare:
     def erase(self, namespace: str) -> SealedNamespace:
         """Destroy a namespace's key, durably: what it sealed can never be read again. Raises NotFound."""
         with locked(self._config, self._disk):
-            record = self._files.read().get(place_of(namespace))
+            record = self._files.read().get(namespace_place(namespace))
             if record is None:
                 raise NotFound(f"no key of a namespace {namespace!r} is here", reason="NAMESPACE_UNKNOWN")
             if not record.erased_unix_ms:
@@ -90,7 +91,7 @@ class KeyCare:
     def _check_unused(self, namespace: str) -> None:
         database = self._config.data_dir / DATABASE
         # A mark alone is what a crash left of the first try.
-        has_record = self._files.read().get(place_of(namespace)) is not None
+        has_record = self._files.read().get(namespace_place(namespace)) is not None
         is_known = has_record or self._blobs_of(namespace).exists()
         if not is_known and self._disk.size_bytes(database):
             with looking_at(database, self._disk) as view:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from blake3 import blake3
+from kvasir.formats.blob_place import namespace_place
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.sealing import keys
@@ -23,11 +23,6 @@ _MOST_BYTES = 1 << 16
 
 # By place; None where a record must be, and none is whole.
 Records = Mapping[str, KeyRecord | None]
-
-
-def place_of(namespace: str) -> str:
-    """The name that a namespace has in the data directory."""
-    return blake3(namespace.encode()).hexdigest()[:32]
 
 
 class KeyFiles:
@@ -46,7 +41,7 @@ class KeyFiles:
 
     def begin(self, record: KeyRecord) -> None:
         """Keep the record of a namespace that has been nothing yet. Raises OSError."""
-        mark = self._mark(place_of(record.namespace))
+        mark = self._mark(namespace_place(record.namespace))
         self._disk.make_directory(mark.parent)
         self._fill(mark, b"")
         self._disk.fsync_directory(mark.parent)
@@ -57,7 +52,7 @@ class KeyFiles:
         record may be what is kept."""
         self._disk.make_directory(self._directory)
         data = keys.to_bytes(record)
-        for path in self._paths(place_of(record.namespace)):
+        for path in self._paths(namespace_place(record.namespace)):
             new = path.with_name(path.name + _NEW_SUFFIX)
             self._disk.remove(new)
             self._fill(new, data)
@@ -79,7 +74,7 @@ class KeyFiles:
 
     def _read(self, place: str) -> KeyRecord | None:
         found = [keys.from_bytes(self._bytes(path)) for path in self._paths(place)]
-        whole = [record for record in found if record is not None and place_of(record.namespace) == place]
+        whole = [record for record in found if record is not None and namespace_place(record.namespace) == place]
         return max(whole, key=lambda record: record.sequence, default=None)
 
     def _bytes(self, path: Path) -> bytes:

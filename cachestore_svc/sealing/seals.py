@@ -7,8 +7,9 @@ it without a key (names of files, sizes, counts) is looked after all the same.
 from collections.abc import Sequence
 
 from kvasir.errors import FailedPrecondition
+from kvasir.formats.blob_place import namespace_place
 
-from cachestore_svc.sealing.key_files import Records, place_of
+from cachestore_svc.sealing.key_files import Records
 from cachestore_svc.sealing.keys import MasterKey, NamespaceKey, sealed_error
 from cachestore_svc.sealing.sealed_names import SealedNames
 
@@ -29,7 +30,7 @@ class Seals:
 
     def key_of(self, namespace: str) -> NamespaceKey | None:
         """The key of a sealed namespace; None for one that is not sealed, or shut."""
-        return self._keys.get(place_of(namespace))
+        return self._keys.get(namespace_place(namespace))
 
     def names_of(self, namespace: str) -> SealedNames | None:
         """How the names of a sealed namespace are sealed; None for one that is not sealed, or shut."""
@@ -45,7 +46,7 @@ class Seals:
         """Why the namespace is shut (NAMESPACE_SEALED, with what to do); None when it is open, sealed or not."""
         if not self._lost and not self._shut:
             return None
-        place = place_of(namespace)
+        place = namespace_place(namespace)
         if place in self._lost:
             return sealed_error(namespace, f"its key record keys/{place} is missing or damaged: put it back")
         # A new one each time: an error that is raised again and again keeps every traceback.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from blake3 import blake3
+from kvasir.formats.blob_place import namespace_place
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.backend import BlobBackend, NamespaceBlobs
@@ -15,7 +16,7 @@ from cachestore_svc.blobs.local_directory import LocalDirectory
 from cachestore_svc.config import read_settings
 from cachestore_svc.index.catalog import CatalogView
 from cachestore_svc.records import BlobKind, LeaseToken, LineQuery, Origin, SnapshotVersion, StoreConfig
-from cachestore_svc.sealing.key_files import KeyFiles, place_of
+from cachestore_svc.sealing.key_files import KeyFiles
 from cachestore_svc.sealing.keys import MasterKey, new_record
 from cachestore_svc.sealing.sealed_blobs import SealedBackend
 from cachestore_svc.sealing.sealed_names import PlainNames
@@ -111,7 +112,7 @@ class Lab:
     @property
     def _namespaces(self) -> "list[NamespaceBlobs]":
         """The blobs of each namespace, under the names that its readers know."""
-        sealed = {place_of(name): self.blobs.of(name) for name in self.sealed}
+        sealed = {namespace_place(name): self.blobs.of(name) for name in self.sealed}
         return [sealed.get(each.place, each) for each in self.blobs.all()]
 
     def overwrite(self, digest: Digest, data: bytes, namespace: str = NS) -> None:

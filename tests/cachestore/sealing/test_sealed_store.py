@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from kvasir.errors import FailedPrecondition, KvasirError, NotFound
+from kvasir.formats.blob_place import namespace_place
 from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.digest import Digest
 
@@ -18,7 +19,7 @@ from cachestore_svc.index.sqlite.sealed.sealed_transaction import SealedTransact
 from cachestore_svc.records import BlobKind, Origin
 from cachestore_svc.recovery.key_care import KeyCare
 from cachestore_svc.recovery.recovering import recover
-from cachestore_svc.sealing.key_files import KeyFiles, place_of
+from cachestore_svc.sealing.key_files import KeyFiles
 from cachestore_svc.sealing.keys import MasterKey
 from cachestore_svc.sealing.sealed_form import SEGMENT_BYTES
 from cachestore_svc.store import Store
@@ -309,7 +310,7 @@ def test_a_destroyed_key_is_gone_from_the_disk_and_the_namespace_never_opens_aga
 
 def test_one_damaged_copy_of_a_key_is_mended_and_two_shut_the_namespace(lab: Lab) -> None:
     ours, _ = left_behind(lab)
-    path = lab.root / "keys" / place_of(NS)
+    path = lab.root / "keys" / namespace_place(NS)
     whole = path.read_bytes()
     for harmed in (path, path.with_name(path.name + ".copy")):
         harmed.write_bytes(whole[:-10] + b"x" + whole[-9:])
