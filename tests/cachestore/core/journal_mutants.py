@@ -144,8 +144,8 @@ JOURNAL_MUTANTS = (
     (
         "journal: a mark of what was brought is not recorded",
         "recording.py",
-        "(*_ALL_CAUGHT, *(_CAUGHT_OF_BLOBS if index_state.has_marks(rows) else ()))",
-        "_ALL_CAUGHT",
+        "(*_ALL_CAUGHT, *_CAUGHT_OF_OWNERS, *_CAUGHT_OF_BLOBS)",
+        "(*_ALL_CAUGHT, *_CAUGHT_OF_OWNERS)",
         "recovering",
     ),
     (
