@@ -350,13 +350,22 @@ class TurnFlow:
             recollection = await self._recall.newest(turn.key, budget)
         return recollection
 
-    def _check_line(self, turn: TurnState) -> None:
-        """Raises _MemoryMovedError when another engine has taken the line since the memory was read: the store may
-        report a lease later than a memory. Served again, the turn waits for the line, or is refused.
+    async def _check_line(self, turn: TurnState, budget: Budget) -> None:
+        """Hear the store's answer about the line before anything is computed: it may come later than the memory. Raises
+        _MemoryMovedError when another engine has taken the line (served again, the turn waits for it, or is refused),
+        and FailedPrecondition (AGENT_MOVED, AGENT_MOVING) when the agent is another store's.
         """
         namespace, agent_id = turn.request.namespace, turn.request.agent_id
         leases = self._leases_for(turn)
-        if leases is not None and leases.is_elsewhere(agent_id) and self._stores[namespace].is_reachable:
+        if leases is None:
+            return
+        with budget.spending():
+            await leases.answered(agent_id, budget.remaining_s)
+        if not self._stores[namespace].is_reachable:
+            return
+        if moved := leases.moved_away(agent_id):
+            raise moved
+        if leases.is_elsewhere(agent_id):
             raise _MemoryMovedError
 
     async def _warm(self, turn: TurnState, recollection: Recollection, budget: Budget) -> None:
@@ -438,7 +447,7 @@ class TurnFlow:
                     usable_windows=usable_windows,
                     generates=not turn.request.is_warming,
                 )
-                self._check_line(turn)
+                await self._check_line(turn, budget)
                 if turn.spoken is not None:
                     prepared = replace(prepared, tokens=prepared.tokens + turn.spoken)
                 if turn.damage is not None:

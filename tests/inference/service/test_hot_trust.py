@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from kvasir.clients import Reply
-from kvasir.errors import Unavailable
+from kvasir.credentials import write_private_text
+from kvasir.errors import FailedPrecondition, Unavailable
 from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb
 
@@ -155,3 +156,33 @@ def test_another_engine_gets_an_idle_agent_and_is_refused_before_it_computes_whi
         finally:
             house.engine = first
             second.kill()
+
+
+def test_a_turn_of_an_agent_that_has_moved_is_refused_before_it_computes_and_a_reader_goes_on(
+    model: Path, tmp_path: Path
+) -> None:
+    house = House(tmp_path, model)
+    peers = tmp_path / "peers.toml"
+    write_private_text(peers, f'[[peer]]\nname = "owner"\naddress = "unix:/nowhere"\n')
+    house.store.options += ["--peers-file", str(peers)]
+    try:
+        house.start()
+        told_twice(house, "ada")
+        with house.store_client() as store, house.client() as client:
+            store.offer_agent("ada", "0" * 16, 0)  # the engine is asked, and lets go of its lease
+            with pytest.raises(FailedPrecondition) as refused:
+                say(house, "ada", "Which words?")
+            assert refused.value.reason == "AGENT_MOVING"
+            store.hand_over_agent("ada", "0" * 16)
+            for is_first in (False, True):
+                with pytest.raises(FailedPrecondition) as refused:
+                    say(house, "ada", "Which words?", is_first=is_first)
+                assert (refused.value.reason, refused.value.metadata["owner"]) == ("AGENT_MOVED", "owner")
+            asked = [{"role": "user", "content": "Which words?"}]
+            read_only = pb.MEMORY_MODE_READ_ONLY
+            client.reply(agent_id="ada", append_messages=asked, memory_mode=read_only, sampling=GREEDY)
+            assert store.get_agent("ada").lines[0].version == 2
+            store.claim_agent("ada", force=True)
+            assert say(house, "ada", "Which words?").finished.snapshot.version == 3
+    finally:
+        house.close()
