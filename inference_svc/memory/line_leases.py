@@ -147,13 +147,6 @@ class LineLeases:
         line = self._lines.get(agent_id)
         return line is not None and line.is_elsewhere
 
-    def moved_away(self, agent_id: str) -> errors.KvasirError | None:
-        """The store's refusal, if it said that the agent is another store's, or on its way there."""
-        line = self._lines.get(agent_id)
-        failure = line.failure if line is not None else None
-        is_of_owner = failure is not None and failure.reason in ("AGENT_MOVED", "AGENT_MOVING")
-        return failure if is_of_owner else None
-
     async def obtain(self, agent_id: str, patience_s: float) -> Lease:
         """The line's lease. Asks its holder to give it back, and waits `patience_s` for that. Raises Unavailable
         (AGENT_HELD_ELSEWHERE) when it takes longer, and the error that the store answers.

@@ -352,8 +352,8 @@ class TurnFlow:
 
     async def _check_line(self, turn: TurnState, budget: Budget) -> None:
         """Hear the store's answer about the line before anything is computed: it may come later than the memory. Raises
-        _MemoryMovedError when another engine has taken the line (served again, the turn waits for it, or is refused),
-        and FailedPrecondition (AGENT_MOVED, AGENT_MOVING) when the agent is another store's.
+        _MemoryMovedError when another engine or store has taken the line: served again, the turn waits for it, or is
+        refused.
         """
         namespace, agent_id = turn.request.namespace, turn.request.agent_id
         leases = self._leases_for(turn)
@@ -361,11 +361,7 @@ class TurnFlow:
             return
         with budget.spending():
             await leases.answered(agent_id, budget.remaining_s)
-        if not self._stores[namespace].is_reachable:
-            return
-        if moved := leases.moved_away(agent_id):
-            raise moved
-        if leases.is_elsewhere(agent_id):
+        if leases.is_elsewhere(agent_id) and self._stores[namespace].is_reachable:
             raise _MemoryMovedError
 
     async def _warm(self, turn: TurnState, recollection: Recollection, budget: Budget) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from tests.cachestore.core.mutants import STORE
+from tests.cachestore.moving.mutants import MOVES
 from tests.cachestore.sealing.mutants import SEALING
 from tests.hammer.mutants import HAMMER
 from tests.inference.engine.mutants import ENGINE
@@ -11,4 +12,6 @@ from tests.inference.scheduling.scheduler_mutants import SCHEDULER
 from tests.kvasir.mutants import SDK
 from tests.mutation.mutant import Suite
 
-SUITES: Mapping[str, Suite] = {suite.name: suite for suite in (STORE, SEALING, ENGINE, SCHEDULER, KV, HAMMER, SDK)}
+SUITES: Mapping[str, Suite] = {
+    suite.name: suite for suite in (STORE, MOVES, SEALING, ENGINE, SCHEDULER, KV, HAMMER, SDK)
+}

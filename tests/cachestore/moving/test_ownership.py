@@ -171,3 +171,16 @@ def test_only_the_destination_of_the_move_gets_the_agent() -> None:
     later = ownership.offered("a", moving, "studio", "n", 0, 0)
     with pytest.raises(FailedPrecondition):
         ownership.handed_over("a", later, "studio", "m", 0)
+
+
+def test_a_store_that_knows_an_older_owner_neither_offers_nor_receives() -> None:
+    with pytest.raises(FailedPrecondition, match="knows a newer owner"):
+        ownership.offered("a", HERE, "studio", "m", 7, 0)
+    known = Ownership(OwnerState.MOVED, 5, "studio")
+    with pytest.raises(FailedPrecondition, match="knows a newer owner"):
+        ownership.arriving("a", known, "studio", "m", 5, 0, exists=True)
+
+
+def test_what_is_arriving_is_handed_over_to_nobody() -> None:
+    with pytest.raises(FailedPrecondition, match="not under way"):
+        ownership.handed_over("a", Ownership(OwnerState.ARRIVING, 1, "studio", "m"), "studio", "m", 0)

@@ -1,0 +1,11 @@
+"""A sample of the campaign of moves."""
+
+from pathlib import Path
+
+from tests.moves.campaign import run
+
+SAMPLE = ("none", "cut", "kill source", "kill destination", "two movers", "claim")
+
+
+def test_whatever_is_cut_or_killed_an_agent_has_one_owner_and_all_that_was_acknowledged(tmp_path: Path) -> None:
+    assert sum(run(tmp_path, len(SAMPLE), seed=5, accidents=SAMPLE).values()) == len(SAMPLE)
