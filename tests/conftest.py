@@ -48,7 +48,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long tests come first. Campaigns run when they are asked for: `pytest -m campaign`. On a GPU none is `cpu_only`."""
+    """Long tests first. Campaigns run when they are asked for: `pytest -m campaign`. On a GPU `cpu_only` is skipped."""
     items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
     cpu_only = [item for item in items if item.get_closest_marker("cpu_only")]
     if cpu_only and gpu():
