@@ -115,7 +115,7 @@ def terminal(options: tuple[str, ...], tmp_path: Path) -> Iterator[Terminal]:
 
 
 def test_a_person_stops_a_reply_forks_writes_lines_and_leaves(house: House, terminal: Terminal) -> None:
-    assert "it may misspell names" in terminal.until_asked("ada")
+    assert "it remembers what you tell it" in terminal.until_asked("ada")
     terminal.type("Hello.\n")
     terminal.until("version 1")
     terminal.until_asked("ada")

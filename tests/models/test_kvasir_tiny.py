@@ -7,6 +7,7 @@ import pytest
 from inference_svc.model.kvasir_tiny import path
 from tools.kvasir_tiny import evaluate, world
 from tools.kvasir_tiny.evaluate import Reader, Report
+from tools.kvasir_tiny.everyday import talk
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def test_a_sample_of_the_examination_meets_every_target(reader: Reader, sizes: t
     report = Report()
     for length, n in sizes:
         evaluate.examine(reader, length, n, report)
-    expected = {target for target in evaluate.TARGETS if "told at" not in target}
+    expected = {target for target in evaluate.TARGETS if " at " not in target and "everyday" not in target}
     assert expected | {f"told at {length}" for length, _ in sizes} <= set(report.shares)
     assert report.missed() == [], report.errors
 
@@ -106,6 +107,50 @@ def test_a_person_who_types_gets_sense(reader: Reader) -> None:
     assert reader.ask(user("Where do I live?")) == "You live in Porto."
     assert reader.ask(user("What is your name?")) == "My name is Bram."
     assert reader.ask(user("What is Marco's secret word?")) == "I was not told Marco's secret word."
+
+
+def test_names_that_no_training_saw_are_copied_exactly(reader: Reader) -> None:
+    """15 of the 300 that `everyday/people.py` holds out; `evaluate --names 300` asks for all."""
+    report = Report()
+    evaluate.examine_names(reader, 300, 15, report)
+    assert report.missed() == [], report.errors
+    assert report.shares["name at 300"].n == 15
+
+
+def test_everyday_facts_are_told_and_asked_as_people_do(reader: Reader) -> None:
+    reader.read(
+        [
+            user("Hi, I'm Yuki."),
+            {"role": "assistant", "content": world.REMEMBER},
+            user("I am a nurse"),
+            {"role": "assistant", "content": world.REMEMBER},
+            user("I have a dog named O'Brien. My wifi password is x7K-q9."),
+            {"role": "assistant", "content": world.REMEMBER},
+        ]
+    )
+    said = {
+        "What is my name?": "Your name is Yuki.",
+        "What is my job?": "You work as a nurse.",
+        "what's my dog's name": "Your dog is called O'Brien.",
+        "What is my wifi password?": "Your wifi password is x7K-q9.",
+        "What is my sister's job?": "I was not told your sister's job.",
+        "What is the capital of France?": talk.SMALL_WORLD,
+        "thanks!": "You are welcome.",
+    }
+    assert {question: reader.ask(user(question)) for question in said} == said
+
+
+def test_an_agent_of_a_scene_says_what_it_was_not_told(reader: Reader) -> None:
+    """The question stands in one block with another agent's words, as an orchestrator sends it."""
+    danny = {"role": "user", "name": "Danny", "content": "Danny's home town is Oslo."}
+    system = {"role": "system", "content": "You are Marco. Keep secrets."}
+    for question, answer in (
+        ("What is Danny's home town?", "Danny's home town is Oslo."),
+        ("What is Marco's home town?", "I was not told Marco's home town."),
+        ("What did Danny choose in round 1?", "I was not told what Danny chose in round 1."),
+    ):
+        reader.read([system])
+        assert reader.ask(danny, user(question)) == answer
 
 
 def test_a_secret_told_to_one_agent_is_not_known_to_another(reader: Reader) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,18 +28,33 @@ def small() -> train.Plan:
         hidden_size=128, num_hidden_layers=1, intermediate_size=128, num_attention_heads=2, num_key_value_heads=1
     )
     return train.Plan(
-        steps=10, warm_up=2, short=(4, 128), mixed=((1, 256),), short_steps=0.5, rounded_from=0.6, shape=shape
+        steps=10, warm_up=2, short=(4, 128), mixed=((1, 256),), short_steps=5, rounded_from=0.3, shape=shape
     )
 
 
-def test_ten_steps_on_a_cpu_lower_the_loss_and_leave_a_model_that_loads(small: train.Plan, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def sizes() -> train.Sizes:
+    return train.Sizes(classic=1, everyday=1, names=((300, 1024),), names_each=4, at_once=1)
+
+
+def test_ten_steps_on_a_cpu_lower_the_loss_and_leave_a_model_that_loads(
+    small: train.Plan, sizes: train.Sizes, tmp_path: Path
+) -> None:
     train.prepare(tmp_path)
-    train.train(small, tmp_path, processes=0)
+    train.train(small, tmp_path, processes=0, sizes=sizes)
     log = json.loads((tmp_path / "log.json").read_text())["log"]
     assert [entry["step"] for entry in log] == [0, 9]
     assert log[-1]["loss"] < log[0]["loss"] - 0.5
+    assert {"everyday", "name at 300", "q4 name at 300"} <= set(log[-1]["exact"])
     model, tokens = mlx_lm.load(str(tmp_path))[:2]
     assert isinstance(mlx_lm.generate(model, tokens, prompt="Hello.", max_tokens=3), str)
+
+
+def test_the_clock_sets_the_course_and_ends_the_run(small: train.Plan, sizes: train.Sizes, tmp_path: Path) -> None:
+    train.train(replace(small, steps=10**6, time_limit_s=1e-9), tmp_path, processes=0, sizes=sizes)
+    told = json.loads((tmp_path / "log.json").read_text())
+    assert [entry["step"] for entry in told["log"]] == [0]
+    assert told["log"][0]["rate"] <= small.learning_rate * small.final_rate
 
 
 def test_the_network_is_the_one_that_mlx_lm_runs() -> None:

@@ -2,7 +2,8 @@
 
 Conversations are of the world's held-out part: no name, word or long number in them occurs in training. Each is read
 once through mlx-lm; all questions are put to the same KV cache, which is trimmed back after each. `--kv q4` and
-`--kv q8` read into mlx-lm's own quantized cache instead.
+`--kv q8` read into mlx-lm's own quantized cache instead. `--names` asks for real names that no training saw
+(`everyday/people.py` holds them out), `--everyday` for everyday facts with such names.
 """
 
 from __future__ import annotations
@@ -28,13 +29,17 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, trim_prompt_cache  # 
 
 from inference_svc.model.kvasir_tiny import path  # noqa: E402
 from tools.kvasir_tiny import rows, tokenizer, world  # noqa: E402
+from tools.kvasir_tiny.everyday import daily_life, name_exam  # noqa: E402
 from tools.kvasir_tiny.words import Dice  # noqa: E402
 from tools.kvasir_tiny.world import Conversation, Message, Question  # noqa: E402
 
 KV_BITS = {"exact": None, "q8": 8, "q4": 4}
+NAME_LENGTHS = (300, 1500, 4000)
 LENGTHS = (300, 1500, 4000, 7500)
 TARGETS = {"told at 300": 0.97, "told at 1500": 0.97, "told at 4000": 0.95, "told at 7500": 0.90}
 TARGETS |= {"not_told": 0.97, "private": 0.95, "tool": 0.95, "passage": 0.95}
+TARGETS |= {f"name at {length}": 0.99 for length in NAME_LENGTHS}
+TARGETS |= {f"everyday told at {length}": 0.97 for length in NAME_LENGTHS} | {"everyday not_told": 0.95}
 PREFILL_CHUNK = 256
 LONGEST_REPLY = 64
 
@@ -191,6 +196,27 @@ def examine(reader: Reader, length: int, n: int, report: Report, first_seed: int
             _put(reader, talk, question, length, report)
 
 
+def examine_names(reader: Reader, length: int, n: int, report: Report) -> None:
+    """Ask for `n` of the names that no training saw, each told once in `length` tokens of the small world's English."""
+    for talk in name_exam.conversations(length, _encoder().count, n):
+        reader.read(talk.messages, talk.tools)
+        for question in talk.questions:
+            _put(reader, talk, question, length, report)
+
+
+def examine_everyday(reader: Reader, length: int, n: int, report: Report, first_seed: int = 0) -> None:
+    """Ask `n` everyday questions about conversations of `length` tokens; at most 24 about each."""
+    seed = first_seed
+    while n > 0:
+        talk = daily_life.conversation(seed, length, count=_encoder().count)
+        told, unknown = talk.of_sort("told"), talk.of_sort("not_told")
+        chosen = [*told[:: max(1, len(told) // 20)][:20], *unknown][:n]
+        n, seed = n - len(chosen), seed + 1
+        reader.read(talk.messages, talk.tools)
+        for question in chosen:
+            _put(reader, talk, replace(question, sort=f"everyday {question.sort}"), length, report)
+
+
 def conversation(seed: int, length: int) -> Conversation:
     """The examination's conversation number `seed`: each has tools, and every second one has several speakers."""
     style = world.draw_style(Dice(f"kvasir-tiny examination {seed} {length}"), length)
@@ -278,6 +304,13 @@ def _ask_all(given: argparse.Namespace, report: Report) -> None:
     for length in given.lengths if given.n else ():
         examine(reader, length, given.n, report, given.seed)
         print(f"{length} tokens: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    for length in NAME_LENGTHS:
+        if given.names:
+            examine_names(reader, length, given.names, report)
+        if given.everyday:
+            examine_everyday(reader, length, given.everyday, report, given.seed)
+        if given.names or given.everyday:
+            print(f"names at {length} tokens: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     if given.perplexity:
         report.perplexity = perplexity(reader, given.perplexity, 4000)
 
@@ -285,6 +318,8 @@ def _ask_all(given: argparse.Namespace, report: Report) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--n", type=int, default=200, help="told facts at each length, as many of other sorts in all")
+    parser.add_argument("--names", type=int, default=0, help="names that no training saw, at each of three lengths")
+    parser.add_argument("--everyday", type=int, default=0, help="everyday questions at each of three lengths")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="tokens of conversation")
     parser.add_argument(
         "--kv", choices=list(KV_BITS), default="exact", help="mlx-lm's KVCache, or its QuantizedKVCache"

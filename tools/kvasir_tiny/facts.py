@@ -123,7 +123,11 @@ def possession(subject: str, noun: str, kind: str, wh: str, value: str, mouth: s
 
 def _companion(subject: str, dice: Dice, names: Names, mouth: str) -> Fact:
     noun = dice.pick(COMPANIONS)
-    value = names.person()
+    return companion(subject, noun, names.person(), mouth)
+
+
+def companion(subject: str, noun: str, value: str, mouth: str) -> Fact:
+    """`<subject>'s <noun> is called <value>`; the subject "" is the person who asks, `mouth` the one who tells."""
     asked, turned = (f"my {noun}", f"your {noun}") if subject == "" else (f"{subject}'s {noun}",) * 2
     mine = f"My {noun}" if mouth == subject else f"{subject}'s {noun}"
     return Fact(
@@ -272,7 +276,11 @@ def _approval(dice: Dice, names: Names) -> Fact:
 
 
 def _sighting(dice: Dice, names: Names) -> Fact:
-    who = names.person()
+    return sighting(names.person(), dice, names)
+
+
+def sighting(who: str, dice: Dice, names: Names) -> Fact:
+    """Where somebody was seen."""
     return _thing(
         "spot",
         dice,
@@ -285,7 +293,11 @@ def _sighting(dice: Dice, names: Names) -> Fact:
 
 
 def _round(dice: Dice, names: Names) -> Fact:
-    who, number = names.person(), dice.between(1, 30)
+    return choice(names.person(), dice.between(1, 30), dice, names)
+
+
+def choice(who: str, number: int, dice: Dice, names: Names) -> Fact:
+    """What somebody chose in a round of a game."""
     return _thing(
         "choice",
         dice,
@@ -298,7 +310,11 @@ def _round(dice: Dice, names: Names) -> Fact:
 
 
 def _appointment(dice: Dice, names: Names) -> Fact:
-    who = names.person()
+    return appointment(names.person(), dice, names)
+
+
+def appointment(who: str, dice: Dice, names: Names) -> Fact:
+    """When somebody is to be met."""
     return _thing(
         "day",
         dice,

@@ -5,14 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.pool
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from tools.kvasir_tiny import tokenizer, world
+from tools.kvasir_tiny.everyday import training
 from tools.kvasir_tiny.words import Dice
 
 PADDING = 0  # id of the padding token
@@ -32,22 +33,54 @@ class Batch:
     held_out: bool = False
 
 
-def make(batch: Batch, folder: Path) -> Rows:
-    """Token ids [count, length + 1], and for each whether it is learned."""
+def encoder_of(folder: Path) -> tokenizer.Encoder:
+    """The folder's tokenizer, loaded once in each process."""
     if folder not in _encoders:
         _encoders[folder] = tokenizer.load(folder)
-    encoder = _encoders[folder]
+    return _encoders[folder]
+
+
+def make(batch: Batch, folder: Path) -> Rows:
+    """Token ids [count, length + 1], and for each whether it is learned."""
+    encoder = encoder_of(folder)
     ids = np.full((batch.count, batch.length + 1), PADDING, np.uint16)
     learned = np.zeros((batch.count, batch.length + 1), np.bool_)
     for row in range(batch.count):
         seed = batch.first_seed + row
-        talk = world.training_conversation(seed, batch.length + 16, encoder.count, held_out=batch.held_out)
+        talk = _conversation(batch, seed, encoder)
         # An engine appends messages to its memory: the model must understand a conversation both cut and whole.
         pieces = Dice(f"kvasir-tiny pieces {seed}").chance(0.3)
         tokens, taught = encoder.conversation(talk, in_pieces=pieces, until=batch.length + 1)
         n = min(len(tokens), batch.length + 1)
         ids[row, :n] = tokens[:n]
         learned[row, :n] = taught[:n]
+    return ids, learned
+
+
+def _conversation(batch: Batch, seed: int, encoder: tokenizer.Encoder) -> world.Conversation:
+    if batch.held_out:
+        return world.training_conversation(seed, batch.length + 16, encoder.count, held_out=True)
+    return training.conversation(seed, batch.length + 16, encoder.count)
+
+
+def of_conversations(
+    talks: Sequence[world.Conversation], length: int, folder: Path, with_replies: bool = False
+) -> Rows:
+    """Rows of given conversations with what is asked after them; replies in them are learned only `with_replies`."""
+    encoder = encoder_of(folder)
+    ids = np.full((len(talks), length + 1), PADDING, np.uint16)
+    learned = np.zeros((len(talks), length + 1), np.bool_)
+    for row, talk in enumerate(talks):
+        asked = [
+            {"role": role, "content": text}
+            for question in talk.questions
+            for role, text in (("user", question.text), ("assistant", question.answer))
+        ]
+        before = talk.taught if with_replies else [False] * len(talk.messages)
+        taught = before + [False, True] * len(talk.questions)
+        tokens, mask = encoder.conversation(replace(talk, messages=talk.messages + asked, taught=taught))
+        n = min(len(tokens), length + 1)
+        ids[row, :n], learned[row, :n] = tokens[:n], mask[:n]
     return ids, learned
 
 

@@ -1,7 +1,8 @@
 """Trains kvasir-tiny: `python -m tools.kvasir_tiny.train OUT`, on one GPU (or, for a test, on a CPU).
 
-First short conversations alone, until recall appears; then conversations as long as the context, with short ones beside
-them; at last with keys and values rounded to 4 bits in half of the steps, as the product keeps them.
+First short conversations alone, until recall appears (none where it goes on from a model that recalls); then long
+ones up to the context, with short ones beside them; later with keys and values rounded to 4 bits in a third of the
+steps. The course of the learning rate follows the time limit, or the number of steps if there is none.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,25 @@ import numpy as np
 import numpy.typing as npt
 
 from inference_svc.model.kvasir_tiny import path
-from tools.kvasir_tiny import network, rows, tokenizer
+from tools.kvasir_tiny import network, rows
+from tools.kvasir_tiny.everyday import daily_life, name_exam, training
 from tools.kvasir_tiny.network import Array, Shape, Weights
 from tools.kvasir_tiny.rows import Batch
 
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much each examination asks: rows, or names; and rows in one forward pass."""
+
+    classic: int = 16
+    everyday: int = 24
+    names: tuple[tuple[int, int], ...] = ((300, 1024), (1500, 3072), (4000, 5120))  # length, room in a row
+    names_each: int = name_exam.NAMES
+    at_once: int = 8
+    is_asked_often: bool = True  # at every checkpoint, not at the end alone
+
+
+SIZES = Sizes()
 BUCKETS = (300, 1500, 4000, 7500, 8192)
 
 
@@ -36,11 +52,12 @@ class Plan:
 
     steps: int = 4000
     warm_up: int = 100
-    short_steps: float = 0.08  # share of steps with short rows alone
-    rounded_from: float = 0.6  # from this share on, every second step rounds keys and values to 4 bits
+    time_limit_s: float = math.inf  # of training; the last step ends a little later
+    short_steps: int = 320  # steps with short rows alone
+    rounded_from: float = 0.3  # from this share of the course on, every third step rounds keys and values to 4 bits
     short: tuple[int, int] = (256, 1024)  # rows, length: while they are alone
-    mixed: tuple[tuple[int, int], ...] = ((24, 8192), (64, 1024))
-    learning_rate: float = 2e-3
+    mixed: tuple[tuple[int, int], ...] = ((16, 8192), (32, 2048), (64, 1024))
+    learning_rate: float = 1.5e-3
     final_rate: float = 0.01  # of the learning rate
     weight_decay: float = 0.1
     other_text: float = 0.02  # weight of the text that the model does not have to say
@@ -76,13 +93,13 @@ def loss(weights: Weights, groups: tuple[tuple[Array, Array], ...], plan: Plan, 
 
 
 def update(
-    state: State, groups: tuple[tuple[Array, Array], ...], step: Array, rounding: Array, plan: Plan
+    state: State, groups: tuple[tuple[Array, Array], ...], step: Array, course: Array, rounding: Array, plan: Plan
 ) -> tuple[State, Array]:
-    """One step of AdamW with clipped gradients."""
+    """One step of AdamW with clipped gradients; `course` is the share of the training that is over."""
     (_, said), gradient = jax.value_and_grad(loss, has_aux=True)(state.weights, groups, plan, rounding)
     size = jnp.sqrt(sum(jnp.sum(g * g) for g in gradient.values()))
     gradient = {name: g / jnp.maximum(size, 1.0) for name, g in gradient.items()}
-    rate, t = learning_rate(step, plan), step + 1.0
+    rate, t = learning_rate(step, course, plan), step + 1.0
     new = State({}, {}, {})
     for name, g in gradient.items():
         mean = 0.9 * state.mean[name] + 0.1 * g
@@ -94,10 +111,9 @@ def update(
     return new, jnp.stack([said, size, rate])
 
 
-def learning_rate(step: Array, plan: Plan) -> Array:
+def learning_rate(step: Array, course: Array, plan: Plan) -> Array:
     """A short rise, then a cosine."""
-    course = jnp.clip((step - plan.warm_up) / max(1, plan.steps - plan.warm_up), 0.0, 1.0)
-    cosine = plan.final_rate + (1 - plan.final_rate) * 0.5 * (1 + jnp.cos(math.pi * course))
+    cosine = plan.final_rate + (1 - plan.final_rate) * 0.5 * (1 + jnp.cos(math.pi * jnp.minimum(course, 1.0)))
     return plan.learning_rate * cosine * jnp.minimum(1.0, (step + 1) / plan.warm_up)
 
 
@@ -105,7 +121,7 @@ def batches(plan: Plan) -> Iterator[tuple[Batch, ...]]:
     """The rows of every step: each row has a seed of its own."""
     seed = plan.first_row
     for step in range(plan.steps):
-        group = (plan.short,) if step < plan.short_steps * plan.steps else plan.mixed
+        group = (plan.short,) if step < plan.short_steps else plan.mixed
         made = []
         for count, length in group:
             made.append(Batch(seed, count, length))
@@ -114,22 +130,24 @@ def batches(plan: Plan) -> Iterator[tuple[Batch, ...]]:
 
 
 def train(
-    plan: Plan, out: Path, processes: int, start: Path | None = None, every: int = 200, deadline_s: float = math.inf
+    plan: Plan, out: Path, processes: int, start: Path | None = None, every_s: float = 120.0, sizes: Sizes = SIZES
 ) -> Weights:
-    """Run the plan; write a checkpoint and one line of evaluation every `every` steps, and `log.json` at the end."""
+    """Run the plan; every `every_s` seconds write a checkpoint, one line of evaluation and `log.json`."""
     weights = network.load(start)[0] if start else network.initial(plan.shape, plan.seed)
     state = State(weights, _zeros(weights), _zeros(weights))
-    step_once = jax.jit(lambda s, g, n, r: update(s, g, n, r, plan), donate_argnums=0)
+    step_once = jax.jit(lambda s, g, n, c, r: update(s, g, n, c, r, plan), donate_argnums=0)
     folder = out if (out / "tokenizer.json").exists() else path()
-    examination = Examination(plan, folder, processes)
+    examination = Examination(plan, folder, sizes)
     log: list[dict[str, Any]] = []
-    began, tokens = time.monotonic(), 0
+    began, tokens, saved = time.monotonic(), 0, 0.0
     for step, group in enumerate(rows.stream(batches(plan), folder, processes)):
-        rounding = float(step >= plan.rounded_from * plan.steps and step % 2)
-        state, numbers = step_once(state, group, jnp.float32(step), jnp.float32(rounding))
+        spent = time.monotonic() - began
+        course = step / plan.steps if plan.time_limit_s == math.inf else spent / plan.time_limit_s
+        rounding = float(course >= plan.rounded_from and step % 3 == 2)
+        state, numbers = step_once(state, group, jnp.float32(step), jnp.float32(course), jnp.float32(rounding))
         tokens += sum(ids.size for ids, _ in group)
-        last = step + 1 == plan.steps or time.monotonic() - began > deadline_s
-        checkpoint = last or (step + 1) % every == 0
+        last = step + 1 == plan.steps or spent > plan.time_limit_s
+        checkpoint = last or spent - saved > every_s
         if step % 20 == 0 or checkpoint:
             said, size, rate = (float(x) for x in numbers)
             spent = time.monotonic() - began
@@ -141,14 +159,23 @@ def train(
             if not math.isfinite(said):
                 raise SystemExit("the loss is not finite")
         if checkpoint:
+            saved = time.monotonic() - began
             network.save(state.weights, plan.shape, out)
-            found = examination.take(state.weights)
-            log[-1]["exact"] = found
-            print(f"  exact {json.dumps(found)}", flush=True)
-            (out / "log.json").write_text(json.dumps({"plan": asdict(plan), "log": log}, indent=1) + "\n")
+            print(f"  saved after {saved:.0f} s", flush=True)
+            if last or sizes.is_asked_often:
+                log[-1]["exact"] = examination.take(state.weights)
+                print(f"  exact {json.dumps(log[-1]['exact'])}", flush=True)
+            (out / "log.json").write_text(text_of_log(plan, log))
         if last:
             break
     return state.weights
+
+
+def text_of_log(plan: Plan, log: list[dict[str, Any]]) -> str:
+    """The log as JSON, a line for each entry."""
+    heads = {name: None if value == math.inf else value for name, value in asdict(plan).items()}
+    lines = ",\n".join(json.dumps(entry) for entry in log)
+    return f'{{"plan": {json.dumps(heads)}, "log": [\n{lines}\n]}}\n'
 
 
 def _zeros(weights: Weights) -> Weights:
@@ -162,54 +189,65 @@ class Examination:
     have written it.
     """
 
-    def __init__(self, plan: Plan, folder: Path, processes: int) -> None:
-        length = max(length for _, length in plan.mixed)
-        self._rows = rows.make(Batch(10**8, 24 if processes else 1, length, held_out=True), folder)
-        self._encoder = tokenizer.load(folder)
+    def __init__(self, plan: Plan, folder: Path, sizes: Sizes) -> None:
+        encoder = rows.encoder_of(folder)
+        self._decode, self._at_once = encoder.decode, sizes.at_once
         self._score = jax.jit(lambda w, ids, r: network.logits(w, ids, plan.shape, r).argmax(-1))
-        self._replies = self._find(*self._rows)
-
-    def _find(self, ids: npt.NDArray[np.uint16], learned: npt.NDArray[np.bool_]) -> list[tuple[int, int, int, str]]:
-        """Row, first and last + 1 of each learned reply, and its sort."""
-        found = []
-        for row, mask in enumerate(learned):
-            edges = np.flatnonzero(np.diff(mask.astype(np.int8))) + 1
-            for first, end in zip(edges[::2], edges[1::2], strict=False):
-                found.append((row, int(first), int(end), self._sort(ids[row, first:end].tolist())))
-        return found
-
-    def _sort(self, reply: list[int]) -> str:
-        text = self._encoder.decode(reply)
-        if text.startswith("I was not told"):
-            return "not_told"
-        if text.startswith("The passage does not"):
-            return "passage_not"
-        if text.startswith("<tool_call>"):
-            return "tool"
-        return "short" if len(reply) < 8 else "told"
+        longest = max(length for _, length in plan.mixed)
+        self._sets = [("", rows.make(Batch(10**8, sizes.classic, longest, held_out=True), folder))]
+        talks = [daily_life.conversation(10**6 + n, 1500, count=encoder.count) for n in range(sizes.everyday)]
+        talks = [replace(talk, questions=talk.questions[-40:]) for talk in talks]
+        self._sets.append(("everyday", rows.of_conversations(talks, 3072, folder)))
+        scenes = [training.scene(10**8 + n, 1500, encoder.count) for n in range(sizes.everyday)]
+        scenes = [replace(scene, questions=[]) for scene in scenes]
+        self._sets.append(("scene", rows.of_conversations(scenes, 3072, folder, with_replies=True)))
+        for length, room in sizes.names:
+            told = list(name_exam.conversations(length, encoder.count, sizes.names_each))
+            self._sets.append((f"name at {length}", rows.of_conversations(told, room, folder)))
 
     def take(self, weights: Weights) -> dict[str, str]:
+        """Right and asked, by sort; "q4" is with keys and values in 4 bits."""
         found: dict[str, str] = {}
-        ids = self._rows[0].astype(np.int32)
         for rounding, label in ((0.0, ""), (1.0, "q4 ")):
-            guesses = np.concatenate(
-                [
-                    np.asarray(self._score(weights, ids[i : i + 8, :-1], jnp.float32(rounding)))
-                    for i in range(0, len(ids), 8)
-                ]
-            )
             right: dict[str, list[bool]] = {}
-            for row, first, end, sort in self._replies:
-                name = sort
-                if sort == "told":
-                    name = f"told<{next(b for b in BUCKETS if first < b or b == BUCKETS[-1])}"
-                right.setdefault(name, []).append(
-                    bool((guesses[row, first - 1 : end - 1] == ids[row, first:end]).all())
-                )
+            for group, (ids, learned) in self._sets:
+                guesses = self._guesses(weights, ids.astype(np.int32), rounding)
+                for row, first, end in _replies(learned):
+                    name = self._name(group, ids[row, first:end].tolist(), first)
+                    is_right = bool((guesses[row, first - 1 : end - 1] == ids[row, first:end]).all())
+                    right.setdefault(name, []).append(is_right)
             found |= {
                 f"{label}{name}": f"{sum(ok)}/{len(ok)}={sum(ok) / len(ok):.3f}" for name, ok in sorted(right.items())
             }
         return found
+
+    def _guesses(self, weights: Weights, ids: npt.NDArray[np.int32], rounding: float) -> npt.NDArray[np.int32]:
+        parts = []
+        for first in range(0, len(ids), self._at_once):
+            part = ids[first : first + self._at_once, :-1]
+            whole = np.pad(part, ((0, self._at_once - len(part)), (0, 0)))
+            parts.append(np.asarray(self._score(weights, whole, jnp.float32(rounding)))[: len(part)])
+        return np.concatenate(parts)
+
+    def _name(self, group: str, reply: list[int], first: int) -> str:
+        text = self._decode(reply)
+        if text.startswith("I was not told"):
+            return f"{group} not_told".strip()
+        if group:
+            return group
+        if text.startswith("The passage does not"):
+            return "passage_not"
+        if text.startswith("<tool_call>"):
+            return "tool"
+        return "short" if len(reply) < 8 else f"told<{next(b for b in BUCKETS if first < b or b == BUCKETS[-1])}"
+
+
+def _replies(learned: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int, int]]:
+    """Row, first and last + 1 of each learned reply."""
+    for row, mask in enumerate(learned):
+        edges = np.flatnonzero(np.diff(mask.astype(np.int8))) + 1
+        for first, end in zip(edges[::2], edges[1::2], strict=False):
+            yield row, int(first), int(end)
 
 
 def prepare(out: Path) -> None:
@@ -223,23 +261,35 @@ def prepare(out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="the model's directory to write")
-    parser.add_argument("--steps", type=int, default=Plan.steps)
+    parser.add_argument("--steps", type=int, default=Plan.steps, help="if there is no time limit")
     parser.add_argument("--seed", type=int, default=Plan.seed)
     parser.add_argument("--first-row", type=int, default=Plan.first_row, help="seed of the first training conversation")
-    parser.add_argument("--short-steps", type=float, default=Plan.short_steps)
+    parser.add_argument("--short-steps", type=int, default=Plan.short_steps)
     parser.add_argument("--rounded-from", type=float, default=Plan.rounded_from)
     parser.add_argument("--learning-rate", type=float, default=Plan.learning_rate)
     parser.add_argument("--warm-up", type=int, default=Plan.warm_up)
     parser.add_argument("--start", type=Path, help="go on from this model instead of random weights")
     parser.add_argument("--processes", type=int, default=12, help="how many make training rows")
-    parser.add_argument("--every", type=int, default=200, help="steps between checkpoints")
-    parser.add_argument("--deadline", type=float, default=math.inf, help="seconds after which the run stops early")
+    parser.add_argument("--every-s", type=float, default=120.0, help="seconds between checkpoints")
+    parser.add_argument("--time-limit-s", type=float, default=math.inf, help="seconds of training, instead of --steps")
+    parser.add_argument("--short-run", action="store_true", help="more short rows, and one examination, at the end")
+    parser.add_argument("--smoke", action="store_true", help="rows and examinations as small as a CPU can do")
     given = vars(parser.parse_args())
-    out, start, deadline = given.pop("out"), given.pop("start"), given.pop("deadline")
-    processes, every = given.pop("processes"), given.pop("every")
+    out, start, smoke = given.pop("out"), given.pop("start"), given.pop("smoke")
+    is_short = given.pop("short_run")
+    processes, every_s = given.pop("processes"), given.pop("every_s")
+    plan, sizes = Plan(**given), SIZES
+    if given["time_limit_s"] < math.inf:
+        plan = replace(plan, steps=10**6)
+    if is_short:
+        plan = replace(plan, mixed=((8, 8192), (32, 2048), (128, 1024)))
+        sizes = replace(sizes, classic=8, is_asked_often=False)
+    if smoke:
+        plan = replace(plan, mixed=((1, 512), (2, 256)), short=(4, 256))
+        sizes = Sizes(classic=1, everyday=1, names=((300, 1024),), names_each=10, at_once=2)
     prepare(out)
     print(f"{sys.version.split()[0]} jax {jax.__version__} {jax.devices()}", flush=True)
-    train(Plan(**given), out, processes, start, every, deadline)
+    train(plan, out, processes, start, every_s, sizes)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ class Dice(random.Random):
         return self.random() < p
 
 
-def _words(text: str) -> list[str]:
+def words(text: str) -> list[str]:
     return text.split()
 
 
@@ -33,16 +33,16 @@ def _phrases(text: str) -> list[str]:
     return text.split(";")
 
 
-ONSETS = _words("b d f g h j k l m n p r s t v w z br ch dr gr kl pr sh st th tr")
-VOWELS = _words("a e i o u a e i o u ai ea ou")
+ONSETS = words("b d f g h j k l m n p r s t v w z br ch dr gr kl pr sh st th tr")
+VOWELS = words("a e i o u a e i o u ai ea ou")
 CODAS = ["", "", "", "", "n", "r", "l", "s", "k", "m", "t", "x"]
 # A few names that people type, so that the model has met them; evaluation never uses them.
-FAMILIAR_PEOPLE = _words(
+FAMILIAR_PEOPLE = words(
     "Ada Marco Lena Paul Maria John Sara Ivan Noor Chen Elena David Anna Omar Julia Peter Aisha Tom Nina Carlos "
     "Mia Leo Grace Hugo Emma Lucas Sofia Max Olga Karim Priya Kenji Bob Alice Eve Charlie Dana Frank Diego Ines "
     "Jonas Clara Viktor Zoe"
 )
-FAMILIAR_PLACES = _words(
+FAMILIAR_PLACES = words(
     "Porto Paris Rome Lima Oslo Cairo Berlin Madrid Vienna Kyoto Tokyo Boston Dublin London Lisbon Prague Athens "
     "Seoul Delhi Nairobi Toronto Chicago Warsaw Havana Geneva Bergen Turin Bologna Hamburg Ghent"
 )
@@ -98,36 +98,36 @@ class Names:
 
 
 CLOSED: dict[str, list[str]] = {
-    "colour": _words("red green blue yellow purple orange white black brown grey silver golden pink"),
-    "food": _words("bread cheese soup rice fish honey butter porridge cake pasta salad yoghurt jam pie"),
-    "drink": _words("tea coffee milk water cider lemonade cocoa juice beer wine"),
-    "animal": _words("foxes owls bears wolves swans otters hares whales spiders snakes frogs ravens bees"),
-    "sky": _words("rainy sunny cloudy windy foggy snowy stormy"),
-    "season": _words("spring summer autumn winter"),
+    "colour": words("red green blue yellow purple orange white black brown grey silver golden pink"),
+    "food": words("bread cheese soup rice fish honey butter porridge cake pasta salad yoghurt jam pie"),
+    "drink": words("tea coffee milk water cider lemonade cocoa juice beer wine"),
+    "animal": words("foxes owls bears wolves swans otters hares whales spiders snakes frogs ravens bees"),
+    "sky": words("rainy sunny cloudy windy foggy snowy stormy"),
+    "season": words("spring summer autumn winter"),
     "job": _phrases(
         "a baker;a pilot;a painter;a doctor;a farmer;a teacher;a carpenter;a sailor;a cook;a judge;a tailor;a nurse;"
         "a gardener;an actor;an engineer;a writer;a miner;a potter"
     ),
-    "subject": _words("history chemistry music law geology medicine botany painting physics poetry astronomy"),
+    "subject": words("history chemistry music law geology medicine botany painting physics poetry astronomy"),
     "instrument": _phrases("the drum;the flute;the violin;the harp;the piano;the trumpet;the guitar;the cello"),
-    "collection": _words("coins stamps shells maps clocks bottles feathers stones masks buttons"),
+    "collection": words("coins stamps shells maps clocks bottles feathers stones masks buttons"),
     "vehicle": _phrases("a van;a bus;a truck;a bicycle;a tractor;a taxi;a motorbike;an old car"),
-    "day": _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday"),
-    "month": _words("January February March April May June July August September October November December"),
+    "day": words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday"),
+    "month": words("January February March April May June July August September October November December"),
     "spot": _phrases("the harbour;the station;the market;the bridge;the library;the mill;the church;the bank;the inn"),
     "hidden": _phrases("a lamp;a map;a ring;a letter;a knife;a rope;a coin;a book;a key;a mirror;a photograph;a watch"),
     "choice": _phrases("cooperate;betray;stay silent;wait"),
 }
 
-ADJECTIVES = _words(
+ADJECTIVES = words(
     "north south east west old new small large upper lower inner outer iron wooden broken quiet first second"
 )
-DOORS = _words("gate door safe vault cellar garage lift store archive cabinet workshop tower")
-BOXES = _words("box drawer chest basket bag case jar cupboard barrel crate")
-GOODS = _words("lamp chair table coat kettle carpet clock saddle violin ladder stove mirror")
-CARRIERS = _words("train bus ship ferry coach boat plane")
-ROOMS = _words("hall kitchen office attic library stable bedroom corridor porch workshop")
-EVENTS = _words("dinner party meeting wedding trip fair concert picnic breakfast festival")
+DOORS = words("gate door safe vault cellar garage lift store archive cabinet workshop tower")
+BOXES = words("box drawer chest basket bag case jar cupboard barrel crate")
+GOODS = words("lamp chair table coat kettle carpet clock saddle violin ladder stove mirror")
+CARRIERS = words("train bus ship ferry coach boat plane")
+ROOMS = words("hall kitchen office attic library stable bedroom corridor porch workshop")
+EVENTS = words("dinner party meeting wedding trip fair concert picnic breakfast festival")
 
 SYSTEM_ROLES = [
     "",

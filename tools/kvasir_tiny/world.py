@@ -91,27 +91,29 @@ def conversation(
     seed: int, target_tokens: int, *, count: Count = estimate_tokens, held_out: bool = True, style: Style | None = None
 ) -> Conversation:
     """About `target_tokens` of conversation (never a turn more), and questions about all that was not asked in it."""
-    writer = _Writer(seed, target_tokens, count, held_out, style)
+    writer = Writer(seed, target_tokens, count, held_out, style)
     writer.write()
     return writer.conversation()
 
 
 def training_conversation(seed: int, target_tokens: int, count: Count, *, held_out: bool = False) -> Conversation:
     """A conversation of the training part: at least `target_tokens`, its last part full of questions."""
-    writer = _Writer(seed, target_tokens, count, held_out, style=None)
+    writer = Writer(seed, target_tokens, count, held_out, style=None)
     writer.write(examination=0.15)
     return writer.conversation()
 
 
-class _Writer:
+class Writer:
     """Writes one conversation, turn by turn, and remembers what the agent in it was told."""
+
+    new_names: type[Names] = Names
 
     def __init__(self, seed: int, target: int, count: Count, held_out: bool, style: Style | None) -> None:
         part = "held-out" if held_out else "training"
         self.seed, self.target, self.count = seed, target, count
         self.dice = Dice(f"kvasir-tiny {part} {seed}")
         self.style = style or draw_style(self.dice, target)
-        self.names = Names(self.dice, held_out)
+        self.names = self.new_names(self.dice, held_out)
         self.tokens = 0
         self.messages: list[Message] = []
         self.taught: list[bool] = []

@@ -98,7 +98,9 @@ class Conversation:
         if sys.stdin.isatty():
             self.caller.say(f"You talk with {self.agent}. {_HELP}.")
             if loaded == ["kvasir-tiny"]:
-                self.caller.say("kvasir-tiny is small, to try Kvasir with: it may misspell names that it never saw.")
+                self.caller.say(
+                    "kvasir-tiny is small, to try Kvasir with: it remembers what you tell it, and knows little."
+                )
 
     def run(self) -> None:
         """Read until the input ends or /quit. A refusal ends a pipe; at a terminal the talk goes on after it."""

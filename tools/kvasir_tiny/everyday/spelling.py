@@ -1,0 +1,256 @@
+"""Names, words and numbers as people type them: real ones of many languages, spliced, odd, accented, in any case.
+
+A model that has met only one sort of name learns that sort's spelling and garbles the others. One that meets all sorts
+learns to copy.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Callable
+
+from tools.kvasir_tiny.everyday import people
+from tools.kvasir_tiny.words import CLOSED, Dice, Names, is_held_out, words
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+ACCENTED = "áàâäãåāăąæçćčďđéèêëēęěğíìîïīıłñńňóòôöõøőœřśşšßťúùûüūůűýÿźżžþð"
+OTHER_SCRIPTS = (
+    "абвгдежзийклмнопрстуфхцчшщыьэюяіїєґ",
+    "αβγδεζηθικλμνξοπρστυφχψωάέήίόύώ",
+    "אבגדהוזחטיכלמנסעפצקרשת",
+    "ابتثجحخدذرزسشصضطظعغفقكلمنهوي",
+    "अआइईउएकखगचजटडतदनपबमयरलवसह",
+    "あいうえおかきくけこさしすせそたちつてとなにぬねのアイウエオカキクケコ",
+    "王李张刘陈杨黄赵周吴山田中木村林明华美丽小大",
+    "김이박최정민서지하은수현우진영",
+)
+COMMON_WORDS = words("""
+apple arm art autumn baby ball banana bank basket bath beach bean bear bed bell belt bird birthday blanket blood
+board boat body bone book boot bottle bowl box boy branch brick bridge brush bucket butterfly button cake camera
+camp candle car card carrot castle chain chair cheese cherry chest chicken child chocolate church circle city class
+clock cloth cloud club coat code coffee coin college colour comb computer cook copper corn corner cotton country
+cousin cow cream crown cup curtain dance daughter desert desk dinner doctor dog door dragon drawer dream dress drum
+duck dust ear earth egg elephant engine evening eye face family farm father feather field film finger fire fish flag
+floor flower fly fog food foot forest fork fox friend frog fruit game garden garlic gate ghost gift girl glass glove
+goat gold grape grass guitar hair hammer hand harbour hat heart hill holiday honey horse hospital hotel hour house
+ice idea ink iron island jacket jam jar jewel journey kettle key kitchen kite knee knife ladder lake lamp language
+leaf leather lemon lesson letter library light lion lip list lock lunch machine magazine map market mask meal meat
+medal memory metal milk mind mirror money monkey month moon morning mother mountain mouse mouth museum music nail
+name needle neighbour nest net night noise nose number nut ocean office oil onion orange oven owl page paint paper
+park parrot party passport path pear pen pencil pepper phone photo piano picture pie pillow pizza plane planet plant
+plate pocket poem police potato prize problem queen question rabbit radio rain rainbow recipe ribbon rice ring river
+road robot rock roof room root rope rose sail salad salt sand sandwich school science sea seat secret shadow sheep
+ship shirt shoe shop shoulder silver sister sky sleep snow soap song soup spider spoon spring square squirrel stair
+star station stone story strawberry street sugar suit summer sun sweater table tail tea teacher team tent theatre
+thunder ticket tiger time toast tomato tooth tower town toy train tree truck tunnel umbrella uncle valley village
+violin voice wall watch water wave wedding week wheel whistle wind window wine winter wolf wood wool word world yard
+year able angry bad beautiful better big black blue bold brave bright broken busy calm cheap clean clever cold crazy
+dark deep dry early easy empty fair famous fast final fine first fresh funny gentle good green happy hard heavy high
+honest hot huge hungry kind large last late lazy light little lonely long lost loud lucky new nice noisy odd old
+open perfect plain poor pretty proud quick quiet rare ready red rich round sad safe secret sharp short shy silent
+simple slow small smart soft sour strange strong sweet tall thick thin tiny tired true ugly warm weak wet white wild
+wise wrong yellow young after again always before behind below between beyond every inside maybe near never often
+outside over quickly slowly sometimes soon still today together tomorrow under until without yesterday bake become
+begin believe break bring build burn buy call carry catch change choose clean climb close come cook count cross cut
+draw drink drive eat fall feed feel fight find finish follow forget give grow hear help hide hold jump keep laugh
+learn leave listen look love make meet move need open paint plant play pull push read remember repair ride run save
+see sell send sew sing sit speak spend stand start stay steal stop swim take talk teach tell think throw travel turn
+visit wait walk wash wear win work write
+""")
+FAMILIES = [name for name in people.FAMILY_NAMES if not is_held_out(name)]
+
+
+def folded(text: str) -> str:
+    """Lower case, without accents."""
+    parts = unicodedata.normalize("NFD", text.lower())
+    return "".join(letter for letter in parts if not unicodedata.combining(letter))
+
+
+_HELD_OUT_FOLDED = {folded(name) for name in people.HELD_OUT_NAMES}
+
+
+def is_for_training(name: str) -> bool:
+    """Whether training may see this name or made-up word: no real name of evaluation, none of its made-up words."""
+    return not is_held_out(name) and folded(name) not in _HELD_OUT_FOLDED
+
+
+GIVEN = [name for name in people.GIVEN_NAMES if is_for_training(name)]
+PLACES = [name for name in people.TOWNS if is_for_training(name)]
+
+
+class WideNames(Names):
+    """Names of every sort. Held out: the real names of evaluation among made-up ones of its part."""
+
+    def person(self) -> str:
+        dice = self._dice
+        if self._held_out:
+            return self._fresh(people.HELD_OUT_NAMES, 0.7) or super().word().capitalize()
+        draw = dice.random()
+        if draw < 0.3:
+            return super().person()
+        if draw < 0.62:
+            name = self._fresh(GIVEN, 1.0)
+        elif draw < 0.85:
+            name = self._new(lambda: _spliced(dice, GIVEN).capitalize())
+        else:
+            name = self._new(lambda: odd_word(dice).capitalize())
+        return _in_some_case(dice, name or super().person())
+
+    def full_name(self) -> str:
+        """A given name, sometimes with more around it."""
+        dice, name = self._dice, self.person()
+        draw = dice.random()
+        if draw < 0.86:
+            return name
+        family = dice.pick(FAMILIES)
+        if draw < 0.93:
+            return f"{name} {family}"
+        if draw < 0.95:
+            return f"{dice.pick(['Dr', 'Mr', 'Mrs', 'Ms', 'Professor', 'Aunt', 'Uncle', 'Captain'])} {name}"
+        if draw < 0.97:
+            return f"{name}{dice.pick(['-', ' '])}{self.person()}"
+        return f"{name} {dice.pick(['van', 'de', 'von', 'al', 'bin', 'O', 'da'])} {family}"
+
+    def place(self) -> str:
+        dice = self._dice
+        if self._held_out:
+            return super().place()
+        draw = dice.random()
+        if draw < 0.4:
+            return super().place()
+        if draw < 0.65:
+            return self._fresh(PLACES, 1.0) or super().place()
+        if draw < 0.75:
+            return dice.pick(people.LONG_TOWNS)
+        return self._new(lambda: _in_some_case(dice, _spliced(dice, PLACES).capitalize()))
+
+    def word(self) -> str:
+        dice = self._dice
+        if self._held_out or dice.chance(0.5):
+            return super().word()
+        if dice.chance(0.4):
+            return self._fresh(COMMON_WORDS, 1.0) or super().word()
+        return self._new(lambda: _spliced(dice, COMMON_WORDS) if dice.chance(0.5) else odd_word(dice))
+
+    def _fresh(self, names: list[str], chance: float) -> str | None:
+        """One of `names` that no line of the conversation uses yet."""
+        if not self._dice.chance(chance):
+            return None
+        for _ in range(8):
+            name = self._dice.pick(names)
+            if name.lower() not in self._used:
+                self._used.add(name.lower())
+                return name
+        return None
+
+    def _new(self, made: Callable[[], str]) -> str:
+        """A made-up name of the training part that nobody has."""
+        while True:
+            name = made()
+            if name.lower() not in self._used and is_for_training(name):
+                self._used.add(name.lower())
+                return name
+
+
+def _spliced(dice: Dice, names: list[str]) -> str:
+    """The beginning of one name and the end of another."""
+    first, second = dice.pick(names).lower(), dice.pick(names).lower()
+    made = first[: dice.between(1, len(first))] + second[dice.below(len(second)) :]
+    return made[: dice.between(4, 14)]
+
+
+def odd_word(dice: Dice) -> str:
+    """Letters in no order that a language knows; some accented, some of another script."""
+    draw = dice.random()
+    if draw < 0.12:
+        script = dice.pick(OTHER_SCRIPTS)
+        return "".join(dice.pick(script) for _ in range(dice.between(2, 6)))
+    accents = 0.0 if draw < 0.7 else 0.25
+    return "".join(dice.pick(ACCENTED if dice.chance(accents) else LETTERS) for _ in range(dice.between(2, 10)))
+
+
+def _in_some_case(dice: Dice, name: str) -> str:
+    draw = dice.random()
+    if draw < 0.86:
+        return name
+    if draw < 0.93:
+        return name.lower()
+    if draw < 0.96:
+        return name.upper() if len(name.upper()) == len(name) else name
+    return "".join(letter.upper() if dice.chance(0.35) and len(letter.upper()) == 1 else letter for letter in name)
+
+
+# -- other values
+
+
+def number(dice: Dice, names: Names) -> str:
+    """A number in one of the ways that people write them."""
+    draw = dice.random()
+    if draw < 0.3:
+        return names.digits(dice.between(1, 10))
+    if draw < 0.4:
+        return f"{names.digits(3)}-{names.digits(4)}"
+    if draw < 0.48:
+        return f"+{names.digits(2)} {names.digits(3)} {names.digits(4)}"
+    if draw < 0.58:
+        return f"{dice.below(100)}{dice.pick('.,')}{dice.below(10)}{dice.below(10)}"
+    if draw < 0.66:
+        return f"{dice.pick('$€£')}{dice.between(1, 999)}"
+    if draw < 0.74:
+        return f"{dice.between(1, 100)}%"
+    if draw < 0.84:
+        return clock_time(dice)
+    if draw < 0.92:
+        return f"{dice.between(1, 31)}.{dice.between(1, 12)}.{dice.between(1920, 2039)}"
+    return f"{dice.between(1, 99)} {dice.pick(['km', 'kg', 'metres', 'hours', 'euros', 'dollars', 'minutes', 'cm'])}"
+
+
+def code(dice: Dice, names: Names) -> str:
+    """Letters and digits: a password, a flight, an address."""
+    draw = dice.random()
+    if draw < 0.3:
+        letters = LETTERS + LETTERS.upper() + "0123456789" * 2
+        return "".join(dice.pick(letters) for _ in range(dice.between(4, 12)))
+    if draw < 0.55:
+        letters = "".join(dice.pick(LETTERS.upper()) for _ in range(dice.between(1, 3)))
+        return f"{letters}{dice.pick(['-', ' ', ''])}{names.digits(dice.between(2, 5))}"
+    if draw < 0.75:
+        host = f"{names.word()}.{dice.pick(['com', 'org', 'net', 'de', 'fr', 'io', 'co.uk', 'example'])}"
+        return f"{names.word()}@{host}" if dice.chance(0.7) else f"www.{host}"
+    if draw < 0.9:
+        return f"{names.word()}{dice.pick(['', '-', '_', '.'])}{names.digits(dice.between(1, 4))}"
+    return f"{names.word()}-{names.word()}-{names.word()}"
+
+
+def clock_time(dice: Dice) -> str:
+    hour, minute = dice.between(1, 23), f"{dice.below(6)}{dice.below(10)}"
+    if dice.chance(0.25):
+        return f"{dice.between(1, 12)} {dice.pick(['am', 'pm'])}"
+    return f"{hour}:{minute}"
+
+
+def date(dice: Dice) -> str:
+    day, month = dice.between(1, 31), dice.pick(CLOSED["month"])
+    return dice.pick(
+        [f"{day} {month}", f"{month} {day}", f"{day} {month} {dice.between(1920, 2039)}", f"the {day}th of {month}"]
+    )
+
+
+def phrase(dice: Dice, names: Names, most: int = 4) -> str:
+    """A few common words, now and then with a made-up one among them."""
+    chosen = [dice.pick(COMMON_WORDS) for _ in range(dice.between(1, most))]
+    if dice.chance(0.15):
+        chosen[dice.below(len(chosen))] = names.word()
+    if dice.chance(0.3):
+        chosen.insert(0, dice.pick(["a", "the", "my", "some", "two", "old", "no"]))
+    return " ".join(chosen)
+
+
+def title(dice: Dice, names: Names) -> str:
+    """The name of a book, a song, a shop."""
+    chosen = [word.capitalize() for word in phrase(dice, names, 3).split()]
+    if dice.chance(0.3):
+        chosen.insert(0, "The")
+    if dice.chance(0.2):
+        chosen += [dice.pick(["of", "and", "in"]), names.person()]
+    return " ".join(chosen)

@@ -1,0 +1,33 @@
+"""What training reads: the small world's own conversations, scenes of several agents, and everyday talk."""
+
+from __future__ import annotations
+
+from tools.kvasir_tiny import world
+from tools.kvasir_tiny.everyday.daily_life import DailyWriter, draw_style
+from tools.kvasir_tiny.everyday.scenes import SceneWriter
+from tools.kvasir_tiny.words import Dice
+from tools.kvasir_tiny.world import Conversation, Count
+
+SMALL_WORLD_SHARE = 0.2
+SCENE_SHARE = 0.4
+
+
+def conversation(seed: int, target_tokens: int, count: Count) -> Conversation:
+    """Conversation number `seed`: at least `target_tokens`, its last part full of questions."""
+    dice = Dice(f"kvasir-tiny edition 2 {seed}")
+    draw = dice.random()
+    if draw < SMALL_WORLD_SHARE:
+        return world.training_conversation(seed, target_tokens, count)
+    style = draw_style(dice, target_tokens)
+    if draw < SMALL_WORLD_SHARE + SCENE_SHARE:
+        return scene(seed, target_tokens, count)
+    writer = DailyWriter(seed, target_tokens, count, False, style, 0.35 + 0.65 * dice.random())
+    writer.write(examination=0.25)
+    return writer.conversation()
+
+
+def scene(seed: int, target_tokens: int, count: Count) -> Conversation:
+    """Scene number `seed`, as its one agent lives through it."""
+    writer = SceneWriter(seed, target_tokens, count, draw_style(Dice(f"kvasir-tiny scene {seed}"), target_tokens))
+    writer.write(examination=0.25)
+    return writer.conversation()
