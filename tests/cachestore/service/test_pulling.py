@@ -327,6 +327,9 @@ class LyingPeer(cachestore_pb2_grpc.CacheStoreServiceServicer, cachestore_pb2_gr
         self.manifest_digest: Digest | None = None
         self.pages = 0
 
+    def GetAgent(self, request: Any, context: Any) -> pb.GetAgentResponse:  # noqa: N802
+        return pb.GetAgentResponse(agent=pb.Agent(agent_id="ada"))
+
     def ListSnapshots(self, request: Any, context: Any) -> pb.ListSnapshotsResponse:  # noqa: N802
         self.pages += 1
         return pb.ListSnapshotsResponse(next_page_token=f"page {self.pages}")
