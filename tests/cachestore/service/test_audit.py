@@ -98,6 +98,21 @@ def test_refusals_are_told_with_their_reason(told: Told) -> None:
     ]
 
 
+def test_strangers_hide_no_refusal_of_one_who_is_known(told: Told) -> None:
+    with told.store.client("x" * 43) as stranger, told.client("client") as client:
+        for _ in range(30):
+            with pytest.raises(Unauthenticated):
+                stranger.list_agents()
+        for _ in range(12):
+            with pytest.raises(PermissionDenied):
+                client.collect_garbage()
+    lines: list[str] = []
+    while lines.count("client") < 12 and (more := told.lines()):
+        lines += [line["who"] for line in more]
+    assert lines.count("client") == 12
+    assert lines.count("") < 30
+
+
 def test_all_that_a_peer_does_is_told(told: Told) -> None:
     with told.client("peer") as peer:
         peer.list_agents()

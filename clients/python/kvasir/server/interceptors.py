@@ -141,6 +141,8 @@ class Errors(_Interceptor):
             except errors.KvasirError as error:
                 status, reason = answer_to(error).code.name, error.reason
                 left_out = self._refused(rpc, error)
+                if deed.caller is not None:
+                    left_out = left_out or 0  # a flood of strangers hides nobody who is known
                 await abort(context, error)
             # CancelledError is no Exception: it passes, for a handler that swallows a cancel leaks (LESSONS 28).
             except Exception as error:  # noqa: BLE001  every bug ends here, once
