@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.errors import InvalidArgument
+from kvasir.server.audit import owners_deed
 
 from cachestore_svc.config import StoreSettings
 from cachestore_svc.recovery.key_care import KeyCare, SealedNamespace
@@ -27,6 +28,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]", shared: argparse.Arg
     ):
         action = actions.add_parser(name, parents=[shared], help=what, description=what)
         action.add_argument("--json", action="store_true")
+        action.add_argument("--audit-file", type=Path, help="the store's audit, which is told what was done")
         if name in ("new", "erase"):
             action.add_argument("named", metavar="NAMESPACE")
         if name == "rotate":
@@ -53,20 +55,29 @@ def run_keys(
     settings: StoreSettings, care: KeyCare, asked: dict[str, Any], random_bytes: RandomBytes, as_json: bool
 ) -> None:
     """Do what is asked, and print it. Raises KvasirError."""
-    match asked["action"]:
-        case "ls":
-            found = care.records()
-        case "new":
-            found = [care.seal(asked["named"], _made(settings.seal_key_file, settings.seal_keychain, random_bytes))]
-        case "rotate":
-            new = _made(asked["new_key_file"], asked["new_keychain"], random_bytes)
-            found = care.rotate(masters_of(settings), new)
-        case _:
-            found = [care.erase(asked["named"])]
+    action = asked["action"]
+    if action == "ls":
+        found = care.records()
+    else:
+        with owners_deed("store", settings.audit_file, f"keys/{action}", {"namespace": asked["named"] or ""}):
+            found = _changed(settings, care, asked, random_bytes)
     if as_json:
         print(json.dumps([asdict(each) for each in found]))
     else:
         print(*map(_told, found), sep="\n")
+
+
+def _changed(
+    settings: StoreSettings, care: KeyCare, asked: dict[str, Any], random_bytes: RandomBytes
+) -> list[SealedNamespace]:
+    match asked["action"]:
+        case "new":
+            return [care.seal(asked["named"], _made(settings.seal_key_file, settings.seal_keychain, random_bytes))]
+        case "rotate":
+            new = _made(asked["new_key_file"], asked["new_keychain"], random_bytes)
+            return care.rotate(masters_of(settings), new)
+        case _:
+            return [care.erase(asked["named"])]
 
 
 def _told(space: SealedNamespace) -> str:

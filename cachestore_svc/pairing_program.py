@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from kvasir.errors import (
     Unavailable,
 )
 from kvasir.names import check_namespace
+from kvasir.server.audit import REFUSED, Audit, owners_deed
 from kvasir.server.serving import RefusedToStart
 
 from cachestore_svc.config import ConfigError
@@ -57,7 +58,9 @@ def main(arguments: Sequence[str]) -> int:
         if options.command == "pair":
             asyncio.run(_pair(options))
         else:
-            _say(asyncio.run(_peers(options)))
+            with _told(options):
+                answer = asyncio.run(_peers(options))
+            _say(answer)
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 130
     except KvasirError as error:
@@ -78,6 +81,7 @@ class Own:
     known_as: str  # what the other will be called here; "": what it calls itself
     listen: str  # where paired peers are listened to
     store: "RunningStore"
+    about: dict[str, str] = field(default_factory=dict)  # for the audit: who was paired
 
     def card(self, is_same_machine: bool) -> Card:
         """What the other side is told. An address of loopback is told on this machine only."""
@@ -102,6 +106,7 @@ class Own:
             return replace(book.with_peer(peer), listen=self.listen)
 
         await asyncio.to_thread(change_peers, self.peers_file, add)
+        self.about["peer"] = made[0].name
         return {**_row(made[0]), "our_address": self.listen, "store": await self.store.told()}
 
 
@@ -133,10 +138,11 @@ async def _pair(options: argparse.Namespace) -> None:
     if options.announce:
         check_zeroconf()
     own = await asyncio.to_thread(_own, options)
-    if options.code:
-        await _join(own, *read_code_or_line(options.code), options.at)
-    else:
-        await _wait(own, options.lifetime_s, options.announce)
+    with owners_deed("store", options.audit_file, "pair", own.about) as audit:
+        if options.code:
+            await _join(own, *read_code_or_line(options.code), options.at)
+        else:
+            await _wait(own, options.lifetime_s, options.announce, audit)
 
 
 def _end_with(descriptor: int) -> None:
@@ -200,7 +206,7 @@ def _free_port(host: str) -> int:
 # --- the side that shows the code ---
 
 
-async def _wait(own: Own, lifetime_s: float, announces: bool) -> None:
+async def _wait(own: Own, lifetime_s: float, announces: bool, audit: Audit) -> None:
     """Show a code and wait. Raises DeadlineExceeded (too late), PermissionDenied (guessed too often)."""
     invitation = Invitation(new_code(secrets.token_bytes), time.monotonic, lifetime_s)
     changed, paired = asyncio.Event(), list[dict[str, Any]]()
@@ -211,6 +217,8 @@ async def _wait(own: Own, lifetime_s: float, announces: bool) -> None:
 
     def refused(peer: str, error: KvasirError) -> None:
         _say({"event": "refused", "from": peer, "reason": error.reason, "message": error.message})
+        if error.reason == "PAIRING_REFUSED":  # a guess, of which there are five; others could fill the disk
+            audit.tell(None, "pair", REFUSED, error.reason)
         changed.set()
 
     host = parse_address(own.listen)
@@ -228,8 +236,10 @@ async def _wait(own: Own, lifetime_s: float, announces: bool) -> None:
         _say({"event": "waiting", "code": invitation.code, "line": line, "address": address, "seconds": lifetime_s})
         while not paired and not invitation.is_over:
             await _next(changed, invitation.seconds_left)
-        if invitation.is_used and not paired:  # its exchange is under way
-            await _next(changed, ATTEMPT_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ATTEMPT_S):
+                while invitation.is_used and not paired:  # its exchange is under way, whoever else knocks meanwhile
+                    await _next(changed, ATTEMPT_S)
     # The listener is closed, and has told the joiner.
     if paired:
         _say({"event": "paired", **paired[0]})
@@ -270,6 +280,13 @@ async def _join(own: Own, code: str, address: str, at: str) -> None:
 
 
 # --- peers ---
+
+
+def _told(options: argparse.Namespace) -> contextlib.AbstractContextManager[object]:
+    """Tells the audit of a change."""
+    if options.action not in ("rm", "rename"):
+        return contextlib.nullcontext()
+    return owners_deed("store", options.audit_file, f"peers/{options.action}", {"peer": options.name})
 
 
 async def _peers(options: argparse.Namespace) -> dict[str, Any]:
@@ -344,6 +361,7 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_argument("--peers-file", type=Path, required=True, help="the file of peers; the identity is beside it")
     shared.add_argument("--store", default="", help="the address of the store that uses the file, if it may run")
     shared.add_argument("--store-token-file", type=Path, help="an admin's token there")
+    shared.add_argument("--audit-file", type=Path, help="the store's audit, which is told what was done")
     shared.add_argument("--store-ca-file", type=Path, help="its certificate")
     pair = commands.add_parser("pair", parents=[shared], help="make two stores know each other")
     pair.add_argument("code", nargs="?", default="", help="a code or line; left out: show one and wait")

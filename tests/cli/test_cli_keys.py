@@ -1,5 +1,6 @@
 """`kvasir keys`: a namespace is sealed, its master key replaced, its key destroyed; and what is refused says why."""
 
+import json
 from pathlib import Path
 
 from tests.cli.running import Cli
@@ -19,3 +20,11 @@ def test_a_namespace_is_sealed_its_master_key_replaced_and_its_key_destroyed(tmp
     assert f"'work' is sealed: it needs the master key {rotated['master_ids'][0]}" in refused.err
     assert "rows remain, sealed for ever" in cli.done("keys", "erase", "work", "--yes").out
     assert "its key was destroyed" in cli.done("keys", "ls").out
+    told = [json.loads(line) for line in (cli.home / "audit" / "store.jsonl").read_text().splitlines()]
+    assert [(line["what"], line["namespace"], line["outcome"], line["reason"]) for line in told] == [
+        ("keys/new", "work", "allowed", ""),
+        ("keys/new", "work", "refused", "NAMESPACE_IN_USE"),
+        ("keys/rotate", "", "allowed", ""),
+        ("keys/rotate", "", "refused", "NAMESPACE_SEALED"),
+        ("keys/erase", "work", "allowed", ""),
+    ]

@@ -42,7 +42,8 @@ class Mac:
     peers_file: Path
 
     def words(self, *words: str) -> list[str]:
-        return [*words, "--peers-file", str(self.peers_file), "--store", self.store.address]
+        audit = ("--audit-file", str(self.audit_file))
+        return [*words, "--peers-file", str(self.peers_file), "--store", self.store.address, *audit]
 
     def program(self, *words: str) -> "subprocess.CompletedProcess[str]":
         return run("cachestore_svc", *self.words(*words), timeout_s=WITHIN_S)
@@ -68,6 +69,10 @@ class Mac:
             if program.poll() is None:
                 program.kill()
                 program.wait(WITHIN_S)
+
+    @property
+    def audit_file(self) -> Path:
+        return self.home.root / "audit.jsonl"
 
     @property
     def door(self) -> str:
@@ -137,6 +142,9 @@ def macs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Mac, Mac]]:
         assert all(each["store"]["is_running"] for each in told)
         assert told[0]["pin"] == laptop.identity.certificate.pin
         assert told[1]["pin"] == studio.identity.certificate.pin
+        for each, other in ((studio, "laptop"), (laptop, "studio")):
+            [line] = map(json.loads, each.audit_file.read_text().splitlines())
+            assert (line["what"], line["peer"], line["outcome"]) == ("pair", other, "allowed")
         yield studio, laptop
 
 
@@ -245,6 +253,11 @@ def test_five_wrong_guesses_end_the_code_and_both_sides_know(macs: tuple[Mac, Ma
     assert exit_code == 1
     assert [line.get("reason") for line in lines[1:-1]] == ["PAIRING_REFUSED"] * 5
     assert lines[-1]["error"]["reason"] == "PAIRING_REFUSED"
+    told_last = [json.loads(line) for line in studio.audit_file.read_text().splitlines()][-6:]
+    assert {(line["what"], line["outcome"], line["reason"]) for line in told_last} == {
+        ("pair", "refused", "PAIRING_REFUSED")
+    }
+    assert [line["who"] for line in told_last] == [""] * 5 + ["owner"]
     # Nobody listens any more, for the right code either.
     assert laptop.refused("pair", code, "--at", address, "--name", "laptop")["kind"] == "Unavailable"
     assert read_peers(studio.peers_file).peers == before

@@ -85,6 +85,7 @@ def erase(
 def _run(caller: Caller, action: str, data_dir: Path | None, *arguments: str) -> None:
     argv = [sys.executable, "-m", "cachestore_svc", "keys", action, "--json", *arguments]
     argv += ["--data-dir", str(data_dir or caller.home.store_data)]
+    argv += ["--audit-file", str(caller.home.audit_file("store"))]
     answer = subprocess.run(argv, capture_output=True, text=True, check=False)
     if answer.returncode:
         last = answer.stderr.strip().splitlines()[-1:] or [f"it ended with exit code {answer.returncode}"]

@@ -198,6 +198,7 @@ def _program(caller: Caller, *words: str) -> Iterator[Iterator[dict[str, Any]]]:
     check_installed()
     store = caller.store
     argv = [sys.executable, "-m", "cachestore_svc", *words, "--peers-file", str(caller.home.peers_file)]
+    argv += ["--audit-file", str(caller.home.audit_file("store"))]
     argv += ["--store", store.address, *_given("--store-token-file", str(store.token_file or ""))]
     argv += _given("--store-ca-file", str(store.ca_file or ""))
     # The program ends with its standard input, and so with this one, however this one ends.

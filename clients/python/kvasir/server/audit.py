@@ -8,17 +8,19 @@ import contextlib
 import json
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kvasir.credentials import PEER, Principal
+from kvasir.credentials import OWNER, PEER, Principal
+from kvasir.errors import KvasirError
 
 _LOG = logging.getLogger("kvasir.audit")
 MAX_FILE_BYTES = 8 << 20
@@ -137,6 +139,25 @@ class Audit:
         """Write what waits, for a moment at most."""
         if self._file is not None:
             self._file.close()
+
+
+@contextlib.contextmanager
+def owners_deed(service: str, file: Path | None, what: str, subjects: dict[str, str]) -> Iterator[Audit]:
+    """Tell what a program does for the owner beside a service: one line at its end. `subjects` may grow until then.
+
+    The service alone gives its older files new numbers.
+    """
+    audit = Audit(service, None if file is None else AuditFile(file, max_bytes=sys.maxsize))
+    outcome, reason = FAILED, ""
+    try:
+        yield audit
+        outcome = ALLOWED
+    except KvasirError as error:
+        outcome, reason = REFUSED, error.reason
+        raise
+    finally:
+        audit.tell(OWNER, what, outcome, reason, subjects)
+        audit.close()
 
 
 class AuditFile:
