@@ -3,8 +3,9 @@
 import asyncio
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kvasir.cachestore.v1 import cachestore_pb2
@@ -13,13 +14,16 @@ from kvasir.errors import KvasirError
 
 from inference_svc.model import kvasir_tiny
 from tests.cachestore.moving.two_stores import Mac, macs
+from tests.cli.running import Cli, Ended
 from tests.inference.handover.cases import ON, STORY
 from tests.inference.handover.two_engines import hear
 from tests.system_fixtures import ENGINE_SERVICE, Service
 
+Macs = tuple[tuple[Mac, Service], tuple[Mac, Service]]
+
 
 @contextmanager
-def two_macs(root: Path) -> Iterator[tuple[tuple[Mac, Service], tuple[Mac, Service]]]:
+def two_macs(root: Path) -> Iterator[Macs]:
     """A store and an engine each; the engine of the first may give turns to that of the second."""
     with ExitStack() as exits:
         stores = exits.enter_context(macs(root))
@@ -33,33 +37,83 @@ def two_macs(root: Path) -> Iterator[tuple[tuple[Mac, Service], tuple[Mac, Servi
             ]
             engines.append(engine)
             exits.callback(engine.kill)
-        engines[0].options += ["--peer", f"b={engines[1].address}", "--peer-store", f"b={stores[1].name}"]
+        for peer in ("b", stores[1].name):
+            engines[0].options += ["--peer", f"{peer}={engines[1].address}", "--peer-store", f"{peer}={stores[1].name}"]
         for engine in engines:
             engine.start()
         yield (stores[0], engines[0]), (stores[1], engines[1])
 
 
-def test_the_agent_has_one_owner_and_its_reader_heard_nothing_of_it(tmp_path: Path) -> None:
-    with two_macs(tmp_path) as ((laptop, engine), (studio, other)):
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Macs]:
+    with two_macs(tmp_path_factory.mktemp("macs")) as pair:
+        yield pair
 
-        async def work() -> None:
-            async with AioInferenceClient.connect(engine.address) as a, AioInferenceClient.connect(other.address) as b:
-                a.peers["b"] = b
-                first = {"messages": [{"role": "user", "content": STORY}], "sampling": ON}
-                more = {"append_messages": [{"role": "user", "content": "And then?"}], "sampling": ON}
-                stays = [await hear(a, agent_id="stays", **turn) for turn in (first, more, more)]
-                await hear(a, agent_id="goes", **first)
-                moved = await hear(a, {3: (a, "b")}, agent_id="goes", **more)
-                assert [move.peer for move in moved.moves] == ["b"], moved.not_moved
-                assert moved.told == stays[1].told
-                with pytest.raises(KvasirError) as refused:
-                    await hear(a, agent_id="goes", **more)
-                assert refused.value.reason == "AGENT_MOVED"
-                after = await hear(b, agent_id="goes", **more)
-                assert after.told == stays[2].told
 
-        asyncio.run(asyncio.wait_for(work(), 120))
-        with laptop.client() as here, studio.client() as there:
-            assert here.get_agent("goes").ownership.state == cachestore_pb2.OWNER_STATE_MOVED
-            [line] = there.get_agent("goes").lines
-            assert line.version == 3
+def test_the_agent_has_one_owner_and_its_reader_heard_nothing_of_it(pair: Macs) -> None:
+    (laptop, engine), (studio, other) = pair
+
+    async def work() -> None:
+        async with AioInferenceClient.connect(engine.address) as a, AioInferenceClient.connect(other.address) as b:
+            a.peers["b"] = b
+            first = {"messages": [{"role": "user", "content": STORY}], "sampling": ON}
+            more = {"append_messages": [{"role": "user", "content": "And then?"}], "sampling": ON}
+            stays = [await hear(a, agent_id="stays", **turn) for turn in (first, more, more)]
+            await hear(a, agent_id="goes", **first)
+            moved = await hear(a, {3: (a, "b")}, agent_id="goes", **more)
+            assert [move.peer for move in moved.moves] == ["b"], moved.not_moved
+            assert moved.told == stays[1].told
+            with pytest.raises(KvasirError) as refused:
+                await hear(a, agent_id="goes", **more)
+            assert refused.value.reason == "AGENT_MOVED"
+            after = await hear(b, agent_id="goes", **more)
+            assert after.told == stays[2].told
+
+    asyncio.run(asyncio.wait_for(work(), 120))
+    with laptop.client() as here, studio.client() as there:
+        assert here.get_agent("goes").ownership.state == cachestore_pb2.OWNER_STATE_MOVED
+        [line] = there.get_agent("goes").lines
+        assert line.version == 3
+
+
+def test_the_command_takes_the_turn_along(pair: Macs, tmp_path: Path) -> None:
+    """Agents that speak their first turn and their second, one that is silent, and one whose engine is not asked."""
+    (laptop, engine), (studio, other) = pair
+
+    def move(agent: str, *asked: str) -> Ended:
+        return Cli(tmp_path)(
+            "--address", laptop.home.socket, *asked, "agents", "move", agent, "--to", studio.name, "--json"
+        )
+
+    async def moved(a: AioInferenceClient, agent: str, *asked: str, **turn: Any) -> tuple[bool, Ended]:
+        """Move an agent once its turn speaks, and read until the command ends: whether the turn moved, and its end."""
+        command, kinds = None, set[str]()
+        async with aclosing(a.generate(agent_id=agent, **turn)) as events:
+            async for event in events:
+                kinds.add(event.WhichOneof("event"))
+                if "delta" in kinds and command is None:
+                    command = asyncio.create_task(asyncio.to_thread(move, agent, *asked))
+                if command is not None and command.done():
+                    break
+        assert command is not None
+        return "moved" in kinds, await command
+
+    async def work() -> None:
+        async with AioInferenceClient.connect(engine.address) as a, AioInferenceClient.connect(other.address) as b:
+            a.peers[studio.name] = b
+            first = {"messages": [{"role": "user", "content": STORY}], "sampling": {**ON, "max_tokens": 400}}
+            more = {"append_messages": [{"role": "user", "content": "And then?"}], "sampling": first["sampling"]}
+            for agent in ("second", "waits", "silent"):
+                await hear(a, agent_id=agent, **{**first, "sampling": {"max_tokens": 4}})
+            for agent, turn in (("first", first), ("second", more)):
+                has_moved, ended = await moved(a, agent, "--engine", engine.address, **turn)
+                assert (ended.code, has_moved, ended.value.get("turn")) == (0, True, "handed_over"), ended
+            has_moved, ended = await moved(a, "waits", **more)
+            assert (ended.code, has_moved, ended.value.get("turn")) == (0, False, "waited_for"), ended
+            ended = await asyncio.to_thread(move, "silent", "--engine", engine.address)
+            assert (ended.code, ended.value.get("turn", "")) == (0, None), ended
+
+    asyncio.run(asyncio.wait_for(work(), 120))
+    with laptop.client() as here:
+        for agent in ("second", "waits", "silent"):
+            assert here.get_agent(agent).ownership.state == cachestore_pb2.OWNER_STATE_MOVED

@@ -11,10 +11,11 @@ from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cli import agents, failures
 from kvasir.cli.agents import AgentArgument, complete_agent, labels_of, store_client
 from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.engine import engine_client
 from kvasir.cli.rows import agent_row, size
 from kvasir.cli.showing.progress import transfer_progress
 from kvasir.clients import StoreClient
-from kvasir.errors import Internal, KvasirError
+from kvasir.errors import Internal, KvasirError, NotFound, Unavailable
 
 FromOption = Annotated[str, typer.Option("--from", help="Bring it here from this peer.", metavar="PEER")]
 ToOption = Annotated[str, typer.Option("--to", help="Give it to this peer.", metavar="PEER")]
@@ -32,17 +33,29 @@ def move(
 ) -> None:
     """Move an agent to or from another Mac: all it remembers, and the right to go on. A copy stays, to be read.
 
-    Cut short, the agent stays where it was or arrives whole; the same command goes on.
+    With --to, a turn that speaks goes along, if the engine here was started with --peer and --peer-store for PEER; else
+    its end is waited for. Cut short, the agent stays where it was or arrives whole; the same command goes on.
     """
     caller, peer = caller_of(context, as_json), _one_of(from_peer, to_peer)
     way = f"from {peer}" if from_peer else f"to {peer}"
-    with store_client(caller) as client, transfer_progress(caller, f"{agent} {way}") as on_progress:
-        done, sent = _moved(caller, client, agent, from_peer, to_peer, dry_run, on_progress)
-    row = {"agent_id": agent, "peer": peer, "dry_run": dry_run, **_sent_row(sent, dry_run)}
+    with store_client(caller) as client:
+        is_handed_over = bool(to_peer) and not dry_run and _hand_turn_over(caller, agent, to_peer)
+        if is_handed_over and _is_unknown(client, agent):  # its first turn: the store there gets it at the end
+            done, sent = None, _Sent()
+        else:
+            with transfer_progress(caller, f"{agent} {way}") as on_progress:
+                done, sent = _moved(caller, client, agent, from_peer, to_peer, dry_run, on_progress)
+    turn = "handed_over" if is_handed_over else "waited_for" if sent.has_waited else None
+    row: dict[str, Any] = {
+        "agent_id": agent,
+        "peer": peer,
+        "dry_run": dry_run,
+        "turn": turn,
+        **_sent_row(sent, dry_run),
+    }
     if done is not None:
         row["agent"] = agent_row(done)
-    verb = "would move" if dry_run else "has moved"
-    caller.result(row, lambda out: out.print(f"{agent} {verb} {way}: {_sent_words(sent, dry_run)}"))
+    caller.result(row, lambda out: out.print(_moved_words(agent, way, turn, sent, dry_run)))
 
 
 def sync(
@@ -96,11 +109,34 @@ class _Sent:
 
     progress: pb.TransferProgress = field(default_factory=pb.TransferProgress)
     skipped_bytes: int | None = None  # those that were here before the first blob came
+    has_waited: bool = False  # for a turn's end
 
     def take(self, progress: pb.TransferProgress) -> None:
         if self.skipped_bytes is None:
             self.skipped_bytes = progress.bytes_done
         self.progress.CopyFrom(progress)
+
+
+def _hand_turn_over(caller: Caller, agent: str, peer: str) -> bool:
+    """Give the turn that speaks for the agent to the engine there. False if none speaks, or if it stays here."""
+    if not caller.engine_address and caller.store.address != caller.home.endpoint("store").address:
+        return False  # the home's engine has the home's agents, not those of that store
+    try:
+        with engine_client(caller) as engine:
+            engine.hand_over(peer, agent_id=agent)
+    except KvasirError as error:
+        if error.reason not in ("TURN_NOT_FOUND", Unavailable.reason):  # no turn, or no engine
+            caller.say(f"{agent}'s turn is not handed over: {error.message}")
+        return False
+    return True
+
+
+def _is_unknown(client: StoreClient, agent: str) -> bool:
+    try:
+        client.get_agent(agent)
+    except NotFound:
+        return True
+    return False
 
 
 def _moved(
@@ -112,15 +148,15 @@ def _moved(
     dry_run: bool,
     on_progress: OnProgress,
 ) -> tuple[pb.Agent | None, _Sent]:
-    sent, has_told = _Sent(), False
+    sent = _Sent()
     for step in client.moving_agent(agent, from_peer=from_peer, to_peer=to_peer, dry_run=dry_run):
         if step.HasField("done"):
             return step.done, sent
         if step.HasField("progress"):
             sent.take(step.progress)
             on_progress(step.progress)
-        elif not has_told:
-            has_told = True
+        elif not sent.has_waited:
+            sent.has_waited = True
             caller.say(f"waiting until the engine there has stored {agent}'s turn …")
     if not dry_run:
         raise Internal("the move ended without saying how")
@@ -173,6 +209,13 @@ def _sent_row(sent: _Sent, dry_run: bool) -> dict[str, int]:
         "bytes": progress.bytes_total,
         "bytes_sent": sent_bytes,
     }
+
+
+def _moved_words(agent: str, way: str, turn: str | None, sent: _Sent, dry_run: bool) -> str:
+    if turn == "handed_over":
+        return f"{agent} has moved {way} while it speaks: its turn goes on there"
+    verb = "would move" if dry_run else "has moved"
+    return f"{agent} {verb} {way}{' after the end of its turn' if turn else ''}: {_sent_words(sent, dry_run)}"
 
 
 def _sent_words(sent: _Sent, dry_run: bool) -> str:
