@@ -94,10 +94,12 @@ class OwnerStore(LeaseStore):
 
         return self._changing_hands(namespace, agent_id, work, takes_back=False)
 
-    def hand_over(self, namespace: str, agent_id: str, peer: str, move_id: str) -> Ownership:
+    def hand_over(self, namespace: str, agent_id: str, peer: str, move_id: str, generation: int) -> Ownership:
         """The decision of a move: the agent is the peer's. Raises FailedPrecondition (MOVE_UNKNOWN)."""
         return self._transition(
-            namespace, agent_id, lambda known, now: ownership.handed_over(agent_id, known, peer, move_id, now)
+            namespace,
+            agent_id,
+            lambda known, now: ownership.handed_over(agent_id, known, peer, move_id, generation, now),
         )
 
     def undo_move(self, namespace: str, agent_id: str, peer: str, move_id: str) -> Ownership:

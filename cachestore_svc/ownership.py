@@ -80,37 +80,40 @@ def check_writable(agent_id: str, known: Ownership) -> None:
 
 def offered(agent_id: str, known: Ownership, peer: str, move_id: str, generation: int, now_unix_ms: int) -> Ownership:
     """The fact once `peer`, which knows `generation`, has asked for the agent. A move of the same peer goes on, or
-    takes the place of its earlier one. Unchanged when that move was handed over already. Raises FailedPrecondition."""
+    takes the place of its earlier one. Unchanged when that move was handed over already. Raises FailedPrecondition
+    (MOVE_UNKNOWN for one that was undone)."""
     if known.state is OwnerState.MOVED and (known.peer, known.move_id) == (peer, move_id):
         return known
     if known.state is OwnerState.MOVING and known.peer == peer:
         return known if known.move_id == move_id else replace(known, move_id=move_id, since_unix_ms=now_unix_ms)
     check_writable(agent_id, known)
+    if known.move_id == move_id:  # undone: the agent may have grown since, and a late beat does not know it
+        raise _not_under_way(agent_id, known)
     if generation > known.generation:  # this store has been replaced, and is to be fenced first
         raise outranked_by(agent_id, known)
     return Ownership(OwnerState.MOVING, known.generation + 1, peer, move_id, now_unix_ms, tells=known.tells)
 
 
-def handed_over(agent_id: str, known: Ownership, peer: str, move_id: str, now_unix_ms: int) -> Ownership:
-    """The decision: from now on the agent is the peer's. Raises FailedPrecondition (MOVE_UNKNOWN) for every move but
-    the one that is under way or was the last."""
-    if (known.peer, known.move_id) == (peer, move_id):
+def handed_over(
+    agent_id: str, known: Ownership, peer: str, move_id: str, generation: int, now_unix_ms: int
+) -> Ownership:
+    """The decision: from now on the agent is the peer's. `generation`: of the offer that the peer received under; a
+    later one may hold more. Raises FailedPrecondition (MOVE_UNKNOWN) for every move but the one that is under way or
+    was the last."""
+    if (known.peer, known.move_id, known.generation) == (peer, move_id, generation):
         if known.state is OwnerState.MOVED:
             return known
         if known.state is OwnerState.MOVING:
             return replace(known, state=OwnerState.MOVED, since_unix_ms=now_unix_ms)
-    raise FailedPrecondition(
-        f"agent {agent_id!r}: this move is not under way here any more",
-        reason="MOVE_UNKNOWN",
-        metadata=_facts(agent_id, known),
-    )
+    raise _not_under_way(agent_id, known)
 
 
 def undone(known: Ownership, peer: str, move_id: str, now_unix_ms: int) -> Ownership:
-    """The fact without a move that was not handed over; unchanged if that move is not under way."""
+    """The fact without a move that was not handed over, whose id is never taken again; unchanged if that move is not
+    under way."""
     if known.state is not OwnerState.MOVING or (known.peer, known.move_id) != (peer, move_id):
         return known
-    return replace(known, state=OwnerState.OWNED, peer="", move_id="", since_unix_ms=now_unix_ms)
+    return replace(known, state=OwnerState.OWNED, peer="", since_unix_ms=now_unix_ms)
 
 
 # --- the destination ---
@@ -137,11 +140,7 @@ def arrived(agent_id: str, known: Ownership, move_id: str, now_unix_ms: int) -> 
     """The fact once the source has handed the agent over. Raises FailedPrecondition (MOVE_UNKNOWN) when this store gave
     the move up meanwhile, as when it was claimed or fenced."""
     if known.move_id != move_id or known.state not in (OwnerState.ARRIVING, OwnerState.OWNED):
-        raise FailedPrecondition(
-            f"agent {agent_id!r}: this move is not under way here any more",
-            reason="MOVE_UNKNOWN",
-            metadata=_facts(agent_id, known),
-        )
+        raise _not_under_way(agent_id, known)
     if known.is_owned:
         return known
     return replace(known, state=OwnerState.OWNED, peer="", was_owned=False, since_unix_ms=now_unix_ms)
@@ -205,6 +204,14 @@ def outranked_by(agent_id: str, known: Ownership) -> FailedPrecondition:
     return FailedPrecondition(
         f"agent {agent_id!r}: this store knows a newer owner (generation {known.generation})",
         reason="OWNER_NEWER",
+        metadata=_facts(agent_id, known),
+    )
+
+
+def _not_under_way(agent_id: str, known: Ownership) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"agent {agent_id!r}: this move is not under way here any more",
+        reason="MOVE_UNKNOWN",
         metadata=_facts(agent_id, known),
     )
 

@@ -32,7 +32,8 @@ class MovingService(cachestore_pb2_grpc.MovingServiceServicer):
 
     async def HandOverAgent(self, request: pb.HandOverAgentRequest, context: Any) -> pb.HandOverAgentResponse:
         agent_id, move_id = check_agent_id(request.agent_id), messages.read_move_id(request.move_id)
-        await self._handing_over.hand_over(caller_namespace(), agent_id, _peer(), move_id)
+        generation = messages.read_generation(request.generation, least=1)
+        await self._handing_over.hand_over(caller_namespace(), agent_id, _peer(), move_id, generation)
         return pb.HandOverAgentResponse()
 
     async def UndoMove(self, request: pb.UndoMoveRequest, context: Any) -> pb.UndoMoveResponse:

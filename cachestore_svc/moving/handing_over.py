@@ -50,9 +50,9 @@ class HandingOver:
         self._heard[namespace, agent_id, move_id] = self._steady()
         return agent, known
 
-    async def hand_over(self, namespace: str, agent_id: str, peer: str, move_id: str) -> None:
+    async def hand_over(self, namespace: str, agent_id: str, peer: str, move_id: str, generation: int) -> None:
         """See Store.hand_over."""
-        await self._threads.run(namespace, self._store.hand_over, namespace, agent_id, peer, move_id)
+        await self._threads.run(namespace, self._store.hand_over, namespace, agent_id, peer, move_id, generation)
         self._heard.pop((namespace, agent_id, move_id), None)
 
     async def undo(self, namespace: str, agent_id: str, peer: str, move_id: str) -> None:

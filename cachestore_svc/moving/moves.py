@@ -161,7 +161,7 @@ class Moves:
         for tries_left in reversed(range(_TRIES)):
             try:
                 with answers_of_peer(known.peer):
-                    await remote.hand_over_agent(agent_id, known.move_id, timeout_s=_ANSWER_S)
+                    await remote.hand_over_agent(agent_id, known.move_id, known.generation, timeout_s=_ANSWER_S)
             except FailedPrecondition as error:
                 if error.reason != "MOVE_UNKNOWN":
                     raise

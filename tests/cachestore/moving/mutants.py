@@ -22,8 +22,22 @@ MUTANTS = (
     Mutant(
         "an agent is handed over by an earlier move of the same peer",
         "ownership.py",
-        "    if (known.peer, known.move_id) == (peer, move_id):\n        if known",
-        "    if known.peer == peer:\n        if known",
+        "    if (known.peer, known.move_id, known.generation) == (peer, move_id, generation):\n",
+        "    if (known.peer, known.generation) == (peer, generation):\n",
+        "ownership",
+    ),
+    Mutant(
+        "what was received before the source went on is handed over",
+        "ownership.py",
+        "    if (known.peer, known.move_id, known.generation) == (peer, move_id, generation):\n",
+        "    if (known.peer, known.move_id) == (peer, move_id):\n",
+        "ownership",
+    ),
+    Mutant(
+        "a move that was undone is taken up again",
+        "ownership.py",
+        "    if known.move_id == move_id:  # undone",
+        "    if False:  # undone",
         "ownership",
     ),
     Mutant(

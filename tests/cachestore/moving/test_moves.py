@@ -233,8 +233,11 @@ def test_a_source_takes_the_agent_back_from_a_silent_destination(
         refused(lambda: laptop.delete_agent(name), "AGENT_MOVING")
         refused(lambda: laptop.acquire_lease(name, KV, "engine"), "AGENT_MOVING")
         eventually(lambda: laptop.get_agent(name).ownership.state == pb.OWNER_STATE_OWNED)
-        refused(lambda: peer.hand_over_agent(name, "0" * 16), "MOVE_UNKNOWN")
+        refused(lambda: peer.hand_over_agent(name, "0" * 16, 1), "MOVE_UNKNOWN")
         publish(laptop, name, turn, 1)
+        # The destination was asleep, and goes on where it was: with what it has, the last turn would be lost.
+        refused(lambda: peer.offer_agent(name, "0" * 16, 0), "MOVE_UNKNOWN")
+        publish(laptop, name, ada.turn(300), 2)
 
 
 def test_a_user_takes_back_an_agent_that_is_on_its_way(pair: tuple[Mac, Mac], laptop: StoreClient, name: str) -> None:
@@ -242,7 +245,7 @@ def test_a_user_takes_back_an_agent_that_is_on_its_way(pair: tuple[Mac, Mac], la
     with as_peer(pair[0], "studio") as peer:
         peer.offer_agent(name, "1" * 16, 0)
         assert laptop.claim_agent(name).ownership.state == pb.OWNER_STATE_OWNED
-        refused(lambda: peer.hand_over_agent(name, "1" * 16), "MOVE_UNKNOWN")
+        refused(lambda: peer.hand_over_agent(name, "1" * 16, 1), "MOVE_UNKNOWN")
 
 
 def test_a_credential_for_pulls_alone_takes_no_agent(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -18,7 +18,7 @@ from tests.synthetic import SMALL, SyntheticAgent
 
 def hand_over(store: Store, name: str) -> None:
     store.offer(NS, name, "studio", "m" * 16, 0)
-    store.hand_over(NS, name, "studio", "m" * 16)
+    store.hand_over(NS, name, "studio", "m" * 16, 1)
 
 
 def recover(lab: Lab) -> RecoverReport:
@@ -55,7 +55,7 @@ def test_the_last_step_of_a_move_is_repeated_from_the_journal(lab: Lab) -> None:
     kept = lab.root.parent / "before"
     shutil.copytree(lab.root, kept)
     with lab.open() as store:
-        store.hand_over(NS, "moving", "studio", "n" * 16)
+        store.hand_over(NS, "moving", "studio", "n" * 16, 1)
     shutil.copy(lab.root / journal.NAME, kept / journal.NAME)
     lab.root = kept
     assert states(lab) == AS_IT_WAS | {"moving": OwnerState.MOVED}

@@ -48,7 +48,9 @@ class World:
         if known.state is not OwnerState.ARRIVING:
             return
         try:
-            self.facts[known.peer] = ownership.handed_over("a", self.facts[known.peer], target, known.move_id, 0)
+            self.facts[known.peer] = ownership.handed_over(
+                "a", self.facts[known.peer], target, known.move_id, known.generation, 0
+            )
         except FailedPrecondition:
             if hears:
                 self.facts[target] = ownership.did_not_arrive(known, known.move_id, 0)
@@ -164,13 +166,13 @@ def test_only_the_destination_of_the_move_gets_the_agent() -> None:
     moving = ownership.offered("a", HERE, "studio", "m", 0, 0)
     for peer, move in (("attic", "m"), ("studio", "n")):
         with pytest.raises(FailedPrecondition, match="not under way"):
-            ownership.handed_over("a", moving, peer, move, 0)
+            ownership.handed_over("a", moving, peer, move, 1, 0)
         assert ownership.undone(moving, peer, move, 0) == moving
     with pytest.raises(FailedPrecondition, match="on its way to studio"):
         ownership.offered("a", moving, "attic", "n", 0, 0)
     later = ownership.offered("a", moving, "studio", "n", 0, 0)
     with pytest.raises(FailedPrecondition):
-        ownership.handed_over("a", later, "studio", "m", 0)
+        ownership.handed_over("a", later, "studio", "m", 1, 0)
 
 
 def test_a_store_that_knows_an_older_owner_neither_offers_nor_receives() -> None:
@@ -183,4 +185,17 @@ def test_a_store_that_knows_an_older_owner_neither_offers_nor_receives() -> None
 
 def test_what_is_arriving_is_handed_over_to_nobody() -> None:
     with pytest.raises(FailedPrecondition, match="not under way"):
-        ownership.handed_over("a", Ownership(OwnerState.ARRIVING, 1, "studio", "m"), "studio", "m", 0)
+        ownership.handed_over("a", Ownership(OwnerState.ARRIVING, 1, "studio", "m"), "studio", "m", 1, 0)
+
+
+def test_a_late_offer_of_a_move_that_was_undone_hands_nothing_over() -> None:
+    first = ownership.offered("a", HERE, "studio", "m", 0, 0)
+    kept = ownership.undone(first, "studio", "m", 0)
+    assert kept.is_owned
+    with pytest.raises(FailedPrecondition, match="not under way"):
+        ownership.offered("a", kept, "studio", "m", 0, 0)
+    # Another move came in between: the late one is not known any more, and what was received under it is old.
+    other = ownership.undone(ownership.offered("a", kept, "attic", "n", 0, 0), "attic", "n", 0)
+    again = ownership.offered("a", other, "studio", "m", 0, 0)
+    with pytest.raises(FailedPrecondition, match="not under way"):
+        ownership.handed_over("a", again, "studio", "m", first.generation, 0)

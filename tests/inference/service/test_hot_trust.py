@@ -173,7 +173,7 @@ def test_a_turn_of_an_agent_that_has_moved_is_refused_before_it_computes_and_a_r
             with pytest.raises(FailedPrecondition) as refused:
                 say(house, "ada", "Which words?")
             assert refused.value.reason == "AGENT_MOVING"
-            store.hand_over_agent("ada", "0" * 16)
+            store.hand_over_agent("ada", "0" * 16, 1)
             for is_first in (False, True):
                 with pytest.raises(FailedPrecondition) as refused:
                     say(house, "ada", "Which words?", is_first=is_first)

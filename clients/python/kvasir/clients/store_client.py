@@ -175,9 +175,9 @@ class StoreClient(BlobTransfers, AgentClient):
         request = pb.OfferAgentRequest(agent_id=agent_id, move_id=move_id, generation=generation)
         return self._call(pb.OfferAgentResponse, request, timeout_s)
 
-    def hand_over_agent(self, agent_id: str, move_id: str, *, timeout_s: float | None = None) -> None:
+    def hand_over_agent(self, agent_id: str, move_id: str, generation: int, *, timeout_s: float | None = None) -> None:
         """Take the agent over: all of it is durable here. Raises FailedPrecondition (MOVE_UNKNOWN)."""
-        request = pb.HandOverAgentRequest(agent_id=agent_id, move_id=move_id)
+        request = pb.HandOverAgentRequest(agent_id=agent_id, move_id=move_id, generation=generation)
         self._call(pb.HandOverAgentResponse, request, timeout_s)
 
     def undo_move(self, agent_id: str, move_id: str, *, timeout_s: float | None = None) -> None:

@@ -585,12 +585,14 @@ class OfferAgentResponse(_message.Message):
     def __init__(self, agent: _Optional[_Union[Agent, _Mapping]] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class HandOverAgentRequest(_message.Message):
-    __slots__ = ("agent_id", "move_id")
+    __slots__ = ("agent_id", "move_id", "generation")
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
     MOVE_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     agent_id: str
     move_id: str
-    def __init__(self, agent_id: _Optional[str] = ..., move_id: _Optional[str] = ...) -> None: ...
+    generation: int
+    def __init__(self, agent_id: _Optional[str] = ..., move_id: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class HandOverAgentResponse(_message.Message):
     __slots__ = ()

@@ -176,9 +176,11 @@ class AioStoreClient(AioBlobTransfers, AioAgentClient):
         request = pb.OfferAgentRequest(agent_id=agent_id, move_id=move_id, generation=generation)
         return await self._call(pb.OfferAgentResponse, request, timeout_s)
 
-    async def hand_over_agent(self, agent_id: str, move_id: str, *, timeout_s: float | None = None) -> None:
+    async def hand_over_agent(
+        self, agent_id: str, move_id: str, generation: int, *, timeout_s: float | None = None
+    ) -> None:
         """Take the agent over: all of it is durable here. Raises FailedPrecondition (MOVE_UNKNOWN)."""
-        request = pb.HandOverAgentRequest(agent_id=agent_id, move_id=move_id)
+        request = pb.HandOverAgentRequest(agent_id=agent_id, move_id=move_id, generation=generation)
         await self._call(pb.HandOverAgentResponse, request, timeout_s)
 
     async def undo_move(self, agent_id: str, move_id: str, *, timeout_s: float | None = None) -> None:

@@ -3536,9 +3536,11 @@ func (x *OfferAgentResponse) GetGeneration() int64 {
 }
 
 type HandOverAgentRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	AgentId       string                 `protobuf:"bytes,1,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
-	MoveId        string                 `protobuf:"bytes,2,opt,name=move_id,json=moveId,proto3" json:"move_id,omitempty"`
+	state   protoimpl.MessageState `protogen:"open.v1"`
+	AgentId string                 `protobuf:"bytes,1,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
+	MoveId  string                 `protobuf:"bytes,2,opt,name=move_id,json=moveId,proto3" json:"move_id,omitempty"`
+	// Of the offer's answer. If the source has undone the move since, and was asked again, what the caller has is old.
+	Generation    int64 `protobuf:"varint,3,opt,name=generation,proto3" json:"generation,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3585,6 +3587,13 @@ func (x *HandOverAgentRequest) GetMoveId() string {
 		return x.MoveId
 	}
 	return ""
+}
+
+func (x *HandOverAgentRequest) GetGeneration() int64 {
+	if x != nil {
+		return x.Generation
+	}
+	return 0
 }
 
 type HandOverAgentResponse struct {
@@ -5608,10 +5617,13 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"\x05agent\x18\x01 \x01(\v2\x1b.kvasir.cachestore.v1.AgentR\x05agent\x12\x1e\n" +
 	"\n" +
 	"generation\x18\x02 \x01(\x03R\n" +
-	"generation\"J\n" +
+	"generation\"j\n" +
 	"\x14HandOverAgentRequest\x12\x19\n" +
 	"\bagent_id\x18\x01 \x01(\tR\aagentId\x12\x17\n" +
-	"\amove_id\x18\x02 \x01(\tR\x06moveId\"\x17\n" +
+	"\amove_id\x18\x02 \x01(\tR\x06moveId\x12\x1e\n" +
+	"\n" +
+	"generation\x18\x03 \x01(\x03R\n" +
+	"generation\"\x17\n" +
 	"\x15HandOverAgentResponse\"E\n" +
 	"\x0fUndoMoveRequest\x12\x19\n" +
 	"\bagent_id\x18\x01 \x01(\tR\aagentId\x12\x17\n" +
