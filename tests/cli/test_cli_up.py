@@ -297,6 +297,9 @@ def test_an_agent_moves_between_two_macs_as_compose_says(tmp_path: Path) -> None
             assert waiting.process.wait(60) == 0
             events = [json.loads(line)["event"] for line in waiting.out.splitlines()]
         assert events == ["waiting", "refused", "paired"]
+        planned = laptop.done("agents", "pull", "studio", "ada", "--dry-run", "--json").value
+        assert planned["bytes_sent"] > 0
+        assert laptop("agents", "show", "ada").code == 5
         pulled = laptop.done("agents", "pull", "studio", "ada", "--json").value
         assert (pulled["origin"], pulled["origin_detail"]) == ("pull", "studio/ada@1")
         there = laptop.done("chat", "ada", "--json", "--max-tokens", "4", stdin="Are you there?\n").value

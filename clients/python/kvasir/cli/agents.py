@@ -1,4 +1,4 @@
-"""`kvasir agents …`: list, show, fork, roll back, delete, export, import and pull their memories; see also `moving`."""
+"""`kvasir agents …`: list, show, fork, roll back, delete, export and import their memories; see also `moving`."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,6 @@ from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cli import carrying, failures
 from kvasir.cli.caller import COMPLETION_S, Caller, JsonOption, caller_of, completing
 from kvasir.cli.rows import agent_row, ago, iso, origin, owner_words, short, size, snapshot_row, until
-from kvasir.cli.showing.progress import transfer_progress
 from kvasir.clients import StoreClient
 from kvasir.errors import KvasirError
 
@@ -264,25 +263,7 @@ def import_(
             made = client.import_from_file(agent or carrying.agent_of_archive(read), read, replace=replace)
         else:
             made = carrying.import_seed_file(client, read, agent, replace=replace, of_agent=of_agent)
-    caller.result(snapshot_row(made), lambda out: out.print(_arrived(made)))
-
-
-@app.command("pull")
-def pull(
-    context: typer.Context,
-    peer: Annotated[str, typer.Argument(help="A peer of the store's configuration.", metavar="PEER")],
-    agent: AgentArgument,
-    as_: Annotated[
-        str, typer.Option("--as", help="The agent's name here. Left out: the same name.", metavar="NAME")
-    ] = "",
-    line: LineOption = "",
-    as_json: JsonOption = False,
-) -> None:
-    """Copy an agent's memory from another store. Only blobs that are missing here are sent."""
-    caller = caller_of(context, as_json)
-    with store_client(caller) as client, transfer_progress(caller, f"{agent} from {peer}") as on_progress:
-        made = client.pull_agent(peer, agent, local_agent_id=as_, kv_identity_hash=line, on_progress=on_progress)
-    caller.result(snapshot_row(made), lambda out: out.print(_arrived(made)))
+    caller.result(snapshot_row(made), lambda out: out.print(arrived_words(made)))
 
 
 def all_agents(client: StoreClient, prefix: str, labels: dict[str, str]) -> Iterator[pb.Agent]:
@@ -313,7 +294,7 @@ def labels_of(texts: list[str]) -> dict[str, str]:
     return labels
 
 
-def _arrived(made: pb.SnapshotVersion) -> str:
+def arrived_words(made: pb.SnapshotVersion) -> str:
     return f"{made.agent_id} is here at version {made.version}: {made.token_count} tokens, {size(made.total_bytes)}"
 
 

@@ -1,4 +1,4 @@
-"""`kvasir agents move | sync | claim`: agents change hands between paired stores, or are kept up to date at both."""
+"""`kvasir agents move | sync | pull | claim`: agents change hands between paired stores, or are copied."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -9,10 +9,10 @@ from rich.console import Console
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cli import agents, failures
-from kvasir.cli.agents import AgentArgument, complete_agent, labels_of, store_client
+from kvasir.cli.agents import AgentArgument, LineOption, arrived_words, complete_agent, labels_of, store_client
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.engine import engine_client
-from kvasir.cli.rows import agent_row, size
+from kvasir.cli.rows import agent_row, size, snapshot_row
 from kvasir.cli.showing.progress import transfer_progress
 from kvasir.clients import StoreClient
 from kvasir.errors import Internal, KvasirError, NotFound, Unavailable
@@ -82,6 +82,32 @@ def sync(
     caller.result(rows, lambda out: _show(out, rows, peer, dry_run))
     if any(row["error"] for row in rows):
         raise typer.Exit(failures.REFUSED)
+
+
+def pull(
+    context: typer.Context,
+    peer: Annotated[str, typer.Argument(help="A peer of the store's configuration.", metavar="PEER")],
+    agent: AgentArgument,
+    as_: Annotated[
+        str, typer.Option("--as", help="The agent's name here. Left out: the same name.", metavar="NAME")
+    ] = "",
+    line: LineOption = "",
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Copy an agent's memory from another store. Only blobs that are missing here are sent."""
+    caller, sent = caller_of(context, as_json), _Sent()
+    with store_client(caller) as client, transfer_progress(caller, f"{agent} from {peer}") as on_progress:
+        if dry_run:
+            for step in client.pulling_agent(peer, agent, local_agent_id=as_, kv_identity_hash=line, dry_run=True):
+                sent.take(step.progress)
+        else:
+            made = client.pull_agent(peer, agent, local_agent_id=as_, kv_identity_hash=line, on_progress=on_progress)
+    if dry_run:
+        row = {"agent_id": as_ or agent, "peer": peer, "dry_run": True, **_sent_row(sent, dry_run)}
+        caller.result(row, lambda out: out.print(f"{agent} would come from {peer}: {_sent_words(sent, dry_run)}"))
+    else:
+        caller.result(snapshot_row(made), lambda out: out.print(arrived_words(made)))
 
 
 def claim(
