@@ -1,5 +1,6 @@
 """What both services share at the edge, without a network: statuses, names, credentials, addresses, frames."""
 
+import os
 import random
 import stat
 import subprocess
@@ -320,6 +321,22 @@ def test_token_files_hold_one_token(tmp_path: Path) -> None:
             read_token(tmp_path / name)
     with pytest.raises(CredentialFileError):
         read_token(tmp_path / "absent")
+
+
+def test_a_private_file_and_its_new_directories_survive_a_loss_of_power(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, fsync = list[int](), os.fsync
+
+    def noting(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.append(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    path = tmp_path / "home" / "keys" / "seal.key"
+    write_private_text(path, "secret")
+    wanted = [path, path.parent, path.parent.parent, tmp_path]
+    assert synced == [each.stat().st_ino for each in wanted]
 
 
 def test_no_credentials_know_nobody() -> None:

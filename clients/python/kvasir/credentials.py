@@ -131,13 +131,19 @@ def read_token(path: Path) -> str:
 
 
 def write_private_text(path: Path, text: str) -> None:
-    """Create a file that only its owner can read, in a directory that only its owner can enter if it is new."""
+    """Create a file that only its owner can read, in a directory that only its owner can enter if it is new.
+
+    On return it survives a loss of power: what a key in it seals is opened by nothing else.
+    """
+    named_in = [path.parent, *(each.parent for each in path.parents if not each.exists())]
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+    for directory in named_in:
+        _sync_directory(directory)
 
 
 def read_private_text(path: Path) -> str:
@@ -161,6 +167,14 @@ def read_private_text(path: Path) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError:
         raise CredentialFileError(f"{path}: expected UTF-8") from None
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _parse(text: str, path: Path) -> dict[str, Any]:
