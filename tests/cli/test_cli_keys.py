@@ -28,3 +28,9 @@ def test_a_namespace_is_sealed_its_master_key_replaced_and_its_key_destroyed(tmp
         ("keys/rotate", "", "refused", "NAMESPACE_SEALED"),
         ("keys/erase", "work", "allowed", ""),
     ]
+
+
+def test_a_key_beside_the_data_is_said_to_open_every_backup(tmp_path: Path) -> None:
+    cli = Cli(tmp_path / "home")
+    assert "opens everything" in cli.done("keys", "new", "work").out
+    assert "opens everything" not in cli.done("keys", "new", "far", "--key-file", tmp_path / "far.key").out

@@ -47,6 +47,12 @@ def new(
     """
     caller = caller_of(context, as_json)
     _run(caller, "new", data_dir, namespace, *_master(caller, key_file, keychain))
+    key = (key_file or caller.home.seal_key_file).resolve()
+    if not as_json and not (keychain and key_file is None) and key.is_relative_to(caller.home.root.resolve()):
+        caller.out.print(
+            f"A backup with {key} and the data opens everything: move the key to another volume, and name it in "
+            "KVASIR_STORE_SEAL_KEY_FILE; or use --keychain."
+        )
 
 
 @app.command("rotate")
