@@ -57,6 +57,7 @@ class PairingService(pairing_pb2_grpc.PairingServiceServicer):
     def __init__(self, side: HostSide) -> None:
         self._side = side
         self._running = 0
+        self._pinning: asyncio.Future[None] | None = None  # one code, one joiner; a task that nobody holds may end
 
     async def Pair(self, requests: AsyncIterator[pb.PairRequest], context: Any) -> None:
         said = _said(requests)
@@ -85,7 +86,9 @@ class PairingService(pairing_pb2_grpc.PairingServiceServicer):
         joiner = run.take_card(await said("sealed_card"))
         await context.write(pb.PairResponse(sealed_card=run.card(self._side.card)))
         run.take_signature(await said("sealed_signature"))
-        await self._side.pin(joiner)
+        # Pinned is pinned: a joiner that leaves meanwhile must not leave a peer that nobody here was told of.
+        self._pinning = asyncio.ensure_future(self._side.pin(joiner))
+        await asyncio.shield(self._pinning)
         await context.write(pb.PairResponse(sealed_signature=run.signature()))
 
 

@@ -39,6 +39,8 @@ class Host:
     code: str = CODE
     pinned: list[Card] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    pinning: asyncio.Event = field(default_factory=asyncio.Event)
+    pins_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.invitation = Invitation(self.code, time.monotonic)
@@ -46,6 +48,8 @@ class Host:
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[str]:
         async def pin(card: Card) -> None:
+            self.pinning.set()
+            await asyncio.sleep(self.pins_s)
             self.pinned.append(card)
 
         side = HostSide(
@@ -66,6 +70,19 @@ def test_two_that_know_the_code_get_each_others_card() -> None:
             with pytest.raises(FailedPrecondition) as told:
                 await join(address, joining(), card_of(JOINER, "joiner"))
         assert (host.pinned, host.refused) == ([card_of(JOINER, "joiner")], [told.value.reason])
+
+    asyncio.run(run())
+
+
+def test_a_joiner_that_leaves_while_it_is_pinned_is_a_peer_that_the_host_knows() -> None:
+    async def run() -> None:
+        host = Host(pins_s=0.3)
+        async with host.listening() as address:
+            leaving = asyncio.create_task(join(address, joining(), card_of(JOINER, "joiner")))
+            await host.pinning.wait()
+            leaving.cancel()
+            await asyncio.sleep(0.6)
+        assert host.pinned == [card_of(JOINER, "joiner")]
 
     asyncio.run(run())
 
