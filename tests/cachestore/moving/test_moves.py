@@ -348,8 +348,9 @@ def test_the_commands_move_copy_and_take_back(
     assert moved["agent"]["ownership"]["state"] == "owned"
     assert 0 < moved["bytes_sent"] < moved["bytes"]
     [left_alone] = run(pair[0], "sync", name, "--to", "studio", code=4)
-    assert left_alone["error"] == "AGENT_MOVED"
-    assert run(pair[0], "claim", name, code=4)["error"]["reason"] == "AGENT_MOVED"
+    assert (left_alone["error"], "has moved" in left_alone["message"]) == ("AGENT_MOVED", True)
+    refused = run(pair[0], "claim", name, code=4)["error"]
+    assert (refused["reason"], f"claim {name} --force" in refused["message"]) == ("AGENT_MOVED", True)
     assert run(pair[0], "show", name)["ownership"]["peer"] == "studio"
     claimed = run(pair[0], "claim", name, "--force")
     assert claimed["ownership"]["state"] == "owned"

@@ -46,7 +46,9 @@ def new(
     namespace and bring the agents there with `kvasir agents export` and `import`.
     """
     caller = caller_of(context, as_json)
-    _run(caller, "new", data_dir, namespace, *_master(caller, key_file, keychain))
+    master = _master(caller, key_file, keychain)
+    _run(caller, "new", data_dir, namespace, *master)
+    caller.say(f"Keep a copy of the master key ({master[1]}): without it nobody reads {namespace} again.")
     key = (key_file or caller.home.seal_key_file).resolve()
     if not as_json and not (keychain and key_file is None) and key.is_relative_to(caller.home.root.resolve()):
         caller.out.print(

@@ -15,7 +15,7 @@ from kvasir.cli.engine import engine_client
 from kvasir.cli.rows import agent_row, size, snapshot_row
 from kvasir.cli.showing.progress import transfer_progress
 from kvasir.clients import StoreClient
-from kvasir.errors import Internal, KvasirError, NotFound, Unavailable
+from kvasir.errors import FailedPrecondition, Internal, KvasirError, NotFound, Unavailable
 
 FromOption = Annotated[str, typer.Option("--from", help="Bring it here from this peer.", metavar="PEER")]
 ToOption = Annotated[str, typer.Option("--to", help="Give it to this peer.", metavar="PEER")]
@@ -125,8 +125,18 @@ def claim(
     """
     caller = caller_of(context, as_json)
     with store_client(caller) as client:
-        claimed = client.claim_agent(agent, force=force)
+        claimed = _claimed(client, agent, force)
     caller.result(agent_row(claimed), lambda out: out.print(f"{agent} is this store's."))
+
+
+def _claimed(client: StoreClient, agent: str, force: bool) -> pb.Agent:
+    try:
+        return client.claim_agent(agent, force=force)
+    except FailedPrecondition as refused:
+        if refused.reason == "AGENT_MOVED" and not force:
+            way = f"; if that Mac is gone for good, `kvasir agents claim {agent} --force` makes it this one's"
+            raise FailedPrecondition(refused.message + way, reason=refused.reason, metadata=refused.metadata) from None
+        raise
 
 
 @dataclass
@@ -174,26 +184,26 @@ def _moved(
     dry_run: bool,
     on_progress: OnProgress,
 ) -> tuple[pb.Agent | None, _Sent]:
-    sent = _Sent()
+    sent, done = _Sent(), None
     for step in client.moving_agent(agent, from_peer=from_peer, to_peer=to_peer, dry_run=dry_run):
         if step.HasField("done"):
-            return step.done, sent
-        if step.HasField("progress"):
+            done = step.done  # read on: a stream that is left before its end counts as cancelled
+        elif step.HasField("progress"):
             sent.take(step.progress)
             on_progress(step.progress)
         elif not sent.has_waited:
             sent.has_waited = True
             caller.say(f"waiting until the engine there has stored {agent}'s turn …")
-    if not dry_run:
+    if done is None and not dry_run:
         raise Internal("the move ended without saying how")
-    return None, sent
+    return done, sent
 
 
 def _synced(
     client: StoreClient, agent: pb.Agent, from_peer: str, to_peer: str, dry_run: bool, on_progress: OnProgress
 ) -> dict[str, Any]:
     """Copy every line; one that is refused is told and does not end the others."""
-    sent, error = _Sent(), ""
+    sent, error, message = _Sent(), "", ""
     for line in agent.lines:
         try:
             steps = client.pulling_agent(
@@ -210,8 +220,9 @@ def _synced(
         except KvasirError as refused:
             if not refused.reason or refused.reason in ("PEER_UNAVAILABLE", "PEER_UNKNOWN", "PEER_REFUSED"):
                 raise
-            error = error or refused.reason
-    return {"agent_id": agent.agent_id, "error": error, "dry_run": dry_run, **_sent_row(sent, dry_run)}
+            error, message = error or refused.reason, message or refused.message
+    told = {"error": error, "message": message}
+    return {"agent_id": agent.agent_id, **told, "dry_run": dry_run, **_sent_row(sent, dry_run)}
 
 
 def _chosen(client: StoreClient, names: Iterable[str], labels: dict[str, str]) -> list[pb.Agent]:
@@ -252,6 +263,6 @@ def _sent_words(sent: _Sent, dry_run: bool) -> str:
 
 def _show(out: Console, rows: list[dict[str, Any]], peer: str, dry_run: bool) -> None:
     for row in rows:
-        what = row["error"] or f"{size(row['bytes_sent'])}{' to send' if dry_run else ' sent'}"
+        what = row["message"] or f"{size(row['bytes_sent'])}{' to send' if dry_run else ' sent'}"
         out.print(f"{row['agent_id']}: {what}")
     out.print(f"{len(rows)} agents, {sum(bool(row['error']) for row in rows)} left alone, with {peer}")

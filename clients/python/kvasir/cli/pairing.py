@@ -57,7 +57,7 @@ def pair(
         bool,
         typer.Option(
             "--announce",
-            help="While it waits, let `kvasir peers find` list this Mac in the network (mDNS). Needs kvasir[lan].",
+            help="While it waits, let `kvasir peers find` list this Mac in the network (mDNS). Needs kvasir\\[lan].",
         ),
     ] = False,
     minutes: Annotated[float, typer.Option(min=0.01, max=60, help="How long the code is valid.")] = 10,
@@ -92,8 +92,9 @@ def _show_step(caller: Caller, line: dict[str, Any]) -> None:
             host = line["address"].rpartition(":")[0]
             where = "on this machine only" if host == "127.0.0.1" else f"at {line['address']}"
             caller.say(
-                f"On the other Mac, say `kvasir pair CODE --at {line['address']}` or paste the line after "
-                f"`kvasir pair`. Waiting {where} for {line['seconds'] / 60:g} minutes; the code is good for one use."
+                f"On the other Mac, say `kvasir pair {line['code']} --at {line['address']}`, or paste the "
+                f"line after `kvasir pair`. Waiting {where} for {line['seconds'] / 60:g} minutes; "
+                "the code is good for one use."
             )
         case "refused":
             caller.note(f"refused {visible(line['from'])}: {visible(line['message'])}")
@@ -105,7 +106,7 @@ def _show_paired(caller: Caller, line: dict[str, Any]) -> None:
     peer, store = line["name"], line["store"]
     caller.out.print(f"Paired with {peer} (key {line['pin'][:16]}…); it may read here: {', '.join(line['namespaces'])}")
     if line["address"]:
-        caller.say(f"`kvasir agents pull {peer} AGENT` copies an agent from there.")
+        caller.say(f"`kvasir agents move AGENT --to {peer}` moves an agent there, and --from brings one here.")
     else:
         caller.say(f"{peer} lets nobody pull from it: pair again, with --listen there.")
     if not store["is_running"]:

@@ -98,7 +98,7 @@ def up(
         typer.Option(
             "--neighbour",
             help="The engine also speaks mlx.grpc.engine.MlxEngine at its address, for gateways that speak it. Needs "
-            "kvasir[neighbour].",
+            "kvasir\\[neighbour].",
         ),
     ] = False,
     metrics_listen: Annotated[
