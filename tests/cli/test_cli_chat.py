@@ -62,7 +62,7 @@ class Terminal:
         return self.screen
 
     def interrupt(self, wanted: str) -> None:
-        """Press Ctrl-C at the prompt until it is answered.
+        """Press Ctrl-C until it is answered.
 
         Between the prompt's last letter and the wait for keys, Python notes the signal and goes on to wait: then it
         is answered at the next key, which a person presses too.
@@ -123,8 +123,7 @@ def test_a_person_stops_a_reply_forks_writes_lines_and_leaves(house: House, term
     terminal.type("And then?\n")
     terminal.until("And then?\r\n")
     time.sleep(0.5)
-    terminal.type("\x03")
-    terminal.until("stopped; ")
+    terminal.interrupt("stopped; ")
     terminal.until_asked("ada")
     house.engine.thaw()
     terminal.type("/fork bo\n")

@@ -21,11 +21,14 @@ def test_the_bench_says_rates_and_targets_as_json() -> None:
     assert [size["name"] for size in results["sizes"]] == ["kvasir-tiny", "llama-3.1-8b"]
     assert 9.0e6 < results["sizes"][1]["block_bytes"] < 9.8e6
     for size in results["sizes"]:
-        assert set(size["mb_per_s"]) == {"tcp", "write_fsync", "blake3", "put", "get", "pull"}
+        assert set(size["mb_per_s"]) == {
+            *("tcp", "write_fsync", "blake3", "put", "get", "pull"),
+            *("sealed_put", "sealed_get"),
+        }
         assert all(rate > 0 for rate in size["mb_per_s"].values())
     assert results["startup"]["blobs"] == 500
     assert {"what", "found", "wanted", "is_met"} == set(results["targets"][0])
-    assert len(results["targets"]) == 4
+    assert len(results["targets"]) == 6
 
 
 def test_the_quality_bench_measures_every_rung_beside_exact_kv_and_mlx_lms_own() -> None:

@@ -34,7 +34,10 @@ SNAPSHOT_KEYS = {
     "request_id",
     "manifest",
 }
-AGENT_KEYS = {"expires_at", "agent_id", "labels", "is_pinned", "retained_versions", "created_at", "used_at", "lines"}
+AGENT_KEYS = {
+    *("expires_at", "agent_id", "labels", "is_pinned", "retained_versions", "created_at", "used_at", "lines"),
+    "ownership",
+}
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import pytest
 from kvasir.errors import FailedPrecondition, NotFound, ResourceExhausted
 from kvasir.formats.block_hash import kv_identity_hash
 
+from cachestore_svc.owner_store import ArrivingAgent
 from cachestore_svc.records import BlobKind, HeldLease, Origin
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, publish, upload, write
@@ -69,10 +70,26 @@ PROBES: dict[str, Callable[[Store, SyntheticSnapshot], object]] = {
     "verify": lambda s, c: not_found(lambda: list(s.verify(NS, "secret"))),
     "collect_garbage": lambda s, c: s.collect_garbage(NS).blobs_marked == 0 or pytest.fail("marked"),
     "usage": lambda s, c: not_found(lambda: s.usage(NS, "secret")),
+    "kind_of": lambda s, c: s.kind_of(NS, c.digests[0]) is None or pytest.fail("their blob was seen"),
+    "count_repair": lambda s, c: s.count_repair(NS),
+    "ownership": lambda s, c: s.ownership(NS, "secret").generation == 0 or pytest.fail("their owner was seen"),
+    "claim": lambda s, c: not_found(lambda: s.claim(NS, "secret", 1)),
+    "offer": lambda s, c: not_found(lambda: s.offer(NS, "secret", "peer", "move", 0)),
+    "hand_over": lambda s, c: not_under_way(lambda: s.hand_over(NS, "secret", "peer", "move", 1)),
+    "arrive": lambda s, c: not_under_way(lambda: s.arrive(NS, "secret", "move")),
+    "receive": lambda s, c: not_found(
+        lambda: s.receive(NS, ArrivingAgent("secret", "peer", "move", 1, (), {}, False, 8))
+    ),
+    "did_not_arrive": lambda s, c: s.did_not_arrive(NS, "secret", "move"),
+    "undo_move": lambda s, c: s.undo_move(NS, "secret", "peer", "move"),
+    "fence": lambda s, c: s.fence(NS, "secret", "peer", 3),
+    "told": lambda s, c: s.told(NS, "secret", "peer", 3),
+    "yield_to": lambda s, c: s.yield_to(NS, "secret", "peer", 0, 3),
     "stats": lambda s, c: (s.stats(NS).blob_count, s.stats(NS).counters) == (0, {}) or pytest.fail("counted"),
 }
 # These are of the whole store: no namespace asks them.
 WHOLE_STORE = {"open", "close", "subscribe", "scrub", "check", "counted", "totals", "ailments"}
+WHOLE_STORE |= {"expire_agents", "unfinished_moves", "written"}
 
 
 def their_token(store: Store) -> object:
@@ -84,20 +101,30 @@ def refused(call: Callable[[], object]) -> None:
         call()
 
 
+def not_under_way(call: Callable[[], object]) -> None:
+    with pytest.raises(FailedPrecondition, match="not under way"):
+        call()
+
+
 def test_every_method_of_the_store_is_probed() -> None:
     methods = {name for name, _ in inspect.getmembers(Store, callable) if not name.startswith("_")}
     assert methods == set(PROBES) | WHOLE_STORE
 
 
-@pytest.mark.parametrize("method", PROBES)
-def test_what_is_theirs_does_not_exist_for_us(store: Store, content: SyntheticSnapshot, method: str) -> None:
-    before = (store.get_agent(THEIRS, "secret"), store.list_snapshots(THEIRS, "secret"), store.stats(THEIRS).blob_count)
-    PROBES[method](store, content)
-    assert before == (
+def seen_by_its_owner(store: Store) -> tuple[object, ...]:
+    return (
         store.get_agent(THEIRS, "secret"),
         store.list_snapshots(THEIRS, "secret"),
         store.stats(THEIRS).blob_count,
+        store.ownership(THEIRS, "secret"),
     )
+
+
+@pytest.mark.parametrize("method", PROBES)
+def test_what_is_theirs_does_not_exist_for_us(store: Store, content: SyntheticSnapshot, method: str) -> None:
+    before = seen_by_its_owner(store)
+    PROBES[method](store, content)
+    assert before == seen_by_its_owner(store)
     assert_restores(store, store.get_snapshot(THEIRS, "secret"), content, THEIRS)
 
 
