@@ -1,4 +1,4 @@
-"""Cells of one block on any device, for tests whose lengths are chosen for them.
+"""Cells of a length on any device, for tests whose lengths are chosen for them.
 
 A device has cells of its own size (`model.cell_tokens`): a block on a CPU, more on a GPU. Tests that count cells are
 marked `cells_of_a_block`, and their engines are opened here. All other tests run with the device's own cells.
@@ -14,10 +14,10 @@ from inference_svc.model.loading import device
 
 
 @contextlib.contextmanager
-def cells_of_a_block() -> Iterator[None]:
-    """Engines that are opened within have cells of 256 tokens."""
+def cells_of(blocks: int) -> Iterator[None]:
+    """Engines that are opened within have cells of so many blocks."""
     own = dict(open_model._CELL_TOKENS)
-    open_model._CELL_TOKENS.update(dict.fromkeys(own, BLOCK_TOKENS))
+    open_model._CELL_TOKENS.update(dict.fromkeys(own, blocks * BLOCK_TOKENS))
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from hypothesis import settings
 
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_worker import EngineWorker
-from tests.inference.engine.cells import cells_of_a_block, cells_of_new_engines
+from tests.inference.engine.cells import cells_of, cells_of_new_engines
 from tests.inference.engine.driving import Driver
 from tests.inference.engine.families import ALL, BUDGET, write_family
 from tests.inference.engine.tiny_models import LLAMA, write_model
@@ -80,7 +80,7 @@ def leaked_pages(worker: EngineWorker) -> int:
 def cell_tokens(request: pytest.FixtureRequest) -> Iterator[int]:
     """Of engines that the test opens: a block if it is marked `cells_of_a_block`, else the device's own."""
     is_marked = request.node.get_closest_marker("cells_of_a_block") is not None
-    with cells_of_a_block() if is_marked else contextlib.nullcontext():
+    with cells_of(1) if is_marked else contextlib.nullcontext():
         yield cells_of_new_engines()
 
 

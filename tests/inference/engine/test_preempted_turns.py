@@ -26,7 +26,7 @@ from inference_svc.engine.api import (
 )
 from inference_svc.engine.engine import Engine
 from inference_svc.formats.constraint import Constraint, ConstraintKind
-from tests.inference.engine.cells import cells_of_a_block
+from tests.inference.engine.cells import cells_of
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.sampling import pairs
 
@@ -69,7 +69,7 @@ def open_engine(model_dir: Path, cache_dir: Path) -> Engine:
     unit = Engine.open(model_dir, cache_dir=cache_dir, memory_budget_bytes=1 << 20, step_budget_s=0)
     budget_bytes = BUDGET_TOKENS * unit.model.kv_bytes_per_token
     unit.close()
-    with pytest.MonkeyPatch.context() as patch, cells_of_a_block():
+    with pytest.MonkeyPatch.context() as patch, cells_of(1):
         # Room for decoded copies, as on a machine with memory: only then does the batch hold rows back from their own
         # buffers, to write them in one go.
         patch.setattr(engine, "_DECODED_PART", Fraction(1, 16))

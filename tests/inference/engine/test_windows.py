@@ -1,6 +1,7 @@
 """Models with windows: their memories go out as block files, come back, go back in time, and are shared."""
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
@@ -11,8 +12,11 @@ from kvasir.formats.layer_groups import first_touched_block, windows_of
 
 from inference_svc.engine.api import AgentKey, Ended, Hot, Restored, RestoredWindow, Snapshot, Started
 from inference_svc.engine.beginning import Reuse, forked_for, mark
+from inference_svc.engine.engine import Engine
 from inference_svc.kv.sequence_kv import SequenceKV
+from tests.inference.engine.cells import cells_of
 from tests.inference.engine.driving import Driver, Listener, tokens_of
+from tests.inference.engine.families import ALL, BUDGET, write_family
 from tests.inference.kv.sequences import fed, four_bits, full, pool_of, windowed
 
 if TYPE_CHECKING:
@@ -86,8 +90,7 @@ def test_what_a_window_saw_at_the_prompts_edge_is_stored_behind_a_long_reply(
     """With a gap before the last blocks. So the memory can go back to before the reply, and others share its prompt."""
     driver = family(name)
     key, ended = remembered(driver, 760, 140)
-    taken, cell_tokens = snapshot(driver, key), driver.engine.model.cell_tokens
-    kept = 759 // cell_tokens * cell_tokens  # the last edge of a cell in the prompt: nothing where cells are longer
+    taken, kept = snapshot(driver, key), 512  # the last border of a block in the prompt
     edge = range(first_touched_block(taken.windows[0].window, kept), kept // 256)
     end = range(first_touched_block(taken.windows[0].window, 900), 3)
     assert [each.held for each in taken.windows] == [(*edge, *end)]
@@ -174,6 +177,24 @@ def test_a_shared_prefix_gives_what_a_cold_run_gives(name: str, family: Callable
     )
     assert third.cached_tokens == 512
     assert third.state.token_ids == cold[2].state.token_ids
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_shorter_than_a_cell_is_shared_up_to_its_last_border(name: str, tmp_path: Path) -> None:
+    """As on a GPU, where a cell is many blocks: a pass over all of the prompt would keep only what its end touches."""
+    with cells_of(8):
+        engine = Engine.open(write_family(tmp_path, ALL[name], seed=1), cache_dir=tmp_path, memory_budget_bytes=BUDGET)
+    driver = Driver(engine)
+    try:
+        common = tokens_of(1030, seed=43)
+        prompts = [(*common, *tokens_of(n, seed=50 + n)) for n in (100, 130)]
+        cold = driver.turn(prompts[1], max_tokens=16)
+        driver.turn(prompts[0], key=driver.key(), namespace="tests", max_tokens=16)
+        second = driver.turn(prompts[1], key=driver.key(), namespace="tests", max_tokens=16)
+        assert second.cached_tokens == 1024
+        assert second.state.token_ids == cold.state.token_ids
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize("name", NAMES)
