@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import termios
 import time
@@ -25,6 +26,15 @@ from tests.system_fixtures import House
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
+def _at_a_terminal() -> None:
+    """Ctrl-C reaches a process only from its session's own terminal, and where a shell did not have it ignored.
+
+    A shell without job control, as in a script, has it ignored by all that it starts in the background.
+    """
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class Terminal:
     """A `kvasir` at a pseudo-terminal, and what stands on its screen."""
 
@@ -38,8 +48,7 @@ class Terminal:
             stderr=theirs,
             env=environment,
             start_new_session=True,
-            # The terminal's Ctrl-C reaches the process only when it is the session's own terminal.
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_at_a_terminal,
         )
         os.close(theirs)
         self.screen = ""
