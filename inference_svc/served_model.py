@@ -12,6 +12,7 @@ from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.publishing import Publisher
 from inference_svc.memory.recall import Recall
 from inference_svc.memory.remote_cache import RemoteCache
+from inference_svc.memory.reuse_planning import ReusePlanner
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.model_host import MemoriesLeft
@@ -86,7 +87,8 @@ async def open_served(
     turns = TurnService(
         engine,
         prompting,
-        Recall(engine, prompting, stores, leases=leases),
+        Recall(engine, stores, leases=leases),
+        ReusePlanner(engine, prompting, stores),
         TurnEnding(engine, prompting, publisher, stores, clock, leases),
         stores,
         leases,

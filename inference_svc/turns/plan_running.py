@@ -13,8 +13,8 @@ from inference_svc.engine.engine import Engine, TurnHandle
 from inference_svc.engine.reply_text import told_text
 from inference_svc.memory.copies import Copies
 from inference_svc.memory.publishing import BlockStream
-from inference_svc.memory.recall import Prepared
 from inference_svc.memory.remote_cache import RemoteCache
+from inference_svc.memory.reuse_planning import Prepared
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.memory.swap_store import SwapLimits, SwapStore
 from inference_svc.model.prompting import Prompting

@@ -18,7 +18,8 @@ from kvasir.on_full import OnFull, OnFullPolicy
 from inference_svc.engine.api import Ended, SamplingParams
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory
-from inference_svc.memory.recall import Prepared, Recollection
+from inference_svc.memory.recall import Recollection
+from inference_svc.memory.reuse_planning import Prepared
 from inference_svc.memory.store_patience import Budget
 from inference_svc.model.prompting import Prompting, Tokenized
 from inference_svc.text.conversation import dialogue, json_of_messages, render

@@ -20,8 +20,9 @@ from inference_svc.memory.copies import Copies, await_copy
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState, Source
 from inference_svc.memory.publishing import BlockStream, Publisher
-from inference_svc.memory.recall import Prepared, Recollection
+from inference_svc.memory.recall import Recollection
 from inference_svc.memory.remote_cache import RemoteCache
+from inference_svc.memory.reuse_planning import Prepared
 from inference_svc.model.model_host import MemoriesLeft
 from inference_svc.model.prompting import Prompting, RememberedReply
 from inference_svc.text import conversation

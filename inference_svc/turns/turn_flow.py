@@ -25,8 +25,9 @@ from inference_svc.engine.context import check_fits
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.line_leases import MOVED, LineLeases
 from inference_svc.memory.outcomes import Miss, MissReason, Source
-from inference_svc.memory.recall import NOTHING_REMEMBERED, Prepared, Recall, Recollection
+from inference_svc.memory.recall import NOTHING_REMEMBERED, Recall, Recollection
 from inference_svc.memory.remote_cache import RemoteCache
+from inference_svc.memory.reuse_planning import Prepared, ReusePlanner
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.memory.store_patience import Budget
 from inference_svc.memory.swap_store import may_be_preempted
@@ -83,6 +84,7 @@ class TurnFlow:
         engine: Engine,
         prompting: Prompting,
         recall: Recall,
+        planner: ReusePlanner,
         ending: TurnEnding,
         stores: Mapping[str, RemoteCache],
         leases: Mapping[str, LineLeases],
@@ -94,6 +96,7 @@ class TurnFlow:
         self._engine = engine
         self._prompting = prompting
         self._recall = recall
+        self._planner = planner
         self._ending = ending
         self._stores = stores
         self._leases = leases
@@ -431,7 +434,7 @@ class TurnFlow:
 
         for _ in range(_MAX_PLANS):
             try:
-                prepared = await self._recall.plan(
+                prepared = await self._planner.plan(
                     recollection,
                     text,
                     given=turn.tokens,

@@ -11,6 +11,7 @@ from inference_svc.engine.engine import Engine
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.recall import Recall
 from inference_svc.memory.remote_cache import RemoteCache
+from inference_svc.memory.reuse_planning import ReusePlanner
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.model.model_host import MemoriesLeft
 from inference_svc.model.prompting import Prompting
@@ -33,6 +34,7 @@ class TurnService:
         engine: Engine,
         prompting: Prompting,
         recall: Recall,
+        planner: ReusePlanner,
         ending: TurnEnding,
         stores: Mapping[str, RemoteCache],
         leases: Mapping[str, LineLeases],
@@ -50,7 +52,9 @@ class TurnService:
         self._limits = limits
         self._admission = admission
         self._clock = clock
-        self._flow = TurnFlow(engine, prompting, recall, ending, stores, leases, limits, admission, stats, clock)
+        self._flow = TurnFlow(
+            engine, prompting, recall, planner, ending, stores, leases, limits, admission, stats, clock
+        )
         self._running: dict[asyncio.Task[None], TurnState] = {}
         self._counting = SharedRoom(1)
 

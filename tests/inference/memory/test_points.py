@@ -13,8 +13,9 @@ from kvasir.server.shared_room import SharedRoom
 from inference_svc.engine.api import Cold, Hot, Restored
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.outcomes import Miss, MissReason, Source
-from inference_svc.memory.recall import Prepared, Recall, Recollection
+from inference_svc.memory.recall import Recollection
 from inference_svc.memory.remote_cache import NO_HEAD
+from inference_svc.memory.reuse_planning import Prepared, ReusePlanner
 from inference_svc.memory.store_patience import Budget
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.prefix_matching import RememberedText
@@ -73,7 +74,7 @@ def planned(
     text: str, source: Source, around: Surroundings, points: Sequence[int] = POINTS, **usable: int | None
 ) -> Prepared:
     parts: Any = around
-    recall = Recall(parts, parts, {"ns": parts})
+    planner = ReusePlanner(parts, parts, {"ns": parts})
 
     async def hold(size_bytes: int) -> None:
         assert size_bytes > 0
@@ -81,7 +82,7 @@ def planned(
     async def plan() -> Prepared:
         recollection = Recollection(memory(points), source, NO_HEAD)
         budget: Any = None
-        return await recall.plan(recollection, text, namespace="ns", budget=budget, hold=hold, **usable)
+        return await planner.plan(recollection, text, namespace="ns", budget=budget, hold=hold, **usable)
 
     return asyncio.run(plan())
 
@@ -159,7 +160,7 @@ def test_a_memory_without_points_is_words_only() -> None:
 def test_turns_that_read_files_and_a_state_never_wait_for_each_other() -> None:
     """Each asks for all of its room at once: two that hold some and wait for more would wait for ever."""
     around: Any = Surroundings()
-    recall = Recall(around, around, {"ns": around})
+    planner = ReusePlanner(around, around, {"ns": around})
     room = SharedRoom(sum(digest.size_bytes for digest in (*BLOCKS, TAIL)) + 1)
 
     async def turn() -> None:
@@ -171,7 +172,7 @@ def test_turns_that_read_files_and_a_state_never_wait_for_each_other() -> None:
             taken += size_bytes
 
         recollection, budget = Recollection(memory(), Source.WARM, NO_HEAD), Budget(1.0, 1.0, lambda: 0.0)
-        found = await recall.plan(recollection, TEXT + "y", namespace="ns", budget=budget, hold=hold)
+        found = await planner.plan(recollection, TEXT + "y", namespace="ns", budget=budget, hold=hold)
         assert isinstance(found.reuse, Restored)
         assert taken == sum(digest.size_bytes for digest in (*BLOCKS, TAIL, STATES[700]))
         room.give_back("ns", taken)

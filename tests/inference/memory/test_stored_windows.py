@@ -13,8 +13,9 @@ from kvasir.formats.digest import Digest
 from inference_svc.engine.api import Cold, Hot, Restored, RestoredWindow, Started
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.outcomes import MissReason, Source
-from inference_svc.memory.recall import Prepared, Recall, Recollection
+from inference_svc.memory.recall import Recollection
 from inference_svc.memory.remote_cache import NO_HEAD, _found_prefix
+from inference_svc.memory.reuse_planning import Prepared, ReusePlanner
 from inference_svc.memory.stored_windows import FoundPrefix, StoredWindow, listed_windows, stored_windows
 from inference_svc.text.prefix_matching import RememberedText
 from tests.inference.memory.test_points import Surroundings
@@ -48,7 +49,7 @@ def planned(
     text: str, source: Source, around: Windowed, stored: Mapping[int, StoredWindow] = STORED, **usable: Any
 ) -> Prepared:
     parts: Any = around
-    recall = Recall(parts, parts, {"ns": parts})
+    planner = ReusePlanner(parts, parts, {"ns": parts})
     publication = PublicationState(NO_HEAD, is_head=True, blocks=list(BLOCKS), tail=TAIL, windows=dict(stored))
     transcript = RememberedText(TEXT, tuple(map(ord, TEXT)), (1,) * len(TEXT))
     memory = AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "t", publication)
@@ -58,7 +59,7 @@ def planned(
 
     async def plan() -> Prepared:
         recollection, budget = Recollection(memory, source, NO_HEAD), None
-        return await recall.plan(recollection, text, namespace="ns", budget=budget, hold=hold, **usable)  # type: ignore[arg-type]
+        return await planner.plan(recollection, text, namespace="ns", budget=budget, hold=hold, **usable)  # type: ignore[arg-type]
 
     return asyncio.run(plan())
 

@@ -151,9 +151,8 @@ def recalled(head: Head, publication: PublicationState, *, is_being_published: b
             publication.task = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
         memory = AgentMemory(RememberedText("one", (1,), (3,)), (), manifest_pb2.Turn(), 0, "", publication)
         engine: Any = Engine(memory)
-        prompting: Any = None
         store: Any = Store(head)
-        recall = Recall(engine, prompting, {"default": store})
+        recall = Recall(engine, {"default": store})
         found = await recall.newest(KEY, Budget(0.02, 1.0, asyncio.get_running_loop().time))
         if publication.task is not None:
             publication.task.cancel()
@@ -238,7 +237,6 @@ def test_what_extends_the_newest_version_is_used_only_if_nothing_can_have_been_t
     async def scenario() -> Recollection:
         memory = AgentMemory(RememberedText("one", (1,), (3,)), (), manifest_pb2.Turn(), 0, "", publication)
         engine: Any = Engine(memory)
-        unused: Any = None
         store: Any = Store(FIRST, taken_back=taken_back)
         lease = Lease(generation, FIRST.identity, counts_until, counts_until) if generation is not None else None
 
@@ -246,7 +244,7 @@ def test_what_extends_the_newest_version_is_used_only_if_nothing_can_have_been_t
             pass
 
         leases: Any = SimpleNamespace(lease=lambda _agent: lease, clock=lambda: 1.0, answered=answered)
-        recall = Recall(engine, unused, {"default": store}, leases={"default": leases})
+        recall = Recall(engine, {"default": store}, leases={"default": leases})
         return await recall.newest(KEY, Budget(0.02, 1.0, asyncio.get_running_loop().time))
 
     found = asyncio.run(scenario())

@@ -18,8 +18,9 @@ from inference_svc.engine.api import Cold, Ended, Event, Failed, FinishReason, S
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.outcomes import Miss, MissReason, SnapshotOutcome, SnapshotState, Source
-from inference_svc.memory.recall import Prepared, Recollection
+from inference_svc.memory.recall import Recollection
 from inference_svc.memory.remote_cache import Head
+from inference_svc.memory.reuse_planning import Prepared
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.memory.stored_windows import StoredWindow
 from inference_svc.model.prompting import Tokenized
@@ -127,7 +128,9 @@ def service(around: Surroundings, stores: Mapping[str, Any] = MappingProxyType({
     parts: Any = around
     stats = ServiceStats(0.0)
     admission = Admission(SETTINGS.admission, time.monotonic)
-    return TurnService(parts, parts, parts, parts, stores, {}, SETTINGS.turn_limits, admission, stats, time.monotonic)
+    return TurnService(
+        parts, parts, parts, parts, parts, stores, {}, SETTINGS.turn_limits, admission, stats, time.monotonic
+    )
 
 
 def request(expected_version: int | None, sampling: SamplingParams = PLAIN) -> TurnRequest:

@@ -132,7 +132,7 @@ def test_an_older_version_is_not_a_hot_memory_that_extends_it_and_is_not_stored(
 
     engine: Any = SimpleNamespace(model=SimpleNamespace(kv_identity_hash="kv"))
     store: Any = SimpleNamespace(version=version)
-    recall = Recall(engine, engine, {"default": store})
+    recall = Recall(engine, {"default": store})
     key, budget = AgentKey("default", "a"), Budget(1.0, 1.0, lambda: 0.0)
     stored, unstored = (Recollection(memory(is_head=is_head), Source.HOT, HEAD) for is_head in (True, False))
     assert asyncio.run(recall.with_base(key, stored, 5, budget)) is stored

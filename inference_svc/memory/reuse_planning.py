@@ -1,0 +1,338 @@
+"""Plans what KV a prompt reuses: it is compared with the agent's memory, then with the blocks that all may share.
+
+Text decides first, because tokenizations differ; block hashes then look for the tokens that the text did not cover.
+Whatever the store cannot give is a miss with its reason.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+from kvasir.formats import manifest as manifests
+from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain
+from kvasir.formats.digest import Digest
+from kvasir.formats.layer_groups import row_groups
+
+from inference_svc.engine.api import Cold, Hot, Restored, RestoredWindow, Reuse, Started
+from inference_svc.engine.engine import Engine
+from inference_svc.memory.agent_memory import AgentMemory, as_hot
+from inference_svc.memory.outcomes import Miss, MissReason, Source
+from inference_svc.memory.recall import Recollection, off_loop, unknown_token
+from inference_svc.memory.remote_cache import RemoteCache, StoreMiss
+from inference_svc.memory.store_patience import Budget
+from inference_svc.memory.stored_windows import FoundPrefix, StoredWindow, blocks_seen, covers
+from inference_svc.model.prompting import Prompting, Tokenized
+from inference_svc.text.prefix_matching import (
+    NO_MATCH,
+    Outcome,
+    PrefixMatch,
+    RememberedText,
+    match_prefix,
+    match_tokens,
+)
+
+# Hashing more tokens than these takes the event loop more than a millisecond or two.
+_LONG_TOKENS = 8192
+# To compute fewer tokens than these takes less time than to ask the store for their block.
+_FEWEST_RESTORED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A prompt, ready for the engine."""
+
+    text: str
+    tokens: Tokenized
+    reuse: Reuse
+    source: Source
+    match: Outcome
+    miss: Miss | None
+    stored_blocks: tuple[Digest, ...]  # the leading full blocks of the prompt that the store already holds
+    stored_windows: Mapping[int, StoredWindow] = field(default_factory=dict)  # and, by window, blocks of those layers
+    shareable_tokens: int = 0  # of these blocks' tokens, leading ones whose rows every prefill makes
+
+    def begun(self, started: Started) -> "Prepared":
+        """The same with the stored blocks that the turn's KV still has. The engine may begin further back than planned,
+        and then computes rows anew that the reply before had; or from another agent's KV, which is the same only where
+        it was prefilled.
+        """
+        kept = min(started.cached_tokens, self.shareable_tokens) if started.is_shared else started.cached_tokens
+        blocks = kept // BLOCK_TOKENS
+        windows = {window: stored.before(blocks) for window, stored in self.stored_windows.items()}
+        return replace(self, stored_blocks=self.stored_blocks[:blocks], stored_windows=windows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A tokenization of the prompt, and the source of KV for its first `keep` tokens."""
+
+    tokens: Tokenized
+    keep: int
+    source: Source
+    match: PrefixMatch
+    known_ids: Sequence[int] = ()  # tokens of the files below, at least `keep` of them, the first `keep` the prompt's
+    blocks: Sequence[Digest] = ()
+    tail: Digest | None = None
+    shareable_tokens: int = 0
+    states: Mapping[int, Digest] = field(default_factory=dict)  # by rewind point, ascending
+    windows: Mapping[int, StoredWindow] = field(default_factory=dict)
+
+
+class ReusePlanner:
+    """Plans prompts for one engine: which KV they reuse."""
+
+    def __init__(self, engine: Engine, prompting: Prompting, stores: Mapping[str, RemoteCache]) -> None:
+        """`stores`: the cache store by namespace; a namespace without one has hot memory only."""
+        self._engine = engine
+        self._prompting = prompting
+        self._stores = stores
+
+    async def plan(
+        self,
+        recollection: Recollection,
+        text: str,
+        *,
+        namespace: str,
+        budget: Budget,
+        hold: Callable[[int], Awaitable[None]],
+        given: Tokenized | None = None,
+        usable_files: int | None = None,
+        usable_rewind_point: int | None = None,
+        usable_windows: bool = True,
+        generates: bool = True,
+    ) -> Prepared:
+        """Compare the prompt with the memory, then with shared blocks, and read the KV that is reused from the store.
+        `given`: the prompt's tokens, where it came as tokens; they are compared then, and not the text.
+
+        `hold` is awaited with the number of bytes that will be read: the caller gives out the memory for them, and the
+        wait for it does not count as the store's time. `usable_files`: how many leading tensor files of the memory may
+        be used, after the engine refused the next one. `usable_rewind_point`: the last rewind point whose state may be
+        used, after the engine refused a later one. `usable_windows`: False after the engine refused a file of a window.
+        `generates`: False when only the prompt is computed; then all of it
+        may be reused.
+        """
+        if recollection.kv_from is Source.HOT and recollection.memory is not None:
+            recollection = replace(recollection, memory=as_hot(recollection.memory))
+        candidate = await self._by_text(namespace, recollection, text, given, generates)
+        if recollection.base is not None:
+            older = await self._by_text(namespace, recollection.base, text, given, generates)
+            if older.keep > candidate.keep:
+                recollection, candidate = recollection.base, older
+        miss = recollection.miss or _text_miss(recollection, candidate.match, text)
+        store = self._stores.get(namespace)
+        if self._engine.model.has_states:
+            candidate, no_point = _at_rewind_point(candidate, recollection.memory, usable_rewind_point)
+            miss = miss or no_point
+        if candidate.windows and candidate.source is not Source.HOT:  # the engine knows how far a hot one can go back
+            lengths = _lengths(candidate, self._engine.model.has_states) if usable_windows else []
+            if lengths[:1] != [candidate.keep]:
+                what = f"the windows of {candidate.keep} tokens are not stored"
+                miss = miss or Miss(MissReason.NO_STATE_POINT, what)
+                keep = max(lengths, default=0)
+                nothing = _Candidate(candidate.tokens, 0, Source.COLD, candidate.match)
+                candidate = replace(candidate, keep=keep) if keep else nothing
+        if store is not None and usable_files is None and usable_windows and not self._engine.model.has_states:
+            candidate, shared_miss = await self._by_block_hashes(store, candidate, text, given, namespace, budget)
+            miss = miss or shared_miss
+        reuse, read_miss = await self._reuse(candidate, usable_files, store, budget, hold)
+        kept = 0 if isinstance(reuse, Cold) else reuse.keep_tokens
+        return Prepared(
+            text=text,
+            tokens=candidate.tokens,
+            reuse=reuse,
+            source=candidate.source if kept else Source.COLD,
+            match=candidate.match.outcome,
+            miss=read_miss or miss,
+            stored_blocks=tuple(candidate.blocks[: kept // BLOCK_TOKENS]),
+            stored_windows={
+                window: stored.before(kept // BLOCK_TOKENS) for window, stored in candidate.windows.items()
+            },
+            shareable_tokens=candidate.shareable_tokens,
+        )
+
+    async def _by_text(
+        self, namespace: str, recollection: Recollection, text: str, given: Tokenized | None, generates: bool
+    ) -> _Candidate:
+        memory = recollection.memory
+        # Token ids of another tokenizer would spell something else.
+        is_ours = memory is not None and (
+            recollection.kv_from is not Source.COLD
+            or (
+                memory.tokenizer_digest == self._engine.model.tokenizer_digest
+                and not unknown_token(memory, self._engine.vocabulary_size)
+            )
+        )
+        transcript = memory.transcript if memory is not None and is_ours else RememberedText("", (), ())
+        if given is not None:
+            match, tokens = match_tokens(transcript, given.ids) if transcript.token_ids else NO_MATCH, given
+        elif not generates and transcript.token_ids and transcript.text == text:
+            # Nothing follows it, so it need not end at a character's border.
+            match = PrefixMatch(Outcome.EXACT, len(transcript.token_ids), len(text), len(text))
+            tokens = Tokenized(tuple(transcript.token_ids), tuple(transcript.token_chars))
+        else:
+            match, tokens = await self._prompting.run(namespace, lambda: self._match(transcript, text))
+        # A generating turn computes at least one token, because its logits give the next token.
+        most = len(tokens.ids) - (1 if generates else 0)
+        keep = min(match.kept_tokens, most) if recollection.kv_from is not Source.COLD else 0
+        fewest = _FEWEST_RESTORED if recollection.kv_from is Source.WARM else 1
+        if memory is None or keep < fewest:
+            return _Candidate(tokens, 0, Source.COLD, match)
+        publication = memory.publication
+        return _Candidate(
+            tokens,
+            keep,
+            recollection.kv_from,
+            match,
+            memory.transcript.token_ids,
+            publication.blocks,
+            publication.tail,
+            memory.shareable_tokens,
+            publication.states,
+            publication.windows,
+        )
+
+    def _match(self, transcript: RememberedText, text: str) -> tuple[PrefixMatch, Tokenized]:
+        match = (
+            match_prefix(transcript, text, ends_whole=self._prompting.ends_whole) if transcript.token_ids else NO_MATCH
+        )
+        kept, rest = match.kept_tokens, text[match.kept_chars :]
+        suffix = self._prompting.tokenize(rest) if rest else Tokenized((), ())
+        ids = (*transcript.token_ids[:kept], *suffix.ids)
+        return match, Tokenized(ids, (*transcript.token_chars[:kept], *suffix.chars))
+
+    async def _by_block_hashes(
+        self,
+        store: RemoteCache,
+        candidate: _Candidate,
+        text: str,
+        given: Tokenized | None,
+        namespace: str,
+        budget: Budget,
+    ) -> tuple[_Candidate, Miss | None]:
+        """Blocks in the store that a cold run would compute, if they cover at least one block beyond the candidate."""
+        if len(candidate.tokens.ids) - 1 - candidate.keep < BLOCK_TOKENS:
+            return candidate, None
+        tokens = candidate.tokens
+        if candidate.match.kept_tokens and given is None:
+            tokens = await self._prompting.run(namespace, lambda: self._prompting.tokenize(text))
+        kv_identity_hash, cell = self._engine.model.kv_identity_hash, self._engine.model.cell_tokens
+        try:
+            hashes = await off_loop(
+                len(tokens.ids) > _LONG_TOKENS,
+                lambda: block_hash_chain(namespace, kv_identity_hash, tokens.ids[: len(tokens.ids) - 1]),
+            )
+            groups = row_groups(self._engine.model.kv_identity)
+            found = await store.find_prefix(kv_identity_hash, hashes, groups, budget) if hashes else FoundPrefix()
+            # Whole cells: from a cell's edge on, the rest is prefilled exactly as in a cold run.
+            while found.tokens % cell:
+                hashes = hashes[: found.tokens // cell * cell // BLOCK_TOKENS]
+                found = await store.find_prefix(kv_identity_hash, hashes, groups, budget)
+        except StoreMiss as error:
+            return candidate, error.miss
+        keep = found.tokens
+        if keep < candidate.keep + BLOCK_TOKENS:
+            return candidate, None
+        return _Candidate(
+            tokens,
+            keep,
+            Source.SHARED,
+            candidate.match,
+            tokens.ids,
+            found.blocks,
+            shareable_tokens=keep,
+            windows=found.windows,
+        ), None
+
+    async def _reuse(
+        self,
+        candidate: _Candidate,
+        usable_files: int | None,
+        store: RemoteCache | None,
+        budget: Budget,
+        hold: Callable[[int], Awaitable[None]],
+    ) -> tuple[Reuse, Miss | None]:
+        """The KV that can be reused: of the store's files, as many leading ones as arrive whole."""
+        if candidate.source is Source.HOT:
+            return Hot(candidate.keep), None
+        if candidate.source is Source.COLD or store is None:
+            return Cold(), None
+        named = [*candidate.blocks, *((candidate.tail,) if candidate.tail else ())]
+        wanted = named[: -(-candidate.keep // BLOCK_TOKENS)][:usable_files]
+        # All room is asked for at once: turns that hold room and wait for more could wait for each other.
+        has_states = self._engine.model.has_states
+        beside = {keep: _beside_blocks(candidate, keep, has_states) for keep in _lengths(candidate, has_states)}
+        rest_bytes = [sum(digest.size_bytes for digest in named) for named in beside.values()]
+        await hold(sum(digest.size_bytes for digest in wanted) + max(rest_bytes, default=0))
+        blobs, miss = await store.read_blobs(wanted, budget) if wanted else ([], None)
+        if manifests.keeps_all_tokens(self._engine.model.kv_identity):
+            # The last file is full, or a tail that holds all the rest.
+            candidate = replace(candidate, keep=min(candidate.keep, len(blobs) * BLOCK_TOKENS))
+        gone: set[Digest] = set()
+        for keep in _lengths(candidate, has_states):
+            named = beside.get(keep, [])
+            if gone.isdisjoint(named):
+                found, rest_miss = await store.read_blobs(named, budget) if named else ([], None)
+                miss = miss or rest_miss
+                if len(found) == len(named):
+                    return self._restored(candidate, keep, blobs, found), miss
+                gone.add(named[len(found)])
+        return Cold(), miss
+
+    def _restored(self, candidate: _Candidate, keep: int, blobs: Sequence[bytes], beside: Sequence[bytes]) -> Restored:
+        """The first `keep` tokens, of which all files were read: those of `_beside_blocks` are in its order."""
+        rest = iter(beside)
+        places = {window: blocks_seen(window, keep) for window in candidate.windows}
+        windows = tuple(
+            RestoredWindow(window, blocks.start, tuple(islice(rest, len(blocks)))) for window, blocks in places.items()
+        )
+        has_rows = bool(blobs or windows)
+        known = min(-(-keep // BLOCK_TOKENS) * BLOCK_TOKENS, len(candidate.known_ids)) if has_rows else keep
+        return Restored(
+            blobs=tuple(blobs[: -(-keep // BLOCK_TOKENS)]),
+            token_ids=tuple(candidate.known_ids[:known]),
+            keep_tokens=keep,
+            shareable_tokens=0 if self._engine.model.has_states else candidate.shareable_tokens,
+            state=next(rest, None),
+            windows=windows,
+        )
+
+
+def _lengths(candidate: _Candidate, has_states: bool) -> list[int]:
+    """The lengths that the candidate's files, if all of them come, can be restored to, the longest first: rewind points
+    with states, else the length that is wanted and, of windows, the borders of blocks before it.
+    """
+    borders = range(0, candidate.keep, BLOCK_TOKENS) if candidate.windows else ()
+    points = candidate.states if has_states else (*borders, candidate.keep)
+    lengths = {point for point in points if 0 < point <= candidate.keep and covers(candidate.windows, point)}
+    return sorted(lengths, reverse=True)
+
+
+def _beside_blocks(candidate: _Candidate, keep: int, has_states: bool) -> list[Digest]:
+    """The files of windows, and the state, that the first `keep` tokens need."""
+    seen = [(stored, blocks_seen(window, keep)) for window, stored in candidate.windows.items()]
+    named = [stored.files[block] for stored, blocks in seen for block in blocks]
+    return [*named, candidate.states[keep]] if has_states else named
+
+
+def _at_rewind_point(
+    candidate: _Candidate, memory: AgentMemory | None, usable_rewind_point: int | None
+) -> tuple[_Candidate, Miss | None]:
+    """The candidate, cut to the last rewind point that the memory has; and the miss, if that cuts anything."""
+    if memory is None or not candidate.keep:
+        return candidate, None
+    most = candidate.keep if usable_rewind_point is None else min(candidate.keep, usable_rewind_point)
+    point = max((point for point in memory.rewind_points if point <= most), default=0)
+    if point == candidate.keep:
+        return candidate, None
+    miss = Miss(MissReason.NO_STATE_POINT, f"the text matches {candidate.keep} tokens, states go back to {point}")
+    if not point:
+        return _Candidate(candidate.tokens, 0, Source.COLD, candidate.match), miss
+    return replace(candidate, keep=point), miss
+
+
+def _text_miss(recollection: Recollection, match: PrefixMatch, text: str) -> Miss | None:
+    memory = recollection.memory
+    if memory is None or (match.kept_tokens and match.matched_chars in (len(text), len(memory.transcript.text))):
+        return None  # one text is a prefix of the other
+    detail = f"the prompt differs from the memory at character {match.matched_chars} of {len(memory.transcript.text)}"
+    return Miss(MissReason.TEXT_DIFFERS, detail)
