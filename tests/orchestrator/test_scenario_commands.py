@@ -12,16 +12,19 @@ from tests.cli.running import in_process
 from tests.orchestrator.test_scenario_format import RIGHT
 
 
-def test_a_dry_run_prints_every_prompt_and_the_reuse_it_will_get() -> None:
-    ended = in_process("scenario", "run", "prisoners-dilemma", "--dry-run", "--json")
+def test_a_dry_run_prints_every_prompt_and_the_reuse_it_will_get(tmp_path: Path) -> None:
+    command = ("--home", tmp_path, "scenario", "run", "prisoners-dilemma", "--dry-run")
+    ended = in_process(*command, "--json")
     rows = ended.value
     assert ended.code == 0
+    assert "tokens are not counted: no engine answers at" in ended.err
+    assert [row["prompt_tokens"] for row in rows] == [None] * len(rows)
     assert len(rows) == len(Scenario.shipped("prisoners-dilemma").plan.turns)
     assert [row["match"] for row in rows if row["agent"] == "warden"] == ["none"] + ["extend"] * 7
     [notes] = [row for row in rows if row["agent"] == "analyst" and row["round"] == 1]
     assert notes["new"][0]["role"] == "system"
     assert "Marco: ‹Marco, turn 18›" in notes["new"][1]["content"]
-    assert "EXTEND, 3 messages reused" in in_process("scenario", "run", "prisoners-dilemma", "--dry-run").out
+    assert "EXTEND, 3 messages reused\n" in in_process(*command).out
 
 
 def test_a_file_that_is_wrong_is_refused_by_line_before_anything_runs(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from kvasir_orchestrator import (
 )
 from kvasir_orchestrator.examples import plain_asyncio
 
+from tests.cli.running import in_process
 from tests.programs import Program
 from tests.programs import run as run_program
 from tests.sampling import IS_WHOLE
@@ -124,10 +125,28 @@ def test_a_second_run_goes_on_from_what_permanent_agents_remember(house: House) 
         assert client.get_agent("again/marco").lines[0].version == 4
 
 
+def test_a_dry_run_counts_the_tokens_that_turns_will_have(house: House, tmp_path: Path) -> None:
+    file, done = tmp_path / "counted.yaml", events_of(house, named("uncounted"))
+    file.write_text(TEXT.replace("NAME", "counted"))
+    command = ("--engine", house.engine.address, "scenario", "run", file, "--dry-run")
+    rows = {row["turn"]: row for row in in_process(*command, "--json").value}
+    for event in (event for event in done if isinstance(event, TurnDone)):
+        row, answer = rows[event.turn.index], event.answer
+        assert (row["reused_tokens"] > 0) == (not event.is_first)
+        if event.is_first and not event.turn.heard and event.turn.agent != "scribe":
+            assert row["prompt_tokens"] == answer.prompt_tokens
+        assert abs(row["prompt_tokens"] - row["reused_tokens"] - answer.prompt_tokens + answer.cached_tokens) < 20
+    whole = sum(row["prompt_tokens"] for row in rows.values())
+    assert re.search(rf"\n\d+ of {whole} prompt tokens are computed, \d", in_process(*command).out)
+
+
 def killed_and_gone_on_with(house: House, text: str, kills: Iterable[int], tmp_path: Path) -> list[dict[str, Any]]:
-    """Run a file, kill everything with -9 whenever so many turns are in the journal; what the last runner printed."""
+    """Run a file, kill everything with -9 whenever so many turns are in the journal; what the last runner printed. Each
+    memory must come back from the store once after a kill.
+    """
     file, journal = tmp_path / "killed.yaml", tmp_path / "killed.jsonl"
     file.write_text(text)
+    known: list[int] = []  # how many turns were noted at each kill
     command = ("--engine", house.engine.address, "scenario", "run", str(file), "--journal", str(journal), "--json")
     for turns in kills:
         runner = Program("kvasir", command, out=tmp_path / f"out{turns}", err=tmp_path / f"err{turns}")
@@ -138,11 +157,35 @@ def killed_and_gone_on_with(house: House, text: str, kills: Iterable[int], tmp_p
         runner.kill()
         house.kill()
         runner.wait()
+        known.append(len(Journal.read(journal).answers))
         house.start()
     ended = run_program("kvasir", *command)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert Journal.read(journal).is_finished
+    assert_warm_once(journal, known)
     return [json.loads(line) for line in ended.stdout.splitlines()]
+
+
+def assert_warm_once(journal: Path, known: list[int]) -> None:
+    """An agent's first turn after a kill has its memory from the store; the turns until the next kill find it hot."""
+    lines = [json.loads(line) for line in journal.read_bytes().splitlines()]
+    done = [line for line in lines if "turn" in line]
+    hot: set[str] = set()
+    spoken: dict[str, int] = {}  # tokens that an agent remembers
+    for number, line in enumerate(done):
+        agent, answer = line["agent"], line["answer"]
+        if number in known:
+            hot.clear()
+        if answer["source"] == "replay":  # stored before the kill, and not noted; its memory is not read for that
+            assert agent not in hot
+            assert any(number >= count for count in known)
+        elif agent in spoken:
+            assert answer["source"] == ("hot" if agent in hot else "warm"), (number, line)
+            assert answer["cached_tokens"] >= spoken[agent] - 1, "but for the token that ended the reply"
+        if answer["source"] != "replay":
+            hot.add(agent)
+        spoken[agent] = answer["prompt_tokens"] + answer["completion_tokens"]
+    assert any(line["answer"]["source"] == "warm" for line in done)
 
 
 def said_in(rows: list[dict[str, Any]]) -> dict[int, str]:

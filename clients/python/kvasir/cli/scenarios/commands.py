@@ -46,7 +46,7 @@ def run(
     file: FileArgument,
     variant: Annotated[int, typer.Option(min=0, help="Draw other words for its values. 0: the first of each.")] = 0,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print every prompt and the reuse it will get; ask nobody.")
+        bool, typer.Option("--dry-run", help="Print every prompt and the reuse it will get; nothing is said.")
     ] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="First delete the scenario's own agents and what they remember; begin anew.")

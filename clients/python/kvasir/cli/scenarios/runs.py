@@ -15,9 +15,9 @@ from kvasir_orchestrator.report.page import html_page
 from kvasir.cli import failures
 from kvasir.cli.caller import Caller
 from kvasir.cli.scenarios.showing import ShownRun, dry_rows, event_row, show_dry_rows, table_of
-from kvasir.clients import AioInferenceClient
+from kvasir.clients import AioInferenceClient, InferenceClient
 from kvasir.credentials import read_token
-from kvasir.errors import NotFound
+from kvasir.errors import KvasirError, NotFound
 
 
 def show_shipped(caller: Caller) -> None:
@@ -36,8 +36,17 @@ def show_schema(caller: Caller) -> None:
 
 
 def show_prompts(caller: Caller, scenario: Scenario) -> None:
-    """What a run would ask, and what it would reuse."""
-    rows = dry_rows(scenario)
+    """What a run would ask, and what it would reuse; in tokens where an engine is there to count them."""
+    endpoint = caller.engine
+    try:
+        with (
+            failures.naming("engine", caller),
+            InferenceClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls) as client,
+        ):
+            rows = dry_rows(scenario, client)
+    except KvasirError as error:
+        caller.note(f"tokens are not counted: {error.message}")
+        rows = dry_rows(scenario, None)
     caller.result(rows, lambda out: show_dry_rows(out, scenario, rows))
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 from kvasir_orchestrator import (
     Event,
@@ -16,6 +16,7 @@ from kvasir_orchestrator import (
     TurnStarted,
 )
 from kvasir_orchestrator.outcomes import expectation
+from kvasir_orchestrator.transcript import Message
 from rich.console import Console
 from rich.table import Table
 
@@ -141,13 +142,27 @@ def event_row(scenario: Scenario, event: Event) -> dict[str, Any] | None:
     return None
 
 
-def dry_rows(scenario: Scenario) -> list[dict[str, Any]]:
-    """Every prompt, with a mark where a reply will stand, and what its agent will remember by then."""
+class Counter(Protocol):
+    """Counts a text's tokens, or those of messages in the model's template."""
+
+    def count_tokens(self, *, prompt: str | None = None, messages: Sequence[Message] | None = None) -> int: ...
+
+
+def dry_rows(scenario: Scenario, counter: Counter | None) -> list[dict[str, Any]]:
+    """Every prompt, with a mark where a reply will stand, and what its agent will remember by then. Tokens are None
+    without a counter; a reply counts as its mark.
+    """
     said = {turn.index: f"‹{scenario.names[turn.agent]}, turn {turn.index + 1}›" for turn in scenario.plan.turns}
-    rows = []
+    rows: list[dict[str, Any]] = []
+    remembered: dict[str, int] = {}  # tokens, by agent
     for turn in scenario.plan.turns:
         before = scenario.transcript(turn.agent, said, until=turn.index)
+        new = scenario.new_messages(turn, said)
         is_first = scenario.plan.of_agent(turn.agent)[0] is turn
+        prompt_tokens = counter.count_tokens(messages=[*before, *new]) if counter else None
+        reused_tokens = remembered.get(turn.agent, 0) if counter else None
+        if counter and prompt_tokens:
+            remembered[turn.agent] = prompt_tokens + counter.count_tokens(prompt=said[turn.index])
         rows.append(
             {
                 "turn": turn.index,
@@ -157,7 +172,9 @@ def dry_rows(scenario: Scenario) -> list[dict[str, Any]]:
                 "waits_for": sorted(turn.after),
                 "match": "none" if is_first else "extend",
                 "reused_messages": 0 if is_first else len(before),
-                "new": [*(before if is_first else []), *scenario.new_messages(turn, said)],
+                "prompt_tokens": prompt_tokens,
+                "reused_tokens": reused_tokens,
+                "new": [*(before if is_first else []), *new],
             }
         )
     return rows
@@ -171,10 +188,16 @@ def show_dry_rows(out: Console, scenario: Scenario, rows: Sequence[dict[str, Any
             out.print(f"\n== {scenario.phases[phase].title}", style="bold")
         waits = ", ".join(str(index + 1) for index in row["waits_for"]) or "nothing"
         kept = f"EXTEND, {row['reused_messages']} messages reused" if row["reused_messages"] else "nothing to reuse"
+        if row["prompt_tokens"] is not None:
+            kept += f", {row['reused_tokens']:,} of {row['prompt_tokens']:,} tokens"
         out.print(f"turn {row['turn'] + 1}: {scenario.names[row['agent']]} waits for {waits}; {kept}")
         for message in row["new"]:
             first, *others = message["content"].splitlines()
             out.print("\n".join([f"  {message['role']}: {first}", *(f"    {line}" for line in others)]), style="dim")
+    if all(row["prompt_tokens"] is not None for row in rows):
+        whole, reused = (sum(row[name] for row in rows) for name in ("prompt_tokens", "reused_tokens"))
+        share = f"{(whole - reused) / whole:.1%}"
+        out.print(f"\n{whole - reused:,} of {whole:,} prompt tokens are computed, {share}; a reply counts as its mark")
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
