@@ -106,6 +106,7 @@ class AgentMemory:
     is_brought: bool = False  # its KV, or KV that it was computed on, came by an archive or from another store
     ahead: "Ahead | None" = None  # the prompt that the hot KV holds, if it holds more than this memory
     shortened: manifest_pb2.Shortened | None = None  # what `messages` lack; None: nothing
+    on_full: str = ""  # the agent's label when the turn began, for turns that cannot ask the store
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,7 @@ class Recall:
         except StoreMiss as error:
             hot = self._hot(key)
             if hot is not None and self._is_leased(key, hot):
-                return Recollection(hot, Source.HOT, hot.publication.head)
+                return Recollection(hot, Source.HOT, hot.publication.head, on_full=hot.on_full)
             return Recollection(None, Source.COLD, None, error.miss)
         return Recollection(None, Source.COLD, NO_HEAD, Miss(MissReason.NEW_AGENT, "nothing is remembered"))
 

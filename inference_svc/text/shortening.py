@@ -1,7 +1,8 @@
 """Which messages of a conversation stay when it outgrew its model's context. Pure.
 
 What is left out is the oldest, behind the system's messages at the beginning, and ends before a user's message: a
-template wants a question first, and a tool's result wants its call.
+template wants a question first. Where one question has many tool calls behind it, the oldest of those are left out,
+each with its results, which never stand without their call.
 """
 
 from bisect import bisect_left
@@ -9,7 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.on_full import DEFAULT_KEEP
 
+FULL_SHARE = 0.8
+"""A memory that fills more of its context is full."""
 SUMMARY_REQUEST = (
     "Our conversation is longer than you can keep, and you will soon forget its beginning. Write down, in short "
     "sentences, what you must not forget: names, facts, decisions, and what is still to be done."
@@ -26,7 +30,23 @@ class Shorter:
     """A conversation without its oldest messages."""
 
     messages: Messages
-    dropped: int  # messages of the conversation that are left out; an older summary is none
+    dropped: int  # messages that are left out now; an older summary is none, and may be all that is
+    shortened: manifest_pb2.Shortened  # what `messages` lack of the whole conversation
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """The question that stays, and the first message behind it that does."""
+
+    question: int
+    rest: int
+
+
+def kept_tokens(context_tokens: int, full_tokens: int, keep: float) -> int:
+    """How many tokens a memory that is full from `full_tokens` on shrinks to: the share `keep` of the context. Where
+    long replies leave less than that, it counts from what they leave, and is the default share at least.
+    """
+    return int(min(context_tokens * keep, full_tokens * max(keep, DEFAULT_KEEP) / FULL_SHARE))
 
 
 def leading_system(messages: Sequence[manifest_pb2.Message]) -> int:
@@ -40,40 +60,76 @@ def shorter(
     *,
     wanted_tokens: int,
     most_tokens: int,
-    has_summary: bool = False,
+    before: manifest_pb2.Shortened | None = None,
+    keeps_summary: bool = True,
 ) -> Shorter | None:
-    """The conversation with as many of its newest messages as fit into `wanted_tokens`; with its last question and what
-    follows if only that fits into `most_tokens`; None if not even that does, or nothing can be left out.
+    """The conversation with as many of its newest messages as fit into `wanted_tokens`; with its last question and the
+    newest step behind it if only that fits into `most_tokens`; None if not even that does, or nothing can be left out.
 
-    `tokens_of` counts a whole conversation's tokens, and is asked a few times. `has_summary`: the first two messages
-    behind the system's are an older summary.
+    `tokens_of` counts a whole conversation's tokens, and is asked a few times. `before`: what the conversation lacks
+    already. Without `keeps_summary` an older summary goes, for a newer one.
     """
+    before = before or manifest_pb2.Shortened()
     lead = leading_system(messages)
-    borders = [index for index in range(lead + 1, len(messages)) if messages[index].role == "user"]
-    if not borders:
+    start = lead + len(summary_of(messages, before))
+    head = messages[: start if keeps_summary else lead]
+    cuts = _cuts(messages, start, first=len(head) + 1)
+    if not cuts:
         return None
 
-    def without(border: int) -> Messages:
-        return (*messages[:lead], *messages[border:])
+    def kept(cut: _Cut) -> Messages:
+        return (*head, messages[cut.question], *messages[cut.rest :])
 
-    fits = bisect_left(borders, True, key=lambda border: tokens_of(without(border)) <= wanted_tokens)
-    if fits == len(borders) and tokens_of(without(borders[-1])) > most_tokens:
+    fits = bisect_left(cuts, True, key=lambda cut: tokens_of(kept(cut)) <= wanted_tokens)
+    if fits == len(cuts) and tokens_of(kept(cuts[-1])) > most_tokens:
         return None
-    border = borders[min(fits, len(borders) - 1)]
-    summary = SUMMARY_MESSAGES if has_summary else 0
-    return Shorter(without(border), max(border - lead - summary, 0))
+    cut = cuts[min(fits, len(cuts) - 1)]
+    behind = cut.rest - cut.question - 1
+    dropped = cut.question - start + behind
+    same_question = before.dropped_behind_question if cut.question == start else 0
+    shortened = manifest_pb2.Shortened(
+        dropped_messages=before.dropped_messages + dropped,
+        has_summary=before.has_summary and keeps_summary,
+        dropped_behind_question=same_question + behind,
+    )
+    return Shorter(kept(cut), dropped, shortened)
 
 
-def with_summary(kept: Messages, summary: str) -> Messages:
-    """The conversation with what the agent must not forget before the messages that stay."""
+def _cuts(messages: Messages, start: int, first: int) -> list[_Cut]:
+    """Each way to leave out the oldest messages from `start` on, and those before them from `first` - 1 on; the longest
+    conversation comes first.
+    """
+    questions = [index for index in range(start, len(messages)) if messages[index].role == "user"]
+    cuts = [_Cut(index, index + 1) for index in questions if index >= first]
+    if questions:
+        last = questions[-1]
+        # A step is the assistant's message, a call or the reply, with the results that follow it.
+        steps = [index for index in range(last + 2, len(messages)) if messages[index].role == "assistant"]
+        cuts += [_Cut(last, index) for index in steps]
+    return cuts
+
+
+def summary_of(messages: Messages, shortened: manifest_pb2.Shortened | None) -> Messages:
+    """The summary that stands in a conversation for what it lacks; empty if none does."""
+    lead = leading_system(messages)
+    return messages[lead : lead + SUMMARY_MESSAGES] if shortened is not None and shortened.has_summary else ()
+
+
+def as_summary(said: str) -> Messages:
+    """What the agent must not forget, as messages."""
+    told = manifest_pb2.Message(role="user", content=_TOLD + said)
+    return told, manifest_pb2.Message(role="assistant", content=_HEARD)
+
+
+def with_summary(kept: Messages, summary: Messages) -> Messages:
+    """The conversation with a summary before the messages that stay."""
     lead = leading_system(kept)
-    told = manifest_pb2.Message(role="user", content=_TOLD + summary)
-    heard = manifest_pb2.Message(role="assistant", content=_HEARD)
-    return (*kept[:lead], told, heard, *kept[lead:])
+    return (*kept[:lead], *summary, *kept[lead:])
 
 
 def as_remembered(given: Messages, remembered: Messages, shortened: manifest_pb2.Shortened) -> Messages:
     """A whole conversation as its agent would have it: without what the agent left out, and with its summary."""
-    lead, known_lead = leading_system(given), leading_system(remembered)
-    summary = remembered[known_lead : known_lead + SUMMARY_MESSAGES] if shortened.has_summary else ()
-    return (*given[:lead], *summary, *given[lead + shortened.dropped_messages :])
+    lead, behind = leading_system(given), shortened.dropped_behind_question
+    question = lead + shortened.dropped_messages - behind
+    rest = given[question:] if not behind else (*given[question : question + 1], *given[question + 1 + behind :])
+    return (*given[:lead], *summary_of(remembered, shortened), *rest)

@@ -24,10 +24,14 @@ from inference_svc.memory.store_patience import Budget
 from inference_svc.model.prompting import Prompting, Tokenized
 from inference_svc.text.conversation import dialogue, json_of_messages, render
 from inference_svc.text.shortening import (
+    FULL_SHARE,
     SUMMARY_REQUEST,
     Messages,
     Shorter,
+    as_summary,
+    kept_tokens,
     shorter,
+    summary_of,
     with_summary,
 )
 from inference_svc.turns.outbox import Outbox
@@ -37,8 +41,6 @@ from inference_svc.turns.turn_ending import TurnEnding
 from inference_svc.turns.turn_state import TurnState, TurnTask, reply_reader
 
 _LOG = structlog.get_logger(__name__)
-FULL_SHARE = 0.8
-"""A memory that fills more of its context is full."""
 # A summary may fill an eighth of the context, and that many tokens.
 _MOST_SUMMARY_TOKENS = 512
 _SUMMARY_SHARE = 8
@@ -90,11 +92,13 @@ class MemoryShortener:
         most_tokens = self._most_prompt_tokens(turn.request)
         if not setting.shortens or not isinstance(turn.request.input, MessagesInput) or most_tokens < 1:
             raise refusal
-        found = await self._shorter(turn, turn.messages, setting, most_tokens)
+        wanted_tokens = self._kept_tokens(turn.request, setting)
+        found = await self._shorter(turn, turn.messages, wanted_tokens, most_tokens)
+        if found is None and summary_of(turn.messages, turn.shortened):  # which is kept where it fits
+            found = await self._shorter(turn, turn.messages, wanted_tokens, most_tokens, keeps_summary=False)
         if found is None:
             raise refusal
-        turn.messages = found.messages
-        turn.shortened = _shortened(turn.shortened, found)
+        turn.messages, turn.shortened = found.messages, found.shortened
         turn.shortening = Shortening(setting.policy, found.dropped, len(found.messages), before_reply=True)
         text, turn.dialogue = await prompt_text(self._prompting, turn.request, found.messages)
         return text
@@ -106,7 +110,7 @@ class MemoryShortener:
             return
         try:
             setting = _setting(turn.request, recollection)
-            found = await self._shorter(turn, memory.messages, setting, tokens - 1) if setting.shortens else None
+            found = await self._after(turn, memory, setting, tokens - 1) if setting.shortens else None
         except errors.KvasirError as error:  # the reply is there: only the turns to come are concerned
             _LOG.warning("memory.not_shortened", request_id=turn.request.request_id, reason=error.reason)
             return
@@ -123,11 +127,15 @@ class MemoryShortener:
         setting, budget, kept, memory = turn.on_full, self._serving.budget(), turn.shorter, turn.whole
         if not _is_newest(memory, await self._serving.newest(turn, budget)):
             return
-        summary = await self._summary(turn, setting, memory) if setting.policy is OnFullPolicy.SUMMARIZE else ""
-        messages = with_summary(kept.messages, summary) if summary else kept.messages
-        shortened = _shortened(memory.shortened, kept)
-        shortened.has_summary, shortened.is_after_turn = bool(summary), True
-        follow = self._following(turn, messages[:-1], replace(turn.request.sampling, max_tokens=0, constraint=None))
+        messages, shortened = kept.messages, manifest_pb2.Shortened()
+        shortened.CopyFrom(kept.shortened)
+        shortened.is_after_turn = True
+        if setting.policy is OnFullPolicy.SUMMARIZE:
+            answer = await self._summary(turn, setting, memory)
+            summary = as_summary(answer) if answer else summary_of(memory.messages, memory.shortened)
+            messages, shortened.has_summary = with_summary(messages, summary), bool(summary)
+        again = replace(turn.request.sampling, max_tokens=0, constraint=None)
+        follow = self._following(turn, MessagesInput(messages[:-1]), again, is_read_only=False)
         follow.shortened, follow.messages = shortened, messages
         with self._serving.counted(follow):
             newest = await self._serving.newest(follow, budget)
@@ -144,7 +152,8 @@ class MemoryShortener:
     async def _summary(self, turn: TurnState, setting: OnFull, memory: AgentMemory) -> str:
         """What the agent says it must not forget; empty where that does not fit, or it says nothing."""
         question = manifest_pb2.Message(role="user", content=_request(setting))
-        asking = self._following(turn, (question,), SamplingParams(self._most_summary_tokens), is_append=True)
+        appended, sampling = MessagesInput((question,), is_append=True), SamplingParams(self._most_summary_tokens)
+        asking = self._following(turn, appended, sampling, is_read_only=True)
         asking.messages = (*memory.messages, question)
         budget = self._serving.budget()
         try:
@@ -164,27 +173,43 @@ class MemoryShortener:
         return (reader.push(ended.text).answer + reader.end("").answer).strip()
 
     def _following(
-        self, turn: TurnState, messages: Messages, sampling: SamplingParams, *, is_append: bool = False
+        self, turn: TurnState, given: MessagesInput, sampling: SamplingParams, *, is_read_only: bool
     ) -> TurnState:
-        """A turn of the same agent that nobody reads; one that appends leaves its agent as it is."""
+        """A turn of the same agent that nobody waits for; one that only reads leaves its agent as it is."""
         request = replace(
             turn.request,
-            input=MessagesInput(messages, is_append=is_append),
+            input=given,
             sampling=sampling,
             max_tokens_is_default=False,
             expected_version=None,
             base_version=None,
             keep_partial=False,
-            is_read_only=is_append,
+            is_read_only=is_read_only,
         )
         return TurnState(request, TurnTask(self._serving.outbox()), arrived=self._serving.clock())
 
-    async def _shorter(self, turn: TurnState, messages: Messages, setting: OnFull, most_tokens: int) -> Shorter | None:
-        """Which messages stay, so that they fill the part of the context that the setting keeps."""
-        request = turn.request
-        wanted_tokens = min(int(self._full_tokens(request) * setting.keep / FULL_SHARE), most_tokens)
-        if setting.policy is OnFullPolicy.SUMMARIZE:
+    def _kept_tokens(self, request: TurnRequest, setting: OnFull) -> int:
+        return kept_tokens(self._context_tokens, self._full_tokens(request), setting.keep)
+
+    async def _after(self, turn: TurnState, memory: AgentMemory, setting: OnFull, most_tokens: int) -> Shorter | None:
+        """Which messages stay after a reply; None if all do. A new summary will take an older one's place."""
+        wanted_tokens = self._kept_tokens(turn.request, setting)
+        if not (keeps_summary := setting.policy is not OnFullPolicy.SUMMARIZE):
             wanted_tokens -= self._most_summary_tokens
+        found = await self._shorter(turn, memory.messages, wanted_tokens, most_tokens, keeps_summary=keeps_summary)
+        return found if found is not None and found.dropped else None
+
+    async def _shorter(
+        self,
+        turn: TurnState,
+        messages: Messages,
+        wanted_tokens: int,
+        most_tokens: int,
+        *,
+        keeps_summary: bool = True,
+    ) -> Shorter | None:
+        """Which messages stay. Parses the JSON of them all for the turn."""
+        request = turn.request
         objects = request.objects.also(json_of_messages(messages, "remembered_messages"))
         objects.check_size()
         counter = await self._prompting.twin(request.namespace)
@@ -194,12 +219,17 @@ class MemoryShortener:
             text = render(counter.template, dialogue(candidate, request.tools, objects, counter.specials))
             return len(counter.tokenize(text).ids)
 
-        has_summary = turn.shortened is not None and turn.shortened.has_summary
+        before = turn.shortened
         turn.request = replace(request, objects=objects)
         return await counter.run(
             request.namespace,
             lambda: shorter(
-                messages, tokens_of, wanted_tokens=wanted_tokens, most_tokens=most_tokens, has_summary=has_summary
+                messages,
+                tokens_of,
+                wanted_tokens=min(wanted_tokens, most_tokens),
+                most_tokens=most_tokens,
+                before=before,
+                keeps_summary=keeps_summary,
             ),
         )
 
@@ -224,8 +254,3 @@ def _is_newest(memory: AgentMemory, newest: Recollection) -> bool:
 
 def _request(setting: OnFull) -> str:
     return setting.summary_request or SUMMARY_REQUEST
-
-
-def _shortened(before: manifest_pb2.Shortened | None, found: Shorter) -> manifest_pb2.Shortened:
-    dropped = before.dropped_messages if before is not None else 0
-    return manifest_pb2.Shortened(dropped_messages=dropped + found.dropped)

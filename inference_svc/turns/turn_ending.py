@@ -236,7 +236,7 @@ class TurnEnding:
                     memory.publication, event_cursor=turn.event_cursor, generation=self._generation(turn.key)
                 )
                 memory = replace(memory, publication=publication)
-            self._engine.tag_hot(turn.key, memory)
+            self._engine.tag_hot(turn.key, replace(memory, on_full=recollection.on_full))
         restore_s = turn.restore_s + ended.timings.restore_s
         tokens, version = len(state.token_ids), turn.parent_version
         turn.running.tell(Warmed(tokens, ended.cached_tokens, version, restore_s, ended.timings.prefill_s))
@@ -279,6 +279,7 @@ class TurnEnding:
             rewind_points=state.rewind_points,
             is_brought=turn.is_brought or is_brought(recollection, prepared),
             shortened=turn.shortened,
+            on_full=recollection.on_full,
         )
         self._engine.tag_hot(key, memory)
         return memory

@@ -253,8 +253,10 @@ def what_is_left_out(continued: Continuation | None, recollection: Recollection)
     memory = recollection.continued
     if memory is None or memory.shortened is None or continued not in (Continuation.EXTENDED, Continuation.REWOUND):
         return None
-    shortened = memory.shortened
-    return manifest_pb2.Shortened(dropped_messages=shortened.dropped_messages, has_summary=shortened.has_summary)
+    shortened = manifest_pb2.Shortened()
+    shortened.CopyFrom(memory.shortened)
+    shortened.is_after_turn = False
+    return shortened
 
 
 def check_existing(request: TurnRequest, recollection: Recollection) -> None:

@@ -118,6 +118,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "finish": (set_("turn.finish_reason", "died"), "turn.finish_reason"),
     "input digest": (set_("turn.input_digest", "x"), "turn.input_digest"),
     "time": (set_("created_unix_ms", -1), "created_unix_ms"),
+    "left out": (set_("shortened.dropped_behind_question", 1), "shortened.dropped_behind_question"),
 }
 
 

@@ -208,10 +208,67 @@ def test_one_long_question_leaves_out_the_old_before_the_reply_unless_it_is_too_
     assert too_long.value.reason == "CONTEXT_EXCEEDED"
 
 
-def filled(client: InferenceClient, agent: str, on_full: pb.OnFull) -> Reply:
+def test_a_question_with_many_tool_calls_stays_and_the_oldest_calls_go_with_their_results(
+    house: House, client: InferenceClient, new_agent: Callable[[], str]
+) -> None:
+    agent, asked = new_agent(), "Open all lockers."
+    told: list[Any] = [SYSTEM, *user(asked)]
+    client.reply(agent_id=agent, messages=told, sampling=GREEDY, on_full=DROP)
+    is_short = False
+    for number, (fact, _) in enumerate(ONE_EACH[:16]):
+        call = {"id": f"c{number}", "name": "open", "arguments_json": f'{{"locker": {number}}}'}
+        step = [message("assistant", tool_calls=[call]), message("tool", fact, tool_call_id=f"c{number}")]
+        told = [*told, *step]
+        # Half of the time as a client does that knows nothing of agents.
+        given = {"messages": told} if number % 2 else {"append_messages": step}
+        reply = client.reply(agent_id=agent, sampling=GREEDY, on_full=DROP, **given)
+        told.append({"role": "assistant", "content": reply.text})
+        assert not is_short or reply.started.continuation == pb.CONTINUATION_EXTENDED
+        is_short = is_short or reply.finished.HasField("shortening")
+        kept = list(remembered(house, agent).messages)
+        assert [each.content for each in kept[:2]] == [SYSTEM["content"], asked]
+        calls = [call.id for each in kept for call in each.tool_calls]
+        assert calls == [each.tool_call_id for each in kept if each.role == "tool"]
+        assert calls[-1] == f"c{number}"
+    assert is_short
+    assert len(calls) < 10
+    left_out = remembered(house, agent).shortened
+    assert left_out.dropped_behind_question == left_out.dropped_messages == len(told) - len(kept)
+
+
+def test_a_turn_that_is_cut_before_its_reply_keeps_the_summary(
+    house: House, client: InferenceClient, new_agent: Callable[[], str]
+) -> None:
+    agent = new_agent()
+    filled(client, agent, SUMMARIZE, ONE_EACH)
+    reply = say(client, agent, f"{'It rains. ' * 32}Delis's locker number is 7777.", on_full=SUMMARIZE)
+    assert reply.finished.shortening.before_reply
+    known = remembered(house, agent, reply.finished.snapshot.version)
+    assert known.shortened.has_summary
+    assert known.messages[1].content == "Remember: Velora lives in Tamsik."
+
+
+def test_a_label_holds_while_the_store_is_away(
+    house: House, client: InferenceClient, new_agent: Callable[[], str]
+) -> None:
+    agent = new_agent()
+    begin(client, agent)
+    with house.store_client() as store:
+        store.update_agent(agent, labels={"kvasir.on_full": "drop_oldest"})
+    for told, _ in FACTS[:3]:
+        say(client, agent, told)
+    house.store.kill()
+    try:
+        reply = say(client, agent, f"{'It rains. ' * 24}Delis's locker number is 7777.")
+    finally:
+        house.repair()
+    assert reply.finished.shortening.before_reply
+
+
+def filled(client: InferenceClient, agent: str, on_full: pb.OnFull, facts: list[tuple[str, str]] = FACTS) -> Reply:
     """The reply after which the agent's memory becomes shorter."""
     begin(client, agent)
-    said = (say(client, agent, told, on_full=on_full, request_id=f"{agent}-{told[:5]}") for told, _ in FACTS)
+    said = (say(client, agent, told, on_full=on_full, request_id=f"{agent}-{told[:5]}") for told, _ in facts)
     return next(reply for reply in said if reply.finished.HasField("shortening"))
 
 

@@ -1,16 +1,23 @@
 """Which messages stay when a conversation outgrew its context."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvasir.cachestore.v1 import manifest_pb2
 
 from inference_svc.text.shortening import (
+    SUMMARY_MESSAGES,
     Messages,
     as_remembered,
+    as_summary,
+    kept_tokens,
     leading_system,
     shorter,
+    summary_of,
     with_summary,
 )
+
+STEP = ["assistant", "tool"]
 
 
 def said(role: str, number: int) -> manifest_pb2.Message:
@@ -21,8 +28,9 @@ def said(role: str, number: int) -> manifest_pb2.Message:
 def conversations(draw: st.DrawFn) -> Messages:
     """System messages, then questions with replies, with tool calls and results between."""
     roles = ["system"] * draw(st.integers(0, 2))
-    for _ in range(draw(st.integers(1, 12))):
-        roles += ["user", *draw(st.sampled_from([["assistant"], ["assistant", "tool", "assistant"], []]))]
+    for _ in range(draw(st.integers(1, 8))):
+        steps = draw(st.sampled_from([0, 0, 1, 2, 5])) * [*STEP, *["tool"] * draw(st.integers(0, 1))]
+        roles += ["user", *steps, *draw(st.sampled_from([["assistant"], []]))]
     return tuple(said(role, number) for number, role in enumerate(roles))
 
 
@@ -30,41 +38,87 @@ def tokens_of(messages: Messages) -> int:
     return sum(len(message.content) for message in messages)
 
 
+def candidates(messages: Messages) -> list[Messages]:
+    """All that may be left: what begins with a question; or the last question, with steps that are whole behind it."""
+    lead = leading_system(messages)
+    asked = [index for index in range(lead, len(messages)) if messages[index].role == "user"]
+    steps = [index for index in range(asked[-1] + 2, len(messages)) if messages[index].role == "assistant"]
+    begun = [(*messages[:lead], *messages[index:]) for index in asked if index > lead]
+    return begun + [(*messages[:lead], messages[asked[-1]], *messages[index:]) for index in steps]
+
+
 @given(conversations(), st.integers(0, 300), st.integers(0, 300))
-def test_the_system_and_the_newest_stay_and_no_border_but_a_questions_is_cut_at(
+def test_the_system_the_last_question_and_the_newest_stay_and_no_result_without_its_call(
     messages: Messages, wanted: int, more: int
 ) -> None:
-    lead = leading_system(messages)
     found = shorter(messages, tokens_of, wanted_tokens=wanted, most_tokens=wanted + more)
-    borders = [index for index in range(lead + 1, len(messages)) if messages[index].role == "user"]
-    candidates = [(*messages[:lead], *messages[border:]) for border in borders]
+    left = candidates(messages)
     if found is None:
-        assert all(tokens_of(candidate) > wanted + more for candidate in candidates)
+        assert all(tokens_of(candidate) > wanted + more for candidate in left)
         return
-    assert found.messages in candidates
     assert found.dropped == len(messages) - len(found.messages) > 0
-    fitting = [candidate for candidate in candidates if tokens_of(candidate) <= wanted]
-    assert found.messages == (max(fitting, key=len) if fitting else candidates[-1])
+    fitting = [candidate for candidate in left if tokens_of(candidate) <= wanted]
+    assert found.messages == (max(fitting, key=len) if fitting else left[-1])
     assert tokens_of(found.messages) <= wanted + more
 
 
-@given(conversations(), conversations(), st.integers(0, 200), st.booleans())
+@given(st.lists(conversations(), min_size=3, max_size=5), st.integers(0, 200), st.booleans())
 def test_a_whole_conversation_goes_on_as_its_agent_has_it(
-    before: Messages, after: Messages, wanted: int, has_summary: bool
+    parts: list[Messages], wanted: int, has_summary: bool
 ) -> None:
-    """Shortened twice, with a summary or without; the client sends everything each time."""
-    news = after[leading_system(after) :]
-    whole, remembered, left_out = before, before, manifest_pb2.Shortened()
-    for _ in range(2):
+    """Shortened again and again, with new summaries or none; the client sends everything each time."""
+    whole = remembered = parts[0]
+    left_out = manifest_pb2.Shortened()
+    for part in parts[1:]:
+        # What comes may go on behind the question before.
+        news = part[leading_system(part) + len(part) % 2 :]
         found = shorter(
-            remembered, tokens_of, wanted_tokens=wanted, most_tokens=10**9, has_summary=left_out.has_summary
+            remembered,
+            tokens_of,
+            wanted_tokens=wanted,
+            most_tokens=10**9,
+            before=left_out,
+            keeps_summary=not has_summary,
         )
         if found is None:
             return
-        remembered = with_summary(found.messages, "That.") if has_summary else found.messages
-        left_out = manifest_pb2.Shortened(
-            dropped_messages=left_out.dropped_messages + found.dropped, has_summary=has_summary
-        )
+        remembered, left_out = found.messages, found.shortened
+        if has_summary:
+            remembered, left_out.has_summary = with_summary(remembered, as_summary("That.")), True
+        assert left_out.dropped_messages == len(whole) + 2 * has_summary - len(remembered)
         assert as_remembered(whole, remembered, left_out) == remembered
         assert as_remembered((*whole, *news), remembered, left_out) == (*remembered, *news)
         whole, remembered = (*whole, *news), (*remembered, *news)
+
+
+@given(conversations(), st.integers(0, 300))
+def test_a_summary_stays_in_its_place_until_a_newer_one_takes_it(messages: Messages, wanted: int) -> None:
+    before = manifest_pb2.Shortened(dropped_messages=7, has_summary=True)
+    summary, lead = as_summary("Lena lives in Oslo."), leading_system(messages)
+    summed = with_summary(messages, summary)
+    kept = shorter(summed, tokens_of, wanted_tokens=wanted, most_tokens=10**9, before=before)
+    without = shorter(summed, tokens_of, wanted_tokens=wanted, most_tokens=10**9, before=before, keeps_summary=False)
+    if kept is not None:
+        assert summary_of(kept.messages, kept.shortened) == summary
+        assert kept.shortened.dropped_messages == 7 + kept.dropped == 7 + len(summed) - len(kept.messages)
+    assert without is not None, "the summary alone can be left out"
+    assert not summary_of(without.messages, without.shortened)
+    assert without.messages[lead:] != summed[lead:]
+    assert without.dropped == len(summed) - len(without.messages) - SUMMARY_MESSAGES
+
+
+@pytest.mark.parametrize(
+    ("full", "keep", "kept"),
+    [
+        (800, 0.5, 500),
+        (800, 0.1, 100),
+        (800, 0.8, 800),
+        (400, 0.2, 200),  # of the context, and not of what long replies leave
+        (400, 0.5, 250),
+        (400, 0.8, 400),
+    ],
+)
+def test_what_is_kept_is_a_share_of_the_context_where_turns_with_long_replies_leave_it(
+    full: int, keep: float, kept: int
+) -> None:
+    assert kept_tokens(1000, full, keep) == kept

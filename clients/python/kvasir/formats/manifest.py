@@ -118,6 +118,10 @@ def check(manifest: manifest_pb2.Manifest) -> None:
         _check_turn(manifest)
     if (dropped := manifest.shortened.dropped_messages) > MAX_DROPPED_MESSAGES:
         raise _wrong("shortened.dropped_messages", f"expected at most {MAX_DROPPED_MESSAGES}, got {dropped}")
+    if (behind := manifest.shortened.dropped_behind_question) > dropped:
+        raise _wrong(
+            "shortened.dropped_behind_question", f"expected at most {dropped}, all that are left out, got {behind}"
+        )
     if manifest.created_unix_ms < 0:
         raise _wrong("created_unix_ms", f"expected 0 or more, got {manifest.created_unix_ms}")
 

@@ -54,14 +54,16 @@ class Manifest(_message.Message):
     def __init__(self, format: _Optional[int] = ..., kv_identity: _Optional[_Union[_identity_pb2.KvIdentity, _Mapping]] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., token_chars: _Optional[_Iterable[int]] = ..., messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ..., tail: _Optional[_Union[Digest, _Mapping]] = ..., states: _Optional[_Iterable[_Union[StatePoint, _Mapping]]] = ..., shareable_tokens: _Optional[int] = ..., parent_manifest: _Optional[str] = ..., turn: _Optional[_Union[Turn, _Mapping]] = ..., created_unix_ms: _Optional[int] = ..., windows: _Optional[_Iterable[_Union[WindowBlocks, _Mapping]]] = ..., shortened: _Optional[_Union[Shortened, _Mapping]] = ...) -> None: ...
 
 class Shortened(_message.Message):
-    __slots__ = ("dropped_messages", "has_summary", "is_after_turn")
+    __slots__ = ("dropped_messages", "has_summary", "is_after_turn", "dropped_behind_question")
     DROPPED_MESSAGES_FIELD_NUMBER: _ClassVar[int]
     HAS_SUMMARY_FIELD_NUMBER: _ClassVar[int]
     IS_AFTER_TURN_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_BEHIND_QUESTION_FIELD_NUMBER: _ClassVar[int]
     dropped_messages: int
     has_summary: bool
     is_after_turn: bool
-    def __init__(self, dropped_messages: _Optional[int] = ..., has_summary: bool = ..., is_after_turn: bool = ...) -> None: ...
+    dropped_behind_question: int
+    def __init__(self, dropped_messages: _Optional[int] = ..., has_summary: bool = ..., is_after_turn: bool = ..., dropped_behind_question: _Optional[int] = ...) -> None: ...
 
 class WindowBlocks(_message.Message):
     __slots__ = ("window", "first_block", "blocks", "tail")

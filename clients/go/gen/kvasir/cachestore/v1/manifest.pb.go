@@ -276,9 +276,11 @@ type Shortened struct {
 	// In their place: a user's message with what the agent said it must not forget, and a reply to that.
 	HasSummary bool `protobuf:"varint,2,opt,name=has_summary,json=hasSummary,proto3" json:"has_summary,omitempty"`
 	// The version before this one is the same turn's, with the messages that this one lacks.
-	IsAfterTurn   bool `protobuf:"varint,3,opt,name=is_after_turn,json=isAfterTurn,proto3" json:"is_after_turn,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	IsAfterTurn bool `protobuf:"varint,3,opt,name=is_after_turn,json=isAfterTurn,proto3" json:"is_after_turn,omitempty"`
+	// The last of the messages left out, so many, stood behind the question that the conversation begins with now: tool calls and their results.
+	DroppedBehindQuestion uint64 `protobuf:"varint,4,opt,name=dropped_behind_question,json=droppedBehindQuestion,proto3" json:"dropped_behind_question,omitempty"`
+	unknownFields         protoimpl.UnknownFields
+	sizeCache             protoimpl.SizeCache
 }
 
 func (x *Shortened) Reset() {
@@ -330,6 +332,13 @@ func (x *Shortened) GetIsAfterTurn() bool {
 		return x.IsAfterTurn
 	}
 	return false
+}
+
+func (x *Shortened) GetDroppedBehindQuestion() uint64 {
+	if x != nil {
+		return x.DroppedBehindQuestion
+	}
+	return 0
 }
 
 // WindowBlocks lists files of one group: of all layers whose window is `window`. Block i of a group holds the same tokens as
@@ -743,12 +752,13 @@ const file_kvasir_cachestore_v1_manifest_proto_rawDesc = "" +
 	"\x04turn\x18\x0e \x01(\v2\x1a.kvasir.cachestore.v1.TurnR\x04turn\x12&\n" +
 	"\x0fcreated_unix_ms\x18\x0f \x01(\x03R\rcreatedUnixMs\x12<\n" +
 	"\awindows\x18\x10 \x03(\v2\".kvasir.cachestore.v1.WindowBlocksR\awindows\x12=\n" +
-	"\tshortened\x18\x11 \x01(\v2\x1f.kvasir.cachestore.v1.ShortenedR\tshortened\"{\n" +
+	"\tshortened\x18\x11 \x01(\v2\x1f.kvasir.cachestore.v1.ShortenedR\tshortened\"\xb3\x01\n" +
 	"\tShortened\x12)\n" +
 	"\x10dropped_messages\x18\x01 \x01(\x04R\x0fdroppedMessages\x12\x1f\n" +
 	"\vhas_summary\x18\x02 \x01(\bR\n" +
 	"hasSummary\x12\"\n" +
-	"\ris_after_turn\x18\x03 \x01(\bR\visAfterTurn\"\xaf\x01\n" +
+	"\ris_after_turn\x18\x03 \x01(\bR\visAfterTurn\x126\n" +
+	"\x17dropped_behind_question\x18\x04 \x01(\x04R\x15droppedBehindQuestion\"\xaf\x01\n" +
 	"\fWindowBlocks\x12\x16\n" +
 	"\x06window\x18\x01 \x01(\rR\x06window\x12\x1f\n" +
 	"\vfirst_block\x18\x02 \x01(\x04R\n" +

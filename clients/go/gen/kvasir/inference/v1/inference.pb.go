@@ -1012,13 +1012,15 @@ func (*GenerateRequest_JsonSchema) isGenerateRequest_ResponseFormat() {}
 func (*GenerateRequest_Regex) isGenerateRequest_ResponseFormat() {}
 
 // OnFull says what happens to a conversation that no longer fits its model's context. The system's messages at its beginning stay, and so do the newest
-// messages; what is left out ends before a user's message. Mostly this is done after a reply, once the memory fills 80 % of the context: the shorter memory is computed
+// messages; what is left out ends before a user's message. Where one question has many tool calls behind it, the oldest of those go, each with its results, and the question stays. A summary of earlier messages
+// stays until a newer one takes its place. Mostly this is done after a reply, once the memory fills 80 % of the context: the shorter memory is computed
 // in the background and becomes the agent's next version, so that the next turn is hot; a turn that does not fit even so leaves out messages before it
 // replies. Earlier versions keep what was left out.
 type OnFull struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	Policy OnFullPolicy           `protobuf:"varint,1,opt,name=policy,proto3,enum=kvasir.inference.v1.OnFullPolicy" json:"policy,omitempty"`
-	// How much of the context the shorter conversation may fill; 0.1 to 0.8. Default 0.5. The last question and its reply stay in any case.
+	// How much of the context the shorter conversation may fill; 0.1 to 0.8. Default 0.5. Where max_tokens leaves turns less than 80 % of it, at most five
+	// eighths of what it leaves (for more than 0.5: keep / 0.8 of it). The last question, its newest tool call with results, and its reply stay in any case.
 	Keep *float64 `protobuf:"fixed64,2,opt,name=keep,proto3,oneof" json:"keep,omitempty"`
 	// With SUMMARIZE: what the agent is asked; at most 4 KiB. Default: for what it must not forget.
 	SummaryRequest string `protobuf:"bytes,3,opt,name=summary_request,json=summaryRequest,proto3" json:"summary_request,omitempty"`
