@@ -33,10 +33,11 @@ class PeerService(pairing_pb2_grpc.PeerServiceServicer):
         return pb.ReloadPeersResponse(peers=names, ended_calls=ended, address=self.address)
 
     async def reload(self) -> int:
-        """Read the file of peers again, end the calls of removed peers, open or close the door; returns how many calls
-        ended. Raises ConfigError for a file that is wrong: then all stays as it is."""
+        """Read the file of peers again, end the calls of removed peers and ours to them, open or close the door;
+        returns how many ended. Raises ConfigError for a file that is wrong: then all stays as it is."""
         lost = self._peers.reload()
         ended = self._edge.authentication.end_calls(lambda caller: peer_name(caller) in lost)
+        ended += await self._peers.hang_up()
         await self.settle()
         _LOG.info("peers.reloaded", peers=len(self._peers.book.peers), ended_calls=ended, address=self.address)
         return ended
@@ -52,7 +53,7 @@ class PeerService(pairing_pb2_grpc.PeerServiceServicer):
         self._opened = self.address = ""
         if not wanted or book.identity is None:
             return
-        tls = MutualTls(wanted, book.identity.certificate.pem, book.identity.key_pem, self._peers.certificates_pem)
+        tls = MutualTls(wanted, self._peers.identity_pem, self._peers.certificates_pem)
         try:
             self.address = await self._edge.open_door(tls)
         except RefusedToStart as error:

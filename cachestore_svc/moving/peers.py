@@ -3,8 +3,10 @@
 No RPC takes a host. A peer's refusal of *us* must not look like a refusal of our caller, so errors are rewritten.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 
 from kvasir.clients import AioStoreClient
 from kvasir.credentials import PEER, CredentialFileError, Principal
@@ -34,6 +36,7 @@ class Peers:
     def __init__(self, read: Callable[[], PeerBook]) -> None:
         """Raises what `read` raises."""
         self._read = read
+        self._links: set[_Link] = set()
         self._take(read())
 
     @property
@@ -54,19 +57,44 @@ class Peers:
         """The peers that callers of this namespace may name, in order."""
         return sorted(name for name, peer in self._book.peers.items() if peer.serves(namespace))
 
-    def connect(self, name: str, namespace: str) -> AioStoreClient:
-        """A client of the peer, for a caller of this namespace; close it.
+    async def hang_up(self) -> int:
+        """End what runs with peers that the book has no more, or no more for its namespace; returns how much."""
+        over = [link for link in self._links if not link.is_over and not self._has(link)]
+        for link in over:
+            link.is_over = True
+            await link.client.close()
+        return len(over)
 
-        Raises NotFound (PEER_UNKNOWN), FailedPrecondition (PEER_CONFIGURATION: token, certificate, no address).
+    @asynccontextmanager
+    async def connect(self, name: str, namespace: str) -> AsyncIterator[AioStoreClient]:
+        """A client of the peer, for a caller of this namespace.
+
+        Raises NotFound (PEER_UNKNOWN; also in the middle, when the peer is removed), FailedPrecondition
+        (PEER_CONFIGURATION: token, certificate, no address).
         """
         peer = self._book.peers.get(name)
         if peer is None or not peer.serves(namespace):
-            raise NotFound(
-                f"no peer {name!r} in this store's configuration",
-                reason="PEER_UNKNOWN",
-                field="peer",
-                metadata={"peer": name},
-            )
+            raise _unknown(name, f"no peer {name!r} in this store's configuration")
+        link = _Link(peer, namespace, self._client(peer, namespace))
+        self._links.add(link)
+        task = asyncio.current_task()
+        try:
+            async with link.client:
+                yield link.client
+        except (asyncio.CancelledError, Exception):
+            # A call on a channel that was closed fails or says that it was cancelled; its task was not.
+            if not link.is_over or (task is not None and task.cancelling()):
+                raise
+            raise _unknown(name, f"peer {name!r} was removed") from None
+        finally:
+            self._links.discard(link)
+
+    def _has(self, link: "_Link") -> bool:
+        now = self._book.peers.get(link.peer.name)
+        return now is not None and now.certificate == link.peer.certificate and now.serves(link.namespace)
+
+    def _client(self, peer: PeerSettings, namespace: str) -> AioStoreClient:
+        name = peer.name
         if not peer.address:
             raise FailedPrecondition(
                 f"peer {name}: it listens to no other machine: pair again, with --listen there",
@@ -91,6 +119,11 @@ class Peers:
             return None
         return Principal(_PRINCIPAL_PREFIX + peer.name, namespace, frozenset({PEER}))
 
+    def identity_pem(self) -> tuple[bytes, bytes]:
+        """This store's key and certificate; empty before it has any."""
+        own = self._book.identity
+        return (b"", b"") if own is None else (own.key_pem, own.certificate.pem)
+
     def certificates_pem(self) -> bytes:
         """The certificates of those who may come in, and this store's own: TLS wants one, and its key is here alone."""
         own = b"" if self._book.identity is None else self._book.identity.certificate.pem
@@ -101,6 +134,20 @@ class Peers:
         by_pin: dict[str, PeerSettings] = {certificate.pin: peer for peer, certificate in paired}
         self._book, self._by_pin = book, by_pin
         self._pems = [certificate.pem for _, certificate in paired]
+
+
+@dataclass(eq=False)
+class _Link:
+    """A client of a peer that is in use."""
+
+    peer: PeerSettings
+    namespace: str
+    client: AioStoreClient
+    is_over: bool = False  # the peer was removed
+
+
+def _unknown(name: str, words: str) -> NotFound:
+    return NotFound(words, reason="PEER_UNKNOWN", field="peer", metadata={"peer": name})
 
 
 def _keeps_all(before: PeerSettings, after: PeerSettings) -> bool:

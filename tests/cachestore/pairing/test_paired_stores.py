@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -23,7 +24,14 @@ from kvasir.errors import (
 )
 
 from cachestore_svc.pairing.finding import WaitingMac, announced, find
-from cachestore_svc.pairing.identity import SERVER_NAME, Identity, identity_file, new_identity, read_identity
+from cachestore_svc.pairing.identity import (
+    SERVER_NAME,
+    Identity,
+    identity_file,
+    new_identity,
+    read_identity,
+    read_or_make_identity,
+)
 from cachestore_svc.pairing.peers_file import PeerSettings, change_peers, read_peers
 from tests.cachestore.service.running import RunningStore, StoreHome, assert_whole, publish, store_home
 from tests.programs import Program, run
@@ -238,6 +246,44 @@ def test_a_removed_peers_running_stream_ends_and_its_calls_too(tmp_path: Path) -
         assert one.said("peers", "rm", "third")["store"]["address"] == ""
         with other.store.client(timeout_s=60) as ours, pytest.raises((Unavailable, FailedPrecondition)):
             ours.pull_agent("a", "ada", timeout_s=60)
+
+
+def test_our_own_pull_from_a_peer_ends_when_it_is_removed(tmp_path: Path) -> None:
+    big = SyntheticAgent(LARGE, 3).turn(256 * 12)
+    with mac(tmp_path / "a") as one, mac(tmp_path / "b") as other:
+        pair(one, other)
+        with one.store.client() as theirs, other.store.client(timeout_s=60) as ours:
+            publish(theirs, "ada", big, 0)
+            pulling = ours.pulling_agent("a", "ada", timeout_s=60)
+            next(pulling)
+            one.store.process.send_signal(signal.SIGSTOP)
+            try:
+                assert other.said("peers", "rm", "a")["store"]["ended_calls"] == 1
+                with pytest.raises(NotFound, match="'a' was removed") as told:
+                    list(pulling)
+                assert told.value.reason == "PEER_UNKNOWN"
+                with pytest.raises(NotFound):
+                    ours.get_agent("ada")
+            finally:
+                one.store.process.send_signal(signal.SIGCONT)
+
+
+def test_a_key_that_was_replaced_is_shown_from_the_reload_on(tmp_path: Path) -> None:
+    with mac(tmp_path / "a") as one, mac(tmp_path / "b") as other:
+        pair(one, other)
+        door = one.door
+        identity_file(one.peers_file).unlink()
+        read_or_make_identity(identity_file(one.peers_file))
+        with one.store.client() as owner:
+            for is_known in (False, True):
+                with one.caller_at_door(other.identity) as peer:
+                    if is_known:
+                        assert set(peer.get_capabilities().roles) == {"peer"}
+                    else:
+                        with pytest.raises(Unavailable):
+                            peer.get_capabilities()
+                owner.reload_peers()
+        assert one.door == door
 
 
 def test_five_wrong_guesses_end_the_code_and_both_sides_know(macs: tuple[Mac, Mac]) -> None:

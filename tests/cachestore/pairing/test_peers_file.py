@@ -1,5 +1,6 @@
 """The file of peers: what a change writes is read back, whole or not at all, and never by halves."""
 
+import asyncio
 import stat
 import threading
 from pathlib import Path
@@ -119,10 +120,15 @@ def test_a_namespace_names_its_own_peers_only(file: Path) -> None:
     peers = Peers(lambda: read_peers(file))
     assert peers.names("default") == ["old", "silent", "studio"]
     assert peers.names("work") == ["old"]
+
+    async def connected(name: str, namespace: str) -> None:
+        async with peers.connect(name, namespace):
+            pass
+
     with pytest.raises(NotFound):
-        peers.connect("studio", "work")
+        asyncio.run(connected("studio", "work"))
     with pytest.raises(FailedPrecondition, match="listens to no other"):
-        peers.connect("silent", "default")
+        asyncio.run(connected("silent", "default"))
 
 
 def test_a_reload_tells_who_lost_a_right(file: Path) -> None:

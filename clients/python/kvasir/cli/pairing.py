@@ -138,7 +138,7 @@ def find(
 
 @app.command("rm")
 def rm(context: typer.Context, peer: PeerArgument, as_json: JsonOption = False) -> None:
-    """Remove a peer. Its running calls end at once, and its key opens nothing here any more."""
+    """Remove a peer. Its running calls and our own to it end at once, and its key opens nothing here any more."""
     caller = caller_of(context, as_json)
     answer = _only(caller, "peers", "rm", peer)
     ended = answer["store"].get("ended_calls", 0)

@@ -16,7 +16,7 @@ import signal
 import socket
 import stat
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +92,12 @@ class Listening:
 
 @dataclass(frozen=True, slots=True)
 class MutualTls:
-    """A door for those who show a certificate: where it is, the certificate and key (PEM) that it shows, and the
-    certificates (PEM) of who may come in, asked again for every connection.
+    """A door for those who show a certificate: where it is, the key and certificate (PEM) that it shows, and the
+    certificates (PEM) of who may come in, both asked again for every connection.
     """
 
     address: str  # HOST:PORT
-    certificate: bytes
-    key: bytes = field(repr=False)
+    identity: Callable[[], tuple[bytes, bytes]]
     clients: Callable[[], bytes]
 
 
@@ -202,7 +201,7 @@ class EdgeServer:
             register(servicer, server)
 
         def today() -> Any:
-            return grpc.ssl_server_certificate_configuration([(tls.key, tls.certificate)], tls.clients())
+            return grpc.ssl_server_certificate_configuration([tls.identity()], tls.clients())
 
         credentials = grpc.dynamic_ssl_server_credentials(today(), today, require_client_authentication=True)
         try:
