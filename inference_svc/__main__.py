@@ -7,6 +7,7 @@ import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping
+from functools import partial
 from importlib.metadata import version
 from types import ModuleType
 
@@ -100,6 +101,8 @@ async def serve(settings: EngineSettings) -> None:
     reloading.add("credentials", server.reload_credentials)
     reloading.on_hangup()
     stores = _stores(settings)
+    if settings.store_token_file:
+        reloading.add("store_tokens", partial(_reload_store_tokens, settings, stores))
     owner = LeaseOwner(settings.state_dir, lambda: f"engine-{secrets.token_hex(8)}")
     stats = ServiceStats(time.monotonic())
     admission = Admission(settings.admission, time.monotonic)
@@ -257,6 +260,13 @@ def _stores(settings: EngineSettings) -> dict[str, RemoteCache]:
         )
         for namespace, token in tokens.items()
     }
+
+
+async def _reload_store_tokens(settings: EngineSettings, stores: Mapping[str, RemoteCache]) -> int:
+    """Read the tokens again; no call ends by it. Raises CredentialFileError: then all stay."""
+    tokens = {namespace: read_token(path) for namespace, path in settings.store_token_file.items()}
+    await asyncio.gather(*(stores[namespace].renew_token(token) for namespace, token in tokens.items()))
+    return 0
 
 
 def _peers(settings: EngineSettings) -> Peers:

@@ -38,6 +38,7 @@ class Miss:
 
     reason: MissReason
     detail: str
+    is_sealed: bool = False  # the store lacks the namespace's key: it will refuse the next call, too
 
 
 class SnapshotState(Enum):

@@ -148,6 +148,11 @@ class RemoteCache:
         self._breaker.reset()
         return True
 
+    async def renew_token(self, token: str) -> None:
+        """The engine's credential has another token now. One of another namespace is noted in `problem`."""
+        self._client.renew_token(token)
+        await self.answers()
+
     async def until_reachable(self) -> None:
         await self._breaker.closed.wait()
 
@@ -531,6 +536,8 @@ def _found_prefix(answer: cachestore_pb2.FindPrefixResponse, groups: Sequence[in
 
 
 def _miss(error: Exception) -> Miss:
+    if isinstance(error, errors.KvasirError) and error.reason == "NAMESPACE_SEALED":
+        return Miss(MissReason.STORE_REFUSED, error.message, is_sealed=True)
     reason = next((reason for kind, reason in _REASONS if isinstance(error, kind)), MissReason.STORE_REFUSED)
     named = error.metadata.get("digest", "") if isinstance(error, errors.KvasirError) else ""
     return Miss(reason, f"{type(error).__name__}{f' (blob {named[:12]}…)' if named else ''}")

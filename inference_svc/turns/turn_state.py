@@ -301,6 +301,11 @@ _UNKNOWN: Sequence[MissReason] = (
 
 def _refuse_append(recollection: Recollection) -> None:
     miss = recollection.miss
+    if recollection.memory is None and miss is not None and miss.is_sealed:
+        # No retry brings the key back.
+        raise errors.FailedPrecondition(
+            f"append_messages: {miss.detail}", reason="NAMESPACE_SEALED", field="append_messages"
+        )
     if recollection.memory is None and miss is not None and miss.reason in _UNKNOWN:
         # Without the agent's memory this would be another conversation, not a miss.
         raise errors.Unavailable(

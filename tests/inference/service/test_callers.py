@@ -1,6 +1,8 @@
 """Who may call, whose memory they reach, and how the service comes and goes."""
 
+import os
 import secrets
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 from kvasir import errors
 from kvasir.clients import InferenceClient, Reply
-from kvasir.credentials import CLIENT, ENGINE, PEER, Principal, write_credentials
+from kvasir.credentials import CLIENT, ENGINE, PEER, Principal, hash_token, write_credentials
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.programs import run
@@ -22,7 +24,8 @@ SECRET = "The word of the day is heliotrope, and nobody else may know it. " * 12
 
 @pytest.fixture(scope="module")
 def guarded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[House, dict[str, str]]]:
-    """A house whose store and engine ask for tokens: callers of two namespaces, and the engine's own in each."""
+    """A house whose store and engine ask for tokens: callers of two namespaces, and the engine's own in each. North is
+    sealed."""
     root = tmp_path_factory.mktemp("guarded")
     house = House(root, model)
     people = [
@@ -38,6 +41,10 @@ def guarded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
         path.write_text(tokens[f"{space}-engine"])
         path.chmod(0o600)
         house.engine.options += ["--store-token-file", f"{space}={path}"]
+    key = f"--seal-key-file={root / 'seal.key'}"
+    made = run("cachestore_svc", "keys", "new", "north", "--data-dir", str(house.data_dir), key)
+    assert made.returncode == 0, made.stderr
+    house.store.options.append(key)
     try:
         house.start()
         yield house, tokens
@@ -81,6 +88,40 @@ def test_wrong_tokens_and_roles_are_refused(guarded: tuple[House, dict[str, str]
         stranger.reply(prompt="hello")
     with house.client(tokens["north-peer"]) as peer, pytest.raises(errors.PermissionDenied):
         peer.reply(prompt="hello")
+
+
+def test_the_engines_own_token_at_its_store_is_read_again_with_a_reload(guarded: tuple[House, dict[str, str]]) -> None:
+    house, tokens = guarded
+    new = secrets.token_urlsafe(32)
+    credentials = house.root / "credentials.toml"
+    credentials.write_text(credentials.read_text().replace(hash_token(tokens["south-engine"]), hash_token(new)))
+    (house.root / "south.token").write_text(new)
+    for service in (house.store, house.engine):
+        os.kill(service.pid, signal.SIGHUP)
+    give_up = time.monotonic() + 10
+    with house.client(tokens["south-client"]) as client:
+        while client.reply(agent_id="b", prompt="Hi.", sampling=GREEDY).finished.snapshot.version < 1:
+            assert time.monotonic() < give_up
+
+
+def test_without_the_key_of_its_namespace_an_agent_is_refused_for_good(guarded: tuple[House, dict[str, str]]) -> None:
+    """A retry would not help: who appends hears that, and what to do."""
+    house, tokens = guarded
+    message = [{"role": "user", "content": "Hello."}]
+    options = house.store.options
+    try:
+        with house.client(tokens["north-client"]) as client:
+            first = client.reply(agent_id="kept", messages=message, sampling=GREEDY)
+            assert first.finished.snapshot.state == pb.SNAPSHOT_STATE_COMMITTED
+            house.kill()
+            house.store.options = [option for option in options if "seal" not in option]
+            house.start()
+            with pytest.raises(errors.FailedPrecondition, match=r"'north' is sealed.*no master key was given") as told:
+                client.reply(agent_id="kept", append_messages=message, sampling=GREEDY)
+            assert told.value.reason == "NAMESPACE_SEALED"
+    finally:
+        house.store.options = options
+        house.restart()
 
 
 def test_sigterm_lets_a_running_turn_end_and_its_memory_be_stored(own_house: House) -> None:

@@ -41,6 +41,10 @@ class ServiceClient:
         other._owns_channel = False
         return other
 
+    def renew_token(self, token: str) -> None:
+        """The calls from now on show this token. Raises Unauthenticated for text that is none."""
+        self._metadata = bearer(token)
+
     def in_namespace(self, namespace: str) -> Self:
         """This client, whose calls name a namespace: to a store that knows the caller by a pinned certificate."""
         self._metadata += ((NAMESPACE_KEY, namespace.encode()),)
