@@ -376,7 +376,11 @@ _SERVE_OPTIONS: tuple[tuple[str, Callable[[str], object], str], ...] = (
     ("retained-versions", int, "versions kept per line, unless the agent says otherwise"),
     ("read-buffer-bytes", int, "bytes that all readers together may have waiting to be sent"),
     ("expires-after-s", float, "an agent that nobody used for so long is deleted; left out: it stays"),
-    ("write-budget-bytes", int, "bytes of blobs that may be written in a day (UTC); left out: they are only counted"),
+    (
+        "write-budget-bytes",
+        int,
+        "bytes of blobs, without index and journal, for a day (UTC); left out: only counted",
+    ),
     ("write-budget-over", str, "tell (if left out), or refuse: what is done about writes beyond the budget"),
     ("scrub-bytes-per-s", int, "how fast blobs are hashed again in the background; 0: never"),
     ("scrub-every-s", float, "the rest between two such passes"),
@@ -406,6 +410,7 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_argument("--log-format", choices=("console", "json"), help="lines for people, or for programs")
     shared.add_argument("--seal-key-file", type=Path, help="the master key that opens sealed namespaces")
     shared.add_argument("--seal-keychain", help="its name in the keychain, where it is kept there")
+    shared.add_argument("--sealed-file", type=Path, help="lists the namespaces that are never plain; `keys` writes it")
     keys_program.add_parser(commands, shared)
     serve_ = commands.add_parser("serve", parents=[shared], help="serve it over gRPC")
     serve_.add_argument("--listen", help="unix:/path, host:port or [v6]:port")

@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from cachestore_svc.records import MIB, StoreConfig
+from cachestore_svc.sealing.sealed_list import read_list
 
 
 class ConfigError(ValueError):
@@ -43,6 +44,9 @@ class StoreSettings(BaseSettings):
     """The master key that opens sealed namespaces: 64 hex digits, readable by its owner only. Not beside the data."""
     seal_keychain: str = ""
     """The master key's name in the operating system's keychain. Needs kvasir[keychain]."""
+    sealed_file: Path | None = None
+    """Lists the sealed namespaces, a line each: one whose key record is gone from the data is refused, and never plain.
+    Not beside the data. `keys new` and `keys rotate` add to it. Absent: none yet."""
     quota_bytes: Annotated[int, Field(ge=1)] | None = None
     """Blob bytes that a namespace may hold. None: only the disk limits it."""
     namespace_quota_bytes: dict[str, Annotated[int, Field(ge=1)] | None] = {}
@@ -65,7 +69,8 @@ class StoreSettings(BaseSettings):
     namespace_expires_after_s: dict[str, Annotated[float, Field(ge=60)] | None] = {}
     """The same of some namespaces, before the one of all; as JSON in the environment, null for never."""
     write_budget_bytes: Annotated[int, Field(ge=1)] | None = None
-    """Bytes of blobs that may be written in a day (UTC), for the sake of an SSD. None: they are only counted."""
+    """Bytes of blobs that may be written in a day (UTC), for the sake of an SSD; those of index and journal, some
+    kilobytes for a commit, come on top. None: they are only counted."""
     write_budget_over: Literal["tell", "refuse"] = "tell"
     """What happens beyond the budget. tell: it is said. refuse: tensors are refused until midnight UTC; engines keep in
     memory what they cannot store, and lose it if they end before."""
@@ -109,6 +114,7 @@ class StoreSettings(BaseSettings):
         return check_operators_address(given) if given else given
 
     def store_config(self) -> StoreConfig:
+        """What a store is opened with. Raises FailedPrecondition (NAMESPACE_SEALED): `sealed_file` cannot be used."""
         return StoreConfig(
             data_dir=self.data_dir,
             default_quota_bytes=self.quota_bytes,
@@ -124,6 +130,7 @@ class StoreSettings(BaseSettings):
             refuses_beyond_budget=self.write_budget_over == "refuse",
             default_expires_after_s=self.expires_after_s,
             namespace_expires_after_s=self.namespace_expires_after_s,
+            sealed_namespaces=read_list(self.sealed_file),
         )
 
     def listening(self) -> Listening:

@@ -14,6 +14,7 @@ from cachestore_svc.recovery.key_care import KeyCare, SealedNamespace
 from cachestore_svc.sealing import master_keys
 from cachestore_svc.sealing.keys import MasterKey
 from cachestore_svc.sealing.sealed_form import RandomBytes
+from cachestore_svc.sealing.sealed_list import add_to_list
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]", shared: argparse.ArgumentParser) -> None:
@@ -61,6 +62,7 @@ def run_keys(
     else:
         with owners_deed("store", settings.audit_file, f"keys/{action}", {"namespace": asked["named"] or ""}):
             found = _changed(settings, care, asked, random_bytes)
+            add_to_list(settings.sealed_file, [each.namespace for each in found])
     if as_json:
         print(json.dumps([asdict(each) for each in found]))
     else:

@@ -51,6 +51,7 @@ class StoreConfig:
     namespace_expires_after_s: Mapping[str, float | None]  # these win over the default
     write_budget_bytes: int | None  # of all namespaces in a day (UTC)
     refuses_beyond_budget: bool
+    sealed_namespaces: tuple[str, ...]  # that the owner lists: never plain, whatever the data directory says
     evict_heads: bool  # when off, an acknowledged snapshot is never given up; old versions are given up either way
 
     def quota_bytes(self, namespace: str) -> int | None:

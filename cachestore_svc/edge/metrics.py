@@ -44,7 +44,11 @@ class StoreNumbers:
             ("unreferenced_bytes", "Bytes that nothing names, which rest or wait.", totals.unreferenced_bytes),
             ("damaged_blobs", "Blobs that are not served because their bytes are damaged.", totals.damaged_blob_count),
             ("free_disk_bytes", "Bytes that the disk has free.", totals.free_disk_bytes),
-            ("written_today_bytes", "Bytes of blobs written since midnight UTC.", totals.written_today_bytes),
+            (
+                "written_today_bytes",
+                "Bytes of blobs (no index, no journal) since midnight UTC.",
+                totals.written_today_bytes,
+            ),
         )
         for name, help_text, value in sizes:
             yield gauge(f"kvasir_store_{name}", help_text, value)

@@ -18,7 +18,7 @@ from typing import Annotated
 
 from kvasir.address import Address, parse_address
 from kvasir.clients import PinnedTls, Tls
-from kvasir.credentials import CredentialFileError, read_token, write_private_text
+from kvasir.credentials import CredentialFileError, read_token, replace_private_text
 from kvasir.errors import InvalidArgument
 from kvasir.names import check_namespace
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -182,15 +182,7 @@ def change_peers(path: Path, change: Callable[[PeerBook], PeerBook]) -> PeerBook
     """Write what `change` makes of the book that is there. Raises ConfigError, and what `change` raises."""
     with _locked(path):
         book = change(read_peers(path))
-        new = path.with_name(path.name + ".new")
-        new.unlink(missing_ok=True)
-        write_private_text(new, _text(book))
-        new.replace(path)
-        descriptor = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        replace_private_text(path, _text(book))
     return book
 
 

@@ -14,8 +14,9 @@ from cachestore_svc.index.sqlite.looking import looking_at
 from cachestore_svc.records import StoreConfig
 from cachestore_svc.recovery.opening import DATABASE, locked, now_unix_ms
 from cachestore_svc.sealing.key_files import KeyFiles
-from cachestore_svc.sealing.keys import KeyRecord, MasterKey, new_record, sealed_error
+from cachestore_svc.sealing.keys import KeyRecord, MasterKey, new_record
 from cachestore_svc.sealing.sealed_form import RandomBytes
+from cachestore_svc.sealing.seals import Seals
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class KeyCare:
 
     def records(self) -> list[SealedNamespace]:
         """All namespaces that are sealed, by name. Raises FailedPrecondition (NAMESPACE_SEALED) for a lost record."""
-        if not self._config.data_dir.exists():
+        if not self._config.data_dir.exists() and not self._config.sealed_namespaces:
             return []
         with locked(self._config, self._disk):
             return [self._seen(record) for record in self._records()]
@@ -63,12 +64,14 @@ class KeyCare:
         not open all; nothing is changed then)."""
         with locked(self._config, self._disk):
             keys = [(record, record.open([*masters, new])) for record in self._records() if not record.erased_unix_ms]
+            for record, _ in keys:
+                self._files.write(record)  # both copies are whole before one is written over
             both = [record.wrapped_by(new, key, self._random_bytes) for record, key in keys]
             for record in both:
                 self._files.write(record)
             alone = [record.only_by(new) for record in both]
             for record in alone:
-                self._files.write(record, overwrites=True)
+                self._files.write(record)
             return [self._seen(record) for record in alone]
 
     def erase(self, namespace: str) -> SealedNamespace:
@@ -79,13 +82,13 @@ class KeyCare:
                 raise NotFound(f"no key of a namespace {namespace!r} is here", reason="NAMESPACE_UNKNOWN")
             if not record.erased_unix_ms:
                 record = record.erased(max(1, now_unix_ms(self._clock)))
-            self._files.write(record, overwrites=True)
+            self._files.write(record)
             return self._seen(record)
 
     def _records(self) -> list[KeyRecord]:
         found = self._files.read()
-        if lost := [place for place, record in found.items() if record is None]:
-            raise sealed_error(lost[0], f"its key record keys/{lost[0]} is missing or damaged; put it back")
+        if lost := Seals(found, (), self._config.sealed_namespaces).lost():
+            raise lost[0]
         return sorted((record for record in found.values() if record), key=lambda record: record.namespace)
 
     def _check_unused(self, namespace: str) -> None:

@@ -38,6 +38,7 @@ from cachestore_svc.sealing.sealed_form import RandomBytes
 from cachestore_svc.sealing.seals import Seals
 
 DATABASE = "kvasir.sqlite3"
+_SEALED = "sealed_places"
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,8 @@ def open_directory(
         records = files.read()
         if sweeps and (mended := files.mend(records)):
             structlog.get_logger("cachestore").warning("keys.mended", namespaces=mended)
-        sealed = SealedBackend(
-            blobs or LocalDirectory(config.data_dir / "namespaces", disk), Seals(records, masters), random_bytes
-        )
+        seals = Seals(records, masters, config.sealed_namespaces)
+        sealed = SealedBackend(blobs or LocalDirectory(config.data_dir / "namespaces", disk), seals, random_bytes)
         core = _open(config, clock, token_hex, disk, sealed, steady)
         try:
             if sweeps:
@@ -132,13 +132,12 @@ def _open(
     ballast = Ballast(config.data_dir / "ballast", config.ballast_bytes, disk)
     path = config.data_dir / DATABASE
     seals = blobs.seals
-    for refusal_ in seals.refusals():
-        structlog.get_logger("cachestore").error("namespace.shut", why=refusal_.message)
     seen = looking.look(path, blobs.sealed, disk)
     catalog = SqliteCatalog(path, disk, ballast, now)
     try:
         log = _follow(catalog, seen, path, blobs, disk, ballast, token_hex)
         try:
+            _remember_seals(catalog, seals)
             incarnation = _incarnation(catalog, path, token_hex)
             space = Space(config, disk, ballast, catalog.read(HOUSE, lambda view: view.stored_bytes()))
             writers = Writers(blobs, space, now)
@@ -215,6 +214,18 @@ def _begin_journal(ballast: Ballast, begin: Callable[[], Journal]) -> Journal:
         if is_no_room(error) and ballast.give_up():
             return begin()
         raise
+
+
+def _remember_seals(catalog: Catalog, seals: Seals) -> None:
+    """Note which namespaces are sealed, and shut those that were, and whose record and mark are gone: else what comes
+    now would be kept plain."""
+    noted = set((catalog.read(HOUSE, lambda view: view.fact(_SEALED)) or "").split())
+    seals.lose(noted)
+    if new := seals.recorded - noted:
+        text = " ".join(sorted(noted | new))
+        catalog.write(HOUSE, lambda change: change.set_fact(_SEALED, text), frees_space=True)
+    for refusal_ in seals.refusals():
+        structlog.get_logger("cachestore").error("namespace.shut", why=refusal_.message)
 
 
 def _lock(path: Path) -> int:

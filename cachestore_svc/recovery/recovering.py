@@ -84,7 +84,7 @@ def recover(
     a name; NOTHING_TO_RECOVER; NAMESPACE_SEALED: no key opens a namespace that would be lost).
     """
     with locked(config, disk):
-        seals = Seals(KeyFiles(config.data_dir, disk).read(), masters)
+        seals = Seals(KeyFiles(config.data_dir, disk).read(), masters, config.sealed_namespaces)
         blobs = SealedBackend(LocalDirectory(config.data_dir / "namespaces", disk), seals, random_bytes)
         return _Recovery(config, now_unix_ms(clock), token_hex, disk, say, blobs).run(namespaces)
 

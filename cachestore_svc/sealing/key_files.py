@@ -1,7 +1,7 @@
 """The records of namespaces' keys in the data directory: two copies of each, because all that is sealed hangs on them.
 
 A copy is replaced as a whole, and before the other, so that a crash leaves at least one. A mark beside the namespace's
-blobs says that there must be a record: without it, one that was lost would let plain bytes in.
+blobs says that there must be a record, and so do sealed files: else one that was lost would let plain bytes in.
 """
 
 import contextlib
@@ -14,11 +14,13 @@ from kvasir.formats.blob_place import namespace_place
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.sealing import keys
 from cachestore_svc.sealing.keys import KeyRecord
+from cachestore_svc.sealing.sealed_form import MAGIC
 
 _COPIES = ("", ".copy")
 _NEW_SUFFIX = ".new"
 _MARK = "sealed"
 _PLACE = re.compile(r"[0-9a-f]{32}")
+_FILE = re.compile(r"[0-9a-f]{64}")
 _MOST_BYTES = 1 << 16
 
 # By place; None where a record must be, and none is whole.
@@ -36,39 +38,40 @@ class KeyFiles:
     def read(self) -> Records:
         """All records. Raises FailedPrecondition (DATA_TOO_NEW)."""
         kept = {name.split(".")[0] for name in self._disk.names(self._directory)}
-        marked = {name for name in self._disk.names(self._namespaces) if self._disk.has(self._mark(name))}
+        marked = {name for name in self._disk.names(self._namespaces) if self._is_marked(name)}
         return {place: self._read(place) for place in sorted(kept | marked) if _PLACE.fullmatch(place)}
 
     def begin(self, record: KeyRecord) -> None:
         """Keep the record of a namespace that has been nothing yet. Raises OSError."""
-        mark = self._mark(namespace_place(record.namespace))
-        self._disk.make_directory(mark.parent)
-        self._fill(mark, b"")
-        self._disk.fsync_directory(mark.parent)
+        self._make_mark(namespace_place(record.namespace))
         self.write(record)
 
-    def write(self, record: KeyRecord, *, overwrites: bool = False) -> None:
-        """Keep a record, durably. `overwrites`: what lies there is first written over. Raises OSError; then either
-        record may be what is kept."""
+    def write(self, record: KeyRecord) -> None:
+        """Keep a record, durably, in each copy that is not it already. What lay there is written over first: an old
+        master key shall open nothing. Raises OSError; then either record may be what is kept."""
         self._disk.make_directory(self._directory)
         data = keys.to_bytes(record)
         for path in self._paths(namespace_place(record.namespace)):
             new = path.with_name(path.name + _NEW_SUFFIX)
+            self._wipe(new)
             self._disk.remove(new)
+            if self._bytes(path) == data:
+                continue
             self._fill(new, data)
-            if overwrites and (size_bytes := self._disk.size_bytes(path)):
-                self._disk.overwrite(path, bytes(size_bytes))
+            self._wipe(path)
             self._disk.rename(new, path)
             self._disk.fsync_directory(self._directory)
 
     def mend(self, records: Records) -> list[str]:
-        """Write the records anew of which a copy is missing, damaged or older; their namespaces."""
+        """Write the records anew of which a copy or the mark is missing, damaged or older; their namespaces."""
         mended = []
         for place, record in records.items():
-            if record and any(self._bytes(path) != keys.to_bytes(record) for path in self._paths(place)):
+            is_marked = self._disk.has(self._mark(place))
+            if record and not (is_marked and self._is_whole(place, keys.to_bytes(record))):
                 # Where even this cannot be written, the copy that is whole still opens the namespace.
                 with contextlib.suppress(OSError):
-                    self.write(record, overwrites=bool(record.erased_unix_ms))
+                    self._make_mark(place)
+                    self.write(record)
                     mended.append(record.namespace)
         return mended
 
@@ -77,17 +80,39 @@ class KeyFiles:
         whole = [record for record in found if record is not None and namespace_place(record.namespace) == place]
         return max(whole, key=lambda record: record.sequence, default=None)
 
-    def _bytes(self, path: Path) -> bytes:
+    def _bytes(self, path: Path, most_bytes: int = _MOST_BYTES) -> bytes:
         try:
-            return bytes(self._disk.read(path, _MOST_BYTES))
+            return bytes(self._disk.read(path, most_bytes))
         except OSError:
             return b""
 
     def _paths(self, place: str) -> list[Path]:
         return [self._directory / (place + copy) for copy in _COPIES]
 
+    def _is_whole(self, place: str, data: bytes) -> bool:
+        return all(self._bytes(path) == data for path in self._paths(place))
+
     def _mark(self, place: str) -> Path:
         return self._namespaces / place / _MARK
+
+    def _make_mark(self, place: str) -> None:
+        mark = self._mark(place)
+        self._disk.make_directory(mark.parent)
+        self._fill(mark, b"")
+        self._disk.fsync_directory(mark.parent)
+
+    def _is_marked(self, place: str) -> bool:
+        """Whether the namespace must be sealed: it has the mark, or the first of its files is sealed."""
+        if self._disk.has(self._mark(place)):
+            return True
+        blobs = self._namespaces / place / "blobs"
+        files = (blobs / part / name for part in self._disk.names(blobs) for name in self._disk.names(blobs / part))
+        first = next((path for path in files if _FILE.fullmatch(path.name)), None)
+        return first is not None and self._bytes(first, len(MAGIC)) == MAGIC
+
+    def _wipe(self, path: Path) -> None:
+        if size_bytes := self._disk.size_bytes(path):
+            self._disk.overwrite(path, bytes(size_bytes))
 
     def _fill(self, path: Path, data: bytes) -> None:
         descriptor = self._disk.open_append(path)

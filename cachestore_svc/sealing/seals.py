@@ -4,7 +4,7 @@ A namespace that does not open is shut: whatever it is asked is refused, and the
 it without a key (names of files, sizes, counts) is looked after all the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvasir.errors import FailedPrecondition
 from kvasir.formats.blob_place import namespace_place
@@ -13,20 +13,33 @@ from cachestore_svc.sealing.key_files import Records
 from cachestore_svc.sealing.keys import MasterKey, NamespaceKey, sealed_error
 from cachestore_svc.sealing.sealed_names import SealedNames
 
+_LOST = (
+    "its key record keys/{0} is missing or damaged: put it back; or, if nothing of it is left, begin anew with kvasir "
+    "keys new"
+)
+
 
 class Seals:
-    """The seals of an open store. They do not change while it is open."""
+    """The seals of an open store. They do not change once it is open."""
 
-    def __init__(self, records: Records, masters: Sequence[MasterKey]) -> None:
+    def __init__(self, records: Records, masters: Sequence[MasterKey], listed: Iterable[str] = ()) -> None:
+        """`listed`: namespaces that must be sealed, whatever the data directory says."""
         self._keys: dict[str, NamespaceKey] = {}
         self._shut: dict[str, str] = {}  # and why, in words
         self._lost = {place for place, record in records.items() if record is None}
+        self.recorded = frozenset(records.keys() - self._lost)  # places
+        self._listed = tuple(listed)
+        self.lose(map(namespace_place, self._listed))
         for place, record in records.items():
             if record is not None:
                 try:
                     self._keys[place] = NamespaceKey(record.open(masters))
                 except FailedPrecondition as error:
                     self._shut[place] = error.message
+
+    def lose(self, places: Iterable[str]) -> None:
+        """These must be sealed: of those that have no record, it was lost."""
+        self._lost |= set(places) - self.recorded
 
     def key_of(self, namespace: str) -> NamespaceKey | None:
         """The key of a sealed namespace; None for one that is not sealed, or shut."""
@@ -48,7 +61,7 @@ class Seals:
             return None
         place = namespace_place(namespace)
         if place in self._lost:
-            return sealed_error(namespace, f"its key record keys/{place} is missing or damaged: put it back")
+            return sealed_error(namespace, _LOST.format(place))
         # A new one each time: an error that is raised again and again keeps every traceback.
         return _as_error(self._shut[place]) if place in self._shut else None
 
@@ -58,9 +71,13 @@ class Seals:
             raise error
 
     def refusals(self) -> list[FailedPrecondition]:
-        """One for each namespace that is shut; of a lost record the place is all that is known."""
-        lost = [sealed_error(place, "its key record is missing or damaged") for place in sorted(self._lost)]
-        return [*map(_as_error, self._shut.values()), *lost]
+        """One for each namespace that is shut."""
+        return [*map(_as_error, self._shut.values()), *self.lost()]
+
+    def lost(self) -> list[FailedPrecondition]:
+        """One for each namespace whose record is missing or damaged. The place is often all that is known of it."""
+        names = {namespace_place(name): name for name in self._listed}
+        return [sealed_error(names.get(place, place), _LOST.format(place)) for place in sorted(self._lost)]
 
 
 def _as_error(words: str) -> FailedPrecondition:

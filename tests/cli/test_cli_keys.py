@@ -1,6 +1,7 @@
 """`kvasir keys`: a namespace is sealed, its master key replaced, its key destroyed; and what is refused says why."""
 
 import json
+import shutil
 from pathlib import Path
 
 from tests.cli.running import Cli
@@ -20,6 +21,9 @@ def test_a_namespace_is_sealed_its_master_key_replaced_and_its_key_destroyed(tmp
     assert f"'work' is sealed: it needs the master key {rotated['master_ids'][0]}" in refused.err
     assert "rows remain, sealed for ever" in cli.done("keys", "erase", "work", "--yes").out
     assert "its key was destroyed" in cli.done("keys", "ls").out
+    assert (cli.home / "sealed-namespaces").read_text() == "work\n"
+    shutil.rmtree(cli.home / "store")
+    assert "'work' is sealed: its key record" in cli("keys", "ls").err
     told = [json.loads(line) for line in (cli.home / "audit" / "store.jsonl").read_text().splitlines()]
     assert [(line["what"], line["namespace"], line["outcome"], line["reason"]) for line in told] == [
         ("keys/new", "work", "allowed", ""),

@@ -146,6 +146,15 @@ def write_private_text(path: Path, text: str) -> None:
         _sync_directory(directory)
 
 
+def replace_private_text(path: Path, text: str) -> None:
+    """As write_private_text, in the place of what is there: a reader sees the one or the other."""
+    new = path.with_name(path.name + ".new")
+    new.unlink(missing_ok=True)
+    write_private_text(new, text)
+    new.replace(path)
+    _sync_directory(path.parent)
+
+
 def read_private_text(path: Path) -> str:
     """Text of a file that group and others cannot read. Raises CredentialFileError otherwise, saying what to do."""
     try:

@@ -33,6 +33,7 @@ def test_every_field_of_the_stores_configuration_comes_from_the_settings(monkeyp
     expected = {name: value for name, (_, value) in SET.items()}
     for name in ("quota_bytes", "expires_after_s"):
         expected[f"default_{name}"] = expected.pop(name)
+    expected["sealed_namespaces"] = ()  # of --sealed-file: tests/cachestore/sealing/test_sealed_downgrade.py
     expected["refuses_beyond_budget"] = expected.pop("write_budget_over")
     assert {field.name: getattr(config, field.name) for field in fields(StoreConfig)} == expected
     assert (config.quota_bytes("theirs"), config.quota_bytes("ours"), config.quota_bytes("others")) == (10, None, 5000)

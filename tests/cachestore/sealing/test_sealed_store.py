@@ -1,6 +1,7 @@
 """A store with sealed namespaces: nothing plain lies in its files, and it does all that a store does."""
 
 import inspect
+import os
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from cachestore_svc.records import BlobKind, Origin
 from cachestore_svc.recovery.key_care import KeyCare
 from cachestore_svc.recovery.recovering import recover
 from cachestore_svc.sealing.key_files import KeyFiles
-from cachestore_svc.sealing.keys import MasterKey
+from cachestore_svc.sealing.keys import KeyRecord, MasterKey
 from cachestore_svc.sealing.sealed_form import SEGMENT_BYTES
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Chance, Lab, assert_restores, publish, upload, write
@@ -223,8 +224,8 @@ def test_garbage_of_a_shut_namespace_is_collected(lab: Lab) -> None:
         assert not list((lab.directory_of(NS) / "blobs").glob("*/*"))
 
 
-def care(lab: Lab, disk: Disk | None = None) -> KeyCare:
-    return KeyCare(lab.config(), lab.clock, secrets.token_bytes, disk or Disk())
+def care(lab: Lab, disk: Disk | None = None, **settings: object) -> KeyCare:
+    return KeyCare(lab.config(**settings), lab.clock, secrets.token_bytes, disk or Disk())
 
 
 NEW = MasterKey(b"n" * 32, "the new file")
@@ -245,6 +246,27 @@ def test_a_master_key_is_replaced_without_writing_a_blob(lab: Lab) -> None:
         assert_restores(store, store.get_snapshot(NS, "ada"), ours)
     with pytest.raises(FailedPrecondition, match=NEW.id):
         care(lab).rotate(old, WRONG)
+
+
+def test_what_a_replaced_or_destroyed_key_left_is_written_over(lab: Lab) -> None:
+    def wrapped_in(record: KeyRecord) -> list[bytes]:
+        return [each.key.hex().encode() for each in record.wrapped]
+
+    path = lab.root / "keys" / namespace_place(NS)
+    half = path.with_name(path.name + ".new")
+    [record] = [each for each in KeyFiles(lab.root, Disk()).read().values() if each]
+    half.write_bytes(path.read_bytes())  # a crash of an earlier change
+    kept = [os.open(each, os.O_RDONLY) for each in (path, half, path.with_name(path.name + ".copy"))]
+    try:
+        care(lab).rotate(lab.masters, NEW)
+        [newer] = [each for each in KeyFiles(lab.root, Disk()).read().values() if each]
+        kept.append(os.open(path, os.O_RDONLY))
+        care(lab).erase(NS)
+        left = [os.pread(descriptor, 1 << 16, 0) for descriptor in kept]
+    finally:
+        for descriptor in kept:
+            os.close(descriptor)
+    assert not [key for data in left for key in (*wrapped_in(record), *wrapped_in(newer)) if key in data]
 
 
 class FailingDisk(Disk):

@@ -94,6 +94,7 @@ def _run(caller: Caller, action: str, data_dir: Path | None, *arguments: str) ->
     argv = [sys.executable, "-m", "cachestore_svc", "keys", action, "--json", *arguments]
     argv += ["--data-dir", str(data_dir or caller.home.store_data)]
     argv += ["--audit-file", str(caller.home.audit_file("store"))]
+    argv += caller.home.sealed_options(data_dir)
     answer = subprocess.run(argv, capture_output=True, text=True, check=False)
     if answer.returncode:
         last = answer.stderr.strip().splitlines()[-1:] or [f"it ended with exit code {answer.returncode}"]

@@ -31,7 +31,7 @@ def serve(context: typer.Context) -> None:
     caller = caller_of(context)
     arguments = list(context.args)
     if not any(argument.split("=")[0] == "--data-dir" for argument in arguments):
-        arguments += ["--data-dir", str(caller.home.store_data)]
+        arguments += ["--data-dir", str(caller.home.store_data), *caller.home.sealed_options()]
     if not any(argument.split("=")[0] == "--listen" for argument in arguments):
         caller.home.make()
         arguments += ["--listen", caller.home.socket_address("store")]
@@ -51,7 +51,7 @@ def check(
     caller = caller_of(context, as_json)
     argv = [sys.executable, "-m", "cachestore_svc", "check", "--json"]
     argv += ["--data-dir", str(data_dir or caller.home.store_data), *(["--repair"] if repair else [])]
-    argv += caller.home.seal_options()
+    argv += [*caller.home.seal_options(), *caller.home.sealed_options(data_dir)]
     answer = subprocess.run(argv, capture_output=True, text=True, check=False)
     if not answer.stdout:
         last = answer.stderr.strip().splitlines()[-1:] or [f"the check ended with exit code {answer.returncode}"]
@@ -82,7 +82,7 @@ def recover(
     argv = [sys.executable, "-m", "cachestore_svc", "recover", "--json"]
     argv += ["--data-dir", str(data_dir or caller.home.store_data)]
     argv += [word for name in namespace or () for word in ("--namespace", name)]
-    argv += caller.home.seal_options()
+    argv += [*caller.home.seal_options(), *caller.home.sealed_options(data_dir)]
     code, answer, last = _run_with_progress(caller, argv)
     if not answer:
         raise _no_answer(code, last, "CANNOT_RECOVER")

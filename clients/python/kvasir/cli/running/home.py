@@ -67,9 +67,19 @@ class Home:
         """The master key of sealed namespaces, if it was made there."""
         return self.root / "seal.key"
 
+    @property
+    def sealed_file(self) -> Path:
+        """Lists the sealed namespaces of the home's store."""
+        return self.root / "sealed-namespaces"
+
     def seal_options(self) -> tuple[str, ...]:
         """What a program of the store is told of it. Without one, it reads KVASIR_STORE_SEAL_… of the environment."""
         return ("--seal-key-file", str(self.seal_key_file)) if self.seal_key_file.exists() else ()
+
+    def sealed_options(self, data_dir: Path | None = None) -> tuple[str, ...]:
+        """The list, for a program of the home's own store. Another store's is KVASIR_STORE_SEALED_FILE."""
+        is_ours = data_dir is None or data_dir.resolve() == self.store_data.resolve()
+        return ("--sealed-file", str(self.sealed_file)) if is_ours else ()
 
     @property
     def engine_state(self) -> Path:

@@ -328,7 +328,7 @@ def plan_of(
         engine_listen=home.socket_address("engines"),
         credentials_file=credentials,
         peers_file=home.peers_file,
-        options=(*home.seal_options(), *store_options),
+        options=(*home.seal_options(), *home.sealed_options(), *store_options),
         metrics_listen=store_metrics,
         tls_cert_file=tls_cert if store_listen else None,
         tls_key_file=tls_key if store_listen else None,
