@@ -60,7 +60,23 @@ class BlobStore:
         left = core.writers.left_bytes(namespace, digest)
         if wanted := core.space.shortage(namespace, digest.size_bytes - left):
             collecting.make_room(core, namespace, wanted, resuming=digest)
-        return core.writers.begin(namespace, digest, kind, _Register(core))
+        writer = core.writers.begin(namespace, digest, kind, _Register(core))
+        # Another writer may have listed it between the look-up and now; its part is then gone.
+        if not writer.received_bytes and self._is_listed_now(namespace, digest, writer):
+            return StoredBlob(digest)
+        return writer
+
+    def _is_listed_now(self, namespace: str, digest: Digest, writer: BlobWriter) -> bool:
+        """Whether the blob needs no bytes after all. Its new writer is ended then."""
+        is_needed = True
+        try:
+            is_needed = bool(self.find_missing(namespace, [digest]))
+        except BaseException:
+            writer.abandon()
+            raise
+        if not is_needed:
+            writer.abandon()
+        return not is_needed
 
     def write_status(self, namespace: str, digest: Digest) -> WriteStatus:
         """How much of a blob has arrived. No side effect."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvasir.clients import AioStoreClient
-from kvasir.errors import AlreadyExists, DataLoss, InvalidArgument, Unavailable
+from kvasir.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument, Unavailable
 from kvasir.formats import manifest as manifests
 from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.digest import Digest
@@ -26,7 +26,7 @@ from cachestore_svc.threads import StoreThreads
 _MAX_CUTS = 4
 # Of a thousand versions each. A peer whose list goes on is given up.
 MAX_PEER_PAGES = 100
-_CUT_PAUSE_S = 0.3
+_CUT_PAUSE_S, _OTHERS_PAUSE_S = 0.3, 0.1
 T = TypeVar("T")
 
 
@@ -39,6 +39,11 @@ class Progress:
     blobs_done: int = 0
     bytes_done: int = 0
     blobs_skipped: int = 0
+
+    def count(self, missing: Sequence[Digest]) -> None:
+        """All but these are here."""
+        self.blobs_done = self.blobs_total - len(missing)
+        self.bytes_done = self.bytes_total - sum(digest.size_bytes for digest in missing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +124,10 @@ class LineCopies:
         """Get what lacks. After a cut, what is durable is not sent again, and a part goes on at its offset."""
         progress = Progress(len(wanted), sum(digest.size_bytes for digest in wanted))
         missing = await self.missing(order.namespace, wanted)
-        progress.blobs_skipped = progress.blobs_done = len(wanted) - len(missing)
-        progress.bytes_done = progress.bytes_total - sum(digest.size_bytes for digest in missing)
+        progress.count(missing)
+        progress.blobs_skipped = progress.blobs_done
         yield progress
-        cuts = 0
+        cuts, others = 0, _OtherWriters(self._stall_timeout_s)
         while missing:
             batch = missing[:MAX_DIGESTS_PER_REQUEST]
             try:
@@ -139,6 +144,11 @@ class LineCopies:
                     raise
                 await asyncio.sleep(_CUT_PAUSE_S * cuts)
                 missing = await self.missing(order.namespace, missing)
+                progress.count(missing)
+            except FailedPrecondition as error:
+                await others.wait(error, await self._arrived(order.namespace, missing))
+                missing = await self.missing(order.namespace, missing)
+                progress.count(missing)
 
     async def missing(self, namespace: str, digests: Sequence[Digest]) -> list[Digest]:
         missing: list[Digest] = []
@@ -159,25 +169,41 @@ class LineCopies:
                 missing = missing[1:]
             if not missing:
                 return
-            status = await self._threads.run(order.namespace, self._store.write_status, order.namespace, missing[0])
         expected = iter(missing)
         async with BlobIntake(self._store, self._threads, order.namespace) as intake:
-            frames = remote.read_frames(missing, status.received_bytes)
+            # Opened before the peer is asked: no other writer can change now what has arrived of it.
+            offset = await intake.resume(missing[0], BlobKind.TENSORS)
+            frames = remote.read_frames(missing, offset)
             async with aclosing(self._unstalled(frames, order.peer)) as arriving:
+                is_first = True
                 async for frame in arriving:
-                    digest = None
-                    if frame.HasField("digest"):
+                    begins = None
+                    if is_first or frame.HasField("digest"):
                         digest = next(expected, None)
                         if digest is None or frame.digest.hash != digest.hash:
                             raise DataLoss(f"peer {order.peer} sent a blob that was not asked for")
-                    await _take_peers(intake, order.peer, digest, frame.offset, frame.data)
+                        begins = None if is_first else digest
+                        is_first = False
+                    await _take_peers(intake, order.peer, begins, frame.offset, frame.data)
                     for stored in _stored_so_far(intake, order.peer):
                         yield stored
-            await intake.end()
+            is_whole = next(expected, None) is None
+            try:
+                await intake.end()
+            except InvalidArgument:  # bytes of the last blob are missing
+                is_whole = False
             for stored in _stored_so_far(intake, order.peer):
                 yield stored
-        if next(expected, None) is not None:
+        if not is_whole:
             raise Unavailable(f"peer {order.peer} ended the stream early", reason="PEER_UNAVAILABLE", retry_after_s=5)
+
+    async def _arrived(self, namespace: str, missing: Sequence[Digest]) -> tuple[int, int]:
+        """How far the first of these is, and how many they are: that changes while another writer gets on."""
+        missing = await self.missing(namespace, missing)
+        if not missing:
+            return 0, 0
+        status = await self._threads.run(namespace, self._store.write_status, namespace, missing[0])
+        return status.received_bytes, len(missing)
 
     def _finish_part(self, namespace: str, digest: Digest) -> bool:
         """Make a part with all its bytes a blob; False when it is not right, and gone."""
@@ -209,7 +235,31 @@ class LineCopies:
                 writer.write(writer.received_bytes, memoryview(data)[writer.received_bytes :])
                 writer.finish()
 
-        await self._threads.run(namespace, write)
+        others = _OtherWriters(self._stall_timeout_s)
+        while True:
+            try:
+                return await self._threads.run(namespace, write)
+            except FailedPrecondition as error:
+                await others.wait(error, None)
+
+
+class _OtherWriters:
+    """Waits for other calls that write the same blob, as two pulls at once do, and gives up when they stand still."""
+
+    def __init__(self, stall_timeout_s: float) -> None:
+        self._stall_timeout_s = stall_timeout_s
+        self._seen: object = self  # nothing that a caller can have seen
+        self._since = 0.0
+
+    async def wait(self, refused: FailedPrecondition, seen: object) -> None:
+        """Wait a little. `seen`: what changes while they get on. Raises `refused` if it is about something else, or if
+        that has not changed for too long."""
+        now = asyncio.get_running_loop().time()
+        if seen != self._seen:
+            self._seen, self._since = seen, now
+        if refused.reason != "WRITE_IN_PROGRESS" or now - self._since > self._stall_timeout_s:
+            raise refused
+        await asyncio.sleep(_OTHERS_PAUSE_S)
 
 
 def came_from(line: SnapshotVersion, peer: str) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from kvasir.errors import InvalidArgument
+from kvasir.errors import FailedPrecondition, InvalidArgument
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.records import MAX_FRAME_BYTES, BlobKind
@@ -68,19 +68,7 @@ class BlobIntake:
 
     async def begin(self, digest: Digest, kind: BlobKind, offset: int = 0) -> None:
         """The next blob comes, from `offset` on. Raises what Store.open_writer does, and InvalidArgument (offset)."""
-        await self._leave_current()
-        exits = contextlib.ExitStack()
-        try:
-            writer = await self._threads.run(
-                self._namespace, lambda: exits.enter_context(self._store.open_writer(self._namespace, digest, kind))
-            )
-        except BaseException:
-            # A cancel may come while the writer is being opened: left open, it would keep this blob from all others.
-            await self._threads.run(self._namespace, exits.close)
-            raise
-        self._current = _Current(digest, writer, exits, offset, writer.received_bytes)
-        self._has_begun = True
-        self._is_skipping = writer.received_bytes == digest.size_bytes
+        writer = await self._open(digest, kind)
         if writer.is_stored:
             await self.outcomes.put(Stored(digest, existed=True))
         elif not 0 <= offset <= writer.received_bytes:
@@ -92,6 +80,33 @@ class BlobIntake:
             )
         elif writer.received_bytes == digest.size_bytes:
             await self._finish_current()
+        else:
+            assert self._current is not None
+            self._current.next_offset = offset
+
+    async def resume(self, digest: Digest, kind: BlobKind) -> int:
+        """The next blob comes, from where an earlier writer ended: that offset, which nobody else changes from now on.
+        Raises what Store.open_writer does, and FailedPrecondition (WRITE_IN_PROGRESS) for one that needs no bytes."""
+        writer = await self._open(digest, kind)
+        if self._is_skipping:
+            raise FailedPrecondition(f"another writer has sent {digest}", reason="WRITE_IN_PROGRESS")
+        return writer.received_bytes
+
+    async def _open(self, digest: Digest, kind: BlobKind) -> BlobWriter:
+        await self._leave_current()
+        exits = contextlib.ExitStack()
+        try:
+            writer = await self._threads.run(
+                self._namespace, lambda: exits.enter_context(self._store.open_writer(self._namespace, digest, kind))
+            )
+        except BaseException:
+            # A cancel may come while the writer is being opened: left open, it would keep this blob from all others.
+            await self._threads.run(self._namespace, exits.close)
+            raise
+        self._current = _Current(digest, writer, exits, writer.received_bytes, writer.received_bytes)
+        self._has_begun = True
+        self._is_skipping = writer.received_bytes == digest.size_bytes
+        return writer
 
     async def write(self, offset: int, data: bytes) -> None:
         """The blob's next bytes. What arrived before a cut is skipped. Raises InvalidArgument, ResourceExhausted."""

@@ -2,6 +2,7 @@
 
 import random
 import time
+from typing import Any
 
 import pytest
 from kvasir.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
@@ -159,6 +160,25 @@ def test_a_blob_has_one_writer_at_a_time(store: Store) -> None:
             store.open_writer(NS, digest, TENSORS)
         assert refused.value.reason == "WRITE_IN_PROGRESS"
     write(store, digest, data, TENSORS)
+
+
+def test_a_blob_that_another_lists_between_look_up_and_begin_takes_no_bytes(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest, data = a_block()
+    writers = store._core.writers
+    begin = writers.begin
+
+    def begin_late(*given: Any) -> Any:
+        monkeypatch.undo()
+        write(store, digest, data, TENSORS)
+        return begin(*given)
+
+    monkeypatch.setattr(writers, "begin", begin_late)
+    with store.open_writer(NS, digest, TENSORS) as writer:
+        assert (writer.is_stored, writer.received_bytes) == (True, len(data))
+    assert bytes(store.read_blob(NS, digest)) == data
+    assert store.stats(NS).blob_bytes == len(data)
 
 
 def test_a_writer_that_ended_takes_nothing_more(store: Store) -> None:

@@ -4,7 +4,6 @@ import io
 import json
 import tarfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
@@ -225,18 +224,9 @@ def test_two_pulls_at_once_end_in_one_line(home: StoreHome, there: RunningStore,
     with here.client() as ours, there.client() as theirs:
         publish(theirs, "ada", turn, 0)
 
-        def pull(_: int) -> int:
-            for _ in range(40):
-                try:
-                    return ours.pull_agent("mac", "ada").version
-                except FailedPrecondition as error:
-                    if error.reason != "WRITE_IN_PROGRESS":
-                        raise
-                    time.sleep(0.1)
-            return 0
-
         with futures.ThreadPoolExecutor(3) as pool:
-            assert list(pool.map(pull, range(3))) == [1, 1, 1]
+            made = list(pool.map(lambda _: ours.pull_agent("mac", "ada"), range(3)))
+        assert [version.version for version in made] == [1, 1, 1]
         assert_whole(ours, "ada", turn)
 
 
@@ -405,6 +395,51 @@ def test_bytes_of_a_lying_peer_never_become_memory(home: StoreHome, tmp_path: Pa
             current["lie"] = lambda frames: [frame for frame in frames if frame.digest.hash in missing]
             assert ours.pull_agent("mac", "ada", timeout_s=20).version == 1
             assert_whole(ours, "ada", turn)
+
+
+class CutPeer(LyingPeer):
+    """Sends from the offset that it was asked for: the first time one frame, later all, after `before_rest`."""
+
+    def __init__(self, turn: SyntheticSnapshot, before_rest: Callable[[], None]) -> None:
+        super().__init__(turn, lambda frames: frames)
+        self._before_rest = before_rest
+        self.offsets: list[int] = []
+
+    def ReadBlobs(self, request: pb.ReadBlobsRequest, context: Any) -> Iterator[pb.ReadBlobsResponse]:  # noqa: N802
+        self.offsets.append(request.first_offset)
+        if len(self.offsets) == 2:
+            self._before_rest()
+        first = request.first_offset
+        for digest in map(Digest.from_proto, request.digests):
+            for frame in frames_of(digest, self._turn.new_blobs[digest], first_offset=first):
+                yield pb.ReadBlobsResponse(frame=frame)
+                if len(self.offsets) == 1:
+                    return
+            first = 0
+
+
+def test_nobody_takes_a_part_away_from_a_pull_that_has_asked_for_the_rest(home: StoreHome, tmp_path: Path) -> None:
+    turn = SyntheticAgent(LARGE, 13).turn(256)
+    [digest] = turn.digests
+    refused: list[str] = []
+
+    def spoil() -> None:
+        with here.client() as another:
+            stub = cachestore_pb2_grpc.CacheStoreServiceStub(another._channel)  # type: ignore[no-untyped-call]
+            frames = frames_of(digest, bytes(digest.size_bytes), pb.BLOB_KIND_TENSORS, MIB)
+            try:
+                list(stub.WriteBlobs((pb.WriteBlobsRequest(frame=frame) for frame in frames), timeout=20))
+            except grpc.RpcError as error:
+                refused.append(str(error.details()))
+
+    peer = CutPeer(turn, spoil)
+    with lying(peer) as address:
+        here = start_here(home, tmp_path, address)
+        with here.client() as ours:
+            ours.pull_agent("mac", "ada", timeout_s=20)
+            assert_whole(ours, "ada", turn)
+    assert peer.offsets == [0, MIB]
+    assert "another writer has" in refused[0]
 
 
 def test_a_peers_manifest_must_have_its_own_digest_and_be_one(home: StoreHome, tmp_path: Path) -> None:
