@@ -1,19 +1,24 @@
-"""Moves among three real stores that are cut at random bytes, killed and forced, with a model that judges every write.
+"""Moves among three real stores that are cut, killed, parted, forced and set to other days; a model judges every write.
 
 The model knows the last manifest that was acknowledged. A store that accepts a write on any other head would be a
 second owner, or have lost a version; the model then names the seed and what had happened.
 
     python -m tests.moves.campaign --moves 2000
+
+Leases and a source's patience are counted on steady clocks, which nobody can set. The clock that people set dates
+versions, and says which unnamed blobs have rested long enough to be removed: it jumps here while agents move.
 """
 
 import argparse
+import contextlib
 import copy
 import random
+import subprocess
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,12 +27,30 @@ from kvasir.errors import KvasirError, NotFound
 
 from tests.cachestore.moving.two_stores import Mac, macs
 from tests.cachestore.service.running import publish
+from tests.programs import Program
 from tests.synthetic import SMALL, SyntheticAgent
 
 PATIENCE_S = 1.0
 _HEALED_WITHIN_S = 60.0
 _LARGEST_CUT = 300_000
-ACCIDENTS = ("none", "cut", "kill source", "kill destination", "kill both", "two movers", "leave", "claim")
+_TOLD_EVERY = 50
+_LONGEST_PARTING_S = 2.5
+_DAY_S = 86_400.0
+_AHEAD_S = (-20 * 365 * _DAY_S, -30 * _DAY_S, -3600.0, 0.0, 3600.0, 30 * _DAY_S, 50 * 365 * _DAY_S)
+ACCIDENTS = (
+    "none",
+    "cut",
+    "kill source",
+    "kill destination",
+    "kill both",
+    "kill mover",
+    "two movers",
+    "leave",
+    "partition",
+    "clocks",
+    "claim",
+    "claim in a partition",
+)
 
 
 class ViolationError(AssertionError):
@@ -105,18 +128,39 @@ class World:
         target = self.random.choice(sorted(set(self.stores) - {self.owner}))
         self.events.append(f"{accident}: {self.owner} to {target}")
         self.counts[accident] += 1
-        if accident == "claim" and self._knows(target):
-            self.forced_claim(target)
+        if accident.startswith("claim") and self._knows(target):
+            self.forced_claim(target, is_parted=accident == "claim in a partition")
             return
-        movers = [threading.Thread(target=self._order, args=(target, accident == "leave"), daemon=True)]
-        if accident == "two movers":
-            [third] = set(self.stores) - {self.owner, target}
-            movers.append(threading.Thread(target=self._order, args=(third, False), daemon=True))
+        movers = self._movers(accident, target)
         if accident == "cut":
             cable = self.stores[target].cables[self.owner]
             cable.cut_after_received = cable.received_bytes + self.random.randrange(1, _LARGEST_CUT)
         for mover in movers:
             mover.start()
+        self._disturb(accident, target)
+        while any(mover.is_alive() for mover in movers):
+            self.probe()
+        for mac in self.stores.values():
+            for cable in mac.cables.values():
+                cable.cut_after_received = None
+        self.healed()
+
+    def _movers(self, accident: str, target: str) -> list[threading.Thread]:
+        """Who is at work while stores are probed: those that order moves, and the network's parting."""
+        orders = [(self._order_and_die if accident == "kill mover" else self._order, (target, accident == "leave"))]
+        if accident == "two movers":
+            [third] = set(self.stores) - {self.owner, target}
+            orders.append((self._order, (third, False)))
+        movers = [threading.Thread(target=order, args=given, daemon=True) for order, given in orders]
+        if accident == "partition":
+            movers.append(threading.Thread(target=self._part_for_a_while, args=(self.owner, target), daemon=True))
+        return movers
+
+    def _disturb(self, accident: str, target: str) -> None:
+        if accident == "clocks":
+            self.set_clocks()
+            time.sleep(self.random.random() * 0.15)
+            self.set_clocks()
         victims = {"kill source": [self.owner], "kill destination": [target], "kill both": [self.owner, target]}
         if accident in victims:
             time.sleep(self.random.random() * 0.15)
@@ -124,12 +168,6 @@ class World:
                 self.stores[name].kill()
             for name in victims[accident]:
                 self.stores[name].start()
-        while any(mover.is_alive() for mover in movers):
-            self.probe()
-        for mac in self.stores.values():
-            for cable in mac.cables.values():
-                cable.cut_after_received = None
-        self.healed()
 
     def _order(self, target: str, leaves: bool) -> None:
         try:
@@ -140,22 +178,62 @@ class World:
         except KvasirError:
             pass  # what became of it is seen by who takes writes
 
-    def forced_claim(self, target: str) -> None:
-        """The owner is gone; another that knows the agent claims it; the old owner comes back and is fenced."""
+    def _order_and_die(self, target: str, _: bool) -> None:
+        socket, out = self.stores[target].home.socket, self.stores[target].home.root / "mover"
+        words = ["--address", socket, "agents", "move", self.name, "--from", self.owner, "--json"]
+        mover = Program("kvasir", words, out=out, err=out)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            mover.wait(0.3 + self.random.random())
+        mover.kill()
+        mover.wait()
+
+    def _part_for_a_while(self, one: str, other: str) -> None:
+        time.sleep(self.random.random() * 0.15)
+        with self._parted(one, other):
+            time.sleep(self.random.random() * _LONGEST_PARTING_S)
+
+    @contextlib.contextmanager
+    def _parted(self, one: str, *others: str) -> Iterator[None]:
+        cables = [self.stores[a].cables[b] for other in others for a, b in ((one, other), (other, one))]
+        for cable in cables:
+            cable.part()
+        try:
+            yield
+        finally:
+            for cable in cables:
+                cable.heal()
+
+    def set_clocks(self) -> None:
+        """Set some stores' clocks to other times, as far away as people and networks set them."""
+        for name in self.random.sample(sorted(self.stores), self.random.randint(1, len(self.stores))):
+            self.stores[name].set_clock(self.random.choice(_AHEAD_S) * self.random.random())
+
+    def forced_claim(self, target: str, *, is_parted: bool) -> None:
+        """The owner is gone; another that knows the agent claims it; the old owner comes back and is fenced.
+        Parted, the old owner lives and goes on: what it acknowledges then it keeps, to be read."""
         old = self.owner
-        with self.stores[target].client() as client:
+        with contextlib.ExitStack() as parting, self.stores[target].client() as client:
             head = client.get_agent(self.name).lines[0].manifest.hash
-            self.stores[old].kill()
+            if is_parted:
+                parting.enter_context(self._parted(old, *(name for name in self.stores if name != old)))
+            else:
+                self.stores[old].kill()
             client.claim_agent(self.name, force=True)
+            if is_parted and not self.write(old):
+                raise ViolationError(f"{old} cannot know of the claim, and takes no write")
+            self._go_on_from(head, target)
+        if not is_parted:
+            self.stores[old].start()
+        self._until(lambda: self._state(old) == pb.OWNER_STATE_MOVED, f"{old} was not fenced")
+        self.healed()
+        self._nothing_lost(old)
+
+    def _go_on_from(self, head: str, target: str) -> None:
         # What the old owner acknowledged since is not here: the line goes on from what is.
         self.line.acknowledged, self.line.possible = head, set()
         self.line.agent = SyntheticAgent(SMALL, self.random.randrange(1 << 30))
         if not self.write(target):
             raise ViolationError(f"{target} claimed the agent, and takes no write")
-        self.stores[old].start()
-        self._until(lambda: self._state(old) == pb.OWNER_STATE_MOVED, f"{old} was not fenced")
-        self.healed()
-        self._nothing_lost(old)
 
     # --- judging ---
 
@@ -200,7 +278,8 @@ class World:
 
 def run(root: Path, moves: int, seed: int, accidents: tuple[str, ...] = ACCIDENTS, per_agent: int = 8) -> Counter[str]:
     """So many moves; how many of each kind. Raises ViolationError with the seed and what had happened."""
-    with macs(root, "--move-patience-s", str(PATIENCE_S), "--retained-versions", "1000", count=3) as stores:
+    options = ("--move-patience-s", str(PATIENCE_S), "--retained-versions", "1000", "--gc-interval-s", "2")
+    with macs(root, *options, count=3, has_clocks=True) as stores:
         for mac in stores:
             mac.start()
         world = World(stores, seed)
@@ -212,6 +291,8 @@ def run(root: Path, moves: int, seed: int, accidents: tuple[str, ...] = ACCIDENT
                 world.move(accident)
             except ViolationError as violation:
                 raise ViolationError(f"seed {seed}, move {number}: {violation}; {world.events}") from None
+            if (number + 1) % _TOLD_EVERY == 0:
+                print(f"seed {seed}: {number + 1} moves", flush=True)
         return world.counts
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.moves.campaign import run
 
-SAMPLE = ("none", "cut", "kill source", "kill destination", "two movers", "claim")
+SAMPLE = ("none", "cut", "kill source", "kill destination", "two movers", "clocks", "partition", "claim")
 
 
 def test_whatever_is_cut_or_killed_an_agent_has_one_owner_and_all_that_was_acknowledged(tmp_path: Path) -> None:

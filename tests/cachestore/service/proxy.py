@@ -1,4 +1,4 @@
-"""A proxy between a client and a store that counts bytes, cuts connections and falls silent when told."""
+"""A proxy between a client and a store that counts bytes, cuts connections, falls silent or stands still when told."""
 
 import contextlib
 import socket
@@ -23,6 +23,17 @@ class Proxy:
     _listener: socket.socket = field(default_factory=lambda: socket.create_server(("127.0.0.1", 0)))
     _pairs: list[tuple[socket.socket, socket.socket]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _flows: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._flows.set()
+
+    def part(self) -> None:
+        """Let nothing through, and lose nothing, until `heal`: a network that is parted for a while."""
+        self._flows.clear()
+
+    def heal(self) -> None:
+        self._flows.set()
 
     @property
     def address(self) -> str:
@@ -50,6 +61,7 @@ class Proxy:
 
     def close(self) -> None:
         self._listener.close()
+        self.heal()
         self.drop_connections()
 
     def _forward(self, pair: tuple[socket.socket, socket.socket], is_sending: bool) -> None:
@@ -58,6 +70,7 @@ class Proxy:
             while data := source.recv(16 << 10):
                 if self._is_silent():
                     continue
+                self._flows.wait()
                 target.sendall(data)
                 if self._count(len(data), is_sending):
                     # What was forwarded arrives first: the test knows then where the cut is.

@@ -62,6 +62,7 @@ class StoreHome:
 
     root: Path
     started: list[RunningStore] = field(default_factory=list)
+    program: str = "cachestore_svc"
 
     @property
     def socket(self) -> str:
@@ -85,7 +86,7 @@ class StoreHome:
         if is_fresh:
             process = _fresh(arguments, out, log, env or {})
         else:
-            process = Program("cachestore_svc", arguments, out=out, err=log, env=env)
+            process = Program(self.program, arguments, out=out, err=log, env=env)
         running = RunningStore(process, _address(process, out, log), self.data_dir, log)
         self.started.append(running)
         return running
