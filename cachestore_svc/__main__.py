@@ -348,6 +348,8 @@ def _told(report: RecoverReport) -> Iterator[str]:
             yield f"{space.namespace}: {agent!r} version {version} lacks blobs, which engines compute again"
         for agent in space.named_anew:
             yield f"{space.namespace}: an agent whose name is lost is now {agent!r}"
+        if space.unclaimed:
+            yield f"{space.namespace}: {len(space.unclaimed)} agents may have moved before, and wait for a claim"
     yield f"the old index is kept: {', '.join(report.kept) or 'there was none'}"
 
 

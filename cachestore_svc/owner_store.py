@@ -154,9 +154,9 @@ class OwnerStore(LeaseStore):
 
     # --- claims ---
 
-    def claim(self, namespace: str, agent_id: str, chance: int) -> Ownership:
-        """Own the agent, whoever owns it: for a peer that is gone. It is fenced when it hears of that. Raises NotFound
-        when nothing of the agent is here and nothing is known of it."""
+    def claim(self, namespace: str, agent_id: str, chance: int, tells: Sequence[str] = ()) -> Ownership:
+        """Own the agent, whoever owns it: for a peer that is gone. It is fenced when it hears of that, as `tells` do.
+        Raises NotFound when nothing of the agent is here and nothing is known of it."""
         self._core.check_open(namespace)
         check_agent_id(agent_id)
 
@@ -164,7 +164,7 @@ class OwnerStore(LeaseStore):
             known = change.ownership_of(namespace, agent_id)
             if known == ownership.HERE:
                 change.get_agent(namespace, agent_id, self._core.config.retained_versions)
-            new = ownership.claimed(known, chance, self._core.now_unix_ms())
+            new = ownership.claimed(known, chance, self._core.now_unix_ms(), tells)
             self._set(change, namespace, agent_id, new)
             return new
 

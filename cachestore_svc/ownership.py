@@ -12,7 +12,7 @@ the source has said MOVED for that move. Between the first step and the last nob
 hears of it is fenced. An agent of which a store has no fact is OWNED in generation 0. Facts outlive their agents.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -54,6 +54,11 @@ class Ownership:
         """Whether nobody may extend or delete it before a source has decided."""
         return self.state in (OwnerState.MOVING, OwnerState.ARRIVING)
 
+    @property
+    def waits_for_claim(self) -> bool:
+        """Whether it came back from a loss of the index that may have lost its last move, too."""
+        return self.state is OwnerState.MOVING and not self.peer
+
 
 HERE = Ownership()
 
@@ -65,6 +70,13 @@ def check_writable(agent_id: str, known: Ownership) -> None:
             f"agent {agent_id!r} has moved to {known.peer}: ask there, or bring it back with "
             f"`kvasir agents move {agent_id} --from {known.peer}`",
             reason="AGENT_MOVED",
+            metadata=_facts(agent_id, known),
+        )
+    if known.waits_for_claim:
+        raise FailedPrecondition(
+            f"agent {agent_id!r} came back from `kvasir store recover`, which cannot tell whether it had moved: "
+            f"`kvasir agents claim {agent_id}` asks the peers, and makes it this store's if none owns it",
+            reason="AGENT_MOVING",
             metadata=_facts(agent_id, known),
         )
     if not known.is_owned:
@@ -159,12 +171,14 @@ def did_not_arrive(known: Ownership, move_id: str, now_unix_ms: int) -> Ownershi
 # --- claims ---
 
 
-def claimed(known: Ownership, chance: int, now_unix_ms: int) -> Ownership:
+def claimed(known: Ownership, chance: int, now_unix_ms: int, tells: Sequence[str] = ()) -> Ownership:
     """The fact after a claim: OWNED here, and above every generation that moves can have reached. `chance`: a random
-    number, so that two claims at two places are not of one generation."""
+    number, so that two claims at two places are not of one generation. `tells`: further peers that are to hear of it.
+    """
     step = (known.generation // CLAIM_STEP + 1) * CLAIM_STEP
     generation = step + (chance % MAX_CLAIM_CHANCE) * MAX_CLAIM_CHANCE
-    return Ownership(OwnerState.OWNED, generation, "", "", now_unix_ms, tells=_who_may_count_on(known, ""))
+    who = tuple(sorted({*_who_may_count_on(known, ""), *tells}))
+    return Ownership(OwnerState.OWNED, generation, "", "", now_unix_ms, tells=who)
 
 
 def fenced(agent_id: str, known: Ownership, peer: str, generation: int, now_unix_ms: int) -> Ownership:

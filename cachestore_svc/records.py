@@ -360,6 +360,7 @@ class Recovered:
     damaged_blobs: tuple[str, ...]  # hashes; in quarantine, engines compute them again
     with_damaged_blobs: tuple[tuple[str, int], ...]  # agents and versions that came back without some of these
     named_anew: tuple[str, ...]  # agents whose names are lost
+    unclaimed: tuple[str, ...] = ()  # agents that may have moved, by what is lost: nobody extends them before a claim
 
 
 @dataclass(frozen=True, slots=True)

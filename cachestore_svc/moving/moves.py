@@ -10,13 +10,13 @@ source whose destination is silent takes the agent back; a claim is told to whoe
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 import structlog
 from kvasir.clients import AioStoreClient
-from kvasir.errors import FailedPrecondition, KvasirError, Unavailable
+from kvasir.errors import FailedPrecondition, KvasirError, NotFound, Unavailable
 
 from cachestore_svc import ownership
 from cachestore_svc.index.catalog import HOUSE
@@ -105,13 +105,13 @@ class Moves:
 
     async def claim(self, namespace: str, agent_id: str, *, force: bool) -> Ownership:
         """Own an agent. Raises NotFound, FailedPrecondition (AGENT_MOVED, AGENT_MOVING), Unavailable (peer)."""
-        if force:
-            chance = int(self._token_hex(8), 16)
-            known = await self._threads.run(namespace, self._store.claim, namespace, agent_id, chance)
-            with contextlib.suppress(KvasirError):  # `keep` tells it later
-                await self._tell(namespace, agent_id, known)
-            return known
         known = await self._known(namespace, agent_id)
+        if known.waits_for_claim:
+            async with self._one_at_a_time(namespace, agent_id):
+                facts = await self._facts_of_peers(namespace, agent_id, known, force=force)
+                return await self._claimed(namespace, agent_id, facts)
+        if force:
+            return await self._claimed(namespace, agent_id)
         if known.state is OwnerState.MOVING:
             known = await self._threads.run(
                 namespace, self._store.undo_move, namespace, agent_id, known.peer, known.move_id
@@ -121,6 +121,57 @@ class Moves:
                 known = await self._finished(namespace, agent_id)
         ownership.check_writable(agent_id, known)
         return known
+
+    async def _claimed(self, namespace: str, agent_id: str, tells: Sequence[str] = ()) -> Ownership:
+        chance = int(self._token_hex(8), 16)
+        known = await self._threads.run(namespace, self._store.claim, namespace, agent_id, chance, tells)
+        with contextlib.suppress(KvasirError):  # `keep` tells it later
+            await self._tell(namespace, agent_id, known)
+        return known
+
+    async def _facts_of_peers(self, namespace: str, agent_id: str, known: Ownership, *, force: bool) -> Sequence[str]:
+        """Ask every peer who owns an agent that came back without its last move; those that have a fact of their own.
+
+        Raises FailedPrecondition (AGENT_MOVED: one of them owns it, which is noted; AGENT_MOVING) and Unavailable for
+        one that cannot be asked; not with `force`, which counts on nobody and tells all.
+        """
+        told = list[str]()
+        for peer in self._peers.names(namespace):
+            try:
+                async with self._peers.connect(peer, namespace) as remote:
+                    with answers_of_peer(peer):
+                        there = (await remote.get_agent(agent_id)).ownership
+            except NotFound:
+                continue
+            except KvasirError as error:
+                if not force:
+                    raise Unavailable(
+                        f"{peer} may own {agent_id!r} and cannot be asked: {error.message}; if it is gone for good, "
+                        f"`kvasir agents claim {agent_id} --force` does not ask",
+                        reason="PEER_UNAVAILABLE",
+                        retry_after_s=5,
+                    ) from None
+                told.append(peer)
+                continue
+            # Copies that were never moved have generation 0, and owners of their own.
+            if there.generation and not force and int(there.state) != OwnerState.MOVED:
+                await self._give_way(namespace, agent_id, known, peer, there)
+            if there.generation:
+                told.append(peer)
+        return told
+
+    async def _give_way(self, namespace: str, agent_id: str, known: Ownership, peer: str, there: Any) -> None:
+        """A peer owns the agent, or has it half. Raises unless its fact is no newer than the one here."""
+        if there.generation <= known.generation:
+            return
+        if int(there.state) != OwnerState.OWNED:
+            raise FailedPrecondition(
+                f"agent {agent_id!r} is on its way at {peer}: wait for its end there, or take it with --force",
+                reason="AGENT_MOVING",
+            )
+        told, yield_to = known.generation, self._store.yield_to
+        known = await self._threads.run(namespace, yield_to, namespace, agent_id, peer, told, there.generation)
+        ownership.check_writable(agent_id, known)
 
     # --- what a crash or a cut left ---
 

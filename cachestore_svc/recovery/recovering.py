@@ -63,6 +63,7 @@ class _RebuiltNamespace:
     identities: dict[str, identity_pb2.KvIdentity] = field(default_factory=dict)
     lost: list[LostVersion] = field(default_factory=list)
     named_anew: list[str] = field(default_factory=list)
+    unclaimed: list[str] = field(default_factory=list)
     damaged: set[Digest] = field(default_factory=set)
     with_damaged: set[tuple[str, int]] = field(default_factory=set)
 
@@ -141,6 +142,7 @@ class _Recovery:
     def _space(self, name: str, state: Namespace, is_whole: bool) -> _RebuiltNamespace:
         names = self._sealed.seals.names_of(name) or PlainNames()
         space = _RebuiltNamespace(name, state, salvage.Found(self._sealed.of(name), names))
+        known = set(state.agents)
         if not is_whole:
             self._name_anew(space)
         versions = list(_versions_of(state))
@@ -153,9 +155,13 @@ class _Recovery:
         if not is_whole:
             # It is not known any more what came from elsewhere: all of it may have.
             state.brought = {digest.hash for digest in (*space.manifests, *space.named)}
-            if state.owners:
-                # Nor which agents were handed over last: none of them is extended before somebody says whose it is.
-                state.owners |= {agent: _held(state.owners.get(agent), self._now) for agent in state.agents}
+            # Nor which agents were handed over last: none of them is extended before somebody says whose it is. Those
+            # named anew are no other store's.
+            held = {agent: _held(state.owners.get(agent), self._now) for agent in known & state.agents.keys()}
+            state.owners |= held
+            space.unclaimed += [
+                space.found.names.open_text(agent) for agent, facts in held.items() if facts[0] != OwnerState.MOVED
+            ]
         return space
 
     def _name_anew(self, space: _RebuiltNamespace) -> None:
@@ -296,10 +302,13 @@ def _flat(owners: Mapping[str, tuple[Any, ...]]) -> list[list[Any]]:
 
 def _held(facts: tuple[Any, ...] | None, now_unix_ms: int) -> tuple[Any, ...]:
     """The fact of an owner whose last change may be lost: as of a move to nobody, which a claim undoes."""
-    if facts is not None and facts[0] != OwnerState.OWNED:
+    if facts is not None and facts[0] == OwnerState.MOVED:
         return facts
-    generation = facts[1] if facts is not None else 0
-    return int(OwnerState.MOVING), generation, "", "", now_unix_ms, 0, ""
+    # A move that was under way may have been decided since: it is neither undone nor taken up again.
+    generation, tells = (facts[1], facts[6]) if facts is not None else (0, "")
+    if facts is not None and facts[0] == OwnerState.ARRIVING:
+        generation -= 1  # it is the source's as long as that has not handed it over
+    return int(OwnerState.MOVING), generation, "", "", now_unix_ms, 0, tells
 
 
 def _cannot_read(namespace: str, digest: Digest) -> tuple[ManifestFacts, Sequence[SharedBlock]]:
@@ -336,6 +345,7 @@ def _report_of(space: _RebuiltNamespace) -> Recovered:
         damaged_blobs=tuple(sorted(digest.hash for digest in space.damaged)),
         with_damaged_blobs=tuple(sorted(space.with_damaged)),
         named_anew=tuple(space.named_anew),
+        unclaimed=tuple(sorted(space.unclaimed)),
     )
 
 

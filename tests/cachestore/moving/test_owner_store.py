@@ -33,6 +33,19 @@ def with_three(lab: Lab) -> None:
         store.offer(NS, "moving", "studio", "n" * 16, 0)
 
 
+def lose_the_index(lab: Lab) -> None:
+    for suffix in ("", "-wal", "-shm"):
+        (lab.root / f"{DATABASE}{suffix}").unlink(missing_ok=True)
+
+
+def lose_the_last_line(lab: Lab, lines: int = 1) -> None:
+    """Of the journal, and the whole index."""
+    log = lab.root / journal.NAME
+    written = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join(written[:-lines]) + written[-lines][:20])
+    lose_the_index(lab)
+
+
 def states(lab: Lab) -> dict[str, OwnerState]:
     with lab.open() as store:
         return {name: store.ownership(NS, name).state for name in ("here", "moved", "moving")}
@@ -44,8 +57,7 @@ AS_IT_WAS = {"here": OwnerState.OWNED, "moved": OwnerState.MOVED, "moving": Owne
 def test_owners_outlive_a_restart_and_the_loss_of_the_index(lab: Lab) -> None:
     with_three(lab)
     assert states(lab) == AS_IT_WAS
-    for suffix in ("", "-wal", "-shm"):
-        (lab.root / f"{DATABASE}{suffix}").unlink(missing_ok=True)
+    lose_the_index(lab)
     assert recover(lab).has_whole_journal
     assert states(lab) == AS_IT_WAS
 
@@ -63,19 +75,48 @@ def test_the_last_step_of_a_move_is_repeated_from_the_journal(lab: Lab) -> None:
 
 def test_without_a_whole_journal_nobody_extends_what_may_have_been_handed_over(lab: Lab) -> None:
     with_three(lab)
-    log = lab.root / journal.NAME
-    lines = log.read_bytes().splitlines(keepends=True)
-    log.write_bytes(b"".join(lines[:-1]) + lines[-1][:20])
-    for suffix in ("", "-wal", "-shm"):
-        (lab.root / f"{DATABASE}{suffix}").unlink(missing_ok=True)
+    lose_the_last_line(lab)
     assert not recover(lab).has_whole_journal
     assert states(lab)["here"] is OwnerState.MOVING
     with lab.open() as store:
         with pytest.raises(FailedPrecondition) as caught:
             publish(store, "here", SyntheticAgent(SMALL, 0).turn(300), 1)
         assert caught.value.reason == "AGENT_MOVING"
-        known = store.undo_move(NS, "here", "", "")
-        assert known.is_owned
+        assert store.claim(NS, "here", 0).is_owned
+        publish(store, "here", SyntheticAgent(SMALL, 3).turn(300), 1)
+
+
+def test_a_move_that_was_under_way_is_not_undone_when_its_decision_may_be_lost(lab: Lab) -> None:
+    with_three(lab)
+    with lab.open() as store:
+        store.hand_over(NS, "moving", "studio", "n" * 16, 1)
+    lose_the_last_line(lab)
+    assert not recover(lab).has_whole_journal
+    with lab.open() as store:
+        known = store.ownership(NS, "moving")
+        assert (known.waits_for_claim, known.generation) == (True, 1)
+        assert store.ownership(NS, "moved").state is OwnerState.MOVED
+
+
+def test_an_agent_whose_first_move_may_be_lost_waits_for_a_claim(lab: Lab) -> None:
+    with lab.open() as store:
+        publish(store, "ada", SyntheticAgent(SMALL, 1).turn(300), 0)
+        hand_over(store, "ada")
+    lose_the_last_line(lab, lines=2)
+    assert not recover(lab).has_whole_journal
+    with lab.open() as store:
+        with pytest.raises(FailedPrecondition, match="agents claim ada") as caught:
+            publish(store, "ada", SyntheticAgent(SMALL, 1).turn(300), 1)
+        assert caught.value.reason == "AGENT_MOVING"
+
+
+def test_an_agent_that_is_named_anew_is_no_other_stores(lab: Lab) -> None:
+    with_three(lab)
+    (lab.root / journal.NAME).unlink()
+    lose_the_index(lab)
+    [space] = recover(lab).namespaces
+    with lab.open() as store:
+        assert [store.ownership(NS, name).is_owned for name in space.named_anew] == [True] * 3
 
 
 def test_a_fact_outlives_its_agent(lab: Lab) -> None:

@@ -275,6 +275,12 @@ def all_agents(client: StoreClient, prefix: str, labels: dict[str, str]) -> Iter
             return
 
 
+def unclaimed(client: StoreClient) -> list[str]:
+    """Names of the agents that came back from a recovery without their owner."""
+    facts = ((agent.agent_id, agent.ownership) for agent in all_agents(client, "", {}))
+    return [name for name, known in facts if known.state == pb.OWNER_STATE_MOVING and not known.peer]
+
+
 def _all_versions(client: StoreClient, agent: str, line: str) -> Iterator[pb.SnapshotVersion]:
     token = ""
     while True:

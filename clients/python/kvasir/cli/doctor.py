@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import kvasir
-from kvasir.cli.agents import store_client
+from kvasir.cli.agents import store_client, unclaimed
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.demo.self_test import self_test
 from kvasir.cli.failures import PROBLEMS
@@ -94,7 +94,7 @@ def examined(caller: Caller, model: str, options: Sequence[str]) -> dict[str, An
         "packages": {name: _version(name) for name in _PACKAGES},
         "model": facts,
         "home": {"path": str(home), "free_disk_bytes": disk.free},
-        "store": _service(services["store"]) | _store_stats(caller),
+        "store": _service(services["store"]) | _store_stats(caller, problems),
         "engine": _service(services["engine"]) | _loaded_model(caller),
         "problems": problems,
     }
@@ -170,9 +170,14 @@ def _loaded_model(caller: Caller) -> dict[str, Any]:
     }
 
 
-def _store_stats(caller: Caller) -> dict[str, Any]:
+def _store_stats(caller: Caller, problems: list[str]) -> dict[str, Any]:
     try:
         with store_client(caller) as client:
+            if waiting := unclaimed(client):
+                problems.append(
+                    f"{len(waiting)} agents, {waiting[0]!r} the first, came back from a recovery and cannot go on: "
+                    "`kvasir agents claim --recovered` asks the peers, and makes this store's what none of them owns"
+                )
             return {"stats": stats_row(client.get_stats())}
     except (KvasirError, ValueError):
         return {"stats": None}

@@ -112,7 +112,12 @@ def pull(
 
 def claim(
     context: typer.Context,
-    agent: AgentArgument,
+    agent: Annotated[
+        str, typer.Argument(help="The agent's name.", metavar="[AGENT]", autocompletion=complete_agent)
+    ] = "",
+    recovered: Annotated[
+        bool, typer.Option("--recovered", help="All that wait for a claim since `kvasir store recover`.")
+    ] = False,
     force: Annotated[
         bool,
         typer.Option("--force", help="Also from a Mac that is gone for good. What it made since is not here."),
@@ -121,12 +126,36 @@ def claim(
 ) -> None:
     """Take an agent back whose move has stopped halfway, or, with --force, whose owner is gone.
 
-    If that Mac comes back, it keeps what it made, to be read, and does not extend it any more.
+    If that Mac comes back, it keeps what it made, to be read, and does not extend it any more. After a recovery every
+    peer is asked first: an agent that one of them owns stays there.
     """
     caller = caller_of(context, as_json)
+    if bool(agent) == recovered:
+        raise failures.WrongUsage("expected AGENT or --recovered", field="agent")
     with store_client(caller) as client:
-        claimed = _claimed(client, agent, force)
-    caller.result(agent_row(claimed), lambda out: out.print(f"{agent} is this store's."))
+        if not recovered:
+            claimed = _claimed(client, agent, force)
+            caller.result(agent_row(claimed), lambda out: out.print(f"{agent} is this store's."))
+            return
+        rows = [_claimed_row(client, name, force) for name in agents.unclaimed(client)]
+    caller.result(rows, lambda out: _show_claimed(out, rows))
+    if any(row["error"] for row in rows):
+        raise typer.Exit(failures.REFUSED)
+
+
+def _claimed_row(client: StoreClient, agent: str, force: bool) -> dict[str, str]:
+    """One that is refused, as when a peer owns it, does not end the others."""
+    try:
+        client.claim_agent(agent, force=force)
+    except FailedPrecondition as refused:
+        return {"agent_id": agent, "error": refused.reason or "", "message": refused.message}
+    return {"agent_id": agent, "error": "", "message": ""}
+
+
+def _show_claimed(out: Console, rows: list[dict[str, str]]) -> None:
+    for row in rows:
+        out.print(row["message"] or f"{row['agent_id']} is this store's.")
+    out.print(f"{len(rows)} agents, {sum(bool(row['error']) for row in rows)} left alone")
 
 
 def _claimed(client: StoreClient, agent: str, force: bool) -> pb.Agent:

@@ -54,7 +54,7 @@ def owner_words(known: pb.Ownership) -> str:
     """Where an agent is that is not this store's; empty for one that is."""
     words = {
         pb.OWNER_STATE_MOVED: f"moved to {known.peer}",
-        pb.OWNER_STATE_MOVING: f"on its way to {known.peer}",
+        pb.OWNER_STATE_MOVING: f"on its way to {known.peer}" if known.peer else "recovered, waits for a claim",
         pb.OWNER_STATE_ARRIVING: f"on its way from {known.peer}",
     }
     return words.get(known.state, "")

@@ -203,6 +203,8 @@ def _show_recovered(out: Console, report: dict[str, Any]) -> None:
             out.print(f"  {agent} version {version} lacks blobs; engines compute them again")
         for agent in space["named_anew"]:
             out.print(f"  an agent whose name is lost is now {agent}")
+        if waiting := len(space["unclaimed"]):
+            out.print(f"  {waiting} agents may have moved before; `kvasir agents claim --recovered` asks the peers")
     out.print(f"the old index is kept: {', '.join(report['kept']) or 'there was none'}")
 
 
