@@ -123,10 +123,15 @@ class Moves:
         return known
 
     async def _claimed(self, namespace: str, agent_id: str, tells: Sequence[str] = ()) -> Ownership:
-        chance = int(self._token_hex(8), 16)
-        known = await self._threads.run(namespace, self._store.claim, namespace, agent_id, chance, tells)
-        with contextlib.suppress(KvasirError):  # `keep` tells it later
-            await self._tell(namespace, agent_id, known)
+        for _ in range(_TRIES):
+            chance = int(self._token_hex(8), 16)
+            known = await self._threads.run(namespace, self._store.claim, namespace, agent_id, chance, tells)
+            with contextlib.suppress(KvasirError):  # `keep` tells it later
+                await self._tell(namespace, agent_id, known)
+            known = await self._known(namespace, agent_id)
+            if known.is_owned:
+                break  # else a peer knew of a newer owner than this store did, and the next claim is above that one
+        ownership.check_writable(agent_id, known)
         return known
 
     async def _facts_of_peers(self, namespace: str, agent_id: str, known: Ownership, *, force: bool) -> Sequence[str]:

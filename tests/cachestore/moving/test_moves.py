@@ -248,6 +248,18 @@ def test_a_user_takes_back_an_agent_that_is_on_its_way(pair: tuple[Mac, Mac], la
         refused(lambda: peer.hand_over_agent(name, "1" * 16, 1), "MOVE_UNKNOWN")
 
 
+def test_a_forced_claim_is_above_an_owner_that_only_a_peer_has_heard_of(
+    pair: tuple[Mac, Mac], laptop: StoreClient, name: str
+) -> None:
+    ada = SyntheticAgent(SMALL, 19)
+    publish(laptop, name, ada.turn(300), 0)
+    laptop.move_agent(name, to_peer="studio")
+    with as_peer(pair[1], "laptop") as peer:
+        peer.fence_agent(name, 5 << 40)
+    assert laptop.claim_agent(name, force=True).ownership.generation > 5 << 40
+    publish(laptop, name, ada.turn(300), 1)
+
+
 def test_a_credential_for_pulls_alone_takes_no_agent(tmp_path_factory: pytest.TempPathFactory) -> None:
     with macs(tmp_path_factory.mktemp("one-way")) as (source, _):
         (source.home.root / "peers.toml").write_text("")

@@ -1,4 +1,4 @@
-"""A store that lost index and journal cannot tell which agents it had handed over: it asks its peers before it goes on."""
+"""A store that lost index and journal cannot tell which agents it had handed over: it asks its peers first."""
 
 from collections.abc import Iterator
 from pathlib import Path
