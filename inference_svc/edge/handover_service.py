@@ -1,11 +1,12 @@
 """Hand-overs on the wire: takes turns from other engines, and gives turns away when a caller asks for it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 from kvasir.credentials import ADMIN, CLIENT, ENGINE, PEER, Principal
-from kvasir.errors import InvalidArgument, NotFound
+from kvasir.errors import DeadlineExceeded, InvalidArgument, NotFound
 from kvasir.inference.v1 import handover_pb2 as pb
 from kvasir.inference.v1 import handover_pb2_grpc
 from kvasir.server.interceptors import current_principal
@@ -14,7 +15,6 @@ from kvasir.server.shared_room import SharedRoom
 from inference_svc.edge import handover_messages as wire
 from inference_svc.edge.service import check_serves
 from inference_svc.formats.reply_formats import ReplyFormats
-from inference_svc.handover.giving import Given
 from inference_svc.handover.resume_tokens import ResumeTokens
 from inference_svc.handover.taking import Taking
 from inference_svc.model.model_host import ModelHost
@@ -26,8 +26,10 @@ HANDOVER_ROLES: Mapping[str, frozenset[str]] = {
     f"/{HANDOVER_SERVICE_NAME}/TakeTurn": frozenset({ENGINE, PEER}),
     f"/{HANDOVER_SERVICE_NAME}/HandOverTurn": frozenset({CLIENT, ADMIN}),
 }
-# A peer that sends nothing for so long is gone. Its turns hold room here meanwhile.
+# A peer that is still for so long is gone. Its turns hold room here meanwhile.
 _SILENCE_S = 30.0
+
+T = TypeVar("T")
 
 
 class HandOverService(handover_pb2_grpc.HandOverServiceServicer):  # type: ignore[misc]
@@ -50,6 +52,7 @@ class HandOverService(handover_pb2_grpc.HandOverServiceServicer):  # type: ignor
         self._tokens = tokens
         self._max_prompt_bytes = max_prompt_bytes
         self._is_stopping = is_stopping
+        self._to_the_end: set[asyncio.Task[Any]] = set()
 
     async def TakeTurn(self, request_iterator: AsyncIterator[pb.TakeTurnRequest], context: Any) -> None:
         check_serves(self._is_stopping)
@@ -58,11 +61,12 @@ class HandOverService(handover_pb2_grpc.HandOverServiceServicer):  # type: ignor
         try:
             await context.write(pb.TakeTurnResponse(opened=pb.TurnOpened()))
             await _receive(parts, taking)
-            promise = await taking.prepare()
-            await context.write(wire.write_promise(promise))
+            async with _in_time():
+                promise = await taking.prepare()
+                await context.write(wire.write_promise(promise))
             await _next(parts, "commit")
             # From here on the turns are this engine's, whatever becomes of the link.
-            await asyncio.shield(asyncio.create_task(taking.own(promise)))
+            await self._ended(taking.own(promise))
             await context.write(pb.TakeTurnResponse(taken=pb.TurnTaken()))
         finally:
             taking.close()
@@ -78,8 +82,14 @@ class HandOverService(handover_pb2_grpc.HandOverServiceServicer):  # type: ignor
         served = self._host.serving("")
         turns = _named(request, served.turns.under_way(current_principal().namespace))
         # It goes on when the caller goes away: a turn that is half given away is nobody's.
-        giving: asyncio.Task[Given] = asyncio.create_task(served.giver.give(turns, request.peer))
-        return wire.write_given(await asyncio.shield(giving))
+        return wire.write_given(await self._ended(served.giver.give(turns, request.peer)))
+
+    async def _ended(self, work: Coroutine[Any, Any, T]) -> T:
+        """What becomes of work that goes on when its caller goes away."""
+        task = asyncio.create_task(work)
+        self._to_the_end.add(task)  # else nothing may hold it once the caller is gone
+        task.add_done_callback(self._to_the_end.discard)
+        return await asyncio.shield(task)
 
 
 async def _receive(parts: AsyncIterator[pb.TakeTurnRequest], taking: Taking) -> None:
@@ -90,20 +100,31 @@ async def _receive(parts: AsyncIterator[pb.TakeTurnRequest], taking: Taking) -> 
             taking.add_stand(wire.read_stand(part.stand, taking.prompt))
             continue
         file = wire.ArrivingFile(part.file)
-        await taking.hold(file.digest.size_bytes)
+        async with _in_time():
+            await taking.hold(file.digest.size_bytes)
         while not file.is_whole:
             file.add((await _next(parts, "frame")).frame)
         taking.add_file(file.choice, file.data())
 
 
 async def _next(parts: AsyncIterator[pb.TakeTurnRequest], *expected: str) -> pb.TakeTurnRequest:
-    """Raises InvalidArgument for another part, or none; TimeoutError for a peer that is silent."""
-    async with asyncio.timeout(_SILENCE_S):
+    """Raises InvalidArgument for another part, or none; DeadlineExceeded for a peer that is silent."""
+    async with _in_time():
         part = await anext(parts, None)
     kind = part.WhichOneof("part") if part is not None else None
     if part is None or kind not in expected:
         raise InvalidArgument(f"part: expected {' or '.join(expected)}, got {kind or 'nothing'}", field="part")
     return part
+
+
+@contextlib.asynccontextmanager
+async def _in_time() -> AsyncIterator[None]:
+    """Raises DeadlineExceeded for a step of a hand-over that takes too long."""
+    try:
+        async with asyncio.timeout(_SILENCE_S):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded(f"the hand-over stood still for {_SILENCE_S:g} s") from None
 
 
 def _named(request: pb.HandOverTurnRequest, under_way: list[list[TurnState]]) -> list[TurnState]:

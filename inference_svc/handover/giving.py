@@ -224,7 +224,7 @@ class _Giving:
     async def send_rest(self, link: PeerLink) -> Promise:
         """Hold the turns and send what is left; returns when the peer holds everything."""
         self.held_s = self.giver.clock()
-        held = await asyncio.gather(*(self._held(turn) for turn in self.turns))
+        held = await self._all_held()
         for turn, each in zip(self.turns, held, strict=True):
             await link.send_stand(self.giver.stand(turn, each))
             for data in each.files:
@@ -234,6 +234,17 @@ class _Giving:
         if any(turn.running.is_cancelled or turn.running.is_ending for turn in self.turns):
             raise Cancelled("the turn was cancelled")
         return promise
+
+    async def _all_held(self) -> list[HeldTurn]:
+        holding = [asyncio.ensure_future(self._held(turn)) for turn in self.turns]
+        try:
+            return await asyncio.gather(*holding)
+        except BaseException:
+            # One that is held after the others were let go on would stand still for good.
+            for each in holding:
+                each.cancel()
+            await asyncio.wait(holding)
+            raise
 
     async def _held(self, turn: TurnState) -> HeldTurn:
         give_up = self.giver.clock() + _HOLD_S

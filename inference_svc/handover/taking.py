@@ -109,7 +109,12 @@ class Taking:
             for choice, stand in self._stands.items()
         }
         self._choices = self._turns.take_over(self._request, self._taken)
-        await asyncio.gather(*(taken.ready for taken in self._taken.values()))
+        # Not `gather`: whoever is cancelled here must not take the futures along, which the turns answer.
+        ready, _ = await asyncio.wait(
+            [taken.ready for taken in self._taken.values()], return_when=asyncio.FIRST_EXCEPTION
+        )
+        for each in ready:
+            each.result()
         self._give_back()
         return Promise(self._tokens.new(), LIVES_S)
 
@@ -120,16 +125,19 @@ class Taking:
         request = self._request
         reply = WaitingReply(self._choices, request.request_id, request.namespace, request.caller)
         self._tokens.offer(promise.resume_token, reply)
-        await self._turns.own(tuple(self._taken.values()))
+        try:
+            await self._turns.own(tuple(self._taken.values()))
+        except BaseException:
+            self._choices.cancel()  # a turn that is held for good keeps its agent's next turns waiting
+            raise
 
     def close(self) -> None:
         """The link is over. Turns that were not given away end here. Idempotent."""
-        self._give_back()
-        for taken in self._taken.values():
-            taken.failed(Unavailable("the hand-over was given up"))
-            taken.ready.exception()  # nobody else may ask
         if self._choices is not None and not self._is_owned:
             self._choices.cancel()
+        for taken in self._taken.values():
+            taken.failed(Unavailable("the hand-over was given up"))
+        self._give_back()
 
     def _give_back(self) -> None:
         held, self._held_bytes = self._held_bytes, 0

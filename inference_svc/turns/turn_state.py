@@ -128,6 +128,7 @@ class TakenTurn:
     def failed(self, error: BaseException) -> None:
         if not self.ready.done():
             self.ready.set_exception(error)
+            self.ready.exception()  # perhaps nobody waits for it any more
 
     def close(self) -> None:
         """The turn is over."""
