@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
-from kvasir.errors import FailedPrecondition
+from kvasir.errors import FailedPrecondition, InvalidArgument
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
@@ -77,6 +77,11 @@ class Layout:
         """Raise InvalidArgument for a policy that does not exist, FailedPrecondition if a layer cannot be stored so."""
         for index, entry in enumerate(self.entries):
             if entry.kind == identity_pb2.LAYER_KIND_STATE:
+                if index in policy.exact_layers:
+                    raise InvalidArgument(
+                        f"exact layers: {index} is a recurrent state, which is exact under every policy",
+                        field="kv_exact_layers",
+                    )
                 continue
             for codec, dim in zip(layer_codecs(policy, index), (entry.key_dim, entry.value_dim), strict=True):
                 if why := codec.problem(dim):
