@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Any
 
 from kvasir.cachestore.v1 import identity_pb2
-from kvasir.errors import KvasirError
+from kvasir.errors import FailedPrecondition
 
 from inference_svc.model.model_runner import ModelRunner
 from inference_svc.model.quality.conversations import Conversations
@@ -36,7 +36,7 @@ class Subject:
 
 @dataclass(slots=True)
 class Exam:
-    """The material and the findings of an exam. `refused` has the reason for each rung that the model cannot have."""
+    """The material and the findings of an exam. `refused`: why the model cannot have a rung or peer, by name."""
 
     material: str  # QUESTIONS or CANARY
     exact: Findings
@@ -65,8 +65,11 @@ def examine(
     material, sheets = _material(subject, extent, meter)
     exact = exact_way(subject.runner)
     exam = Exam(material, exact.found)
-    ways = list(_rung_ways(subject.runner, policies, exam))
-    peers = peer_ways(subject.runner) if with_peers else []
+    ways = list(rung_ways(subject.runner, policies, exam.refused))
+    peers: list[Way] = []
+    if with_peers:
+        peers, refused = peer_ways(subject.runner)
+        exam.refused |= refused
     exam.rungs, exam.peers = [way.found for way in ways], [way.found for way in peers]
     for number, sheet in enumerate(sheets, 1):
         say(
@@ -96,11 +99,17 @@ def _material(subject: Subject, extent: Extent, meter: Meter) -> tuple[str, Iter
     return CANARY, chain.from_iterable(zip(repetitions(vocabulary, extent), own, strict=True))
 
 
-def _rung_ways(runner: ModelRunner, policies: Mapping[str, identity_pb2.KvPolicy], exam: Exam) -> Iterable[Way]:
+def rung_ways(
+    runner: ModelRunner, policies: Mapping[str, identity_pb2.KvPolicy], refused: dict[str, str]
+) -> Iterable[Way]:
+    """A way for each policy, by name; into `refused` goes the reason for each that the model cannot have.
+
+    Raises InvalidArgument for a policy that exists for no model.
+    """
     for name, policy in policies.items():
         try:
             runner.check_policy(policy)
-        except KvasirError as error:
-            exam.refused[name] = error.message
+        except FailedPrecondition as error:
+            refused[name] = error.message
         else:
             yield policy_way(runner, name, policy)

@@ -30,9 +30,18 @@ class Share:
         return self.right / self.n if self.n else math.nan
 
 
+@dataclass(frozen=True, slots=True)
+class TextMeans:
+    """Means over the next tokens of one text."""
+
+    kl: float
+    top1: float
+    surprise: float
+
+
 @dataclass(slots=True)
 class Findings:
-    """Sums over the measurements so far, with one way to keep KV."""
+    """Sums over the measurements so far, with one way to keep KV; and the means of each text, for intervals."""
 
     name: str
     bytes_per_token: int
@@ -43,6 +52,16 @@ class Findings:
     surprise_sum: float = 0.0  # -log of the probability given to the token that came
     shares: dict[str, Share] = field(default_factory=dict)
     seconds: float = 0.0
+    texts: list[TextMeans] = field(default_factory=list)
+
+    def add_text(self, *, positions: int, kl_sum: float, kl_worst: float, agreed: int, surprise_sum: float) -> None:
+        """Add the next tokens of one text."""
+        self.positions += positions
+        self.kl_sum += kl_sum
+        self.kl_worst = max(self.kl_worst, kl_worst)
+        self.agreed += agreed
+        self.surprise_sum += surprise_sum
+        self.texts.append(TextMeans(kl_sum / positions, agreed / positions, surprise_sum / positions))
 
     def share(self, task: str) -> Share:
         return self.shares.setdefault(task, Share())

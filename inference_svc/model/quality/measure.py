@@ -127,20 +127,26 @@ def policy_way(runner: ModelRunner, name: str, policy: identity_pb2.KvPolicy) ->
     return Way(Findings(name, bytes_per_token), lambda: SequenceKV(runner.new_pool(policy)))
 
 
-def peer_ways(runner: ModelRunner) -> list[Way]:
-    """mlx-lm's own quantized caches, for models that run with them in every layer."""
-    ways = []
+def peer_ways(runner: ModelRunner) -> tuple[list[Way], dict[str, str]]:
+    """mlx-lm's own quantized caches in every layer; and by name the reason for each that the model cannot have."""
+    ways: list[Way] = []
+    refused: dict[str, str] = {}
+    keeps_all = all(type(cache) is KVCache for cache in runner.exact_caches())
     for bits in (4, 8):
 
         def new_caches(bits: int = bits) -> list[Any]:
             return [QuantizedKVCache(_PEER_GROUP, bits) for _ in runner.exact_caches()]  # type: ignore[no-untyped-call]
 
-        try:
-            ways.append(_peer(runner, f"mlx-lm q{bits}", new_caches))
-        # This model cannot use it: another attention, or a head that the groups do not divide.
-        except (ValueError, TypeError, AttributeError, NotImplementedError):
+        name = f"mlx-lm q{bits}"
+        if not keeps_all:
+            refused[name] = "mlx-lm has quantized caches for layers that keep every token only"
             continue
-    return ways
+        try:
+            ways.append(_peer(runner, name, new_caches))
+        # mlx-lm has no type for its refusals: another attention, a head that the groups do not divide.
+        except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
+            refused[name] = f"mlx-lm raises {type(error).__name__}: {error}"
+    return ways, refused
 
 
 def _peer(runner: ModelRunner, name: str, new_caches: Callable[[], list[Any]]) -> Way:
@@ -157,12 +163,14 @@ def _count(sheet: Sheet, expected: Reading, reading: Reading, found: Findings) -
     divergence = (mx.exp(expected.scores) * (expected.scores - reading.scores)).sum(-1)
     guesses = reading.scores.argmax(-1)
     chosen = mx.take_along_axis(reading.scores, tokens[:, None], axis=-1)
-    found.positions += tokens.size
-    # Rounding can make a divergence of next to nothing negative.
-    found.kl_sum += max(0.0, _number(divergence.sum()))
-    found.kl_worst = max(found.kl_worst, _number(divergence.max()))
-    found.agreed += int(_number((guesses == expected.scores.argmax(-1)).sum()))
-    found.surprise_sum -= _number(chosen.sum())
+    found.add_text(
+        positions=tokens.size,
+        # Rounding can make a divergence of next to nothing negative.
+        kl_sum=max(0.0, _number(divergence.sum())),
+        kl_worst=_number(divergence.max()),
+        agreed=int(_number((guesses == expected.scores.argmax(-1)).sum())),
+        surprise_sum=-_number(chosen.sum()),
+    )
     if sheet.is_repetition:
         found.share(REPEAT).add(int(_number((guesses == tokens).sum())), tokens.size)
     for question, is_right in zip(sheet.questions, reading.right, strict=True):
