@@ -18,6 +18,7 @@ from inference_svc.kv.row_exact import make_row_exact
 # than twenty graphs, each of which costs the processor 0.1 ms and the GPU a pause. With these it is six; more is no
 # faster, and buffers of a long prompt's cell are held until their graph is done.
 _GRAPH_SETTINGS = {"MLX_MAX_OPS_PER_BUFFER": "100", "MLX_MAX_MB_PER_BUFFER": "4000"}
+_DEFAULT_CONTEXT_TOKENS = 4096
 COMPUTE_TYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
@@ -34,6 +35,14 @@ class LoadedModel:
         """Of all parameters, as they lie in memory."""
         parameters: Any = tree_flatten(self.model.parameters())  # type: ignore[no-untyped-call]
         return sum(int(value.nbytes) for _, value in parameters)
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest context that the configuration names, or 4,096 where it names none."""
+        # A model that also sees or hears says what its language model does in a part of its own.
+        parts = (self.config, self.config.get("text_config") or {})
+        said = [part.get(name) for part in parts for name in ("max_position_embeddings", "n_positions")]
+        return int(next(filter(None, said), _DEFAULT_CONTEXT_TOKENS))
 
 
 def find_model(name: str | Path) -> Path:

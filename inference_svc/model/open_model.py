@@ -28,7 +28,6 @@ from inference_svc.text.token_text import TokenText
 # prompt of 8,192 tokens: 492 ms in cells of 256, 279 of 1,024, 244 of 2,048, 227 of 4,096; mlx-lm 264.
 _CELL_TOKENS = {"cpu": BLOCK_TOKENS, "metal": 4 * BLOCK_TOKENS, "cuda": 8 * BLOCK_TOKENS}
 _SPARE_BYTES = 8 << 30  # of buffers that a cell and a step use again
-_DEFAULT_CONTEXT_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def open_model(
         kv_identity_hash=kv_identity_hash(identity),
         tokenizer_digest=tokenizer_digest(directory),
         template_digest=template_digest(loaded.tokenizer.chat_template),
-        context_tokens=_context_tokens(loaded.config, context_tokens),
+        context_tokens=min(loaded.context_tokens, context_tokens or loaded.context_tokens),
         kv_bytes_per_token=sum(tensor.size_bytes for tensor in expected_tensors(identity, 1)),
         kv_bytes_per_token_fp16=sum(
             2 * layer.kv_heads * (layer.key_dim + layer.value_dim)
@@ -114,14 +113,6 @@ def _shown_name(name: str | Path, directory: Path) -> str:
     if directory == kvasir_tiny.path():
         return kvasir_tiny.NAME
     return directory.name if Path(name).is_dir() else str(name)
-
-
-def _context_tokens(config: dict[str, Any], asked: int | None) -> int:
-    # A model that also sees or hears says what its language model does in a part of its own.
-    parts = (config, config.get("text_config") or {})
-    said = [part.get(name) for part in parts for name in ("max_position_embeddings", "n_positions")]
-    own = next(filter(None, said), _DEFAULT_CONTEXT_TOKENS)
-    return min(int(own), asked) if asked else int(own)
 
 
 def _token_text(directory: Path, loaded: LoadedModel) -> TokenText:

@@ -3,7 +3,10 @@
 import tempfile
 from pathlib import Path
 
+from kvasir.bench.text_quality import lines
+
 from tests.cli.running import Cli
+from tests.inference.engine.tiny_models import LLAMA, write_model
 
 
 def test_the_self_test_finds_that_memory_comes_back(tmp_path: Path) -> None:
@@ -57,6 +60,47 @@ def test_the_quality_bench_says_what_is_wrong_with_a_model(tmp_path: Path) -> No
     refused = Cli(tmp_path)("bench", "quality", "--quick", "--model", str(tmp_path))
     assert refused.code != 0
     assert "config.json" in refused.err
+
+
+def test_the_quality_bench_reads_a_text_of_ones_own_and_suggests_layers_to_keep_exact(tmp_path: Path) -> None:
+    cli, model, text = Cli(tmp_path), write_model(tmp_path / "model", LLAMA), tmp_path / "notes.txt"
+    text.write_text("Grüße an die Küche: " + "the quick brown fox jumps over the lazy dog; " * 60)
+    command = ("bench", "quality", "--quick", "--model", model, "--text", text, "--kv-bytes", 1000)
+    results = cli(*command, "--json", "--plots", tmp_path / "plots", timeout_s=120).value
+    assert (results["material"], results["text"]["windows"]) == ("text", 16)
+    every = {"name", "bytes_per_token", "kl", "kl_worst", "top1_agreement", "perplexity", "positions", "seconds"}
+    every |= {"kl_low", "kl_high", "top1_low", "top1_high"}
+    every |= {f"perplexity_rise{end}" for end in ("", "_low", "_high")}
+    assert {frozenset(each) for each in (results["reference"], *results["rungs"], results["mixed"])} == {
+        frozenset(every)
+    }
+    for each in results["rungs"]:
+        assert each["kl_low"] <= each["kl"] <= each["kl_high"]
+    layers = results["layers"]
+    assert (layers["policy"], layers["windows"], [row["layer"] for row in layers["rows"]]) == ("q4", 8, [0, 1, 2])
+    costly = max(layers["rows"], key=lambda row: row["kl"])["layer"]
+    assert results["mixed"]["name"] == f"q4, layer {costly} exact"
+    assert results["mixed"]["bytes_per_token"] == 432 + 368
+    assert set(results["suggestion"]) == {"budget_bytes", "kv_policy", "kv_exact_layers", "why"}
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == [
+        "quality_layers.png",
+        "quality_policies.png",
+    ]
+    shown = "\n".join(lines(results))
+    assert f"q4, layer {costly} exact" in shown
+    assert "within 1000 bytes a token: kvasir up --kv-policy" in shown
+
+
+def test_a_text_that_is_too_short_or_has_no_layers_to_measure_is_refused(tmp_path: Path) -> None:
+    text = tmp_path / "notes.txt"
+    text.write_text("Too short. " * 20)
+    refused = Cli(tmp_path)("bench", "quality", "--text", text)
+    assert refused.code != 0
+    assert str(text) in refused.err
+    assert "at least 1,024 tokens" in refused.err
+    alone = Cli(tmp_path)("bench", "quality", "--kv-bytes", "1000")
+    assert alone.code != 0
+    assert "belong to --text" in alone.err
 
 
 def test_a_made_model_is_one_that_doctor_can_keep(tmp_path: Path) -> None:

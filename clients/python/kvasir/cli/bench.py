@@ -12,7 +12,7 @@ import typer
 
 from kvasir.bench import attention as attention_bench
 from kvasir.bench import engine as engine_bench
-from kvasir.bench import engine_keys, engine_plots
+from kvasir.bench import engine_keys, engine_plots, quality_plots
 from kvasir.bench import load as load_bench
 from kvasir.bench import store as store_bench
 from kvasir.bench.program import run_program
@@ -33,6 +33,15 @@ class Peer(StrEnum):
     """Another program that can do the engine's work."""
 
     MLX_LM = "mlx-lm"
+
+
+class MixedPolicy(StrEnum):
+    """A policy some of whose layers may stay exact; under fp all are."""
+
+    Q4 = "q4"
+    Q4_ROTATED = "q4-rotated"
+    K8V4 = "k8v4"
+    Q8 = "q8"
 
 
 @app.callback()
@@ -155,6 +164,26 @@ def quality(
     compute_type: Annotated[
         str, typer.Option(help="float32, float16 or bfloat16; float32 on a CPU and else the model's own if left out.")
     ] = "",
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Read this file (UTF-8, 1,024 tokens at least) in 16 windows instead, and measure each layer too.",
+        ),
+    ] = None,
+    kv_policy: Annotated[
+        MixedPolicy | None, typer.Option(help="With --text: the policy whose layers are measured one by one: q4.")
+    ] = None,
+    kv_bytes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --text: bytes a token for that policy and the layers that stay exact. Left out: those of the "
+            "next policy.",
+        ),
+    ] = None,
+    plots: Annotated[Path | None, typer.Option(help="Write PNGs into this directory.")] = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Read and ask less, for a first look.")] = False,
     as_json: JsonOption = False,
@@ -165,14 +194,24 @@ def quality(
 
     A model that has kvasir-tiny's tokenizer and answers is asked about conversations of its world; any other repeats
     random tokens and reads text of its own. Seeds are fixed.
+
+    With --text the measure is your own text, with 95 % intervals over its windows: each policy, each layer alone under
+    one of them, and the layers to keep exact (--kv-exact-layers of `kvasir up`) within a budget of bytes.
     """
+    if text is None and (kv_policy or kv_bytes):
+        raise InvalidArgument("--kv-policy and --kv-bytes belong to --text", field="text")
     caller = caller_of(context, as_json)
+    options = [
+        *(("--model", model), ("--kv-exact-layers", kv_exact_layers), ("--compute-type", compute_type)),
+        *(("--text", text), ("--kv-policy", kv_policy and kv_policy.value), ("--kv-bytes", kv_bytes)),
+    ]
+    arguments = [str(part) for option in options if option[1] for part in option] + ["--quick"] * quick
     with _progress(caller, "measuring KV policies; minutes at full size") as say:
-        results = quality_report.measured(
-            model, is_quick=quick, exact_layers=kv_exact_layers, compute_type=compute_type, say=say
-        )
+        results = run_program("inference_svc.bench.quality", arguments, "KV policies were not measured", say)
+    if plots is not None:
+        _plot(caller, lambda: quality_plots.plot(results, plots))
     if as_markdown and not as_json:
-        caller.out.print(quality_report.markdown(results))
+        caller.out.print(quality_report.markdown(results), soft_wrap=True, markup=False, highlight=False)
     else:
         caller.result(results, lambda out: quality_report.show(out, results))
 

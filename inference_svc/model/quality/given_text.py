@@ -1,0 +1,51 @@
+"""The user's own text, cut into windows of equal length that are spread over all of it."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from kvasir.errors import InvalidArgument, NotFound
+
+from inference_svc.model.quality.material import Sheet
+
+WINDOWS = 16
+SHORTEST = 64  # tokens of a window
+LONGEST = 1024
+MOST_BYTES = 16 << 20
+_EXPECTED = f"expected UTF-8 of at least {WINDOWS * SHORTEST:,} tokens"
+
+
+def read_text(file: Path) -> str:
+    """The file's characters. Raises NotFound, InvalidArgument."""
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise NotFound(f"text: {file} cannot be read ({error.strerror}); {_EXPECTED}", field="text") from None
+    if len(data) > MOST_BYTES:
+        raise InvalidArgument(
+            f"text: {file} is larger than {MOST_BYTES >> 20} MiB; {_EXPECTED}, and less than that", field="text"
+        )
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"text: {file} is not UTF-8 at byte {error.start}; {_EXPECTED}", field="text") from None
+
+
+def windows_of(file: Path, text: str, tokenizer: Any, longest: int) -> list[Sheet]:
+    """16 windows of at most `longest` tokens. Each has the tokens that the tokenizer begins a text with, if there are
+    any. Raises InvalidArgument for a text of fewer than 1,024 tokens.
+    """
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    needed = WINDOWS * SHORTEST
+    if len(ids) < needed:
+        about = f", about {math.ceil(needed * len(text) / len(ids)):,} characters of such text" if ids else ""
+        raise InvalidArgument(f"text: {file} has {len(ids):,} tokens of this model; {_EXPECTED}{about}", field="text")
+    begin = tokenizer.bos_token_id
+    beginning = (begin,) if begin is not None and tokenizer.encode("")[:1] == [begin] else ()
+    stride = len(ids) // WINDOWS
+    length = min(stride, longest)
+    return [
+        Sheet((*beginning, *ids[start : start + length]), scored_from=len(beginning) + 1)
+        for start in range(0, WINDOWS * stride, stride)
+    ]
