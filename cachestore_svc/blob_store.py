@@ -26,6 +26,10 @@ class BlobStore:
         self._opened = opened
         self._core = opened.core
 
+    def is_sealed(self, namespace: str) -> bool:
+        """Whether what is kept of the namespace is encrypted."""
+        return self._core.seals.key_of(namespace) is not None
+
     def find_missing(self, namespace: str, digests: Sequence[Digest]) -> list[Digest]:
         """Digests that the namespace lacks or holds damaged, in the order asked. Extends the others' lifetimes."""
         self._core.check_open(namespace)

@@ -270,6 +270,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
             namespace=caller.namespace,
             roles=sorted(caller.roles),
             peers=self._peers.names(caller.namespace) if caller.roles & PEOPLE else (),
+            features=["sealed"] if self._store.is_sealed(caller.namespace) else (),
         )
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:

@@ -14,6 +14,7 @@ from kvasir.cli import failures
 from kvasir.cli.caller import Caller
 from kvasir.cli.running.health import STORE_SERVICE
 from kvasir.clients import StoreClient
+from kvasir.credentials import write_private_text
 from kvasir.formats.digest import Digest
 from safetensors.numpy import load_file
 
@@ -168,6 +169,38 @@ def test_an_archive_carries_a_memory_to_another_name(cli: Cli, ada: SyntheticAge
     taken = cli("agents", "import", file)
     assert taken.code == 4
     assert "--replace" not in cli.done("agents", "import", file, "--replace").out
+
+
+def test_a_sealed_export_comes_back_with_its_key_and_is_refused_by_name_without(
+    cli: Cli, ada: SyntheticAgent, tmp_path: Path
+) -> None:
+    words, other, key = (tmp_path / name for name in ("words", "other", "key"))
+    for path, text in ((words, "correct horse\n"), (other, "battery\n"), (key, "ab" * 32 + "\n")):
+        write_private_text(path, text)
+    by_words, by_key = tmp_path / "by-words", tmp_path / "by-key"
+    value = cli.done("agents", "export", "ada", by_words, "--passphrase-file", words, "--json").value
+    assert (value["is_sealed"], value["size_bytes"]) == (True, by_words.stat().st_size)
+    assert "sealed with a master key " in cli.done("agents", "export", "ada", by_key, "--sealed", "--key-file", key).out
+    plain = cli.done("agents", "export", "ada", tmp_path / "plain", "--json").value
+    secret = (tmp_path / "plain").read_bytes()[20_000:20_064]
+    assert plain["is_sealed"] is False
+    assert [secret in file.read_bytes() for file in (tmp_path / "plain", by_words, by_key)] == [True, False, False]
+    before = cli.done("agents", "show", "ada", "--json").value["lines"][0]
+    for name, file, options in (("eve", by_words, ("--passphrase-file", words)), ("ida", by_key, ("--key-file", key))):
+        assert cli.done("agents", "import", file, name, *options, "--json").value["manifest"] == before["manifest"]
+    told = {
+        (by_words,): "is sealed with a passphrase: name the file that has it with --passphrase-file",
+        (by_words, "--passphrase-file", other): "this passphrase does not open it",
+        (by_key,): "is sealed with the master key ",
+    }
+    for arguments, said in told.items():
+        refused = cli("agents", "import", *arguments, "new", "--json")
+        assert (refused.code, refused.value["error"]["reason"]) == (4, "ARCHIVE_SEALED")
+        assert said in refused.value["error"]["message"]
+    by_key.write_bytes(by_key.read_bytes()[:-1])
+    assert "changed or cut" in cli("agents", "import", by_key, "new", "--key-file", key).err
+    assert cli("agents", "show", "new").code == 5
+    assert cli("agents", "export", "ada", tmp_path / "x", "--sealed").code == 2, "nobody can be asked"
 
 
 def test_an_export_keeps_an_older_file_unless_it_is_told_to_replace_it(

@@ -9,6 +9,7 @@ from kvasir.errors import FailedPrecondition
 from tests.cachestore.sealing.canaries import found_in, secrets_of
 from tests.cachestore.service.running import RunningStore, StoreHome, assert_whole, publish, store_home
 from tests.cachestore.service.test_pulling import start_here
+from tests.cli.running import in_process
 from tests.programs import run
 from tests.synthetic import SMALL, SyntheticAgent
 
@@ -39,6 +40,11 @@ def test_an_agent_moves_between_a_plain_and_a_sealed_store(
             archive = b"".join(ours.export_agent("ada"))
             theirs.import_agent("back", [archive])
         assert_whole(theirs, "back", second)
+        told = in_process("--address", here.address, "agents", "export", "ada", tmp_path / "ada.tar")
+        assert "The namespace is sealed, and" in told.err
+        assert "not sealed" in told.out
+        quiet = in_process("--address", there.address, "agents", "export", "ada", tmp_path / "theirs.tar")
+        assert quiet.err == ""
     hidden = [secret for each in (first, second) for secret in secrets_of(each)]
     assert found_in(home.data_dir, hidden) == []
     assert found_in(there.data_dir, hidden) != []

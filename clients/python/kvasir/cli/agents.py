@@ -1,9 +1,10 @@
 """`kvasir agents …`: list, show, fork, roll back, delete, export and import their memories; see also `moving`."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from kvasir.cli import carrying, failures
 from kvasir.cli.caller import COMPLETION_S, Caller, JsonOption, caller_of, completing
 from kvasir.cli.rows import agent_row, ago, iso, origin, owner_words, short, size, snapshot_row, until
 from kvasir.clients import StoreClient
+from kvasir.clients.archive_file import pieces_of
 from kvasir.errors import KvasirError
 
 app = typer.Typer(help="Look after agents' memories.", no_args_is_help=True)
@@ -53,6 +55,14 @@ LineOption = Annotated[
 ]
 VersionOption = Annotated[
     int | None, typer.Option("--version", min=1, callback=check_version, help="Left out: the newest.", metavar="N")
+]
+
+KeyFileOption = Annotated[
+    Path | None,
+    typer.Option(help="The file of the master key (64 hex digits) that seals the file, in place of a passphrase."),
+]
+PassphraseFileOption = Annotated[
+    Path | None, typer.Option(help="A file (0600) that has the passphrase. Left out: a person is asked.")
 ]
 
 
@@ -213,10 +223,19 @@ def export(
         ),
     ] = carrying.Form.ARCHIVE,
     model_name: Annotated[str, typer.Option(help="The model_id in a file of the format `seed`.")] = "",
+    sealed: Annotated[
+        bool, typer.Option("--sealed", help="Encrypt the file, with a passphrase if there is no --key-file.")
+    ] = False,
+    key_file: KeyFileOption = None,
+    passphrase_file: PassphraseFileOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Save one version of an agent's memory as a file. It is not sealed, also where the namespace is."""
+    """Save one version of an agent's memory as a file: plain, also where the namespace is sealed, but for --sealed."""
     caller = caller_of(context, as_json)
+    sealed = sealed or key_file is not None or passphrase_file is not None
+    if sealed and form is not carrying.Form.ARCHIVE:
+        raise failures.WrongUsage("--sealed: the format `seed` has no sealed form", field="--sealed")
+    lock = carrying.lock_of(key_file, passphrase_file) if sealed else None
     began = time.monotonic()
     if str(file) == "-":
         caller.out = caller.err  # what is said about the export is no part of it
@@ -225,10 +244,15 @@ def export(
             pieces: Iterable[bytes] = client.export_agent(agent, line, version)
         else:
             pieces = carrying.seed_pieces(client, agent, line, version, model_name)
+        if lock is not None:
+            pieces = carrying.sealed_pieces(pieces, lock)
+        elif carrying.is_sealed(client):
+            caller.note(f"The namespace is sealed, and {file} is plain; --sealed encrypts it.")
         size_bytes = sum(out.write(piece) for piece in pieces)
-    value = {"agent_id": agent, "file": str(file), "size_bytes": size_bytes, "format": form.value, "is_sealed": False}
+    value = {"agent_id": agent, "file": str(file), "size_bytes": size_bytes, "format": form.value, "is_sealed": sealed}
     seconds = time.monotonic() - began
-    caller.result(value, lambda out: out.print(f"{file}: {size(size_bytes)} in {seconds:.1f} s, not sealed"))
+    words = "not sealed" if lock is None else f"sealed with a {lock.kind} {lock.key_id}".rstrip()
+    caller.result(value, lambda out: out.print(f"{file}: {size(size_bytes)} in {seconds:.1f} s, {words}"))
 
 
 @app.command("import")
@@ -254,13 +278,21 @@ def import_(
             help="For a file of the format `seed` that another program wrote: an agent here with the same model."
         ),
     ] = "",
+    key_file: KeyFileOption = None,
+    passphrase_file: PassphraseFileOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Read an agent's memory from a file, as a new version."""
+    """Read an agent's memory from a file, as a new version. A sealed file says what opens it."""
     caller = caller_of(context, as_json)
     with store_client(caller) as client, carrying.source(file) as read:
         if form is carrying.Form.ARCHIVE:
-            made = client.import_from_file(agent or carrying.agent_of_archive(read), read, replace=replace)
+            header = carrying.header_of(read)
+            pieces: Callable[[], Iterator[bytes]] = partial(pieces_of, read)
+            if header is not None:
+                lock = carrying.lock_for(header, file, caller.home, key_file, passphrase_file)
+                pieces = carrying.SealedFile(read, header, lock).pieces
+            name = agent or carrying.agent_of_archive(file, pieces())
+            made = client.import_agent(name, pieces(), replace=replace)
         else:
             made = carrying.import_seed_file(client, read, agent, replace=replace, of_agent=of_agent)
     caller.result(snapshot_row(made), lambda out: out.print(arrived_words(made)))

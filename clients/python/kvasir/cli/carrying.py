@@ -1,24 +1,46 @@
-"""Memories as files: their two forms, and the seed's form to and from the store."""
+"""Memories as files: their forms, what opens a sealed one, and the seed's form to and from the store."""
 
 import enum
+import importlib.util
+import re
+import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+import typer
+
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.cli.failures import WrongUsage
+from kvasir.cli.running.home import Home
 from kvasir.clients import StoreClient
-from kvasir.clients.archive_file import new_file, pieces_of
-from kvasir.errors import InvalidArgument
+from kvasir.clients.archive_file import new_file
+from kvasir.credentials import read_private_text
+from kvasir.errors import FailedPrecondition, InvalidArgument
 from kvasir.formats import manifest as manifests
 from kvasir.formats.archive import pack
 from kvasir.formats.archive_reader import ArchiveReader, Described
+from kvasir.formats.sealed_archive import (
+    MASTER_KEY,
+    MAX_HEADER_BYTES,
+    PASSPHRASE,
+    SEGMENT_BYTES,
+    DoesNotUnlock,
+    Lock,
+    SealedHeader,
+    open_,
+    read_header,
+    seal,
+    unlock,
+)
 from kvasir.formats.seed_file import from_seed_file, to_seed_file
+
+_MASTER_KEY = re.compile(r"[0-9a-f]{64}")
 
 
 class Form(enum.StrEnum):
@@ -77,11 +99,96 @@ def _identity_of(client: StoreClient, agent: str) -> identity_pb2.KvIdentity:
     return manifests.parse(manifest_bytes).kv_identity
 
 
-def agent_of_archive(file: Path) -> str:
-    """The agent that an archive names. Raises InvalidArgument for other files."""
+def lock_of(key_file: Path | None, passphrase_file: Path | None) -> Lock:
+    """What is to open an archive that is sealed: a master key, or a passphrase, which a person may type."""
+    if key_file is not None:
+        return _master_key(key_file)
+    text = "" if passphrase_file is None else read_private_text(passphrase_file).rstrip("\n")
+    if passphrase_file is None:
+        if not sys.stdin.isatty():
+            raise WrongUsage("--sealed: give --passphrase-file or --key-file", field="--sealed")
+        text = typer.prompt("Passphrase", hide_input=True, confirmation_prompt=True, err=True)
+    if not text:
+        raise WrongUsage(f"--passphrase-file: {passphrase_file} has no passphrase", field="--passphrase-file")
+    return Lock(PASSPHRASE, text.encode())
+
+
+def lock_for(header: SealedHeader, file: Path, home: Home, key_file: Path | None, passphrase_file: Path | None) -> Lock:
+    """What opens this archive. Raises FailedPrecondition (ARCHIVE_SEALED), which says by name what is needed."""
+    if header.locked_by == PASSPHRASE:
+        if passphrase_file is not None:
+            return lock_of(None, passphrase_file)
+        if not sys.stdin.isatty():
+            raise _sealed(f"{file} is sealed with a passphrase: name the file that has it with --passphrase-file")
+        return Lock(PASSPHRASE, typer.prompt("Passphrase", hide_input=True, err=True).encode())
+    path = key_file or home.seal_key_file
+    needs = f"{file} is sealed with the master key {header.key_id}: name its file with --key-file"
+    if not path.exists():
+        raise _sealed(needs)
+    lock = _master_key(path)
+    if lock.key_id != header.key_id:
+        raise _sealed(f"{needs}; {path} is another ({lock.key_id})")
+    return lock
+
+
+def _master_key(path: Path) -> Lock:
+    text = read_private_text(path).strip()
+    if _MASTER_KEY.fullmatch(text) is None:
+        raise WrongUsage(f"--key-file: {path}: expected 64 hex digits", field="--key-file")
+    return Lock(MASTER_KEY, bytes.fromhex(text))
+
+
+def _sealed(words: str) -> FailedPrecondition:
+    return FailedPrecondition(words, reason="ARCHIVE_SEALED")
+
+
+def sealed_pieces(pieces: Iterable[bytes], lock: Lock) -> Iterator[bytes]:
+    """An archive in its sealed form."""
+    _check_can_seal()
+    return seal(pieces, lock, secrets.token_bytes)
+
+
+def header_of(file: Path) -> SealedHeader | None:
+    """The header of a sealed archive; None for any other file. Raises InvalidArgument."""
+    with file.open("rb") as opened:
+        return read_header(opened.read(MAX_HEADER_BYTES))
+
+
+class SealedFile:
+    """A sealed archive that is open, and whole. Raises FailedPrecondition (ARCHIVE_SEALED), InvalidArgument."""
+
+    def __init__(self, file: Path, header: SealedHeader, lock: Lock) -> None:
+        _check_can_seal()
+        self._file, self._header = file, header
+        try:
+            self._key = unlock(header, lock)
+        except DoesNotUnlock as error:
+            raise _sealed(f"the archive is sealed, and {error}") from None
+        for _ in self.pieces():  # before any of it is sent
+            pass
+
+    def pieces(self) -> Iterator[bytes]:
+        """The archive in it."""
+        with self._file.open("rb") as opened:
+            opened.seek(len(self._header.line))
+            yield from open_(iter(lambda: opened.read(SEGMENT_BYTES), b""), self._header, self._key)
+
+
+def _check_can_seal() -> None:
+    if importlib.util.find_spec("cryptography") is None:
+        raise FailedPrecondition("a sealed archive needs the package cryptography; run: pip install 'kvasir[store]'")
+
+
+def is_sealed(client: StoreClient) -> bool:
+    """Whether the store keeps the caller's namespace encrypted."""
+    return "sealed" in client.get_capabilities().features
+
+
+def agent_of_archive(file: Path, pieces: Iterable[bytes]) -> str:
+    """The agent that the archive in a file names. Raises InvalidArgument for other files."""
     reader, why = ArchiveReader(), "it ends early"
     try:
-        for piece in pieces_of(file):
+        for piece in pieces:
             for part in reader.feed(piece):
                 if isinstance(part, Described):
                     return part.agent_id

@@ -4965,7 +4965,8 @@ type GetCapabilitiesResponse struct {
 	Roles     []string `protobuf:"bytes,8,rep,name=roles,proto3" json:"roles,omitempty"`
 	// Peers that PullAgent accepts.
 	Peers []string `protobuf:"bytes,9,rep,name=peers,proto3" json:"peers,omitempty"`
-	// What this store does beyond the first release of the contract: none yet. A client of a newer contract asks here.
+	// What this store does beyond the first release of the contract, and `sealed` where what it keeps of the caller's namespace is encrypted. A client of a newer
+	// contract asks here.
 	Features      []string `protobuf:"bytes,10,rep,name=features,proto3" json:"features,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
