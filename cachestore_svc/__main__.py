@@ -163,6 +163,9 @@ async def serve(settings: StoreSettings) -> None:
         print(f"listening on {edge.address}", flush=True)
         log.info("store.started", address=edge.address, ms=round((time.monotonic() - began) * 1000))
         caring.append(asyncio.create_task(collect_regularly(store, threads, settings.gc_interval_s)))
+        await services.moves.rename_peers()
+        peer_service.reloaded = services.moves.rename_peers
+        caring.append(asyncio.create_task(services.moves.hear_of_claims()))
         caring.append(asyncio.create_task(services.moves.keep()))
         if settings.scrub_bytes_per_s:
             scrub = BackgroundScrub(

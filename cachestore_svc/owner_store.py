@@ -67,13 +67,17 @@ class OwnerStore(LeaseStore):
 
     def unfinished_moves(self) -> list[tuple[str, str, Ownership]]:
         """Namespace, agent and fact of all that are on their way, or whose owner has yet to be told of."""
-        found = list[tuple[str, str, Ownership]]()
-        for namespace in self._core.sound_namespaces():
-            with contextlib.suppress(FailedPrecondition):  # sealed, and without its key here
-                self._core.check_open(namespace)
-                work = partial(_unfinished, namespace)
-                found += [(namespace, *each) for each in self._core.catalog.read(namespace, work)]
-        return found
+        return self._facts(lambda namespace, view: view.unfinished_moves(namespace))
+
+    def owners(self) -> list[tuple[str, str, Ownership]]:
+        """Namespace, agent and fact of all agents that ever changed hands, also of those that are gone."""
+        return self._facts(lambda namespace, view: view.owners(namespace))
+
+    def rename_peers(self, names: Mapping[str, str]) -> None:
+        """Call peers by their new names in all that is known of owners. `names`: new ones by the old."""
+        for namespace, agent_id, known in self.owners():
+            if ownership.renamed(known, names) != known:
+                self._transition(namespace, agent_id, lambda known, _: ownership.renamed(known, names))
 
     # --- the source ---
 
@@ -154,9 +158,9 @@ class OwnerStore(LeaseStore):
 
     # --- claims ---
 
-    def claim(self, namespace: str, agent_id: str, chance: int, tells: Sequence[str] = ()) -> Ownership:
-        """Own the agent, whoever owns it: for a peer that is gone. It is fenced when it hears of that, as `tells` do.
-        Raises NotFound when nothing of the agent is here and nothing is known of it."""
+    def claim(self, namespace: str, agent_id: str, chance: int, above: int = 0, tells: Sequence[str] = ()) -> Ownership:
+        """Own the agent, whoever owns it: for a peer that is gone. It is fenced when it hears of that. See
+        ownership.claimed. Raises NotFound when nothing of the agent is here and nothing is known of it."""
         self._core.check_open(namespace)
         check_agent_id(agent_id)
 
@@ -164,7 +168,7 @@ class OwnerStore(LeaseStore):
             known = change.ownership_of(namespace, agent_id)
             if known == ownership.HERE:
                 change.get_agent(namespace, agent_id, self._core.config.retained_versions)
-            new = ownership.claimed(known, chance, self._core.now_unix_ms(), tells)
+            new = ownership.claimed(known, chance, self._core.now_unix_ms(), above, tells)
             self._set(change, namespace, agent_id, new)
             return new
 
@@ -198,6 +202,17 @@ class OwnerStore(LeaseStore):
         return self._changing_hands(namespace, agent_id, work, takes_back=True)
 
     # --- inside ---
+
+    def _facts(
+        self, find: Callable[[str, CatalogView], list[tuple[str, Ownership]]]
+    ) -> list[tuple[str, str, Ownership]]:
+        found = list[tuple[str, str, Ownership]]()
+        for namespace in self._core.sound_namespaces():
+            with contextlib.suppress(FailedPrecondition):  # sealed, and without its key here
+                self._core.check_open(namespace)
+                facts = self._core.catalog.read(namespace, partial(find, namespace))
+                found += [(namespace, *each) for each in facts]
+        return found
 
     def _check_writable(self, change: CatalogChange, namespace: str, agent_id: str) -> None:
         """Raises FailedPrecondition (AGENT_MOVED, AGENT_MOVING)."""
@@ -249,7 +264,3 @@ class OwnerStore(LeaseStore):
             self._core.config.retained_versions,
             parent_manifest=head.manifest if head else None,
         )
-
-
-def _unfinished(namespace: str, view: CatalogView) -> list[tuple[str, Ownership]]:
-    return view.unfinished_moves(namespace)

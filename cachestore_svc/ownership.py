@@ -87,6 +87,13 @@ def check_writable(agent_id: str, known: Ownership) -> None:
         )
 
 
+def check_takes_copy(agent_id: str, known: Ownership, generation: int | None) -> None:
+    """As `check_writable`; but a copy of what another store owns takes what that owner has. `generation`: of the owner
+    who gives it; None: it comes from elsewhere."""
+    if known.state is not OwnerState.MOVED or generation is None or generation < known.generation:
+        check_writable(agent_id, known)
+
+
 # --- the source ---
 
 
@@ -171,11 +178,11 @@ def did_not_arrive(known: Ownership, move_id: str, now_unix_ms: int) -> Ownershi
 # --- claims ---
 
 
-def claimed(known: Ownership, chance: int, now_unix_ms: int, tells: Sequence[str] = ()) -> Ownership:
+def claimed(known: Ownership, chance: int, now_unix_ms: int, above: int = 0, tells: Sequence[str] = ()) -> Ownership:
     """The fact after a claim: OWNED here, and above every generation that moves can have reached. `chance`: a random
-    number, so that two claims at two places are not of one generation. `tells`: further peers that are to hear of it.
-    """
-    step = (known.generation // CLAIM_STEP + 1) * CLAIM_STEP
+    number, so that two claims at two places are not of one generation. `above`: a generation that a peer has heard of.
+    `tells`: further peers that are to hear of the claim."""
+    step = (max(known.generation, above) // CLAIM_STEP + 1) * CLAIM_STEP
     generation = step + (chance % MAX_CLAIM_CHANCE) * MAX_CLAIM_CHANCE
     who = tuple(sorted({*_who_may_count_on(known, ""), *tells}))
     return Ownership(OwnerState.OWNED, generation, "", "", now_unix_ms, tells=who)
@@ -195,10 +202,12 @@ def yielded(known: Ownership, peer: str, told_generation: int, generation: int, 
     """The fact once a peer, told of `told_generation`, has answered that it knows an owner of `generation`."""
     if known.generation != told_generation:
         return known
-    rest = tuple(other for other in known.tells if other != peer)
-    if known.state is OwnerState.MOVED:
-        return replace(known, tells=rest)
-    return Ownership(OwnerState.MOVED, max(generation, known.generation), peer, "", now_unix_ms, tells=rest)
+    rest = {other for other in known.tells if other != peer}
+    if known.state is OwnerState.MOVED and generation > known.generation:
+        rest |= {known.peer} - {peer, ""}  # it counts on the older owner, or is it
+    return Ownership(
+        OwnerState.MOVED, max(generation, known.generation), peer, "", now_unix_ms, tells=tuple(sorted(rest))
+    )
 
 
 def told(known: Ownership, peer: str, told_generation: int) -> Ownership:
@@ -206,6 +215,12 @@ def told(known: Ownership, peer: str, told_generation: int) -> Ownership:
     if known.generation != told_generation:
         return known
     return replace(known, tells=tuple(other for other in known.tells if other != peer))
+
+
+def renamed(known: Ownership, names: Mapping[str, str]) -> Ownership:
+    """The fact with peers by their new names."""
+    tells = tuple(sorted({names.get(peer, peer) for peer in known.tells}))
+    return replace(known, peer=names.get(known.peer, known.peer), tells=tells)
 
 
 def _who_may_count_on(known: Ownership, but_not: str) -> tuple[str, ...]:

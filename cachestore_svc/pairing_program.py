@@ -316,8 +316,7 @@ def _renamed(name: str, new_name: str) -> Callable[[PeerBook], PeerBook]:
             raise InvalidArgument("new name: expected 1 to 64 of A-Z a-z 0-9 . _ -", field="name")
         if new_name in book.peers:
             raise InvalidArgument(f"new name: there is a peer {new_name!r} already", field="name")
-        renamed = book.peers[name].model_copy(update={"name": new_name})
-        return replace(book, peers={**book.without(name).peers, new_name: renamed})
+        return book.with_name(name, new_name)
 
     return change
 

@@ -141,12 +141,14 @@ class Store(OwnerStore):
         is_brought: bool = False,
         parent_manifest: Digest | None = None,
         base_version: int = 0,
+        owner_generation: int | None = None,
     ) -> SnapshotVersion:
         """Make a stored manifest the next version of its line: all or nothing, durable on return.
 
         `bind_shared` (engine role only) lets other agents find the manifest's shareable blocks by block hash.
         `is_brought`: rows of it came from elsewhere, as those of an import or a pull do; see `provenance`.
         `base_version`: the earlier version that a turn went on from; 0: `parent_version`.
+        `owner_generation`: it comes from the agent's owner, of this generation, and may renew the copy here.
         Repeating a commit that took effect answers its version. Raises Conflict (HEAD_MOVED with "head_version", or
         LEASE_FENCED), FailedPrecondition (BLOB_MISSING, BLOB_UNFIT with "digest"; LEASE_HELD: another owner has it
         now) and InvalidArgument (manifest or name).
@@ -168,6 +170,7 @@ class Store(OwnerStore):
             self._core.config.retained_versions,
             is_brought,
             parent_manifest,
+            owner_generation,
         )
         if origin is Origin.TURN:
             done = self._write(namespace, lambda change: self._commit(change, asked))

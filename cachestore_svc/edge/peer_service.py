@@ -1,5 +1,6 @@
 """Peers over gRPC: the door for paired stores, and the RPC that lets a running store read its file of peers again."""
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import structlog
@@ -23,6 +24,7 @@ class PeerService(pairing_pb2_grpc.PeerServiceServicer):
         self._edge = edge
         self._opened = ""  # the address that was asked for
         self.address = ""  # where paired peers are listened to
+        self.reloaded: Callable[[], Awaitable[None]] | None = None  # called after each reload
 
     async def ReloadPeers(self, request: pb.ReloadPeersRequest, context: Any) -> pb.ReloadPeersResponse:
         try:
@@ -39,6 +41,8 @@ class PeerService(pairing_pb2_grpc.PeerServiceServicer):
         ended = self._edge.authentication.end_calls(lambda caller: peer_name(caller) in lost)
         ended += await self._peers.hang_up()
         await self.settle()
+        if self.reloaded is not None:
+            await self.reloaded()
         _LOG.info("peers.reloaded", peers=len(self._peers.book.peers), ended_calls=ended, address=self.address)
         return ended
 

@@ -82,6 +82,7 @@ class Commit:
     default_retained: int
     is_brought: bool = False  # its writer knows that rows of it came from elsewhere
     parent_manifest: Digest | None = None  # what version `parent_version` must be; None: whatever it is
+    owner_generation: int | None = None  # it comes from the agent's owner, of this generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +252,9 @@ class CatalogView(Protocol):
 
     def ownership_of(self, namespace: str, agent_id: str) -> Ownership:
         """What is known of an agent's owner; HERE where nothing is. The agent need not exist."""
+
+    def owners(self, namespace: str) -> list[tuple[str, Ownership]]:
+        """All facts about owners, by agent; also of agents that are gone."""
 
     def unfinished_moves(self, namespace: str) -> list[tuple[str, Ownership]]:
         """Agents that are on their way, or whose owner has yet to be told of, and what is known of them."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -89,9 +89,10 @@ class Arrival:
         known: Ownership,
         move_id: str,
         room: AsyncExitStack,
+        giver: Sequence[str],
     ) -> None:
         """`known`: what this store knows of the agent's owner, which nobody else changes now. `room` has what the lists
-        of blobs take."""
+        of blobs take. `giver`: the peer's names, the earlier ones too."""
         self._store = store
         self._threads = threads
         self._copies = copies
@@ -100,6 +101,7 @@ class Arrival:
         self._known = known
         self._move_id = move_id
         self._room = room
+        self._giver = giver
         self._heads: dict[str, SnapshotVersion] = {}
         self._offered: dict[str, Offered] = {}
         self._progress: dict[str, Progress] = {}
@@ -145,7 +147,7 @@ class Arrival:
             return
         if known.state is OwnerState.MOVED and known.peer != order.peer:
             ownership.check_writable(order.agent_id, known)
-        if known.is_owned and not all(came_from(line, order.peer) for line in self._heads.values()):
+        if known.is_owned and not all(came_from(line, self._giver) for line in self._heads.values()):
             raise ownership.owned_here(order.agent_id)
 
     async def _copied(self, there: Any) -> AsyncGenerator[Progress, None]:

@@ -262,9 +262,10 @@ class _OtherWriters:
         await asyncio.sleep(_OTHERS_PAUSE_S)
 
 
-def came_from(line: SnapshotVersion, peer: str) -> bool:
-    """Whether a peer may replace this: it is what that peer gave, unchanged."""
-    return line.origin in (Origin.PULL, Origin.MOVE) and line.origin_detail.startswith(f"{peer}/")
+def came_from(line: SnapshotVersion, names: Sequence[str]) -> bool:
+    """Whether a peer, which has or had these names, may replace this: it is what that peer gave, unchanged."""
+    is_given = line.origin_detail.startswith(tuple(f"{name}/" for name in names))
+    return line.origin in (Origin.PULL, Origin.MOVE) and is_given
 
 
 async def _take_peers(intake: BlobIntake, peer: str, digest: Digest | None, offset: int, data: bytes) -> None:

@@ -10,7 +10,7 @@ source whose destination is silent takes the agent back; a claim is told to whoe
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
@@ -24,7 +24,7 @@ from cachestore_svc.moving.arrivals import Arrival, MoveOrder, Waiting, answers_
 from cachestore_svc.moving.copying import LineCopies, Progress
 from cachestore_svc.moving.handing_over import HandingOver
 from cachestore_svc.moving.lease_waiting import once_free
-from cachestore_svc.moving.peers import Peers
+from cachestore_svc.moving.peers import Peers, errors_of_peer
 from cachestore_svc.ownership import Ownership, OwnerState
 from cachestore_svc.records import AgentRecord
 from cachestore_svc.store import Store
@@ -72,7 +72,10 @@ class Moves:
             if not (known.is_owned and known.move_id and await self._has_left(remote, order, known)):
                 move_id = self._token_hex(_MOVE_ID_BYTES)
                 async with AsyncExitStack() as room:
-                    arrival = Arrival(self._store, self._threads, self._copies, remote, order, known, move_id, room)
+                    names = self._peers.all_names(order.peer)
+                    arrival = Arrival(
+                        self._store, self._threads, self._copies, remote, order, known, move_id, room, names
+                    )
                     async with aclosing(arrival.steps()) as steps:
                         async for step in steps:
                             yield step
@@ -106,12 +109,8 @@ class Moves:
     async def claim(self, namespace: str, agent_id: str, *, force: bool) -> Ownership:
         """Own an agent. Raises NotFound, FailedPrecondition (AGENT_MOVED, AGENT_MOVING), Unavailable (peer)."""
         known = await self._known(namespace, agent_id)
-        if known.waits_for_claim:
-            async with self._one_at_a_time(namespace, agent_id):
-                facts = await self._facts_of_peers(namespace, agent_id, known, force=force)
-                return await self._claimed(namespace, agent_id, facts)
-        if force:
-            return await self._claimed(namespace, agent_id)
+        if force or known.waits_for_claim:
+            return await self._claimed(namespace, agent_id, known, force=force)
         if known.state is OwnerState.MOVING:
             known = await self._threads.run(
                 namespace, self._store.undo_move, namespace, agent_id, known.peer, known.move_id
@@ -122,63 +121,86 @@ class Moves:
         ownership.check_writable(agent_id, known)
         return known
 
-    async def _claimed(self, namespace: str, agent_id: str, tells: Sequence[str] = ()) -> Ownership:
-        for _ in range(_TRIES):
-            chance = int(self._token_hex(8), 16)
-            known = await self._threads.run(namespace, self._store.claim, namespace, agent_id, chance, tells)
-            with contextlib.suppress(KvasirError):  # `keep` tells it later
-                await self._tell(namespace, agent_id, known)
-            known = await self._known(namespace, agent_id)
-            if known.is_owned:
-                break  # else a peer knew of a newer owner than this store did, and the next claim is above that one
+    async def _claimed(self, namespace: str, agent_id: str, known: Ownership, *, force: bool) -> Ownership:
+        """Own it, above every generation that this store or a peer that answers has heard of."""
+        facts = await self._facts_of_peers(namespace, agent_id)
+        if known.waits_for_claim and not force:
+            for peer, there in facts.items():
+                await self._give_way(namespace, agent_id, known, peer, there)
+        above = max((there.generation for there in facts.values() if there is not None), default=0)
+        tells = [peer for peer, there in facts.items() if there is not None or known.waits_for_claim]
+        chance = int(self._token_hex(8), 16)
+        known = await self._threads.run(namespace, self._store.claim, namespace, agent_id, chance, above, tells)
+        with contextlib.suppress(KvasirError):  # `keep` tells it later
+            await self._tell(namespace, agent_id, known)
+        known = await self._known(namespace, agent_id)
         ownership.check_writable(agent_id, known)
         return known
 
-    async def _facts_of_peers(self, namespace: str, agent_id: str, known: Ownership, *, force: bool) -> Sequence[str]:
-        """Ask every peer who owns an agent that came back without its last move; those that have a fact of their own.
+    async def _facts_of_peers(self, namespace: str, agent_id: str) -> dict[str, Any]:
+        """What each peer knows of the agent's owner, but for those that never heard of a move; None of one that cannot
+        be asked now."""
 
-        Raises FailedPrecondition (AGENT_MOVED: one of them owns it, which is noted; AGENT_MOVING) and Unavailable for
-        one that cannot be asked; not with `force`, which counts on nobody and tells all.
-        """
-        told = list[str]()
-        for peer in self._peers.names(namespace):
+        async def ask(peer: str) -> Any:
             try:
-                async with self._peers.connect(peer, namespace) as remote:
-                    with answers_of_peer(peer):
-                        there = (await remote.get_agent(agent_id)).ownership
+                async with asyncio.timeout(_ANSWER_S), self._peers.connect(peer, namespace) as remote:
+                    with errors_of_peer(peer):
+                        return (await remote.get_agent(agent_id)).ownership
             except NotFound:
-                continue
-            except KvasirError as error:
-                if not force:
-                    raise Unavailable(
-                        f"{peer} may own {agent_id!r} and cannot be asked: {error.message}; if it is gone for good, "
-                        f"`kvasir agents claim {agent_id} --force` does not ask",
-                        reason="PEER_UNAVAILABLE",
-                        retry_after_s=5,
-                    ) from None
-                told.append(peer)
-                continue
-            # Copies that were never moved have generation 0, and owners of their own.
-            if there.generation and not force and int(there.state) != OwnerState.MOVED:
-                await self._give_way(namespace, agent_id, known, peer, there)
-            if there.generation:
-                told.append(peer)
-        return told
+                return ownership.HERE
+            except (KvasirError, TimeoutError):
+                return None
+
+        names = self._peers.names(namespace)
+        answers = zip(names, await asyncio.gather(*map(ask, names)), strict=True)
+        return {peer: there for peer, there in answers if there is None or there.generation}
 
     async def _give_way(self, namespace: str, agent_id: str, known: Ownership, peer: str, there: Any) -> None:
-        """A peer owns the agent, or has it half. Raises unless its fact is no newer than the one here."""
-        if there.generation <= known.generation:
+        """Raises FailedPrecondition when a peer owns the agent (AGENT_MOVED, which is noted) or has it half
+        (AGENT_MOVING), in a newer generation than this store knows; Unavailable when it cannot be asked."""
+        gone = f"if it is gone for good, `kvasir agents claim {agent_id} --force` does not ask"
+        if there is None:
+            problem = f"peer {peer} may own agent {agent_id!r}, and does not answer; {gone}"
+            raise Unavailable(problem, reason="PEER_UNAVAILABLE", retry_after_s=5)
+        if int(there.state) == OwnerState.MOVED or there.generation <= known.generation:
             return
         if int(there.state) != OwnerState.OWNED:
-            raise FailedPrecondition(
-                f"agent {agent_id!r} is on its way at {peer}: wait for its end there, or take it with --force",
-                reason="AGENT_MOVING",
-            )
+            problem = f"agent {agent_id!r} is on its way at peer {peer}: wait for its end there; {gone}"
+            raise FailedPrecondition(problem, reason="AGENT_MOVING")
         told, yield_to = known.generation, self._store.yield_to
         known = await self._threads.run(namespace, yield_to, namespace, agent_id, peer, told, there.generation)
         ownership.check_writable(agent_id, known)
 
-    # --- what a crash or a cut left ---
+    # --- what a crash, a cut, or another name left ---
+
+    async def hear_of_claims(self) -> None:
+        """Ask the peers whether another store became the owner of an agent while this one was away: the new owner tells
+        it, too, but may not reach this store."""
+        owned = [each for each in await self._threads.run(HOUSE, self._store.owners) if each[2].is_owned]
+        for namespace in {namespace for namespace, _, _ in owned}:
+            for peer in self._peers.names(namespace):
+                try:
+                    async with self._peers.connect(peer, namespace) as remote:
+                        for agent_id, known in ((agent, known) for ns, agent, known in owned if ns == namespace):
+                            await self._hear_of_claim(remote, peer, namespace, agent_id, known)
+                except KvasirError as error:
+                    _LOG.info("moves.not_asked", peer=peer, reason=error.reason)
+
+    async def _hear_of_claim(
+        self, remote: AioStoreClient, peer: str, namespace: str, agent_id: str, known: Ownership
+    ) -> None:
+        try:
+            with answers_of_peer(peer):
+                there = (await remote.get_agent(agent_id)).ownership
+        except NotFound:
+            return
+        if int(there.state) == OwnerState.OWNED and there.generation > known.generation:
+            await self._handing_over.fence(namespace, agent_id, peer, there.generation, None)
+
+    async def rename_peers(self) -> None:
+        """Note agents' owners under the names that the peers have now."""
+        if names := self._peers.renamed():
+            await self._threads.run(HOUSE, self._store.rename_peers, names)
 
     async def keep(self) -> None:
         """Look after unfinished moves, for as long as the store serves."""

@@ -4,7 +4,7 @@ No RPC takes a host. A peer's refusal of *us* must not look like a refusal of ou
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
@@ -57,6 +57,15 @@ class Peers:
         """The peers that callers of this namespace may name, in order."""
         return sorted(name for name, peer in self._book.peers.items() if peer.serves(namespace))
 
+    def renamed(self) -> dict[str, str]:
+        """Today's name for every earlier name of a peer that no other peer has now."""
+        peers = self._book.peers
+        return {old: name for name, peer in peers.items() for old in peer.formerly if old not in peers}
+
+    def all_names(self, name: str) -> Sequence[str]:
+        """A peer's name and its earlier ones, which stand in what was written while it had them."""
+        return [name, *(old for old, today in self.renamed().items() if today == name)]
+
     async def hang_up(self) -> int:
         """End what runs with peers that the book has no more, or no more for its namespace; returns how much."""
         over = [link for link in self._links if not link.is_over and not self._has(link)]
@@ -72,7 +81,7 @@ class Peers:
         Raises NotFound (PEER_UNKNOWN; also in the middle, when the peer is removed), FailedPrecondition
         (PEER_CONFIGURATION: token, certificate, no address).
         """
-        peer = self._book.peers.get(name)
+        peer = self._book.peers.get(self.renamed().get(name, name))
         if peer is None or not peer.serves(namespace):
             raise _unknown(name, f"no peer {name!r} in this store's configuration")
         link = _Link(peer, namespace, self._client(peer, namespace))

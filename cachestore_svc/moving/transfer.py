@@ -22,7 +22,7 @@ from cachestore_svc.moving.lease_waiting import once_free
 from cachestore_svc.moving.manifest_room import ManifestRoom
 from cachestore_svc.moving.outbound import BlobReader, BlobSource
 from cachestore_svc.moving.peers import Peers, errors_of_peer
-from cachestore_svc.ownership import OwnerState, check_writable, owned_here
+from cachestore_svc.ownership import OwnerState, check_takes_copy, owned_here
 from cachestore_svc.records import BlobKind, Origin, SnapshotVersion
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
@@ -83,20 +83,24 @@ class Transfers:
         """
         line = LineOrder(order.namespace, order.peer, order.agent_id, order.kv_identity_hash)
         async with self._peers.connect(order.peer, order.namespace) as remote, AsyncExitStack() as room:
-            await _check_owned(remote, order)
+            there = await _owner_generation(remote, order)
             here = await self._threads.run(
                 order.namespace, self._store.ownership, order.namespace, order.local_agent_id
             )
-            check_writable(order.local_agent_id, here)
+            is_copy = here.state is OwnerState.MOVED and (here.peer == order.peer or not order.is_given)
+            given_by = there if is_copy and order.local_agent_id == order.agent_id else None
+            check_takes_copy(order.local_agent_id, here, given_by)
             async with self.manifests.parsing(order.namespace, MAX_MANIFEST_BYTES):
                 offered = await self.copies.take_offer(remote, line, room)
             ours = await self._head(order.namespace, order.local_agent_id, offered.kv_identity_hash)
-            if ours is not None and order.is_given and not came_from(ours, order.peer):
+            if ours is not None and order.is_given and not is_copy and not self._gave(order.peer, ours):
                 raise owned_here(order.local_agent_id)
             if ours is not None and ours.manifest == offered.manifest:
                 yield ours
                 return
-            if ours is not None and ours.manifest.hash != offered.parent_manifest:
+            # What this store handed over is what the owner's memory grew out of, also where that is not kept any more.
+            is_grown = is_copy and bool(here.move_id)
+            if ours is not None and not is_grown and ours.manifest.hash != offered.parent_manifest:
                 await self.copies.check_ancestor(remote, line, offered.kv_identity_hash, ours)
             async with aclosing(self.copies.fetch(remote, line, offered.digests)) as steps:
                 async for progress in steps:
@@ -110,7 +114,11 @@ class Transfers:
             ours,
             Origin.PULL,
             f"{order.peer}/{order.agent_id}@{offered.version}",
+            given_by,
         )
+
+    def _gave(self, peer: str, line: SnapshotVersion) -> bool:
+        return came_from(line, self._peers.all_names(peer))
 
     async def _head(self, namespace: str, agent_id: str, kv_hash: str) -> SnapshotVersion | None:
         try:
@@ -201,6 +209,7 @@ class Transfers:
         head: SnapshotVersion | None,
         origin: Origin,
         origin_detail: str,
+        owner_generation: int | None = None,
     ) -> SnapshotVersion:
         """Make the imported or pulled snapshot the newest version, once no engine answers from the one before."""
 
@@ -216,6 +225,7 @@ class Transfers:
                     origin=origin,
                     origin_detail=origin_detail,
                     parent_manifest=head.manifest if head else None,
+                    owner_generation=owner_generation,
                 )
 
         return await once_free(commit, None)
@@ -231,8 +241,9 @@ class Transfers:
             )
 
 
-async def _check_owned(remote: AioStoreClient, order: PullOrder) -> None:
-    """Raises FailedPrecondition (AGENT_MOVED): what the peer has is an older copy of another store's agent."""
+async def _owner_generation(remote: AioStoreClient, order: PullOrder) -> int:
+    """The generation in which the peer owns the agent. Raises FailedPrecondition (AGENT_MOVED): what it has is an older
+    copy of another store's agent."""
     with errors_of_peer(order.peer):
         there = (await remote.get_agent(order.agent_id)).ownership
     if int(there.state) == OwnerState.MOVED:
@@ -241,6 +252,7 @@ async def _check_owned(remote: AioStoreClient, order: PullOrder) -> None:
             reason="AGENT_MOVED",
             metadata={"agent_id": order.agent_id, "owner": there.peer, "generation": str(there.generation)},
         )
+    return int(there.generation)
 
 
 async def _archive(head: bytes, manifest: Digest, source: BlobSource) -> AsyncGenerator[bytes, None]:

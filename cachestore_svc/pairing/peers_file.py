@@ -54,6 +54,8 @@ class PeerSettings(BaseModel):
     """Of a paired peer: what it may read here, and who may name it here."""
     paired_at: str = ""
     """When, in UTC."""
+    formerly: tuple[str, ...] = ()
+    """Names that it had before: agents that moved to it, or came from it, may still be noted under these."""
 
     @field_validator("namespaces")
     @classmethod
@@ -105,10 +107,21 @@ class PeerBook:
     def with_peer(self, peer: PeerSettings) -> "PeerBook":
         """With it added, in the place of one that has the same key. Raises InvalidArgument: too many."""
         is_same = [name for name, each in self.peers.items() if each.is_paired and each.certificate == peer.certificate]
-        kept = {name: each for name, each in self.peers.items() if name not in (*is_same, peer.name)}
+        kept = {name: _not_formerly(each, peer.name) for name, each in self.peers.items()}
+        before = {old for name in is_same for old in (name, *kept[name].formerly)} - {peer.name}
+        kept = {name: each for name, each in kept.items() if name not in (*is_same, peer.name)}
+        peer = peer.model_copy(update={"formerly": tuple(sorted({*peer.formerly, *before} - {peer.name}))})
         if len(kept) >= MAX_PEERS:
             raise InvalidArgument(f"peers: this store has {len(kept)} of at most {MAX_PEERS}", field="peers")
         return replace(self, peers={**kept, peer.name: peer})
+
+    def with_name(self, name: str, new_name: str) -> "PeerBook":
+        """With one called otherwise; the name that it had is remembered."""
+        peer = self.peers[name]
+        formerly = tuple(sorted({*peer.formerly, name} - {new_name}))
+        renamed = peer.model_copy(update={"name": new_name, "formerly": formerly})
+        others = {each: _not_formerly(other, new_name) for each, other in self.without(name).peers.items()}
+        return replace(self, peers={**others, new_name: renamed})
 
     def without(self, name: str) -> "PeerBook":
         return replace(self, peers={each: peer for each, peer in self.peers.items() if each != name})
@@ -120,6 +133,11 @@ class PeerBook:
                 return name
         numbered = (wanted[: 64 - len(end)] + end for end in ("", *(f"-{n}" for n in range(2, MAX_PEERS + 2))))
         return next(name for name in numbered if name not in self.peers)
+
+
+def _not_formerly(peer: PeerSettings, name: str) -> PeerSettings:
+    """The peer without an earlier name that another takes now."""
+    return peer.model_copy(update={"formerly": tuple(old for old in peer.formerly if old != name)})
 
 
 def read_peers(path: Path | None) -> PeerBook:

@@ -17,7 +17,7 @@ from cachestore_svc.index.sqlite import agents, blobs, provenance, versions
 from cachestore_svc.index.sqlite.rights import leases, owners
 from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.manifests import ManifestFacts, NamedBlob, SharedBlock, unfit
-from cachestore_svc.ownership import check_writable
+from cachestore_svc.ownership import check_takes_copy
 from cachestore_svc.records import Origin, SnapshotVersion
 
 
@@ -100,7 +100,8 @@ def _check_rights(rows: Rows, asked: Commit, live: LiveLeases) -> None:
     """The store's right, but for what arrives by a move; then the lease, for turns. A commit that takes a memory back
     shuts out everybody."""
     if asked.origin is not Origin.MOVE:
-        check_writable(asked.line.agent_id, owners.ownership_of(rows, asked.line.namespace, asked.line.agent_id))
+        known = owners.ownership_of(rows, asked.line.namespace, asked.line.agent_id)
+        check_takes_copy(asked.line.agent_id, known, asked.owner_generation)
     if asked.lease is not None:
         leases.check_not_fenced(rows, asked.line, asked.lease)
     elif asked.origin is Origin.TURN:

@@ -75,6 +75,7 @@ class SqliteTransaction(Rows):
     ownership_of = owners.ownership_of
     set_ownership = owners.set_ownership
     unfinished_moves = owners.unfinished_moves
+    owners = owners.all_owners
 
     add_events = events.add_events
     events_after = events.events_after

@@ -94,8 +94,8 @@ MUTANTS = (
     Mutant(
         "a claim tells nobody",
         "ownership.py",
-        '"", "", now_unix_ms, tells=_who_may_count_on(known, ""))\n',
-        '"", "", now_unix_ms)\n',
+        '    who = tuple(sorted({*_who_may_count_on(known, ""), *tells}))\n',
+        "    who = ()\n",
         "ownership moves",
     ),
     Mutant(
@@ -150,9 +150,36 @@ MUTANTS = (
     Mutant(
         "a recovery without a whole journal trusts old owners",
         "recovering.py",
-        "            if state.owners:\n",
-        "            if False:\n",
+        "            state.owners |= held\n",
+        "",
         "owner_store",
+    ),
+    Mutant(
+        "a recovery believes that a move under way is not decided",
+        "recovering.py",
+        "    if facts is not None and facts[0] == OwnerState.MOVED:\n",
+        "    if facts is not None and facts[0] != OwnerState.OWNED:\n",
+        "owner_store",
+    ),
+    Mutant(
+        "a claim after a recovery does not heed what a peer owns",
+        "moves.py",
+        "                await self._give_way(namespace, agent_id, known, peer, there)\n",
+        "                pass\n",
+        "recovered_owners",
+    ),
+    Mutant(
+        "a claim after a recovery does without a peer that cannot be asked",
+        "moves.py",
+        "                if not force:\n                    raise Unavailable(",
+        "                if False:\n                    raise Unavailable(",
+        "recovered_owners",
+    ),
+    Mutant(
+        "a forced claim gives way to an owner that a peer has heard of",
+        "moves.py",
+        "            if known.is_owned:\n                break  # else",
+        "            if True:\n                break  # else",
     ),
     Mutant(
         "a deletion forgets whose the name is",

@@ -136,11 +136,12 @@ def test_every_call_on_an_agent_that_has_moved_is_defined(laptop: StoreClient, s
     turn = ada.turn(300)
     publish(laptop, name, turn, 0)
     studio.move_agent(name, from_peer="laptop")
+    studio.fork_agent(name, f"{name} fork")
     for call in (
         lambda: laptop.rollback_agent(name, 1),
         lambda: laptop.update_agent(name, is_pinned=True),
         lambda: laptop.import_agent(name, pack(turn.manifest, turn.new_blobs, agent_id=name), replace=True),
-        lambda: laptop.pull_agent("studio", name),
+        lambda: laptop.pull_agent("studio", f"{name} fork", local_agent_id=name),
         lambda: laptop.acquire_lease(name, KV, "engine"),
         lambda: laptop.fork_agent(name, name),
         lambda: laptop.claim_agent(name),
@@ -339,6 +340,22 @@ def test_a_peer_gives_copies_and_replaces_only_what_it_gave(
     assert_whole(studio, name, last)
 
 
+def test_copies_are_renewed_by_the_owner_wherever_the_agent_has_been(
+    laptop: StoreClient, studio: StoreClient, name: str
+) -> None:
+    ada = SyntheticAgent(SMALL, 20)
+    publish(laptop, name, ada.turn(300), 0)
+    laptop.move_agent(name, to_peer="studio")
+    publish(studio, name, ada.turn(300), 1)
+    laptop.move_agent(name, from_peer="studio")
+    for version in range(2, 13):  # more than are kept
+        publish(laptop, name, last := ada.turn(40), version)
+    list(laptop.pulling_agent("", name, to_peer="studio"))
+    assert_whole(studio, name, last)
+    assert state(studio, name) == (pb.OWNER_STATE_MOVED, "laptop")
+    refused(lambda: publish(studio, name, ada.turn(40), 3), "AGENT_MOVED", "laptop")
+
+
 def run(mac: Mac, *words: str, code: int = 0) -> Any:
     done = in_process("--address", mac.home.socket, "agents", *words, "--json")
     assert done.code == code, (done.out, done.err)
@@ -359,6 +376,9 @@ def test_the_commands_move_copy_and_take_back(
     moved = run(pair[1], "move", name, "--from", "laptop")
     assert moved["agent"]["ownership"]["state"] == "owned"
     assert 0 < moved["bytes_sent"] < moved["bytes"]
+    publish(studio, name, newest := ada.turn(300), 2)
+    [renewed] = run(pair[0], "sync", name, "--from", "studio")
+    assert (renewed["error"], laptop.get_snapshot(name)[1]) == ("", newest.manifest_bytes)
     [left_alone] = run(pair[0], "sync", name, "--to", "studio", code=4)
     assert (left_alone["error"], "has moved" in left_alone["message"]) == ("AGENT_MOVED", True)
     refused = run(pair[0], "claim", name, code=4)["error"]

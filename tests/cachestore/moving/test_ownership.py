@@ -153,6 +153,19 @@ def test_two_claims_at_two_places_yield_to_the_higher_and_never_both_stay() -> N
             assert world.owners() == ["laptop" if chances[0] > chances[1] else "studio"]
 
 
+def test_a_claimant_hears_of_a_newer_owner_from_one_that_it_told_before() -> None:
+    world = World()
+    world.facts = {
+        "attic": Ownership(OwnerState.OWNED, 9 * ownership.CLAIM_STEP),
+        "laptop": Ownership(OwnerState.MOVED, 1, "attic"),
+        "studio": ownership.claimed(Ownership(OwnerState.MOVED, 1, "laptop"), 0, 0),
+    }
+    for name in ("studio", "laptop", "laptop"):
+        world.tell(name)
+    assert world.owners() == ["attic"]
+    assert not any(known.tells for known in world.facts.values())
+
+
 def test_a_claim_is_above_all_that_moves_can_reach() -> None:
     known = Ownership(OwnerState.MOVED, 5, "studio")
     claim = ownership.claimed(known, 0, 0)

@@ -32,6 +32,15 @@ def set_ownership(rows: Rows, namespace: str, agent_id: str, known: Ownership) -
     )
 
 
+def all_owners(rows: Rows, namespace: str) -> list[tuple[str, Ownership]]:
+    """Every fact, by the agent's name."""
+    found = rows.all(
+        f"SELECT agent_name, {_COLUMNS} FROM owners WHERE namespace_id = ? ORDER BY agent_name",  # noqa: S608
+        find_namespace(rows, namespace),
+    )
+    return [(str(agent_id), _ownership(tuple(columns))) for agent_id, *columns in found]
+
+
 def unfinished_moves(rows: Rows, namespace: str) -> list[tuple[str, Ownership]]:
     """Agents that are on their way, or whose owner has yet to be told of."""
     found = rows.all(
