@@ -20,10 +20,10 @@ def test_a_dry_run_prints_every_prompt_and_the_reuse_it_will_get(tmp_path: Path)
     assert "tokens are not counted: no engine answers at" in ended.err
     assert [row["prompt_tokens"] for row in rows] == [None] * len(rows)
     assert len(rows) == len(Scenario.shipped("prisoners-dilemma").plan.turns)
-    assert [row["match"] for row in rows if row["agent"] == "warden"] == ["none"] + ["extend"] * 7
+    assert [row["match"] for row in rows if row["agent"] == "warden"] == ["none"] + ["extend"] * 11
     [notes] = [row for row in rows if row["agent"] == "analyst" and row["round"] == 1]
     assert notes["new"][0]["role"] == "system"
-    assert "Marco: ‹Marco, turn 18›" in notes["new"][1]["content"]
+    assert "Marco: ‹Marco, turn 20›" in notes["new"][1]["content"]
     assert "EXTEND, 3 messages reused\n" in in_process(*command).out
 
 

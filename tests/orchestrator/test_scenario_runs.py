@@ -106,7 +106,11 @@ def test_every_turn_but_an_agents_first_extends_its_memory(house: House) -> None
                 remembered = client.count_tokens(messages=before)
                 assert event.answer.match == "extend"
                 assert event.answer.cached_tokens >= remembered - 8, "all but what the template says before a reply"
-        assert events[-1] == RunDone(2, 2, events[-1].forgotten, extended=2, later_turns=2)  # type: ignore[union-attr]
+        last = events[-1]
+        assert isinstance(last, RunDone)
+        assert (last.outcomes_met, last.outcomes, last.extended, last.later_turns) == (2, 2, 2, 2)
+        assert last.prompt_tokens == sum(event.answer.prompt_tokens for event in done)
+        assert last.new_tokens == sum(event.answer.new_tokens for event in done)
         left = [agent.agent_id for agent in client.list_agents(name_prefix="extends/").agents]
         assert left == ["extends/lena", "extends/marco"], "the ephemeral scribe is gone"
 
@@ -137,7 +141,7 @@ def test_a_dry_run_counts_the_tokens_that_turns_will_have(house: House, tmp_path
             assert row["prompt_tokens"] == answer.prompt_tokens
         assert abs(row["prompt_tokens"] - row["reused_tokens"] - answer.prompt_tokens + answer.cached_tokens) < 20
     whole = sum(row["prompt_tokens"] for row in rows.values())
-    assert re.search(rf"\n\d+ of {whole} prompt tokens are computed, \d", in_process(*command).out)
+    assert re.search(rf"\n\d+ of {whole} prompt tokens computed, \d", in_process(*command).out)
 
 
 def killed_and_gone_on_with(house: House, text: str, kills: Iterable[int], tmp_path: Path) -> list[dict[str, Any]]:
@@ -150,7 +154,7 @@ def killed_and_gone_on_with(house: House, text: str, kills: Iterable[int], tmp_p
     command = ("--engine", house.engine.address, "scenario", "run", str(file), "--journal", str(journal), "--json")
     for turns in kills:
         runner = Program("kvasir", command, out=tmp_path / f"out{turns}", err=tmp_path / f"err{turns}")
-        give_up = time.monotonic() + 60
+        give_up = time.monotonic() + 300  # a campaign waits its turn on a busy machine
         while not journal.exists() or journal.read_bytes().count(b"\n") <= turns:
             assert time.monotonic() < give_up, (tmp_path / f"err{turns}").read_text()
             time.sleep(0.01)
@@ -235,9 +239,10 @@ def test_shipped_scenarios_end_as_they_should_all_at_once(house: House) -> None:
             runs = [_last(run(Scenario.shipped(name, 1), EngineMemory(client))) for name in names]
             return await asyncio.gather(*runs)
 
-    for done in asyncio.run(all_at_once()):
+    for name, done in zip(names, asyncio.run(all_at_once()), strict=True):
         assert isinstance(done, RunDone)
         assert (done.outcomes_met, done.extended) == (done.outcomes, done.later_turns)
+        assert name != "prisoners-dilemma" or done.new_tokens <= 0.15 * done.prompt_tokens
 
 
 async def _last(events: AsyncIterator[Event]) -> Event:

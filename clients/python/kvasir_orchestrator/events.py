@@ -76,6 +76,8 @@ class RunDone:
     forgotten: Sequence[str]  # ephemeral agents, deleted
     extended: int  # turns after an agent's first whose prompt began with exactly what it remembered
     later_turns: int  # all turns after an agent's first
+    prompt_tokens: int = 0  # of all turns
+    new_tokens: int = 0  # of those: computed
 
 
 Event = RunStarted | TurnStarted | Said | TurnRetried | TurnDone | OutcomeChecked | RunDone

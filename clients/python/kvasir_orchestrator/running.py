@@ -126,7 +126,9 @@ class _Runner:
             self._journal.finish()
         later = [self._answers[turn.index] for turn in turns if not self._is_first(turn)]
         extended = sum(answer.match == "extend" or answer.source == "replay" for answer in later)
-        yield RunDone(sum(met), len(met), forgotten, extended, len(later))
+        prompt_tokens = sum(answer.prompt_tokens for answer in self._answers.values())
+        new_tokens = sum(answer.new_tokens for answer in self._answers.values())
+        yield RunDone(sum(met), len(met), forgotten, extended, len(later), prompt_tokens, new_tokens)
 
     async def stop(self) -> None:
         """Cancel the turns that run, and wait until they have ended."""

@@ -93,7 +93,8 @@ class ShownRun:
     def _end(self, event: RunDone) -> None:
         self._out.print(
             f"\n{event.outcomes_met} of {event.outcomes} outcomes met; "
-            f"{event.extended} of {event.later_turns} turns after an agent's first are EXTEND"
+            f"{event.extended} of {event.later_turns} turns after an agent's first are EXTEND; "
+            f"{computed(event.new_tokens, event.prompt_tokens)}"
         )
         if event.forgotten:
             self._out.print(f"deleted: {', '.join(event.forgotten)}")
@@ -111,6 +112,11 @@ def reuse(done: TurnDone) -> str:
         f"{before}{answer.match.upper()}, {answer.cached_tokens} cached + {answer.new_tokens} new tokens, "
         f"{kind} ({answer.source}{why}), first token after {answer.first_token_s * 1000:.0f} ms"
     )
+
+
+def computed(new_tokens: int, prompt_tokens: int) -> str:
+    share = f"{new_tokens / max(1, prompt_tokens):.1%}"
+    return f"{new_tokens:,} of {prompt_tokens:,} prompt tokens computed, {share}"
 
 
 def event_row(scenario: Scenario, event: Event) -> dict[str, Any] | None:
@@ -196,8 +202,7 @@ def show_dry_rows(out: Console, scenario: Scenario, rows: Sequence[dict[str, Any
             out.print("\n".join([f"  {message['role']}: {first}", *(f"    {line}" for line in others)]), style="dim")
     if all(row["prompt_tokens"] is not None for row in rows):
         whole, reused = (sum(row[name] for row in rows) for name in ("prompt_tokens", "reused_tokens"))
-        share = f"{(whole - reused) / whole:.1%}"
-        out.print(f"\n{whole - reused:,} of {whole:,} prompt tokens are computed, {share}; a reply counts as its mark")
+        out.print(f"\n{computed(whole - reused, whole)}; a reply counts as its mark")
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
