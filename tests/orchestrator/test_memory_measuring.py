@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kvasir.errors import DataLoss
 from kvasir_orchestrator import Scenario
+from kvasir_orchestrator.measuring import kept
 from kvasir_orchestrator.measuring.accounting import Batch, Checked, Played, age_of, leaks, wilson
 from kvasir_orchestrator.measuring.campaign import Scope, measure
-from kvasir_orchestrator.measuring.claims import KILLED, KV, MOVED, PREFILL, ages, claims, rows, wanted
+from kvasir_orchestrator.measuring.claims import KILLED, KV, MOVED, PREFILL, WAYS, ages, claims, rows, wanted
 from kvasir_orchestrator.measuring.gate import PhaseGate
 from kvasir_orchestrator.measuring.retrieval import prompt_of
 
+from tests.cli.running import in_process
 from tests.system_fixtures import House, running_house
 
 GOSSIP = Scenario.shipped("gossip")
@@ -92,6 +95,30 @@ def test_claims_hold_only_of_what_was_found() -> None:
     assert "1 leaks" in [claim["found"] for claim in claims([*good[:5], leaking]) if not claim["is_met"]]
 
 
+def test_parts_of_a_campaign_add_up_and_what_was_cut_short_does_not_count(tmp_path: Path) -> None:
+    def part(name: str, variant: int, ways: tuple[str, ...]) -> Path:
+        for way in ways:
+            played = dataclasses.replace(of_way(way, 98, 100), variant=variant)
+            kept.append(tmp_path / name, Batch("prisoners-dilemma", way, 1, 1.0, 200, 100), [played])
+        return tmp_path / name
+
+    one, two = part("one", 1, WAYS), part("two", 2, WAYS)
+    part("two", 3, WAYS[:-1])
+    two.write_bytes(two.read_bytes() + b'[{"scenario": "cut')
+    played, batches = kept.read([one, two], WAYS)
+    assert sorted({each.variant for each in played}) == [1, 2]
+    assert played[0] == of_way(KV, 98, 100)
+    assert len(batches) == len(played) == 2 * len(WAYS)
+    ended = in_process("bench", "memory", "--results", one, "--results", two, "--json")
+    [row] = [row for row in ended.value["rows"] if (row["scenario"], row["way"]) == ("all", KV)]
+    assert (ended.value["settings"]["variants"], row["facts"]) == (2, 200)
+    with pytest.raises(DataLoss, match="variant 1, was played twice"):
+        kept.read([one, one], WAYS)
+    one.write_text("{}\n")
+    with pytest.raises(DataLoss, match="expected lines of"):
+        kept.read([one], WAYS)
+
+
 def test_at_a_gate_something_happens_once_while_no_turn_is_in_flight() -> None:
     happened: list[str] = []
 
@@ -155,7 +182,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 
 
 def played_by(house: House, second: House, ways: tuple[str, ...]) -> list[Played]:
-    scope = Scope(["code-review"], ways, variants=1, together=1, kills_once=True)
+    scope = Scope(["code-review"], ways, variants=2, together=1, kills_once=True, time_limit_s=0.0)
     played, batches = asyncio.run(measure(scope, Houses(house, second)))
     assert [each.way for each in played] == [each.way for each in batches] == list(ways)
     with house.client() as client:

@@ -300,6 +300,22 @@ def memory(
         int | None, typer.Option(min=1, help="Of each scenario: other words are told. Left out: 200; quick: 2.")
     ] = None,
     together: Annotated[int, typer.Option(min=1, max=100, help="Conversations beside each other.")] = 4,
+    time_limit_s: Annotated[
+        float | None, typer.Option(help="Begin no more variants after so many seconds; those that are played count.")
+    ] = None,
+    first: Annotated[int, typer.Option(min=1, help="The first variant's number: for parts played side by side.")] = 1,
+    played: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Add each batch to this file as soon as it has ended.")
+    ] = None,
+    played_files: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--results",
+            exists=True,
+            dir_okay=False,
+            help="Play nothing: count what this --played file has; may be repeated.",
+        ),
+    ] = None,
     plots: Annotated[Path | None, typer.Option(help="Write PNGs into this directory.")] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="2 variants, one kill each. No claim about accuracy counts then.")
@@ -323,9 +339,13 @@ def memory(
             raise
         text = "bench memory needs the extra `orchestrator`: pip install 'kvasir[all]'"
         raise FailedPrecondition(text, reason="EXTRA_MISSING") from None
-    with _progress(caller, "playing scenarios") as say:
-        count = variants or (2 if quick else 200)
-        results = measured.run(scenario or (), count, together, is_quick=quick, say=say)
+    if played_files:
+        results = measured.of_files(played_files, is_quick=quick)
+    else:
+        options = {"variants": variants or (2 if quick else 200), "together": together, "first": first}
+        scope = measured.scope_of(scenario or (), is_quick=quick, time_limit_s=time_limit_s, **options)
+        with _progress(caller, "playing scenarios") as say:
+            results = measured.run(scope, say, played)
     if plots is not None:
         _plot(caller, lambda: measured.plot(results, plots))
     caller.result(results, lambda out: out.print("\n".join(measured.lines(results)), soft_wrap=True))

@@ -67,13 +67,15 @@ class _Gated:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What is played. Variants count from 1."""
+    """What is played."""
 
     scenarios: Sequence[str]
     ways: Sequence[str]
     variants: int
     together: int  # conversations beside each other
     kills_once: bool  # in the middle, and not before each phase
+    time_limit_s: float | None = None  # begin no more variants after so long
+    first: int = 1  # variant
 
 
 async def measure(
@@ -81,20 +83,28 @@ async def measure(
     places: Places,
     say: Callable[[str], None] = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
+    keep: Callable[[Batch, Sequence[Played]], None] = lambda *_: None,
 ) -> tuple[list[Played], list[Batch]]:
-    """Play everything. Raises what breaks a turn for good."""
+    """Play everything; with a time limit, all scenarios of the first variants, of `together` at least. Each batch is
+    kept as soon as it has ended. Raises what breaks a turn for good.
+    """
     played: list[Played] = []
     took: list[Batch] = []
+    began = clock()
     async with AioInferenceClient.connect(places.here) as here, AioInferenceClient.connect(places.there) as there:
-        for name in scope.scenarios:
-            for first in range(1, scope.variants + 1, scope.together):
-                numbers = range(first, min(first + scope.together, scope.variants + 1))
+        end = scope.first + scope.variants
+        for first in range(scope.first, end, scope.together):
+            if played and scope.time_limit_s is not None and clock() - began >= scope.time_limit_s:
+                break
+            numbers = range(first, min(first + scope.together, end))
+            for name in scope.scenarios:
                 scenarios = [Scenario.shipped(name, number) for number in numbers]
                 for way in scope.ways:
-                    say(f"{name}, variants {numbers[0]} to {numbers[-1]} of {scope.variants}: {way}")
+                    say(f"{name}, variants {numbers[0]} to {numbers[-1]}, to {end - 1} in all: {way}")
                     of_batch, batch = await _Batch(way, scenarios, here, there, places, scope).play(clock)
                     played += of_batch
                     took.append(batch)
+                    keep(batch, of_batch)
     return played, took
 
 

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from kvasir_orchestrator import Scenario, shipped_names
-from kvasir_orchestrator.measuring import claims
+from kvasir_orchestrator.measuring import claims, kept
+from kvasir_orchestrator.measuring.accounting import Batch, Played
 from kvasir_orchestrator.measuring.campaign import Scope, measure
 
 from kvasir.bench.engine import text_table
 from kvasir.bench.engine_plots import Picture, draw
 from kvasir.cli.demo.mac import Mac, macs
+from kvasir.errors import NotFound
 
 _PICTURES = {
     "accuracy": Picture("Facts told right, by turns since they were told", "way", ("accuracy",), by="age"),
@@ -36,15 +38,22 @@ class _Macs:
         self._first.start()
 
 
-def run(
-    scenarios: Sequence[str], variants: int, together: int, *, is_quick: bool, say: Callable[[str], None]
-) -> dict[str, Any]:
-    """Play and count. Raises NotFound for a scenario that does not ship."""
+def scope_of(scenarios: Sequence[str], *, is_quick: bool, **options: Any) -> Scope:
+    """What is to be played; `options` are the rest of it. Raises NotFound for a scenario that does not ship."""
     names = list(scenarios) or shipped_names()
     for name in names:
         Scenario.shipped(name)
-    scope = Scope(names, claims.WAYS, variants, together, kills_once=is_quick)
+    return Scope(names, claims.WAYS, kills_once=is_quick, **options)
+
+
+def run(scope: Scope, say: Callable[[str], None], played_file: Path | None) -> dict[str, Any]:
+    """Play and count; `played_file` gets a line for each batch."""
     began = time.monotonic()
+
+    def keep(batch: Batch, played: Sequence[Played]) -> None:
+        if played_file is not None:
+            kept.append(played_file, batch, played)
+
     # Short, and not the system's own choice: a socket's path must fit into a hundred bytes.
     root = Path(tempfile.mkdtemp(prefix="kvasir-", dir="/tmp"))
     try:
@@ -52,11 +61,26 @@ def run(
             first, second = make("here"), make("there")
             first.start()
             second.start()
-            played, batches = asyncio.run(measure(scope, _Macs(first, second), say))
+            played, batches = asyncio.run(measure(scope, _Macs(first, second), say, keep=keep))
     finally:
         shutil.rmtree(root, ignore_errors=True)
+    return _results({**asdict(scope), "elapsed_s": round(time.monotonic() - began, 1)}, played, batches)
+
+
+def of_files(paths: Sequence[Path], *, is_quick: bool) -> dict[str, Any]:
+    """The results of campaigns that were kept. Raises DataLoss, and NotFound if nothing was played under every way."""
+    played, batches = kept.read(paths, claims.WAYS)
+    if not played:
+        raise NotFound("no conversation was played under every way")
+    names = sorted({each.scenario for each in played})
+    together = max(batch.conversations for batch in batches)
+    settings = {"scenarios": names, "together": together, "kills_once": is_quick, "files": len(paths)}
+    return _results({**settings, "elapsed_s": round(sum(batch.wall_s for batch in batches), 1)}, played, batches)
+
+
+def _results(settings: dict[str, Any], played: Sequence[Played], batches: Sequence[Batch]) -> dict[str, Any]:
     return {
-        "settings": {**asdict(scope), "is_quick": is_quick, "elapsed_s": round(time.monotonic() - began, 1)},
+        "settings": {**settings, "variants": len({each.variant for each in played})},
         "rows": claims.rows(played, batches),
         "ages": claims.ages(played),
         "claims": claims.claims(played),
@@ -67,7 +91,7 @@ def run(
 
 def holds(results: Mapping[str, Any]) -> bool:
     """Whether every claim is met that counts: with few variants, those without chance in them."""
-    is_quick = results["settings"]["is_quick"]
+    is_quick = results["settings"]["kills_once"]
     return all(claim["is_met"] for claim in results["claims"] if claim["is_exact"] or not is_quick)
 
 
