@@ -97,10 +97,10 @@ def _delete_if_over(core: Core, namespace: str, agent_id: str) -> bool:
     def work(change: CatalogChange) -> bool:
         agent = change.get_agent(namespace, agent_id, core.config.retained_versions)
         left, is_on_its_way = left_ms(agent, namespace, core.config), agent.ownership.is_on_its_way
-        if left is None or left > 0 or is_on_its_way or change.held_leases(query, core.leases):
+        if left is None or left > 0 or is_on_its_way:
             return False
         change.forget_agent(namespace, agent_id, False, core.now_unix_ms())
-        change.fence_leases(query, core.leases)
+        change.fence_leases(query, core.leases)  # raises where one is live, which undoes all of it
         core.report(change, namespace, [AgentDeleted(agent_id)])
         return True
 

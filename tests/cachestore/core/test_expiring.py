@@ -75,6 +75,7 @@ def test_a_namespace_may_have_a_time_and_a_label_says_otherwise(machine: Machine
         store.update_agent(NS, "long", {LABEL: "3d"})
         store.update_agent(NS, "ever", {LABEL: "never"})
         store.update_agent(NS, "pinned", is_pinned=True)
+        assert store.get_agent(NS, "pinned").expires_unix_ms is None
         machine.sweep(store)
         assert machine.sweep(store, 2 * DAY) == ["ever", "long", "pinned"]
         assert machine.sweep(store, 2 * DAY) == ["ever", "pinned"]
@@ -108,6 +109,16 @@ def test_a_live_lease_keeps_an_agent(machine: Machine) -> None:
         lease = store.acquire_lease(NS, "ada", KV, "engine", 60)
         assert machine.sweep(store) == ["ada"]
         store.release_lease(NS, "ada", KV, lease.token)
+        assert machine.sweep(store) == []
+
+
+def test_an_agent_on_its_way_to_another_store_stays(machine: Machine) -> None:
+    with machine.lab.open(default_expires_after_s=HOUR) as store:
+        publish(store, "ada", TURN, 0)
+        machine.sweep(store)
+        store.offer(NS, "ada", "studio", "m" * 16, 0)
+        assert machine.sweep(store, 2 * HOUR) == ["ada"]
+        store.undo_move(NS, "ada", "studio", "m" * 16)
         assert machine.sweep(store) == []
 
 
@@ -148,6 +159,24 @@ def test_whatever_is_done_to_clocks_no_more_time_counts_than_passed(steps: list[
         counted += now.since(last)
         last = now
     assert counted <= machine.lab.clock.steady() - began + 0.001
+
+
+@pytest.mark.parametrize(
+    ("now", "passed_s"),
+    [
+        (ClockReading(1000.0, 503.0, "a"), 3.0),
+        (
+            ClockReading(1003.0 + 10 * DAY, 503.0, "b"),
+            3.0,
+        ),  # the clock was set, the store restarted
+        (ClockReading(1010.0, 9 * DAY, "b"), 10.0),  # the data lie in a machine that runs for longer
+        (ClockReading(1010.0, 7.0, "b"), 7.0),  # the machine was restarted
+        (ClockReading(900.0, 7.0, "b"), 0.0),
+        (ClockReading(900.0, 499.0, "a"), 0.0),
+    ],
+)
+def test_after_a_restart_the_clock_that_says_less_is_believed(now: ClockReading, passed_s: float) -> None:
+    assert now.since(ClockReading(1000.0, 500.0, "a")) == passed_s
 
 
 @pytest.mark.parametrize("value", ["30", "30 d", "-1d", "1s", "0m", "1.5h", "99999w", "soon", "٣d"])

@@ -1,8 +1,9 @@
 """Bytes that are written in a day: counted durably, told, and refused beyond the budget only where that was wished."""
 
 import pytest
-from kvasir.errors import ResourceExhausted
+from kvasir.errors import KvasirError, ResourceExhausted
 
+from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.records import BlobKind
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Lab, publish, upload, write
@@ -32,6 +33,42 @@ def test_bytes_are_counted_by_day_and_namespace_and_survive_a_restart(lab: Lab) 
         assert today(store) == 0
         lab.clock.set_by_s = -DAY  # the same day again
         assert today(store) == SIZES[0] + SIZES[2]
+
+
+class UncommittingDisk(Disk):
+    """Fails each commit of the index, once it is told to."""
+
+    fails = False
+
+    def reached(self, point: str) -> None:
+        if self.fails and point == "index: before commit":
+            raise OSError(5, "it failed")
+
+
+def test_bytes_of_a_write_that_was_not_committed_do_not_count(lab: Lab) -> None:
+    disk = UncommittingDisk()
+    with lab.open(disk) as store:
+        assert store.written()["today_bytes"] == 0
+        disk.fails = True
+        with pytest.raises(KvasirError):
+            upload(store, TURNS[0])
+        disk.fails = False
+        assert store.written()["today_bytes"] == 0
+        publish(store, "ada", TURNS[0], 0)
+        assert store.written()["today_bytes"] == today(store) == SIZES[0]
+
+
+def test_what_a_turn_writes_beside_its_blobs_is_as_little_as_the_setting_says(lab: Lab) -> None:
+    def beside() -> int:
+        return sum((lab.root / name).stat().st_size for name in ("kvasir.sqlite3-wal", "journal"))
+
+    agent = SyntheticAgent(SMALL, 1)
+    with lab.open() as store:
+        publish(store, "ada", agent.turn(300, is_prompt=True), 0, bind_shared=True)
+        for turn in range(1, 6):
+            before = beside()
+            publish(store, "ada", agent.turn(300, is_prompt=True), turn, bind_shared=True)
+            assert 0 < beside() - before < 200_000
 
 
 def test_a_spent_budget_is_told_and_refuses_nothing(lab: Lab) -> None:

@@ -131,6 +131,14 @@ def test_a_namespace_names_its_own_peers_only(file: Path) -> None:
         asyncio.run(connected("silent", "default"))
 
 
+@pytest.mark.parametrize("mode", [0o620, 0o602])
+def test_a_file_that_others_can_write_is_refused(file: Path, mode: int) -> None:
+    add(file, paired("studio"))
+    file.chmod(mode)
+    with pytest.raises(ConfigError, match="others can write it"):
+        read_peers(file)
+
+
 def test_a_reload_tells_who_lost_a_right(file: Path) -> None:
     add(file, paired("kept"), paired("other", BOB, namespaces=("a", "b")))
     peers = Peers(lambda: read_peers(file))

@@ -1,16 +1,18 @@
 """The scrub in the background finds damage, goes on after a restart and keeps its pace; a peer mends what it has."""
 
 import asyncio
+import errno
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
-from kvasir.errors import DataLoss
+from kvasir.errors import DataLoss, Unavailable
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.background_scrub import BackgroundScrub
+from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.threads import StoreThreads
 from tests.cachestore.core.lab import Lab
 from tests.cachestore.core.lab import publish as publish_in
@@ -125,14 +127,61 @@ def test_a_pass_goes_on_where_it_was_after_a_restart_and_begins_when_it_is_due(l
         assert store.scrubbing.due_in_s(DAY) <= DAY
 
 
+def test_a_pass_that_is_ended_in_the_middle_notes_where_it_was(lab: Lab) -> None:
+    async def scrub() -> None:
+        threads = StoreThreads()
+        task = asyncio.create_task(BackgroundScrub(store, threads, no_peer, bytes_per_s=1, every_s=0.001).run())
+        while not store.scrubbing.state.blobs_checked:
+            lab.clock.pass_s(1)
+            await asyncio.sleep(0.005)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        threads.close()
+
+    with lab.open() as store:
+        publish_in(store, "ada", TURN, 0)
+        asyncio.run(scrub())
+        at = store.scrubbing.state
+    with lab.open() as store:
+        assert store.scrubbing.load() == at
+        assert (at.blobs_checked, at.ended_unix_ms) == (1, 0)
+
+
+class FailingReads(Disk):
+    """Reads nothing of blobs while it fails."""
+
+    fails = False
+
+    def read(self, path: Path, max_bytes: int) -> memoryview:
+        if self.fails and "blobs" in path.parts:
+            raise OSError(errno.EMFILE, "too many open files")
+        return super().read(path, max_bytes)
+
+
+def test_what_cannot_be_read_now_is_no_damage(lab: Lab) -> None:
+    disk = FailingReads()
+    with lab.open(disk) as store:
+        publish_in(store, "ada", TURN, 0)
+        store.scrubbing.load()
+        store.scrubbing.begin()
+        blobs = store.scrubbing.next()
+        disk.fails = True
+        with pytest.raises(Unavailable):
+            store.scrubbing.is_whole(blobs[0])
+        disk.fails = False
+        assert all(store.scrubbing.is_whole(blob) for blob in blobs)
+        state = store.scrubbing.state
+        assert (state.blobs_checked, state.blobs_damaged) == (len(blobs), 0)
+
+
+async def no_peer(_namespace: str, _digest: Digest) -> bool:
+    return False
+
+
 def test_a_pass_keeps_its_pace(lab: Lab) -> None:
     async def scrub() -> float:
         threads = StoreThreads()
-
-        async def repair(_namespace: str, _digest: Digest) -> bool:
-            return False
-
-        task = asyncio.create_task(BackgroundScrub(store, threads, repair, bytes_per_s=4 * SIZE, every_s=0.001).run())
+        task = asyncio.create_task(BackgroundScrub(store, threads, no_peer, bytes_per_s=4 * SIZE, every_s=0.001).run())
         began = time.monotonic()
         while not store.scrubbing.state.blobs_checked:
             lab.clock.pass_s(1)

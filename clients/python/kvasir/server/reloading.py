@@ -40,7 +40,7 @@ class Reloading:
 
     async def reload(self) -> None:
         """Read all parts, each by itself: one that is wrong does not keep the others from being read."""
-        problems, ended = [], 0
+        parts, problems, ended = list[str](), list[str](), 0
         for part, read in self._parts.items():
             try:
                 ended += await read()
@@ -48,8 +48,10 @@ class Reloading:
                 # It names a file of the operator's and what is wrong there, never a token.
                 _LOG.error("reload.refused part=%s the old set stays: %s", part, error)
                 problems.append(part)
+            else:
+                parts.append(part)
         self.problems = tuple(problems)
-        done = " ".join(part for part in self._parts if part not in problems)
+        done = " ".join(parts)
         _LOG.info("reload.done parts=%s ended_calls=%d", done or "none", ended)
         outcome, reason = (REFUSED, f"UNUSABLE_{'_'.join(problems).upper()}") if problems else (ALLOWED, "")
         self._audit.tell(OWNER, "reload", outcome, reason, {"parts": done, "ended_calls": str(ended)})
