@@ -69,8 +69,8 @@ class StoreSettings(BaseSettings):
     namespace_expires_after_s: dict[str, Annotated[float, Field(ge=60)] | None] = {}
     """The same of some namespaces, before the one of all; as JSON in the environment, null for never."""
     write_budget_bytes: Annotated[int, Field(ge=1)] | None = None
-    """Bytes of blobs that may be written in a day (UTC), for the sake of an SSD; those of index and journal, some
-    kilobytes for a commit, come on top. None: they are only counted."""
+    """Bytes of blobs that may be written in a day (UTC), for the sake of an SSD; those of index and journal, one or two
+    hundred kilobytes for a turn, come on top. None: they are only counted."""
     write_budget_over: Literal["tell", "refuse"] = "tell"
     """What happens beyond the budget. tell: it is said. refuse: tensors are refused until midnight UTC; engines keep in
     memory what they cannot store, and lose it if they end before."""

@@ -1,8 +1,8 @@
 """Bytes that are written in a day (UTC), for the sake of an SSD: always counted, durably, and told; refused on wish.
 
 A blob's bytes are counted in the transaction that lists it, each time that it is written; the index and its journal,
-some kilobytes for a commit, are not. Beyond the budget nothing is refused unless the configuration says so: then an
-engine keeps what it cannot store in memory, and says so at the end of the turn.
+one or two hundred kilobytes for a turn, are not. Beyond the budget nothing is refused unless the configuration says so:
+then an engine keeps what it cannot store in memory, and says so at the end of the turn.
 """
 
 import threading

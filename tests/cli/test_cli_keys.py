@@ -37,4 +37,5 @@ def test_a_namespace_is_sealed_its_master_key_replaced_and_its_key_destroyed(tmp
 def test_a_key_beside_the_data_is_said_to_open_every_backup(tmp_path: Path) -> None:
     cli = Cli(tmp_path / "home")
     assert "opens everything" in cli.done("keys", "new", "work").out
+    assert "The audit" in cli.done("keys", "new", "--help").out
     assert "opens everything" not in cli.done("keys", "new", "far", "--key-file", tmp_path / "far.key").out

@@ -201,6 +201,7 @@ def test_a_sealed_export_comes_back_with_its_key_and_is_refused_by_name_without(
     assert "changed or cut" in cli("agents", "import", by_key, "new", "--key-file", key).err
     assert cli("agents", "show", "new").code == 5
     assert cli("agents", "export", "ada", tmp_path / "x", "--sealed").code == 2, "nobody can be asked"
+    assert cli("agents", "export", "ada", tmp_path / "x", "--key-file", key, "--passphrase-file", words).code == 2
 
 
 def test_an_export_keeps_an_older_file_unless_it_is_told_to_replace_it(

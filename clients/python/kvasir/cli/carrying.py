@@ -101,6 +101,8 @@ def _identity_of(client: StoreClient, agent: str) -> identity_pb2.KvIdentity:
 
 def lock_of(key_file: Path | None, passphrase_file: Path | None) -> Lock:
     """What is to open an archive that is sealed: a master key, or a passphrase, which a person may type."""
+    if key_file is not None and passphrase_file is not None:
+        raise WrongUsage("--key-file, --passphrase-file: one of them seals the file", field="--key-file")
     if key_file is not None:
         return _master_key(key_file)
     text = "" if passphrase_file is None else read_private_text(passphrase_file).rstrip("\n")

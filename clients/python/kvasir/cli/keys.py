@@ -43,7 +43,8 @@ def new(
     """Seal a namespace that holds nothing yet. Makes the master key if there is none.
 
     Keep a copy of the master key: without it nobody reads the namespace again. To seal what exists already, seal a new
-    namespace and bring the agents there with `kvasir agents export` and `import`.
+    namespace and bring the agents there with `kvasir agents export` and `import`. The audit, which lies outside the
+    data, names agents of sealed namespaces, too.
     """
     caller = caller_of(context, as_json)
     master = _master(caller, key_file, keychain)
