@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from tests.cachestore.core.mutants import STORE
 from tests.cachestore.moving.mutants import MOVES
 from tests.cachestore.sealing.mutants import SEALING
+from tests.cachestore.service.mutants import AUDIT, UPKEEP
 from tests.hammer.mutants import HAMMER
 from tests.inference.engine.mutants import ENGINE
 from tests.inference.kv.mutants import KV
@@ -13,5 +14,5 @@ from tests.kvasir.mutants import SDK
 from tests.mutation.mutant import Suite
 
 SUITES: Mapping[str, Suite] = {
-    suite.name: suite for suite in (STORE, MOVES, SEALING, ENGINE, SCHEDULER, KV, HAMMER, SDK)
+    suite.name: suite for suite in (STORE, MOVES, SEALING, UPKEEP, AUDIT, ENGINE, SCHEDULER, KV, HAMMER, SDK)
 }

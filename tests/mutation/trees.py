@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.mutation.mutant import Mutant
 
 ROOT = Path(__file__).parents[2]
-_COPIED = ("cachestore_svc", "inference_svc", "clients", "proto", "tests", "tools", "pyproject.toml")
+_COPIED = ("cachestore_svc", "inference_svc", "clients", "compose", "proto", "tests", "tools", "pyproject.toml")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 # That a test fails is enough to know here; the smallest example of it takes minutes.
 _NO_SHRINKING = """
