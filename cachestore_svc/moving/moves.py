@@ -166,7 +166,7 @@ class Moves:
             return
         if int(there.state) != OwnerState.OWNED:
             problem = f"agent {agent_id!r} is on its way at peer {peer}: wait for its end there; {gone}"
-            raise FailedPrecondition(problem, reason="AGENT_MOVING")
+            raise FailedPrecondition(problem, reason="AGENT_MOVING", metadata={"agent_id": agent_id, "owner": peer})
         told, yield_to = known.generation, self._store.yield_to
         known = await self._threads.run(namespace, yield_to, namespace, agent_id, peer, told, there.generation)
         ownership.check_writable(agent_id, known)

@@ -237,7 +237,9 @@ class Transfers:
             return
         if not replace:
             raise AlreadyExists(
-                f"agent {agent_id!r} exists; an import with `replace` (--replace) adds a version", reason="AGENT_EXISTS"
+                f"agent {agent_id!r} exists; an import with `replace` (--replace) adds a version",
+                reason="AGENT_EXISTS",
+                metadata={"agent_id": agent_id},
             )
 
 

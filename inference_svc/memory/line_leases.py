@@ -167,6 +167,7 @@ class LineLeases:
                 raise errors.Unavailable(
                     "another inference service, or a change of the agent, holds its line; retry, or ask that service",
                     reason="AGENT_HELD_ELSEWHERE",
+                    metadata={"agent_id": agent_id},
                     retry_after_s=1.0,
                 )
             await asyncio.sleep(pause_s)

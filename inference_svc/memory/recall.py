@@ -144,6 +144,7 @@ class Recall:
                 f"base_version: version {version} cannot be read now ({detail})",
                 reason="MEMORY_UNREADABLE",
                 field="base_version",
+                metadata={"agent_id": key.agent_id},
                 retry_after_s=1.0,
             )
         return replace(newest, base=base)

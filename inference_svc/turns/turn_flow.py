@@ -293,6 +293,7 @@ class TurnFlow:
             raise errors.Unavailable(
                 f"the agent's newest version cannot be asked now ({found.miss.detail if found.miss else ''})",
                 reason="MEMORY_UNREADABLE",
+                metadata={"agent_id": turn.key.agent_id},
                 retry_after_s=1.0,
             )
         if turn.is_kept and found.head.manifest != begun.parent_manifest:
@@ -375,6 +376,7 @@ class TurnFlow:
             raise errors.Unavailable(
                 f"the agent's memory cannot be read now ({recollection.miss.detail if recollection.miss else ''})",
                 reason="MEMORY_UNREADABLE",
+                metadata={"agent_id": request.agent_id},
                 retry_after_s=1.0,
             )
         if request.input != PromptInput(""):
@@ -383,6 +385,7 @@ class TurnFlow:
                 raise errors.Unavailable(
                     "the agent's memory is not stored yet, and the prompt would take its place",
                     reason="MEMORY_NOT_STORED",
+                    metadata={"agent_id": request.agent_id},
                     retry_after_s=1.0,
                 )
             request = turn.request = as_its_agent_has_it(request, recollection)

@@ -232,7 +232,7 @@ def whole_conversation(
         return memory.messages[:-1] if is_retry and recollection.base is None else (*memory.messages, *given)
     if not _is_remembered(recollection) or (memory is None and request.expected_version == 0):
         return given
-    _refuse_append(recollection)
+    _refuse_append(request.agent_id, recollection)
     return ()
 
 
@@ -300,7 +300,7 @@ _UNKNOWN: Sequence[MissReason] = (
 )
 
 
-def _refuse_append(recollection: Recollection) -> None:
+def _refuse_append(agent_id: str, recollection: Recollection) -> None:
     miss = recollection.miss
     if recollection.memory is None and miss is not None and miss.is_sealed:
         # No retry brings the key back.
@@ -312,6 +312,7 @@ def _refuse_append(recollection: Recollection) -> None:
         raise errors.Unavailable(
             f"append_messages: the agent's memory cannot be read now ({miss.detail}); send all messages, or retry",
             reason="MEMORY_UNREADABLE",
+            metadata={"agent_id": agent_id},
             retry_after_s=1.0,
         )
     if recollection.memory is None and miss is not None and miss.reason is not MissReason.NEW_AGENT:
@@ -319,11 +320,13 @@ def _refuse_append(recollection: Recollection) -> None:
             f"append_messages: the agent's memory cannot be read ({miss.detail}); send all messages, or roll back",
             reason="MEMORY_DAMAGED",
             field="append_messages",
+            metadata={"agent_id": agent_id},
         )
     raise errors.FailedPrecondition(
         "append_messages: the agent remembers no messages; send all of them",
         reason="NO_MESSAGES",
         field="append_messages",
+        metadata={"agent_id": agent_id},
     )
 
 

@@ -38,6 +38,7 @@ class Raised:
     reason: str
     code: str
     metadata: frozenset[str]
+    is_literal: bool  # the metadata is written there, and not made by a function
 
 
 def promises() -> dict[str, Promise]:
@@ -72,7 +73,8 @@ def _made(call: ast.Call, path: str) -> Raised | None:
         (each.value for each in keys.keys if isinstance(each, ast.Constant)) if isinstance(keys, ast.Dict) else ()
     )
     said = str(reason.value) if reason is not None else getattr(errors, kind).reason
-    return Raised(f"{path}:{call.lineno}", said, _KINDS[kind], frozenset(map(str, metadata)))
+    is_literal = keys is None or isinstance(keys, ast.Dict)
+    return Raised(f"{path}:{call.lineno}", said, _KINDS[kind], frozenset(map(str, metadata)), is_literal)
 
 
 def test_every_reason_has_a_code() -> None:
@@ -87,6 +89,15 @@ def test_no_error_has_a_reason_a_code_or_metadata_that_the_contract_does_not_nam
     assert [each for each in found if each.reason not in known] == []
     assert [each for each in found if each.code not in known[each.reason].codes] == []
     assert [each for each in found if each.metadata - known[each.reason].metadata] == []
+
+
+def test_an_error_about_an_agent_names_it() -> None:
+    """A program that appends for many agents learns whose memory it is from the error alone."""
+    about_agents = {reason for reason, promise in promises().items() if "agent_id" in promise.metadata}
+    assert {"NO_MESSAGES", "AGENT_EXISTS", "AGENT_NOT_FOUND"} <= about_agents
+    silent = [each for each in raised() if each.reason in about_agents and "agent_id" not in each.metadata]
+    # The blobs of a manifest are no one agent's: several may hold it.
+    assert [each for each in silent if each.is_literal and "blob_store.py" not in each.where] == []
 
 
 def test_the_contract_names_no_reason_that_nothing_gives() -> None:

@@ -156,7 +156,9 @@ def forget_agent(rows: Rows, namespace: str, agent_id: str, force: bool, now_uni
     FailedPrecondition (AGENT_PINNED) unless `force`."""
     agent = get_row(rows, namespace, agent_id)
     if agent.is_pinned and not force:
-        raise FailedPrecondition(f"agent {agent_id!r} is pinned", reason="AGENT_PINNED")
+        raise FailedPrecondition(
+            f"agent {agent_id!r} is pinned", reason="AGENT_PINNED", metadata={"agent_id": agent_id}
+        )
     unheld = delete(rows, agent)
     garbage.mark(rows, unheld, now_unix_ms)
     return garbage.bytes_of(rows, unheld)

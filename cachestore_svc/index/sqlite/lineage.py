@@ -19,7 +19,7 @@ def fork_agent(
     if version is not None and len(lines) > 1:
         raise _which_line(lines)
     if agents.find_agent(rows, source.namespace, agent_id):
-        raise AlreadyExists(f"agent {agent_id!r} exists", reason="AGENT_EXISTS")
+        raise AlreadyExists(f"agent {agent_id!r} exists", reason="AGENT_EXISTS", metadata={"agent_id": agent_id})
     agent = agents.make_agent(rows, source.namespace, agent_id, now_unix_ms)
     return [_fork_line(rows, agent.id, line, version, now_unix_ms) for line in reversed(lines)]
 

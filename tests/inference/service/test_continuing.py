@@ -150,7 +150,7 @@ def test_an_append_to_a_new_agent_is_its_first_turn_unless_its_caller_minds(
     client.reply(agent_id=told, prompt="Once upon a time", sampling=GREEDY)
     with pytest.raises(errors.FailedPrecondition) as text:
         client.reply(agent_id=told, append_messages=user("Hello."), sampling=GREEDY)
-    assert text.value.reason == "NO_MESSAGES"
+    assert (text.value.reason, text.value.metadata["agent_id"]) == ("NO_MESSAGES", told)
 
 
 def test_a_turn_without_memory_neither_reads_nor_leaves_any(

@@ -100,15 +100,15 @@ const (
 	ErrorReason_ERROR_REASON_PROMPTS_TOO_LARGE ErrorReason = 42
 	// The caller left too much of its reply unread. RESOURCE_EXHAUSTED.
 	ErrorReason_ERROR_REASON_READER_TOO_SLOW ErrorReason = 43
-	// append_messages to an agent that remembers a text, but no messages. FAILED_PRECONDITION.
+	// append_messages to an agent that remembers a text, but no messages. FAILED_PRECONDITION: agent_id.
 	ErrorReason_ERROR_REASON_NO_MESSAGES ErrorReason = 44
-	// append_messages to a memory that cannot be read now. UNAVAILABLE.
+	// append_messages to a memory that cannot be read now. UNAVAILABLE: agent_id.
 	ErrorReason_ERROR_REASON_MEMORY_UNREADABLE ErrorReason = 45
-	// append_messages to a memory that is damaged. FAILED_PRECONDITION.
+	// append_messages to a memory that is damaged. FAILED_PRECONDITION: agent_id.
 	ErrorReason_ERROR_REASON_MEMORY_DAMAGED ErrorReason = 46
-	// Warm would replace a memory that is not stored yet. UNAVAILABLE.
+	// Warm would replace a memory that is not stored yet. UNAVAILABLE: agent_id.
 	ErrorReason_ERROR_REASON_MEMORY_NOT_STORED ErrorReason = 47
-	// Another engine holds the agent's line. UNAVAILABLE.
+	// Another engine holds the agent's line. UNAVAILABLE: agent_id.
 	ErrorReason_ERROR_REASON_AGENT_HELD_ELSEWHERE ErrorReason = 48
 	// The agent's newest version is not the one that the caller knows. ABORTED: head_version.
 	ErrorReason_ERROR_REASON_HEAD_MOVED ErrorReason = 49
@@ -138,9 +138,9 @@ const (
 	ErrorReason_ERROR_REASON_AGENT_NOT_FOUND ErrorReason = 70
 	// The agent has no such version, or no line of this KV identity. NOT_FOUND: agent_id.
 	ErrorReason_ERROR_REASON_VERSION_NOT_FOUND ErrorReason = 71
-	// An agent of this name exists. ALREADY_EXISTS.
+	// An agent of this name exists. ALREADY_EXISTS: agent_id.
 	ErrorReason_ERROR_REASON_AGENT_EXISTS ErrorReason = 72
-	// The agent is pinned. FAILED_PRECONDITION.
+	// The agent is pinned. FAILED_PRECONDITION: agent_id.
 	ErrorReason_ERROR_REASON_AGENT_PINNED ErrorReason = 73
 	// An engine holds the line's lease. FAILED_PRECONDITION, UNAVAILABLE: owner, left_ms.
 	ErrorReason_ERROR_REASON_LEASE_HELD ErrorReason = 74
