@@ -314,6 +314,16 @@ def test_an_agent_moves_between_two_macs_as_compose_says(tmp_path: Path) -> None
     shutil.rmtree(laptop.home)
 
 
+@contextlib.contextmanager
+def _usual_http_port_taken() -> Iterator[None]:
+    """As by a `kvasir up` of another home."""
+    with socket.socket() as other:
+        with contextlib.suppress(OSError):  # somebody has it already
+            other.bind(("127.0.0.1", parse_address(DEFAULT_HTTP).port))
+            other.listen()
+        yield
+
+
 def test_a_home_of_the_background_is_taken_over_after_a_kill_and_goes_down() -> None:
     home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
     cli = Cli(home)
@@ -327,7 +337,9 @@ def test_a_home_of_the_background_is_taken_over_after_a_kill_and_goes_down() -> 
         killed = cli("doctor", "--json")
         assert (killed.code, killed.value["engine"]["state"]) == (1, "ready")
         assert "was killed here" in killed.value["problems"][0]
-        assert "unix:" in cli.done("up", "--detach", "--no-http").out
+        with _usual_http_port_taken():
+            assert "http:   none: 127.0.0.1:8642 is in use; say --http" in cli.done("up", "--detach").out
+        assert "no HTTP: 127.0.0.1:8642 is in use" in cli.done("status").out
         assert not set(orphans) & set(holders(Home(home).services_lock_file)), "two groups would share a home"
         states = cli.done("status", "--json").value["services"]
         assert [(row["name"], row["state"]) for row in states] == [("store", "ready"), ("engine", "ready")]

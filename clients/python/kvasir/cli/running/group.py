@@ -97,6 +97,7 @@ def status(context: typer.Context, as_json: JsonOption = False) -> None:
         "home": str(home.root),
         "pid": next(iter(holders(home.up_lock_file)), 0),
         "services": [asdict(each) for each in states],
+        "no_http": running.no_http if running is not None else "",
         "token_file": running.token_file if running is not None else "",
         "logs": str(home.logs),
         "disk": _disk(caller) if any(each.name == "store" and each.state == Health.READY for each in states) else {},
@@ -168,6 +169,8 @@ def _show_status(out: Console, value: dict[str, Any]) -> None:
     for row in value["services"]:
         for problem in row["problems"]:
             out.print(f"{row['name']}: {problem}")
+    if value["pid"] and value["no_http"]:
+        out.print(f"no HTTP: {value['no_http']}")
     if disk := value["disk"]:
         budget = disk["write_budget_bytes"]
         of_budget = f" of a budget of {size(budget)}" if budget else ""

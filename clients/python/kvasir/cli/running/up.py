@@ -228,7 +228,7 @@ def up(
                 *_given(("--expires-after-s", expires_after_s), ("--write-budget-bytes", budget_bytes)),
                 *logging,
             )
-            gateway = http or ("" if no_http else _usual_http(caller, addresses))
+            gateway, why_none = (http, "") if http or no_http else _usual_http(addresses)
             plan = plan_of(
                 home,
                 model or [],
@@ -242,25 +242,23 @@ def up(
                 tuple(metrics.values()),
                 tracing,
             )
-            asyncio.run(_run(caller, plan, descriptor))
+            asyncio.run(_run(caller, plan, descriptor, why_none))
             return
     _detached(caller)
 
 
-def _usual_http(caller: Caller, addresses: Mapping[str, str]) -> str:
-    """The gateway's usual address, or none, with the reason: nobody has asked for it."""
+def _usual_http(addresses: Mapping[str, str]) -> tuple[str, str]:
+    """The gateway's usual address, or none and the reason: nobody has asked for it."""
     if not checks.has_gateway():
-        caller.note("no HTTP: its packages are not installed (kvasir[gateway])")
-        return ""
+        return "", "its packages are not installed (kvasir[gateway])"
     usual = parse_address(checks.DEFAULT_HTTP)
     try:
         if usual.port not in {parse_address(address).port for address in addresses.values()}:
             checks.check_free(checks.DEFAULT_HTTP, "--http")
-            return checks.DEFAULT_HTTP
+            return checks.DEFAULT_HTTP, ""
     except KvasirError:
         pass
-    caller.note(f"no HTTP: {checks.DEFAULT_HTTP} is in use; say --http 127.0.0.1:PORT for another address")
-    return ""
+    return "", f"{checks.DEFAULT_HTTP} is in use; say --http 127.0.0.1:PORT for another address"
 
 
 def _given(*options: tuple[str, object]) -> Iterator[str]:
@@ -362,7 +360,7 @@ def plan_of(
     return Plan(store, engine, gateway if http else None)
 
 
-async def _run(caller: Caller, plan: Plan, descriptor: int) -> None:
+async def _run(caller: Caller, plan: Plan, descriptor: int, no_http: str) -> None:
     home = caller.home
     supervisor = Supervisor(
         [each.service() for each in (plan.store, plan.engine, plan.gateway) if each is not None],
@@ -386,6 +384,7 @@ async def _run(caller: Caller, plan: Plan, descriptor: int) -> None:
             is_ready=is_ready,
             http=plan.gateway.listen if plan.gateway else "",
             http_pid=supervisor.pid("http") if plan.gateway else 0,
+            no_http=no_http,
             store_metrics=plan.store.metrics_listen,
             engine_metrics=plan.engine.metrics_listen,
             http_metrics=plan.gateway.metrics_listen if plan.gateway else "",
@@ -419,6 +418,8 @@ def _greet(say: Callable[[str], object], answer: dict[str, Any], how_to_stop: st
     say(f"store:  {answer['store']}")
     if answer["http"]:
         say(f"http:   http://{answer['http']}/v1 (the key is the token)")
+    elif answer["no_http"]:
+        say(f"http:   none: {answer['no_http']}")
     if answer["token_file"]:
         say(f"token:  {answer['token_file']} (commands with this home find it; others say --token-file)")
     say(f"Talk to an agent with `kvasir chat ada`; {how_to_stop}.")
