@@ -64,7 +64,8 @@ class PythonProgram:
 
     def _stream(self, call: Call) -> Call:
         reply, deltas = Reply(), 0
-        events = self._engine.generate(**_turn(call))
+        token = call.get("resume_token")
+        events = self._engine.generate(**_turn(call)) if token is None else self._engine.resume(token)
         for event in events:
             reply.add(event)
             deltas += event.HasField("delta")

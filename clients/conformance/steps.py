@@ -10,7 +10,7 @@ from typing import Any
 from kvasir.formats.digest import Digest
 from kvasir.inference.v1 import inference_pb2
 
-from clients.conformance.flaky_engine import flaky_engine
+from clients.conformance.stand_ins import FlakyEngine, MovingEngine, served
 from clients.conformance.testee import Refused, Testee
 from clients.conformance.world import PEER, World
 
@@ -306,7 +306,8 @@ def refusals_name_the_field_and_the_reason(program: Testee, world: World) -> Non
 
 
 def reads_are_asked_again_and_nothing_else_is(program: Testee, world: World) -> None:
-    with flaky_engine() as (engine, address):
+    engine = FlakyEngine()
+    with served(engine) as address:
         program.call("connect", address=address)
         assert program.call("count", prompt="Hello") == {"tokens": 7}
         assert program.call("get_agent", agent_id="ada")["token_count"] == 9
@@ -318,6 +319,20 @@ def reads_are_asked_again_and_nothing_else_is(program: Testee, world: World) -> 
             program.call("reply", agent_id="ada", prompt="Hello", request_id="mine")
         reads = dict.fromkeys(("CountTokens", "GetAgent", "GetUsage", "ListHotMemories"), 3)
         assert engine.calls == {**reads, "ForkAgent": 1, "Generate": 1}, engine.calls
+
+
+def a_turn_that_moves_says_where_its_rest_is(program: Testee, world: World) -> None:
+    """No reply that was cut is taken for a whole one: neither as a stream nor by `reply`."""
+    where = {"request_id": "mine", "peer": MovingEngine.PEER, "resume_token": MovingEngine.TOKEN}
+    with served(MovingEngine()) as address:
+        program.call("connect", address=address)
+        for call in ("reply", "stream"):
+            with refusal("UNAVAILABLE", "TURN_MOVED", **where):
+                program.call(call, agent_id="ada", prompt="Hello", request_id="mine")
+        rest = program.call("stream", resume_token=MovingEngine.TOKEN)
+        assert (rest["text"], rest["deltas"], rest["is_finished"], rest["version"]) == ("lo", 1, True, 4), rest
+        with refusal("NOT_FOUND", "RESUME_TOKEN_UNKNOWN"):
+            program.call("stream", resume_token="x")
 
 
 STEPS: tuple[Step, ...] = (
@@ -340,6 +355,7 @@ STEPS: tuple[Step, ...] = (
     a_deleted_agent_is_gone,
     refusals_name_the_field_and_the_reason,
     reads_are_asked_again_and_nothing_else_is,
+    a_turn_that_moves_says_where_its_rest_is,
 )
 
 

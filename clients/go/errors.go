@@ -12,6 +12,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	commonv1 "kvasir.org/client/gen/kvasir/common/v1"
+	inferencev1 "kvasir.org/client/gen/kvasir/inference/v1"
 )
 
 const (
@@ -123,14 +124,27 @@ func invalid(field, format string, values ...any) *Error {
 }
 
 func refused(code codes.Code, field, message string) *Error {
-	text := field + ": " + message
 	reason := commonv1.ErrorReason_ERROR_REASON_INVALID_FIELD
 	if code == codes.Unauthenticated {
 		reason = commonv1.ErrorReason_ERROR_REASON_NO_CREDENTIAL
 	}
+	made := own(code, reason, field+": "+message)
+	made.Field = field
+	return made
+}
+
+// movedTo ends a stream whose rest is at another engine.
+func movedTo(moved *inferencev1.Moved) *Error {
+	made := own(codes.Unavailable, commonv1.ErrorReason_ERROR_REASON_TURN_MOVED,
+		fmt.Sprintf("the turn went on to %q: Resume of a client of that engine takes the resume_token", moved.GetPeer()))
+	made.Metadata["peer"], made.Metadata["resume_token"] = moved.GetPeer(), moved.GetResumeToken()
+	return made
+}
+
+func own(code codes.Code, reason commonv1.ErrorReason, message string) *Error {
 	return &Error{
 		Code: code, Reason: reason, ReasonName: reason.String()[len(reasonPrefix):],
-		Message: text, Field: field, Metadata: map[string]string{}, status: status.New(code, text),
+		Message: message, Metadata: map[string]string{}, status: status.New(code, message),
 	}
 }
 

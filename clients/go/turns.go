@@ -120,7 +120,7 @@ func (r *Reply) choice(number int32) (*Choice, error) {
 }
 
 // Generate streams a turn's events: Started, PrefillProgress, Deltas, Finished. Leaving the loop, or ending ctx, cancels the turn.
-// The last pair may have an *Error, whose Metadata have the request_id: ask again with it.
+// The last pair may have an *Error, whose Metadata have the request_id: ask again with it. After Moved it is TURN_MOVED: see [Client.Resume].
 func (c *Client) Generate(ctx context.Context, turn Turn) iter.Seq2[*inferencev1.GenerateResponse, error] {
 	return func(yield func(*inferencev1.GenerateResponse, error) bool) {
 		request, err := turn.request()
@@ -128,20 +128,41 @@ func (c *Client) Generate(ctx context.Context, turn Turn) iter.Seq2[*inferencev1
 			yield(nil, err)
 			return
 		}
-		ctx, cancel := context.WithCancel(ctx)
-		defer cancel()
-		stream, err := c.engine.Generate(ctx, request)
-		for err == nil {
-			var event *inferencev1.GenerateResponse
-			if event, err = stream.Recv(); err == nil && !yield(event, nil) {
+		c.events(ctx, request, yield)
+	}
+}
+
+// Resume streams the rest of a reply that another engine began and gave to this one. The token is in the Metadata of the error
+// that ended the stream there (TURN_MOVED, HANDOVER_UNCERTAIN), and "peer" is that engine's name for this one.
+func (c *Client) Resume(ctx context.Context, resumeToken string) iter.Seq2[*inferencev1.GenerateResponse, error] {
+	return func(yield func(*inferencev1.GenerateResponse, error) bool) {
+		c.events(ctx, &inferencev1.GenerateRequest{ResumeToken: resumeToken}, yield)
+	}
+}
+
+func (c *Client) events(
+	ctx context.Context, request *inferencev1.GenerateRequest, yield func(*inferencev1.GenerateResponse, error) bool,
+) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	stream, err := c.engine.Generate(ctx, request)
+	for err == nil {
+		var event *inferencev1.GenerateResponse
+		if event, err = stream.Recv(); err == nil {
+			if !yield(event, nil) {
 				return
 			}
+			if moved := event.GetMoved(); moved != nil {
+				err = movedTo(moved)
+			}
 		}
-		if !errors.Is(err, io.EOF) {
-			broken := AsError(err)
-			broken.Metadata["request_id"] = request.GetRequestId()
-			yield(nil, broken)
+	}
+	if !errors.Is(err, io.EOF) {
+		broken := AsError(err)
+		if id := request.GetRequestId(); id != "" {
+			broken.Metadata["request_id"] = id
 		}
+		yield(nil, broken)
 	}
 }
 

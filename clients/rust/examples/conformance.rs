@@ -189,7 +189,10 @@ async fn reply(client: &Client, call: &Call) -> Answer {
 
 async fn stream(client: &Client, call: &Call) -> Answer {
     let (mut reply, mut deltas) = (Reply::default(), 0);
-    let mut events = client.generate(call.turn()).await?;
+    let mut events = match call.text("resume_token") {
+        "" => client.generate(call.turn()).await?,
+        token => client.resume(token).await?,
+    };
     while let Some(event) = events.next().await {
         let event = event?;
         deltas += i64::from(matches!(event, Event::Delta(_)));

@@ -228,7 +228,8 @@ impl Client {
         use pb::pull_agent_response::Event;
         let (deadline, mut stub) = (self.long_call(), self.agents());
         let Pull { peer, agent, local_agent, kv_identity_hash } = what;
-        let request = pb::PullAgentRequest { peer, agent_id: agent, local_agent_id: local_agent, kv_identity_hash };
+        let named = pb::PullAgentRequest { peer, agent_id: agent, local_agent_id: local_agent, ..Default::default() };
+        let request = pb::PullAgentRequest { kv_identity_hash, ..named };
         let pulling = async {
             let mut stream = stub.pull_agent(deadline.request(request)).await?.into_inner();
             while let Some(response) = stream.message().await? {

@@ -9,6 +9,7 @@ use tonic::{Code, Status, TimeoutExpired};
 use tonic_types::StatusExt;
 
 use crate::proto::common::v1::ErrorReason;
+use crate::proto::inference::v1::Moved;
 
 const DOMAIN: &str = "kvasir";
 const REASON_PREFIX: &str = "ERROR_REASON_";
@@ -99,8 +100,19 @@ impl Error {
         Status::deadline_exceeded("the client's deadline is over").into()
     }
 
+    /// The end of a stream whose rest is at another engine.
+    pub(crate) fn moved(moved: Moved) -> Self {
+        let text = format!("the turn went on to {:?}: resume() of a client of that engine takes the resume_token", moved.peer);
+        let mut made = Self::own(Code::Unavailable, ErrorReason::TurnMoved, "", text);
+        made.0.metadata.insert("peer".to_owned(), moved.peer);
+        made.0.metadata.insert("resume_token".to_owned(), moved.resume_token);
+        made
+    }
+
     pub(crate) fn with_request_id(mut self, request_id: &str) -> Self {
-        self.0.metadata.insert("request_id".to_owned(), request_id.to_owned());
+        if !request_id.is_empty() {
+            self.0.metadata.insert("request_id".to_owned(), request_id.to_owned());
+        }
         self
     }
 
@@ -112,7 +124,7 @@ impl Error {
         Self(Box::new(Told {
             code,
             reason_name: reason_name.to_owned(),
-            message: format!("{field}: {message}"),
+            message: if field.is_empty() { message.to_string() } else { format!("{field}: {message}") },
             field: field.to_owned(),
             retry_after: None,
             metadata: HashMap::new(),

@@ -155,17 +155,31 @@ impl Client {
     /// A turn as a stream of events: Started, `PrefillProgress`, Deltas, Finished. Dropping it cancels the turn.
     ///
     /// # Errors
-    /// As Generate's in the contract. The metadata of an error have the `request_id`.
+    /// As Generate's in the contract. The metadata of an error have the `request_id`. After Moved it is `TURN_MOVED`: see
+    /// [`Client::resume`].
     pub async fn generate(&self, turn: Turn) -> Result<Events> {
         let mut request = turn.request;
         if request.request_id.is_empty() {
             request.request_id = new_request_id();
         }
+        self.events(request).await
+    }
+
+    /// The rest of a reply that another engine began and gave to this one. The token is in the metadata of the error that ended
+    /// the stream there (`TURN_MOVED`, `HANDOVER_UNCERTAIN`), and `peer` is that engine's name for this one.
+    ///
+    /// # Errors
+    /// As Generate's in the contract; NOT_FOUND for a token that no reply waits for.
+    pub async fn resume(&self, resume_token: impl Into<String>) -> Result<Events> {
+        self.events(pb::GenerateRequest { resume_token: resume_token.into(), ..Default::default() }).await
+    }
+
+    async fn events(&self, request: pb::GenerateRequest) -> Result<Events> {
         let (deadline, mut stub, request_id) = (self.long_call(), self.engine(), request.request_id.clone());
         let called = deadline.once(stub.generate(deadline.request(request))).await;
         let stream = called.map_err(|error| error.with_request_id(&request_id))?;
         let deadline = deadline.instant().map(|ends| Box::pin(sleep_until(ends)));
-        Ok(Events { stream: Some(stream), deadline, request_id })
+        Ok(Events { stream: Some(stream), moved: None, deadline, request_id })
     }
 
     /// [`Client::generate`] to its end.
@@ -248,6 +262,8 @@ impl Client {
 pub struct Events {
     // None: it has ended.
     stream: Option<Streaming<pb::GenerateResponse>>,
+    // Told already; the next poll is the error that says where the rest is.
+    moved: Option<pb::Moved>,
     deadline: Option<Pin<Box<Sleep>>>,
     request_id: String,
 }
@@ -259,6 +275,9 @@ impl Events {
     }
 
     fn poll_raw(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Event>>> {
+        if let Some(moved) = self.moved.take() {
+            return Poll::Ready(Some(Err(Error::moved(moved))));
+        }
         let Some(stream) = &mut self.stream else { return Poll::Ready(None) };
         loop {
             match Pin::new(&mut *stream).poll_next(context) {
@@ -282,8 +301,10 @@ impl Stream for Events {
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         let polled = self.poll_raw(context);
-        if let Poll::Ready(None | Some(Err(_))) = polled {
-            self.stream = None;
+        match &polled {
+            Poll::Ready(None | Some(Err(_))) => self.stream = None,
+            Poll::Ready(Some(Ok(Event::Moved(moved)))) => self.moved = Some(moved.clone()),
+            _ => {}
         }
         polled.map_err(|error| error.with_request_id(&self.request_id))
     }
@@ -336,7 +357,7 @@ impl Reply {
     pub fn add(&mut self, event: Event) -> Result<()> {
         match event {
             Event::Started(started) => self.started = Some(started),
-            Event::PrefillProgress(_) => {}
+            Event::PrefillProgress(_) | Event::Moved(_) => {}
             Event::Delta(delta) => {
                 let choice = self.choice(delta.choice)?;
                 choice.text += &delta.text;

@@ -46,6 +46,7 @@ interface Call {
   replace_memory?: boolean;
   agent_ids?: string[];
   count?: number;
+  resume_token?: string;
 }
 
 let client: Client | undefined;
@@ -82,7 +83,9 @@ const calls: Record<string, (call: Call, options: CallOptions) => Promise<object
   async stream(call, options) {
     const reply = new Reply();
     let deltas = 0;
-    for await (const event of connected().generate(turn(call), options)) {
+    const { resume_token: token } = call;
+    const events = token === undefined ? connected().generate(turn(call), options) : connected().resume(token, options);
+    for await (const event of events) {
       reply.add(event);
       if (event.case === "delta" && ++deltas === call.cancel_after) break;
     }

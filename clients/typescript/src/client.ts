@@ -4,9 +4,11 @@ import type { MessageInitShape } from "@bufbuild/protobuf";
 import type {
   Agent, AgentSchema, AgentService, DeleteAgentResponse, GetUsageResponse, SnapshotVersion, TransferProgress,
 } from "./gen/kvasir/cachestore/v1/cachestore_pb.js";
-import type { Finished, HotMemory, InferenceService, Turn as TurnUnderWay, WarmResponse } from "./gen/kvasir/inference/v1/inference_pb.js";
+import type {
+  Finished, GenerateRequestSchema, HotMemory, InferenceService, Turn as TurnUnderWay, WarmResponse,
+} from "./gen/kvasir/inference/v1/inference_pb.js";
 import { Connection, type CallOptions, type ConnectOptions } from "./connection.js";
-import { KvasirError, toKvasirError } from "./errors.js";
+import { KvasirError, movedTo, toKvasirError } from "./errors.js";
 import { Reply, countRequest, generateRequest, warmRequest, type GenerateEvent, type Input, type Turn } from "./turns.js";
 
 /** Names a version of an agent. Absent: the newest, of the line that was used last. */
@@ -63,16 +65,31 @@ export class Client {
 
   /**
    * Streams a turn's events: started, prefillProgress, deltas, finished. Leaving the loop, or the signal, cancels the turn. The error
-   * of a broken turn has its request_id in the metadata: ask again with it.
+   * of a broken turn has its request_id in the metadata: ask again with it. After "moved" it is TURN_MOVED: see resume.
    */
   async *generate(turn: Turn, options: CallOptions = {}): AsyncGenerator<GenerateEvent, void, undefined> {
     const request = generateRequest(turn);
     try {
-      for await (const { event } of streamed(options, (given) => this.engine.generate(request, given))) {
-        if (event.case !== undefined) yield event;
-      }
+      yield* this.#events(request, options);
     } catch (thrown) {
       throw toKvasirError(thrown).with({ request_id: request.requestId });
+    }
+  }
+
+  /**
+   * Streams the rest of a reply that another engine began and gave to this one. The token is in the metadata of the error that ended
+   * the stream there (TURN_MOVED, HANDOVER_UNCERTAIN), and `peer` is that engine's name for this one.
+   */
+  resume(resumeToken: string, options: CallOptions = {}): AsyncGenerator<GenerateEvent, void, undefined> {
+    return this.#events({ resumeToken }, options);
+  }
+
+  async *#events(
+    request: MessageInitShape<typeof GenerateRequestSchema>, options: CallOptions,
+  ): AsyncGenerator<GenerateEvent, void, undefined> {
+    for await (const { event } of streamed(options, (given) => this.engine.generate(request, given))) {
+      if (event.case !== undefined) yield event;
+      if (event.case === "moved") throw movedTo(event.value);
     }
   }
 

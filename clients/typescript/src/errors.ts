@@ -1,6 +1,7 @@
 /** Every refusal of a service, of gRPC, or of this client, as one type. */
 import { Code, ConnectError } from "@connectrpc/connect";
 import { ErrorReason } from "./gen/kvasir/common/v1/error_reason_pb.js";
+import type { Moved } from "./gen/kvasir/inference/v1/inference_pb.js";
 import { BadRequestSchema, ErrorInfoSchema, RetryInfoSchema } from "./gen/google/rpc/error_details_pb.js";
 
 const DOMAIN = "kvasir";
@@ -81,6 +82,12 @@ export function toKvasirError(thrown: unknown): KvasirError {
     metadata,
     cause: thrown,
   });
+}
+
+/** The end of a stream whose rest is at another engine. */
+export function movedTo({ peer, resumeToken }: Moved): KvasirError {
+  const text = `the turn went on to ${JSON.stringify(peer)}: resume() of a client of that engine takes the resume_token`;
+  return new KvasirError("UNAVAILABLE", text, { reasonName: "TURN_MOVED", metadata: { peer, resume_token: resumeToken } });
 }
 
 /** This client's own refusal of an argument. */

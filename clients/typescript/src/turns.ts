@@ -53,7 +53,7 @@ export interface Turn extends Input {
   priority?: Priority;
 }
 
-/** An event of a turn: its `case` is "started", "prefillProgress", "delta" or "finished". */
+/** An event of a turn: its `case` is "started", "prefillProgress", "delta", "finished" or "moved". */
 export type GenerateEvent = Exclude<GenerateResponse["event"], { case: undefined }>;
 
 /** One of the replies that were asked for, as far as it has arrived. */

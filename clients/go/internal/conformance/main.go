@@ -56,6 +56,7 @@ type call struct {
 	ReplaceMemory   bool     `json:"replace_memory"`
 	AgentIDs        []string `json:"agent_ids"`
 	Count           int      `json:"count"`
+	ResumeToken     string   `json:"resume_token"`
 }
 
 type values = map[string]any
@@ -153,7 +154,11 @@ func (p *program) reply(ctx context.Context, told call) (values, error) {
 
 func (p *program) stream(ctx context.Context, told call) (values, error) {
 	reply, deltas := kvasir.Reply{}, 0
-	for event, err := range p.client.Generate(ctx, turn(told)) {
+	events := p.client.Generate(ctx, turn(told))
+	if told.ResumeToken != "" {
+		events = p.client.Resume(ctx, told.ResumeToken)
+	}
+	for event, err := range events {
 		if err == nil {
 			err = reply.Add(event)
 		}

@@ -100,6 +100,15 @@ public final class Client implements AutoCloseable {
     return new Events(id, () -> lasting(engine()).generate(request));
   }
 
+  /**
+   * The rest of a reply that another engine began and gave to this one. The token is in the metadata of the exception that ended the
+   * stream there (TURN_MOVED, HANDOVER_UNCERTAIN), and {@code peer} is that engine's name for this one.
+   */
+  public Events resume(String resumeToken) {
+    GenerateRequest request = GenerateRequest.newBuilder().setResumeToken(resumeToken).build();
+    return new Events("", () -> lasting(engine()).generate(request));
+  }
+
   /** {@link #generate} to its end. */
   public Reply reply(GenerateRequest.Builder turn) {
     Reply reply = new Reply();

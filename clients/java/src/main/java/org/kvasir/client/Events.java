@@ -5,11 +5,16 @@ import io.grpc.StatusRuntimeException;
 import java.util.Iterator;
 import java.util.function.Supplier;
 import org.kvasir.inference.v1.GenerateResponse;
+import org.kvasir.inference.v1.Moved;
 
-/** Ends after the last choice's Finished, or with a {@link KvasirException}. To close it earlier cancels the turn. */
+/**
+ * Ends after the last choice's Finished, or with a {@link KvasirException}; after Moved it is TURN_MOVED: see {@link Client#resume}.
+ * To close it earlier cancels the turn.
+ */
 public final class Events implements Iterator<GenerateResponse>, AutoCloseable {
   private final Pieces<GenerateResponse> events;
   private final String requestId;
+  private Moved moved; // told already: the rest is elsewhere
 
   Events(String requestId, Supplier<Iterator<GenerateResponse>> generate) {
     this.requestId = requestId;
@@ -18,12 +23,17 @@ public final class Events implements Iterator<GenerateResponse>, AutoCloseable {
 
   @Override
   public boolean hasNext() {
+    if (moved != null) {
+      throw KvasirException.moved(moved).withRequestId(requestId);
+    }
     return typed(events::hasNext);
   }
 
   @Override
   public GenerateResponse next() {
-    return typed(events::next);
+    GenerateResponse event = typed(events::next);
+    moved = event.hasMoved() ? event.getMoved() : null;
+    return event;
   }
 
   @Override

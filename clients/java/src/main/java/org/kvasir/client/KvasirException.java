@@ -14,6 +14,7 @@ import java.util.HashMap;
 import java.util.Map;
 import java.util.Optional;
 import org.kvasir.common.v1.ErrorReason;
+import org.kvasir.inference.v1.Moved;
 
 /** A refusal. Only UNAVAILABLE and RESOURCE_EXHAUSTED are worth asking again unchanged, after {@link #retryAfter()}. */
 public final class KvasirException extends RuntimeException {
@@ -86,8 +87,19 @@ public final class KvasirException extends RuntimeException {
     return made;
   }
 
+  /** The end of a stream whose rest is at another engine. */
+  static KvasirException moved(Moved moved) {
+    String text = "the turn went on to '" + moved.getPeer() + "': resume of a client of that engine takes the resume_token";
+    KvasirException made = new KvasirException(Status.Code.UNAVAILABLE, text, null);
+    made.reasonName = "TURN_MOVED";
+    made.metadata.putAll(Map.of("peer", moved.getPeer(), "resume_token", moved.getResumeToken()));
+    return made;
+  }
+
   KvasirException withRequestId(String requestId) {
-    metadata.put("request_id", requestId);
+    if (!requestId.isEmpty()) {
+      metadata.put("request_id", requestId);
+    }
     return this;
   }
 

@@ -183,7 +183,8 @@ final class Conformance {
   private static Map<String, ?> stream(Client client, JsonObject call) {
     Reply reply = new Reply();
     int deltas = 0;
-    try (Events events = client.generate(turn(call))) {
+    String token = text(call, "resume_token");
+    try (Events events = token.isEmpty() ? client.generate(turn(call)) : client.resume(token)) {
       while ((deltas == 0 || deltas != number(call, "cancel_after")) && events.hasNext()) {
         var event = events.next();
         deltas += event.hasDelta() ? 1 : 0;

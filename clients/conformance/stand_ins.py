@@ -1,4 +1,4 @@
-"""An engine that is UNAVAILABLE at first: which calls a client repeats by itself is seen in what it counts."""
+"""Engines that do what a live one does seldom: one is UNAVAILABLE at first, the other gives its turns away."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -8,11 +8,16 @@ from typing import Any
 
 import grpc
 from kvasir.cachestore.v1 import cachestore_pb2, cachestore_pb2_grpc
+from kvasir.errors import NotFound
 from kvasir.inference.v1 import inference_pb2, inference_pb2_grpc
+from kvasir.status import DETAILS_KEY, answer_to, to_status
 
 
 class FlakyEngine(inference_pb2_grpc.InferenceServiceServicer, cachestore_pb2_grpc.AgentServiceServicer):  # type: ignore[misc]
-    """Refuses the first two calls of each kind, as gRPC does for a service that is gone: without details."""
+    """Refuses the first two calls of each kind, as gRPC does for a service that is gone: without details.
+
+    Which calls a client repeats by itself is seen in what it counts.
+    """
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -48,16 +53,37 @@ class FlakyEngine(inference_pb2_grpc.InferenceServiceServicer, cachestore_pb2_gr
             context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
 
 
+class MovingEngine(inference_pb2_grpc.InferenceServiceServicer, cachestore_pb2_grpc.AgentServiceServicer):  # type: ignore[misc]
+    """Gives every turn away after "Hel"; whoever comes back with the token gets the rest from it."""
+
+    PEER, TOKEN = "studio", "the-rest"
+
+    def Generate(self, request: Any, context: Any) -> Iterator[inference_pb2.GenerateResponse]:  # noqa: N802
+        event = inference_pb2.GenerateResponse
+        if not request.resume_token:
+            yield event(started=inference_pb2.Started(request_id=request.request_id))
+            yield event(delta=inference_pb2.Delta(text="Hel"))
+            yield event(moved=inference_pb2.Moved(peer=self.PEER, resume_token=self.TOKEN))
+        elif request.resume_token == self.TOKEN:
+            yield event(delta=inference_pb2.Delta(text="lo"))
+            snapshot = inference_pb2.SnapshotOutcome(version=4)
+            yield event(finished=inference_pb2.Finished(reason=inference_pb2.FINISH_REASON_STOP, snapshot=snapshot))
+        else:
+            error = NotFound("resume_token: no reply waits for it", reason="RESUME_TOKEN_UNKNOWN")
+            status = to_status(error)
+            context.set_trailing_metadata(((DETAILS_KEY, status.SerializeToString()),))
+            context.abort(answer_to(error).code, status.message)
+
+
 @contextmanager
-def flaky_engine() -> Iterator[tuple[FlakyEngine, str]]:
-    """The engine, and its address on loopback."""
-    engine = FlakyEngine()
+def served(engine: FlakyEngine | MovingEngine) -> Iterator[str]:
+    """The engine's address on loopback."""
     server = grpc.server(futures.ThreadPoolExecutor(4))
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(engine, server)  # type: ignore[no-untyped-call]
     cachestore_pb2_grpc.add_AgentServiceServicer_to_server(engine, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        yield engine, f"127.0.0.1:{port}"
+        yield f"127.0.0.1:{port}"
     finally:
         server.stop(grace=None)
