@@ -5,7 +5,7 @@ depend on what callers do, and no agent and no namespace is named.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -14,7 +14,12 @@ from kvasir.server.operator_page import audit_metric, counter, gauge, histogram,
 from kvasir.server.rpc_counts import RpcCounts
 from prometheus_client import Metric
 
+from inference_svc.memory.outcomes import MissReason, SnapshotState, Source
 from inference_svc.memory.service_stats import NamespaceCounters, ServiceStatus, TurnTimes
+
+# As TurnFlow counts them.
+_ENDS = ("finished", "cancelled", "moved", "refused", "failed")
+_PUBLISHED = (SnapshotState.PENDING, SnapshotState.COMMITTED, SnapshotState.FAILED)
 
 
 def numbers_of(status: ServiceStatus, rpcs: RpcCounts, audit: Audit) -> Iterator[Metric]:
@@ -39,12 +44,13 @@ def _times(times: TurnTimes) -> Iterator[Metric]:
 
 def _turns(counters: list[NamespaceCounters]) -> Iterator[Metric]:
     yield counter("kvasir_turns", "Turns begun.", sum(each.turns for each in counters))
-    yield _by_word("kvasir_turn_ends", "Turns by how they ended.", "end", [each.ends for each in counters])
+    yield _by_word("kvasir_turn_ends", "Turns by how they ended.", "end", [each.ends for each in counters], _ENDS)
     yield _by_word(
         "kvasir_refusals", "Turns and counts refused, by reason.", "reason", [each.refusals for each in counters]
     )
-    yield _by_word("kvasir_sources", "Turns by where memory came from.", "source", [each.sources for each in counters])
-    yield _by_word("kvasir_misses", "Turns that missed, by reason.", "reason", [each.misses for each in counters])
+    sources, misses = [each.sources for each in counters], [each.misses for each in counters]
+    yield _by_word("kvasir_sources", "Turns by where memory came from.", "source", sources, Source)
+    yield _by_word("kvasir_misses", "Turns that missed, by reason.", "reason", misses, MissReason)
     waiting, running = sum(each.waiting_turns for each in counters), sum(each.running_turns for each in counters)
     yield gauge("kvasir_waiting_turns", "Turns that wait.", waiting)
     yield gauge("kvasir_running_turns", "Turns that have begun.", running)
@@ -62,7 +68,7 @@ def _tokens(counters: list[NamespaceCounters]) -> Iterator[Metric]:
 
 def _publications(counters: list[NamespaceCounters]) -> Iterator[Metric]:
     outcomes = [each.publications for each in counters]
-    yield _by_word("kvasir_publications", "Publications by what came of them.", "state", outcomes)
+    yield _by_word("kvasir_publications", "Publications by what came of them.", "state", outcomes, _PUBLISHED)
     published = sum(each.published_bytes for each in counters)
     yield counter("kvasir_published_bytes", "Bytes sent to the store.", published)
 
@@ -73,7 +79,7 @@ def _engine(status: ServiceStatus) -> Iterator[Metric]:
     yield gauge("kvasir_model_loaded", "1 for the model that is loaded.", loaded, "model")
     gauges = (
         ("kvasir_uptime_seconds", "Time since the start.", status.uptime_s),
-        ("kvasir_kv_memory_bytes", "KV that may be allocated.", status.kv_memory_bytes),
+        ("kvasir_kv_memory_limit_bytes", "KV that may be allocated.", status.kv_memory_bytes),
         ("kvasir_kv_memory_used_bytes", "KV that is allocated, hot and running.", engine.kv_memory_used_bytes),
         ("kvasir_hot_memories", "Agents whose memory is hot.", engine.hot_memories),
         ("kvasir_prompt_bytes", "Prompts of turns that wait or run.", status.prompt_bytes),
@@ -91,9 +97,11 @@ def _engine(status: ServiceStatus) -> Iterator[Metric]:
         yield counter(name, help_text, value)
 
 
-def _by_word(name: str, help_text: str, label: str, counts: Sequence[Mapping[Any, int]]) -> Metric:
-    """Sums by label: a string, or the value of an enum."""
-    total: Counter[str] = Counter()
+def _by_word(
+    name: str, help_text: str, label: str, counts: Sequence[Mapping[Any, int]], known: Iterable[str | Enum] = ()
+) -> Metric:
+    """Sums by label: a string, or the value of an enum. Known words begin at 0: rate() misses a series' first step."""
+    total = Counter({word.value if isinstance(word, Enum) else word: 0 for word in known})
     for each in counts:
         for word, count in list(each.items()):
             total[word.value if isinstance(word, Enum) else word] += count

@@ -29,6 +29,8 @@ def test_counts_and_histograms_equal_what_was_done(watched: Watched, client: Inf
     def grown(name: str, **labels: str) -> float:
         return after(name, **labels) - before(name, **labels)
 
+    for series in ('turn_ends_total{end="moved"}', 'misses_total{reason="manifest_invalid"}'):
+        assert f"kvasir_{series} 0.0" in before.text, "a rate misses the first step of a series that was not there"
     tokens = first.finished.usage.completion_tokens + second.finished.usage.completion_tokens
     cached = first.started.cached_tokens + second.started.cached_tokens
     assert tokens == 12

@@ -1,7 +1,9 @@
 """Who reads the operators' page, and goes away before the answer."""
 
+import http.client
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Iterable
 
@@ -9,6 +11,23 @@ import pytest
 from kvasir.server.operator_page import About, OperatorPage
 from kvasir.server.wellness import Wellness
 from prometheus_client.core import Metric
+
+from tests.scraping import free_port
+
+
+def test_a_probe_may_ask_for_the_head_alone() -> None:
+    port = free_port()
+    stop = OperatorPage(About("store", "kvasir.test.v1"), tuple, lambda: Wellness([])).serve(f"127.0.0.1:{port}")
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        for path, status in (("/healthz", 200), ("/metrics", 200), ("/nope", 404)):
+            connection.request("HEAD", path)
+            answer = connection.getresponse()
+            assert (answer.status, int(answer.headers["content-length"]) > 0, answer.read()) == (status, True, b"")
+        connection.request("GET", "/metrics")
+        assert b"process_resident_memory_bytes" in connection.getresponse().read() or sys.platform != "linux"
+    finally:
+        stop()
 
 
 def test_a_reader_who_leaves_before_the_answer_writes_nothing_into_the_log(capfd: pytest.CaptureFixture[str]) -> None:
@@ -19,9 +38,7 @@ def test_a_reader_who_leaves_before_the_answer_writes_nothing_into_the_log(capfd
         has_left.wait(10)
         return ()
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     stop = OperatorPage(About("store", "kvasir.test.v1"), numbers, lambda: Wellness([])).serve(f"127.0.0.1:{port}")
     with socket.create_connection(("127.0.0.1", port)) as reader:
         reader.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, cast
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -78,6 +78,7 @@ class OperatorPage(Collector):
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         page, registry = self, CollectorRegistry()
         registry.register(self)
+        ProcessCollector(registry=registry)
 
         class Handler(BaseHTTPRequestHandler):
             timeout = _READER_S
@@ -94,12 +95,15 @@ class OperatorPage(Collector):
                 else:
                     self._answer(404, "text/plain", b"/metrics or /healthz\n")
 
+            do_HEAD = do_GET  # noqa: N815 - the library's name
+
             def _answer(self, status: int, kind: str, body: bytes) -> None:
                 self.send_response(status)
                 self.send_header("content-type", kind)
                 self.send_header("content-length", str(len(body)))
                 self.end_headers()
-                self.wfile.write(body)
+                if self.command != "HEAD":
+                    self.wfile.write(body)
 
             def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
                 """Scrapes are not worth a line."""
