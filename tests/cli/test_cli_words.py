@@ -40,6 +40,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], int, str]] = {
     "a command that is none": (("agent", "ls"), 2, "Did you mean 'agents'? See `kvasir --help`."),
     "a version that is none": (("agents", "rollback", "ada", str(1 << 63)), 2, "is larger than"),
     "a label that is none": (("agents", "label", "ada", "red"), 2, "label: expected KEY=VALUE, got 'red'"),
+    "a late option": (("agents", "ls", "--home", "/tmp/x"), 2, "before the command: kvasir --home … agents ls"),
     "no directory": (("agents", "export", "ada", "/tmp/kv-nowhere/ada.kva"), 5, "/tmp/kv-nowhere: there is no such"),
 }
 

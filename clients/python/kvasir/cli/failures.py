@@ -140,7 +140,8 @@ def _wrong_usage(error: typer.TyperException) -> WrongUsage:
     if context is None:
         return WrongUsage(said, field=option)
     if any(option in parameter.opts for parameter in context.find_root().command.params):
-        return WrongUsage(f"{option} stands before the command: kvasir {option} … {context.info_name}", field=option)
+        command = context.command_path.partition(" ")[2]
+        return WrongUsage(f"{option} stands before the command: kvasir {option} … {command}", field=option)
     end = "" if said.endswith("?") else "."
     return WrongUsage(f"{said}{end} See `{context.command_path} --help`", field=option)
 
