@@ -110,7 +110,7 @@ class MemoryShortener:
             return
         try:
             setting = _setting(turn.request, recollection)
-            found = await self._after(turn, memory, setting, tokens - 1) if setting.shortens else None
+            found = await self._shorter_after(turn, memory, setting) if setting.shortens else None
         except errors.KvasirError as error:  # the reply is there: only the turns to come are concerned
             _LOG.warning("memory.not_shortened", request_id=turn.request.request_id, reason=error.reason)
             return
@@ -151,7 +151,7 @@ class MemoryShortener:
 
     async def _summary(self, turn: TurnState, setting: OnFull, memory: AgentMemory) -> str:
         """What the agent says it must not forget; empty where that does not fit, or it says nothing."""
-        question = manifest_pb2.Message(role="user", content=_request(setting))
+        question = manifest_pb2.Message(role="user", content=setting.summary_request or SUMMARY_REQUEST)
         appended, sampling = MessagesInput((question,), is_append=True), SamplingParams(self._most_summary_tokens)
         asking = self._following(turn, appended, sampling, is_read_only=True)
         asking.messages = (*memory.messages, question)
@@ -191,9 +191,9 @@ class MemoryShortener:
     def _kept_tokens(self, request: TurnRequest, setting: OnFull) -> int:
         return kept_tokens(self._context_tokens, self._full_tokens(request), setting.keep)
 
-    async def _after(self, turn: TurnState, memory: AgentMemory, setting: OnFull, most_tokens: int) -> Shorter | None:
+    async def _shorter_after(self, turn: TurnState, memory: AgentMemory, setting: OnFull) -> Shorter | None:
         """Which messages stay after a reply; None if all do. A new summary will take an older one's place."""
-        wanted_tokens = self._kept_tokens(turn.request, setting)
+        wanted_tokens, most_tokens = self._kept_tokens(turn.request, setting), len(memory.transcript.token_ids) - 1
         if not (keeps_summary := setting.policy is not OnFullPolicy.SUMMARIZE):
             wanted_tokens -= self._most_summary_tokens
         found = await self._shorter(turn, memory.messages, wanted_tokens, most_tokens, keeps_summary=keeps_summary)
@@ -250,7 +250,3 @@ def _is_newest(memory: AgentMemory, newest: Recollection) -> bool:
         return False
     is_same = tuple(found.transcript.token_ids) == tuple(memory.transcript.token_ids)
     return is_same and (found.publication.is_head or found.publication.task is None)
-
-
-def _request(setting: OnFull) -> str:
-    return setting.summary_request or SUMMARY_REQUEST
