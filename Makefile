@@ -5,7 +5,7 @@ CONSTRAINTS := constraints.txt
 # The tests start hundreds of processes: each would compile all modules anew where this is set, as images of containers do.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-clients test-gpu check demo try-wheel bench lint check-generated generate install campaigns campaign-fairness campaign-history campaign-moves campaign-handover hammer mutants fresh help
+.PHONY: test test-clients test-gpu check demo try-wheel bench lint check-generated generate install campaigns campaign-fairness campaign-history campaign-moves bench-moves campaign-handover hammer mutants fresh help
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -98,6 +98,9 @@ campaign-history: install ## Random lives over two engines and one store: no tur
 
 campaign-moves: install ## Agents move among three stores that are cut, killed and forced: one owner, nothing lost; half an hour
 	$(BIN)/python -m tests.moves.campaign --moves $(or $(MOVES),2000)
+
+bench-moves: install ## 100 MB of memory move between two network namespaces over 1 Gbit/s, beside raw TCP; Linux, root
+	$(BIN)/python -m tests.moves.link
 
 campaign-handover: install ## 300 turns move between two engines while they speak; then 40 more while something breaks; half an hour
 	$(BIN)/python -m pytest --timeout 7200 -m campaign -s tests/inference/handover

@@ -86,7 +86,7 @@ MUTANTS = (
     Mutant(
         "a claim is no higher than a move",
         "ownership.py",
-        "    step = (known.generation // CLAIM_STEP + 1) * CLAIM_STEP\n"
+        "    step = (max(known.generation, above) // CLAIM_STEP + 1) * CLAIM_STEP\n"
         "    generation = step + (chance % MAX_CLAIM_CHANCE) * MAX_CLAIM_CHANCE\n",
         "    generation = known.generation + 1\n",
         "ownership",
@@ -115,8 +115,15 @@ MUTANTS = (
     Mutant(
         "who is outranked stays the owner",
         "ownership.py",
-        "    if known.state is OwnerState.MOVED:\n        return replace(known, tells=rest)\n",
-        "    return replace(known, tells=rest)\n",
+        "    rest = {other for other in known.tells if other != peer}\n",
+        "    return replace(known, tells=tuple(other for other in known.tells if other != peer))\n",
+        "ownership",
+    ),
+    Mutant(
+        "who hears of a newer owner does not tell the one that it believed before",
+        "ownership.py",
+        '        rest |= {known.peer} - {peer, ""}  # it',
+        "        pass  # it",
         "ownership",
     ),
     Mutant(
@@ -171,15 +178,16 @@ MUTANTS = (
     Mutant(
         "a claim after a recovery does without a peer that cannot be asked",
         "moves.py",
-        "                if not force:\n                    raise Unavailable(",
-        "                if False:\n                    raise Unavailable(",
+        "        if there is None:\n            problem = ",
+        "        if there is None:\n            return\n            problem = ",
         "recovered_owners",
     ),
     Mutant(
         "a forced claim gives way to an owner that a peer has heard of",
         "moves.py",
-        "            if known.is_owned:\n                break  # else",
-        "            if True:\n                break  # else",
+        "agent_id, chance, above, tells)",
+        "agent_id, chance, 0, tells)",
+        "moves",
     ),
     Mutant(
         "a deletion forgets whose the name is",

@@ -1,0 +1,20 @@
+"""The measurement of moves over a paced link, in small."""
+
+from pathlib import Path
+
+import pytest
+from kvasir.cachestore.v1 import cachestore_pb2 as pb
+
+from tests.moves import link
+
+
+@pytest.mark.skipif(not link.can_link(), reason="needs Linux, root, ip and tc")
+def test_an_agent_moves_between_two_paired_stores_over_a_paced_link(tmp_path: Path) -> None:
+    for name in link.HOSTS:
+        (tmp_path / name).mkdir(mode=0o700)
+    with link.linked() as spaces, link.stores(tmp_path, spaces) as running:
+        moved = link.move(tmp_path, running, "ada", 7_000_000)
+        with link.client_of(tmp_path / "laptop") as here:
+            assert here.get_agent("ada").ownership.state == pb.OWNER_STATE_OWNED
+        # Slower than the link's 125 MB/s, so it went over it.
+        assert moved.sent_bytes / 130e6 < moved.seconds < 60
