@@ -113,7 +113,7 @@ def pull(
 def claim(
     context: typer.Context,
     agent: Annotated[
-        str, typer.Argument(help="The agent's name.", metavar="[AGENT]", autocompletion=complete_agent)
+        str, typer.Argument(help="The agent's name.", metavar="AGENT", autocompletion=complete_agent)
     ] = "",
     recovered: Annotated[
         bool, typer.Option("--recovered", help="All that wait for a claim since `kvasir store recover`.")
