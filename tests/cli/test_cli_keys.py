@@ -4,6 +4,9 @@ import json
 import shutil
 from pathlib import Path
 
+from kvasir.cli.running.home import Home
+from kvasir.cli.running.up import plan_of
+
 from tests.cli.running import Cli
 
 
@@ -32,6 +35,14 @@ def test_a_namespace_is_sealed_its_master_key_replaced_and_its_key_destroyed(tmp
         ("keys/rotate", "", "refused", "NAMESPACE_SEALED"),
         ("keys/erase", "work", "allowed", ""),
     ]
+
+
+def test_the_store_of_a_home_is_told_which_namespaces_are_sealed(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    told = plan_of(home, ["a-model"], "", "", "", None, None).store.argv()
+    assert told[told.index("--sealed-file") + 1] == str(tmp_path / "sealed-namespaces")
+    assert home.sealed_options(tmp_path / "store") == home.sealed_options()
+    assert home.sealed_options(tmp_path / "another") == (), "its list is its own"
 
 
 def test_a_key_beside_the_data_is_said_to_open_every_backup(tmp_path: Path) -> None:
