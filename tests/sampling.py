@@ -21,3 +21,9 @@ def pairs(firsts: Sequence[First], seconds: Iterable[Second]) -> list[tuple[Firs
         for number, second in enumerate(seconds)
         for first in (firsts if IS_WHOLE else [firsts[number % len(firsts)]])
     ]
+
+
+def one_of(values: Iterable[First], turn: int) -> list[First]:
+    """The value whose turn it is among tests that take turns; the whole has them all."""
+    every = list(values)
+    return every if IS_WHOLE else [every[turn % len(every)]]

@@ -30,13 +30,21 @@ from inference_svc.engine.engine import Engine
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.engine.families import ALL, BUDGET, write_family
 from tests.inference.engine.test_preempted_turns import PROMPT, Keeper, background, disturbed
-from tests.sampling import pairs
+from tests.sampling import one_of, pairs
 
 WINDOWED = ["gemma3", "gpt_oss"]
 RECURRENT = ["granite_hybrid", "falcon_h1"]
 WITH_STATES = [*WINDOWED, *RECURRENT]
 EXPERTS = pytest.mark.cpu_only("on a GPU the products of experts depend on the number of rows")
-CUT_ANYWHERE = [pytest.param(name, marks=EXPERTS) if name == "gpt_oss" else name for name in WITH_STATES]
+
+
+def of_each_kind(turn: int) -> list[str]:
+    """One with windows and one that is recurrent; the whole has all of both."""
+    return [*one_of(WINDOWED, turn), *one_of(RECURRENT, turn)]
+
+
+def cut_anywhere(turn: int) -> list[Any]:
+    return [pytest.param(name, marks=EXPERTS) if name == "gpt_oss" else name for name in of_each_kind(turn)]
 
 
 def snapshot(driver: Driver, key: AgentKey) -> Snapshot:
@@ -136,7 +144,7 @@ def test_the_next_turn_of_a_model_with_states_goes_on_from_the_end_or_from_the_p
     assert again.cached_tokens == 299, "a template that rewrites replies goes on from before the reply"
 
 
-@pytest.mark.parametrize("name", CUT_ANYWHERE)
+@pytest.mark.parametrize("name", cut_anywhere(0))
 def test_a_turn_from_a_point_says_what_the_same_turns_say_from_nothing(
     name: str, family: Callable[[str], Driver]
 ) -> None:
@@ -169,7 +177,7 @@ def test_the_files_of_a_memory_hold_what_its_layout_says(name: str, family: Call
     assert largest == model.state_bytes
 
 
-@pytest.mark.parametrize("name", WITH_STATES)
+@pytest.mark.parametrize("name", of_each_kind(1))
 def test_a_cancelled_turn_leaves_points_and_states_to_the_bit_as_they_were(
     name: str, family: Callable[[str], Driver]
 ) -> None:
@@ -188,7 +196,7 @@ def test_a_cancelled_turn_leaves_points_and_states_to_the_bit_as_they_were(
     assert driver.turn(prompt, Hot(end), key).state == expected.state
 
 
-@pytest.mark.parametrize("name", WITH_STATES)
+@pytest.mark.parametrize("name", of_each_kind(0))
 def test_a_fork_of_states_goes_its_own_way(name: str, family: Callable[[str], Driver]) -> None:
     """Neither side sees what the other makes of the state (LESSONS 6)."""
     driver = family(name)
@@ -201,7 +209,7 @@ def test_a_fork_of_states_goes_its_own_way(name: str, family: Callable[[str], Dr
     assert driver.turn(prompts[1], Hot(end), fork).state == expected[1]
 
 
-@pytest.mark.parametrize("name", CUT_ANYWHERE)
+@pytest.mark.parametrize("name", cut_anywhere(1))
 def test_agents_with_states_decode_together_as_each_does_alone(name: str, family: Callable[[str], Driver]) -> None:
     driver = family(name)
     prompts = [tokens_of(length, seed=length) for length in (20, 95, 130, 260)]
@@ -275,7 +283,7 @@ def test_a_wrong_or_damaged_state_is_data_loss_and_changes_nothing(name: str, fa
     assert driver.engine.memory_used_bytes >= before
 
 
-@pytest.mark.parametrize("name", ["gemma3", "granite_hybrid"])
+@pytest.mark.parametrize("name", one_of(["gemma3", "granite_hybrid"], 0))
 def test_room_is_made_for_states_before_they_are_and_no_more_is_kept(name: str, tmp_path: Path) -> None:
     """What a turn may come to need covers rows, running layers and points; at rest there are rows and points
     (LESSONS 20)."""
@@ -299,7 +307,7 @@ def test_room_is_made_for_states_before_they_are_and_no_more_is_kept(name: str, 
         with_room.close()
 
 
-@pytest.mark.parametrize("name", ["gemma3", "granite_hybrid"])
+@pytest.mark.parametrize("name", one_of(["gemma3", "granite_hybrid"], 1))
 def test_a_turn_with_states_that_gave_up_its_room_goes_on_where_it_was(name: str, tmp_path: Path) -> None:
     """Its points come back with it; what does not come back whole is computed again, and nothing goes on from no state
     (LESSONS 9)."""

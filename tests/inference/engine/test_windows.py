@@ -18,6 +18,7 @@ from tests.inference.engine.cells import cells_of
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.engine.families import ALL, BUDGET, write_family
 from tests.inference.kv.sequences import fed, four_bits, full, pool_of, windowed
+from tests.sampling import one_of, pairs
 
 if TYPE_CHECKING:
     from inference_svc.engine.sequence import Sequence
@@ -83,7 +84,7 @@ def test_each_window_has_block_files_of_its_own(name: str, family: Callable[[str
         assert (other.held, other.blocks, other.tail) == (one.held, (), one.tail)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", one_of(NAMES, 1))
 def test_what_a_window_saw_at_the_prompts_edge_is_stored_behind_a_long_reply(
     name: str, family: Callable[[str], Driver]
 ) -> None:
@@ -101,7 +102,7 @@ def test_what_a_window_saw_at_the_prompts_edge_is_stored_behind_a_long_reply(
     assert (found.cached_tokens, found.state.token_ids) == (kept, cold.state.token_ids)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", one_of(NAMES, 0))
 def test_a_retry_with_a_long_reply_can_be_retried_from_where_it_began(
     name: str, family: Callable[[str], Driver]
 ) -> None:
@@ -117,8 +118,7 @@ def test_a_retry_with_a_long_reply_can_be_retried_from_where_it_began(
     assert last.state.token_ids == stayed.state.token_ids
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("length", [60, 251, 600])
+@pytest.mark.parametrize(("name", "length"), pairs(NAMES, [60, 251, 600]))
 def test_a_memory_goes_back_to_wherever_its_windows_still_are(
     name: str, length: int, family: Callable[[str], Driver]
 ) -> None:
@@ -249,7 +249,7 @@ def test_files_that_were_restored_are_not_held_for_the_whole_turn(name: str, fam
     assert [(reuse.blobs, reuse.windows) for reuse in held if isinstance(reuse, Restored)] == [((), ())]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", one_of(NAMES, 0))
 def test_many_agents_with_one_system_prompt_hold_it_once(name: str, family: Callable[[str], Driver]) -> None:
     """Each of 40 agents has pages of its own for what it adds, and no more: the common blocks are counted once."""
     driver = family(name)

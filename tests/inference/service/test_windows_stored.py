@@ -10,6 +10,7 @@ from kvasir.formats.layer_groups import row_groups
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.inference.engine.families import FAMILIES, write_family
+from tests.sampling import one_of
 from tests.system_fixtures import House, running_house
 
 # The shipped template needs an end token to close replies with.
@@ -19,7 +20,7 @@ COMMON = "".join(
 )
 
 
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture
 def windowed_house(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[House]:
     model = write_family(tmp_path / "model" / "windowed", CONFIGS[request.param], seed=3)
     with running_house(tmp_path / "house", model) as house:
@@ -43,6 +44,7 @@ def stored(house: House, agent: str) -> manifest.manifest_pb2.Manifest:
         return manifest.parse(store.get_snapshot(agent)[1])
 
 
+@pytest.mark.parametrize("windowed_house", one_of(CONFIGS, 0), indirect=True)
 def test_a_short_turn_writes_at_most_a_block_and_a_tail_of_each_group_and_a_manifest(windowed_house: House) -> None:
     house, text = windowed_house, COMMON
     with house.client() as client:
@@ -65,6 +67,7 @@ def test_a_short_turn_writes_at_most_a_block_and_a_tail_of_each_group_and_a_mani
             assert filled <= 1
 
 
+@pytest.mark.parametrize("windowed_house", one_of(CONFIGS, 1), indirect=True)
 def test_a_prefix_is_shared_by_agents_and_gives_what_a_cold_run_gives(windowed_house: House) -> None:
     house = windowed_house
     prompts = [f"{COMMON}Now answer number {number}, please." for number in range(3)]
@@ -85,6 +88,7 @@ def test_a_prefix_is_shared_by_agents_and_gives_what_a_cold_run_gives(windowed_h
         assert shared.token_ids == cold[2]
 
 
+@pytest.mark.parametrize("windowed_house", one_of(CONFIGS, 2), indirect=True)
 def test_a_memory_that_came_back_goes_back_into_its_last_reply(windowed_house: House) -> None:
     house = windowed_house
     with house.client() as client:
@@ -99,6 +103,7 @@ def test_a_memory_that_came_back_goes_back_into_its_last_reply(windowed_house: H
         assert found.token_ids == expected[1].token_ids
 
 
+@pytest.mark.parametrize("windowed_house", one_of(CONFIGS, 3), indirect=True)
 def test_behind_a_long_reply_the_prompt_is_shared_and_serves_when_the_last_file_of_a_window_is_gone(
     windowed_house: House,
 ) -> None:
