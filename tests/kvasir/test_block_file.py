@@ -27,6 +27,7 @@ from kvasir.formats.block_file import (
 from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.digest import Digest
 
+from tests.sampling import sampled
 from tests.synthetic import GEOMETRIES, LLAMA_8B, MIXED, SMALL, TINY, WINDOWED, SyntheticAgent, full_layers, kv_identity
 
 IDENTITY = FileIdentity("tail", "ab" * 32, 0, 5, "cd" * 32)
@@ -319,14 +320,14 @@ def test_a_state_holds_recurrent_layers_alone() -> None:
 # --- anything ---
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=sampled(120, of=400), deadline=None)
 @given(st.binary(max_size=300))
 def test_no_bytes_whatever_do_anything_but_parse_or_be_refused(data: bytes) -> None:
     with pytest.raises(HeaderError):
         parse_header(data, len(data))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=sampled(120, of=400), deadline=None)
 @given(st.integers(0, len(FILE) - 321), st.integers(0, 255))
 def test_a_changed_header_byte_is_refused_or_still_describes_the_file(position: int, value: int) -> None:
     data = bytearray(FILE)
@@ -346,7 +347,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=sampled(100, of=300), deadline=None)
 @given(st.dictionaries(st.sampled_from(["__metadata__", "layer_0_k", "layer_0_v", "x"]), JSON), JSON, JSON)
 def test_no_json_whatever_does_anything_but_parse_or_be_refused(
     header: dict[str, object], a: object, b: object

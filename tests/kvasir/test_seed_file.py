@@ -16,6 +16,7 @@ from kvasir.formats.digest import Digest
 from kvasir.formats.seed_file import from_seed_file, to_seed_file
 from safetensors.numpy import load, save
 
+from tests.sampling import sampled
 from tests.synthetic import MIXED, WINDOWED, SyntheticAgent
 
 
@@ -319,7 +320,7 @@ def test_a_hostile_file_is_refused_with_its_reason(name: str) -> None:
         from_seed_file(HOSTILE[name](), identity=identity())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=sampled(50, of=150), deadline=None)
 @given(data=st.data())
 def test_a_flipped_byte_is_refused_or_is_other_memory_but_never_a_crash(data: st.DataObject) -> None:
     file = bytearray(exported(*a_memory(identity(layers=1), 3)))

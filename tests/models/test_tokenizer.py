@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from inference_svc.model.kvasir_tiny import path
+from tests.sampling import sampled
 from tools.kvasir_tiny import tokenizer, world
 
 
@@ -93,7 +94,7 @@ def test_a_reply_never_merges_with_what_stands_before_it(shipped: Any, encoder: 
                 assert with_reply[: len(before)] == before
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=sampled(70, of=200), deadline=None)
 @given(st.text(max_size=200))
 def test_any_text_comes_back(text: str) -> None:
     plain = Tokenizer.from_file(str(path() / "tokenizer.json"))

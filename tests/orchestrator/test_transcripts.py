@@ -11,6 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kvasir_orchestrator import Scenario, ScenarioInvalid
 
+from tests.sampling import sampled
+
 AGENTS = ["ada", "bob", "cyd", "dan"]
 few = st.lists(st.sampled_from(AGENTS), unique=True, max_size=2)
 
@@ -76,7 +78,7 @@ def talks(scenario: Scenario) -> Iterator[tuple[str, str]]:
         yield agent, "\n".join(f"{each['role']} {each['content']}" for each in scenario.transcript(agent, said))
 
 
-@settings(max_examples=50)
+@settings(max_examples=sampled(20, of=50))
 @given(scenarios())
 def test_no_transcript_holds_what_its_reader_may_not_see(file: dict[str, Any]) -> None:
     scenario = read(file)
@@ -89,7 +91,7 @@ def test_no_transcript_holds_what_its_reader_may_not_see(file: dict[str, Any]) -
             assert other == reader or (f"[private-{other}-" not in text and f"[persona-{other}]" not in text)
 
 
-@settings(max_examples=50)
+@settings(max_examples=sampled(20, of=50))
 @given(scenarios())
 def test_what_an_agent_hears_it_sees_once_when_it_next_speaks(file: dict[str, Any]) -> None:
     scenario = read(file)
@@ -113,7 +115,7 @@ def _is_same_round(one: Any, other: Any) -> bool:
     return (one.phase, one.round) == (other.phase, other.round)
 
 
-@settings(max_examples=50)
+@settings(max_examples=sampled(20, of=50))
 @given(scenarios())
 def test_every_turn_goes_on_with_exactly_what_its_agent_remembers(file: dict[str, Any]) -> None:
     scenario = read(file)
@@ -130,7 +132,7 @@ def test_every_turn_goes_on_with_exactly_what_its_agent_remembers(file: dict[str
         assert scenario.transcript(turn.agent, said, until=turn.index + 1) == [*before, *new, own]
 
 
-@settings(max_examples=50)
+@settings(max_examples=sampled(20, of=50))
 @given(st.text(max_size=60))
 def test_no_words_pass_for_somebody_elses(words: str) -> None:
     file = {

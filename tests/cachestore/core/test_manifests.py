@@ -15,6 +15,7 @@ from cachestore_svc.manifests import read_manifest
 from cachestore_svc.records import BlobKind
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import MIB, NS, write
+from tests.sampling import sampled
 from tests.synthetic import MIXED, SMALL, WINDOWED, SyntheticAgent
 
 MANIFEST = SyntheticAgent(MIXED, 1).turn(300).manifest_bytes
@@ -48,7 +49,7 @@ def reads_or_refuses(data: bytes) -> None:
         assert refused.reason == "MANIFEST_REFUSED"  # noqa: PT017  both ends are right
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=sampled(60, of=200), deadline=None)
 @given(
     st.lists(
         st.builds(
@@ -70,13 +71,13 @@ def test_any_windows_are_read_or_refused(windows: list[manifest_pb2.WindowBlocks
     reads_or_refuses(message.SerializeToString())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=sampled(80, of=300), deadline=None)
 @given(st.integers(0, len(MANIFEST) - 1), st.binary(max_size=4), st.integers(0, 4))
 def test_changed_bytes_are_read_or_refused(position: int, new: bytes, removed: int) -> None:
     reads_or_refuses(MANIFEST[:position] + new + MANIFEST[position + removed :])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=sampled(60, of=200), deadline=None)
 @given(st.lists(LAYER, max_size=3), POLICY)
 def test_any_layout_and_policy_is_read_or_refused(
     layers: list[identity_pb2.LayerLayout], policy: identity_pb2.KvPolicy

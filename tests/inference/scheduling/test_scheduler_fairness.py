@@ -40,7 +40,7 @@ def of(namespace: str, count: int, cells: int = 1, reply: int = 1, **fields: obj
 @given(
     st.lists(jobs(), min_size=2, max_size=8), st.dictionaries(st.integers(1, 40), jobs(), max_size=8), st.integers(1, 3)
 )
-@settings(max_examples=sampled(26, of=80), deadline=None)
+@settings(max_examples=sampled(16, of=80), deadline=None)
 def test_no_background_turn_however_old_begins_before_another_namespaces_interactive_one(
     first: list[Job], later: dict[int, Job], at_once: int
 ) -> None:
@@ -59,7 +59,7 @@ def test_no_background_turn_however_old_begins_before_another_namespaces_interac
 
 
 @given(st.lists(jobs(most_reply=1), min_size=2, max_size=8), st.dictionaries(st.integers(1, 40), jobs(most_reply=1)))
-@settings(max_examples=sampled(26, of=80), deadline=None)
+@settings(max_examples=sampled(16, of=80), deadline=None)
 def test_no_background_prompt_is_computed_before_another_namespaces_interactive_one(
     first: list[Job], later: dict[int, Job]
 ) -> None:
@@ -97,7 +97,7 @@ def test_a_background_turn_waits_no_longer_for_its_own_people_because_others_fin
 
 
 @given(st.lists(st.sampled_from(NAMESPACES), min_size=2, max_size=24))
-@settings(max_examples=sampled(20, of=60), deadline=None)
+@settings(max_examples=sampled(12, of=60), deadline=None)
 def test_turns_begin_one_of_each_namespace_after_the_other_and_in_order_inside(order: list[str]) -> None:
     world = World(at_once=1)
     submitted = [job for namespace in order for job in of(namespace, 1)]
@@ -121,7 +121,7 @@ def fits_its_share(world: World, job: Job) -> bool:
 
 
 @given(st.lists(jobs(), min_size=3, max_size=10), st.dictionaries(st.integers(1, 60), jobs(), max_size=8))
-@settings(max_examples=sampled(20, of=120), deadline=None)
+@settings(max_examples=sampled(18, of=120), deadline=None)
 def test_a_turn_that_fits_its_namespaces_share_and_what_is_free_waits_for_no_other_namespace(
     first: list[Job], later: dict[int, Job]
 ) -> None:
@@ -142,7 +142,7 @@ def test_a_turn_that_fits_its_namespaces_share_and_what_is_free_waits_for_no_oth
 
 
 @given(st.integers(1, 7), st.sampled_from([INTERACTIVE, BACKGROUND]), st.integers(1, 7), st.integers(5, 60))
-@settings(max_examples=sampled(13, of=40), deadline=None)
+@settings(max_examples=sampled(10, of=40), deadline=None)
 def test_a_turn_that_fits_its_share_begins_though_another_namespace_never_stops_asking(
     cells: int, priority: object, others_cells: int, reply: int
 ) -> None:
@@ -325,7 +325,7 @@ def test_whoever_gives_way_all_come_to_their_end(first: list[Job], later: dict[i
 
 
 @given(st.integers(1, 30), st.integers(1, 3), st.integers(1, 5), st.integers(1, 6))
-@settings(max_examples=sampled(20, of=60), deadline=None)
+@settings(max_examples=sampled(12, of=60), deadline=None)
 def test_in_company_a_namespace_has_so_many_rows_in_a_step_and_they_take_turns(
     crowd: int, others: int, rows: int, steps: int
 ) -> None:
@@ -345,7 +345,7 @@ def test_in_company_a_namespace_has_so_many_rows_in_a_step_and_they_take_turns(
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 5))
-@settings(max_examples=sampled(26, of=80), deadline=None)
+@settings(max_examples=sampled(16, of=80), deadline=None)
 def test_a_seat_is_kept_for_its_steps_and_given_up_only_to_somebody(data: st.DataObject, rows: int, steps: int) -> None:
     seats: Seats[int] = Seats(steps)
     decoding: list[int] = []
@@ -397,7 +397,7 @@ def test_a_crowd_whose_company_has_long_left_comes_back_to_all_its_rows_by_doubl
 
 
 @given(st.integers(1, 12), st.integers(0, 10), st.integers(1, 4))
-@settings(max_examples=sampled(13, of=40), deadline=None)
+@settings(max_examples=sampled(10, of=40), deadline=None)
 def test_a_namespaces_first_cell_waits_for_one_cell_of_each_other_however_many_prompts_they_have(
     crowd: int, after: int, cells: int
 ) -> None:
@@ -413,7 +413,7 @@ def test_a_namespaces_first_cell_waits_for_one_cell_of_each_other_however_many_p
 
 
 @given(st.integers(1, 12), st.floats(0.01, 0.2), st.floats(0.01, 0.1))
-@settings(max_examples=sampled(13, of=40), deadline=None)
+@settings(max_examples=sampled(10, of=40), deadline=None)
 def test_others_prompts_take_as_much_time_from_a_reply_as_it_takes_itself(
     crowd: int, cell_s: float, token_s: float
 ) -> None:
@@ -455,7 +455,7 @@ def key(namespace: str, agent: int) -> AgentKey:
     st.lists(st.integers(1, 20), min_size=1, max_size=4),
     st.lists(st.tuples(st.integers(0, 60), st.integers(1, 40), st.booleans()), max_size=60),
 )
-@settings(max_examples=sampled(26, of=80), deadline=None)
+@settings(max_examples=sampled(16, of=80), deadline=None)
 def test_a_crowds_memories_drop_none_of_a_namespace_within_its_share(
     few: list[int], crowd: list[tuple[int, int, bool]]
 ) -> None:

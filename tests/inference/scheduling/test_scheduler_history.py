@@ -127,6 +127,6 @@ def test_after_any_history_bytes_add_up_lines_keep_their_order_cancels_free_and_
     run_state_machine_as_test(
         History,
         settings=settings(
-            max_examples=sampled(33, of=100), stateful_step_count=50, deadline=None, suppress_health_check=checks
+            max_examples=sampled(16, of=100), stateful_step_count=50, deadline=None, suppress_health_check=checks
         ),
     )

@@ -168,7 +168,7 @@ def test_background_work_that_an_interactive_sibling_waits_for_is_not_put_off() 
 
 
 @given(st.lists(st.tuples(blocks, st.integers(1, 300)), min_size=1, max_size=6), st.data())
-@settings(max_examples=sampled(33, of=100), deadline=None)
+@settings(max_examples=sampled(16, of=100), deadline=None)
 def test_a_waiting_sibling_always_goes_on(prompts: list[tuple[list[int], int]], data: st.DataObject) -> None:
     """Whichever turn is cancelled, and whenever; and within the prefix wait, if there is room."""
     world = World(rules=Rules(prefix_wait_s=1.0, budget_s=0.0))
@@ -204,7 +204,7 @@ def test_two_prompts_share_their_common_beginning(one: list[int], other: list[in
     st.integers(0, 6 * CELL),
     st.sampled_from([1, 2]),
 )
-@settings(max_examples=sampled(33, of=100), deadline=None)
+@settings(max_examples=sampled(16, of=100), deadline=None)
 def test_the_prefix_source_is_the_one_that_has_most(
     sources: list[tuple[list[int], int]], wanted: list[int], own: int, cell_blocks: int
 ) -> None:

@@ -25,6 +25,7 @@ from inference_svc.text.literal_text import GUARD, from_outside, without_guards
 from inference_svc.text.prefix_matching import Outcome, RememberedText, match_prefix
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.token_text import TokenText
+from tests.sampling import sampled
 
 # Writes every field that a request has; names stand in the template's own brackets.
 TEMPLATE = """
@@ -158,7 +159,7 @@ def test_parts_of_a_special_token_are_not_completed_by_the_template_or_another_f
                 assert special_ids(prompting, text) == expected
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=sampled(20, of=50), deadline=None)
 @given(shape=st.sampled_from(sorted(SHAPES)), data=st.data())
 def test_only_the_templates_special_tokens_are_encoded(shape: str, data: st.DataObject) -> None:
     prompting, start, end = MADE[shape]
@@ -269,7 +270,7 @@ def test_a_memory_that_was_brought_cannot_claim_it_either(is_brought: bool) -> N
     assert [each.is_reply for each in memory.messages] == [False, not is_brought]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=sampled(35, of=100), deadline=None)
 @given(data=st.data())
 def test_a_reply_is_rendered_and_tokenized_to_the_tokens_that_it_was(data: st.DataObject) -> None:
     """Special tokens as special tokens, their letters as letters, whichever of both the model said."""
