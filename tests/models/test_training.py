@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ load_optimized_blas()  # before MLX
 # Ten steps compute little: nearly all of their time is the compiler's.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 
+import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import mlx.core as mx  # noqa: E402
 import mlx_lm  # noqa: E402
@@ -20,6 +22,15 @@ import pytest  # noqa: E402
 
 from inference_svc.model.kvasir_tiny import path  # noqa: E402
 from tools.kvasir_tiny import network, train  # noqa: E402
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What two runs compile alike is compiled once."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
 
 
 @pytest.fixture(scope="module")

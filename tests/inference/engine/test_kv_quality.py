@@ -24,6 +24,7 @@ from tests.inference.engine.families import GEMMA3, JAMBA, write_family
 from tests.inference.engine.outlier_model import write_outlier_model
 
 GLANCE = Extent((300,), recall_each=2, tools_each=2, canaries=1, canary_tokens=64)
+BRIEF = Extent((300,), recall_each=1, tools_each=1, canaries=1, canary_tokens=32)
 AUTO = PolicyRequest.parse("auto")
 
 
@@ -38,8 +39,10 @@ def examined(subject: Subject, rungs: tuple[Rung, ...] = LADDER, with_peers: boo
     return examine(subject, policies, GLANCE, clock=time.monotonic, say=lambda _: None, with_peers=with_peers)
 
 
-def chosen(subject: Subject, state_dir: Path, digest: str = "d" * 64, request: PolicyRequest = AUTO) -> ChosenPolicy:
-    return chosen_policy(request, subject, digest, state_dir, time.monotonic, GLANCE)
+def chosen(
+    subject: Subject, state_dir: Path, digest: str = "d" * 64, request: PolicyRequest = AUTO, extent: Extent = GLANCE
+) -> ChosenPolicy:
+    return chosen_policy(request, subject, digest, state_dir, time.monotonic, extent)
 
 
 NO_CUDA = pytest.mark.cpu_only("mlx-lm's quantized caches multiply in ways that MLX's CUDA back end does not have")
@@ -74,10 +77,10 @@ def test_low_bit_kv_that_breaks_tool_calls_is_refused_by_the_gate(outliers: Subj
     assert "tool calls 0 of 2, exact KV 2" in choice.why
 
 
-@pytest.mark.parametrize(("times", "rung"), [(8, Rung.Q4_ROTATED), (1024, Rung.FP)])
-def test_auto_climbs_as_far_as_the_keys_demand(times: float, rung: Rung, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("times", "rung", "extent"), [(8, Rung.Q4_ROTATED, GLANCE), (1024, Rung.FP, BRIEF)])
+def test_auto_climbs_as_far_as_the_keys_demand(times: float, rung: Rung, extent: Extent, tmp_path: Path) -> None:
     subject = subject_of(write_outlier_model(tmp_path / "model", times))
-    assert name_of(chosen(subject, tmp_path).policy) == rung.value
+    assert name_of(chosen(subject, tmp_path, extent=extent).policy) == rung.value
 
 
 @NO_CUDA
@@ -118,7 +121,7 @@ def test_a_model_with_windows_or_states_is_measured_too(family: dict[str, Any], 
 
 
 def test_auto_measures_a_model_once_and_remembers_it_by_its_weights(tiny: Subject, tmp_path: Path) -> None:
-    first = chosen(tiny, tmp_path)
+    first = chosen(tiny, tmp_path, extent=BRIEF)
     assert first.policy == policy_of(Rung.Q4, "float32"), "it bears four bits, and gets the cheapest rung"
     assert first.why.startswith("auto: by questions: q4 passes")
     file = tmp_path / FILE
@@ -127,11 +130,13 @@ def test_auto_measures_a_model_once_and_remembers_it_by_its_weights(tiny: Subjec
     (key,) = content["choices"]
     content["choices"][key]["rung"] = "q8"
     file.write_text(json.dumps(content))
-    again = chosen(tiny, tmp_path)
+    again = chosen(tiny, tmp_path, extent=BRIEF)
     assert again.policy == policy_of(Rung.Q8, "float32")
     assert again.why.startswith("auto, remembered: ")
     last = PolicyRequest.parse("auto", "last")
-    assert chosen(tiny, tmp_path, digest="e" * 64, request=last).policy.exact_layers == [7], "another model"
+    assert chosen(tiny, tmp_path, digest="e" * 64, request=last, extent=BRIEF).policy.exact_layers == [7], (
+        "another model"
+    )
     assert len(json.loads(file.read_text())["choices"]) == 2
     assert file.stat().st_mode & 0o077 == 0
 
@@ -140,7 +145,7 @@ def test_a_choice_that_cannot_be_written_is_still_made(tiny: Subject, tmp_path: 
     """And one that cannot be read is no memory."""
     in_the_way = tmp_path / "state"
     in_the_way.write_text("a file, where the directory should be")
-    assert chosen(tiny, in_the_way).policy == policy_of(Rung.Q4, "float32")
+    assert chosen(tiny, in_the_way, extent=BRIEF).policy == policy_of(Rung.Q4, "float32")
 
 
 def test_the_exam_stops_between_texts_when_its_time_is_over(tiny: Subject) -> None:

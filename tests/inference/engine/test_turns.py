@@ -371,14 +371,14 @@ def test_memory_is_bounded_and_the_longest_unused_goes_first(model_dir: Path, tm
         for key in keys[:3]:
             driver.turn(tokens_of(500), key=key, max_tokens=5)
         assert engine.hot_memory(keys[0]) is not None, "counts as a use"
-        driver.turn(tokens_of(500), key=keys[3], max_tokens=200)
+        driver.turn(tokens_of(680), key=keys[3], max_tokens=20)
         assert [engine.hot_memory(key) is not None for key in keys] == [True, False, True, True]
         assert engine.memory_used_bytes <= engine.memory_budget_bytes
         with pytest.raises(ResourceExhausted) as refused:
             driver.submit(tokens_of(2000), max_tokens=49)
         assert refused.value.reason == "MEMORY_EXCEEDED"
         assert int(refused.value.metadata["needed_bytes"]) > budget_tokens * token_bytes
-        together = [driver.submit(tokens_of(900, seed=n), key=driver.key(), max_tokens=100) for n in range(4)]
+        together = [driver.submit(tokens_of(980, seed=n), key=driver.key(), max_tokens=20) for n in range(4)]
         for listener in together:
             listener.end()
         assert engine.memory_used_bytes <= engine.memory_budget_bytes

@@ -73,7 +73,7 @@ def fill(client: InferenceClient, agent: str, on_full: pb.OnFull, facts: list[tu
 
 # A summary is made by the model, which is asked for it again and again best where it was told little at once.
 @pytest.mark.parametrize(
-    ("on_full", "times", "facts"), [(DROP, 3, FACTS), (SUMMARIZE, 2, ONE_EACH[:28])], ids=["drop", "summarize"]
+    ("on_full", "times", "facts"), [(DROP, 2, FACTS[:16]), (SUMMARIZE, 2, ONE_EACH[:28])], ids=["drop", "summarize"]
 )
 def test_several_times_its_context_is_never_refused_and_the_next_turn_is_hot(
     house: House,
@@ -163,7 +163,9 @@ def test_a_caller_that_names_versions_or_asks_again_notices_nothing(
 ) -> None:
     agent, version, shortened = new_agent(), 1, 0
     begin(client, agent)
-    for number, (told, _) in enumerate(FACTS[:14]):
+    for number, (told, _) in enumerate(FACTS):
+        if shortened > 1:
+            break
         asked: dict[str, Any] = {"on_full": DROP, "expected_version": version, "request_id": f"r{number}"}
         reply = say(client, agent, told, **asked)
         again = say(client, agent, told, **asked)
@@ -171,7 +173,7 @@ def test_a_caller_that_names_versions_or_asks_again_notices_nothing(
         assert again.token_ids == reply.token_ids
         shortened += reply.finished.HasField("shortening")
         version = reply.finished.snapshot.version
-    assert shortened
+    assert shortened > 1
 
 
 def test_a_client_that_sends_everything_each_time_goes_on_with_what_is_kept(
@@ -179,7 +181,9 @@ def test_a_client_that_sends_everything_each_time_goes_on_with_what_is_kept(
 ) -> None:
     agent, told = new_agent(), [SYSTEM, *user("Velora lives in Tamsik.")]
     shortened = 0
-    for fact, _ in FACTS[:20]:
+    for fact, _ in FACTS:
+        if shortened > 1:
+            break
         reply = client.reply(agent_id=agent, messages=told, on_full=SUMMARIZE, sampling=GREEDY)
         if shortened:
             assert reply.started.continuation == pb.CONTINUATION_EXTENDED
@@ -315,10 +319,9 @@ def test_an_agents_label_says_it_for_all_its_turns_and_a_turn_may_say_otherwise(
             with pytest.raises(errors.InvalidArgument, match=r"labels\.kvasir\.on_full"):
                 store.update_agent(agent, labels={"kvasir.on_full": wrong})
         store.update_agent(agent, labels={"kvasir.on_full": "drop_oldest:0.3"})
-    said = [say(client, agent, told) for told, _ in FACTS[:16]]
-    found = [number for number, reply in enumerate(said[:-1]) if reply.finished.HasField("shortening")]
-    assert found
-    assert said[found[0] + 1].started.prompt_tokens < 0.5 * CONTEXT
+    replies = (say(client, agent, told) for told, _ in FACTS)
+    next(reply for reply in replies if reply.finished.HasField("shortening"))
+    assert next(replies).started.prompt_tokens < 0.5 * CONTEXT
     with pytest.raises(errors.ResourceExhausted):
         fill(client, agent, REFUSE, FACTS)
 
