@@ -127,9 +127,11 @@ class Arrival:
                     if error.reason != "LEASE_HELD":
                         raise
                     yield Waiting(error.metadata.get("owner", ""))
-            async with self._beating(), aclosing(self._copied(offer.agent)) as rest:
+            async with self._beating() as check, aclosing(self._copied(offer.agent)) as rest:
                 async for progress in rest:
+                    check()
                     yield progress
+                check()
                 await self._receive(offer)
         except BaseException:
             await self._undo()
@@ -185,18 +187,29 @@ class Arrival:
             )
 
     @contextlib.asynccontextmanager
-    async def _beating(self) -> AsyncGenerator[None, None]:
-        """Let the source hear of the move meanwhile."""
+    async def _beating(self) -> AsyncGenerator[Callable[[], None], None]:
+        """Let the source hear of the move meanwhile. What comes raises FailedPrecondition (MOVE_UNKNOWN) once the
+        source has undone it: there is nothing to copy for any more.
+        """
+        refusals: list[FailedPrecondition] = []
 
         async def beat() -> None:
-            while True:
+            while not refusals:
                 await asyncio.sleep(_BEAT_S)
-                with contextlib.suppress(KvasirError):  # the hand-over tells
+                try:
                     await self._ask()
+                except FailedPrecondition as error:
+                    refusals.append(error)
+                except KvasirError:
+                    continue  # the hand-over tells
+
+        def check() -> None:
+            if refusals:
+                raise refusals[0]
 
         task = asyncio.create_task(beat())
         try:
-            yield
+            yield check
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

@@ -8,7 +8,7 @@ from kvasir.errors import InvalidArgument
 from kvasir.formats.digest import Digest
 from kvasir.inference.v1 import handover_pb2 as pb
 from kvasir.inference.v1 import inference_pb2
-from kvasir.names import check_request_id
+from kvasir.names import check_agent_id, check_request_id
 from kvasir.on_full import OnFullPolicy
 
 from inference_svc.edge import messages
@@ -22,7 +22,6 @@ from inference_svc.turns.turn_state import BegunTurn
 
 FORMAT = 1
 FRAME_BYTES = 1 << 20
-_MOST_CALLER_CHARS = 256
 _CONTINUATIONS: dict[int, Continuation | None] = {
     messages.write_continuation(each): each for each in (None, *Continuation)
 }
@@ -71,8 +70,7 @@ def read_opening(message: pb.TurnOpening, *, is_trusted: bool) -> Opening:
     if message.format != FORMAT:
         raise InvalidArgument(f"opening.format: expected {FORMAT}, got {message.format}", field="opening.format")
     theirs = message.surroundings
-    if len(message.caller) > _MOST_CALLER_CHARS:
-        raise InvalidArgument("opening.caller: expected the name of a credential", field="opening.caller")
+    caller = check_agent_id(message.caller, "opening.caller")  # names of credentials are no freer
     if message.max_tokens < 1:
         raise InvalidArgument("opening.max_tokens: expected 1 or more", field="opening.max_tokens")
     if len(message.prompt_token_ids) != len(message.prompt_token_chars):
@@ -104,7 +102,7 @@ def read_opening(message: pb.TurnOpening, *, is_trusted: bool) -> Opening:
         theirs.version,
     )
     request_id = check_request_id(message.request_id)
-    return Opening(surroundings, message.request, request_id, message.caller, begun, tuple(message.choices))
+    return Opening(surroundings, message.request, request_id, caller, begun, tuple(message.choices))
 
 
 def read_request(opening: Opening, namespace: str, max_prompt_bytes: int) -> TurnRequest:

@@ -52,7 +52,7 @@ class HandOverService(handover_pb2_grpc.HandOverServiceServicer):  # type: ignor
         self._tokens = tokens
         self._max_prompt_bytes = max_prompt_bytes
         self._is_stopping = is_stopping
-        self._to_the_end: set[asyncio.Task[Any]] = set()
+        self._under_way: set[asyncio.Task[Any]] = set()
 
     async def TakeTurn(self, request_iterator: AsyncIterator[pb.TakeTurnRequest], context: Any) -> None:
         check_serves(self._is_stopping)
@@ -65,9 +65,12 @@ class HandOverService(handover_pb2_grpc.HandOverServiceServicer):  # type: ignor
                 promise = await taking.prepare()
                 await context.write(wire.write_promise(promise))
             await _next(parts, "commit")
-            # From here on the turns are this engine's, whatever becomes of the link.
-            await self._ended(taking.own(promise))
+            # From here on the turns are this engine's, whatever becomes of the link. Their reader need not wait for the
+            # agent's lease to be on its way here.
+            taking.own(promise)
+            going_on = self._to_its_end(taking.go_on())
             await context.write(pb.TakeTurnResponse(taken=pb.TurnTaken()))
+            await going_on
         finally:
             taking.close()
 
@@ -82,14 +85,14 @@ class HandOverService(handover_pb2_grpc.HandOverServiceServicer):  # type: ignor
         served = self._host.serving("")
         turns = _named(request, served.turns.under_way(current_principal().namespace))
         # It goes on when the caller goes away: a turn that is half given away is nobody's.
-        return wire.write_given(await self._ended(served.giver.give(turns, request.peer)))
+        return wire.write_given(await self._to_its_end(served.giver.give(turns, request.peer)))
 
-    async def _ended(self, work: Coroutine[Any, Any, T]) -> T:
-        """What becomes of work that goes on when its caller goes away."""
+    def _to_its_end(self, work: Coroutine[Any, Any, T]) -> "asyncio.Future[T]":
+        """Work that goes on when its caller goes away."""
         task = asyncio.create_task(work)
-        self._to_the_end.add(task)  # else nothing may hold it once the caller is gone
-        task.add_done_callback(self._to_the_end.discard)
-        return await asyncio.shield(task)
+        self._under_way.add(task)  # else nothing may hold it once the caller is gone
+        task.add_done_callback(self._under_way.discard)
+        return asyncio.shield(task)
 
 
 async def _receive(parts: AsyncIterator[pb.TakeTurnRequest], taking: Taking) -> None:

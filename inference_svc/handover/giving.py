@@ -36,6 +36,8 @@ _PREPARE_S = 5.0
 # The turns speak meanwhile.
 _AHEAD_S = 120.0
 _COMMIT_S = 5.0
+# The agent's memory is in the peer's store but for its owner. To ask later whose it is takes so long at most.
+_MOVE_S, _ASK_S, _ASK_PAUSE_S = 5.0, 3.0, 0.05
 # A choice that waits for its room cannot be held yet.
 _HOLD_S, _HOLD_PAUSE_S = 2.0, 0.01
 _DRAIN_PAUSE_S = 0.02
@@ -88,7 +90,7 @@ class TurnGiver:
             try:
                 async with _within(_PREPARE_S):
                     promise = await giving.send_rest(link)
-                    await self._let_go(speaking[0], begun, peer)
+                await self._let_go(speaking[0], begun, peer)
             except BaseException:
                 self._take_back(speaking)
                 raise
@@ -167,11 +169,33 @@ class TurnGiver:
         return Stand(turn.request.choice, held.carried, len(told), len(held.files))
 
     async def _let_go(self, turn: TurnState, begun: BegunTurn, peer: str) -> None:
-        """Give the agent's line back: the other engine will take it, from its store if that is another one."""
-        if (leases := self._leases_of(turn)) is not None:
-            await leases.hand_on(turn.request.agent_id)
-            if (store := self._other_store(turn, begun, peer)) is not None:
-                await store.move_agent(turn.request.agent_id, self.peer_stores[peer], _PREPARE_S)
+        """Give the agent's line back: the other engine will take it, from its store if that is another one. After an
+        error the agent is still here, as far as its store can be asked.
+        """
+        if (leases := self._leases_of(turn)) is None:
+            return
+        agent_id = turn.request.agent_id
+        async with _within(_MOVE_S):
+            await leases.hand_on(agent_id)
+        if (store := self._other_store(turn, begun, peer)) is None:
+            return
+        try:
+            async with _within(_MOVE_S):
+                await store.move_agent(agent_id, self.peer_stores[peer], _MOVE_S)
+        except KvasirError:
+            # The stores may have done it all the same: then the turn must go there too, or its memory is lost.
+            if not await self._has_moved(store, agent_id, self.peer_stores[peer]):
+                raise
+
+    async def _has_moved(self, store: RemoteCache, agent_id: str, peer: str) -> bool:
+        """Whether the agent is the peer's now, once a move that is under way has come to its end."""
+        try:
+            async with _within(_ASK_S):
+                while (has_moved := await store.has_moved(agent_id, peer)) is None:  # noqa: ASYNC110
+                    await asyncio.sleep(_ASK_PAUSE_S)
+        except KvasirError:
+            return False
+        return has_moved
 
     async def _copy_agent(self, turn: TurnState, begun: BegunTurn, peer: str) -> None:
         """If the peer's store is another one, bring the version there that the turn extends, while the turn speaks."""

@@ -1,7 +1,8 @@
 """Replies whose rest is here because another engine began them: each waits for its reader, who brings a token.
 
-A token is unguessable, for one reader (namespace and credential), used once, and good for minutes. The turn does not
-depend on it: it goes on, and is remembered, also if nobody comes.
+A token is unguessable, used once, good for minutes, and for one reader: the namespace is that of the peer's own
+credential, within which the peer names the credential that may read. The turn does not depend on it: it goes on, and is
+remembered, also if nobody comes.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,8 @@ from kvasir.errors import NotFound
 from inference_svc.turns.choices import Choices
 
 LIVES_S = 300.0
-# Each may hold what a reader may leave unread.
+# Of a namespace: so many peers' turns make it forget its own oldest, and nobody else's. Each may hold what a reader may
+# leave unread.
 _MOST = 256
 
 
@@ -43,6 +45,9 @@ class ResumeTokens:
     def offer(self, token: str, reply: WaitingReply) -> None:
         """From now on the token gives this reply."""
         self._forget_old()
+        own = [token for token, other in self._waiting.items() if other.namespace == reply.namespace]
+        if len(own) >= _MOST:
+            del self._waiting[own[0]]
         self._waiting[token] = WaitingReply(
             reply.choices, reply.request_id, reply.namespace, reply.caller, self._clock() + LIVES_S
         )
@@ -60,9 +65,7 @@ class ResumeTokens:
         return self._waiting.pop(token)
 
     def _forget_old(self) -> None:
-        """Those whose time is over, and the oldest of too many."""
+        """Those whose time is over."""
         now_s = self._clock()
         for token in [token for token, reply in self._waiting.items() if reply.ends_s <= now_s]:
             del self._waiting[token]
-        while len(self._waiting) >= _MOST:
-            del self._waiting[next(iter(self._waiting))]

@@ -118,13 +118,19 @@ class Taking:
         self._give_back()
         return Promise(self._tokens.new(), LIVES_S)
 
-    async def own(self, promise: Promise) -> None:
-        """The other engine has given the turns away. Raises Unavailable (AGENT_HELD_ELSEWHERE); they are over then."""
+    def own(self, promise: Promise) -> None:
+        """The other engine has given the turns away: they are this engine's, and their reader may come."""
         assert self._choices is not None
         self._is_owned = True
         request = self._request
         reply = WaitingReply(self._choices, request.request_id, request.namespace, request.caller)
         self._tokens.offer(promise.resume_token, reply)
+
+    async def go_on(self) -> None:
+        """After `own`: compute the very next token. Where that cannot be (AGENT_HELD_ELSEWHERE,
+        HANDOVER_PARENT_DIFFERS), the turns are over, and their reader hears why.
+        """
+        assert self._choices is not None
         try:
             await self._turns.own(tuple(self._taken.values()))
         except BaseException:

@@ -337,6 +337,13 @@ class RemoteCache:
         """
         await self._client.move_agent(agent_id, to_peer=peer, timeout_s=timeout_s)
 
+    async def has_moved(self, agent_id: str, peer: str) -> bool | None:
+        """Whether the store knows that the agent is this peer's; None while a move is under way. Raises KvasirError."""
+        owned = (await self._client.get_agent(agent_id)).ownership
+        if owned.state == cachestore_pb2.OWNER_STATE_MOVING:
+            return None
+        return bool(owned.state == cachestore_pb2.OWNER_STATE_MOVED) and owned.peer == peer
+
     @property
     def event_cursor(self) -> EventCursor | None:
         """The place in the store's history up to which events are known; None before the store was ever watched."""

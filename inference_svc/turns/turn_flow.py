@@ -31,7 +31,7 @@ from inference_svc.memory.reuse_planning import Prepared, ReusePlanner
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.memory.store_patience import Budget
 from inference_svc.memory.swap_store import may_be_preempted
-from inference_svc.memory.trust import LEASE_TTL_S
+from inference_svc.memory.trust import LEASE_TTL_S, Version
 from inference_svc.model.prompting import Prompting
 from inference_svc.text import conversation
 from inference_svc.text.prefix_matching import Outcome
@@ -296,13 +296,7 @@ class TurnFlow:
                 metadata={"agent_id": turn.key.agent_id},
                 retry_after_s=1.0,
             )
-        if turn.is_kept and found.head.manifest != begun.parent_manifest:
-            raise errors.FailedPrecondition(
-                f"parent_manifest: the turn extends {begun.parent_manifest}, the agent's newest version here is "
-                f"{found.head.version}, {found.head.manifest}",
-                reason="HANDOVER_PARENT_DIFFERS",
-                field="opening.parent_manifest",
-            )
+        _check_extends(turn, begun, found.head.identity)
         turn.recollection = Recollection(None, Source.COLD, found.head, on_full=found.on_full)
         turn.parent_version = found.head.version
 
@@ -314,8 +308,8 @@ class TurnFlow:
         assert turn.taken is not None
         try:
             if (leases := self._leases_for(turn)) is not None:
-                await leases.obtain(turn.request.agent_id, _HANDED_ON_WAIT_S)
-            await self._recall_parent(turn, turn.taken.begun)
+                lease = await leases.obtain(turn.request.agent_id, _HANDED_ON_WAIT_S)
+                _check_extends(turn, turn.taken.begun, lease.newest)
         except errors.KvasirError as error:
             # If the store is away, its compare-and-swap decides at the end, as for any turn.
             if error.reason in ("AGENT_HELD_ELSEWHERE", "HANDOVER_PARENT_DIFFERS", *MOVED):
@@ -484,6 +478,19 @@ class TurnFlow:
             finally:
                 turn.restoring.close()
         raise _moved_away()
+
+
+def _check_extends(turn: TurnState, begun: BegunTurn, newest: Version) -> None:
+    """Raise FailedPrecondition (HANDOVER_PARENT_DIFFERS) unless the agent's newest version is the one that a turn from
+    another engine extends.
+    """
+    if turn.is_kept and newest.manifest != begun.parent_manifest:
+        raise errors.FailedPrecondition(
+            f"parent_manifest: the turn extends {begun.parent_manifest}, the agent's newest version here is "
+            f"{newest.number}, {newest.manifest}",
+            reason="HANDOVER_PARENT_DIFFERS",
+            field="opening.parent_manifest",
+        )
 
 
 def _same_version(planned: Recollection, found: Recollection) -> Recollection:

@@ -4,10 +4,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from kvasir.errors import Internal, KvasirError
+from kvasir.errors import DeadlineExceeded, Internal, KvasirError, Unavailable
 from kvasir.inference.v1 import inference_pb2
 from kvasir.server.shared_room import SharedRoom
 
@@ -91,7 +94,7 @@ def test_a_link_that_breaks_while_the_kv_is_loaded_ends_the_turn(tmp_path: Path)
     run(tmp_path, work)
 
 
-def test_a_turn_that_cannot_be_owned_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_that_cannot_go_on_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(served: ServedModel) -> None:
         async def broken(taken: object) -> None:
             raise Internal("a bug")
@@ -99,8 +102,47 @@ def test_a_turn_that_cannot_be_owned_ends(tmp_path: Path, monkeypatch: pytest.Mo
         taking = taking_one(served)
         promise = await taking.prepare()
         monkeypatch.setattr(served.turns, "own", broken)
-        with pytest.raises(KvasirError):
-            await taking.own(promise)
+        taking.own(promise)
+        with pytest.raises(Internal):
+            await taking.go_on()
         taking.close()
 
     run(tmp_path, work)
+
+
+@dataclass
+class LateStore:
+    """A store whose answer to the move is lost, and what it says of the agent when it is asked then."""
+
+    answers: list[bool | KvasirError | None]
+
+    async def move_agent(self, agent_id: str, peer: str, timeout_s: float) -> None:
+        raise DeadlineExceeded("late")
+
+    async def has_moved(self, agent_id: str, peer: str) -> bool | None:
+        assert (agent_id, peer) == ("ada", "studio")
+        answer = self.answers.pop(0)
+        if isinstance(answer, KvasirError):
+            raise answer
+        return answer
+
+    async def hand_on(self, agent_id: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("answers", "goes"),
+    [([None, None, True], True), ([None, False], False), ([Unavailable("away")], False)],
+    ids=["moved all the same", "undone", "not to be asked"],
+)
+def test_a_turn_follows_its_agent_where_the_answer_to_the_move_is_lost(
+    answers: list[bool | KvasirError | None], goes: bool
+) -> None:
+    store: Any = LateStore(answers)
+    nothing: Any = None
+    turn: Any = SimpleNamespace(request=SimpleNamespace(namespace="home", agent_id="ada"), is_kept=True)
+    begun: Any = SimpleNamespace(parent_manifest=object())
+    giver = TurnGiver(nothing, {"home": store}, {"home": store}, {"b": "studio"}, no_link, VERSION, lambda: 0.0)
+    with contextlib.nullcontext() if goes else pytest.raises(DeadlineExceeded):
+        asyncio.run(giver._let_go(turn, begun, "b"))
+    assert not answers

@@ -38,8 +38,8 @@ class Clock:
         return self.now_s
 
 
-def reply(caller: str = "ada") -> WaitingReply:
-    return WaitingReply(cast("Choices", object()), "request", "home", caller)
+def reply(namespace: str = "home") -> WaitingReply:
+    return WaitingReply(cast("Choices", object()), "request", namespace, "ada")
 
 
 def test_a_token_is_for_one_reader_once_and_for_minutes() -> None:
@@ -57,6 +57,19 @@ def test_a_token_is_for_one_reader_once_and_for_minutes() -> None:
     clock.now_s = LIVES_S
     with pytest.raises(NotFound):
         tokens.claim(late, "home", "ada")
+
+
+def test_a_namespace_that_has_too_many_waiting_replies_loses_its_own_oldest() -> None:
+    names = count()
+    tokens = ResumeTokens(lambda: f"token {next(names)}", Clock())
+    theirs, *ours = (tokens.new() for _ in range(258))
+    tokens.offer(theirs, reply("away"))
+    for token in ours:
+        tokens.offer(token, reply())
+    with pytest.raises(NotFound):
+        tokens.claim(ours[0], "home", "ada")
+    for token, namespace in ((theirs, "away"), (ours[1], "home"), (ours[-1], "home")):
+        assert tokens.claim(token, namespace, "ada").namespace == namespace
 
 
 def begun(**others: Any) -> BegunTurn:
