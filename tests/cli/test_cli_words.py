@@ -36,6 +36,7 @@ def test_help_shows_words_and_no_types_of_python(capsys: pytest.CaptureFixture[s
 
 
 REFUSED: dict[str, tuple[tuple[str, ...], int, str]] = {
+    "a peer without an address": (("up", "--peer-store", "b=studio"), 2, "--peer-store: expected NAME=…, with --peer"),
     "a user that is none": (("--home", "~kvasir-nobody/x", "status"), 2, "--home: ~kvasir-nobody/x: there is no such"),
     "a command that is none": (("agent", "ls"), 2, "Did you mean 'agents'? See `kvasir --help`."),
     "a version that is none": (("agents", "rollback", "ada", str(1 << 63)), 2, "is larger than"),

@@ -66,6 +66,8 @@ class Options:
     metrics_listen: str = ""
     traces_to: str = ""
     audit_file: Path | None = None
+    peers: Sequence[tuple[str, str]] = ()
+    peer_ca_files: Sequence[tuple[str, str]] = ()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,7 +109,7 @@ async def serve(options: Options) -> int:
         _key(options.state_dir), new_name=lambda: secrets.token_hex(6), now=lambda: datetime.now(UTC)
     )
     traces = Traces(options.traces_to, "gateway")
-    engine = EngineLink.connect(options.engine, token=token, tls=tls)
+    engine = EngineLink.connect(options.engine, token=token, tls=tls, peers=_peers(options))
     audit = Audit("http", AuditFile(options.audit_file) if options.audit_file is not None else None)
     gate = Gate(credentials, hosts=options.hosts, origins=options.origins, audit=audit)
     reloading = Reloading(audit)
@@ -149,6 +151,22 @@ async def serve(options: Options) -> int:
         told = (times.count, 1000 * times.at_most_s(0.5), 1000 * times.at_most_s(0.99))
         _log.info("gateway.stopped events=%d written_within_ms_p50=%.3g p99=%.3g", *told)
     return 0
+
+
+def _peers(options: Options) -> dict[str, tuple[str, Tls | None]]:
+    """The engines to which turns may move. Raises InvalidArgument."""
+    ca_files = dict(options.peer_ca_files)
+    if unknown := ca_files.keys() - dict(options.peers).keys():
+        raise InvalidArgument(f"--peer-ca-file: {min(unknown)!r} is no --peer", field="--peer-ca-file")
+    return {name: (address, Tls(Path(ca_files[name])) if name in ca_files else None) for name, address in options.peers}
+
+
+def _named(text: str) -> tuple[str, str]:
+    """NAME=VALUE. Raises ArgumentTypeError."""
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
+    return name, value
 
 
 async def _reload_keys(gate: Gate, file: Path) -> int:
@@ -216,6 +234,17 @@ def _options(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--state-dir", type=Path, required=True, help="where the key of conversations' names is kept")
     parser.add_argument("--token-file", type=Path, help="the gateway's own token, for an engine that wants one")
     parser.add_argument("--ca-file", type=Path, help="PEM: the engine's certificate, or its authority's")
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        type=_named,
+        metavar="NAME=ADDRESS",
+        help="an engine to which turns may move, by the engine's name for it; callers' keys must hold there",
+    )
+    parser.add_argument(
+        "--peer-ca-file", action="append", default=[], type=_named, metavar="NAME=PATH", help="PEM, as --ca-file"
+    )
     keys = parser.add_mutually_exclusive_group(required=True)
     keys.add_argument("--credentials", type=Path, metavar="FILE", help="whose tokens are API keys: as the engine's")
     keys.add_argument("--no-keys", action="store_true", help="callers need no key and act as the gateway does")
@@ -246,6 +275,8 @@ def _options(arguments: Sequence[str] | None) -> Options:
         metrics_listen=given.metrics_listen,
         traces_to=given.traces_to,
         audit_file=given.audit_file,
+        peers=given.peer,
+        peer_ca_files=given.peer_ca_file,
     )
 
 

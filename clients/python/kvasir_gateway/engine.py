@@ -2,10 +2,11 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from datetime import UTC
 from itertools import cycle
+from types import MappingProxyType
 from typing import Any
 
 from kvasir.cachestore.v1 import cachestore_pb2
@@ -31,7 +32,7 @@ class CallerAtEngine:
         self.client = client
 
     async def generate(self, turn: Turn, agent_id: str, request_id: str) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """A turn's events. Closing the generator cancels the turn."""
+        """A turn's events, wherever it moves. Closing the generator cancels the turn."""
         options = GenerateOptions(
             agent_id=agent_id,
             model=turn.model,
@@ -48,7 +49,8 @@ class CallerAtEngine:
             given = {"prompt": turn.prompt}
         async with aclosing(self.client.generate(**given, options=options)) as events:
             async for event in events:
-                yield event
+                if not event.HasField("moved"):  # it is followed here: its token is used up
+                    yield event
 
     async def count(self, turn: Turn) -> int:
         messages = [mapping(message) for message in turn.messages]
@@ -131,19 +133,40 @@ class CallerAtEngine:
 class EngineLink:
     """The connections to the engine, for all callers in turn."""
 
-    def __init__(self, own: Sequence[AioInferenceClient]) -> None:
+    def __init__(self, own: Sequence[AioInferenceClient], peers: Mapping[str, AioInferenceClient]) -> None:
+        """`peers`: the engines to which turns may move, by the names that the engine knows them by."""
         self._own = own
+        self._peers = peers
         self._next = cycle(own)
+        for client in own:
+            client.peers |= peers
 
     @classmethod
-    def connect(cls, address: str, *, token: str | None = None, tls: Tls | None = None) -> "EngineLink":
-        """`token`: the gateway's own, for its health and for callers without a key. Raises InvalidArgument."""
-        return cls([AioInferenceClient.connect(address, token=token, tls=tls) for _ in range(_CONNECTIONS)])
+    def connect(
+        cls,
+        address: str,
+        *,
+        token: str | None = None,
+        tls: Tls | None = None,
+        peers: Mapping[str, tuple[str, Tls | None]] = MappingProxyType({}),
+    ) -> "EngineLink":
+        """`token`: the gateway's own, for its health and for callers without a key. `peers`: addresses by name, where
+        callers' tokens hold as well. Raises InvalidArgument.
+        """
+        others = {
+            name: AioInferenceClient.connect(where, token=token, tls=their_tls)
+            for name, (where, their_tls) in peers.items()
+        }
+        return cls([AioInferenceClient.connect(address, token=token, tls=tls) for _ in range(_CONNECTIONS)], others)
 
     def of(self, token: str | None) -> CallerAtEngine:
         """The engine for the caller with this token; None: for the gateway itself."""
         client = next(self._next)
-        return CallerAtEngine(client if token is None else client.with_token(token))
+        if token is None:
+            return CallerAtEngine(client)
+        callers = client.with_token(token)
+        callers.peers |= {name: peer.with_token(token) for name, peer in self._peers.items()}
+        return CallerAtEngine(callers)
 
     async def wellness(self, within_s: float = 2.0) -> Wellness:
         """Whether the engine answers, reaches its store, and has a model or wakes one."""
@@ -165,7 +188,7 @@ class EngineLink:
         return Wellness((), {"engine": True, "store": True})
 
     async def close(self) -> None:
-        for client in self._own:
+        for client in (*self._own, *self._peers.values()):
             await client.close()
 
 

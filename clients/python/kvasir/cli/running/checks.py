@@ -161,6 +161,19 @@ def check_sizes(sizes: Mapping[str, float | None]) -> None:
         raise WrongUsage(f"{bad}: expected a number of GiB, got {sizes[bad]}", field=bad)
 
 
+def peer_arguments(given: Mapping[str, Sequence[str] | None]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the engine and the gateway are told of peers: by option, values as NAME=VALUE. Raises WrongUsage for another
+    form, and for a name without an address (--peer)."""
+    every = [(option, *text.partition("=")) for option, texts in given.items() for text in texts or ()]
+    names = {name for option, name, _, _ in every if option == "--peer"}
+    for option, name, _, value in every:
+        if not value or name.rpartition("/")[2] not in names:  # tokens may be of a NAMESPACE/NAME
+            raise WrongUsage(f"{option}: expected NAME=…, with --peer NAME=ADDRESS; got {name}={value}", field=option)
+    told = [(option, f"{name}={value}") for option, name, _, value in every]
+    of_gateway = [each for each in told if each[0] in ("--peer", "--peer-ca-file")]
+    return tuple(word for each in told for word in each), tuple(word for each in of_gateway for word in each)
+
+
 def metrics_addresses(text: str) -> dict[str, str]:
     """By option, the addresses of the engine's metrics, of the store's at the next port, and of the gateway's at the
     one after it; nothing for no text. Raises WrongUsage.

@@ -47,6 +47,7 @@ from kvasir.errors import FailedPrecondition, KvasirError
 
 GIB = 1 << 30
 _LOCK_S = 5.0
+_NAMED = "NAME=…"
 # The credentials of a new home: people and their programs, the engine, and another Mac's store that pulls.
 _PRINCIPALS = (
     Principal("client", DEFAULT_NAMESPACE, frozenset({CLIENT, ADMIN})),
@@ -93,6 +94,24 @@ def up(
         ),
     ] = "",
     no_http: Annotated[bool, typer.Option("--no-http", help="Start no HTTP gateway.")] = False,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Another engine, to which turns may move while they speak (`kvasir agents move`). Several times. HTTP "
+            "readers follow, with keys that hold there too.",
+            metavar="NAME=ADDRESS",
+        ),
+    ] = None,
+    peer_store: Annotated[
+        list[str] | None,
+        typer.Option(help="That engine's store, as `kvasir peers ls` names it, if it is another one.", metavar=_NAMED),
+    ] = None,
+    peer_token_file: Annotated[
+        list[str] | None, typer.Option(help="This engine's token there. Not at Unix sockets.", metavar=_NAMED)
+    ] = None,
+    peer_ca_file: Annotated[
+        list[str] | None, typer.Option(help="PEM: its certificate, or its authority's.", metavar=_NAMED)
+    ] = None,
     neighbour: Annotated[
         bool,
         typer.Option(
@@ -196,6 +215,8 @@ def up(
     checks.check_sizes(sizes)
     checks.check_exact_layers(kv_exact_layers, kv_policy, models)
     metrics = checks.metrics_addresses(metrics_listen)
+    peers = {"--peer": peer, "--peer-store": peer_store, "--peer-token-file": peer_token_file}
+    engine_peers, gateway_peers = checks.peer_arguments({**peers, "--peer-ca-file": peer_ca_file})
     asked = {"--listen": listen, "--store-listen": store_listen, "--http": http, **metrics}
     addresses = {option: address for option, address in asked.items() if address}
     checks.check_addresses(addresses, tls_cert, tls_key)
@@ -219,6 +240,7 @@ def up(
                 *_given(("--context-tokens", context_tokens), ("--keep-alive-s", keep_alive_s)),
                 *(["--batch-invariant"] if batch_invariant else []),
                 *(["--neighbour"] if neighbour else []),
+                *engine_peers,
                 *logging,
             )
             budget_bytes = int(write_budget_gib * GIB) if write_budget_gib else None
@@ -240,7 +262,7 @@ def up(
                 engine_options,
                 store_options,
                 tuple(metrics.values()),
-                tracing,
+                (*tracing, *gateway_peers),
             )
             asyncio.run(_run(caller, plan, descriptor, why_none))
             return

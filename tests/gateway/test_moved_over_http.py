@@ -1,0 +1,103 @@
+"""A turn that moves to another engine while an HTTP reader hears it: the reader notices nothing."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from kvasir.cli.running.checks import peer_arguments
+from kvasir.clients import InferenceClient
+from kvasir.errors import KvasirError
+
+from inference_svc.config import read_settings
+from tests.gateway.serving import MODEL, GatewayProcess, running_gateway, write_keys
+from tests.inference.handover.cases import ON, STORY
+from tests.inference.handover.two_engines import TwoEngines
+
+CHAT: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": STORY}],
+    "stream": True,
+    "temperature": 0.9,
+    "seed": 12,
+    "max_tokens": 300,
+    "logit_bias": ON["logit_bias"],
+}
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Two engines, and a gateway before the first that knows the second."""
+
+    two: TwoEngines
+    gateway: GatewayProcess
+    key: str
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    root = tmp_path_factory.mktemp("moved")
+    two = TwoEngines(root)
+    keys, token = write_keys(root / "credentials.toml"), root / "engine.token"
+    token.touch(mode=0o600)
+    token.write_text(keys["engine-first"])
+    for service in (two.house.store, two.a, two.b):
+        service.options += ["--credentials-file", str(root / "credentials.toml")]
+    for engine in (two.a, two.b):
+        engine.options += ["--store-token-file", f"first={token}"]
+    two.a.options += ["--peer-token-file", f"first/b={token}"]
+    try:
+        two.start()
+        options = ("--credentials", str(root / "credentials.toml"), "--peer", f"b={two.b.address}")
+        with running_gateway(two.house, *options) as gateway:
+            yield Engines(two, gateway, keys["ada"])
+    finally:
+        two.close()
+
+
+def heard(engines: Engines, *, moves: bool) -> tuple[str, int]:
+    """The text that a reader of server-sent events hears, and how often the turn moved meanwhile."""
+    text, events, given = "", list[dict[str, Any]](), engines.two.a.log.count("turn.given")
+    headers = {"authorization": f"Bearer {engines.key}"}
+    with (
+        httpx.Client(base_url=engines.gateway.url, timeout=60) as http,
+        InferenceClient.connect(engines.two.a.address, token=engines.key) as client,
+        http.stream("POST", "/v1/chat/completions", json=CHAT, headers=headers) as answer,
+    ):
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            events.append(json.loads(line[6:]))
+            text += told(events[-1])
+            if moves and text:
+                moves = False
+                with contextlib.suppress(KvasirError):  # on a busy machine it may have ended before
+                    client.hand_over("b", request_id=answer.headers["x-request-id"])
+    assert "error" not in events[-1], events[-1]
+    return text, engines.two.a.log.count("turn.given") - given
+
+
+def told(event: dict[str, Any]) -> str:
+    return "".join(choice["delta"].get("content") or "" for choice in event.get("choices", ()))
+
+
+def test_its_reader_hears_every_character_once(engines: Engines) -> None:
+    stays, _ = heard(engines, moves=False)
+    for _ in range(4):
+        goes, moves = heard(engines, moves=True)
+        assert goes == stays
+        if moves:
+            break
+    assert moves == 1
+
+
+def test_up_tells_the_engine_and_the_gateway_of_peers() -> None:
+    given = {"--peer": ["b=unix:/nowhere/b"], "--peer-store": ["b=studio"], "--peer-token-file": ["team/b=/t"]}
+    engine, gateway = peer_arguments({**given, "--peer-ca-file": None})
+    settings = read_settings(["--listen", "unix:/nowhere/s", *engine])
+    assert (settings.peer, settings.peer_store) == ({"b": "unix:/nowhere/b"}, {"b": "studio"})
+    assert gateway == ("--peer", "b=unix:/nowhere/b")
