@@ -45,7 +45,7 @@ class ResumeTokens:
     def offer(self, token: str, reply: WaitingReply) -> None:
         """From now on the token gives this reply."""
         self._forget_old()
-        own = [token for token, other in self._waiting.items() if other.namespace == reply.namespace]
+        own = [name for name, other in self._waiting.items() if other.namespace == reply.namespace]
         if len(own) >= _MOST:
             del self._waiting[own[0]]
         self._waiting[token] = WaitingReply(
