@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from kvasir.cli.running.home import Home, Running
-from kvasir.cli.running.up import led
+from kvasir.cli.running.locks import led
 from kvasir.cli.showing.terminal import write
 
 from tests.cli.running import KVASIR, QUIET, Cli, eventually

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from kvasir.cli.running.home import Home
-from kvasir.cli.running.up import plan_of
+from kvasir.cli.running.plan import plan_of
 
 from tests.cli.running import Cli
 

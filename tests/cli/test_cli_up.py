@@ -29,8 +29,8 @@ from kvasir.cli.running.group import service_states
 from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE
 from kvasir.cli.running.holding import end_services, holders, is_led, named_openers
 from kvasir.cli.running.home import Home, Running
+from kvasir.cli.running.plan import make_credentials
 from kvasir.cli.running.supervisor import process_exists
-from kvasir.cli.running.up import make_credentials
 from kvasir.credentials import read_credentials, read_token
 
 from inference_svc.config import EngineSettings

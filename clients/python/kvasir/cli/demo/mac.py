@@ -11,9 +11,9 @@ from pathlib import Path
 
 from kvasir.cli.running.home import Endpoint, Home
 from kvasir.cli.running.logs import last_lines
+from kvasir.cli.running.plan import make_credentials
 from kvasir.cli.running.processes import EngineProcess, StoreProcess
 from kvasir.cli.running.supervisor import Service, ending
-from kvasir.cli.running.up import make_credentials
 from kvasir.cli.talking.turn import TurnResult, follow_turn
 from kvasir.clients import InferenceClient, StoreClient
 from kvasir.common.v1 import message_pb2

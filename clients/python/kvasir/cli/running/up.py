@@ -6,17 +6,14 @@ them has ended. What a killed `kvasir up` left is ended first.
 """
 
 import asyncio
-import contextlib
-import fcntl
 import json
 import os
-import secrets
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,41 +25,15 @@ from kvasir.cli.failures import WrongUsage, relayed
 from kvasir.cli.hub import fetch
 from kvasir.cli.running import checks
 from kvasir.cli.running.checks import KvPolicy, LogFormat, LogLevel
-from kvasir.cli.running.holding import end_services, holders
-from kvasir.cli.running.home import Endpoint, Home, Running
+from kvasir.cli.running.home import Running
+from kvasir.cli.running.locks import led, locked
 from kvasir.cli.running.logs import rotate_log
-from kvasir.cli.running.processes import EngineProcess, GatewayProcess, StoreProcess
+from kvasir.cli.running.plan import Plan, make_credentials, plan_of
 from kvasir.cli.running.supervisor import Supervisor
-from kvasir.credentials import (
-    ADMIN,
-    CLIENT,
-    DEFAULT_NAMESPACE,
-    ENGINE,
-    PEER,
-    Principal,
-    write_credentials,
-    write_private_text,
-)
-from kvasir.errors import FailedPrecondition, KvasirError
+from kvasir.errors import KvasirError
 
 GIB = 1 << 30
-_LOCK_S = 5.0
 _NAMED = "NAME=…"
-# The credentials of a new home: people and their programs, the engine, and another Mac's store that pulls.
-_PRINCIPALS = (
-    Principal("client", DEFAULT_NAMESPACE, frozenset({CLIENT, ADMIN})),
-    Principal("engine", DEFAULT_NAMESPACE, frozenset({ENGINE})),
-    Principal("peer", DEFAULT_NAMESPACE, frozenset({PEER})),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The processes to start and their addresses."""
-
-    store: StoreProcess
-    engine: EngineProcess
-    gateway: GatewayProcess | None = None
 
 
 def up(
@@ -314,74 +285,6 @@ def _detached(caller: Caller) -> None:
     caller.result(answer, lambda out: _greet(out.print, answer, "`kvasir down` stops it"))
 
 
-def plan_of(
-    home: Home,
-    models: Sequence[str],
-    listen: str,
-    store_listen: str,
-    http: str,
-    tls_cert: Path | None,
-    tls_key: Path | None,
-    engine_options: Sequence[str] = (),
-    store_options: Sequence[str] = (),
-    metrics: Sequence[str] = (),
-    gateway_options: Sequence[str] = (),
-) -> Plan:
-    """The plan that the options ask for, which were checked. `metrics`: the addresses of the engine's, the store's and
-    the gateway's, or none."""
-    engine_metrics, store_metrics, http_metrics = metrics or ("", "", "")
-    credentials = home.credentials_file if listen or store_listen or http else None
-    has_tls = tls_cert is not None and tls_key is not None
-    ca_file = tls_cert if has_tls else None
-    store_endpoint = Endpoint(home.socket_address("store"))
-    engine_endpoint = Endpoint(home.socket_address("engine"))
-    if store_listen:
-        store_endpoint = Endpoint(from_here(store_listen), home.tokens / "engine.token", ca_file)
-    if listen:
-        engine_endpoint = Endpoint(from_here(listen), home.tokens / "client.token", ca_file)
-    store = StoreProcess(
-        data_dir=home.store_data,
-        listen=store_listen or store_endpoint.address,
-        endpoint=store_endpoint,
-        log_file=home.logs / "store.log",
-        audit_file=home.audit_file("store"),
-        engine_listen=home.socket_address("engines"),
-        credentials_file=credentials,
-        peers_file=home.peers_file,
-        options=(*home.seal_options(), *home.sealed_options(), *store_options),
-        metrics_listen=store_metrics,
-        tls_cert_file=tls_cert if store_listen else None,
-        tls_key_file=tls_key if store_listen else None,
-    )
-    engine = EngineProcess(
-        listen=listen or engine_endpoint.address,
-        endpoint=engine_endpoint,
-        store=Endpoint(home.socket_address("engines"), store_endpoint.token_file),
-        log_file=home.logs / "engine.log",
-        audit_file=home.audit_file("engine"),
-        state_dir=home.engine_state,
-        store_data_dir=home.store_data,
-        model=models[0] if models else "",
-        options=(*(part for model in models[1:] for part in ("--model", model)), *engine_options),
-        metrics_listen=engine_metrics,
-        credentials_file=credentials,
-        service_admin=_PRINCIPALS[0].name if credentials else "",
-        tls_cert_file=tls_cert if listen else None,
-        tls_key_file=tls_key if listen else None,
-    )
-    gateway = GatewayProcess(
-        listen=http,
-        engine=engine_endpoint,
-        log_file=home.logs / "http.log",
-        audit_file=home.audit_file("http"),
-        state_dir=home.gateway_state,
-        credentials_file=home.credentials_file,
-        metrics_listen=http_metrics,
-        options=tuple(gateway_options),
-    )
-    return Plan(store, engine, gateway if http else None)
-
-
 async def _run(caller: Caller, plan: Plan, descriptor: int, no_http: str) -> None:
     home = caller.home
     supervisor = Supervisor(
@@ -445,74 +348,3 @@ def _greet(say: Callable[[str], object], answer: dict[str, Any], how_to_stop: st
     if answer["token_file"]:
         say(f"token:  {answer['token_file']} (commands with this home find it; others say --token-file)")
     say(f"Talk to an agent with `kvasir chat ada`; {how_to_stop}.")
-
-
-@contextlib.contextmanager
-def led(home: Home) -> Iterator[None]:
-    """Be the home's only `kvasir up`. Raises FailedPrecondition if there is one."""
-    with _private_file(home.up_lock_file) as descriptor:
-        if not _try_lock(descriptor):
-            [pid, *_] = holders(home.up_lock_file) or [0]
-            text = f"`kvasir up` is already running in {home.root} (pid {pid})"
-            raise FailedPrecondition(f"{text}; use it, or end it with `kvasir down`", reason="ALREADY_RUNNING")
-        yield
-
-
-@contextlib.contextmanager
-def locked(home: Home, say: Callable[[str], None]) -> Iterator[int]:
-    """Hold the lock that services inherit, as its only `kvasir up`. Services that a killed one left are ended first."""
-    with _private_file(home.services_lock_file) as descriptor:
-        if not _try_lock(descriptor):
-            ended = end_services(home, say)
-            say(f"ended what a killed `kvasir up` left here: {', '.join(map(str, ended))}")
-            # The system lets go of a lock a moment after its process is gone.
-            if not any(_try_lock(descriptor) for _ in _moments(_LOCK_S)):
-                text = f"{home.services_lock_file}: another program holds it"
-                raise FailedPrecondition(text, reason="ALREADY_RUNNING")
-        os.set_inheritable(descriptor, True)
-        yield descriptor
-
-
-@contextlib.contextmanager
-def _private_file(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _moments(seconds: float) -> Iterator[None]:
-    """Times to try again, until the time is over."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        yield
-        time.sleep(0.05)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def make_credentials(home: Home) -> None:
-    """Write credentials and tokens, once per home. The credentials get their name last: then all tokens are there."""
-    if home.credentials_file.exists():
-        return
-    new = home.credentials_file.with_suffix(".new")
-    new.unlink(missing_ok=True)
-    tokens = write_credentials(new, _PRINCIPALS, lambda: secrets.token_urlsafe(32))
-    for name, token in tokens.items():
-        token_file = home.tokens / f"{name}.token"
-        token_file.unlink(missing_ok=True)
-        write_private_text(token_file, token + "\n")
-    new.rename(home.credentials_file)
-
-
-def from_here(address: str) -> str:
-    """How a program on this machine reaches a service that listens at `address`."""
-    parsed = parse_address(address)
-    return f"localhost:{parsed.port}" if parsed.is_everywhere else address
