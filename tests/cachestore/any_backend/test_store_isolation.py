@@ -84,12 +84,13 @@ PROBES: dict[str, Callable[[Store, SyntheticSnapshot], object]] = {
     "undo_move": lambda s, c: s.undo_move(NS, "secret", "peer", "move"),
     "fence": lambda s, c: s.fence(NS, "secret", "peer", 3),
     "told": lambda s, c: s.told(NS, "secret", "peer", 3),
+    "is_sealed": lambda s, c: s.is_sealed(NS),
     "yield_to": lambda s, c: s.yield_to(NS, "secret", "peer", 0, 3),
     "stats": lambda s, c: (s.stats(NS).blob_count, s.stats(NS).counters) == (0, {}) or pytest.fail("counted"),
 }
 # These are of the whole store: no namespace asks them.
 WHOLE_STORE = {"open", "close", "subscribe", "scrub", "check", "counted", "totals", "ailments"}
-WHOLE_STORE |= {"expire_agents", "unfinished_moves", "written"}
+WHOLE_STORE |= {"expire_agents", "unfinished_moves", "owners", "rename_peers", "written"}
 
 
 def their_token(store: Store) -> object:

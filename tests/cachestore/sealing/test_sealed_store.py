@@ -110,6 +110,17 @@ def test_a_sealed_namespace_answers_what_a_plain_one_answers(lab: Lab) -> None:
     assert str(sealed) == str(plain)
 
 
+def test_a_peers_new_name_is_noted_of_sealed_agents_too(lab: Lab) -> None:
+    with lab.open() as store:
+        for namespace in (NS, PLAIN_NS):
+            publish(store, AGENT, SyntheticAgent(SMALL, 1).turn(30), 0, namespace)
+            store.offer(namespace, AGENT, "studio", "move", 0)
+        store.rename_peers({"studio": "attic"})
+        assert sorted((namespace, name, known.peer) for namespace, name, known in store.owners()) == sorted(
+            (namespace, AGENT, "attic") for namespace in (NS, PLAIN_NS)
+        )
+
+
 def names(store: Store, namespace: str, page_size: int) -> Iterator[str]:
     token = ""
     while True:

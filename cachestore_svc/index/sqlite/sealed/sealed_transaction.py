@@ -254,6 +254,9 @@ class SealedTransaction(SqliteTransaction):
     def set_ownership(self, namespace: str, agent_id: str, known: Ownership) -> None:
         super().set_ownership(namespace, self._agent(agent_id), known)
 
+    def owners(self, namespace: str) -> list[tuple[str, Ownership]]:
+        return [(self.plain(name), known) for name, known in super().owners(namespace)]
+
     def unfinished_moves(self, namespace: str) -> list[tuple[str, Ownership]]:
         return [(self.plain(name), known) for name, known in super().unfinished_moves(namespace)]
 
