@@ -324,7 +324,7 @@ def test_a_token_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
 def test_wrong_usage_ends_with_2(cli: Cli) -> None:
     assert cli("agents", "nonsense").code == 2
     late = cli("agents", "ls", "--home", "x")
-    assert (late.code, late.err) == (2, "kvasir: --home stands before the command: kvasir --home … ls.\n")
+    assert (late.code, late.err) == (2, "kvasir: --home stands before the command: kvasir --home … agents ls.\n")
     told = cli("agents", "rollback", "ada", "--nonsense", "--json")
     assert (told.code, told.value["error"]["reason"], told.value["error"]["field"]) == (2, "WRONG_USAGE", "--nonsense")
     assert cli.done("--version", "--json").value == {"kvasir": kvasir.__version__}
