@@ -157,14 +157,15 @@ async def serve(settings: StoreSettings) -> None:
         edge.add(pairing_pb2_grpc.add_PeerServiceServicer_to_server, peer_service)
         if settings.metrics_listen:
             stop_page = _page(store, threads, edge.rpcs, audit, reloading).serve(settings.metrics_listen)
+        # Before a peer can ask: it is known by its new name only.
+        await services.moves.rename_peers()
+        peer_service.reloaded = services.moves.rename_peers
         await edge.start()
         await peer_service.settle()
         await edge.set_ready(True)
         print(f"listening on {edge.address}", flush=True)
         log.info("store.started", address=edge.address, ms=round((time.monotonic() - began) * 1000))
         caring.append(asyncio.create_task(collect_regularly(store, threads, settings.gc_interval_s)))
-        await services.moves.rename_peers()
-        peer_service.reloaded = services.moves.rename_peers
         caring.append(asyncio.create_task(services.moves.hear_of_claims()))
         caring.append(asyncio.create_task(services.moves.keep()))
         if settings.scrub_bytes_per_s:

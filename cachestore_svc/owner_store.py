@@ -158,9 +158,18 @@ class OwnerStore(LeaseStore):
 
     # --- claims ---
 
-    def claim(self, namespace: str, agent_id: str, chance: int, above: int = 0, tells: Sequence[str] = ()) -> Ownership:
+    def claim(
+        self,
+        namespace: str,
+        agent_id: str,
+        chance: int,
+        above: int = 0,
+        tells: Sequence[str] = (),
+        expected: Ownership | None = None,
+    ) -> Ownership:
         """Own the agent, whoever owns it: for a peer that is gone. It is fenced when it hears of that. See
-        ownership.claimed. Raises NotFound when nothing of the agent is here and nothing is known of it."""
+        ownership.claimed. `expected`: the fact that the claim rests on; another one stays as it is, and is the answer.
+        Raises NotFound when nothing of the agent is here and nothing is known of it."""
         self._core.check_open(namespace)
         check_agent_id(agent_id)
 
@@ -168,6 +177,8 @@ class OwnerStore(LeaseStore):
             known = change.ownership_of(namespace, agent_id)
             if known == ownership.HERE:
                 change.get_agent(namespace, agent_id, self._core.config.retained_versions)
+            if expected is not None and known != expected:
+                return known
             new = ownership.claimed(known, chance, self._core.now_unix_ms(), above, tells)
             self._set(change, namespace, agent_id, new)
             return new

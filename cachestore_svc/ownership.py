@@ -22,6 +22,8 @@ from kvasir.errors import AlreadyExists, FailedPrecondition
 CLAIM_STEP = 1 << 40
 MAX_CLAIM_CHANCE = 1 << 20
 MAX_GENERATION = 1 << 62
+# The most that another store is believed: a claim here must still find room above it, and be told to others.
+MAX_TOLD_GENERATION = MAX_GENERATION - (1 << 50)
 
 
 class OwnerState(IntEnum):

@@ -15,7 +15,7 @@ from kvasir.names import check_agent_id, check_owner
 
 from cachestore_svc import records
 from cachestore_svc.moving.copying import Progress
-from cachestore_svc.ownership import HERE, MAX_GENERATION, Ownership
+from cachestore_svc.ownership import HERE, MAX_TOLD_GENERATION, Ownership
 from cachestore_svc.records import (
     DEFAULT_LEASE_TTL_S,
     MAX_BLOCK_HASHES_PER_REQUEST,
@@ -139,8 +139,9 @@ def read_move_id(text: str) -> str:
 
 
 def read_generation(generation: int, *, least: int = 0) -> int:
-    if not least <= generation <= MAX_GENERATION:
-        raise InvalidArgument(f"generation: expected {least} to {MAX_GENERATION}, got {generation}", field="generation")
+    if not least <= generation <= MAX_TOLD_GENERATION:
+        expected = f"expected {least} to {MAX_TOLD_GENERATION}"
+        raise InvalidArgument(f"generation: {expected}, got {generation}", field="generation")
     return generation
 
 

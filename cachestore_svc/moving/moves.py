@@ -34,6 +34,8 @@ _LOG = structlog.get_logger("moves")
 _TRIES, _TRY_PAUSE_S, _ANSWER_S = 3, 0.3, 5.0
 _MOVE_ID_BYTES = 16
 _AGAIN_S = 1.0
+# A peer that could not be asked of claims is asked so often; an engine's lease is waited for so long then.
+_ASK_AGAIN_S, _LEASE_WAIT_S = 10.0, 30.0
 
 
 class Moves:
@@ -128,9 +130,11 @@ class Moves:
             for peer, there in facts.items():
                 await self._give_way(namespace, agent_id, known, peer, there)
         above = max((there.generation for there in facts.values() if there is not None), default=0)
-        tells = [peer for peer, there in facts.items() if there is not None or known.waits_for_claim]
         chance = int(self._token_hex(8), 16)
-        known = await self._threads.run(namespace, self._store.claim, namespace, agent_id, chance, above, tells)
+        # Not forced, the claim rests on what is known: a peer's claim may have come meanwhile.
+        expected = None if force else known
+        claim = self._store.claim
+        known = await self._threads.run(namespace, claim, namespace, agent_id, chance, above, list(facts), expected)
         with contextlib.suppress(KvasirError):  # `keep` tells it later
             await self._tell(namespace, agent_id, known)
         known = await self._known(namespace, agent_id)
@@ -145,7 +149,7 @@ class Moves:
             try:
                 async with asyncio.timeout(_ANSWER_S), self._peers.connect(peer, namespace) as remote:
                     with errors_of_peer(peer):
-                        return (await remote.get_agent(agent_id)).ownership
+                        return _believed((await remote.get_agent(agent_id)).ownership)
             except NotFound:
                 return ownership.HERE
             except (KvasirError, TimeoutError):
@@ -174,28 +178,47 @@ class Moves:
     # --- what a crash, a cut, or another name left ---
 
     async def hear_of_claims(self) -> None:
-        """Ask the peers whether another store became the owner of an agent while this one was away: the new owner tells
-        it, too, but may not reach this store."""
-        owned = [each for each in await self._threads.run(HOUSE, self._store.owners) if each[2].is_owned]
-        for namespace in {namespace for namespace, _, _ in owned}:
-            for peer in self._peers.names(namespace):
-                try:
-                    async with self._peers.connect(peer, namespace) as remote:
-                        for agent_id, known in ((agent, known) for ns, agent, known in owned if ns == namespace):
-                            await self._hear_of_claim(remote, peer, namespace, agent_id, known)
-                except KvasirError as error:
-                    _LOG.info("moves.not_asked", peer=peer, reason=error.reason)
+        """Ask the peers whether another store claimed an agent while this one was away: the new owner tells it, too,
+        but may not reach this store. A peer that cannot be asked is asked again later."""
+        owned: dict[str, list[tuple[str, Ownership]]] = {}
+        for namespace, agent_id, known in await self._threads.run(HOUSE, self._store.owners):
+            if known.is_owned:
+                owned.setdefault(namespace, []).append((agent_id, known))
+        left = [(namespace, peer) for namespace in owned for peer in self._peers.names(namespace)]
+        while left:
+            left = [each for each in left if not await self._has_told(*each, owned[each[0]])]
+            if left:
+                await asyncio.sleep(_ASK_AGAIN_S)
+
+    async def _has_told(self, namespace: str, peer: str, owned: list[tuple[str, Ownership]]) -> bool:
+        """Whether the peer could be asked about these agents, or is none any more."""
+        try:
+            async with self._peers.connect(peer, namespace) as remote:
+                for agent_id, known in owned:
+                    await self._hear_of_claim(remote, peer, namespace, agent_id, known)
+        except NotFound:
+            return True
+        except Unavailable as error:
+            _LOG.info("moves.not_asked", peer=peer, reason=error.reason)
+            return False
+        except Exception:  # noqa: BLE001  one peer's answers keep no other peer from being asked
+            _LOG.exception("moves.not_asked", peer=peer)
+        return True
 
     async def _hear_of_claim(
         self, remote: AioStoreClient, peer: str, namespace: str, agent_id: str, known: Ownership
     ) -> None:
         try:
             with answers_of_peer(peer):
-                there = (await remote.get_agent(agent_id)).ownership
-        except NotFound:
-            return
-        if int(there.state) == OwnerState.OWNED and there.generation > known.generation:
-            await self._handing_over.fence(namespace, agent_id, peer, there.generation, None)
+                there = _believed((await remote.get_agent(agent_id)).ownership)
+            # Without this store's word only a claim makes another one the owner: below, it is another agent's history.
+            is_claim = there is not None and there.generation >= ownership.CLAIM_STEP
+            if is_claim and int(there.state) == OwnerState.OWNED and there.generation > known.generation:
+                await self._handing_over.fence(namespace, agent_id, peer, there.generation, _LEASE_WAIT_S)
+        except Unavailable:
+            raise
+        except KvasirError as error:  # NotFound, or something about this agent alone
+            _LOG.info("moves.not_heard", peer=peer, reason=error.reason)
 
     async def rename_peers(self) -> None:
         """Note agents' owners under the names that the peers have now."""
@@ -273,6 +296,9 @@ class Moves:
 
     async def _tell_one(self, namespace: str, agent_id: str, peer: str, generation: int) -> None:
         async with self._peers.connect(peer, namespace) as remote:
+            if not await self._knows_of_moves(remote, agent_id, peer):
+                await self._threads.run(namespace, self._store.told, namespace, agent_id, peer, generation)
+                return
             try:
                 with answers_of_peer(peer):
                     await remote.fence_agent(agent_id, generation, timeout_s=_ANSWER_S)
@@ -288,6 +314,14 @@ class Moves:
                 await once_free(give_way, None)
                 return
         await self._threads.run(namespace, self._store.told, namespace, agent_id, peer, generation)
+
+    async def _knows_of_moves(self, remote: AioStoreClient, agent_id: str, peer: str) -> bool:
+        """False of a peer whose agent of this name never changed hands: that is another one, and its own."""
+        try:
+            with answers_of_peer(peer):
+                return bool((await remote.get_agent(agent_id)).HasField("ownership"))
+        except NotFound:
+            return True  # it may know of an owner all the same
 
     # --- inside ---
 
@@ -310,3 +344,8 @@ class Moves:
 
     async def _agent(self, namespace: str, agent_id: str) -> AgentRecord:
         return await self._threads.run(namespace, self._store.get_agent, namespace, agent_id)
+
+
+def _believed(there: Any) -> Any:
+    """What a peer says of an agent's owner; None where no claim could find room above it."""
+    return there if there.generation <= ownership.MAX_TOLD_GENERATION else None

@@ -304,10 +304,11 @@ def _held(facts: tuple[Any, ...] | None, now_unix_ms: int) -> tuple[Any, ...]:
     """The fact of an owner whose last change may be lost: as of a move to nobody, which a claim undoes."""
     if facts is not None and facts[0] == OwnerState.MOVED:
         return facts
-    # A move that was under way may have been decided since: it is neither undone nor taken up again.
+    # A move that was under way may have been decided since: it is neither undone nor taken up again. Its generation is
+    # the other store's, if that owns the agent now.
     generation, tells = (facts[1], facts[6]) if facts is not None else (0, "")
-    if facts is not None and facts[0] == OwnerState.ARRIVING:
-        generation -= 1  # it is the source's as long as that has not handed it over
+    if facts is not None and facts[0] in (OwnerState.MOVING, OwnerState.ARRIVING):
+        generation -= 1
     return int(OwnerState.MOVING), generation, "", "", now_unix_ms, 0, tells
 
 

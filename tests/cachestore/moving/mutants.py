@@ -185,8 +185,8 @@ MUTANTS = (
     Mutant(
         "a forced claim gives way to an owner that a peer has heard of",
         "moves.py",
-        "agent_id, chance, above, tells)",
-        "agent_id, chance, 0, tells)",
+        "agent_id, chance, above, list(facts), expected)",
+        "agent_id, chance, 0, list(facts), expected)",
         "moves",
     ),
     Mutant(

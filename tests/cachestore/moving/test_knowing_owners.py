@@ -35,6 +35,23 @@ def test_an_owner_that_was_away_asks_whether_it_still_is_one(pair: tuple[Mac, Ma
     laptop.cables["studio"].heal()
 
 
+def test_a_forced_claim_is_told_to_a_peer_that_could_not_be_asked(pair: tuple[Mac, Mac]) -> None:
+    """If it knows of moves of that agent; one of its own that has the same name stays its own."""
+    laptop, studio = pair
+    with laptop.client() as here, studio.client() as there:
+        for number, client in enumerate((here, there)):
+            publish(client, "claimed twice", SyntheticAgent(SMALL, 3 + number).turn(300), 0)
+            publish(client, "claimed once", SyntheticAgent(SMALL, 5 + number).turn(300), 0)
+        there.claim_agent("claimed twice", force=True)
+        laptop.cables["studio"].part()
+        for name in ("claimed once", "claimed twice"):
+            here.claim_agent(name, force=True)
+        laptop.cables["studio"].heal()
+        owned = pb.OWNER_STATE_OWNED
+        eventually(lambda: [state(each, "claimed twice")[0] for each in (here, there)].count(owned) == 1)
+        publish(there, "claimed once", SyntheticAgent(SMALL, 7).turn(300), 1)
+
+
 def test_a_peer_that_is_renamed_keeps_the_agents_that_moved_to_it(pair: tuple[Mac, Mac]) -> None:
     laptop, studio = pair
     eve = SyntheticAgent(SMALL, 2)
