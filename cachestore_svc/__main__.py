@@ -21,7 +21,7 @@ from pathlib import Path
 import structlog
 from kvasir.address import AddressError
 from kvasir.cachestore.v1 import cachestore_pb2_grpc, pairing_pb2_grpc
-from kvasir.errors import KvasirError
+from kvasir.errors import FailedPrecondition, KvasirError
 from kvasir.formats.digest import Digest
 from kvasir.server.audit import Audit, AuditFile
 from kvasir.server.interceptors import settle_garbage
@@ -63,6 +63,7 @@ from cachestore_svc.records import RecoverReport
 from cachestore_svc.recovery import recovering
 from cachestore_svc.recovery.key_care import KeyCare
 from cachestore_svc.recovery.opening import holds_store
+from cachestore_svc.sealing.sealed_list import add_to_list
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
 from cachestore_svc.upkeep.passed_time import ClockReading
@@ -118,8 +119,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def open_store(settings: StoreSettings, *, sweeps: bool = True) -> Store:
+    """What the settings name. Sealed namespaces that the owner's list lacks are added: a crash came before that, or an
+    older Kvasir sealed them."""
     masters = keys_program.masters_of(settings)
-    return Store.open(settings.store_config(), time.time, secrets.token_hex, sweeps=sweeps, masters=masters)
+    store = Store.open(settings.store_config(), time.time, secrets.token_hex, sweeps=sweeps, masters=masters)
+    try:
+        if sweeps:
+            add_to_list(settings.sealed_file, store.sealed_namespaces)
+    except FailedPrecondition as error:
+        structlog.get_logger("cachestore").warning("sealed_file.not_written", why=error.message)
+    return store
 
 
 async def serve(settings: StoreSettings) -> None:

@@ -26,6 +26,11 @@ class BlobStore:
         self._opened = opened
         self._core = opened.core
 
+    @property
+    def sealed_namespaces(self) -> tuple[str, ...]:
+        """Namespaces with a key record, sorted; also those that are shut."""
+        return self._core.seals.namespaces
+
     def is_sealed(self, namespace: str) -> bool:
         """Whether what is kept of the namespace is encrypted."""
         return self._core.seals.key_of(namespace) is not None

@@ -28,6 +28,7 @@ class Seals:
         self._shut: dict[str, str] = {}  # and why, in words
         self._lost = {place for place, record in records.items() if record is None}
         self.recorded = frozenset(records.keys() - self._lost)  # places
+        self.namespaces = tuple(sorted(record.namespace for record in records.values() if record is not None))
         self._listed = tuple(listed)
         self.lose(map(namespace_place, self._listed))
         for place, record in records.items():

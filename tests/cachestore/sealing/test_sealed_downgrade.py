@@ -8,10 +8,11 @@ import pytest
 from kvasir.errors import FailedPrecondition
 from kvasir.formats.blob_place import namespace_place
 
+from cachestore_svc.__main__ import open_store
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.config import read_settings
 from cachestore_svc.recovery.recovering import recover
-from cachestore_svc.sealing.sealed_list import add_to_list
+from cachestore_svc.sealing.sealed_list import add_to_list, read_list
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Chance, Lab, assert_restores, publish
 from tests.cachestore.sealing.canaries import found_in, secrets_of
@@ -115,3 +116,11 @@ def test_the_list_is_read_with_the_settings_and_a_wrong_one_is_refused(tmp_path:
     path.write_text("x" * 300)
     with pytest.raises(FailedPrecondition, match=r"list of sealed namespaces.*expected 1 to 256 bytes"):
         settings.store_config()
+
+
+def test_a_start_adds_sealed_namespaces_that_the_list_lacks(lab: Lab, tmp_path: Path) -> None:
+    """A crash between the key's record and the list, or a namespace of an older Kvasir."""
+    lab.open().close()
+    path = tmp_path / "list"
+    open_store(read_settings({"data_dir": lab.root, "sealed_file": path})).close()
+    assert read_list(path) == (NS,)

@@ -9,6 +9,7 @@ whether it is the last, so that none can be cut off, moved or left out. The head
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -96,6 +97,8 @@ def read_header(beginning: bytes) -> SealedHeader | None:
         header = SealedHeader(line + end, str(said["locked_by"]), str(said["key_id"]), salt, wrapped)
     except (ValueError, TypeError, KeyError, RecursionError):
         raise _malformed("its header is damaged") from None
+    if not re.fullmatch("[0-9a-f]{0,64}", header.key_id):  # it is shown to people
+        raise _malformed("its header is damaged")
     if said["kvasir_sealed_archive"] != FORMAT or header.locked_by not in (PASSPHRASE, MASTER_KEY):
         raise _malformed("it is of a newer Kvasir")
     return header
