@@ -143,9 +143,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         """The rest of a reply that another engine began."""
         if request != pb.GenerateRequest(resume_token=request.resume_token):
             raise InvalidArgument("resume_token: expected nothing beside it", field="resume_token")
+        served = self._host.serving("")  # may raise, and the token is good once
         reply = self._resumes.claim(request.resume_token, caller.namespace, caller.name)
         name_call(reply.request_id)
-        await self._tell(reply.choices, reply.request_id, self._host.serving(""), context)
+        await self._tell(reply.choices, reply.request_id, served, context)
 
     async def _tell(self, running: Choices, request_id: str, served: ServedModel, context: Any) -> None:
         """Stream a request's events to its reader."""
