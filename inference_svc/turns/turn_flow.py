@@ -310,6 +310,7 @@ class TurnFlow:
             if (leases := self._leases_for(turn)) is not None:
                 lease = await leases.obtain(turn.request.agent_id, _HANDED_ON_WAIT_S)
                 _check_extends(turn, turn.taken.begun, lease.newest)
+                _learn_number(turn, lease.newest)
         except errors.KvasirError as error:
             # If the store is away, its compare-and-swap decides at the end, as for any turn.
             if error.reason in ("AGENT_HELD_ELSEWHERE", "HANDOVER_PARENT_DIFFERS", *MOVED):
@@ -491,6 +492,14 @@ def _check_extends(turn: TurnState, begun: BegunTurn, newest: Version) -> None:
             reason="HANDOVER_PARENT_DIFFERS",
             field="opening.parent_manifest",
         )
+
+
+def _learn_number(turn: TurnState, newest: Version) -> None:
+    """The version that a taken turn extends may have got another number since the turn was prepared."""
+    found = turn.recollection
+    if turn.is_kept and found is not None and found.head is not None:
+        turn.recollection = replace(found, head=replace(found.head, version=newest.number))
+        turn.parent_version = newest.number
 
 
 def _same_version(planned: Recollection, found: Recollection) -> Recollection:
