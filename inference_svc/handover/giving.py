@@ -24,6 +24,7 @@ from inference_svc.memory.copies import piece_blocks
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.outcomes import Source
 from inference_svc.memory.remote_cache import RemoteCache
+from inference_svc.memory.trust import LEASE_TTL_S
 from inference_svc.turns.turn_data import MessagesInput, TurnMoved
 from inference_svc.turns.turn_ending import is_brought
 from inference_svc.turns.turn_service import TurnService
@@ -36,8 +37,10 @@ _PREPARE_S = 5.0
 # The turns speak meanwhile.
 _AHEAD_S = 120.0
 _COMMIT_S = 5.0
-# The agent's memory is in the peer's store but for its owner. To ask later whose it is takes so long at most.
-_MOVE_S, _ASK_S, _ASK_PAUSE_S = 5.0, 3.0, 0.05
+# The agent's memory is in the peer's store but for its owner. A lease that cannot be given back ends by itself first.
+_MOVE_S = LEASE_TTL_S + 2.0
+# To ask later whose the agent is takes so long at most.
+_ASK_S, _ASK_PAUSE_S = 3.0, 0.05
 # A choice that waits for its room cannot be held yet.
 _HOLD_S, _HOLD_PAUSE_S = 2.0, 0.01
 _DRAIN_PAUSE_S = 0.02
@@ -83,12 +86,12 @@ class TurnGiver:
         begun = await self._begun(speaking[0])
         giving = _Giving(self, speaking, given)
         async with self.links(peer, speaking[0].request.namespace) as link:
-            async with _within(_AHEAD_S):
+            async with _within(_AHEAD_S, "what goes ahead"):
                 await self._copy_agent(speaking[0], begun, peer)
                 await link.open(self._opening(speaking, begun))
                 await giving.send_ahead(link)
             try:
-                async with _within(_PREPARE_S):
+                async with _within(_PREPARE_S, "the other engine"):
                     promise = await giving.send_rest(link)
                 await self._let_go(speaking[0], begun, peer)
             except BaseException:
@@ -175,14 +178,14 @@ class TurnGiver:
         if (leases := self._leases_of(turn)) is None:
             return
         agent_id = turn.request.agent_id
-        async with _within(_MOVE_S):
+        async with _within(_MOVE_S, "the store"):
             await leases.hand_on(agent_id)
         if (store := self._other_store(turn, begun, peer)) is None:
             return
         try:
-            async with _within(_MOVE_S):
+            async with _within(_MOVE_S, "the store"):
                 await store.move_agent(agent_id, self.peer_stores[peer], _MOVE_S)
-        except KvasirError:
+        except (KvasirError, asyncio.CancelledError):
             # The stores may have done it all the same: then the turn must go there too, or its memory is lost.
             if not await self._has_moved(store, agent_id, self.peer_stores[peer]):
                 raise
@@ -190,7 +193,7 @@ class TurnGiver:
     async def _has_moved(self, store: RemoteCache, agent_id: str, peer: str) -> bool:
         """Whether the agent is the peer's now, once a move that is under way has come to its end."""
         try:
-            async with _within(_ASK_S):
+            async with _within(_ASK_S, "the store"):
                 while (has_moved := await store.has_moved(agent_id, peer)) is None:  # noqa: ASYNC110
                     await asyncio.sleep(_ASK_PAUSE_S)
         except KvasirError:
@@ -285,7 +288,7 @@ class _Giving:
         """The last word. From here on the turns are not this engine's, whatever the link does."""
         peer, end = self.given.peer, None
         try:
-            async with _within(_COMMIT_S):
+            async with _within(_COMMIT_S, "the other engine"):
                 await link.commit()
         except BaseException as error:
             _LOG.warning("turn.given_uncertainly", request_id=self.given.request_id, peer=peer)
@@ -311,12 +314,13 @@ class _Giving:
 
 
 @contextlib.asynccontextmanager
-async def _within(seconds: float) -> AsyncIterator[None]:
+async def _within(seconds: float, what: str) -> AsyncIterator[None]:
+    """Raises DeadlineExceeded that says what took longer."""
     try:
         async with asyncio.timeout(seconds):
             yield
     except TimeoutError:
-        raise DeadlineExceeded(f"the other engine took longer than {seconds:g} s") from None
+        raise DeadlineExceeded(f"{what} took longer than {seconds:g} s") from None
 
 
 async def _answer(asked: "Future[AnswerT]") -> AnswerT:
