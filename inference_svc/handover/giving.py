@@ -94,6 +94,7 @@ class TurnGiver:
                 async with _within(_PREPARE_S, "the other engine"):
                     promise = await giving.send_rest(link)
                 await self._let_go(speaking[0], begun, peer)
+                giving.check_wanted()
             except BaseException:
                 self._take_back(speaking)
                 raise
@@ -258,9 +259,13 @@ class _Giving:
                 await link.send_file(turn.request.choice, data)
             self.given.tail_bytes += sum(map(len, each.files))
         promise = await link.prepared()
+        self.check_wanted()
+        return promise
+
+    def check_wanted(self) -> None:
+        """Raise Cancelled if a turn was cancelled meanwhile: nobody could cancel it at the peer."""
         if any(turn.running.is_cancelled or turn.running.is_ending for turn in self.turns):
             raise Cancelled("the turn was cancelled")
-        return promise
 
     async def _all_held(self) -> list[HeldTurn]:
         holding = [asyncio.ensure_future(self._held(turn)) for turn in self.turns]
@@ -301,11 +306,11 @@ class _Giving:
             )
             raise end from error
         finally:
+            heard = [turn.running for turn in self.turns if not turn.running.has_ended]
+            if end is None and heard:
+                heard[-1].tell(TurnMoved(peer, promise.resume_token, promise.expires_s))
             for turn in self.turns:
                 turn.is_given = True
-                if end is None and turn is self.turns[-1]:
-                    turn.running.tell(TurnMoved(peer, promise.resume_token, promise.expires_s))
-            for turn in self.turns:
                 turn.running.end(end)
                 if turn.running.handle is not None:
                     turn.running.handle.give_away()
