@@ -82,6 +82,18 @@ class TurnGiver:
         speaking = [turn for turn in turns if not turn.running.has_ended]
         if not speaking or not all(turn.speaks for turn in speaking):
             raise _not_now("the turn has not begun, or is ending")
+        if any(turn.is_moving for turn in speaking):
+            raise _not_now("it is being given away already")
+        # Two would release each other's hold: tokens after the one's last word would be computed in both engines.
+        for turn in speaking:
+            turn.is_moving = True
+        try:
+            return await self._give(speaking, peer)
+        finally:
+            for turn in speaking:
+                turn.is_moving = False
+
+    async def _give(self, speaking: Sequence[TurnState], peer: str) -> Given:
         given = Given(speaking[0].request.request_id, peer)
         begun = await self._begun(speaking[0])
         giving = _Giving(self, speaking, given)
@@ -118,7 +130,8 @@ class TurnGiver:
         async with asyncio.TaskGroup() as giving:
             while True:
                 for request in turns.under_way():
-                    if id(request[0]) not in tried and all(turn.speaks for turn in request):
+                    is_free = all(turn.speaks and not turn.is_moving for turn in request)
+                    if id(request[0]) not in tried and is_free:
                         tried.add(id(request[0]))
                         giving.create_task(self._try(request, peer))
                 await asyncio.sleep(_DRAIN_PAUSE_S)

@@ -316,6 +316,7 @@ class TurnFlow:
             if error.reason in ("AGENT_HELD_ELSEWHERE", "HANDOVER_PARENT_DIFFERS", *MOVED):
                 turn.running.cancel(error)
                 raise
+        turn.taken.is_owned = True
         if turn.running.handle is not None:
             turn.running.handle.release()
 

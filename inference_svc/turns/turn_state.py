@@ -110,6 +110,7 @@ class TakenTurn:
         self.begun = begun
         self.carried = carried
         self.told_chars = told_chars  # characters of the reply that the other engine has sent
+        self.is_owned = False  # the word has come, and the agent's line is this engine's
         self.handle: TurnHandle | None = None
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Its KV is here, and it waits for the word. Has the error of a turn that failed before."""
@@ -176,6 +177,7 @@ class TurnState:
     prepared: Prepared | None = None
     is_brought: bool = False  # its KV came by an archive or from another store, besides what the recollection says
     taken: TakenTurn | None = None  # from another engine, which began the turn
+    is_moving: bool = False  # being given to another engine; one gives it at a time
     is_given: bool = False  # to another engine, which goes on with it
     key: AgentKey | None = field(init=False)
 
@@ -187,6 +189,7 @@ class TurnState:
     def speaks(self) -> bool:
         """Whether it computes a reply that another engine could go on with."""
         is_running = self.plan is not None and self.prepared is not None and self.running.handle is not None
+        is_running = is_running and (self.taken is None or self.taken.is_owned)
         return is_running and self.has_begun and not self.running.is_ending and self.request.origin is not None
 
     @property

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvasir.errors import DeadlineExceeded, Internal, KvasirError, Unavailable
+from kvasir.errors import Cancelled, DeadlineExceeded, FailedPrecondition, Internal, KvasirError, Unavailable
 from kvasir.inference.v1 import inference_pb2
 from kvasir.server.shared_room import SharedRoom
 
@@ -18,15 +18,17 @@ from inference_svc.config import EngineSettings
 from inference_svc.edge import handover_messages as wire
 from inference_svc.engine.api import CarriedTurn, Timings
 from inference_svc.handover.giving import TurnGiver
-from inference_svc.handover.passing import Opening, Stand, Surroundings
+from inference_svc.handover.passing import Opening, Promise, Stand, Surroundings
 from inference_svc.handover.resume_tokens import ResumeTokens
 from inference_svc.handover.taking import Taking
 from inference_svc.memory.service_stats import ServiceStats
+from inference_svc.memory.trust import Version
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.prompting import Tokenized
 from inference_svc.served_model import ServedModel, open_served
 from inference_svc.turns.admission import Admission
-from inference_svc.turns.turn_state import BegunTurn
+from inference_svc.turns.turn_state import BegunTurn, TurnState
+from tests.inference.handover.cases import ON
 from tests.inference.handover.test_taking import PROMPT, TOKENS
 
 VERSION = "1"
@@ -58,17 +60,59 @@ def no_link(peer: str, namespace: str) -> contextlib.AbstractAsyncContextManager
     raise AssertionError("nothing is given away here")
 
 
-def taking_one(served: ServedModel) -> Taking:
+def taking_one(served: ServedModel, agent_id: str = "") -> Taking:
     """Everything that another engine sends of a turn which has computed nothing yet."""
     tokens = Tokenized(tuple(TOKENS.ids), tuple(end - start for start, end in TOKENS.offsets))
     begun = BegunTurn(0, 40, tokens, None, (), None, False, None, None, None, 0.0, None)
-    request = inference_pb2.GenerateRequest(prompt=PROMPT, sampling=inference_pb2.Sampling(max_tokens=40))
+    sampling = inference_pb2.Sampling(max_tokens=40)
+    request = inference_pb2.GenerateRequest(prompt=PROMPT, agent_id=agent_id, sampling=sampling)
     opening = Opening(Surroundings.of(served.engine, VERSION), request, "taken", "owner", begun, (0,))
     checked = wire.read_request(opening, "default", 1 << 20)
     room, waiting = SharedRoom(1 << 30), ResumeTokens(lambda: "token", time.monotonic)
     taking = Taking(served.turns, served.engine, room, waiting, opening, checked, VERSION)
     taking.add_stand(Stand(0, CarriedTurn(tokens.ids, 0, 0, 0, (0, 1), (), {0: 0}, Timings()), 0, 0))
     return taking
+
+
+class StillLink:
+    """A peer that takes everything, and says so only when it may."""
+
+    def __init__(self) -> None:
+        self.has_all, self.may_answer, self.commits = asyncio.Event(), asyncio.Event(), 0
+
+    async def open(self, opening: Opening) -> None:
+        pass
+
+    async def send_file(self, choice: int, data: bytes) -> None:
+        pass
+
+    async def send_stand(self, stand: Stand) -> None:
+        pass
+
+    async def prepared(self) -> Promise:
+        self.has_all.set()
+        await self.may_answer.wait()
+        return Promise("token", 9.0)
+
+    async def commit(self) -> None:
+        self.commits += 1
+
+
+def giver_over(served: ServedModel, link: StillLink, leases: Any = None) -> TurnGiver:
+    def links(peer: str, namespace: str) -> Any:
+        return contextlib.nullcontext(link)
+
+    return TurnGiver(served.engine, leases or {}, {}, {}, links, VERSION, time.monotonic)
+
+
+async def speaking_one(served: ServedModel, agent_id: str = "") -> TurnState:
+    sampling = inference_pb2.Sampling(**{**ON, "max_tokens": 400, "seed": 1})
+    asked = inference_pb2.GenerateRequest(prompt=PROMPT, agent_id=agent_id, sampling=sampling)
+    opening: Any = SimpleNamespace(origin=asked, request_id="given", caller="owner")
+    served.turns.begin(wire.read_request(opening, "default", 1 << 20))
+    while not (turns := served.turns.under_way()) or not turns[0][0].speaks:  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+    return turns[0][0]
 
 
 def run(state_dir: Path, work: Callable[[ServedModel], Awaitable[None]]) -> None:
@@ -110,6 +154,80 @@ def test_a_turn_that_cannot_go_on_ends(tmp_path: Path, monkeypatch: pytest.Monke
     run(tmp_path, work)
 
 
+def test_a_turn_is_given_once_at_a_time_and_a_drain_waits(tmp_path: Path) -> None:
+    async def work(served: ServedModel) -> None:
+        link = StillLink()
+        turn, giver = await speaking_one(served), giver_over(served, link)
+        first = asyncio.create_task(giver.give([turn], "b"))
+        await link.has_all.wait()
+        computed = turn.completion_tokens
+        drain = asyncio.create_task(giver_over(served, StillLink()).give_all(served.turns, "c"))
+        with pytest.raises(FailedPrecondition) as second:
+            await giver.give([turn], "c")
+        assert second.value.reason == "HANDOVER_NOT_NOW"
+        await asyncio.sleep(0.1)
+        assert turn.completion_tokens == computed, "the first still holds it"
+        link.may_answer.set()
+        assert (await first).peer == "b"
+        drain.cancel()
+
+    run(tmp_path, work)
+
+
+def test_a_turn_that_is_not_owned_yet_is_not_given_on(tmp_path: Path) -> None:
+    async def work(served: ServedModel) -> None:
+        taking = taking_one(served)
+        promise = await taking.prepare()
+        [[turn]] = served.turns.under_way()
+        with pytest.raises(FailedPrecondition):
+            await giver_over(served, StillLink()).give([turn], "c")
+        await asyncio.sleep(0.1)
+        assert turn.completion_tokens == 0, "nobody let it go on"
+        taking.own(promise)
+        await taking.go_on()
+        assert turn.speaks
+        taking.close()
+
+    run(tmp_path, work)
+
+
+def test_a_cancel_while_the_lease_goes_back_ends_the_turn_here(tmp_path: Path) -> None:
+    async def work(served: ServedModel) -> None:
+        link, leases = StillLink(), SimpleNamespace(begin=lambda agent_id: None)
+        turn = await speaking_one(served, "ada")
+
+        async def hand_on(agent_id: str) -> None:
+            turn.running.cancel()
+
+        leases.hand_on = hand_on
+        link.may_answer.set()
+        with pytest.raises(Cancelled):
+            await giver_over(served, link, {"default": leases}).give([turn], "b")
+        assert (link.commits, turn.is_given) == (0, False)
+
+    run(tmp_path, work)
+
+
+def test_a_taken_turn_extends_the_number_that_its_parent_has_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(served: ServedModel) -> None:
+        async def obtain(agent_id: str, patience_s: float) -> Any:
+            return SimpleNamespace(newest=Version(3, None))
+
+        taking = taking_one(served, "ada")
+        taking.own(await taking.prepare())
+        [[turn]] = served.turns.under_way()
+        monkeypatch.setitem(vars(served.turns._flow), "_leases", {"default": SimpleNamespace(obtain=obtain)})
+        await taking.go_on()
+        assert turn.recollection is not None
+        assert turn.recollection.head is not None
+        assert (turn.parent_version, turn.recollection.head.version) == (3, 3)
+        taking.close()
+
+    run(tmp_path, work)
+
+
 @dataclass
 class LateStore:
     """A store whose answer to the move is lost, and what it says of the agent when it is asked then."""
@@ -130,6 +248,15 @@ class LateStore:
         pass
 
 
+async def let_go(store: Any) -> None:
+    """Of the turn of an agent that must move to another store."""
+    nothing: Any = None
+    turn: Any = SimpleNamespace(request=SimpleNamespace(namespace="home", agent_id="ada"), is_kept=True)
+    begun: Any = SimpleNamespace(parent_manifest=object())
+    giver = TurnGiver(nothing, {"home": store}, {"home": store}, {"b": "studio"}, no_link, VERSION, lambda: 0.0)
+    await giver._let_go(turn, begun, "b")
+
+
 @pytest.mark.parametrize(
     ("answers", "goes"),
     [([None, None, True], True), ([None, False], False), ([Unavailable("away")], False)],
@@ -138,11 +265,23 @@ class LateStore:
 def test_a_turn_follows_its_agent_where_the_answer_to_the_move_is_lost(
     answers: list[bool | KvasirError | None], goes: bool
 ) -> None:
-    store: Any = LateStore(answers)
-    nothing: Any = None
-    turn: Any = SimpleNamespace(request=SimpleNamespace(namespace="home", agent_id="ada"), is_kept=True)
-    begun: Any = SimpleNamespace(parent_manifest=object())
-    giver = TurnGiver(nothing, {"home": store}, {"home": store}, {"b": "studio"}, no_link, VERSION, lambda: 0.0)
     with contextlib.nullcontext() if goes else pytest.raises(DeadlineExceeded):
-        asyncio.run(giver._let_go(turn, begun, "b"))
+        asyncio.run(let_go(LateStore(answers)))
     assert not answers
+
+
+def test_a_drain_that_is_cancelled_during_the_move_asks_whose_the_agent_is() -> None:
+    class SlowStore(LateStore):
+        async def move_agent(self, agent_id: str, peer: str, timeout_s: float) -> None:
+            await asyncio.Event().wait()
+
+    store = SlowStore([None, True])
+
+    async def work() -> None:
+        letting_go = asyncio.create_task(let_go(store))
+        await asyncio.sleep(0)
+        letting_go.cancel()
+        await letting_go
+
+    asyncio.run(work())
+    assert not store.answers
