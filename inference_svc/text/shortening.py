@@ -100,13 +100,26 @@ def _cuts(messages: Messages, start: int, first: int) -> list[_Cut]:
     conversation comes first.
     """
     questions = [index for index in range(start, len(messages)) if messages[index].role == "user"]
+    calls = _earliest_calls(messages)
     cuts = [_Cut(index, index + 1) for index in questions if index >= first]
     if questions:
         last = questions[-1]
         # A step is the assistant's message, a call or the reply, with the results that follow it.
         steps = [index for index in range(last + 2, len(messages)) if messages[index].role == "assistant"]
         cuts += [_Cut(last, index) for index in steps]
-    return cuts
+    return [cut for cut in cuts if cut.rest == len(messages) or calls[cut.rest] >= cut.rest]
+
+
+def _earliest_calls(messages: Messages) -> list[int]:
+    """By message: where the first of the calls stands whose results are that message or follow it."""
+    made = dict[str, int]()
+    earliest = []
+    for index, message in enumerate(messages):
+        made |= {call.id: index for call in message.tool_calls if call.id}
+        earliest.append(made.get(message.tool_call_id, index))
+    for index in range(len(earliest) - 1, 0, -1):
+        earliest[index - 1] = min(earliest[index - 1 : index + 1])
+    return earliest
 
 
 def summary_of(messages: Messages, shortened: manifest_pb2.Shortened | None) -> Messages:
@@ -127,9 +140,12 @@ def with_summary(kept: Messages, summary: Messages) -> Messages:
     return (*kept[:lead], *summary, *kept[lead:])
 
 
-def as_remembered(given: Messages, remembered: Messages, shortened: manifest_pb2.Shortened) -> Messages:
-    """A whole conversation as its agent would have it: without what the agent left out, and with its summary."""
+def as_remembered(given: Messages, remembered: Messages, shortened: manifest_pb2.Shortened) -> Messages | None:
+    """A whole conversation as its agent would have it: without what the agent left out, and with its summary. None for
+    one that ends inside what the agent left out: nothing of it may be missing.
+    """
     lead, behind = leading_system(given), shortened.dropped_behind_question
     question = lead + shortened.dropped_messages - behind
-    rest = given[question:] if not behind else (*given[question : question + 1], *given[question + 1 + behind :])
-    return (*given[:lead], *summary_of(remembered, shortened), *rest)
+    kept = given[question : question + 1] if behind else ()
+    rest = given[question + len(kept) + behind :]
+    return (*given[:lead], *summary_of(remembered, shortened), *kept, *rest) if rest else None

@@ -45,6 +45,7 @@ class MessagesInput:
 
     messages: tuple[manifest_pb2.Message, ...]
     is_append: bool = False
+    is_cut: bool = False  # the whole conversation without what its agent left out of it
 
     @property
     def name(self) -> str:

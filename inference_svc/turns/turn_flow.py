@@ -237,7 +237,7 @@ class TurnFlow:
             check_existing(request, recollection)
             request = turn.request = as_its_agent_has_it(request, recollection)
             turn.continuation = continuation(request, recollection)
-        turn.shortened = what_is_left_out(turn.continuation, recollection)
+        turn.shortened = what_is_left_out(turn, recollection)
         turn.messages = whole_conversation(request, recollection, is_retry=is_retry)
         text = await self._prompt(turn)
         try:

@@ -245,17 +245,24 @@ def as_its_agent_has_it(request: TurnRequest, recollection: Recollection) -> Tur
     if memory is None or memory.shortened is None or not isinstance(given, MessagesInput) or given.is_append:
         return request
     known, shorter = memory.messages, as_remembered(given.messages, memory.messages, memory.shortened)
+    if shorter is None:
+        return request
     # A caller may send just what is remembered, and the same words may come again: more in common decides.
     as_sent, as_cut = ((in_common(messages, known), goes_on(messages, known)) for messages in (given.messages, shorter))
     if as_cut < as_sent or not is_same_conversation(shorter, known):
         return request
-    return replace(request, input=MessagesInput(shorter))
+    return replace(request, input=MessagesInput(shorter, is_cut=True))
 
 
-def what_is_left_out(continued: Continuation | None, recollection: Recollection) -> manifest_pb2.Shortened | None:
-    """What the turn's messages lack of the whole conversation, because its agent's memory lacks it."""
-    memory = recollection.continued
-    if memory is None or memory.shortened is None or continued not in (Continuation.EXTENDED, Continuation.REWOUND):
+def what_is_left_out(turn: TurnState, recollection: Recollection) -> manifest_pb2.Shortened | None:
+    """What the turn's messages lack of the whole conversation, because its agent's memory lacks it: nothing where the
+    caller's own messages are the prompt.
+    """
+    memory, given = recollection.continued, turn.request.input
+    if memory is None or memory.shortened is None or not isinstance(given, MessagesInput):
+        return None
+    goes_on_from_it = turn.continuation in (Continuation.EXTENDED, Continuation.REWOUND)
+    if not goes_on_from_it or not (given.is_append or given.is_cut):
         return None
     shortened = manifest_pb2.Shortened()
     shortened.CopyFrom(memory.shortened)

@@ -8,6 +8,7 @@ from kvasir.cachestore.v1 import manifest_pb2
 from inference_svc.text.shortening import (
     SUMMARY_MESSAGES,
     Messages,
+    Shorter,
     as_remembered,
     as_summary,
     kept_tokens,
@@ -88,7 +89,30 @@ def test_a_whole_conversation_goes_on_as_its_agent_has_it(
         assert left_out.dropped_messages == len(whole) + 2 * has_summary - len(remembered)
         assert as_remembered(whole, remembered, left_out) == remembered
         assert as_remembered((*whole, *news), remembered, left_out) == (*remembered, *news)
+        gone = leading_system(whole) + left_out.dropped_messages + bool(left_out.dropped_behind_question)
+        assert as_remembered(whole[:gone], remembered, left_out) is None
         whole, remembered = (*whole, *news), (*remembered, *news)
+
+
+def called(*ids: str) -> manifest_pb2.Message:
+    return manifest_pb2.Message(role="assistant", tool_calls=[manifest_pb2.ToolCall(id=each) for each in ids])
+
+
+def result(call_id: str) -> manifest_pb2.Message:
+    return manifest_pb2.Message(role="tool", tool_call_id=call_id, content=call_id)
+
+
+def test_no_cut_goes_between_a_call_and_its_result() -> None:
+    question, done = said("user", 1), said("assistant", 2)
+    crossed = (question, called("a"), called("b"), result("a"), result("b"))
+    assert shorter((*crossed, done), len, wanted_tokens=5, most_tokens=6) == Shorter(
+        (question, done), 4, manifest_pb2.Shortened(dropped_messages=4, dropped_behind_question=4)
+    )
+    assert shorter(crossed, len, wanted_tokens=4, most_tokens=5) is None
+    again = (question, called("a"), result("a"), called("a"), result("a"))  # an id that comes again
+    found = shorter(again, len, wanted_tokens=4, most_tokens=5)
+    assert found is not None
+    assert found.messages == (question, *again[3:])
 
 
 @given(conversations(), st.integers(0, 300))

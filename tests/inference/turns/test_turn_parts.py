@@ -20,11 +20,20 @@ from inference_svc.memory.remote_cache import NO_HEAD, Head, StoreMiss, head_of
 from inference_svc.memory.store_patience import Breaker, Budget
 from inference_svc.memory.trust import is_current
 from inference_svc.text.prefix_matching import RememberedText
+from inference_svc.turns.continuing import Continuation
 from inference_svc.turns.handoff import HandOff
 from inference_svc.turns.outbox import Outbox, ReaderLimits
 from inference_svc.turns.replay import is_retry, is_whole
 from inference_svc.turns.turn_data import MessagesInput, PromptInput, TurnDelta, TurnEvent, TurnRequest
-from inference_svc.turns.turn_state import as_its_agent_has_it, check_parent, whole_conversation
+from inference_svc.turns.turn_state import (
+    TurnState,
+    TurnTask,
+    as_its_agent_has_it,
+    check_parent,
+    continuation,
+    what_is_left_out,
+    whole_conversation,
+)
 
 HEAD = Head(5, Digest.of(b"manifest"), 4, "kv")
 HELLO = manifest_pb2.Message(role="user", content="hello")
@@ -110,7 +119,32 @@ def test_a_conversation_whose_questions_are_alike_goes_on_as_its_agent_has_it(
         memory(messages=said("go on", "2", "go on", "3")), shortened=manifest_pb2.Shortened(dropped_messages=2)
     )
     asked = as_its_agent_has_it(request(input=MessagesInput(sent)), Recollection(known, Source.HOT, HEAD))
-    assert asked.input == MessagesInput(sent[2:] if cut else sent)
+    assert asked.input == MessagesInput(sent[2:] if cut else sent, is_cut=cut)
+
+
+def steps(first: int, last: int, call: str) -> tuple[manifest_pb2.Message, ...]:
+    roles = (("assistant", call), ("tool", "{}"))
+    return tuple(
+        manifest_pb2.Message(role=role, content=text and f"{text}{number}")
+        for number in range(first, last + 1)
+        for role, text in roles
+    )
+
+
+@pytest.mark.parametrize("call", ["I look ", ""])
+@pytest.mark.parametrize(("last", "cut"), [(1, False), (5, False), (6, True)])
+def test_a_caller_who_goes_back_into_what_was_left_out_loses_no_message(call: str, last: int, cut: bool) -> None:
+    question = said("what is it")
+    left_out = manifest_pb2.Shortened(dropped_messages=10, dropped_behind_question=10)
+    known = replace(memory(messages=(*question, *steps(6, 6, call), HI)), shortened=left_out)
+    known = replace(known, transcript=RememberedText("x", (1,), (1,)))
+    sent, recollection = (*question, *steps(1, last, call)), Recollection(known, Source.HOT, HEAD)
+    asked = as_its_agent_has_it(request(input=MessagesInput(sent)), recollection)
+    assert asked.input == MessagesInput((*question, *steps(6, 6, call)) if cut else sent, is_cut=cut)
+    turn = TurnState(asked, TurnTask(Outbox(ReaderLimits(1 << 20, 60), lambda: 0.0)), 0.0)
+    turn.continuation = continuation(asked, recollection)
+    assert turn.continuation is Continuation.REWOUND
+    assert what_is_left_out(turn, recollection) == (left_out if cut else None)
 
 
 # --- what is appended to ---
