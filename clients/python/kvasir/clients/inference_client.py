@@ -29,7 +29,7 @@ from kvasir.clients.inference_client_turns import (
     turn_request,
     warm_request,
 )
-from kvasir.errors import Internal, KvasirError, Unavailable
+from kvasir.errors import Internal, KvasirError, NotFound, Unavailable
 from kvasir.inference.v1 import handover_pb2_grpc, inference_pb2_grpc
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1.handover_pb2 import HandOverTurnRequest, HandOverTurnResponse
@@ -107,6 +107,7 @@ class InferenceClient(AgentClient):
     def _turn(self, request: pb.GenerateRequest, timeout_s: float | None) -> Generator[pb.GenerateResponse, None, None]:
         """A turn's events, wherever it goes."""
         moved: Moved | None = None
+        lost: Unavailable | None = None
         try:
             with closing(self._responses(self._stub.Generate, request, timeout_s)) as responses:
                 for response in responses:
@@ -116,13 +117,20 @@ class InferenceClient(AgentClient):
             moved = lost_by(error)
             if moved is None or moved.peer not in self.peers:
                 raise
+            lost = error
         if moved is None:
             return
         if moved.peer not in self.peers:
             raise moved.unknown()
-        with closing(self.peers[moved.peer].resume(moved.resume_token, timeout_s=timeout_s)) as rest:
-            for response in rest:
-                yield response
+        try:
+            with closing(self.peers[moved.peer].resume(moved.resume_token, timeout_s=timeout_s)) as rest:
+                for response in rest:
+                    lost = None
+                    yield response
+        except NotFound as error:
+            if lost is None or error.reason != "RESUME_TOKEN_UNKNOWN":
+                raise
+            raise lost from None  # the peer never heard that the turn is its own: asking again does it
 
     def reply(
         self,

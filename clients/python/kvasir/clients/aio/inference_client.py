@@ -30,7 +30,7 @@ from kvasir.clients.inference_client_turns import (
     turn_request,
     warm_request,
 )
-from kvasir.errors import Internal, KvasirError, Unavailable
+from kvasir.errors import Internal, KvasirError, NotFound, Unavailable
 from kvasir.inference.v1 import handover_pb2_grpc, inference_pb2_grpc
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1.handover_pb2 import HandOverTurnRequest, HandOverTurnResponse
@@ -111,6 +111,7 @@ class AioInferenceClient(AioAgentClient):
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """A turn's events, wherever it goes."""
         moved: Moved | None = None
+        lost: Unavailable | None = None
         try:
             async with aclosing(self._responses(self._stub.Generate, request, timeout_s)) as responses:
                 async for response in responses:
@@ -120,13 +121,20 @@ class AioInferenceClient(AioAgentClient):
             moved = lost_by(error)
             if moved is None or moved.peer not in self.peers:
                 raise
+            lost = error
         if moved is None:
             return
         if moved.peer not in self.peers:
             raise moved.unknown()
-        async with aclosing(self.peers[moved.peer].resume(moved.resume_token, timeout_s=timeout_s)) as rest:
-            async for response in rest:
-                yield response
+        try:
+            async with aclosing(self.peers[moved.peer].resume(moved.resume_token, timeout_s=timeout_s)) as rest:
+                async for response in rest:
+                    lost = None
+                    yield response
+        except NotFound as error:
+            if lost is None or error.reason != "RESUME_TOKEN_UNKNOWN":
+                raise
+            raise lost from None  # the peer never heard that the turn is its own: asking again does it
 
     async def reply(
         self,

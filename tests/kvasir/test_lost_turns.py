@@ -1,0 +1,89 @@
+"""A turn whose engine cannot say whether its peer got it: the rest comes from there, or the first one's error."""
+
+import asyncio
+from collections.abc import Iterator
+from concurrent import futures
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+from kvasir.clients import AioInferenceClient, InferenceClient
+from kvasir.errors import KvasirError, NotFound, Unavailable
+from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.inference.v1 import inference_pb2_grpc
+from kvasir.status import DETAILS_KEY, answer_to, to_status
+
+LOST = Unavailable("lost", reason="HANDOVER_UNCERTAIN", metadata={"peer": "b", "resume_token": "t"}, retry_after_s=1.0)
+NEVER_HEARD = NotFound("resume_token: no turn waits", reason="RESUME_TOKEN_UNKNOWN", field="resume_token")
+
+
+class _Breaking(inference_pb2_grpc.InferenceServiceServicer):
+    """An engine whose turns say one word and end with an error."""
+
+    def __init__(self, error: KvasirError, text: str) -> None:
+        self._error = error
+        self._text = text
+
+    def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:  # noqa: N802
+        if self._text:
+            yield pb.GenerateResponse(delta=pb.Delta(text=self._text))
+        details = to_status(self._error).SerializeToString()
+        context.set_trailing_metadata(((DETAILS_KEY, details),))
+        context.abort(answer_to(self._error).code, self._error.message)
+
+
+@contextmanager
+def breaking(error: KvasirError, text: str = "") -> Iterator[str]:
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(_Breaking(error, text), server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(0)
+
+
+def heard_by_blocking(a: str, b: str) -> tuple[str, KvasirError]:
+    text = ""
+    with InferenceClient.connect(a) as client, InferenceClient.connect(b) as peer:
+        client.peers["b"] = peer
+        try:
+            for event in client.generate(prompt="x"):
+                text += event.delta.text
+        except KvasirError as error:
+            return text, error
+    raise AssertionError("it ended well")
+
+
+def heard_by_async(a: str, b: str) -> tuple[str, KvasirError]:
+    async def hear() -> tuple[str, KvasirError]:
+        text = ""
+        async with AioInferenceClient.connect(a) as client, AioInferenceClient.connect(b) as peer:
+            client.peers["b"] = peer
+            try:
+                async for event in client.generate(prompt="x"):
+                    text += event.delta.text
+            except KvasirError as error:
+                return text, error
+        raise AssertionError("it ended well")
+
+    return asyncio.run(hear())
+
+
+@pytest.mark.parametrize("heard", [heard_by_blocking, heard_by_async])
+def test_a_peer_that_never_heard_of_the_turn_leaves_the_error_that_says_when_to_ask_again(heard: Any) -> None:
+    with breaking(LOST, "one") as a, breaking(NEVER_HEARD) as b:
+        text, error = heard(a, b)
+    assert (text, type(error), error.reason) == ("one", Unavailable, "HANDOVER_UNCERTAIN")
+    assert (error.retry_after_s, error.metadata["resume_token"]) == (1.0, "t")
+
+
+@pytest.mark.parametrize("heard", [heard_by_blocking, heard_by_async])
+def test_another_refusal_there_is_told_as_it_is(heard: Any) -> None:
+    with breaking(LOST, "one") as a, breaking(Unavailable("asleep", reason="MODEL_NOT_LOADED")) as b:
+        assert heard(a, b)[1].reason == "MODEL_NOT_LOADED"
+    with breaking(LOST, "one") as a, breaking(NEVER_HEARD, "two") as b:
+        text, error = heard(a, b)
+    assert (text, error.reason) == ("onetwo", "RESUME_TOKEN_UNKNOWN")
