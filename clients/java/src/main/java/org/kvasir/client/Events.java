@@ -23,14 +23,13 @@ public final class Events implements Iterator<GenerateResponse>, AutoCloseable {
 
   @Override
   public boolean hasNext() {
-    if (moved != null) {
-      throw KvasirException.moved(moved).withRequestId(requestId);
-    }
+    checkNotMoved();
     return typed(events::hasNext);
   }
 
   @Override
   public GenerateResponse next() {
+    checkNotMoved();
     GenerateResponse event = typed(events::next);
     moved = event.hasMoved() ? event.getMoved() : null;
     return event;
@@ -39,6 +38,12 @@ public final class Events implements Iterator<GenerateResponse>, AutoCloseable {
   @Override
   public void close() {
     events.close();
+  }
+
+  private void checkNotMoved() {
+    if (moved != null) {
+      throw KvasirException.moved(moved).withRequestId(requestId);
+    }
   }
 
   private <T> T typed(Supplier<T> step) {
