@@ -30,7 +30,7 @@ CHAT: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Engines:
-    """Two engines, and a gateway before the first that knows the second."""
+    """Two engines, and a gateway before the first that knows both by the names that they have for each other."""
 
     two: TwoEngines
     gateway: GatewayProcess
@@ -49,22 +49,26 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     for engine in (two.a, two.b):
         engine.options += ["--store-token-file", f"first={token}"]
     two.a.options += ["--peer-token-file", f"first/b={token}"]
+    two.b.options += ["--peer-token-file", f"first/a={token}"]
     try:
         two.start()
-        options = ("--credentials", str(root / "credentials.toml"), "--peer", f"b={two.b.address}")
+        peers = ("--peer", f"b={two.b.address}", "--peer", f"a={two.a.address}")
+        options = ("--credentials", str(root / "credentials.toml"), *peers)
         with running_gateway(two.house, *options) as gateway:
             yield Engines(two, gateway, keys["ada"])
     finally:
         two.close()
 
 
-def heard(engines: Engines, *, moves: bool) -> tuple[str, int]:
-    """The text that a reader of server-sent events hears, and how often the turn moved meanwhile."""
-    text, events, given = "", list[dict[str, Any]](), engines.two.a.log.count("turn.given")
+def heard(engines: Engines, *peers: str) -> tuple[str, int]:
+    """The text that a reader of server-sent events hears, and how often the turn moved meanwhile, from peer to peer."""
+    both, waiting = (engines.two.a, engines.two.b), list(peers)
+    text, events, given = "", list[dict[str, Any]](), sum(engine.log.count("turn.given") for engine in both)
     headers = {"authorization": f"Bearer {engines.key}"}
     with (
         httpx.Client(base_url=engines.gateway.url, timeout=60) as http,
-        InferenceClient.connect(engines.two.a.address, token=engines.key) as client,
+        InferenceClient.connect(engines.two.a.address, token=engines.key) as a,
+        InferenceClient.connect(engines.two.b.address, token=engines.key) as b,
         http.stream("POST", "/v1/chat/completions", json=CHAT, headers=headers) as answer,
     ):
         assert answer.status_code == 200, answer.read()
@@ -73,26 +77,27 @@ def heard(engines: Engines, *, moves: bool) -> tuple[str, int]:
                 continue
             events.append(json.loads(line[6:]))
             text += told(events[-1])
-            if moves and text:
-                moves = False
+            if waiting and text:
+                peer = waiting.pop(0)
                 with contextlib.suppress(KvasirError):  # on a busy machine it may have ended before
-                    client.hand_over("b", request_id=answer.headers["x-request-id"])
+                    (a if peer == "b" else b).hand_over(peer, request_id=answer.headers["x-request-id"])
     assert "error" not in events[-1], events[-1]
-    return text, engines.two.a.log.count("turn.given") - given
+    return text, sum(engine.log.count("turn.given") for engine in both) - given
 
 
 def told(event: dict[str, Any]) -> str:
     return "".join(choice["delta"].get("content") or "" for choice in event.get("choices", ()))
 
 
-def test_its_reader_hears_every_character_once(engines: Engines) -> None:
-    stays, _ = heard(engines, moves=False)
+@pytest.mark.parametrize("peers", [("b",), ("b", "a")])
+def test_its_reader_hears_every_character_once(engines: Engines, peers: tuple[str, ...]) -> None:
+    stays, _ = heard(engines)
     for _ in range(4):
-        goes, moves = heard(engines, moves=True)
+        goes, moves = heard(engines, *peers)
         assert goes == stays
-        if moves:
+        if moves == len(peers):
             break
-    assert moves == 1
+    assert moves == len(peers)
 
 
 def test_up_tells_the_engine_and_the_gateway_of_peers() -> None:

@@ -240,7 +240,10 @@ def _options(arguments: Sequence[str] | None) -> Options:
         default=[],
         type=_named,
         metavar="NAME=ADDRESS",
-        help="an engine to which turns may move, by the engine's name for it; callers' keys must hold there",
+        help="an engine to which turns may move, by the engine's name for it; callers' keys must hold there. They are "
+        "shown to it as they are: it must be as trusted as --engine. Name --engine itself too, as its peers name it, "
+        "and a turn that comes back is followed. An agent that moved to another store (the engine's --peer-store) "
+        "stays there: its next request here is refused (AGENT_MOVED)",
     )
     parser.add_argument(
         "--peer-ca-file", action="append", default=[], type=_named, metavar="NAME=PATH", help="PEM, as --ca-file"

@@ -134,11 +134,13 @@ class EngineLink:
     """The connections to the engine, for all callers in turn."""
 
     def __init__(self, own: Sequence[AioInferenceClient], peers: Mapping[str, AioInferenceClient]) -> None:
-        """`peers`: the engines to which turns may move, by the names that the engine knows them by."""
+        """`peers`: the engines to which turns may move, by the names that the engines know them by. A turn that moves
+        on from a peer is followed too.
+        """
         self._own = own
         self._peers = peers
         self._next = cycle(own)
-        for client in own:
+        for client in (*own, *peers.values()):
             client.peers |= peers
 
     @classmethod
@@ -165,7 +167,9 @@ class EngineLink:
         if token is None:
             return CallerAtEngine(client)
         callers = client.with_token(token)
-        callers.peers |= {name: peer.with_token(token) for name, peer in self._peers.items()}
+        theirs = {name: peer.with_token(token) for name, peer in self._peers.items()}
+        for each in (callers, *theirs.values()):
+            each.peers |= theirs
         return CallerAtEngine(callers)
 
     async def wellness(self, within_s: float = 2.0) -> Wellness:

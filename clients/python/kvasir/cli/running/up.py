@@ -69,7 +69,7 @@ def up(
         list[str] | None,
         typer.Option(
             help="Another engine, to which turns may move while they speak (`kvasir agents move`). Several times. HTTP "
-            "readers follow, with keys that hold there too.",
+            "readers follow, with keys that hold there too and are shown to it as they are: trust it as this engine.",
             metavar="NAME=ADDRESS",
         ),
     ] = None,
