@@ -199,7 +199,7 @@ class TurnGiver:
         try:
             async with _within(_MOVE_S, "the store"):
                 await store.move_agent(agent_id, self.peer_stores[peer], _MOVE_S)
-        except (KvasirError, asyncio.CancelledError):
+        except KvasirError:
             # The stores may have done it all the same: then the turn must go there too, or its memory is lost.
             if not await self._has_moved(store, agent_id, self.peer_stores[peer]):
                 raise

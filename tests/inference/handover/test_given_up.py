@@ -268,20 +268,3 @@ def test_a_turn_follows_its_agent_where_the_answer_to_the_move_is_lost(
     with contextlib.nullcontext() if goes else pytest.raises(DeadlineExceeded):
         asyncio.run(let_go(LateStore(answers)))
     assert not answers
-
-
-def test_a_drain_that_is_cancelled_during_the_move_asks_whose_the_agent_is() -> None:
-    class SlowStore(LateStore):
-        async def move_agent(self, agent_id: str, peer: str, timeout_s: float) -> None:
-            await asyncio.Event().wait()
-
-    store = SlowStore([None, True])
-
-    async def work() -> None:
-        letting_go = asyncio.create_task(let_go(store))
-        await asyncio.sleep(0)
-        letting_go.cancel()
-        await letting_go
-
-    asyncio.run(work())
-    assert not store.answers
