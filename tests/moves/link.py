@@ -63,13 +63,15 @@ class Moved:
         return self.sent_bytes / self.seconds
 
 
-def can_link() -> bool:
-    """Whether this machine lets us make network namespaces and pace a link."""
+def why_no_link() -> str:
+    """What keeps this machine from joining two network namespaces by a paced link, or empty."""
     try:
         with linked():
-            return True
-    except (OSError, subprocess.CalledProcessError):
-        return False
+            return ""
+    except OSError as error:  # no such program
+        return str(error)
+    except subprocess.CalledProcessError as error:
+        return f"{' '.join(error.cmd)} ended with {error.returncode}"
 
 
 @contextlib.contextmanager

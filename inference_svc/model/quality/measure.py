@@ -143,7 +143,8 @@ def peer_ways(runner: ModelRunner) -> tuple[list[Way], dict[str, str]]:
             continue
         try:
             ways.append(_peer(runner, name, new_caches))
-        # mlx-lm has no type for its refusals: another attention, a head that the groups do not divide.
+        # mlx-lm has no type of its own for its refusals (another attention, a head that the groups do not divide). None
+        # is passed over: each is told with its reason.
         except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
             refused[name] = f"mlx-lm raises {type(error).__name__}: {error}"
     return ways, refused
