@@ -54,15 +54,23 @@ REPEATS = 5
 
 
 def measured(lab: Lab, cases: Sequence[str], keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """The values of all names in `kvasir.bench.engine_keys`. `keep` gets what is known after each case."""
+    """The values of all names in `kvasir.bench.engine_keys`. `keep` gets what is known after each row."""
     about = machine.machine(lab.engine)
     found: dict[str, Case] = {}
     results = _results(lab, about, found)
     for name in lab.while_there_is_time(cases):
+        lab.keep = _keeps(lab, about, found, name, keep)
         found[name] = CASES[name](lab)
         results = _results(lab, about, found)
         keep(results)
     return results
+
+
+def _keeps(
+    lab: Lab, about: Mapping[str, Any], found: Mapping[str, Case], name: str, keep: Callable[[dict[str, Any]], None]
+) -> Callable[[Sequence[object]], None]:
+    """Keeps the cases that were found, and the rows so far of another one."""
+    return lambda rows: keep(_results(lab, about, {**found, name: Case(name, rows)}))
 
 
 def _results(lab: Lab, about: Mapping[str, Any], found: Mapping[str, Case]) -> dict[str, Any]:
@@ -108,7 +116,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--step-budget-ms", type=float, help="of a step beside decoding; the engine's own if left out")
     parser.add_argument("--kv-policy", default="", help="as for the engine (default q4)")
     parser.add_argument("--cache-dir", type=Path, help="where digests of weights are kept; nowhere if left out")
-    parser.add_argument("--keep", type=Path, help="write what is known to this file after each case")
+    parser.add_argument("--keep", type=Path, help="write what is known to this file after each row")
     return parser.parse_args()
 
 

@@ -40,6 +40,7 @@ from inference_svc.text.sequence_state import SequenceState
 PATIENCE_S = 1800.0
 _NAMESPACE = "bench"
 _ItemT = TypeVar("_ItemT")
+_RowT = TypeVar("_RowT")
 
 
 class MeasuredEngine(Engine):
@@ -206,6 +207,7 @@ class Lab:
         self.scope = scope
         self.cache_dir = cache_dir
         self.prompts = Prompts(engine.tokenizer)
+        self.keep: Callable[[Sequence[object]], None] = lambda _rows: None  # told a case's rows so far
         self._say = say
         self._began_s = clock()
         self._agents = 0
@@ -279,6 +281,14 @@ class Lab:
             if waiting and self.is_late:
                 self.say(f"no time is left for {', '.join(map(str, waiting))}")
                 return
+
+    def rows(self, items: Iterable[_ItemT], measure: Callable[[_ItemT], Iterable[_RowT]]) -> list[_RowT]:
+        """The rows of each item while there is time; they are kept after each item."""
+        rows: list[_RowT] = []
+        for item in self.while_there_is_time(items):
+            rows += measure(item)
+            self.keep(rows)
+        return rows
 
     def rounds(self, what: str) -> Iterable[bool]:
         """For each repeat, whether it counts; the first one does not, it warms caches and allocators. At least one

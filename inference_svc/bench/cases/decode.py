@@ -30,9 +30,8 @@ class DecodeRow:
 def run(lab: Lab) -> Case:
     """Tokens per second through the engine."""
     batches = lab.scope.batches or ((1, 2) if lab.is_quick else _BATCHES)
-    rows: list[DecodeRow] = []
-    for context in lab.while_there_is_time(contexts(lab)):
-        rows += _rows(lab, context, fitting(context, batches), 6 if lab.is_quick else 48)
+    tokens = 6 if lab.is_quick else 48
+    rows = lab.rows(contexts(lab), lambda context: _rows(lab, context, fitting(context, batches), tokens))
     wanted_context, wanted_batch, least = _GPU_RATIO if lab.is_gpu else _CPU_RATIO
     ratios = [row.ratio_to_one for row in rows if (row.context, row.batch) == (wanted_context, wanted_batch)]
     what = f"{wanted_batch} rows / 1 row, {wanted_context} tokens of context"

@@ -45,7 +45,7 @@ class FirstTokenRow:
 def run(lab: Lab) -> Case:
     """A restored turn gets its files from memory: `kvasir bench store` measures disk and wire."""
     contexts = lab.chosen_lengths((96,) if lab.is_quick else _LENGTHS)
-    rows = [_row(lab, context) for context in lab.while_there_is_time(contexts)]
+    rows = lab.rows(contexts, lambda context: [_row(lab, context)])
     return Case("Time to the first token", rows, list(_targets(rows)) if lab.is_gpu else ())
 
 

@@ -48,15 +48,21 @@ def _rows(lab: Lab, tokens: int) -> list[InterruptionRow]:
     }
     # By what happens beside: for each repeat, the gaps of all streams.
     found: dict[str, list[list[float]]] = {NOTHING: [], **{name: [] for name in beside}}
+
+    def rows_so_far() -> list[InterruptionRow]:
+        names = {NOTHING: 0, **dict.fromkeys(beside, tokens)}
+        return [_row(name, count, streams, found[name], found[NOTHING]) for name, count in names.items()]
+
     for counts in lab.rounds(f"{streams} streams beside {tokens} tokens"):
         for name, begin_other in beside.items():
             alone, disturbed = _gaps(lab, streams, stream_tokens, begin_other)
             if counts:
                 found[name].append(disturbed)
                 found[NOTHING].append(alone)
+        if counts:
+            lab.keep(rows_so_far())
     lab.forget([memory])
-    quiet = found[NOTHING]
-    return [_row(name, tokens if name != NOTHING else 0, streams, each, quiet) for name, each in found.items()]
+    return rows_so_far()
 
 
 def _forked(lab: Lab, memory: LabMemory) -> Run:

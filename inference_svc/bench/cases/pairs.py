@@ -29,7 +29,7 @@ class PairRow:
 def run(lab: Lab) -> Case:
     """Each agent's prompt is cold. Medians over the repeats."""
     lengths = lab.chosen_lengths((96,) if lab.is_quick else _LENGTHS)
-    rows = [row for length in lab.while_there_is_time(lengths) for row in _rows(lab, length)]
+    rows = lab.rows(lengths, lambda length: _rows(lab, length))
     return Case("Two agents: one after the other, together, staggered", rows)
 
 

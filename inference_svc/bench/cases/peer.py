@@ -31,7 +31,7 @@ def run(lab: Lab) -> Case:
     """Same prompts, token counts and compute type; both warmed; decode alone, and everything."""
     batches, tokens = lab.scope.batches or ((2,) if lab.is_quick else _BATCHES), 6 if lab.is_quick else 48
     pairs = [(context, batch) for context in contexts(lab) for batch in fitting(context, batches)]
-    rows = [_row(lab, *pair, tokens) for pair in lab.while_there_is_time(pairs)]
+    rows = lab.rows(pairs, lambda pair: [_row(lab, *pair, tokens)])
     least = _GPU_RATIOS if lab.is_gpu else _CPU_RATIOS
     targets = [
         Target(

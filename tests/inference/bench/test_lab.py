@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kvasir.cachestore.v1 import identity_pb2
 
+from inference_svc.bench.__main__ import measured
+from inference_svc.bench.cases import interruptions
 from inference_svc.bench.cases.decode import MIXED, contexts, fitting
 from inference_svc.bench.cases.decoding_bytes import exact_bytes
 from inference_svc.bench.lab import Lab, MeasuredEngine, Scope
@@ -93,3 +96,17 @@ def test_a_memory_of_each_kind_of_layer_is_restored_whole(
         assert (files.state is not None) == (config is FALCON_H1)
     finally:
         engine.close()
+
+
+def test_what_is_known_is_kept_after_each_row(new_lab: Callable[..., Lab]) -> None:
+    kept: list[dict[str, Any]] = []
+    lab = new_lab(repeats=1, is_quick=True, lengths=(64, 80))
+    results = measured(lab, ["first_token"], kept.append)
+    assert [len(each["cases"]["first_token"]["rows"]) for each in kept] == [1, 2, 2]
+    assert kept[0]["cases"]["first_token"]["rows"] == results["cases"]["first_token"]["rows"][:1]
+
+
+def test_gaps_are_kept_after_each_round(new_lab: Callable[..., Lab]) -> None:
+    lab, kept = new_lab(repeats=1, is_quick=True, lengths=(64,)), []
+    lab.keep = kept.append
+    assert interruptions.run(lab).rows == kept[-1]
