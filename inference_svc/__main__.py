@@ -49,7 +49,7 @@ from inference_svc.formats.grammar_trial import GrammarTrial
 from inference_svc.formats.reply_formats import ReplyFormats
 from inference_svc.handover.giving import TurnGiver
 from inference_svc.handover.resume_tokens import ResumeTokens
-from inference_svc.memory.lease_owner import LeaseOwner
+from inference_svc.lease_owner import LeaseOwner
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.remote_cache import RemoteCache
 from inference_svc.memory.service_stats import ServiceStats, ServiceStatus

@@ -83,6 +83,7 @@ IMPORTS = (
         (
             "*/edge/*",
             "inference_svc/memory/remote_cache.py",
+            "inference_svc/memory/store_answers.py",
             f"{SDK}/clients/*",
             f"{SDK}/formats/frames.py",
             f"{SDK}/cli/*",

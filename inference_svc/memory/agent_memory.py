@@ -13,7 +13,7 @@ from kvasir.formats import manifest as manifests
 from kvasir.formats.digest import Digest
 
 from inference_svc.memory.outcomes import SnapshotOutcome
-from inference_svc.memory.remote_cache import EventCursor, Head
+from inference_svc.memory.store_answers import EventCursor, Head
 from inference_svc.memory.stored_windows import StoredWindow, listed_windows, stored_windows
 from inference_svc.memory.trust import Claim, Version
 from inference_svc.model.model_info import ModelInfo

@@ -21,8 +21,9 @@ from inference_svc.memory.agent_memory import AgentMemory, PublicationState, to_
 from inference_svc.memory.copies import Copies, await_copy, files_of, stored_files
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
-from inference_svc.memory.remote_cache import NO_HEAD, Head, RemoteCache, StoreMiss
+from inference_svc.memory.remote_cache import RemoteCache
 from inference_svc.memory.service_stats import ServiceStats
+from inference_svc.memory.store_answers import NO_HEAD, Head, StoreMiss
 from inference_svc.memory.store_patience import Budget
 from inference_svc.memory.stored_windows import StoredWindow
 from inference_svc.memory.trust import Version, is_current

@@ -20,7 +20,8 @@ from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState, from_manifest
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.outcomes import Miss, MissReason, Source
-from inference_svc.memory.remote_cache import NO_HEAD, Head, RemoteCache, StoreMiss
+from inference_svc.memory.remote_cache import RemoteCache
+from inference_svc.memory.store_answers import NO_HEAD, Head, StoreMiss
 from inference_svc.memory.store_patience import Budget
 from inference_svc.memory.trust import is_unbroken, may_use_hot
 

@@ -7,113 +7,43 @@ the store to answer again. Bytes that were read are checked against their digest
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import structlog
 from kvasir import errors, on_full
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients import AioStoreClient
-from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.formats.digest import Digest
 
 from inference_svc.memory.outcomes import Miss, MissReason
+from inference_svc.memory.store_answers import (
+    NO_HEAD,
+    AgentHeads,
+    EventCursor,
+    Granted,
+    Head,
+    Renewed,
+    StoreEvent,
+    StoreMiss,
+    answer_checked,
+    event_of,
+    found_prefix,
+    head_of,
+    miss_of,
+    moves,
+    takes_back,
+)
 from inference_svc.memory.store_files import StoreFiles
 from inference_svc.memory.store_patience import PROBE_TIMEOUT_S, Breaker, Budget
-from inference_svc.memory.stored_windows import FoundPrefix, blocks_seen, stored_windows
+from inference_svc.memory.stored_windows import FoundPrefix
 from inference_svc.memory.trust import LEASE_TTL_S, Version
 
 _LOG = structlog.get_logger(__name__)
 _MAX_BLOCK_HASHES = 10_000
 
 T = TypeVar("T")
-
-
-class StoreMiss(Exception):
-    """The store could not serve a read, or not in time."""
-
-    def __init__(self, miss: Miss) -> None:
-        super().__init__(miss.detail)
-        self.miss = miss
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """The newest version of a line. Version 0 with no manifest: the line has none."""
-
-    version: int
-    manifest: Digest | None
-    parent_version: int
-    kv_identity_hash: str = ""
-    is_brought: bool = False  # it has rows from an archive or another store: no engine of this store computed them
-    is_of_turn: bool = True  # a turn made it: no rollback, fork, import or pull
-
-    @property
-    def identity(self) -> Version:
-        return Version(self.version, self.manifest)
-
-
-NO_HEAD = Head(0, None, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class AgentHeads:
-    """Heads of the requested line, and of the agent's most recently used line with another KV identity."""
-
-    ours: Head
-    foreign: Head | None
-    on_full: str = ""  # the agent's label for it
-
-
-@dataclass(frozen=True, slots=True)
-class Granted:
-    """A lease, and the line's newest version when it was granted."""
-
-    generation: int
-    head: Head
-
-
-@dataclass(frozen=True, slots=True)
-class Renewed:
-    """Agents whose leases were lost, and agents whose leases were prolonged while other engines wait for them."""
-
-    lost: frozenset[str]
-    wanted: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseWanted:
-    agent_id: str
-    kv_identity_hash: str
-    takes_back: bool
-
-
-@dataclass(frozen=True, slots=True)
-class HeadMoved:
-    agent_id: str
-    head: Head
-
-
-@dataclass(frozen=True, slots=True)
-class AgentGone:
-    agent_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class EventsLost:
-    """Events were lost: the store cannot repeat them."""
-
-
-class EventCursor(NamedTuple):
-    """A place in the store's history."""
-
-    incarnation: str
-    sequence: int
-
-
-StoreEvent = LeaseWanted | HeadMoved | AgentGone | EventsLost
 
 
 class RemoteCache:
@@ -171,7 +101,7 @@ class RemoteCache:
             agent = await self._read(lambda: self._client.get_agent(agent_id), budget)
         except errors.NotFound:
             return None
-        with _reading("the store's answer about the agent"):
+        with answer_checked("the store's answer about the agent"):
             lines = [head_of(line) for line in agent.lines]
         ours = next((line for line in lines if line.kv_identity_hash == kv_identity_hash), NO_HEAD)
         foreign = next((line for line in lines if line.kv_identity_hash != kv_identity_hash), None)
@@ -182,7 +112,7 @@ class RemoteCache:
         snapshot, _ = await self._read(
             lambda: self._client.get_snapshot(agent_id, kv_identity_hash, version, timeout_s=budget.remaining_s), budget
         )
-        with _reading("the store's answer about the version"):
+        with answer_checked("the store's answer about the version"):
             return head_of(snapshot)
 
     async def manifest(self, agent_id: str, head: Head, budget: Budget) -> bytes:
@@ -215,7 +145,7 @@ class RemoteCache:
         except StoreMiss as error:
             return blobs, error.miss
         except errors.NotFound as error:
-            return blobs, _miss(error)
+            return blobs, miss_of(error)
         return blobs, None
 
     async def _read_files(self, digests: Sequence[Digest], blobs: list[bytes], budget: Budget) -> None:
@@ -237,12 +167,12 @@ class RemoteCache:
 
         async def find() -> FoundPrefix:
             answer = await self._client.find_prefix(kv_identity_hash, asked, groups, timeout_s=budget.remaining_s)
-            return _found_prefix(answer, groups, len(asked))
+            return found_prefix(answer, groups, len(asked))
 
         try:
             return await self._read(find, budget)
         except errors.NotFound as error:
-            raise StoreMiss(_miss(error)) from error
+            raise StoreMiss(miss_of(error)) from error
 
     # --- writing: a failure is a KvasirError, and each call has a timeout ---
 
@@ -353,7 +283,7 @@ class RemoteCache:
         """Whether a change that is no turn (a rollback, a deletion) has happened to the agent since; also True if the
         store cannot know. Raises KvasirError like any call of the store.
         """
-        return await self._has_happened(lambda response: _takes_back(response, agent_id), since)
+        return await self._has_happened(lambda response: takes_back(response, agent_id), since)
 
     async def was_changed(
         self, agent_id: str, kv_identity_hash: str, since: EventCursor | None, own: Collection[Digest]
@@ -361,7 +291,7 @@ class RemoteCache:
         """The same, and whether a turn has moved the line. Turns that made the manifests `own` do not count."""
 
         def is_change(response: cachestore_pb2.WatchEventsResponse) -> bool:
-            return _takes_back(response, agent_id) or _moves(response, agent_id, kv_identity_hash, own)
+            return takes_back(response, agent_id) or moves(response, agent_id, kv_identity_hash, own)
 
         return await self._has_happened(is_change, since)
 
@@ -395,7 +325,7 @@ class RemoteCache:
         async with contextlib.aclosing(self._client.watch(self._cursor)) as responses:
             async for each in responses:
                 self._cursor = each.cursor
-                if (event := _event_of(each)) is not None:
+                if (event := event_of(each)) is not None:
                     yield event
 
     @property
@@ -433,7 +363,7 @@ class RemoteCache:
                     return await call()
         except errors.Unavailable as error:
             self._breaker.trip()
-            raise StoreMiss(_miss(error)) from error
+            raise StoreMiss(miss_of(error)) from error
         except (TimeoutError, errors.DeadlineExceeded):
             # A call that had only the last few milliseconds of a budget says nothing about the store.
             if given_s >= budget.seconds / 2:
@@ -444,7 +374,7 @@ class RemoteCache:
         except errors.NotFound:
             raise
         except (errors.KvasirError, StopAsyncIteration, ValueError) as error:
-            raise StoreMiss(_miss(error)) from error
+            raise StoreMiss(miss_of(error)) from error
 
     async def _noting(self, call: Awaitable[T]) -> T:
         """Await a call. If the store does not answer, the breaker trips."""
@@ -455,96 +385,5 @@ class RemoteCache:
             raise
 
 
-def head_of(snapshot: cachestore_pb2.SnapshotVersion) -> Head:
-    """A line's newest version, from the store's answer."""
-    return Head(
-        snapshot.version,
-        Digest.from_proto(snapshot.manifest),
-        snapshot.parent_version,
-        snapshot.kv_identity_hash,
-        is_brought=snapshot.is_brought,
-        is_of_turn=snapshot.origin == cachestore_pb2.ORIGIN_TURN,
-    )
-
-
-def _event_of(response: cachestore_pb2.WatchEventsResponse) -> StoreEvent | None:
-    """The event, if it concerns memories."""
-    match response.WhichOneof("event"):
-        case "lease_wanted":
-            wanted = response.lease_wanted
-            return LeaseWanted(wanted.agent_id, wanted.kv_identity_hash, wanted.takes_back)
-        case "committed":
-            return HeadMoved(response.committed.agent_id, head_of(response.committed))
-        case "agent_deleted":
-            return AgentGone(response.agent_deleted.agent_id)
-        case "lost":
-            return EventsLost()
-        case _:
-            return None
-
-
-def _takes_back(response: cachestore_pb2.WatchEventsResponse, agent_id: str) -> bool:
-    match response.WhichOneof("event"):
-        case "lost":
-            return True
-        case "agent_deleted":
-            return response.agent_deleted.agent_id == agent_id
-        case "committed":
-            made = response.committed
-            return made.agent_id == agent_id and made.origin != cachestore_pb2.ORIGIN_TURN
-        case _:
-            return False
-
-
-def _moves(
-    response: cachestore_pb2.WatchEventsResponse, agent_id: str, kv_identity_hash: str, own: Collection[Digest]
-) -> bool:
-    made = response.committed
-    if response.WhichOneof("event") != "committed" or (made.agent_id, made.kv_identity_hash) != (
-        agent_id,
-        kv_identity_hash,
-    ):
-        return False
-    return made.manifest.hash not in {each.hash for each in own}
-
-
 def _token(owner: str, generation: int) -> cachestore_pb2.LeaseToken:
     return cachestore_pb2.LeaseToken(owner=owner, generation=generation)
-
-
-@contextlib.contextmanager
-def _reading(what: str) -> Iterator[None]:
-    """A malformed answer of the store is a miss too."""
-    try:
-        yield
-    except ValueError as error:
-        raise StoreMiss(Miss(MissReason.STORE_REFUSED, f"{what} is malformed: {error}")) from error
-
-
-_REASONS: tuple[tuple[type[Exception], MissReason], ...] = (
-    (errors.Unavailable, MissReason.STORE_UNREACHABLE),
-    (errors.DeadlineExceeded, MissReason.STORE_TIMEOUT),
-    (errors.NotFound, MissReason.BLOB_MISSING),
-    (errors.DataLoss, MissReason.BLOB_DAMAGED),
-)
-
-
-def _found_prefix(answer: cachestore_pb2.FindPrefixResponse, groups: Sequence[int], most: int) -> FoundPrefix:
-    """The store's answer for these groups and `most` block hashes. Raises ValueError unless it can be one."""
-    count = int(answer.tokens) // BLOCK_TOKENS
-    if not count:
-        return FoundPrefix()
-    windows = stored_windows(answer.windows)
-    has_all = len(answer.blocks) == (count if 0 in groups else 0)
-    is_whole = all(stored.full == {*blocks_seen(window, int(answer.tokens))} for window, stored in windows.items())
-    if count > most or not has_all or not is_whole or list(windows) != [group for group in groups if group]:
-        raise ValueError("FindPrefix: the answer is not a prefix of the groups that were asked for")
-    return FoundPrefix(count * BLOCK_TOKENS, tuple(map(Digest.from_proto, answer.blocks)), windows)
-
-
-def _miss(error: Exception) -> Miss:
-    if isinstance(error, errors.KvasirError) and error.reason == "NAMESPACE_SEALED":
-        return Miss(MissReason.STORE_REFUSED, error.message, is_sealed=True)
-    reason = next((reason for kind, reason in _REASONS if isinstance(error, kind)), MissReason.STORE_REFUSED)
-    named = error.metadata.get("digest", "") if isinstance(error, errors.KvasirError) else ""
-    return Miss(reason, f"{type(error).__name__}{f' (blob {named[:12]}…)' if named else ''}")

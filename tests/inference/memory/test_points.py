@@ -14,8 +14,8 @@ from inference_svc.engine.api import Cold, Hot, Restored
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recollection
-from inference_svc.memory.remote_cache import NO_HEAD
 from inference_svc.memory.reuse_planning import Prepared, ReusePlanner
+from inference_svc.memory.store_answers import NO_HEAD
 from inference_svc.memory.store_patience import Budget
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.prefix_matching import RememberedText

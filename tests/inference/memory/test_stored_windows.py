@@ -14,8 +14,8 @@ from inference_svc.engine.api import Cold, Hot, Restored, RestoredWindow, Starte
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.outcomes import MissReason, Source
 from inference_svc.memory.recall import Recollection
-from inference_svc.memory.remote_cache import NO_HEAD, _found_prefix
 from inference_svc.memory.reuse_planning import Prepared, ReusePlanner
+from inference_svc.memory.store_answers import NO_HEAD, found_prefix
 from inference_svc.memory.stored_windows import FoundPrefix, StoredWindow, listed_windows, stored_windows
 from inference_svc.text.prefix_matching import RememberedText
 from tests.inference.memory.test_points import Surroundings
@@ -170,8 +170,8 @@ def answer(tokens: int, blocks: int, first: int, count: int, name: int = 300) ->
 
 
 def test_an_answer_that_is_no_prefix_of_what_was_asked_is_refused() -> None:
-    assert _found_prefix(answer(1024, 4, 2, 2), (0, 300), 4).tokens == 1024
-    assert _found_prefix(answer(0, 0, 0, 0), (0, 300), 4) == FoundPrefix()
+    assert found_prefix(answer(1024, 4, 2, 2), (0, 300), 4).tokens == 1024
+    assert found_prefix(answer(0, 0, 0, 0), (0, 300), 4) == FoundPrefix()
     for wrong in (answer(1280, 5, 3, 2), answer(1024, 3, 2, 2), answer(1024, 4, 3, 1), answer(1024, 4, 2, 2, 301)):
         with pytest.raises(ValueError, match="FindPrefix"):
-            _found_prefix(wrong, (0, 300), 4)
+            found_prefix(wrong, (0, 300), 4)

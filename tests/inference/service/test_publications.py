@@ -20,8 +20,9 @@ from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.copies import Copies
 from inference_svc.memory.outcomes import SnapshotState
 from inference_svc.memory.publishing import Publisher, PublishingLimits
-from inference_svc.memory.remote_cache import NO_HEAD, AgentHeads, Head, RemoteCache, StoreMiss
+from inference_svc.memory.remote_cache import RemoteCache
 from inference_svc.memory.service_stats import ServiceStats
+from inference_svc.memory.store_answers import NO_HEAD, AgentHeads, Head, StoreMiss
 from inference_svc.memory.store_patience import Breaker, Budget
 from inference_svc.memory.trust import Lease, Version, is_current
 from inference_svc.text.prefix_matching import RememberedText

@@ -19,9 +19,9 @@ from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.outcomes import Miss, MissReason, SnapshotOutcome, SnapshotState, Source
 from inference_svc.memory.recall import Recollection
-from inference_svc.memory.remote_cache import Head
 from inference_svc.memory.reuse_planning import Prepared
 from inference_svc.memory.service_stats import ServiceStats
+from inference_svc.memory.store_answers import Head
 from inference_svc.memory.stored_windows import StoredWindow
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.given_json import GivenJson

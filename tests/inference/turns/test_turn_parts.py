@@ -16,7 +16,7 @@ from inference_svc.engine.api import AgentKey, Event, Prefilled, SamplingParams
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState, from_manifest
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recall, Recollection
-from inference_svc.memory.remote_cache import NO_HEAD, Head, StoreMiss, head_of
+from inference_svc.memory.store_answers import NO_HEAD, Head, StoreMiss, head_of
 from inference_svc.memory.store_patience import Breaker, Budget
 from inference_svc.memory.trust import is_current
 from inference_svc.text.prefix_matching import RememberedText

@@ -1,0 +1,194 @@
+"""What the cache store answers, in the engine's words: versions, leases, events, prefixes, and why a read failed."""
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvasir import errors
+from kvasir.cachestore.v1 import cachestore_pb2
+from kvasir.formats.block_hash import BLOCK_TOKENS
+from kvasir.formats.digest import Digest
+
+from inference_svc.memory.outcomes import Miss, MissReason
+from inference_svc.memory.stored_windows import FoundPrefix, blocks_seen, stored_windows
+from inference_svc.memory.trust import Version
+
+
+class StoreMiss(Exception):
+    """The store could not serve a read, or not in time."""
+
+    def __init__(self, miss: Miss) -> None:
+        super().__init__(miss.detail)
+        self.miss = miss
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The newest version of a line. Version 0 with no manifest: the line has none."""
+
+    version: int
+    manifest: Digest | None
+    parent_version: int
+    kv_identity_hash: str = ""
+    is_brought: bool = False  # it has rows from an archive or another store: no engine of this store computed them
+    is_of_turn: bool = True  # a turn made it: no rollback, fork, import or pull
+
+    @property
+    def identity(self) -> Version:
+        return Version(self.version, self.manifest)
+
+
+NO_HEAD = Head(0, None, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentHeads:
+    """Heads of the requested line, and of the agent's most recently used line with another KV identity."""
+
+    ours: Head
+    foreign: Head | None
+    on_full: str = ""  # the agent's label for it
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """A lease, and the line's newest version when it was granted."""
+
+    generation: int
+    head: Head
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """Agents whose leases were lost, and agents whose leases were prolonged while other engines wait for them."""
+
+    lost: frozenset[str]
+    wanted: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseWanted:
+    agent_id: str
+    kv_identity_hash: str
+    takes_back: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HeadMoved:
+    agent_id: str
+    head: Head
+
+
+@dataclass(frozen=True, slots=True)
+class AgentGone:
+    agent_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class EventsLost:
+    """Events were lost: the store cannot repeat them."""
+
+
+class EventCursor(NamedTuple):
+    """A place in the store's history."""
+
+    incarnation: str
+    sequence: int
+
+
+StoreEvent = LeaseWanted | HeadMoved | AgentGone | EventsLost
+
+
+def head_of(snapshot: cachestore_pb2.SnapshotVersion) -> Head:
+    """A line's newest version, from the store's answer."""
+    return Head(
+        snapshot.version,
+        Digest.from_proto(snapshot.manifest),
+        snapshot.parent_version,
+        snapshot.kv_identity_hash,
+        is_brought=snapshot.is_brought,
+        is_of_turn=snapshot.origin == cachestore_pb2.ORIGIN_TURN,
+    )
+
+
+def event_of(response: cachestore_pb2.WatchEventsResponse) -> StoreEvent | None:
+    """The event, if it concerns memories."""
+    match response.WhichOneof("event"):
+        case "lease_wanted":
+            wanted = response.lease_wanted
+            return LeaseWanted(wanted.agent_id, wanted.kv_identity_hash, wanted.takes_back)
+        case "committed":
+            return HeadMoved(response.committed.agent_id, head_of(response.committed))
+        case "agent_deleted":
+            return AgentGone(response.agent_deleted.agent_id)
+        case "lost":
+            return EventsLost()
+        case _:
+            return None
+
+
+def takes_back(response: cachestore_pb2.WatchEventsResponse, agent_id: str) -> bool:
+    """Whether the event is a change of the agent that is no turn, or may stand for one."""
+    match response.WhichOneof("event"):
+        case "lost":
+            return True
+        case "agent_deleted":
+            return response.agent_deleted.agent_id == agent_id
+        case "committed":
+            made = response.committed
+            return made.agent_id == agent_id and made.origin != cachestore_pb2.ORIGIN_TURN
+        case _:
+            return False
+
+
+def moves(
+    response: cachestore_pb2.WatchEventsResponse, agent_id: str, kv_identity_hash: str, own: Collection[Digest]
+) -> bool:
+    """Whether the event is a new version of the agent's line, with none of the manifests `own`."""
+    made = response.committed
+    if response.WhichOneof("event") != "committed" or (made.agent_id, made.kv_identity_hash) != (
+        agent_id,
+        kv_identity_hash,
+    ):
+        return False
+    return made.manifest.hash not in {each.hash for each in own}
+
+
+@contextlib.contextmanager
+def answer_checked(what: str) -> Iterator[None]:
+    """A malformed answer of the store is a miss too."""
+    try:
+        yield
+    except ValueError as error:
+        raise StoreMiss(Miss(MissReason.STORE_REFUSED, f"{what} is malformed: {error}")) from error
+
+
+_REASONS: tuple[tuple[type[Exception], MissReason], ...] = (
+    (errors.Unavailable, MissReason.STORE_UNREACHABLE),
+    (errors.DeadlineExceeded, MissReason.STORE_TIMEOUT),
+    (errors.NotFound, MissReason.BLOB_MISSING),
+    (errors.DataLoss, MissReason.BLOB_DAMAGED),
+)
+
+
+def found_prefix(answer: cachestore_pb2.FindPrefixResponse, groups: Sequence[int], most: int) -> FoundPrefix:
+    """The store's answer for these groups and `most` block hashes. Raises ValueError unless it can be one."""
+    count = int(answer.tokens) // BLOCK_TOKENS
+    if not count:
+        return FoundPrefix()
+    windows = stored_windows(answer.windows)
+    has_all = len(answer.blocks) == (count if 0 in groups else 0)
+    is_whole = all(stored.full == {*blocks_seen(window, int(answer.tokens))} for window, stored in windows.items())
+    if count > most or not has_all or not is_whole or list(windows) != [group for group in groups if group]:
+        raise ValueError("FindPrefix: the answer is not a prefix of the groups that were asked for")
+    return FoundPrefix(count * BLOCK_TOKENS, tuple(map(Digest.from_proto, answer.blocks)), windows)
+
+
+def miss_of(error: Exception) -> Miss:
+    """Why a read that failed so found nothing."""
+    if isinstance(error, errors.KvasirError) and error.reason == "NAMESPACE_SEALED":
+        return Miss(MissReason.STORE_REFUSED, error.message, is_sealed=True)
+    reason = next((reason for kind, reason in _REASONS if isinstance(error, kind)), MissReason.STORE_REFUSED)
+    named = error.metadata.get("digest", "") if isinstance(error, errors.KvasirError) else ""
+    return Miss(reason, f"{type(error).__name__}{f' (blob {named[:12]}…)' if named else ''}")
