@@ -1,9 +1,13 @@
-"""Runs one plan of one turn on the engine, and lends it what it needs meanwhile: room, the block stream, the swap."""
+"""Plans a turn and runs the plan on the engine; plans again where the memory that it reuses went away in between.
+
+While a plan runs, it is lent what it needs: room, the block stream, the swap.
+"""
 
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+import structlog
 from kvasir import errors
 from kvasir.server.shared_room import SharedRoom
 
@@ -12,19 +16,27 @@ from inference_svc.engine.context import check_fits
 from inference_svc.engine.engine import Engine, TurnHandle
 from inference_svc.engine.reply_text import told_text
 from inference_svc.memory.copies import Copies
+from inference_svc.memory.outcomes import Miss, MissReason
 from inference_svc.memory.publishing import BlockStream
+from inference_svc.memory.recall import Recall, Recollection
 from inference_svc.memory.remote_cache import RemoteCache
-from inference_svc.memory.reuse_planning import Prepared
+from inference_svc.memory.reuse_planning import Prepared, ReusePlanner
 from inference_svc.memory.service_stats import ServiceStats
-from inference_svc.memory.swap_store import SwapLimits, SwapStore
+from inference_svc.memory.store_patience import Budget
+from inference_svc.memory.swap_store import SwapLimits, SwapStore, may_be_preempted
 from inference_svc.model.prompting import Prompting
+from inference_svc.text import conversation
 from inference_svc.turns.admission import Admission
+from inference_svc.turns.agent_lines import AgentLines, MemoryMovedError
 from inference_svc.turns.handoff import HandOff
 from inference_svc.turns.outbox import ReaderLimits
 from inference_svc.turns.turn_reporter import TurnReporter
 from inference_svc.turns.turn_state import TakenTurn, TurnState, reply_reader
 
+_LOG = structlog.get_logger(__name__)
 _DEFAULT_MAX_TOKENS = 512
+# Between planning and running, hot memory may be dropped and a file may be refused: plan again this often.
+_MAX_PLANS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +64,9 @@ class PlanRunner:
         self,
         engine: Engine,
         prompting: Prompting,
+        recall: Recall,
+        planner: ReusePlanner,
+        lines: AgentLines,
         copies: Copies,
         stores: Mapping[str, RemoteCache],
         limits: TurnLimits,
@@ -61,6 +76,9 @@ class PlanRunner:
     ) -> None:
         self._engine = engine
         self._prompting = prompting
+        self._recall = recall
+        self._planner = planner
+        self._lines = lines
         self._copies = copies
         self._stores = stores
         self._limits = limits
@@ -69,6 +87,81 @@ class PlanRunner:
         self._clock = clock
         self._handoff = HandOff(asyncio.get_running_loop())
         self._compiling = SharedRoom(1)
+
+    async def plan_and_run(
+        self, turn: TurnState, recollection: Recollection, text: str, budget: Budget
+    ) -> tuple[Recollection, Prepared, Ended]:
+        """Plan and run the turn; plan again when the memory that the plan reuses went away in between."""
+        if turn.tokens is None:
+            self._check_length(text, turn.request.input.name)
+        usable_files: int | None = None
+        usable_rewind_point: int | None = None
+        usable_windows = True
+        if (dialogue := turn.dialogue) is not None and self._engine.model.has_rewind_points:
+            template = self._prompting.template
+            turn.rewind_point_chars = await self._prompting.run(
+                turn.request.namespace, lambda: conversation.lasting_chars(template, dialogue, text)
+            )
+
+        async def hold(size_bytes: int) -> None:
+            restoring, namespace = self._admission.restoring, turn.request.namespace
+            await restoring.wait_for(namespace, size_bytes)
+            turn.restoring.callback(restoring.give_back, namespace, size_bytes)
+
+        for _ in range(_MAX_PLANS):
+            try:
+                prepared = await self._planner.plan(
+                    recollection,
+                    text,
+                    given=turn.tokens,
+                    namespace=turn.request.namespace,
+                    budget=budget,
+                    hold=hold,
+                    usable_files=usable_files,
+                    usable_rewind_point=usable_rewind_point,
+                    usable_windows=usable_windows,
+                    generates=not turn.request.is_warming,
+                )
+                await self._lines.check(turn, budget)
+                if turn.spoken is not None:
+                    prepared = replace(prepared, tokens=prepared.tokens + turn.spoken)
+                if turn.damage is not None:
+                    prepared = replace(prepared, miss=turn.damage)
+                turn.restore_s = budget.spent_s
+                may_wait = may_be_preempted(
+                    self._stores.get(turn.request.namespace), recollection.memory, prepared.reuse
+                )
+                is_lent = turn.key is not None and not turn.is_kept  # its rows are the memory's, which must stay hot
+                plan = replace(self.plan(turn, prepared), can_be_preempted=may_wait and not is_lent)
+                prepared, turn.recollection = replace(prepared, reuse=Cold()), recollection
+                running = self.run(turn, prepared, plan)
+                del plan  # what was read from the store is the engine's to drop
+                prepared, ended = await running
+                return recollection, prepared, ended
+            except errors.FailedPrecondition as error:
+                if error.reason != "HOT_MEMORY_GONE" or turn.key is None:
+                    raise
+                recollection = _same_version(recollection, await self._recall.newest(turn.key, budget))
+            except errors.DataLoss as error:
+                # The bytes have their digest and are still no valid file. The stored tokens are known, so the turn
+                # computes them again from there on.
+                if point := error.metadata.get("state"):
+                    usable_rewind_point, what = int(point) - 1, f"the state of {point} tokens"
+                elif window := error.metadata.get("window"):
+                    usable_windows, what = False, f"a tensor file of window {window}"
+                else:
+                    usable_files = int(error.metadata.get("blob", "0"))
+                    what = f"tensor file {usable_files} of the memory"
+                turn.damage = Miss(MissReason.BLOB_DAMAGED, f"{what} was refused")
+                _LOG.warning("restore.refused", request_id=turn.request.request_id, what=what)
+            finally:
+                turn.restoring.close()
+        raise moved_away()
+
+    def _check_length(self, text: str, field: str) -> None:
+        """Refuse an absurdly long prompt without tokenizing it."""
+        fewest, context = self._prompting.fewest_tokens(text), self._engine.model.context_tokens
+        check_fits(fewest, max_tokens=0, context_tokens=context, field=field, is_lower_bound=True)
 
     def plan(self, turn: TurnState, prepared: Prepared) -> TurnPlan:
         context, count = self._engine.model.context_tokens, len(prepared.tokens.ids)
@@ -156,3 +249,22 @@ class PlanRunner:
         )
         namespace, copies, restoring = turn.request.namespace, self._copies.held, self._admission.restoring
         return SwapStore(handle, store, namespace, copies, restoring, self._stats.of(namespace), limits, self._clock)
+
+
+def _same_version(planned: Recollection, found: Recollection) -> Recollection:
+    """The recollection `found`, if it has the version that the turn was planned on. Raises MemoryMovedError otherwise:
+    the turn's prompt was made from the planned version, and its parent was checked against that version.
+    """
+    if found.head is None:
+        # The store cannot be asked now. The turn extends the planned version; compare-and-swap decides at the end.
+        return replace(found, head=planned.head, base=planned.base)
+    if planned.head is None or (found.head.version, found.head.manifest) != (
+        planned.head.version,
+        planned.head.manifest,
+    ):
+        raise MemoryMovedError
+    return replace(found, base=planned.base)
+
+
+def moved_away() -> errors.Unavailable:
+    return errors.Unavailable("the agent's memory went away while the turn was planned", retry_after_s=1.0)

@@ -21,24 +21,21 @@ import structlog
 from kvasir import errors
 
 from inference_svc.engine.api import AgentKey, Cold, Ended
-from inference_svc.engine.context import check_fits
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.line_leases import MOVED, LineLeases
-from inference_svc.memory.outcomes import Miss, MissReason, Source
+from inference_svc.memory.outcomes import Source
 from inference_svc.memory.recall import NOTHING_REMEMBERED, Recall, Recollection
 from inference_svc.memory.remote_cache import RemoteCache
 from inference_svc.memory.reuse_planning import Prepared, ReusePlanner
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.memory.store_patience import Budget
-from inference_svc.memory.swap_store import may_be_preempted
-from inference_svc.memory.trust import LEASE_TTL_S, Version
 from inference_svc.model.prompting import Prompting
-from inference_svc.text import conversation
 from inference_svc.text.prefix_matching import Outcome
 from inference_svc.turns import replay
 from inference_svc.turns.admission import Admission
+from inference_svc.turns.agent_lines import AgentLines, MemoryMovedError
 from inference_svc.turns.outbox import Outbox
-from inference_svc.turns.plan_running import PlanRunner, TurnLimits
+from inference_svc.turns.plan_running import PlanRunner, TurnLimits, moved_away
 from inference_svc.turns.prompt_text import prompt_text
 from inference_svc.turns.shortening import MemoryShortener, Serving
 from inference_svc.turns.turn_data import (
@@ -50,7 +47,6 @@ from inference_svc.turns.turn_data import (
 )
 from inference_svc.turns.turn_ending import TurnEnding
 from inference_svc.turns.turn_state import (
-    BegunTurn,
     TakenTurn,
     TurnState,
     as_its_agent_has_it,
@@ -62,18 +58,8 @@ from inference_svc.turns.turn_state import (
 )
 
 _LOG = structlog.get_logger(__name__)
-# Between planning and running, hot memory may be dropped and a file may be refused: plan again this often.
-_MAX_PLANS = 4
-# Meanwhile the agent may get a newer version: serve a turn from its beginning this often.
+# While a turn is planned, its agent may get a newer version: serve it from its beginning this often.
 _MAX_SERVINGS = 4
-# Another engine releases a line within milliseconds of the request, unless a turn of it still runs.
-_LEASE_WAIT_S = 1.0
-# One that has given a turn away has released the line before. If it could not, its lease ends by itself.
-_HANDED_ON_WAIT_S = LEASE_TTL_S + 1.0
-
-
-class _MemoryMovedError(Exception):
-    """The agent's newest version is no longer the one that the turn was planned on."""
 
 
 class TurnFlow:
@@ -93,23 +79,22 @@ class TurnFlow:
         stats: ServiceStats,
         clock: Callable[[], float],
     ) -> None:
-        self._engine = engine
         self._prompting = prompting
         self._recall = recall
-        self._planner = planner
         self._ending = ending
         self._stores = stores
-        self._leases = leases
         self._limits = limits
-        self._admission = admission
         self._stats = stats
         self._clock = clock
-        self._plans = PlanRunner(engine, prompting, ending.copies, stores, limits, admission, stats, clock)
+        self._lines = AgentLines(recall, stores, leases)
+        self._plans = PlanRunner(
+            engine, prompting, recall, planner, self._lines, ending.copies, stores, limits, admission, stats, clock
+        )
         self._order: dict[AgentKey, asyncio.Lock] = {}
         self._waiting: Counter[AgentKey] = Counter()
         serving = Serving(
-            newest=self._newest,
-            plan_and_run=self._plan_and_run,
+            newest=self._lines.newest,
+            plan_and_run=self._plans.plan_and_run,
             counted=self._counted,
             budget=self._budget,
             outbox=lambda: Outbox(limits.reader, clock),
@@ -132,7 +117,7 @@ class TurnFlow:
                 async with self._in_order(request):
                     await self._prompting.read(request.namespace, request.objects)
                     turn.queue_s = self._clock() - turn.arrived
-                    with self._using_lease(turn):
+                    with self._lines.using(turn):
                         await (self._serve(turn) if turn.taken is None else self._go_on(turn, turn.taken))
                         if turn.shorter is not None:
                             await self._shorten(turn)
@@ -210,17 +195,17 @@ class TurnFlow:
         for _ in range(_MAX_SERVINGS):
             try:
                 return await self._serve_once(turn, budget)
-            except _MemoryMovedError:
+            except MemoryMovedError:
                 turn.damage = None  # it belonged to the old memory
-        raise _moved_away()
+        raise moved_away()
 
     def _budget(self) -> Budget:
         return Budget(self._limits.store_budget_s, self._limits.store_min_bytes_per_s, self._clock)
 
     async def _serve_once(self, turn: TurnState, budget: Budget) -> None:
-        """Raises _MemoryMovedError when the turn has had no effect yet and must be served from its beginning."""
+        """Raises MemoryMovedError when the turn has had no effect yet and must be served from its beginning."""
         request = turn.request
-        recollection = await self._newest(turn, budget) if turn.key else NOTHING_REMEMBERED
+        recollection = await self._lines.newest(turn, budget) if turn.key else NOTHING_REMEMBERED
         if request.is_warming:
             return await self._warm(turn, recollection, budget)
         memory = recollection.memory
@@ -241,12 +226,12 @@ class TurnFlow:
         turn.messages = whole_conversation(request, recollection, is_retry=is_retry)
         text = await self._prompt(turn)
         try:
-            ran = await self._plan_and_run(turn, recollection, text, budget)
+            ran = await self._plans.plan_and_run(turn, recollection, text, budget)
         except errors.ResourceExhausted as error:
             if error.reason != "CONTEXT_EXCEEDED":
                 raise
             text = await self._shortener.before_reply(turn, recollection, error)
-            ran = await self._plan_and_run(turn, recollection, text, budget)
+            ran = await self._plans.plan_and_run(turn, recollection, text, budget)
         return await self._end(turn, *ran)
 
     async def _end(self, turn: TurnState, recollection: Recollection, prepared: Prepared, ended: Ended) -> None:
@@ -263,7 +248,7 @@ class TurnFlow:
         (HANDOVER_PARENT_DIFFERS) if the agent's newest version is not the one that the turn extends.
         """
         begun, request = taken.begun, turn.request
-        await self._recall_parent(turn, begun)
+        await self._lines.recall_parent(turn, begun, self._budget())
         turn.messages, turn.continuation = begun.messages, begun.continuation
         turn.shortened, turn.shortening = begun.shortened, begun.shortening
         turn.is_brought = begun.is_brought
@@ -281,25 +266,6 @@ class TurnFlow:
         assert turn.recollection is not None
         await self._end(turn, turn.recollection, prepared, ended)
 
-    async def _recall_parent(self, turn: TurnState, begun: BegunTurn) -> None:
-        """Find the version that the turn extends, as this engine's store has it. Its memory is not read: the KV is
-        here.
-        """
-        if turn.key is None:
-            turn.recollection = NOTHING_REMEMBERED
-            return
-        found = await self._recall.newest(turn.key, self._budget())
-        if found.head is None:
-            raise errors.Unavailable(
-                f"the agent's newest version cannot be asked now ({found.miss.detail if found.miss else ''})",
-                reason="MEMORY_UNREADABLE",
-                metadata={"agent_id": turn.key.agent_id},
-                retry_after_s=1.0,
-            )
-        _check_extends(turn, begun, found.head.identity)
-        turn.recollection = Recollection(None, Source.COLD, found.head, on_full=found.on_full)
-        turn.parent_version = found.head.version
-
     async def own(self, turn: TurnState) -> None:
         """The other engine has given a ready turn away: take its agent's line, and let it compute. Raises Unavailable
         (AGENT_HELD_ELSEWHERE) if a third has the line, and FailedPrecondition (HANDOVER_PARENT_DIFFERS) if the line
@@ -307,10 +273,7 @@ class TurnFlow:
         """
         assert turn.taken is not None
         try:
-            if (leases := self._leases_for(turn)) is not None:
-                lease = await leases.obtain(turn.request.agent_id, _HANDED_ON_WAIT_S)
-                _check_extends(turn, turn.taken.begun, lease.newest)
-                _learn_number(turn, lease.newest)
+            await self._lines.take_over(turn, turn.taken.begun)
         except errors.KvasirError as error:
             # If the store is away, its compare-and-swap decides at the end, as for any turn.
             if error.reason in ("AGENT_HELD_ELSEWHERE", "HANDOVER_PARENT_DIFFERS", *MOVED):
@@ -319,50 +282,6 @@ class TurnFlow:
         turn.taken.is_owned = True
         if turn.running.handle is not None:
             turn.running.handle.release()
-
-    def _using_lease(self, turn: TurnState) -> contextlib.AbstractContextManager[None]:
-        leases = self._leases_for(turn)
-        return leases.using(turn.request.agent_id) if leases is not None else contextlib.nullcontext()
-
-    def _leases_for(self, turn: TurnState) -> LineLeases | None:
-        """The leases, for a turn that extends a line. One that only reads takes no other engine's."""
-        if turn.key is None or turn.request.is_read_only:
-            return None
-        return self._leases.get(turn.key.namespace)
-
-    async def _newest(self, turn: TurnState, budget: Budget) -> Recollection:
-        """The agent's memory, and the right to extend it. Raises Unavailable (AGENT_HELD_ELSEWHERE) if another engine
-        has that right, and FailedPrecondition (AGENT_MOVED, AGENT_MOVING) if another store has: a turn that is computed
-        all the same would lose against that engine.
-        """
-        assert turn.key is not None
-        leases, agent_id = self._leases_for(turn), turn.request.agent_id
-        if leases is not None:
-            turn.event_cursor = turn.event_cursor or self._stores[turn.request.namespace].event_cursor
-            leases.begin(agent_id)
-        recollection = await self._recall.newest(turn.key, budget)
-        if leases is not None and leases.is_elsewhere(agent_id) and recollection.head is not None:
-            try:
-                await leases.obtain(agent_id, _LEASE_WAIT_S)
-            except errors.KvasirError as error:
-                if error.reason in ("AGENT_HELD_ELSEWHERE", *MOVED):
-                    raise
-            recollection = await self._recall.newest(turn.key, budget)
-        return recollection
-
-    async def _check_line(self, turn: TurnState, budget: Budget) -> None:
-        """Hear the store's answer about the line before anything is computed: it may come later than the memory. Raises
-        _MemoryMovedError when another engine or store has taken the line: served again, the turn waits for it, or is
-        refused.
-        """
-        namespace, agent_id = turn.request.namespace, turn.request.agent_id
-        leases = self._leases_for(turn)
-        if leases is None:
-            return
-        with budget.spending():
-            await leases.answered(agent_id, budget.remaining_s)
-        if leases.is_elsewhere(agent_id) and self._stores[namespace].is_reachable:
-            raise _MemoryMovedError
 
     async def _warm(self, turn: TurnState, recollection: Recollection, budget: Budget) -> None:
         """Make the agent's memory hot, or the request's prompt, and generate nothing."""
@@ -394,7 +313,7 @@ class TurnFlow:
             return
         else:
             text = memory.transcript.text
-        recollection, prepared, ended = await self._plan_and_run(turn, recollection, text, budget)
+        recollection, prepared, ended = await self._plans.plan_and_run(turn, recollection, text, budget)
         self._ending.warmed(turn, recollection, prepared, ended)
 
     async def _prompt(self, turn: TurnState) -> str:
@@ -406,121 +325,6 @@ class TurnFlow:
         text, turn.dialogue = await prompt_text(prompting, request, turn.messages)
         return text
 
-    def _check_length(self, text: str, field: str) -> None:
-        """Refuse an absurdly long prompt without tokenizing it."""
-        fewest, context = self._prompting.fewest_tokens(text), self._engine.model.context_tokens
-        check_fits(fewest, max_tokens=0, context_tokens=context, field=field, is_lower_bound=True)
-
-    async def _plan_and_run(
-        self, turn: TurnState, recollection: Recollection, text: str, budget: Budget
-    ) -> tuple[Recollection, Prepared, Ended]:
-        """Plan and run the turn; plan again when the memory that the plan reuses went away in between."""
-        if turn.tokens is None:
-            self._check_length(text, turn.request.input.name)
-        usable_files: int | None = None
-        usable_rewind_point: int | None = None
-        usable_windows = True
-        if (dialogue := turn.dialogue) is not None and self._engine.model.has_rewind_points:
-            template = self._prompting.template
-            turn.rewind_point_chars = await self._prompting.run(
-                turn.request.namespace, lambda: conversation.lasting_chars(template, dialogue, text)
-            )
-
-        async def hold(size_bytes: int) -> None:
-            restoring, namespace = self._admission.restoring, turn.request.namespace
-            await restoring.wait_for(namespace, size_bytes)
-            turn.restoring.callback(restoring.give_back, namespace, size_bytes)
-
-        for _ in range(_MAX_PLANS):
-            try:
-                prepared = await self._planner.plan(
-                    recollection,
-                    text,
-                    given=turn.tokens,
-                    namespace=turn.request.namespace,
-                    budget=budget,
-                    hold=hold,
-                    usable_files=usable_files,
-                    usable_rewind_point=usable_rewind_point,
-                    usable_windows=usable_windows,
-                    generates=not turn.request.is_warming,
-                )
-                await self._check_line(turn, budget)
-                if turn.spoken is not None:
-                    prepared = replace(prepared, tokens=prepared.tokens + turn.spoken)
-                if turn.damage is not None:
-                    prepared = replace(prepared, miss=turn.damage)
-                turn.restore_s = budget.spent_s
-                may_wait = may_be_preempted(
-                    self._stores.get(turn.request.namespace), recollection.memory, prepared.reuse
-                )
-                is_lent = turn.key is not None and not turn.is_kept  # its rows are the memory's, which must stay hot
-                plan = replace(self._plans.plan(turn, prepared), can_be_preempted=may_wait and not is_lent)
-                prepared, turn.recollection = replace(prepared, reuse=Cold()), recollection
-                running = self._plans.run(turn, prepared, plan)
-                del plan  # what was read from the store is the engine's to drop
-                prepared, ended = await running
-                return recollection, prepared, ended
-            except errors.FailedPrecondition as error:
-                if error.reason != "HOT_MEMORY_GONE" or turn.key is None:
-                    raise
-                recollection = _same_version(recollection, await self._recall.newest(turn.key, budget))
-            except errors.DataLoss as error:
-                # The bytes have their digest and are still no valid file. The stored tokens are known, so the turn
-                # computes them again from there on.
-                if point := error.metadata.get("state"):
-                    usable_rewind_point, what = int(point) - 1, f"the state of {point} tokens"
-                elif window := error.metadata.get("window"):
-                    usable_windows, what = False, f"a tensor file of window {window}"
-                else:
-                    usable_files = int(error.metadata.get("blob", "0"))
-                    what = f"tensor file {usable_files} of the memory"
-                turn.damage = Miss(MissReason.BLOB_DAMAGED, f"{what} was refused")
-                _LOG.warning("restore.refused", request_id=turn.request.request_id, what=what)
-            finally:
-                turn.restoring.close()
-        raise _moved_away()
-
-
-def _check_extends(turn: TurnState, begun: BegunTurn, newest: Version) -> None:
-    """Raise FailedPrecondition (HANDOVER_PARENT_DIFFERS) unless the agent's newest version is the one that a turn from
-    another engine extends.
-    """
-    if turn.is_kept and newest.manifest != begun.parent_manifest:
-        raise errors.FailedPrecondition(
-            f"parent_manifest: the turn extends {begun.parent_manifest}, the agent's newest version here is "
-            f"{newest.number}, {newest.manifest}",
-            reason="HANDOVER_PARENT_DIFFERS",
-            field="opening.parent_manifest",
-        )
-
-
-def _learn_number(turn: TurnState, newest: Version) -> None:
-    """The version that a taken turn extends may have got another number since the turn was prepared."""
-    found = turn.recollection
-    if turn.is_kept and found is not None and found.head is not None:
-        turn.recollection = replace(found, head=replace(found.head, version=newest.number))
-        turn.parent_version = newest.number
-
-
-def _same_version(planned: Recollection, found: Recollection) -> Recollection:
-    """The recollection `found`, if it has the version that the turn was planned on. Raises _MemoryMovedError otherwise:
-    the turn's prompt was made from the planned version, and its parent was checked against that version.
-    """
-    if found.head is None:
-        # The store cannot be asked now. The turn extends the planned version; compare-and-swap decides at the end.
-        return replace(found, head=planned.head, base=planned.base)
-    if planned.head is None or (found.head.version, found.head.manifest) != (
-        planned.head.version,
-        planned.head.manifest,
-    ):
-        raise _MemoryMovedError
-    return replace(found, base=planned.base)
-
 
 def _is_refusal(error: Exception) -> bool:
     return isinstance(error, errors.KvasirError) and not error.is_failure
-
-
-def _moved_away() -> errors.Unavailable:
-    return errors.Unavailable("the agent's memory went away while the turn was planned", retry_after_s=1.0)

@@ -218,7 +218,7 @@ def test_a_taken_turn_extends_the_number_that_its_parent_has_now(
         taking = taking_one(served, "ada")
         taking.own(await taking.prepare())
         [[turn]] = served.turns.under_way()
-        monkeypatch.setitem(vars(served.turns._flow), "_leases", {"default": SimpleNamespace(obtain=obtain)})
+        monkeypatch.setitem(vars(served.turns._flow._lines), "_leases", {"default": SimpleNamespace(obtain=obtain)})
         await taking.go_on()
         assert turn.recollection is not None
         assert turn.recollection.head is not None
