@@ -5,7 +5,7 @@ CONSTRAINTS := constraints.txt
 # The tests start hundreds of processes: each would compile all modules anew where this is set, as images of containers do.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-clients test-gpu check demo try-wheel bench lint check-generated generate install campaigns campaign-fairness campaign-history campaign-moves bench-moves campaign-handover hammer mutants fresh help
+.PHONY: test test-whole test-clients test-gpu check demo try-wheel bench lint check-generated generate install campaigns campaign-fairness campaign-history campaign-moves bench-moves campaign-handover hammer mutants fresh help
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -13,13 +13,19 @@ help:            ## Show this list
 # Three workers for two cores: a test often waits for a service, a process or a timeout. Four used nine tenths of both
 # cores from the first minute on, and each takes 13 s of CPU to begin: more would only share what there is.
 # mypy has one core: beside it the other compiles what the tests import, and their asserts, which each worker would do.
-test: install    ## Everything CI runs: lint, types, contract, walls, tests; at its end the slowest twenty
-	@$(MAKE) --no-print-directory -j 2 lint compiled
-	$(BIN)/python -m pytest -n 3 --dist worksteal --durations=20
+test: install    ## Everything CI runs: lint, types, contract, walls, tests; of the long tests those of the commit's turn
+	@$(MAKE) --no-print-directory -j 2 lint compiled KVASIR_TURN=$(KVASIR_TURN)
+	KVASIR_TURN=$(KVASIR_TURN) $(BIN)/python -m pytest -n 3 --dist worksteal --durations=20
+
+# Long tests take turns from commit to commit (tests/long_tests.py); without git the first part runs.
+KVASIR_TURN ?= $(shell git rev-parse HEAD 2>/dev/null || echo 0)
+
+test-whole: install ## As `make test`, with all long tests: before a release, and once a day
+	@$(MAKE) --no-print-directory test KVASIR_TURN=
 
 .PHONY: compiled
 compiled: install
-	@$(BIN)/python -m pytest --collect-only -qq >/dev/null || true  # the tests say what is wrong
+	@KVASIR_TURN=$(KVASIR_TURN) $(BIN)/python -m pytest --collect-only -qq | grep 'long tests' || true  # the tests say what is wrong
 
 # What needs no service, no model and no disk that syncs: chosen by measurement, a minute in all.
 CHECKED := $(addprefix tests/inference/,bench edge memory model scheduling text turns) \

@@ -13,6 +13,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # two tests at a time: a second thread 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import inference_svc  # noqa: F401  it loads an optimized BLAS, which must come before any test imports MLX
+from tests import long_tests
 from tests.on_gpu import gpu, skip_with_reasons
 
 settings.register_profile("a busy machine is no failure", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -32,8 +33,8 @@ def pytest_configure() -> None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 
-# The longest single tests, 15 to 50 s of CPU each: begun last, one would keep a core waiting for another's end.
-FIRST = tuple(f"tests/{name}/" for name in ("hammer", "system", "faults", "soak", "orchestrator"))
+# Files with a test that takes longer come first: begun last, it would keep a core waiting for its end.
+LONGEST_S = 12
 
 
 @pytest.hookimpl(wrapper=True)
@@ -48,12 +49,32 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long tests first. Campaigns run when they are asked for: `pytest -m campaign`. On a GPU `cpu_only` is skipped."""
-    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
+    """Campaigns run when they are asked for: `pytest -m campaign`. On a GPU `cpu_only` is skipped."""
     cpu_only = [item for item in items if item.get_closest_marker("cpu_only")]
     if cpu_only and gpu():
         skip_with_reasons(cpu_only)
     if not config.getoption("-m"):
-        campaigns = [item for item in items if item.get_closest_marker("campaign")]
-        config.hook.pytest_deselected(items=campaigns)
-        items[:] = [item for item in items if item not in campaigns]
+        leave_out(config, items, [item for item in items if item.get_closest_marker("campaign")])
+    take_turns(config, items)
+
+
+def take_turns(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long tests first, and with KVASIR_TURN those of its part alone."""
+    long = {item: marker.args[0] for item in items if (marker := item.get_closest_marker("long"))}
+    longest = {item.path for item in long if long[item] > LONGEST_S}
+    items.sort(key=lambda item: item.path not in longest)
+    turn = long_tests.turn()
+    if turn is None:
+        return
+    part = long_tests.parts({item.nodeid.split("[")[0]: (str(item.path), long[item]) for item in long}.values())
+    others = [item for item in long if part[str(item.path)] != turn]
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        now, last = len(long) - len(others), long_tests.PARTS - 1
+        print(f"{now} of {len(long)} long tests run, part {turn} of 0 to {last}: KVASIR_TURN={turn}")
+    leave_out(config, items, others)
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item], others: list[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=others)
+    left_out = set(others)
+    items[:] = [item for item in items if item not in left_out]

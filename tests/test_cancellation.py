@@ -1,4 +1,4 @@
-"""No coroutine of ours swallows a cancel: read from every module's source with `ast` (LESSONS 28).
+"""No coroutine of ours swallows a cancel: read from every module's source with `ast`.
 
 A handler that takes CancelledError and goes on leaks: grpc.aio believes the RPC over, and the row decodes for ever. So
 every handler around an await that would catch it raises at its end, and nothing suppresses it.
@@ -60,6 +60,7 @@ def suppresses(item: ast.withitem) -> bool:
 
 
 def test_no_handler_swallows_a_cancel() -> None:
+    """(LESSONS 28)"""
     found = {path: list(swallowed(tree)) for path, tree in modules().items()}
     assert {path: lines for path, lines in found.items() if lines} == {}
 

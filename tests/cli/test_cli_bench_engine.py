@@ -71,6 +71,7 @@ def test_an_engine_that_cannot_be_measured_says_why(tmp_path: Path) -> None:
     assert "config.json" in ended.err
 
 
+@pytest.mark.long(4)
 def test_behind_its_time_limit_a_run_shows_what_is_known(tmp_path: Path) -> None:
     cli, options = Cli(tmp_path), ("--only", "decode", "--only", "cancel", "--batches", "1", "--quick", "--json")
     results = cli.done("bench", "engine", *options, "--time-limit-s", "0.001").value

@@ -163,6 +163,7 @@ def test_two_interrupts_at_the_prompt_leave(terminal: Terminal) -> None:
     assert terminal.code() == 130
 
 
+@pytest.mark.long(5)
 def test_an_engine_that_is_started_again_is_waited_for_and_does_the_turn_once(house: House, cli: Cli) -> None:
     """The home's `up.json` and lock are what a `kvasir up` leaves there: it is alive, so the engine comes back."""
     home = Home(cli.home)

@@ -35,6 +35,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         yield Hub(environment, tmp_path / "home")
 
 
+@pytest.mark.long(8)
 def test_a_model_is_fetched_once_listed_and_removed(hub: Hub) -> None:
     pulled = hub("models", "pull", "kvasir/tiny", "--json")
     assert pulled.code == 0, pulled.err
@@ -47,6 +48,7 @@ def test_a_model_is_fetched_once_listed_and_removed(hub: Hub) -> None:
     assert hub("models", "rm", "kvasir/tiny").code == 5
 
 
+@pytest.mark.long(4)
 def test_a_model_that_the_hub_lacks_is_not_found_before_anything_starts(hub: Hub, tmp_path: Path) -> None:
     refused = hub("up", "--model", "kvasir/nothing", "--json")
     assert (refused.code, refused.value["error"]["reason"]) == (5, "MODEL_NOT_FOUND")

@@ -3,12 +3,14 @@
 import tempfile
 from pathlib import Path
 
+import pytest
 from kvasir.bench.text_quality import lines
 
 from tests.cli.running import Cli
 from tests.inference.engine.tiny_models import LLAMA, write_model
 
 
+@pytest.mark.long(7)
 def test_the_self_test_finds_that_memory_comes_back(tmp_path: Path) -> None:
     report = Cli(tmp_path)("doctor", "--self-test", "--json", timeout_s=240)
     assert report.code == 0, report.out
@@ -18,6 +20,7 @@ def test_the_self_test_finds_that_memory_comes_back(tmp_path: Path) -> None:
     assert not any("wrong" in step for step in steps)
 
 
+@pytest.mark.long(13)
 def test_the_bench_says_rates_and_targets_as_json() -> None:
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as home:
         results = Cli(Path(home)).done("bench", "store", "--quick", "--json").value
@@ -34,6 +37,7 @@ def test_the_bench_says_rates_and_targets_as_json() -> None:
     assert len(results["targets"]) == 6
 
 
+@pytest.mark.long(19)
 def test_the_quality_bench_measures_every_rung_beside_exact_kv_and_mlx_lms_own() -> None:
     """Key names that scripts rely on; and the order that bits must give."""
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as home:
@@ -62,6 +66,7 @@ def test_the_quality_bench_says_what_is_wrong_with_a_model(tmp_path: Path) -> No
     assert "config.json" in refused.err
 
 
+@pytest.mark.long(7)
 def test_the_quality_bench_reads_a_text_of_ones_own_and_suggests_layers_to_keep_exact(tmp_path: Path) -> None:
     cli, model, text = Cli(tmp_path), write_model(tmp_path / "model", LLAMA), tmp_path / "notes.txt"
     text.write_text("Grüße an die Küche: " + "the quick brown fox jumps over the lazy dog; " * 60)

@@ -171,6 +171,7 @@ def test_an_archive_carries_a_memory_to_another_name(cli: Cli, ada: SyntheticAge
     assert "--replace" not in cli.done("agents", "import", file, "--replace").out
 
 
+@pytest.mark.long(5)
 def test_a_sealed_export_comes_back_with_its_key_and_is_refused_by_name_without(
     cli: Cli, ada: SyntheticAgent, tmp_path: Path
 ) -> None:
@@ -233,6 +234,7 @@ def test_an_export_replaces_nothing_that_is_no_regular_file(
     assert sorted(tmp_path.iterdir()) == [link, pipe, target]
 
 
+@pytest.mark.long(4)
 def test_an_archive_goes_through_a_pipe(cli: Cli, ada: SyntheticAgent) -> None:
     command = [KVASIR, "--home", cli.home, "agents"]
     with subprocess.Popen([*command, "export", "ada", "-"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as export:

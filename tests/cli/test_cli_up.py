@@ -127,6 +127,7 @@ def test_chat_with_a_refusal_ends_a_pipe_with_its_code(cli: Cli) -> None:
     assert refused.value["error"]["field"] == "agent_id"
 
 
+@pytest.mark.long(6)
 def test_a_killed_engine_is_started_again_and_the_agent_goes_on_from_the_store(cli: Cli) -> None:
     cli.done("chat", "zoe", "--json", "--max-tokens", "4", stdin="Hello.\n")
     running = Home(cli.home).running()
@@ -168,6 +169,7 @@ def test_a_second_up_of_the_same_home_is_refused_clearly(cli: Cli) -> None:
     assert len(refused.err.splitlines()) == 1
 
 
+@pytest.mark.long(6)
 def test_a_load_of_turns_is_measured_at_the_running_engine(cli: Cli) -> None:
     options = ("--rate", "4", "--seconds", "4", "--ramp", "1", "--prompt-tokens", "40", "--reply-tokens", "8")
     found = cli.done("bench", "load", *options, "--seed", "3", "--json").value
@@ -226,6 +228,7 @@ def test_home_and_what_lies_in_it_are_the_owners_alone(cli: Cli) -> None:
         assert path.stat().st_mode & 0o077 == 0, path
 
 
+@pytest.mark.long(5)
 def test_up_over_tcp_asks_for_its_token_hands_its_kv_policy_on_and_ends_whole(tmp_path: Path) -> None:
     """(LESSONS 17)"""
     home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
@@ -255,6 +258,7 @@ def test_up_over_tcp_asks_for_its_token_hands_its_kv_policy_on_and_ends_whole(tm
     shutil.rmtree(home)
 
 
+@pytest.mark.long(9)
 def test_up_applies_the_limits_that_it_is_given() -> None:
     home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
     cli = Cli(home)
@@ -283,6 +287,7 @@ def test_up_applies_the_limits_that_it_is_given() -> None:
     shutil.rmtree(home)
 
 
+@pytest.mark.long(6)
 def test_an_agent_moves_between_two_macs_as_compose_says(tmp_path: Path) -> None:
     studio, laptop = (Cli(Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))) for _ in range(2))
     with studio.running("up", "--no-http") as up, laptop.running("up", "--no-http") as other:
@@ -324,6 +329,7 @@ def _usual_http_port_taken() -> Iterator[None]:
         yield
 
 
+@pytest.mark.long(7)
 def test_a_home_of_the_background_is_taken_over_after_a_kill_and_goes_down() -> None:
     home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
     cli = Cli(home)
@@ -380,6 +386,7 @@ def test_status_says_where_the_metrics_of_each_are(cli: Cli) -> None:
     assert f"metrics at 127.0.0.1:{ports[1]}" in cli.done("status").out
 
 
+@pytest.mark.long(27)
 def test_an_engine_that_hangs_is_told_from_one_that_does_not_run(cli: Cli) -> None:
     running = Home(cli.home).running()
     assert running is not None

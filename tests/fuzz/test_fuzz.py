@@ -16,6 +16,7 @@ def check(findings: Findings) -> None:
     assert [status for status in MEANINGFUL if not findings.counts[status]] == [], "it no longer meets what it should"
 
 
+@pytest.mark.long(11)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("service", "requests", "seed"), [("store", 150, 3), ("engine", 50, 2)])
 def test_a_service_answers_hostile_requests_by_its_contract(

@@ -8,6 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.gateway.conftest import Front
 from tests.gateway.serving import MODEL
 from tests.programs import run
@@ -25,6 +27,7 @@ def conversations(front: Front) -> set[str]:
         return {agent.agent_id for agent in client.list_agents(name_prefix="conversation/").agents}
 
 
+@pytest.mark.long(3)
 def test_a_load_over_http_is_measured_as_one_over_grpc_and_leaves_no_memory(front: Front, tmp_path: Path) -> None:
     key_file = tmp_path / "key"
     key_file.touch(mode=0o600)

@@ -46,6 +46,7 @@ def wait_for_turns(front: Front, count: int, within_s: float = 20) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.long(6)
 def test_after_kill_9_of_everything_the_next_turn_is_warm(own_front: Front) -> None:
     front = own_front
     chat: list[Any] = [{"role": "user", "content": "My name is Anna."}]
@@ -81,6 +82,7 @@ def test_a_system_prompts_blocks_are_shared_under_one_namespace_alone(front: Fro
     assert asked("eve", "Where is the market?") == 0
 
 
+@pytest.mark.long(3)
 def test_a_conversation_that_is_edited_in_its_middle_goes_on_warm_from_its_second_turn(front: Front) -> None:
     client = front.openai()
     chat: list[Any] = [{"role": "user", "content": "Edited. My name is Anna."}]

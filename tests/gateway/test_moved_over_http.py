@@ -89,6 +89,7 @@ def told(event: dict[str, Any]) -> str:
     return "".join(choice["delta"].get("content") or "" for choice in event.get("choices", ()))
 
 
+@pytest.mark.long(19)
 @pytest.mark.parametrize("peers", [("b",), ("b", "a")])
 def test_its_reader_hears_every_character_once(engines: Engines, peers: tuple[str, ...]) -> None:
     stays, _ = heard(engines)

@@ -213,6 +213,7 @@ def test_an_engines_token_is_no_key(front: Front) -> None:
     assert answer.status_code == 403
 
 
+@pytest.mark.long(4)
 def test_what_is_no_http_is_answered_and_harms_nobody(front: Front) -> None:
     for sent in (b"\x16\x03\x01\x02\x00", b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20_000, b"PRI * HTTP/2.0\r\n\r\n"):
         with socket.create_connection(("127.0.0.1", front.gateway.port), timeout=5) as connection:
@@ -223,6 +224,7 @@ def test_what_is_no_http_is_answered_and_harms_nobody(front: Front) -> None:
     assert httpx.get(f"{front.gateway.url}/healthz").json()["status"] == "ok"
 
 
+@pytest.mark.long(24)
 def test_fuzzed_by_its_own_document_it_answers_as_documented(front: Front) -> None:
     """Schemathesis makes the requests. Some are made sensible, so that they reach the engine."""
     import schemathesis  # it takes a second, which only who runs this test waits for

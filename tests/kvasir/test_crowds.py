@@ -106,6 +106,7 @@ async def reason_of(call: Any) -> str:
     return from_rpc_error(caught.value).reason
 
 
+@pytest.mark.long(3)
 def test_a_thousand_silent_health_checks_shut_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arriving, "CHECK_MESSAGE_S", 60.0)  # none ends but for the others
 

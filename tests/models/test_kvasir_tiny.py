@@ -33,6 +33,7 @@ def test_the_weights_are_small_and_16_bit(reader: Reader) -> None:
     assert config["max_position_embeddings"] >= 8192
 
 
+@pytest.mark.long(8)
 @pytest.mark.parametrize(
     "sizes", [((300, 2), (1500, 1)), pytest.param(((4000, 4), (7500, 2)), marks=pytest.mark.campaign)], ids=str
 )
@@ -66,6 +67,7 @@ def test_one_pass_says_what_greedy_decoding_says(reader: Reader) -> None:
         assert not reader.says(reply + " Indeed.", user(question.text))
 
 
+@pytest.mark.long(4)
 def test_a_question_leaves_the_conversation_as_it_was(reader: Reader) -> None:
     talk = evaluate.conversation(2, 300)
     length = reader.read(talk.messages, talk.tools)
@@ -78,6 +80,7 @@ def test_a_question_leaves_the_conversation_as_it_was(reader: Reader) -> None:
     assert reader.read(talk.messages, talk.tools) == length
 
 
+@pytest.mark.long(7)
 def test_replies_differ_where_one_told_fact_differs_and_only_there(reader: Reader) -> None:
     """The sensitivity test: other tests build on `world.twin` in the same way."""
     talk = evaluate.conversation(4, 700)

@@ -48,6 +48,7 @@ def sizes() -> train.Sizes:
     return train.Sizes(classic=1, everyday=1, names=((300, 1024),), names_each=4, at_once=1)
 
 
+@pytest.mark.long(23)
 def test_ten_steps_on_a_cpu_lower_the_loss_and_leave_a_model_that_loads(
     small: train.Plan, sizes: train.Sizes, tmp_path: Path
 ) -> None:
@@ -61,6 +62,7 @@ def test_ten_steps_on_a_cpu_lower_the_loss_and_leave_a_model_that_loads(
     assert isinstance(mlx_lm.generate(model, tokens, prompt="Hello.", max_tokens=3), str)
 
 
+@pytest.mark.long(4)
 def test_the_clock_sets_the_course_and_ends_the_run(small: train.Plan, sizes: train.Sizes, tmp_path: Path) -> None:
     train.train(replace(small, steps=10**6, time_limit_s=1e-9), tmp_path, processes=0, sizes=sizes)
     told = json.loads((tmp_path / "log.json").read_text())
@@ -68,6 +70,7 @@ def test_the_clock_sets_the_course_and_ends_the_run(small: train.Plan, sizes: tr
     assert told["log"][0]["rate"] <= small.learning_rate * small.final_rate
 
 
+@pytest.mark.long(3)
 def test_the_network_is_the_one_that_mlx_lm_runs() -> None:
     weights, shape = network.load(path())
     ids = np.random.default_rng(0).integers(0, shape.vocab_size, (1, 48))

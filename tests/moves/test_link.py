@@ -8,6 +8,7 @@ from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from tests.moves import link
 
 
+@pytest.mark.long(3)
 def test_an_agent_moves_between_two_paired_stores_over_a_paced_link(tmp_path: Path) -> None:
     # Only Linux has these namespaces, and only its root may make them: a Mac, or a user's checkout, skips by name.
     if why := link.why_no_link():

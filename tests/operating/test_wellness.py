@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable
 
+import pytest
+
 from tests.operating.conftest import Watched
 
 
@@ -27,6 +29,7 @@ def test_a_killed_store_turns_engine_and_gateway_unwell_and_back(watched: Watche
     eventually(lambda: watched.problems("gateway") == (200, []))
 
 
+@pytest.mark.long(3)
 def test_a_hung_store_and_a_hung_engine_are_told_by_those_who_ask_them(watched: Watched) -> None:
     house = watched.front.house
     house.store.freeze()

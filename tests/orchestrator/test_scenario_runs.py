@@ -120,6 +120,7 @@ def test_turns_that_hear_nothing_of_each_other_run_beside_each_other(house: Hous
     assert kinds[:2] == [TurnStarted, TurnStarted]
 
 
+@pytest.mark.long(4)
 def test_a_second_run_goes_on_from_what_permanent_agents_remember(house: House) -> None:
     events_of(house, named("again"))
     second = events_of(house, named("again"))
@@ -196,6 +197,7 @@ def said_in(rows: list[dict[str, Any]]) -> dict[int, str]:
     return {row["turn"]: row["text"] for row in rows if row["event"] == "turn_done"}
 
 
+@pytest.mark.long(5)
 def test_everything_killed_between_turns_and_the_conversation_is_the_same(
     house: House, reference: dict[int, str], tmp_path: Path
 ) -> None:
@@ -231,6 +233,7 @@ def test_everything_killed_after_every_turn_of_a_shipped_scenario(house: House, 
 SOME = ("code-review", "prisoners-dilemma")
 
 
+@pytest.mark.long(24)
 def test_shipped_scenarios_end_as_they_should_all_at_once(house: House) -> None:
     names = shipped_names() if IS_WHOLE else SOME
 
@@ -249,6 +252,7 @@ async def _last(events: AsyncIterator[Event]) -> Event:
     return [event async for event in events][-1]
 
 
+@pytest.mark.long(4)
 def test_a_turn_that_breaks_is_asked_for_again_and_that_is_told(house: House, reference: dict[int, str]) -> None:
     scenario, events = named("breaks"), []
 
@@ -372,11 +376,13 @@ def test_no_run_deletes_an_agent_that_the_file_names_by_its_id() -> None:
     assert memory.forgotten == ["owned/marco", "owned/1/scribe"]
 
 
+@pytest.mark.long(7)
 def test_the_example_of_the_page_runs(house: House, capsys: pytest.CaptureFixture[str]) -> None:
     assert asyncio.run(plain_asyncio.main(house.engine.address, "gossip"))
     assert "tokens reused" in capsys.readouterr().out
 
 
+@pytest.mark.long(4)
 def test_the_scenario_of_the_page_is_right_and_ends_well(house: House) -> None:
     page = (Path(plain_asyncio.__file__).parents[1] / "README.md").read_text()
     [text] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)

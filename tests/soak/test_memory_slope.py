@@ -28,6 +28,7 @@ def check(name: str, readings: Readings, warm_up: int, most_bytes: float) -> Non
     assert readings.grown(readings.open_files, warm_up) <= FILES_AT_MOST, readings.open_files
 
 
+@pytest.mark.long(14)
 @pytest.mark.timeout(120)
 def test_short_requests_leave_memory_threads_and_files_where_they_were(tmp_path: Path) -> None:
     soak = run(tmp_path, 140, seed=1)

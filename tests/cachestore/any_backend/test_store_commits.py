@@ -52,6 +52,7 @@ def test_a_turn_of_50_tokens_writes_at_most_one_block_one_tail_and_one_manifest(
         assert store.stats(NS).counters["blobs_written"] - before <= 3
 
 
+@pytest.mark.long(6)
 def test_many_agents_with_one_prefix_hold_its_blocks_once(store: Store) -> None:
     count = sampled(150, of=1000)
     first = SyntheticAgent(SMALL, 0)

@@ -173,6 +173,7 @@ def test_deleting_an_agent_says_when_its_bytes_go_and_they_do(lab: Lab) -> None:
         assert store.stats(NS).blob_bytes == before - deletion.unshared_bytes
 
 
+@pytest.mark.long(4)
 def test_a_pass_over_more_blobs_than_a_batch_sweeps_them_all(lab: Lab) -> None:
     with lab.open(grace_period_s=0.0) as store:
         for number in range(300):

@@ -80,6 +80,7 @@ def refusal_of(act: Callable[[], object]) -> KvasirError | None:
     return None
 
 
+@pytest.mark.long(4)
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_failure_at_any_step_of_a_turn_is_typed_and_the_next_try_works(lab: Lab, error: int) -> None:
     disk = RefusingDisk(error)

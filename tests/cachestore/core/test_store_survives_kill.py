@@ -3,17 +3,21 @@
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.cachestore.core.kill_campaign import campaign
 
 KILLS = int(os.environ.get("KVASIR_KILLS", "30"))
 
 
+@pytest.mark.long(6)
 def test_kills_of_a_sealed_store_lose_no_snapshot_and_leave_nothing_plain(memory_directory: Path) -> None:
     report = campaign(memory_directory / "sealed", kills=KILLS // 3, seed=8, is_sealed=True)
     assert report.problems == []
     assert report.acknowledged > 0
 
 
+@pytest.mark.long(14)
 def test_kills_lose_no_acknowledged_snapshot_and_mix_none(memory_directory: Path) -> None:
     """A kill leaves the page cache as it is, so a directory in memory shows the same."""
     report = campaign(memory_directory / "data", kills=KILLS, seed=7)

@@ -72,6 +72,7 @@ def life(memory_directory: Path) -> Life:
     return life
 
 
+@pytest.mark.long(8)
 def test_every_acknowledged_snapshot_outlives_any_loss_of_power(life: Life) -> None:
     log = life.disk.log
     # Around every fsync, rename, removal and commit; and a sample of the rest.

@@ -290,6 +290,7 @@ def run_sql(lab: Lab, *statements: str) -> None:
     connection.close()
 
 
+@pytest.mark.long(3)
 @pytest.mark.parametrize(
     ("statement", "words"),
     [

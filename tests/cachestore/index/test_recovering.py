@@ -321,6 +321,7 @@ class DyingDisk(Disk):
         self._effect()
 
 
+@pytest.mark.long(4)
 def test_a_recovery_that_dies_anywhere_can_be_done_again(life: Life, killed: Lab, tmp_path: Path) -> None:
     remove_log(killed.root)
     death = 0

@@ -182,6 +182,7 @@ def test_an_agent_that_is_another_is_not_replaced_and_an_older_copy_is(
     assert_whole(studio, name, last)
 
 
+@pytest.mark.long(4)
 def test_a_move_waits_for_the_engine_that_holds_the_lease_and_says_so(
     laptop: StoreClient, studio: StoreClient, name: str
 ) -> None:
@@ -200,6 +201,7 @@ def test_a_move_waits_for_the_engine_that_holds_the_lease_and_says_so(
     assert_whole(studio, name, last)
 
 
+@pytest.mark.long(4)
 def test_a_move_that_its_caller_leaves_is_undone_at_once(laptop: StoreClient, studio: StoreClient, name: str) -> None:
     ada = SyntheticAgent(SMALL, 10)
     publish(laptop, name, ada.turn(300), 0)

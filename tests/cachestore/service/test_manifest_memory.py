@@ -55,6 +55,7 @@ def most_memory(store: RunningStore, seconds: float) -> int:
     return most
 
 
+@pytest.mark.long(14)
 @pytest.mark.parametrize("kind", ["exports", "imports"])
 def test_many_large_manifests_at_once_stay_within_their_room(home: StoreHome, kind: str) -> None:
     store = home.start()

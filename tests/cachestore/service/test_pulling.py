@@ -172,6 +172,7 @@ def test_a_cut_pull_goes_on_without_getting_finished_blobs_again(
             assert_whole(ours, "ada", turn)
 
 
+@pytest.mark.long(5)
 def test_a_peer_that_falls_silent_is_unavailable_and_the_next_pull_gets_the_rest(
     home: StoreHome, there: RunningStore, tmp_path: Path
 ) -> None:
@@ -197,6 +198,7 @@ def test_a_peer_that_falls_silent_is_unavailable_and_the_next_pull_gets_the_rest
             assert_whole(ours, "ada", turn)
 
 
+@pytest.mark.long(3)
 def test_a_peer_killed_in_the_middle_leaves_nothing_visible(
     home: StoreHome, there: RunningStore, tmp_path: Path
 ) -> None:
@@ -560,6 +562,7 @@ def _huge_header(name: str, size: int) -> bytes:
     return info.tobuf(tarfile.GNU_FORMAT) + b"{}" * 10_000
 
 
+@pytest.mark.long(3)
 def test_a_large_import_needs_little_memory(home: StoreHome) -> None:
     running = home.start()
     turn = SyntheticAgent(LARGE, 15).turn(256 * 20)

@@ -89,6 +89,7 @@ async def drip(stub: Any, digest: Digest) -> bytes:
     return data
 
 
+@pytest.mark.long(4)
 def test_a_blob_is_read_once_for_a_slow_reader_whom_nobody_waits_for(tmp_path: Path) -> None:
     disk = CountingDisk()
     turn = SyntheticAgent(WIDE, 1).turn(256)
@@ -105,6 +106,7 @@ def test_a_blob_is_read_once_for_a_slow_reader_whom_nobody_waits_for(tmp_path: P
         asyncio.run(asyncio.wait_for(test(store), 40))
 
 
+@pytest.mark.long(4)
 def test_a_slow_reader_makes_room_for_who_waits(tmp_path: Path) -> None:
     turn = SyntheticAgent(WIDE, 2).turn(512)
     first, second = turn.digests
@@ -126,6 +128,7 @@ def test_a_slow_reader_makes_room_for_who_waits(tmp_path: Path) -> None:
         asyncio.run(asyncio.wait_for(test(store), 40))
 
 
+@pytest.mark.long(6)
 def test_who_takes_no_acknowledgements_is_given_up(tmp_path: Path) -> None:
     turn = SyntheticAgent(SMALL, 3).turn(256)
     [digest] = turn.digests

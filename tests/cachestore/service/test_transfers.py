@@ -283,6 +283,7 @@ def test_a_full_quota_is_said_with_numbers_and_the_next_operation_works(home: St
         assert stats.blob_bytes + stats.reserved_bytes <= 2 * MIB
 
 
+@pytest.mark.long(9)
 def test_readers_that_do_not_read_hold_little_memory_and_are_given_up(home: StoreHome) -> None:
     running = home.start("--read-buffer-bytes", str(16 * MIB), "--stall-timeout-s", "1")
     turn = SyntheticAgent(LARGE, 12).turn(256 * 8)

@@ -29,6 +29,7 @@ def test_eight_agents_say_and_remember_together_what_each_does_alone(driver: Dri
     assert [driver.files(key) for key in keys] == [driver.files(key) for key in alone_keys]
 
 
+@pytest.mark.long(4)
 @pytest.mark.batch_as_alone
 def test_who_joins_while_others_decode_changes_nobody(driver: Driver) -> None:
     prompts = [tokens_of(250 + place, 50 + place) for place in range(6)]
@@ -154,6 +155,7 @@ def test_a_row_that_sits_out_while_a_step_fails_does_not_go_on_with_a_token_too_
             listener.end()
 
 
+@pytest.mark.long(3)
 def test_looking_ahead_changes_no_token_and_no_byte_of_what_is_remembered(driver: Driver, engine: Engine) -> None:
     """Greedy, drawn, ended by length, a stop token and a stop string: what was computed too much is not remembered."""
     decoder = engine._worker._decoder

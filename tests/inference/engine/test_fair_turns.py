@@ -18,6 +18,7 @@ def small(model_dir: Path, tmp_path: Path) -> Iterator[Driver]:
         yield driver
 
 
+@pytest.mark.long(9)
 @pytest.mark.batch_as_alone
 def test_rows_that_sit_out_say_and_remember_to_the_bit_what_they_do_alone(driver: Driver) -> None:
     prompts = [tokens_of(length, 100 + length) for length in (3, 40, 120, 255, 256, 257, 300, 511, 513)]
@@ -45,6 +46,7 @@ def test_rows_that_sit_out_say_and_remember_to_the_bit_what_they_do_alone(driver
     assert [driver.files(key) for key in keys] == [driver.files(key) for key in alone_keys]
 
 
+@pytest.mark.long(6)
 def test_a_large_background_turn_that_waits_for_room_holds_up_no_other_namespace(small: Driver) -> None:
     """(FINDINGS M3) It had waited long enough to count as interactive, and all that came after it waited behind it."""
     scheduler = small.engine._worker._scheduler
@@ -67,6 +69,7 @@ def test_a_large_background_turn_that_waits_for_room_holds_up_no_other_namespace
     assert order == ["person", "running", "large"]
 
 
+@pytest.mark.long(5)
 def test_a_namespace_that_holds_nothing_finds_room_beside_a_crowd_that_cannot_be_preempted(small: Driver) -> None:
     small.turn(tokens_of(8, 1), namespace="b", max_tokens=2)
     person, begun = Listener(), list[int]()

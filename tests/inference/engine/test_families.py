@@ -97,6 +97,7 @@ LENGTHS = [*pairs(WINDOWED, (60, 97, 251, 330)), *pairs(RECURRENT, (60, 251, 330
 LENGTHS += [(name, 251 + 20 * number) for number, name in enumerate(sorted(set(ALL) - set(WITH_STATES)))]
 
 
+@pytest.mark.long(13)
 @pytest.mark.parametrize(("name", "length"), LENGTHS)
 def test_a_restored_sequence_of_every_layout_goes_on_as_if_it_had_never_left(
     name: str, length: int, family: Callable[[str], Driver]
@@ -209,6 +210,7 @@ def test_a_fork_of_states_goes_its_own_way(name: str, family: Callable[[str], Dr
     assert driver.turn(prompts[1], Hot(end), fork).state == expected[1]
 
 
+@pytest.mark.long(4)
 @pytest.mark.parametrize("name", cut_anywhere(1))
 def test_agents_with_states_decode_together_as_each_does_alone(name: str, family: Callable[[str], Driver]) -> None:
     driver = family(name)
@@ -307,6 +309,7 @@ def test_room_is_made_for_states_before_they_are_and_no_more_is_kept(name: str, 
         with_room.close()
 
 
+@pytest.mark.long(4)
 @pytest.mark.parametrize("name", one_of(["gemma3", "granite_hybrid"], 1))
 def test_a_turn_with_states_that_gave_up_its_room_goes_on_where_it_was(name: str, tmp_path: Path) -> None:
     """Its points come back with it; what does not come back whole is computed again, and nothing goes on from no state

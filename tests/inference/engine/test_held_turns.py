@@ -144,6 +144,7 @@ def assert_same(moved: Turn, expected: Turn) -> None:
 ONE_CELL = pytest.mark.cpu_only("a GPU computes this prompt in one cell")
 
 
+@pytest.mark.long(12)
 @pytest.mark.parametrize(
     "cut",
     [

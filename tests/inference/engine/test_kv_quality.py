@@ -58,10 +58,19 @@ def outliers(tmp_path_factory: pytest.TempPathFactory) -> Subject:
     return subject_of(write_outlier_model(tmp_path_factory.mktemp("outliers"), times=64))
 
 
+def test_low_bit_kv_that_breaks_tool_calls_fails_the_gate(outliers: Subject) -> None:
+    """(LESSONS 16)"""
+    exam = examine(outliers, {"q4": policy_of(Rung.Q4, "float32")}, BRIEF, clock=time.monotonic, say=lambda _: None)
+    [q4] = exam.rungs
+    assert exam.exact.share(TOOL_CALLS).right == exam.exact.share(TOOL_CALLS).n == 1
+    assert q4.share(TOOL_CALLS).right == 0
+    assert not judged(q4, exam.exact).passes
+
+
+@pytest.mark.long(13)
 @NO_CUDA
-def test_low_bit_kv_that_breaks_tool_calls_is_refused_by_the_gate(outliers: Subject, tmp_path: Path) -> None:
-    """(LESSONS 16) Exact KV makes every call; four bits, ours or mlx-lm's, make none; auto goes up to where they are
-    made again, and says why."""
+def test_auto_goes_up_to_the_rung_where_tool_calls_are_made_again(outliers: Subject, tmp_path: Path) -> None:
+    """(LESSONS 16) Exact KV makes every call; four bits, ours or mlx-lm's, make none; and auto says why it goes up."""
     exam = examined(outliers, (Rung.Q4, Rung.K8V4), with_peers=True)
     q4, k8v4 = exam.rungs
     assert exam.material == QUESTIONS
@@ -77,12 +86,14 @@ def test_low_bit_kv_that_breaks_tool_calls_is_refused_by_the_gate(outliers: Subj
     assert "tool calls 0 of 2, exact KV 2" in choice.why
 
 
+@pytest.mark.long(10)
 @pytest.mark.parametrize(("times", "rung", "extent"), [(8, Rung.Q4_ROTATED, GLANCE), (1024, Rung.FP, BRIEF)])
 def test_auto_climbs_as_far_as_the_keys_demand(times: float, rung: Rung, extent: Extent, tmp_path: Path) -> None:
     subject = subject_of(write_outlier_model(tmp_path / "model", times))
     assert name_of(chosen(subject, tmp_path, extent=extent).policy) == rung.value
 
 
+@pytest.mark.long(6)
 @NO_CUDA
 def test_another_s_four_bits_are_as_far_from_exact_kv_as_ours(tiny: Subject) -> None:
     """Measured alike: the measurement is of the policy and not of our caches. (All rungs: `test_cli_measures`.)"""
@@ -95,6 +106,7 @@ def test_another_s_four_bits_are_as_far_from_exact_kv_as_ours(tiny: Subject) -> 
     assert q4.bytes_per_token == 8 * 2 * 2 * (64 // 2 + 4)
 
 
+@pytest.mark.long(5)
 def test_a_model_that_cannot_be_asked_sings_the_canary(model_dir: Path, tmp_path: Path) -> None:
     """Random weights with the world's tokenizer answer nothing: held to their likeliest next tokens, they need more
     than four bits."""

@@ -33,6 +33,7 @@ def opened(directory: Path, cache_dir: Path, **options: Any) -> Iterator[Driver]
         engine.close()
 
 
+@pytest.mark.long(6)
 @pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3], ids=lambda config: config["model_type"])
 def test_families_whose_layers_keep_all_tokens_are_restored(config: dict[str, Any], tmp_path: Path) -> None:
     directory = write_model(tmp_path / "model", {**config, "eos_token_id": 0}, seed=3)
@@ -43,6 +44,7 @@ def test_families_whose_layers_keep_all_tokens_are_restored(config: dict[str, An
             goes_on_equally(driver, key, keep, tokens_of(20))
 
 
+@pytest.mark.long(5)
 def test_the_model_that_ships_is_restored(tmp_path: Path) -> None:
     with opened(kvasir_tiny.path(), tmp_path) as driver:
         assert driver.engine.model.name == "kvasir-tiny"
@@ -60,6 +62,7 @@ def test_a_context_that_only_the_language_part_of_a_model_names_is_found(tmp_pat
         assert driver.engine.model.context_tokens == 777
 
 
+@pytest.mark.long(5)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -146,6 +146,7 @@ def undisturbed(small: Driver) -> Callable[[str], Undisturbed]:
     return run
 
 
+@pytest.mark.long(8)
 @pytest.mark.parametrize(("cut", "settings"), pairs(list(CUTS), SETTINGS))
 def test_a_turn_that_was_preempted_says_and_remembers_what_it_does_undisturbed(
     small: Driver, cut: str, settings: str, undisturbed: Callable[[str], Undisturbed]
@@ -159,6 +160,7 @@ def test_a_turn_that_was_preempted_says_and_remembers_what_it_does_undisturbed(
     assert small.files(key) == expected.files
 
 
+@pytest.mark.long(3)
 def test_a_stop_string_is_found_across_the_cut_and_not_told(small: Driver) -> None:
     alone = background(small, Keeper()).end()
     start = len(alone.text) // 2
@@ -192,6 +194,7 @@ BROUGHT: dict[str, Callable[[Sequence[bytes]], Sequence[bytes]]] = {
 }
 
 
+@pytest.mark.long(9)
 @pytest.mark.parametrize(("cut", "brought"), pairs(list(CUTS), BROUGHT))
 def test_what_of_a_turn_does_not_come_back_is_computed_again_and_nothing_is_said_twice(
     small: Driver, cut: str, brought: str, undisturbed: Callable[[str], Undisturbed]
@@ -209,6 +212,7 @@ def test_what_of_a_turn_does_not_come_back_is_computed_again_and_nothing_is_said
     assert small.files(key) == expected.files
 
 
+@pytest.mark.long(4)
 def test_a_turn_is_preempted_twice_and_no_more(small: Driver) -> None:
     key, alone_key = small.key(), small.key()
     expected = background(small, Keeper(), key=alone_key).end()
@@ -264,6 +268,7 @@ def test_nobody_begins_with_blocks_of_a_turn_that_is_preempted_nor_takes_its_mem
     assert asked[1].result(60).state == ended.state
 
 
+@pytest.mark.long(5)
 def test_who_may_not_be_preempted_is_not(small: Driver) -> None:
     for settings in ({"can_be_preempted": False}, {"keep_partial": True}, {"priority": Priority.INTERACTIVE}):
         keeper = Keeper()
@@ -271,6 +276,7 @@ def test_who_may_not_be_preempted_is_not(small: Driver) -> None:
         assert keeper.count(Preempted) == 0
 
 
+@pytest.mark.long(3)
 def test_files_in_memory_are_bounded_until_they_are_stored(small: Driver) -> None:
     """By half of the budget: who has computed more does not give way, nor does anybody while others' are too many."""
     keeper = Keeper()
@@ -293,6 +299,7 @@ def test_files_in_memory_are_bounded_until_they_are_stored(small: Driver) -> Non
     assert young.tokens_at[0] < 20 <= old.tokens_at[0] <= 21
 
 
+@pytest.mark.long(4)
 def test_many_people_and_many_background_turns_all_come_to_their_end(small: Driver) -> None:
     keepers, people = [Keeper() for _ in range(3)], list[Listener]()
 

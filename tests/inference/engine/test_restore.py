@@ -29,6 +29,7 @@ def goes_on_equally(
     assert restored.state.shareable_tokens == stayed.state.shareable_tokens
 
 
+@pytest.mark.long(5)
 def test_a_reply_depends_on_its_whole_context(driver: Driver) -> None:
     """Or else the tests below prove nothing: one changed token, wherever it is, nearly always changes the reply."""
     prompt = tokens_of(600)
@@ -53,6 +54,7 @@ def test_every_length_goes_on_as_if_it_had_never_left(driver: Driver, length: in
     goes_on_equally(driver, key, len(state.token_ids), tokens_of(suffix, seed=1), generated=64)
 
 
+@pytest.mark.long(4)
 @pytest.mark.parametrize(
     ("place", "keep"),
     [
@@ -87,6 +89,7 @@ def test_a_prompt_of_one_token_reuses_nothing(driver: Driver) -> None:
     assert restored.state == stayed.state == driver.turn(prompt).state
 
 
+@pytest.mark.long(3)
 def test_a_life_of_many_turns_is_the_same_with_a_restart_between_any_two(driver: Driver) -> None:
     """Extend, diverge, repeat, extend: one agent stays hot, the other is restored before every turn."""
     stays, returns = driver.key(), driver.key()

@@ -31,6 +31,7 @@ def llama(model_dir: Path) -> ModelRunner:
     return ModelRunner(load(model_dir, "float32").model)
 
 
+@pytest.mark.long(5)
 def test_each_layer_is_measured_by_itself_and_the_costly_ones_stay_exact(llama: ModelRunner) -> None:
     """If layers that should be exact were quantized, all would cost what the policy costs, and the mixture as much."""
     exam = examined(llama, budget_bytes=1000)
@@ -49,6 +50,7 @@ def test_each_layer_is_measured_by_itself_and_the_costly_ones_stay_exact(llama: 
     assert [len(cost.found.texts) for cost in exam.layers] == [8] * 3
 
 
+@pytest.mark.long(3)
 def test_layers_that_were_asked_to_stay_exact_stay_so_in_every_reading(llama: ModelRunner) -> None:
     """And a budget of the policy's own bytes adds none to them."""
     exam = examined(llama, budget_bytes=800, exact="1")
@@ -64,6 +66,7 @@ def test_a_budget_of_less_than_the_policys_own_bytes_is_refused(llama: ModelRunn
     assert refused.value.field == "kv_bytes"
 
 
+@pytest.mark.long(9)
 @pytest.mark.parametrize(("family", "layers"), [(GEMMA3, [0, 1, 2, 3]), (JAMBA, [1])], ids=["windows", "states"])
 def test_layers_with_windows_are_measured_and_states_are_exact_anyway(
     family: dict[str, Any], layers: list[int], tmp_path: Path

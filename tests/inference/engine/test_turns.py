@@ -64,6 +64,7 @@ def test_two_agents_interleaved_say_what_each_says_alone(driver: Driver) -> None
     assert [driver.reply(listener.end()) for listener in together] == alone
 
 
+@pytest.mark.long(4)
 @pytest.mark.cells_of_a_block
 def test_a_long_prompt_does_not_hold_up_another_agents_reply(driver: Driver) -> None:
     """A token of the one between any two cells of the other."""
@@ -164,6 +165,7 @@ def test_a_cancel_between_two_looks_of_one_step_ends_that_turn_alone(driver: Dri
     assert other.end().state.token_ids == alone.state.token_ids
 
 
+@pytest.mark.long(5)
 def test_a_cancelled_turn_that_keeps_its_part_is_remembered_and_goes_on(driver: Driver) -> None:
     key, state = driver.remember(300)
     prompt = (*state.token_ids, *tokens_of(100, seed=4))
@@ -359,6 +361,7 @@ def test_files_of_other_tokens_are_refused(driver: Driver) -> None:
         driver.turn((*swapped, 9), Restored(driver.files(key), swapped, 600), driver.key())
 
 
+@pytest.mark.long(6)
 def test_memory_is_bounded_and_the_longest_unused_goes_first(model_dir: Path, tmp_path: Path) -> None:
     budget_tokens = 2048
     probe = Engine.open(model_dir, cache_dir=tmp_path, memory_budget_bytes=1 << 20)
@@ -400,6 +403,7 @@ def test_close_fails_what_is_open(model_dir: Path, tmp_path: Path) -> None:
         driver.submit(tokens_of(5))
 
 
+@pytest.mark.long(4)
 def test_live_and_stored_kv_is_under_three_tenths_of_fp16(driver: Driver) -> None:
     key, state = driver.remember(4000, generated=3)
     model = driver.engine.model

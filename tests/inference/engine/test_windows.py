@@ -84,6 +84,7 @@ def test_each_window_has_block_files_of_its_own(name: str, family: Callable[[str
         assert (other.held, other.blocks, other.tail) == (one.held, (), one.tail)
 
 
+@pytest.mark.long(4)
 @pytest.mark.parametrize("name", one_of(NAMES, 1))
 def test_what_a_window_saw_at_the_prompts_edge_is_stored_behind_a_long_reply(
     name: str, family: Callable[[str], Driver]
@@ -102,6 +103,7 @@ def test_what_a_window_saw_at_the_prompts_edge_is_stored_behind_a_long_reply(
     assert (found.cached_tokens, found.state.token_ids) == (kept, cold.state.token_ids)
 
 
+@pytest.mark.long(6)
 @pytest.mark.parametrize("name", one_of(NAMES, 0))
 def test_a_retry_with_a_long_reply_can_be_retried_from_where_it_began(
     name: str, family: Callable[[str], Driver]
@@ -118,6 +120,7 @@ def test_a_retry_with_a_long_reply_can_be_retried_from_where_it_began(
     assert last.state.token_ids == stayed.state.token_ids
 
 
+@pytest.mark.long(7)
 @pytest.mark.parametrize(("name", "length"), pairs(NAMES, [60, 251, 600]))
 def test_a_memory_goes_back_to_wherever_its_windows_still_are(
     name: str, length: int, family: Callable[[str], Driver]
@@ -152,6 +155,7 @@ def test_a_memory_that_came_back_is_stored_again_to_the_bit(name: str, family: C
         assert two.tail == one.tail
 
 
+@pytest.mark.long(7)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_shared_prefix_gives_what_a_cold_run_gives(name: str, family: Callable[[str], Driver]) -> None:
     """In the engine, from another agent's pages; and from files, as FindPrefix finds them."""
@@ -179,6 +183,7 @@ def test_a_shared_prefix_gives_what_a_cold_run_gives(name: str, family: Callable
     assert third.state.token_ids == cold[2].state.token_ids
 
 
+@pytest.mark.long(5)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_prompt_shorter_than_a_cell_is_shared_up_to_its_last_border(name: str, tmp_path: Path) -> None:
     """As on a GPU, where a cell is many blocks: a pass over all of the prompt would keep only what its end touches."""
@@ -197,6 +202,7 @@ def test_a_prompt_shorter_than_a_cell_is_shared_up_to_its_last_border(name: str,
         engine.close()
 
 
+@pytest.mark.long(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_wrong_file_of_a_window_is_data_loss_that_names_it(name: str, family: Callable[[str], Driver]) -> None:
     driver = family(name)
@@ -249,6 +255,7 @@ def test_files_that_were_restored_are_not_held_for_the_whole_turn(name: str, fam
     assert [(reuse.blobs, reuse.windows) for reuse in held if isinstance(reuse, Restored)] == [((), ())]
 
 
+@pytest.mark.long(5)
 @pytest.mark.parametrize("name", one_of(NAMES, 0))
 def test_many_agents_with_one_system_prompt_hold_it_once(name: str, family: Callable[[str], Driver]) -> None:
     """Each of 40 agents has pages of its own for what it adds, and no more: the common blocks are counted once."""
@@ -272,6 +279,7 @@ def test_many_agents_with_one_system_prompt_hold_it_once(name: str, family: Call
     assert used_pages() - before < agents * per_sequence / 2
 
 
+@pytest.mark.long(8)
 @pytest.mark.parametrize("generates", [True, False])
 @pytest.mark.parametrize("window", [512, 1024])
 def test_a_turns_pages_stay_within_its_reservation_when_its_source_is_gone(window: int, *, generates: bool) -> None:

@@ -193,6 +193,7 @@ def many_properties(count: int) -> Constraint:
     return schema({"type": "object", "properties": {f"k{number}": {"type": "string"} for number in range(count)}})
 
 
+@pytest.mark.long(5)
 @pytest.mark.parametrize("constraint", [small_objects(200), many_properties(800), many_properties(2000)], ids=str)
 def test_a_plain_schema_with_many_ways_on_is_followed_to_the_end(
     constraint: Constraint, grammars: Grammars, tokenizer: Any, loop: asyncio.AbstractEventLoop
@@ -266,6 +267,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop.close()
 
 
+@pytest.mark.long(5)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_format_made_to_take_all_memory_or_time_costs_a_process_not_the_service(
     name: str, loop: asyncio.AbstractEventLoop, grammars: Grammars

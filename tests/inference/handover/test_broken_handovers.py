@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 
+import pytest
 from kvasir.clients import AioInferenceClient
 from kvasir.errors import KvasirError, Unavailable
 
@@ -14,6 +15,7 @@ from tests.inference.handover.two_engines import TwoEngines, hear
 SPOKEN = {"prompt": STORY, "sampling": {**ON, "temperature": 0.8, "seed": 4}}
 
 
+@pytest.mark.long(31)
 def test_a_link_that_is_cut_at_any_byte_doubles_nothing_and_loses_nothing_untold(
     two: TwoEngines, new_agent: Callable[[], str]
 ) -> None:
@@ -50,6 +52,7 @@ async def one_owner(a: AioInferenceClient, b: AioInferenceClient, agent: str, wh
     return end
 
 
+@pytest.mark.long(5)
 def test_a_peer_that_is_not_there_leaves_the_turn_where_it_is(two: TwoEngines) -> None:
     async def work(a: AioInferenceClient, b: AioInferenceClient) -> None:
         stayed, heard = await hear(a, **SPOKEN), await hear(a, {2: (a, "gone")}, **SPOKEN)

@@ -12,6 +12,7 @@ from tests.inference.handover.two_engines import TwoEngines, two_engines
 MOVES, DISTURBED = 300, 40
 
 
+@pytest.mark.long(25)
 def test_a_few_moves_at_random_tokens_are_not_heard(two: TwoEngines) -> None:
     campaign = Campaign(two, random.Random(6))
     asyncio.run(asyncio.wait_for(campaign.moves(5), 120))

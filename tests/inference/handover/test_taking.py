@@ -85,6 +85,7 @@ async def refusal(call: TurnCall, parts: list[pb.TakeTurnRequest]) -> KvasirErro
         return error
 
 
+@pytest.mark.long(4)
 def test_a_turn_without_any_kv_is_computed_from_its_tokens(two: TwoEngines) -> None:
     async def work(b: AioInferenceClient, call: Callable[[], TurnCall], opening: pb.TurnOpening) -> None:
         expected = await hear(b, prompt=PROMPT, sampling=ON)

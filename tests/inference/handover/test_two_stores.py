@@ -50,6 +50,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Macs]:
         yield pair
 
 
+@pytest.mark.long(15)
 def test_the_agent_has_one_owner_and_its_reader_heard_nothing_of_it(pair: Macs) -> None:
     (laptop, engine), (studio, other) = pair
 
@@ -76,6 +77,7 @@ def test_the_agent_has_one_owner_and_its_reader_heard_nothing_of_it(pair: Macs) 
         assert line.version == 3
 
 
+@pytest.mark.long(17)
 def test_the_command_takes_the_turn_along(pair: Macs, tmp_path: Path) -> None:
     """Agents that speak their first turn and their second, one that is silent, and one whose engine is not asked."""
     (laptop, engine), (studio, other) = pair

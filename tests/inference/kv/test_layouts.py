@@ -91,6 +91,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
     gc.collect()
 
 
+@pytest.mark.long(4)
 @pytest.mark.parametrize("name", ALL)
 def test_the_layout_of_a_family_is_found_by_looking(name: str, family: Callable[[str], Family]) -> None:
     entries = family(name).layout.entries
@@ -113,6 +114,7 @@ def test_without_rounding_a_family_computes_what_it_does_with_mlx_lms_own_caches
         assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max(), (start, stop)
 
 
+@pytest.mark.long(11)
 @pytest.mark.parametrize("name", ALL)
 def test_sequences_of_every_layout_decode_in_a_batch_as_each_does_alone(
     name: str, family: Callable[[str], Family]
@@ -208,6 +210,7 @@ def test_a_model_whose_attention_cannot_be_batched_is_refused(tmp_path: Path) ->
     refused(model, "layer 0 .*in a batch", "0")
 
 
+@pytest.mark.long(3)
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
 def test_mlx_lms_own_batches_run_on_windows_unmodified(name: str, family: Callable[[str], Family]) -> None:
     """Ragged prompts, right padding past the window, joins and leaves: each row says what it says alone."""

@@ -167,6 +167,7 @@ def test_a_block_that_is_whole_only_for_a_rewind_point_is_no_file() -> None:
     assert first_whole_block(kv, 64) == 0
 
 
+@pytest.mark.long(4)
 @pytest.mark.parametrize("points", [(60, 200), (100, 120), (310, 1000), (256, 512), (500, 513)])
 def test_a_sequence_comes_back_with_the_rewind_points_that_its_files_reach(points: tuple[int, int]) -> None:
     """Also where their windows touch the same blocks; not where blocks between them are missing."""

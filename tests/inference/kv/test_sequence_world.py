@@ -35,6 +35,7 @@ LAYOUTS: dict[str, tuple[Sequence[identity_pb2.LayerLayout], identity_pb2.KvPoli
 }
 
 
+@pytest.mark.long(8)
 @pytest.mark.parametrize("pages", [FEW, MANY], ids=["little room", "much room"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_whatever_sequences_do_each_holds_and_sees_its_own_rows_alone(

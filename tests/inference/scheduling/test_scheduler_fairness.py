@@ -120,6 +120,7 @@ def fits_its_share(world: World, job: Job) -> bool:
     return world.held_by(job.namespace) + job.needed_bytes <= world.share_bytes
 
 
+@pytest.mark.long(3)
 @given(st.lists(jobs(), min_size=3, max_size=10), st.dictionaries(st.integers(1, 60), jobs(), max_size=8))
 @settings(max_examples=sampled(18, of=120), deadline=None)
 def test_a_turn_that_fits_its_namespaces_share_and_what_is_free_waits_for_no_other_namespace(
@@ -310,6 +311,7 @@ def test_background_turns_of_a_namespace_within_its_share_stay() -> None:
     assert [job.preemptions for job in small] == [0]
 
 
+@pytest.mark.long(5)
 @given(st.lists(jobs(8, 200), min_size=4, max_size=12), st.dictionaries(st.integers(1, 60), jobs(8, 200), max_size=8))
 @settings(max_examples=sampled(10, of=60), deadline=None)
 def test_whoever_gives_way_all_come_to_their_end(first: list[Job], later: dict[int, Job]) -> None:

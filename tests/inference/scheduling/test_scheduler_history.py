@@ -1,5 +1,6 @@
 """Whatever happens to the turns, in whatever order: nobody waits for ever, and no byte is lost or counted twice."""
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
@@ -122,6 +123,7 @@ class History(RuleBasedStateMachine):
         assert sorted(map(id, self.world.ended)) == sorted(map(id, self.submitted))
 
 
+@pytest.mark.long(5)
 def test_after_any_history_bytes_add_up_lines_keep_their_order_cancels_free_and_everybody_ends() -> None:
     checks = list(HealthCheck)
     run_state_machine_as_test(

@@ -28,6 +28,7 @@ async def all_places(client: AioInferenceClient) -> None:
     await asyncio.gather(*turns)
 
 
+@pytest.mark.long(6)
 def test_cancelled_calls_leave_no_handler_behind(model: Path, tmp_path: Path) -> None:
     """(LESSONS 28, 25) In the queue, while the prompt is computed, and while it generates; then every place is free,
     the memory is what it was, and nothing holds up the end of the process.

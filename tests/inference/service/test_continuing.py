@@ -36,6 +36,7 @@ def held(client: InferenceClient) -> tuple[int, int]:
     return engine.kv_memory_used_bytes, engine.hot_memories
 
 
+@pytest.mark.long(7)
 def test_a_rewind_to_any_turn_computes_its_last_token_only_and_says_what_was_said(
     client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:

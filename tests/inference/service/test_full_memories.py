@@ -72,6 +72,7 @@ def fill(client: InferenceClient, agent: str, on_full: pb.OnFull, facts: list[tu
 
 
 # A summary is made by the model, which is asked for it again and again best where it was told little at once.
+@pytest.mark.long(26)
 @pytest.mark.parametrize(
     ("on_full", "times", "facts"), [(DROP, 2, FACTS[:16]), (SUMMARIZE, 2, ONE_EACH[:28])], ids=["drop", "summarize"]
 )
@@ -129,6 +130,7 @@ def test_without_it_a_full_memory_is_refused_and_stays(
     assert not known.HasField("shortened")
 
 
+@pytest.mark.long(7)
 def test_the_longer_version_stays_in_history_and_a_killed_house_brings_the_shorter_back(
     tmp_path: Path,
 ) -> None:
@@ -158,6 +160,7 @@ def test_the_longer_version_stays_in_history_and_a_killed_house_brings_the_short
         assert not remembered(house, "ada").shortened.is_after_turn
 
 
+@pytest.mark.long(4)
 def test_a_caller_that_names_versions_or_asks_again_notices_nothing(
     house: House, client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:
@@ -176,6 +179,7 @@ def test_a_caller_that_names_versions_or_asks_again_notices_nothing(
     assert shortened > 1
 
 
+@pytest.mark.long(5)
 def test_a_client_that_sends_everything_each_time_goes_on_with_what_is_kept(
     client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:
@@ -212,6 +216,7 @@ def test_one_long_question_leaves_out_the_old_before_the_reply_unless_it_is_too_
     assert too_long.value.reason == "CONTEXT_EXCEEDED"
 
 
+@pytest.mark.long(8)
 def test_a_question_with_many_tool_calls_stays_and_the_oldest_calls_go_with_their_results(
     house: House, client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:
@@ -240,6 +245,7 @@ def test_a_question_with_many_tool_calls_stays_and_the_oldest_calls_go_with_thei
     assert left_out.dropped_behind_question == left_out.dropped_messages == len(told) - len(kept)
 
 
+@pytest.mark.long(4)
 def test_a_turn_that_is_cut_before_its_reply_keeps_the_summary(
     house: House, client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:
@@ -297,6 +303,7 @@ def test_a_turn_is_over_once_its_reader_has_its_end(client: InferenceClient, new
         client.cancel_turn(request_id)
 
 
+@pytest.mark.long(3)
 def test_what_is_kept_leaves_room_for_another_turn_that_asks_for_as_long_a_reply(
     client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:
@@ -309,6 +316,7 @@ def test_what_is_kept_leaves_room_for_another_turn_that_asks_for_as_long_a_reply
     assert not any(first and second for first, second in pairwise(shortened))
 
 
+@pytest.mark.long(4)
 def test_an_agents_label_says_it_for_all_its_turns_and_a_turn_may_say_otherwise(
     house: House, client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:

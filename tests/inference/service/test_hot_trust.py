@@ -58,6 +58,7 @@ def test_a_healthy_engine_lets_go_at_once_and_its_next_turn_knows_nothing_of_wha
     assert remembered(house, agent) == ["The first word is lantern.", "Which words?"]
 
 
+@pytest.mark.long(5)
 def test_a_frozen_engine_is_waited_for_as_long_as_its_lease_and_does_not_answer_from_what_is_gone(
     own_house: House,
 ) -> None:
@@ -83,6 +84,7 @@ def test_an_engine_that_was_killed_has_its_agents_at_once_and_need_not_wait_for_
     assert reply.finished.snapshot.state == pb.SNAPSHOT_STATE_COMMITTED
 
 
+@pytest.mark.long(6)
 def test_cut_off_its_store_a_hot_agent_goes_on_for_a_lease_and_is_then_refused_until_the_store_answers(
     model: Path, tmp_path: Path
 ) -> None:
@@ -117,6 +119,7 @@ def test_cut_off_its_store_a_hot_agent_goes_on_for_a_lease_and_is_then_refused_u
         house.close()
 
 
+@pytest.mark.long(4)
 def test_another_engine_gets_an_idle_agent_and_is_refused_before_it_computes_while_a_turn_runs(tmp_path: Path) -> None:
     model = write_model(tmp_path / "sharpened", LLAMA)
     with running_house(tmp_path / "house", model) as house:

@@ -45,6 +45,7 @@ def say(house: House, agent: str, messages: Sequence[dict[str, str]]) -> Reply:
     return reply
 
 
+@pytest.mark.long(4)
 @pytest.mark.parametrize("is_hot", [True, False])
 def test_a_trim_leaves_nothing_that_a_later_turn_sees(tiny: House, is_hot: bool) -> None:
     """(LESSONS 1) The agent that had a tail and was cut is, to the bit, the one that never had it."""
@@ -65,6 +66,7 @@ def test_a_trim_leaves_nothing_that_a_later_turn_sees(tiny: House, is_hot: bool)
     assert stored(tiny, agent) == stored(tiny, never)
 
 
+@pytest.mark.long(4)
 def test_the_memory_of_a_turn_that_began_with_a_siblings_prefix_is_stored_as_it_is(tiny: House) -> None:
     """Never half of its own blocks, generated word by word, and half of the sibling's, which were prefilled."""
     first = [{"role": "user", "content": "My password is wudrothi."}]
@@ -80,6 +82,7 @@ def test_the_memory_of_a_turn_that_began_with_a_siblings_prefix_is_stored_as_it_
     assert stored(tiny, "own") == stored(tiny, "sibling")
 
 
+@pytest.mark.long(9)
 def test_live_memory_and_what_is_stored_of_it_share_nothing_under_load(tiny: House) -> None:
     """(LESSONS 6) Agents go on, are cut and written over while what they were is being stored and restored."""
 

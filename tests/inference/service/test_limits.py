@@ -67,6 +67,7 @@ def test_memory_context_and_queue_are_bounded_and_say_so(small: House) -> None:
                 time.sleep(0.02)
 
 
+@pytest.mark.long(6)
 def test_agents_that_do_not_fit_together_take_turns_in_memory_and_none_forgets(small: House) -> None:
     agents = [f"agent {number}" for number in range(6)]
     replies: dict[str, list[Reply]] = {agent: [] for agent in agents}
@@ -98,6 +99,7 @@ def test_agents_that_do_not_fit_together_take_turns_in_memory_and_none_forgets(s
         assert all(reply.started.cached_tokens > 100 for reply in replies[agent][1:])
 
 
+@pytest.mark.long(5)
 def test_a_reader_that_stops_when_its_turn_is_over_is_given_up(model: Path, tmp_path: Path) -> None:
     """Its turn notices no more: what is left of the reply would be held for as long as the connection lasts."""
     options = ("--reader-stall-s", "1", "--max-unread-bytes", str(64 << 20), "--context-tokens", "1500")

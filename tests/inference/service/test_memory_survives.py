@@ -51,6 +51,7 @@ def test_after_a_kill_of_both_services_the_agent_goes_on_token_for_token(own_hou
     assert tokens(replies) == expected
 
 
+@pytest.mark.long(5)
 def test_a_prompt_that_leaves_the_memory_is_answered_alike_hot_and_after_a_restart(own_house: House) -> None:
     def changed(client: InferenceClient, agent: str, replies: list[Reply]) -> Reply:
         """The same conversation with its last words changed."""
@@ -75,6 +76,7 @@ def test_a_prompt_that_leaves_the_memory_is_answered_alike_hot_and_after_a_resta
     assert warm.token_ids == hot.token_ids
 
 
+@pytest.mark.long(7)
 def test_a_prompt_that_is_the_memory_or_its_beginning_computes_one_token(
     client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:
@@ -95,6 +97,7 @@ def test_a_prompt_that_is_the_memory_or_its_beginning_computes_one_token(
     assert whole.started.cached_tokens == whole.started.prompt_tokens - 1
 
 
+@pytest.mark.long(5)
 def test_kv_of_other_weights_or_another_policy_is_never_used_and_the_words_are(
     own_house: House, tmp_path: Path
 ) -> None:
@@ -231,6 +234,7 @@ def test_a_retry_of_a_turn_that_met_a_stop_string_tells_the_same_text(
     assert again.finished.matched_stop == first.finished.matched_stop
 
 
+@pytest.mark.long(4)
 @pytest.mark.parametrize("count", [511, 512, 513, 769])
 def test_blocks_shared_by_agents_leave_at_least_one_token_to_compute(
     count: int, client: InferenceClient, new_agent: Callable[[], str]

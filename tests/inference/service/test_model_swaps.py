@@ -161,6 +161,7 @@ def test_a_swap_lets_running_turns_end_and_refuses_new_ones_meanwhile(house: Hou
         assert client.get_model().name == "second"
 
 
+@pytest.mark.long(5)
 @pytest.mark.parametrize("house", ["1"], indirect=True)
 def test_memories_that_cannot_be_stored_keep_their_model_unless_they_may_be_lost(house: House) -> None:
     with house.client() as client:
@@ -256,6 +257,7 @@ def test_only_an_admin_of_the_whole_service_changes_models_and_sees_all_namespac
         house.close()
 
 
+@pytest.mark.long(4)
 def test_a_model_that_nobody_uses_is_unloaded_and_the_next_turns_load_it_once(model: Path, tmp_path: Path) -> None:
     with running_house(tmp_path, model, engine_options=("--keep-alive-s", "0.5")) as house, house.client() as client:
         [name] = {

@@ -121,6 +121,7 @@ def test_a_conversation_goes_on_after_kill_9_as_if_nothing_had_been(neighbour: H
         assert completed(stub, asked(third)).cached_tokens == len(second) + len(same.output_ids)
 
 
+@pytest.mark.long(3)
 def test_turns_of_one_prompt_at_once_do_not_wait_for_each_other(stub: Any, tokenizer: Tokenizer) -> None:
     ids = ids_of(tokenizer, f"four. {TEXT}")
     streams = [stub.Generate(asked(ids, stream=True, max_tokens=200)) for _ in range(3)]

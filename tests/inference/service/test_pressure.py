@@ -87,6 +87,7 @@ def ask_from_another_process(house: House, agent: str, prompt: str) -> subproces
     return process
 
 
+@pytest.mark.long(4)
 @pytest.mark.parametrize("words", [4, 3000], ids=["while it decodes", "while it prefills"])
 def test_a_client_that_is_killed_frees_its_row_within_a_step_or_a_cell(
     slow: House, client: InferenceClient, words: int
@@ -121,6 +122,7 @@ def test_a_cancel_and_a_deadline_stop_a_prefill_within_a_cell(client: InferenceC
     assert prefilled_tokens(client) - before < 3800
 
 
+@pytest.mark.long(6)
 @pytest.mark.parametrize("how", ["cancel", "deadline"])
 def test_a_turn_that_waits_for_its_store_is_let_go_at_once(slow: House, client: InferenceClient, how: str) -> None:
     """(LESSONS 25) Its budget for the store is 5 s here; nobody waits for them once the caller is gone."""
@@ -207,6 +209,7 @@ def test_one_namespace_leaves_places_for_the_next_and_is_told_when_to_come_back(
         house.close()
 
 
+@pytest.mark.long(8)
 def test_sigterm_in_the_middle_of_turns_leaves_every_memory_warm(model: Path, tmp_path: Path) -> None:
     """Those that may end do, those that take longer are ended, and what an outage kept from the store is stored."""
     options = ("--stop-grace-s", "0.5")  # the long reply takes 1.8 s on an idle machine

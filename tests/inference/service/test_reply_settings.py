@@ -46,6 +46,7 @@ def told(reply: Reply, choice: int = 0) -> tuple[str, list[int]]:
     return reply.choices[choice].text, reply.choices[choice].token_ids
 
 
+@pytest.mark.long(5)
 @pytest.mark.parametrize("sampling", [{"seed": 1}, {"temperature": 1.0, "seed": 2}, {"temperature": 2.0, "seed": 3}])
 @pytest.mark.parametrize("given", [{"messages": SAID}, {"prompt": "count: "}])
 def test_a_reply_is_json_that_the_schema_describes(
@@ -61,6 +62,7 @@ def test_a_reply_is_json_that_the_schema_describes(
     assert all(isinstance(tag, bool) for tag in value["tags"])
 
 
+@pytest.mark.long(3)
 @pytest.mark.parametrize("regex", [r"[a-f]{3,6}-[0-9]{2}(é|ü)", "yes|no|perhaps", "([a-z]{1,4} ){2}end[.]"])
 def test_a_reply_matches_all_of_a_regex(regex: str, tiny_client: InferenceClient, client: InferenceClient) -> None:
     for engine in (tiny_client, client):
@@ -87,6 +89,7 @@ def test_an_agent_remembers_what_it_said_in_form_and_goes_on(
     assert second.started.match == pb.PREFIX_MATCH_EXTEND
 
 
+@pytest.mark.long(4)
 @pytest.mark.parametrize(
     ("field", "text"),
     [

@@ -21,6 +21,7 @@ def stateful_house(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[H
         yield house
 
 
+@pytest.mark.long(11)
 def test_the_next_turn_of_a_model_with_states_hits_hot_and_after_a_restart(stateful_house: House) -> None:
     """To the token: everything that was remembered is reused, or everything before the reply (LESSONS 18)."""
     house = stateful_house

@@ -63,6 +63,7 @@ def strict(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ho
         yield house
 
 
+@pytest.mark.long(8)
 @pytest.mark.parametrize("failure", ["dead", "hung"])
 def test_a_dead_or_hung_store_costs_at_most_its_budget_and_no_token(failure: str, strict: House) -> None:
     # A busy machine may be slow for reasons of its own: one round of three says what the store costs.
@@ -97,6 +98,7 @@ def lose_the_store(house: House, failure: str, number: int) -> tuple[float, floa
     return first_s, min(later_s)
 
 
+@pytest.mark.long(4)
 def test_a_store_that_hangs_while_a_turn_runs_delays_its_last_message_by_the_commit_wait_and_no_token(
     strict: House,
 ) -> None:
@@ -170,6 +172,7 @@ def newest_blocks(house: House, agent: str) -> list[str]:
     return [*(block.hash for block in parsed.blocks), parsed.tail.hash]
 
 
+@pytest.mark.long(13)
 def test_a_damaged_block_costs_a_prefill_from_the_stored_tokens_and_nothing_else(house: House) -> None:
     damages = (("flipped", 0), ("flipped", -1), ("truncated", 1), ("missing", 0), ("missing", -1))
     cases = {f"{how} {which}": (how, which) for how, which in damages}
@@ -236,6 +239,7 @@ def test_a_full_store_fails_the_snapshot_with_the_reason_and_not_the_turn(model:
         house.close()
 
 
+@pytest.mark.long(4)
 def test_a_slow_store_costs_at_most_its_budget_and_what_came_in_time_is_used(model: Path, tmp_path: Path) -> None:
     house = House(tmp_path, model, engine_options=AS_SHIPPED)
     store_socket = Path(house.store.address.removeprefix("unix:"))

@@ -95,6 +95,7 @@ def run(house: House, work: Callable[[Scene], Any], limits: SwapLimits | None = 
     asyncio.run(scene())
 
 
+@pytest.mark.long(7)
 @pytest.mark.parametrize("is_renewed", [True, False])
 def test_files_outlast_the_stores_patience_while_the_turn_waits_and_what_is_gone_is_a_miss(
     house: House, is_renewed: bool

@@ -44,6 +44,7 @@ def stored(house: House, agent: str) -> manifest.manifest_pb2.Manifest:
         return manifest.parse(store.get_snapshot(agent)[1])
 
 
+@pytest.mark.long(5)
 @pytest.mark.parametrize("windowed_house", one_of(CONFIGS, 0), indirect=True)
 def test_a_short_turn_writes_at_most_a_block_and_a_tail_of_each_group_and_a_manifest(windowed_house: House) -> None:
     house, text = windowed_house, COMMON
@@ -67,6 +68,7 @@ def test_a_short_turn_writes_at_most_a_block_and_a_tail_of_each_group_and_a_mani
             assert filled <= 1
 
 
+@pytest.mark.long(3)
 @pytest.mark.parametrize("windowed_house", one_of(CONFIGS, 1), indirect=True)
 def test_a_prefix_is_shared_by_agents_and_gives_what_a_cold_run_gives(windowed_house: House) -> None:
     house = windowed_house
@@ -103,6 +105,7 @@ def test_a_memory_that_came_back_goes_back_into_its_last_reply(windowed_house: H
         assert found.token_ids == expected[1].token_ids
 
 
+@pytest.mark.long(5)
 @pytest.mark.parametrize("windowed_house", one_of(CONFIGS, 3), indirect=True)
 def test_behind_a_long_reply_the_prompt_is_shared_and_serves_when_the_last_file_of_a_window_is_gone(
     windowed_house: House,

@@ -127,6 +127,7 @@ def restored(kv: SequenceKV, target: KvPool) -> SequenceKV:
     return from_files(target, check_files(identity, name, files(kv), tokens), kv.length, windows=windows)
 
 
+@pytest.mark.long(6)
 def test_chunks_forks_and_cuts_are_those_of_a_pool_that_mlx_writes() -> None:
     """To the bit: on a CPU both quantize and de-quantize alike. A tail that others hold is copied, not written."""
     twins = Twins()
@@ -166,6 +167,7 @@ def test_files_go_from_one_kind_of_pool_to_the_other() -> None:
     assert stored(crossed.both[1]) == stored(plain)
 
 
+@pytest.mark.long(9)
 def test_a_few_rows_behind_many_are_attended_to_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the borders of blocks and of windows, with windows shorter than the chunk, and with a shared tail."""
     monkeypatch.setattr(prefill_layer, "LONG_TOKENS", 200)
@@ -220,6 +222,7 @@ def pools(runner: ModelRunner, pages: int | None = None) -> list[PoisonedPool]:
     return [PoisonedPool(identity, budget, dialect=dialect) for dialect in (None, Dialect.CUDA)]
 
 
+@pytest.mark.long(3)
 def test_a_pass_that_raises_half_way_has_changed_nothing(runner: ModelRunner) -> None:
     """No page of it is held either, also while the error is: neither new ones nor a copy of a shared tail."""
     plain, in_place = pools(runner)

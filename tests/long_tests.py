@@ -1,0 +1,66 @@
+"""Which long tests take their turn at a commit, and which tests of a promise no commit goes without."""
+
+import os
+from collections.abc import Iterable, Mapping
+
+import pytest
+
+PARTS = 4
+
+# Of each promise the quickest tests that show it: they run at every commit, however long they take.
+PROMISES: Mapping[str, tuple[str, ...]] = {
+    "kill -9 loses nothing that was acknowledged": (
+        "tests/cachestore/service/test_kills.py::test_eight_kills_under_load_lose_nothing_acknowledged",
+        "tests/inference/service/test_memory_survives.py::test_after_a_kill_of_both_services_the_agent_goes_on_token_for_token",
+    ),
+    "no namespace sees another's": (
+        "tests/cachestore/any_backend/test_store_isolation.py::test_what_is_theirs_does_not_exist_for_us",
+        "tests/inference/engine/test_batching.py::test_nobody_begins_with_what_another_namespace_holds",
+        "tests/gateway/test_memory_over_http.py::test_a_system_prompts_blocks_are_shared_under_one_namespace_alone",
+    ),
+    "restored as if it had never left": (
+        "tests/inference/engine/test_restore.py::test_a_restored_sequence_goes_on_as_if_it_had_never_left",
+    ),
+    "in a batch as alone": (
+        "tests/inference/engine/test_batching.py::test_eight_agents_say_and_remember_together_what_each_does_alone",
+        "tests/inference/kv/test_backends.py::test_a_concurrent_merge_mixes_no_rows",
+    ),
+    "a cancelled turn leaves the memory of the turn before": (
+        "tests/inference/engine/test_turns.py::test_a_cancelled_turn_leaves_the_memory_of_the_turn_before",
+    ),
+    "a store that fails costs time and no token": (
+        "tests/inference/service/test_warming.py::test_a_failed_restore_poisons_nothing_later",
+    ),
+    "nobody hears that a turn moved": (
+        "tests/inference/handover/test_moved_turns.py::test_a_stop_string_is_found_across_the_move_and_not_told",
+    ),
+}
+
+
+def part_of(turn: str) -> int:
+    """The part, from 0, whose turn it is: of a part's number or of a commit's name, both hexadecimal."""
+    try:
+        return int(turn, 16) % PARTS
+    except ValueError:
+        raise pytest.UsageError(f"KVASIR_TURN is {turn!r}: expected a number or a commit") from None
+
+
+def parts(seconds: Iterable[tuple[str, float]]) -> dict[str, int]:
+    """The part of each file. Its tests stay together, as they share what they start; all parts take about as long.
+
+    `seconds`: of each long test its file, and how long it takes.
+    """
+    files: dict[str, float] = {}
+    for file, each in seconds:
+        files[file] = files.get(file, 0) + each
+    filled, part = [0.0] * PARTS, {}
+    for file in sorted(files, key=lambda file: (-files[file], file)):
+        part[file] = filled.index(min(filled))
+        filled[part[file]] += files[file]
+    return part
+
+
+def turn() -> int | None:
+    """The part of this run; None, which is all, where nobody asked for one."""
+    asked = os.environ.get("KVASIR_TURN")
+    return part_of(asked) if asked else None

@@ -1,0 +1,49 @@
+"""Every long test has its turn, and no commit goes without a test of a promise or of a fault of others."""
+
+import ast
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.lessons import REQUIRED, covered
+from tests.long_tests import PARTS, PROMISES, part_of, parts
+
+ROOT = Path(__file__).parents[1]
+
+
+def is_long(test: str) -> bool:
+    """Of a test that is there: whether it may be left out."""
+    path, *names = test.split("::")
+    body = ast.parse((ROOT / path).read_text()).body
+    for name in names:
+        found = next(node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name)
+        if any("mark.long" in ast.unparse(decorator) for decorator in found.decorator_list):
+            return True
+        body = found.body
+    return False
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+def test_a_promise_keeps_its_tests_at_every_commit(promise: str) -> None:
+    assert [test for test in PROMISES[promise] if is_long(test)] == []
+
+
+def test_every_fault_of_others_keeps_a_test_at_every_commit() -> None:
+    tests = covered()
+    assert [fault for fault in sorted(REQUIRED) if all(is_long(test) for test in tests[fault])] == []
+
+
+def test_files_take_turns_in_parts_that_take_about_as_long() -> None:
+    drawn = random.Random(3)
+    tests = [(f"test_{drawn.randrange(80)}.py", drawn.uniform(3, 30)) for _ in range(200)]
+    part = parts(tests)
+    assert part == parts(reversed(tests)), "what was collected first must not matter"
+    filled = [sum(seconds for file, seconds in tests if part[file] == number) for number in range(PARTS)]
+    assert max(filled) < 1.1 * min(filled)
+
+
+def test_a_commit_and_a_number_name_a_part_and_nothing_else_does() -> None:
+    assert [part_of(turn) for turn in ("0", "3", "4", "95e86db")] == [0, 3, 0, 0x95E86DB % PARTS]
+    with pytest.raises(pytest.UsageError, match="KVASIR_TURN is 'all'"):
+        part_of("all")
