@@ -14,7 +14,7 @@ from inference_svc.kv.attention.geometry import (
     SplitGeometry,
     split_geometry,
 )
-from inference_svc.kv.attention.kernels import Dialect, KernelSource, reduce_source, split_source
+from inference_svc.kv.attention.kernels import Dialect, KernelSource, reduce_source, split_source, tiles_source
 from inference_svc.kv.attention.reference import rotated
 from inference_svc.kv.page import PageFormat
 
@@ -160,9 +160,11 @@ def plan_of(
         ("WARPS", REDUCE_WARPS),
         ("SHARED_BYTES", reduce_bytes),
     ]
+    by_tiles = geometry.by_tiles
+    source = tiles_source() if by_tiles else split_source(dialect, by_matrices=geometry.by_matrices)
     return Plan(
         geometry,
-        compiled(compiler, split_source(dialect, by_matrices=geometry.by_matrices), geometry.shared_bytes),
+        compiled(compiler, source, geometry.shared_bytes),
         [("Query", query_type), *geometry.template.items()],
         compiled(compiler, reduce_source(dialect), reduce_bytes),
         reduce_template,

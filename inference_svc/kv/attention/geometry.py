@@ -8,6 +8,10 @@ from inference_svc.kv.page import EXACT_BITS, PAGE_TOKENS, PageFormat, RowFormat
 
 # Tokens that a block mixes, whatever is in the batch: a row's sum must not depend on its neighbours.
 SPLIT_TOKENS = 256
+# The same where a block has many queries, which go over each tile together.
+MANY_QUERIES = 64
+_MANY_SPLIT_TOKENS = 1024
+_LEAST_OF_MANY = 33
 WARPS = 4
 REDUCE_WARPS = 8
 LANES = 32
@@ -26,10 +30,13 @@ class SplitGeometry:
     is_capped: bool
     split: int = SPLIT_TOKENS
     warps: int = WARPS
+    by_tiles: bool = False
 
     @property
     def tile(self) -> int:
         """Tokens that a warp brings into shared memory at once."""
+        if self.by_tiles:
+            return 64
         return 64 if 64 * self._token_bytes <= _MAX_TILE_BYTES and self.split // self.warps >= 64 else 32
 
     @property
@@ -40,6 +47,8 @@ class SplitGeometry:
     def shared_bytes(self) -> int:
         """Shared memory of a block."""
         value_dim, key = self.format.value.dim, self.format.key
+        if self.by_tiles:
+            return self.tile * (self._token_bytes + 2 * (key.dim + value_dim))
         if self.by_matrices:
             columns = self.queries // 8
             words = columns * LANES * (-(-key.dim // 32) * 4 + 4) + self.queries * (1 + groups(key))
@@ -93,10 +102,18 @@ def split_geometry(
     key = page_format.key
     takes_halves = query_type == "bfloat16" or (query_type == "float16" and not _holds_bfloats(page_format))
     if has_matrices and takes_halves:
+        if rows >= _LEAST_OF_MANY and _has_tiles(page_format, query_type):
+            return SplitGeometry(page_format, MANY_QUERIES, False, is_capped, _MANY_SPLIT_TOKENS, by_tiles=True)
         wide = rows > 8 and max(key.dim, page_format.value.dim) <= 128
         return SplitGeometry(page_format, 16 if wide else 8, True, is_capped)
     most = 8 if max(key.dim, page_format.value.dim) <= 128 else 4
     return SplitGeometry(page_format, min(most, 1 << (rows - 1).bit_length()), False, is_capped)
+
+
+def _has_tiles(page_format: PageFormat, query_type: str) -> bool:
+    """Whether stored rows become values of the queries' type, and a warp has registers for sixteen queries."""
+    is_bfloat = page_format.scale_type == identity_pb2.SCALE_TYPE_BFLOAT16
+    return is_bfloat == (query_type == "bfloat16") and max(page_format.key.dim, page_format.value.dim) <= 128
 
 
 def groups(rows: RowFormat) -> int:

@@ -63,6 +63,15 @@ KV_FN kv_u32 kv_pair(float low, float high) { return kv_u32(kv_to_half(low)) | k
 KV_FN kv_u32 kv_pair_of_bfloats(float low, float high) {
   return kv_u32(kv_to_bfloat(low)) | kv_u32(kv_to_bfloat(high)) << 16;
 }
+template <bool IS_BFLOAT>
+KV_FN kv_u32 kv_fma_two(kv_u32 a, kv_u32 b, kv_u32 c) {
+  auto value = [](kv_u32 word, int side) {
+    kv_u16 bits = kv_u16(word >> side * 16);
+    return IS_BFLOAT ? fibers::bits_to_float(kv_u32(bits) << 16) : fibers::half_to_float(bits);
+  };
+  auto made = [&](int side) { return std::fma(value(a, side), value(b, side), value(c, side)); };
+  return IS_BFLOAT ? kv_pair_of_bfloats(made(0), made(1)) : kv_pair(made(0), made(1));
+}
 KV_FN float kv_exp2_near(float x) { return exp2f(x); }
 template <bool IS_BFLOAT>
 KV_FN void kv_mma(float* c, const kv_u32* a, const kv_u32* b) {

@@ -64,7 +64,7 @@ def split_source(dialect: Dialect, *, by_matrices: bool) -> KernelSource:
     parts = ["rows.h"]
     if by_matrices:
         assert dialect is Dialect.CUDA, "no other dialect has matrix fragments"
-        parts = [CUDA_INSTRUCTIONS, "rows.h", "matrices.h"]
+        parts = [CUDA_INSTRUCTIONS, "rows.h", "tile.h", "matrices.h"]
     else:
         parts = ["rows.h", "lanes.h"]
     inputs = ("queries", "pages", "block_table", "lengths", "settings")
@@ -77,6 +77,14 @@ def split_source(dialect: Dialect, *, by_matrices: bool) -> KernelSource:
         _BY_MATRICES if by_matrices else _BY_LANES,
         is_row_contiguous=True,
     )
+
+
+@cache
+def tiles_source() -> KernelSource:
+    """As `split_source`, for many queries. No other dialect has matrix fragments."""
+    inputs = ("queries", "pages", "block_table", "lengths", "settings")
+    parts = [CUDA_INSTRUCTIONS, "rows.h", "tile.h", "tiles.h"]
+    return _source(Dialect.CUDA, "tiles", parts, inputs, ("partial",), "", is_row_contiguous=True)
 
 
 @cache

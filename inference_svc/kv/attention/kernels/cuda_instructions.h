@@ -44,6 +44,17 @@ KV_FN kv_u32 kv_pair_of_bfloats(float low, float high) {
   return x;
 }
 
+// a b + c of two bfloats or halves in a word, rounded once.
+template <bool IS_BFLOAT>
+KV_FN kv_u32 kv_fma_two(kv_u32 a, kv_u32 b, kv_u32 c) {
+  kv_u32 x;
+  if (IS_BFLOAT)
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
+  else
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
+  return x;
+}
+
 // 2^x to 22 bits.
 KV_FN float kv_exp2_near(float x) {
   float y;

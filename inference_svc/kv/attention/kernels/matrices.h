@@ -11,24 +11,6 @@
 KV_CONST float KV_CODE = 16777216.0f;   // 2^24: what a code's bits are worth less as a half
 KV_CONST float KV_WEIGHT = 16384.0f;    // 2^14: what weights are multiplied by, so that small ones stay normal halves
 
-// Where 16-byte chunk `chunk` of row `row` lies: so that eight rows of a chunk lie in different banks.
-template <int ROW_CHUNKS>
-KV_FN int kv_place(int row, int chunk) {
-  int mixed = chunk;
-  if (ROW_CHUNKS % 8 == 0) mixed = chunk ^ (row & 7);
-  if (ROW_CHUNKS == 4) mixed = chunk ^ ((row >> 1) & 3);
-  if (ROW_CHUNKS == 2) mixed = chunk ^ ((row >> 2) & 1);
-  return (row * ROW_CHUNKS + mixed) * 8;
-}
-
-// A warp's rows of a tile in shared memory, in units: codes or values, scales, biases.
-template <typename Rows, int TILE>
-struct KvTile {
-  KV_CONST int SCALES = TILE * Rows::ROW_UNITS;
-  KV_CONST int BIASES = SCALES + (Rows::IS_QUANTIZED ? TILE * Rows::GROUPS : 0);
-  KV_CONST int UNITS = BIASES + (Rows::IS_QUANTIZED ? TILE * Rows::GROUPS : 0);
-};
-
 // Begin to copy a tile's rows from row `first` of the page's part on. Of a tile at a border (IS_WHOLE is false), rows of
 // tokens not in [low, high] become zeros; their scales, which kv_clear_scales removes, may come along.
 template <typename Rows, int TILE, bool IS_WHOLE>

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.kv.attention.geometry import split_geometry, why_not
+from inference_svc.kv.attention.geometry import SplitGeometry, split_geometry, why_not
 from inference_svc.kv.attention.kernels import Dialect
-from inference_svc.kv.page import RowFormat
+from inference_svc.kv.page import PageFormat, RowFormat
 from tests.inference.kv.attention.emulators import attention, both_dialects, needs_compiler
 from tests.inference.kv.attention.scenes import BF16, FP16, Scene, page_format
 
@@ -32,6 +32,19 @@ SCENES = {
         page_format("k8v4", 1, 96, 32),
         {"query_heads": 2, "query_count": 16, "window": 70},
     ),
+    "q4, many queries": (page_format("q4", 1, 64), {"query_heads": 4, "query_count": 17}),
+    "k8v4, many queries and a window": (
+        page_format("k8v4", 1, 96, 32),
+        {"query_heads": 2, "query_count": 33, "window": 70},
+    ),
+    "q4-rotated, many queries of halves": (
+        page_format("q4-rotated", 1, 128, 64, FP16),
+        {"query_heads": 4, "query_count": 20},
+    ),
+    "16 bits, many queries, soft cap": (
+        page_format("exact", 1, 80),
+        {"query_heads": 2, "query_count": 20, "soft_cap": 5.0},
+    ),
     "q8, head dimension 256": (page_format("q8", 1, 256, scale_type=FP16), {"query_heads": 1}),
     "q4 in groups of 128": (page_format("q4", 1, 128, 128), {"query_heads": 2}),
     "16 bits, head dimension 80, soft cap": (page_format("exact", 2, 80), {"query_heads": 2, "soft_cap": 5.0}),
@@ -39,6 +52,7 @@ SCENES = {
 TYPES = {
     "q4, grouped heads": (FLOATS, BFLOATS, HALVES),
     "16 bits, head dimension 80, soft cap": (FLOATS, BFLOATS),
+    "q4-rotated, many queries of halves": (HALVES,),
 }
 # Each program takes a compiler 2 to 10 s: these of the matrix are in every run, the others in `make campaigns`.
 SAMPLED = {
@@ -47,6 +61,8 @@ SAMPLED = {
     ("q4, a window and sinks", BFLOATS, Dialect.CUDA),
     ("q4-rotated in groups of 32, five queries", BFLOATS, Dialect.METAL),
     ("k8v4, head dimension 96, sixteen queries", BFLOATS, Dialect.METAL),
+    ("q4, many queries", BFLOATS, Dialect.CUDA),
+    ("k8v4, many queries and a window", BFLOATS, Dialect.CUDA),
     ("q8, head dimension 256", BFLOATS, Dialect.METAL),
 }
 MATRIX = [
@@ -88,6 +104,16 @@ def test_neighbours_and_the_width_of_the_table_change_no_bit(dialect: Dialect) -
         assert (np.array(attention(alone, dialect).astype(mx.float32))[0] == together[row]).all()
 
 
+def test_many_queries_are_attended_to_together_with_the_same_bits_beside_others() -> None:
+    """Splits are longer then: the longest row has two of them."""
+    many = Scene(page_format("q4", 1, 64), (1300, 40, 600), 4, 17, dtype=BFLOATS, blocks=7)
+    together = attention(many, Dialect.CUDA)
+    assert many.error(together) < BOUNDS[BFLOATS]
+    alone = replace(many, lengths=(1300,))
+    alone.queries, alone.pages, alone.block_table = many.queries[:1], many.pages, many.block_table[:1, :6]
+    assert mx.array_equal(attention(alone, Dialect.CUDA)[0], together[0])
+
+
 @both_dialects
 def test_a_large_scale_overflows_no_half_and_a_tiny_weight_counts(dialect: Dialect) -> None:
     """Scales of 1000 and queries of 1e4 are far outside what halves hold when multiplied."""
@@ -126,14 +152,13 @@ def test_any_lengths_queries_and_windows(
 def test_halves_are_multiplied_where_they_lose_nothing() -> None:
     quantized, exact = page_format("q4", 1, 64), page_format("exact", 1, 64, scale_type=BF16)
 
-    def by_matrices(form: object, query_type: str, *, has_matrices: bool = True) -> bool:
-        return split_geometry(
-            form,  # type: ignore[arg-type]
-            4,
-            has_matrices=has_matrices,
-            query_type=query_type,
-            is_capped=False,
-        ).by_matrices
+    def geometry(form: PageFormat, query_type: str, *, has_matrices: bool = True, rows: int = 4) -> SplitGeometry:
+        return split_geometry(form, rows, has_matrices=has_matrices, query_type=query_type, is_capped=False)
+
+    def by_matrices(form: PageFormat, query_type: str, *, has_matrices: bool = True) -> bool:
+        assert not geometry(form, query_type, has_matrices=has_matrices, rows=32).by_tiles
+        assert not geometry(form, "float32", has_matrices=has_matrices, rows=64).by_tiles
+        return geometry(form, query_type, has_matrices=has_matrices).by_matrices
 
     assert by_matrices(quantized, "bfloat16")
     assert by_matrices(quantized, "float16")
@@ -141,6 +166,9 @@ def test_halves_are_multiplied_where_they_lose_nothing() -> None:
     assert not by_matrices(quantized, "float32")
     assert not by_matrices(exact, "float16"), "a bfloat has fewer bits than the query"
     assert not by_matrices(quantized, "bfloat16", has_matrices=False)
+    assert geometry(quantized, "bfloat16", rows=33).by_tiles
+    assert not geometry(quantized, "float16", rows=33).by_tiles, "its values are bfloats"
+    assert not geometry(page_format("q4", 1, 256), "bfloat16", rows=33).by_tiles, "too many registers"
 
 
 def test_what_the_kernels_cannot_read_has_a_reason() -> None:
