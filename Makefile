@@ -110,7 +110,7 @@ bench-moves: install ## 100 MB of memory move between two network namespaces ove
 	$(BIN)/python -m tests.moves.link
 
 campaign-handover: install ## 300 turns move between two engines while they speak; then 40 more while something breaks; half an hour
-	$(BIN)/python -m pytest --timeout 7200 -m campaign -s tests/inference/handover
+	$(BIN)/python -m tests.inference.handover.handover_campaign
 
 hammer: install ## Many agents at once, each turn compared with the same turn alone; goes on where it was ended
 	$(BIN)/python -m tests.hammer $(HAMMER)

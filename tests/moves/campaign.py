@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import copy
 import random
+import shutil
 import subprocess
 import tempfile
 import threading
@@ -34,6 +35,8 @@ PATIENCE_S = 1.0
 _HEALED_WITHIN_S, _ANSWER_S = 180.0, 20.0  # on a machine that is busy with other things
 _LARGEST_CUT = 300_000
 _TOLD_EVERY = 50
+_LOGS, _LOG_CHARACTERS = 2, 8_000
+_MEMORY, _ROOM_BYTES = Path("/dev/shm"), 2 << 30
 _LONGEST_PARTING_S = 2.5
 _DAY_S = 86_400.0
 _AHEAD_S = (-20 * 365 * _DAY_S, -30 * _DAY_S, -3600.0, 0.0, 3600.0, 30 * _DAY_S, 50 * 365 * _DAY_S)
@@ -289,6 +292,12 @@ class World:
                 facts[name] = f"{type(error).__name__} {error.reason}"
         return facts
 
+    def tell_logs(self) -> None:
+        """Print what the stores last logged; what they held is removed with this campaign."""
+        for name, mac in self.stores.items():
+            for number, started in list(enumerate(mac.home.started))[-_LOGS:]:
+                print(f"--- {name}, start {number}\n{started.log[-_LOG_CHARACTERS:]}")
+
 
 def run(root: Path, moves: int, seed: int, accidents: tuple[str, ...] = ACCIDENTS, per_agent: int = 8) -> Counter[str]:
     """So many moves; how many of each kind. Raises ViolationError with the seed and what had happened."""
@@ -304,6 +313,7 @@ def run(root: Path, moves: int, seed: int, accidents: tuple[str, ...] = ACCIDENT
             try:
                 world.move(accident)
             except ViolationError as violation:
+                world.tell_logs()
                 raise ViolationError(f"seed {seed}, move {number}: {violation}; {world.events}") from None
             if (number + 1) % _TOLD_EVERY == 0:
                 print(f"seed {seed}: {number + 1} moves", flush=True)
@@ -316,7 +326,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="kv", dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as root:
+    is_roomy = _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > _ROOM_BYTES
+    with tempfile.TemporaryDirectory(prefix="kv", dir=_MEMORY if is_roomy else None) as root:
         counts = run(Path(root), given.moves, given.seed)
     print(
         f"{given.moves} moves in {time.monotonic() - began:.0f} s, one owner after each: {dict(sorted(counts.items()))}"

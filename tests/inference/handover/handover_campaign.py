@@ -2,19 +2,26 @@
 
 What a reader hears is compared with what it hears of the same turn that never moves. `Findings` says how often a turn
 moved, what differed, and how long readers waited.
+
+    python -m tests.inference.handover.handover_campaign --moves 300 --broken 40
 """
 
+import argparse
 import asyncio
 import random
+import sys
+import tempfile
+import time
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from kvasir.clients import AioInferenceClient
 from kvasir.errors import KvasirError
 
 from tests.inference.handover.cases import CASES, ON, STORY
-from tests.inference.handover.two_engines import TwoEngines, hear
+from tests.inference.handover.two_engines import TwoEngines, hear, two_engines
 
 _SHORT = STORY[:200]
 TURNS: dict[str, dict[str, Any]] = {
@@ -22,9 +29,12 @@ TURNS: dict[str, dict[str, Any]] = {
     # Most have few blocks to bring: so more moves fit in a minute.
     **{f"short {name}": {**case, "prompt": _SHORT} for name, case in CASES.items() if "prompt" in case},
     "short sampled again": {"prompt": _SHORT, "sampling": {**ON, "temperature": 1.3, "seed": 77, "max_tokens": 150}},
+    # Much of it is held back, because a stop string may have begun: one never ends, the other near the reply's end.
+    "stop": {"prompt": STORY, "sampling": {**ON, "temperature": 1.0, "seed": 11, "stop": ["the boat too", ". Ben w"]}},
     "several": {"prompt": STORY, "sampling": {**ON, "temperature": 1.0, "seed": 21, "n": 3}},
     "agent": {"prompt": _SHORT, "agent_id": "", "sampling": {**ON, "temperature": 0.7, "seed": 8}},
 }
+_TOLD_EVERY, _LOG = 10, 20_000
 DISTURBANCES = ("cut", "kill source", "kill destination", "freeze destination")
 
 
@@ -137,3 +147,32 @@ async def asked_again(engine: AioInferenceClient, turn: dict[str, Any]) -> tuple
         except KvasirError:  # a lease of the dead ends by itself
             await asyncio.sleep(0.5)
     return "", []
+
+
+def main() -> int:
+    """Moves first, then moves in whose midst something breaks; 1 if a reader heard what it should not."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--moves", type=int, default=300)
+    parser.add_argument("--broken", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--time-limit-s", type=float, default=7200, help="no further move begins after it")
+    given = parser.parse_args()
+    give_up = time.monotonic() + given.time_limit_s
+    with tempfile.TemporaryDirectory(prefix="kv") as root, two_engines(Path(root)) as two:
+        campaign = Campaign(two, random.Random(given.seed))
+        findings = campaign.findings
+        while findings.moves < given.moves and not findings.problems and time.monotonic() < give_up:
+            asyncio.run(campaign.moves(min(findings.moves + _TOLD_EVERY, given.moves)))
+            print(f"seed {given.seed}: {findings.summary()}", flush=True)
+        for number in range(given.broken):
+            if findings.problems or time.monotonic() > give_up:
+                break
+            asyncio.run(campaign.disturbed(DISTURBANCES[number % len(DISTURBANCES)]))
+        print(f"seed {given.seed}, at the end: {findings.summary()}")
+        if findings.problems:
+            print(*findings.problems, two.a.log[-_LOG:], two.b.log[-_LOG:], two.house.store.log[-_LOG:], sep="\n")
+    return 1 if findings.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
