@@ -143,9 +143,9 @@ def peer_ways(runner: ModelRunner) -> tuple[list[Way], dict[str, str]]:
             continue
         try:
             ways.append(_peer(runner, name, new_caches))
-        # mlx-lm has no type of its own for its refusals (another attention, a head that the groups do not divide). None
-        # is passed over: each is told with its reason.
-        except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
+        # mlx-lm has no type of its own for its refusals (another attention, a head that the groups do not divide), and
+        # MLX none for a product that a device cannot compute. None is passed over: each is told with its reason.
+        except (ValueError, TypeError, AttributeError, NotImplementedError, RuntimeError) as error:
             refused[name] = f"mlx-lm raises {type(error).__name__}: {error}"
     return ways, refused
 

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 from kvasir.errors import InvalidArgument
+from mlx_lm.models.cache import QuantizedKVCache
 
 from inference_svc.kv.policy import PolicyRequest, Rung
 from inference_svc.model.loading import load
 from inference_svc.model.model_runner import ModelRunner
 from inference_svc.model.quality.material import Sheet
+from inference_svc.model.quality.measure import peer_ways
 from inference_svc.model.quality.text_exam import Mixture, TextExam, examine_text
 from tests.inference.engine.driving import tokens_of
 from tests.inference.engine.families import GEMMA3, JAMBA, write_family
@@ -64,6 +66,20 @@ def test_a_budget_of_less_than_the_policys_own_bytes_is_refused(llama: ModelRunn
     with pytest.raises(InvalidArgument, match="q4 takes 432 bytes") as refused:
         examined(llama, budget_bytes=431)
     assert refused.value.field == "kv_bytes"
+
+
+def test_a_peer_that_the_device_cannot_compute_is_told_with_its_reason(
+    llama: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As MLX on CUDA, which has no product for heads as narrow as these."""
+
+    def no_product(*_: Any) -> None:
+        raise RuntimeError("[quantized_matmul] No implementation for problem shape")
+
+    monkeypatch.setattr(QuantizedKVCache, "update_and_fetch", no_product)
+    peers, refused = peer_ways(llama)
+    assert peers == []
+    assert "No implementation" in refused["mlx-lm q4"]
 
 
 @pytest.mark.long(9)
