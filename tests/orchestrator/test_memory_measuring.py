@@ -84,6 +84,7 @@ def test_claims_hold_only_of_what_was_found() -> None:
     batch = Batch("prisoners-dilemma", KV, 2, 1.0, 200, 100)
     row = rows(good, [batch])[0]
     assert (row["share_of_prefill"], row["hot_bytes"], row["stored_bytes"]) == (0.15, 100, 50)
+    assert (row["conversations"], row["distinct"]) == (1, 1)
     assert wanted(good) == {**wanted(good), "is_met": True}  # type: ignore[dict-item]
     spoilt = {0: of_way(KV, 80, 1000), 2: of_way("bm25-1", 96, 300)}
     for place, played in spoilt.items():
@@ -112,6 +113,7 @@ def test_parts_of_a_campaign_add_up_and_what_was_cut_short_does_not_count(tmp_pa
     ended = in_process("bench", "memory", "--results", one, "--results", two, "--json")
     [row] = [row for row in ended.value["rows"] if (row["scenario"], row["way"]) == ("all", KV)]
     assert (ended.value["settings"]["variants"], row["facts"]) == (2, 200)
+    assert (row["conversations"], row["distinct"]) == (2, 1), "both say the same words: one is no more evidence"
     with pytest.raises(DataLoss, match="variant 1, was played twice"):
         kept.read([one, one], WAYS)
     one.write_text("{}\n")
@@ -188,6 +190,7 @@ def played_by(house: House, second: House, ways: tuple[str, ...]) -> list[Played
     with house.client() as client:
         assert not client.list_agents().agents, "agents of a way are gone before the next one"
     assert batches[0].stored_bytes > 0
+    assert batches[0].engine == "cpu, float32"
     return played
 
 

@@ -326,7 +326,8 @@ def memory(
 
     kv remembers; prefill computes the whole transcript each turn; bm25-K sees its persona, the K past messages that fit
     best, and what is new; killed is kv with kill -9 of both services before each phase; moved goes on in another store
-    and engine from the middle phase on. Services and home are its own.
+    and engine from the middle phase on. Services and home are its own; KVASIR_ENGINE_… in the environment are options
+    of its engines, such as KVASIR_ENGINE_BATCH_INVARIANT=true on a GPU, where killed and moved need it to be the same.
 
     Ends with 1 when a claim is not met: kv is as accurate as prefill and more than each bm25-K, prefills less, killed
     and moved say the same, no agent says a drawn word that it was never shown.

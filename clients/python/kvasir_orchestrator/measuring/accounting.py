@@ -51,6 +51,7 @@ class Batch:
     wall_s: float
     hot_bytes: int  # of KV that the engine keeps between turns, at most
     stored_bytes: int  # at the end
+    engine: str = ""  # device and type of what it computes, such as "cpu, float32"
 
 
 def wilson(successes: int, trials: int) -> tuple[float, float]:

@@ -92,6 +92,7 @@ async def measure(
     took: list[Batch] = []
     began = clock()
     async with AioInferenceClient.connect(places.here) as here, AioInferenceClient.connect(places.there) as there:
+        engine = f"{(await here.get_capabilities()).device}, {(await here.get_model()).compute_type}"
         end = scope.first + scope.variants
         for first in range(scope.first, end, scope.together):
             if played and scope.time_limit_s is not None and clock() - began >= scope.time_limit_s:
@@ -102,6 +103,7 @@ async def measure(
                 for way in scope.ways:
                     say(f"{name}, variants {numbers[0]} to {numbers[-1]}, to {end - 1} in all: {way}")
                     of_batch, batch = await _Batch(way, scenarios, here, there, places, scope).play(clock)
+                    batch = replace(batch, engine=engine)
                     played += of_batch
                     took.append(batch)
                     keep(batch, of_batch)

@@ -31,9 +31,12 @@ def _row(played: Sequence[Played], batches: Sequence[Batch], full: int) -> dict[
     first_tokens = sorted(seconds for each in played for seconds in each.first_token_s)
     computed = sum(each.prefilled_tokens for each in played)
     conversations = max(1, sum(each.conversations for each in batches))
+    words = {(each.scenario, *sorted(each.said.items())) for each in played}
     unknown = [check.is_met for each in played for check in each.checked if check.age is None]
     return {
         **_accuracy(check.is_met for each in played for check in each.checked if check.age is not None),
+        "conversations": len(played),
+        "distinct": len(words),  # of those: in what was said
         "unknown_right": sum(unknown),
         "unknown": len(unknown),
         "leaks": sum(len(each.leaks) for each in played),

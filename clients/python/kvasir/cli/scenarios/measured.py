@@ -79,8 +79,9 @@ def of_files(paths: Sequence[Path], *, is_quick: bool) -> dict[str, Any]:
 
 
 def _results(settings: dict[str, Any], played: Sequence[Played], batches: Sequence[Batch]) -> dict[str, Any]:
+    engines = sorted({batch.engine for batch in batches if batch.engine})
     return {
-        "settings": {**settings, "variants": len({each.variant for each in played})},
+        "settings": {**settings, "variants": len({each.variant for each in played}), "engines": engines},
         "rows": claims.rows(played, batches),
         "ages": claims.ages(played),
         "claims": claims.claims(played),
@@ -99,7 +100,8 @@ def lines(results: Mapping[str, Any]) -> Iterator[str]:
     """The results as plain text."""
     settings = results["settings"]
     variants = f"{settings['variants']} variants of {', '.join(settings['scenarios'])}"
-    yield f"{variants}, {settings['together']} beside each other, {settings['elapsed_s']:.0f} s"
+    engines = "; ".join(settings["engines"])
+    yield f"{variants}, {settings['together']} beside each other on {engines}, {settings['elapsed_s']:.0f} s"
     for scenario in dict.fromkeys(row["scenario"] for row in results["rows"]):
         yield f"\n{scenario}"
         of_scenario = [row for row in results["rows"] if row["scenario"] == scenario]
@@ -114,7 +116,7 @@ def lines(results: Mapping[str, Any]) -> Iterator[str]:
 
 
 _HEADINGS = [
-    *("way", "facts right", "95 %", "unknown right", "leaks", "prefilled", "of prefill"),
+    *("way", "distinct", "facts right", "95 %", "unknown right", "leaks", "prefilled", "of prefill"),
     *("first token p50", "p95", "wall", "hot", "stored"),
 ]
 
@@ -123,6 +125,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     share = row["share_of_prefill"]
     return [
         row["way"],
+        f"{row['distinct']} of {row['conversations']}",
         f"{row['right']}/{row['facts']} {row['accuracy']:.1%}",
         _span(row),
         f"{row['unknown_right']}/{row['unknown']}",
