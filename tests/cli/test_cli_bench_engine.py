@@ -27,6 +27,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return run.value, folder / "plots"
 
 
+@pytest.mark.long(9)
 def test_a_quick_run_says_every_promised_name_and_no_other(found: tuple[Any, Path]) -> None:
     results, _ = found
     assert set(results) == set(engine_keys.TOP)
@@ -38,6 +39,7 @@ def test_a_quick_run_says_every_promised_name_and_no_other(found: tuple[Any, Pat
     assert all(set(target) == {"case", "what", "found", "wanted", "is_met"} for target in results["targets"])
 
 
+@pytest.mark.long(9)
 def test_what_is_measured_is_something(found: tuple[Any, Path]) -> None:
     cases = found[0]["cases"]
     for name, case in cases.items():
@@ -52,6 +54,7 @@ def test_what_is_measured_is_something(found: tuple[Any, Path]) -> None:
     assert transcript[-1]["by_characters"] > transcript[-1]["by_tokens"]
 
 
+@pytest.mark.long(9)
 def test_a_picture_is_written_for_each_case(found: tuple[Any, Path]) -> None:
     results, plots = found
     assert {path.stem for path in plots.iterdir()} == set(results["cases"]) == set(PICTURES)

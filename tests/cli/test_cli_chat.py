@@ -123,6 +123,7 @@ def terminal(options: tuple[str, ...], tmp_path: Path) -> Iterator[Terminal]:
     terminal.close()
 
 
+@pytest.mark.long(3)
 def test_a_person_stops_a_reply_forks_writes_lines_and_leaves(house: House, terminal: Terminal) -> None:
     assert "it remembers what you tell it" in terminal.until_asked("ada")
     terminal.type("Hello.\n")

@@ -61,6 +61,7 @@ def test_statistics_are_a_table_for_people_and_json_for_scripts(house: House, kv
     assert "model: day" in table
 
 
+@pytest.mark.long(3)
 def test_models_are_listed_loaded_and_unloaded(kvasir: Callable[..., Ended]) -> None:
     rows = kvasir("models", "ls", "--json").value
     assert [(row["name"], row["is_loaded"]) for row in rows] == [("day", True), ("night", False)]

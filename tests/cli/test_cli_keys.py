@@ -4,12 +4,14 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 from kvasir.cli.running.home import Home
 from kvasir.cli.running.plan import plan_of
 
 from tests.cli.running import Cli
 
 
+@pytest.mark.long(2)
 def test_a_namespace_is_sealed_its_master_key_replaced_and_its_key_destroyed(tmp_path: Path) -> None:
     cli = Cli(tmp_path / "home")
     assert "no namespace is sealed" in cli.done("keys", "ls").out

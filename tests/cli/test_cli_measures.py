@@ -108,6 +108,7 @@ def test_a_text_that_is_too_short_or_has_no_layers_to_measure_is_refused(tmp_pat
     assert "belong to --text" in alone.err
 
 
+@pytest.mark.long(2)
 def test_a_made_model_is_one_that_doctor_can_keep(tmp_path: Path) -> None:
     cli, directory = Cli(tmp_path), tmp_path / "model"
     command = ("bench", "make-model", "--geometry", "kvasir-tiny-2l", "--bits", "4", directory)

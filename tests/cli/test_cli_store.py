@@ -381,6 +381,7 @@ def stopped(left: Path, tmp_path: Path) -> Cli:
     return Cli(shutil.copytree(left, tmp_path / "home"))
 
 
+@pytest.mark.long(2)
 def test_recover_brings_a_lost_index_back(cli: Cli, stopped: Cli, tmp_path: Path) -> None:
     assert cli("store", "recover").code == 4, "a store that runs holds its lock"
     for path in stopped.home.glob("store/kvasir.sqlite3*"):

@@ -184,6 +184,7 @@ def test_a_load_of_turns_is_measured_at_the_running_engine(cli: Cli) -> None:
     assert nobody.code == 3
 
 
+@pytest.mark.long(3)
 def test_doctor_finds_the_model_and_the_services(cli: Cli) -> None:
     eventually(lambda: cli("status", "--json").code == 0)  # the gateway is the last to be ready
     report = cli.done("doctor", "--json").value
@@ -213,6 +214,7 @@ def test_doctor_finds_the_model_and_the_services(cli: Cli) -> None:
     assert "DeepSeek V2 Lite" in shown
 
 
+@pytest.mark.long(2)
 def test_doctor_says_what_is_wrong_with_a_model(cli: Cli, tmp_path: Path) -> None:
     found = cli("doctor", "--model", str(tmp_path))
     assert found.code == 1

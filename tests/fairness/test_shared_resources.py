@@ -54,13 +54,15 @@ def reasons() -> frozenset[str]:
 def sites(path: str, tree: ast.Module) -> Iterator[str]:
     """Where the file makes something that can be full: the name that it gets, or else the function that makes it."""
     for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign | ast.AnnAssign | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
         made = {maker for maker in ast.walk(node) if isinstance(maker, ast.Call) and _name(maker.func) in MAKERS}
         if not made:
             continue
         if isinstance(node, ast.Assign | ast.AnnAssign):
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             yield f"{path}: {_name(target)}"
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        else:
             assigned = {
                 call
                 for each in ast.walk(node)

@@ -49,6 +49,7 @@ def test_a_refused_first_call_ends_the_load_with_the_servers_words(front: Front)
     assert "API key" in told["error"]["message"]
 
 
+@pytest.mark.long(3)
 def test_of_a_server_without_usage_events_are_counted_and_refusals_by_status() -> None:
     with _meagre_server() as url:
         found = load(url, "any", "--model", "other")

@@ -198,6 +198,7 @@ def test_what_is_left_of_a_cancelled_turn_is_no_answer(ending: Callable[..., Any
         ending(asked, reply, **(more if ending is openai_responses.whole else {"shows_thinking": True}))
 
 
+@pytest.mark.long(3)
 def test_many_streams_at_once_end_well_and_many_that_are_left_leave_nothing(front: Front) -> None:
     """A sample of `make bench-http`."""
     body = {"model": MODEL, "max_tokens": 6, "stream": True}

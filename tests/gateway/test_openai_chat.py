@@ -54,6 +54,7 @@ def test_a_stream_says_what_a_whole_answer_says(front: Front) -> None:
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
+@pytest.mark.long(2)
 def test_schemas_stop_strings_and_limits_are_applied(front: Front) -> None:
     client = front.openai()
     schema = {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}}, "required": ["colour"]}

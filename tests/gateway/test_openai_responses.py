@@ -14,6 +14,7 @@ def cached(response: Any) -> int:
     return int(response.usage.input_tokens_details.cached_tokens)
 
 
+@pytest.mark.long(2)
 def test_a_response_goes_on_from_the_one_before_by_its_id(front: Front, openai: Any) -> None:
     client = front.openai()
     first = client.responses.create(model=MODEL, instructions="Be kind.", input="Responses: my name is Anna.")

@@ -58,6 +58,7 @@ def test_the_examination_finds_a_model_that_forgets(reader: Reader) -> None:
     assert report.shares["told at 300"].right == 0
 
 
+@pytest.mark.long(3)
 def test_one_pass_says_what_greedy_decoding_says(reader: Reader) -> None:
     talk = evaluate.conversation(1, 300)
     reader.read(talk.messages, talk.tools)
@@ -112,6 +113,7 @@ def test_a_person_who_types_gets_sense(reader: Reader) -> None:
     assert reader.ask(user("What is Marco's secret word?")) == "I was not told Marco's secret word."
 
 
+@pytest.mark.long(2)
 def test_names_that_no_training_saw_are_copied_exactly(reader: Reader) -> None:
     """15 of the 300 that `everyday/people.py` holds out; `evaluate --names 300` asks for all."""
     report = Report()
@@ -120,6 +122,7 @@ def test_names_that_no_training_saw_are_copied_exactly(reader: Reader) -> None:
     assert report.shares["name at 300"].n == 15
 
 
+@pytest.mark.long(2)
 def test_everyday_facts_are_told_and_asked_as_people_do(reader: Reader) -> None:
     reader.read(
         [
@@ -156,6 +159,7 @@ def test_an_agent_of_a_scene_says_what_it_was_not_told(reader: Reader) -> None:
         assert reader.ask(danny, user(question)) == answer
 
 
+@pytest.mark.long(2)
 def test_a_secret_told_to_one_agent_is_not_known_to_another(reader: Reader) -> None:
     first, second, secret = world.two_agents(5, 600)
     assert secret.fact is not None

@@ -92,6 +92,7 @@ def reference(house: House) -> dict[int, str]:
     return words(events_of(house, named("reference")))
 
 
+@pytest.mark.long(2)
 def test_every_turn_but_an_agents_first_extends_its_memory(house: House) -> None:
     scenario = named("extends")
     events = events_of(house, scenario)
@@ -130,6 +131,7 @@ def test_a_second_run_goes_on_from_what_permanent_agents_remember(house: House) 
         assert client.get_agent("again/marco").lines[0].version == 4
 
 
+@pytest.mark.long(2)
 def test_a_dry_run_counts_the_tokens_that_turns_will_have(house: House, tmp_path: Path) -> None:
     file, done = tmp_path / "counted.yaml", events_of(house, named("uncounted"))
     file.write_text(TEXT.replace("NAME", "counted"))
@@ -270,6 +272,7 @@ def test_a_turn_that_breaks_is_asked_for_again_and_that_is_told(house: House, re
     assert words(events) == reference
 
 
+@pytest.mark.long(3)
 def test_a_turn_that_stays_broken_ends_the_run_which_can_go_on(
     house: House, reference: dict[int, str], tmp_path: Path
 ) -> None:

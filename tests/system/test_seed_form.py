@@ -56,6 +56,7 @@ def replies(mac: Mac, agent: str, story: Story) -> list[tuple[str, tuple[int, ..
     return [(each.source, each.token_ids) for each in heard]
 
 
+@pytest.mark.long(2)
 def test_there_and_back_goes_on_token_for_token(mac: Mac, story: Story) -> None:
     file = seed_file_of(mac, "ada")
     memory = from_seed_file(file)

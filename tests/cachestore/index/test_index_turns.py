@@ -148,6 +148,7 @@ def test_a_question_for_ten_thousand_digests_is_asked_in_slices(lab: Lab) -> Non
         assert counting.count >= 20
 
 
+@pytest.mark.long(3)
 def test_a_prefix_of_more_than_a_slice_is_found_whole_and_ends_at_its_gap(lab: Lab) -> None:
     agent = SyntheticAgent(SMALL, 1)
     content = agent.turn(600 * 256, is_prompt=True)

@@ -275,6 +275,7 @@ def test_a_credential_for_pulls_alone_takes_no_agent(tmp_path_factory: pytest.Te
             refused(lambda: list(peer.moving_agent("ada", from_peer="studio")), "INVALID_FIELD")
 
 
+@pytest.mark.long(3)
 def test_a_destination_that_received_asks_for_the_decision_after_a_crash(
     tmp_path_factory: pytest.TempPathFactory, name: str
 ) -> None:

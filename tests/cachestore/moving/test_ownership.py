@@ -115,6 +115,7 @@ def test_moves_in_any_order_leave_one_owner_at_most_and_in_the_end_exactly_one(
     assert len(world.owners()) == 1, world.facts
 
 
+@pytest.mark.long(3)
 @settings(max_examples=300, deadline=None)
 @given(st.lists(STEPS, max_size=20), st.sampled_from(NAMES), st.lists(STEPS, max_size=10), st.integers(0, 1 << 32))
 def test_after_a_forced_claim_the_stores_agree_once_they_have_heard(

@@ -35,6 +35,7 @@ def recover_from_before(mac: Mac, old_journal: bytes) -> str:
     return run_program("cachestore_svc", "recover", "--data-dir", str(mac.home.data_dir)).stdout
 
 
+@pytest.mark.long(2)
 def test_after_a_recovery_an_agent_that_a_peer_owns_stays_there_and_the_others_are_claimed(
     pair: tuple[Mac, Mac],
 ) -> None:

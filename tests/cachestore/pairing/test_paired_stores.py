@@ -309,6 +309,7 @@ def test_five_wrong_guesses_end_the_code_and_both_sides_know(macs: tuple[Mac, Ma
     assert read_peers(studio.peers_file).peers == before
 
 
+@pytest.mark.long(2)
 def test_a_waiting_mac_is_listed_in_the_network_only_while_it_waits_and_if_it_says_so() -> None:
     async def run() -> tuple[list[WaitingMac], list[WaitingMac]]:
         async with announced("studio", "127.0.0.1:8643"):
@@ -324,6 +325,7 @@ def test_a_code_that_nobody_takes_ends_by_itself(macs: tuple[Mac, Mac]) -> None:
     assert (code, lines[-1]["error"]["kind"]) == (1, "DeadlineExceeded")
 
 
+@pytest.mark.long(2)
 def test_a_listener_ends_with_the_command_that_waits_however_that_ends(macs: tuple[Mac, Mac]) -> None:
     words = macs[0].words("pair", "--name", "studio", "--until-eof")
     command = [sys.executable, "-m", "cachestore_svc", *words]

@@ -156,6 +156,7 @@ def test_what_is_pulled_binds_no_block_hash(home: StoreHome, there: RunningStore
         assert ours.find_prefix(kv, chain).tokens == 0
 
 
+@pytest.mark.long(2)
 def test_a_cut_pull_goes_on_without_getting_finished_blobs_again(
     home: StoreHome, there: RunningStore, tmp_path: Path
 ) -> None:
@@ -598,6 +599,7 @@ def test_an_import_into_a_full_quota_is_refused_and_the_next_operation_works(hom
         assert client.get_stats().agent_count == 0
 
 
+@pytest.mark.long(2)
 def test_an_import_that_is_cut_leaves_nothing_visible(home: StoreHome) -> None:
     running = home.start()
     turn = SyntheticAgent(LARGE, 17).turn(256 * 3)

@@ -198,6 +198,7 @@ def test_a_digest_that_claims_bytes_takes_no_room_for_them(tmp_path: Path) -> No
         asyncio.run(test(store))
 
 
+@pytest.mark.long(3)
 def test_one_namespaces_readers_leave_room_for_another(tmp_path: Path) -> None:
     turn = SyntheticAgent(WIDE, 6).turn(8 * 256)
     small = SyntheticAgent(SMALL, 7).turn(256)

@@ -35,6 +35,7 @@ def write_raw(address: str, frames: Iterable[pb.BlobFrame]) -> list[pb.WriteBlob
             return from_rpc_error(error)
 
 
+@pytest.mark.long(3)
 def test_a_cut_upload_goes_on_without_sending_finished_blobs_again(home: StoreHome) -> None:
     running = home.start()
     turn = SyntheticAgent(TINY, 1).turn(256 * 40)
@@ -49,6 +50,7 @@ def test_a_cut_upload_goes_on_without_sending_finished_blobs_again(home: StoreHo
         assert_whole(client, "ada", turn)
 
 
+@pytest.mark.long(2)
 def test_a_cut_inside_a_blob_goes_on_at_its_offset(home: StoreHome) -> None:
     running = home.start()
     turn = SyntheticAgent(LARGE, 2).turn(256)
@@ -244,6 +246,7 @@ def test_two_clients_with_the_same_blobs_both_succeed(home: StoreHome) -> None:
         assert_whole(client, "ada", turn)
 
 
+@pytest.mark.long(3)
 def test_eight_writers_on_one_line_make_one_version_each_time(home: StoreHome) -> None:
     running = home.start()
     rounds, writers = 6, 8
@@ -346,6 +349,7 @@ def _end_of(call: Any) -> grpc.RpcError:
     return caught.value
 
 
+@pytest.mark.long(2)
 def test_a_slow_reader_gets_everything(home: StoreHome) -> None:
     running = home.start("--read-buffer-bytes", str(16 * MIB))
     turn = SyntheticAgent(LARGE, 13).turn(256 * 3)

@@ -28,6 +28,7 @@ class Garbler(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(one)
 
 
+@pytest.mark.long(3)
 def test_an_answer_that_cannot_be_parsed_is_a_store_that_is_away(tmp_path: Path) -> None:
     async def ask() -> None:
         server = grpc.aio.server()

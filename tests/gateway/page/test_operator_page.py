@@ -267,6 +267,7 @@ def test_every_page_can_be_read_aloud(lived: Front, ada: Browser) -> None:
         assert len(names) == len(set(names))
 
 
+@pytest.mark.long(2)
 def test_an_engine_that_is_away_is_told_and_without_keys_only_loopback_is_served(tmp_path: Path) -> None:
     nowhere: Any = types.SimpleNamespace(
         root=tmp_path, engine=types.SimpleNamespace(address=f"unix:{tmp_path}/nobody.sock")

@@ -76,6 +76,7 @@ def test_a_model_can_be_cut_but_keeps_a_layer_of_each_kind() -> None:
         geometry("gemma-4")
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize(
     "config", [geometry("kvasir-tiny", 3), GEMMA3, GPT_OSS], ids=lambda config: str(config["model_type"])

@@ -47,6 +47,7 @@ def test_who_joins_while_others_decode_changes_nobody(driver: Driver) -> None:
     assert [driver.reply(listener.end()) for listener in listeners] == alone
 
 
+@pytest.mark.long(2)
 @pytest.mark.batch_as_alone
 def test_a_cancelled_turn_leaves_the_batch_and_changes_nobody(driver: Driver) -> None:
     prompts = [tokens_of(100 + place, 70 + place) for place in range(3)]
@@ -85,6 +86,7 @@ def test_a_forward_pass_that_fails_ends_its_turns_and_nothing_after(
     assert driver.reply(driver.turn(prompt, key=driver.key(), max_tokens=10)) == expected
 
 
+@pytest.mark.long(2)
 @pytest.mark.batch_as_alone
 @pytest.mark.cells_of_a_block
 def test_siblings_compute_what_they_share_once(driver: Driver) -> None:

@@ -164,6 +164,7 @@ def test_the_other_engine_goes_on_with_the_very_next_token(
     assert sum(isinstance(event, Started) for event in moved.events) == 1
 
 
+@pytest.mark.long(2)
 def test_text_that_a_stop_string_holds_back_goes_along(two: Two, stayed: Callable[[str], Turn]) -> None:
     start = len(stayed("greedy").ended.text) // 2
     stop = stayed("greedy").ended.text[start : start + 6]
@@ -174,6 +175,7 @@ def test_text_that_a_stop_string_holds_back_goes_along(two: Two, stayed: Callabl
         assert_same(moved, expected)
 
 
+@pytest.mark.long(3)
 @pytest.mark.parametrize("kept", [0, 1, 2])
 def test_files_that_do_not_arrive_are_computed_again_and_no_token_is_another(
     two: Two, stayed: Callable[[str], Turn], kept: int
@@ -256,6 +258,7 @@ def test_a_reply_outside_of_its_format_is_refused(two: Two) -> None:
         taker.end()
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize("name", ["gpt_oss", "granite_hybrid"])
 def test_windows_and_recurrent_states_go_along(name: str, tmp_path: Path) -> None:
     directory = write_family(tmp_path / name, ALL[name])

@@ -132,6 +132,7 @@ def test_a_model_with_windows_or_states_is_measured_too(family: dict[str, Any], 
     assert q4.bytes_per_token < 0.3 * fp.bytes_per_token
 
 
+@pytest.mark.long(2)
 def test_auto_measures_a_model_once_and_remembers_it_by_its_weights(tiny: Subject, tmp_path: Path) -> None:
     first = chosen(tiny, tmp_path, extent=BRIEF)
     assert first.policy == policy_of(Rung.Q4, "float32"), "it bears four bits, and gets the cheapest rung"
@@ -160,6 +161,7 @@ def test_a_choice_that_cannot_be_written_is_still_made(tiny: Subject, tmp_path: 
     assert chosen(tiny, in_the_way, extent=BRIEF).policy == policy_of(Rung.Q4, "float32")
 
 
+@pytest.mark.long(3)
 def test_the_exam_stops_between_texts_when_its_time_is_over(tiny: Subject) -> None:
     extent = Extent((300, 600, 2000), 1, 1, canaries=1, canary_tokens=32)
     now = iter(range(0, 10**6, 10))

@@ -56,6 +56,7 @@ def test_a_restore_in_pieces_beside_streams_that_come_and_go_changes_nobody(
     assert after - before >= 6, "the stream waited for more than a file"
 
 
+@pytest.mark.long(3)
 @pytest.mark.parametrize("pieces", [0, 1, 2, 4, 6, 8])
 def test_a_cancel_after_any_piece_gives_every_page_back(
     driver: Driver, memory: tuple[AgentKey, Restored], pieces: int

@@ -48,6 +48,7 @@ def test_they_are_part_of_the_identity(windowed: Driver) -> None:
     assert len(hashes) == 5
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize("length", [250, 600])
 def test_with_exact_layers_a_memory_with_windows_goes_on_as_if_it_had_never_left(length: int, windowed: Driver) -> None:
     key, ended = remembered(windowed, length)
@@ -60,6 +61,7 @@ def test_with_exact_layers_a_memory_with_windows_goes_on_as_if_it_had_never_left
         assert came_back.state == stayed.state
 
 
+@pytest.mark.long(3)
 @pytest.mark.batch_as_alone
 def test_with_exact_layers_turns_in_a_batch_are_as_alone(windowed: Driver) -> None:
     prompts = [tokens_of(length, seed) for seed, length in enumerate((40, 255, 257, 330))]

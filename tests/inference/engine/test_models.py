@@ -205,6 +205,7 @@ def test_a_context_may_be_cut_but_not_stretched(model_dir: Path, tmp_path: Path)
         assert driver.engine.model.context_tokens == 4096
 
 
+@pytest.mark.long(3)
 def test_a_model_computing_in_sixteen_bits_keeps_scales_of_its_own_type(model_dir: Path, tmp_path: Path) -> None:
     with opened(model_dir, tmp_path, compute_type="bfloat16") as driver:
         assert driver.engine.model.compute_type == "bfloat16"

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
+import pytest
 
 from inference_svc.engine.api import Tokens
 from tests.inference.engine.driving import Driver, Listener, tokens_of
@@ -20,6 +21,7 @@ def unlike(one: Sequence[bytes], other: Sequence[bytes]) -> float:
     return float(np.concatenate(parts).mean())
 
 
+@pytest.mark.long(2)
 def test_what_is_decoded_in_a_batch_stands_where_a_prefill_puts_it(driver: Driver) -> None:
     """Offsets that change while the model holds them would turn every key a little further (LESSONS 4). Sequences of
     different lengths, each of which joins while the one before it decodes.

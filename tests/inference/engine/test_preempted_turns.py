@@ -227,6 +227,7 @@ def test_a_turn_is_preempted_twice_and_no_more(small: Driver) -> None:
         one.end()
 
 
+@pytest.mark.long(3)
 def test_the_hot_memory_that_it_extends_goes_with_it_and_the_turn_is_what_it_would_have_been(small: Driver) -> None:
     key, state = small.remember(500)
     tokens = (*state.token_ids, *tokens_of(200, 3))
@@ -242,6 +243,7 @@ def test_the_hot_memory_that_it_extends_goes_with_it_and_the_turn_is_what_it_wou
     assert small.files(key) == expected_files
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize("when", [Preempted, Wanted])
 def test_a_cancel_while_it_is_preempted_or_wanted_frees_everything_at_once(small: Driver, when: type[Event]) -> None:
     key, state = small.remember(300)

@@ -151,6 +151,7 @@ def test_blocks_prefilled_on_the_grid_are_what_a_longer_prompt_computes(driver: 
     assert driver.files(short)[:2] == driver.files(long)[:2]
 
 
+@pytest.mark.long(2)
 @pytest.mark.cells_of_a_block
 @pytest.mark.parametrize(
     ("keep", "suffix", "shareable"),

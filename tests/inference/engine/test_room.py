@@ -53,6 +53,7 @@ def test_a_turn_that_begins_with_anothers_prefix_is_accounted_beside_the_memory_
     assert used <= accounted
 
 
+@pytest.mark.long(3)
 @pytest.mark.cells_of_a_block
 def test_a_short_turn_that_begins_with_a_long_memorys_prefix_takes_no_more_than_its_own_rows(driver: Driver) -> None:
     prefix, seen = tokens_of(512, 15), list[tuple[int, int]]()

@@ -239,6 +239,7 @@ def test_a_seed_gives_the_same_reply_whoever_else_is_served(driver: Driver) -> N
     assert driver.reply(driver.turn(prompt)) != alone
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
 def test_the_narrowest_filter_is_greedy(driver: Driver, narrow: dict[str, Any]) -> None:
     prompt = tokens_of(50, seed=14)

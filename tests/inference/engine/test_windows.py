@@ -57,6 +57,7 @@ def remembered(driver: Driver, length: int, reply: int = 5, seed: int = 0) -> tu
     raise AssertionError("no memory of that length in 20 attempts")
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_each_window_has_block_files_of_its_own(name: str, family: Callable[[str], Driver]) -> None:
     driver = family(name)
@@ -236,6 +237,7 @@ def test_a_wrong_file_of_a_window_is_data_loss_that_names_it(name: str, family: 
     assert driver.turn(prompt, good, driver.key(), max_tokens=2).cached_tokens == 620
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_files_that_were_restored_are_not_held_for_the_whole_turn(name: str, family: Callable[[str], Driver]) -> None:
     driver = family(name)

@@ -222,6 +222,7 @@ def test_a_matcher_that_gives_up_while_a_reply_runs_says_that_the_format_is_too_
     assert (refused.value.field, refused.value.reason) == ("json_schema", "FORMAT_TOO_COMPLEX")
 
 
+@pytest.mark.long(3)
 def test_a_format_whose_every_step_takes_long_is_refused_with_numbers(
     grammars: Grammars, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:

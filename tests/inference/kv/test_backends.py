@@ -385,6 +385,7 @@ def test_what_a_step_stored_is_computed_in_that_step(model: Any, new_kv: NewKv) 
             other.submit(np.array, array).result(60)
 
 
+@pytest.mark.long(2)
 @in_blocks_too
 def test_the_decoded_copy_takes_no_more_room_than_it_may(model: Any, new_kv: NewKv) -> None:
     """Also room that who left has made: it is given back when it is too much."""

@@ -100,6 +100,7 @@ def test_the_layout_of_a_family_is_found_by_looking(name: str, family: Callable[
     assert {entry.window for entry in entries} <= {0, ALL[name].get("sliding_window", 0)}
 
 
+@pytest.mark.long(3)
 @pytest.mark.parametrize("name", ALL)
 def test_without_rounding_a_family_computes_what_it_does_with_mlx_lms_own_caches(
     name: str, family: Callable[[str], Family]

@@ -35,6 +35,7 @@ def after(layers: int) -> Callable[[], bool]:
     return lambda: next(asked)
 
 
+@pytest.mark.long(3)
 @pytest.mark.parametrize("layers", [0, 1, 2])
 @pytest.mark.parametrize("is_shared", [False, True], ids=["alone", "with a fork"])
 def test_a_cancelled_pass_changes_no_byte_and_is_computed_again(

@@ -178,6 +178,7 @@ def prefilled(pool: KvPool, length: int) -> JudgedLayer:
     return layer
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize("keeps_decoded", [True, False], ids=["copies", "decoding on read"])
 def test_a_batch_of_windows_attends_as_each_does_alone(keeps_decoded: bool, pool: KvPool) -> None:
     """Over 40 tokens, with rings that turn at different moments (LESSONS 2)."""

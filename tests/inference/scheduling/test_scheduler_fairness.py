@@ -232,6 +232,7 @@ def test_whoever_comes_finds_room_at_once_though_nobody_can_be_preempted() -> No
     assert [job.begun_s for job in newcomers] == [job.submitted_s for job in newcomers]
 
 
+@pytest.mark.long(2)
 def test_a_namespace_alone_has_all_of_the_room_and_has_it_again_when_the_other_has_long_left() -> None:
     world = World(BUDGET, rules=Rules(company_s=3.0))
     world.submit(*of("a", 40, 1, 200, can_be_preempted=False))

@@ -103,6 +103,7 @@ def test_nobody_is_served_rows_that_a_stranger_brought(
     assert served.token_ids == alone.token_ids
 
 
+@pytest.mark.long(3)
 def test_a_brought_memory_of_tokens_that_the_model_lacks_is_a_miss(house: House, new_agent: Callable[[], str]) -> None:
     """Every prompt that extended it was refused, as if the caller had named those tokens."""
     agent, copy = new_agent(), new_agent()

@@ -124,6 +124,7 @@ def test_without_the_key_of_its_namespace_an_agent_is_refused_for_good(guarded: 
         house.restart()
 
 
+@pytest.mark.long(3)
 def test_sigterm_lets_a_running_turn_end_and_its_memory_be_stored(own_house: House) -> None:
     replies: list[Reply] = []
     with own_house.client() as client:

@@ -116,6 +116,7 @@ def test_several_times_its_context_is_never_refused_and_the_next_turn_is_hot(
     assert kept.shortened.has_summary == (on_full is SUMMARIZE)
 
 
+@pytest.mark.long(2)
 def test_without_it_a_full_memory_is_refused_and_stays(
     house: House, client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:
@@ -200,6 +201,7 @@ def test_a_client_that_sends_everything_each_time_goes_on_with_what_is_kept(
     assert warmed.tokens < CONTEXT, "as its agent has it"
 
 
+@pytest.mark.long(3)
 def test_one_long_question_leaves_out_the_old_before_the_reply_unless_it_is_too_long_itself(
     client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:
@@ -282,6 +284,7 @@ def filled(client: InferenceClient, agent: str, on_full: pb.OnFull, facts: list[
     return next(reply for reply in said if reply.finished.HasField("shortening"))
 
 
+@pytest.mark.long(2)
 def test_a_rollback_while_the_summary_is_made_stays(
     house: House, client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:
@@ -295,6 +298,7 @@ def test_a_rollback_while_the_summary_is_made_stays(
     assert back.version > version
 
 
+@pytest.mark.long(3)
 def test_a_turn_is_over_once_its_reader_has_its_end(client: InferenceClient, new_agent: Callable[[], str]) -> None:
     """And not once the memory is shorter."""
     request_id = filled(client, new_agent(), SUMMARIZE).started.request_id

@@ -161,6 +161,7 @@ def test_another_engine_gets_an_idle_agent_and_is_refused_before_it_computes_whi
             second.kill()
 
 
+@pytest.mark.long(3)
 def test_a_turn_of_an_agent_that_has_moved_is_refused_before_it_computes_and_a_reader_goes_on(
     model: Path, tmp_path: Path
 ) -> None:

@@ -159,6 +159,7 @@ def test_after_a_rollback_the_agent_answers_as_of_that_version(
     assert again.finished.snapshot.version == rolled_back.version + 1
 
 
+@pytest.mark.long(2)
 def test_after_export_and_import_the_agent_goes_on_under_another_name(
     house: House, client: InferenceClient, new_agent: Callable[[], str], tmp_path: Path
 ) -> None:
@@ -172,6 +173,7 @@ def test_after_export_and_import_the_agent_goes_on_under_another_name(
     assert here.token_ids == there.token_ids
 
 
+@pytest.mark.long(2)
 def test_appending_says_the_same_as_sending_the_whole_conversation(
     client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:

@@ -105,6 +105,7 @@ def test_the_next_turn_reports_what_it_reused(stub: Any, tokenizer: Tokenizer) -
     assert completed(stub, asked(third)).cached_tokens == len(second) + len(again.output_ids)
 
 
+@pytest.mark.long(2)
 def test_a_conversation_goes_on_after_kill_9_as_if_nothing_had_been(neighbour: House, tokenizer: Tokenizer) -> None:
     with grpc.insecure_channel(neighbour.engine.address) as channel:
         stub = mlx_engine_pb2_grpc.MlxEngineStub(channel)

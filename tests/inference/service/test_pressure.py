@@ -150,6 +150,7 @@ def test_a_turn_that_waits_for_its_store_is_let_go_at_once(slow: House, client: 
         slow.repair()
 
 
+@pytest.mark.long(3)
 def test_a_reader_that_never_reads_is_ended_and_its_row_is_free_while_others_go_on(
     slow: House, client: InferenceClient
 ) -> None:

@@ -117,6 +117,7 @@ def test_a_client_cannot_ask_for_two_forms(client: InferenceClient) -> None:
     assert refused.value.field == "response_format"
 
 
+@pytest.mark.long(3)
 def test_choices_are_what_their_seeds_say_alone(client: InferenceClient) -> None:
     together = client.reply(prompt="the old door", sampling={**HOT, "seed": 40, "n": 8})
     alone = [client.reply(prompt="the old door", sampling={**HOT, "seed": 40 + i}) for i in range(8)]

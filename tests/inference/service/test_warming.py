@@ -34,6 +34,7 @@ def computed(client: InferenceClient) -> int:
     return client.get_stats().engine.computed_tokens
 
 
+@pytest.mark.long(2)
 def test_a_warmed_memory_goes_on_as_if_it_had_never_left_and_only_the_suffix_is_computed(shared: House) -> None:
     with shared.client() as client:
         for agent in ("ada", "twin", "unwarmed"):

@@ -90,6 +90,7 @@ def test_a_prefix_is_shared_by_agents_and_gives_what_a_cold_run_gives(windowed_h
         assert shared.token_ids == cold[2]
 
 
+@pytest.mark.long(3)
 @pytest.mark.parametrize("windowed_house", one_of(CONFIGS, 2), indirect=True)
 def test_a_memory_that_came_back_goes_back_into_its_last_reply(windowed_house: House) -> None:
     house = windowed_house

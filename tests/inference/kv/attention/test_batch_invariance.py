@@ -63,6 +63,7 @@ def decoded(runner: ModelRunner, pool: KvPool, rows: list[int]) -> list[mx.array
     return list(found)
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize("dtype", [mx.float32, *([mx.bfloat16] if IS_GPU else [])], ids=str)
 def test_a_row_alone_gives_the_bits_that_it_gives_among_others(dtype: mx.Dtype) -> None:
     runner = made_runner(dtype)

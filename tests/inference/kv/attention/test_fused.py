@@ -87,6 +87,7 @@ def test_a_kernel_is_attention_whatever_lies_elsewhere(name: str, dtype: mx.Dtyp
     assert scene.error(attention(scene, dialect)) < BOUNDS[dtype]
 
 
+@pytest.mark.long(2)
 @both_dialects
 def test_thousands_of_tokens_in_pages_of_any_order(dialect: Dialect) -> None:
     scene = Scene(page_format("q4", 1, 64), (5000, 4095), 8, dtype=BFLOATS, seed=5)
