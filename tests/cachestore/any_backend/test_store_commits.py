@@ -43,13 +43,16 @@ def test_a_snapshot_of_every_layout_comes_back_whole(store: Store) -> None:
             assert_restores(store, done, content)
 
 
-def test_a_turn_of_50_tokens_writes_at_most_one_block_one_tail_and_one_manifest(store: Store) -> None:
-    agent = SyntheticAgent(SMALL, 1)
+@pytest.mark.parametrize(("identity", "groups"), [(SMALL, 1), (WINDOWED, 3)], ids=["full", "windows"])
+def test_a_turn_of_50_tokens_writes_at_most_a_block_and_a_tail_of_each_group_and_one_manifest(
+    identity: identity_pb2.KvIdentity, groups: int, store: Store
+) -> None:
+    agent = SyntheticAgent(identity, 1)
     publish(store, "a", agent.turn(700), 0)
     for turn in range(1, 12):
         before = store.stats(NS).counters["blobs_written"]
         publish(store, "a", agent.turn(50), turn)
-        assert store.stats(NS).counters["blobs_written"] - before <= 3
+        assert store.stats(NS).counters["blobs_written"] - before <= 2 * groups + 1
 
 
 @pytest.mark.long(6)

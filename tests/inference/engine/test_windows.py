@@ -18,7 +18,7 @@ from tests.inference.engine.cells import cells_of
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.engine.families import ALL, BUDGET, write_family
 from tests.inference.kv.sequences import fed, four_bits, full, pool_of, windowed
-from tests.sampling import one_of, pairs
+from tests.sampling import one_of, pairs, sampled
 
 if TYPE_CHECKING:
     from inference_svc.engine.sequence import Sequence
@@ -260,10 +260,10 @@ def test_files_that_were_restored_are_not_held_for_the_whole_turn(name: str, fam
 @pytest.mark.long(5)
 @pytest.mark.parametrize("name", one_of(NAMES, 0))
 def test_many_agents_with_one_system_prompt_hold_it_once(name: str, family: Callable[[str], Driver]) -> None:
-    """Each of 40 agents has pages of its own for what it adds, and no more: the common blocks are counted once."""
+    """Each of them has pages of its own for what it adds, and no more: the common blocks are counted once."""
     driver = family(name)
     worker = driver.engine._worker
-    common, agents = tokens_of(1024, seed=7), 40
+    common, agents = tokens_of(sampled(1024, of=3840), seed=7), sampled(40, of=200)
 
     def used_pages() -> int:
         return driver.engine._thread.post(lambda worker: worker.memories.ledger.used_pages).result(60)
@@ -272,8 +272,8 @@ def test_many_agents_with_one_system_prompt_hold_it_once(name: str, family: Call
     for number in range(agents):
         key = AgentKey("many", f"{name} {number}")
         ended = driver.turn((*common, *tokens_of(30, seed=100 + number)), key=key, namespace="many", max_tokens=2)
-        shared += ended.cached_tokens == 1024
-    per_sequence = worker._pool.pages_for(1056)
+        shared += ended.cached_tokens == len(common)
+    per_sequence = worker._pool.pages_for(len(common) + 32)
     # Of its own an agent has the block that it writes, in each group, and where a window's first blocks differ theirs.
     own = 2 * len(worker._pool.groups)
     assert shared == agents - 1
