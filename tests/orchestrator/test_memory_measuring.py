@@ -92,6 +92,7 @@ def test_claims_hold_only_of_what_was_found() -> None:
         assert not all(claim["is_met"] for claim in claims(bad)), played.way
     other = dataclasses.replace(good[4], said={0: ("Eve fears owls.", 7)})
     assert "1 turns differ" in [claim["found"] for claim in claims([*good[:4], other]) if not claim["is_met"]]
+    assert [claim["what"] for claim in claims(good[4:])] == ["no agent says what it was never shown"]
     leaking = dataclasses.replace(good[5], leaks=["gossip, turn 1: bob was never shown word"])
     assert "1 leaks" in [claim["found"] for claim in claims([*good[:5], leaking]) if not claim["is_met"]]
 
@@ -105,6 +106,7 @@ def test_parts_of_a_campaign_add_up_and_what_was_cut_short_does_not_count(tmp_pa
 
     one, two = part("one", 1, WAYS), part("two", 2, WAYS)
     part("two", 3, WAYS[:-1])
+    assert kept.read([part("killed", 4, (KILLED,)), part("rest", 4, tuple(set(WAYS) - {KILLED}))], WAYS)[0]
     two.write_bytes(two.read_bytes() + b'[{"scenario": "cut')
     played, batches = kept.read([one, two], WAYS)
     assert sorted({each.variant for each in played}) == [1, 2]
@@ -114,6 +116,8 @@ def test_parts_of_a_campaign_add_up_and_what_was_cut_short_does_not_count(tmp_pa
     [row] = [row for row in ended.value["rows"] if (row["scenario"], row["way"]) == ("all", KV)]
     assert (ended.value["settings"]["variants"], row["facts"]) == (2, 200)
     assert (row["conversations"], row["distinct"]) == (2, 1), "both say the same words: one is no more evidence"
+    refused = in_process("bench", "memory", "--way", "bm25-3", "--json")
+    assert "expected one of kv, prefill, bm25-1" in refused.value["error"]["message"]
     with pytest.raises(DataLoss, match="variant 1, was played twice"):
         kept.read([one, one], WAYS)
     one.write_text("{}\n")
@@ -186,10 +190,11 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 def played_by(house: House, second: House, ways: tuple[str, ...]) -> list[Played]:
     scope = Scope(["code-review"], ways, variants=2, together=1, kills_once=True, time_limit_s=0.0)
     played, batches = asyncio.run(measure(scope, Houses(house, second)))
-    assert [each.way for each in played] == [each.way for each in batches] == list(ways)
+    assert [each.way for each in played] == [each.way for each in batches]
+    assert sorted(each.way for each in played) == sorted(ways)
     with house.client() as client:
         assert not client.list_agents().agents, "agents of a way are gone before the next one"
-    assert batches[0].stored_bytes > 0
+    assert batches[-1].stored_bytes > 0
     assert batches[0].engine == "cpu, float32"
     return played
 
@@ -202,7 +207,8 @@ def test_memory_says_what_a_full_prefill_says_also_after_a_kill(house: House) ->
     assert found["kv prefills fewer tokens than prefill"]
     assert found["killed says what kv says, word for word and in as many tokens"]
     assert found["kv is as accurate as prefill"]
-    kv, prefill, *_ = played
+    prefill, _, kv, _ = played
+    assert (prefill.way, kv.way) == (PREFILL, KV), "nothing of kv's is in the store before a full prefill"
     assert all(check.is_met for check in kv.checked)
     assert prefill.prefilled_tokens == prefill.prompt_tokens, "nothing is reused without a memory"
 

@@ -296,6 +296,12 @@ def memory(
     scenario: Annotated[
         list[str] | None, typer.Option(help="Of `kvasir scenario ls`; may be repeated. Left out: all of them.")
     ] = None,
+    way: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of kv, prefill, bm25-K, killed, moved; may be repeated. Left out: all. Parts add up, as with --first."
+        ),
+    ] = None,
     variants: Annotated[
         int | None, typer.Option(min=1, help="Of each scenario: other words are told. Left out: 200; quick: 2.")
     ] = None,
@@ -344,7 +350,7 @@ def memory(
         results = measured.of_files(played_files, is_quick=quick)
     else:
         options = {"variants": variants or (2 if quick else 200), "together": together, "first": first}
-        scope = measured.scope_of(scenario or (), is_quick=quick, time_limit_s=time_limit_s, **options)
+        scope = measured.scope_of(scenario or (), way or (), is_quick=quick, time_limit_s=time_limit_s, **options)
         with _progress(caller, "playing scenarios") as say:
             results = measured.run(scope, say, played)
     if plots is not None:

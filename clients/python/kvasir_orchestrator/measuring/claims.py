@@ -63,8 +63,11 @@ def ages(played: Sequence[Played]) -> list[dict[str, Any]]:
 
 
 def claims(played: Sequence[Played]) -> list[dict[str, Any]]:
-    """Each claim about the ways that were played: what, is_met, found, and is_exact: no chance is in it."""
+    """Each claim about the ways that were played: what, is_met, found, and is_exact: no chance is in it. Without kv
+    there is nothing to hold the others to.
+    """
     ways = {each.way for each in played}
+    ways = ways if KV in ways else set()
     kv = _row(_of(played, ALL, KV), (), 0)
     span = f"{kv['accuracy']:.3f} [{kv['low']:.3f}, {kv['high']:.3f}]"
     made = []

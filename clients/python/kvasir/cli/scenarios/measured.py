@@ -17,7 +17,7 @@ from kvasir_orchestrator.measuring.campaign import Scope, measure
 from kvasir.bench.engine import text_table
 from kvasir.bench.engine_plots import Picture, draw
 from kvasir.cli.demo.mac import Mac, macs
-from kvasir.errors import NotFound
+from kvasir.errors import InvalidArgument, NotFound
 
 _PICTURES = {
     "accuracy": Picture("Facts told right, by turns since they were told", "way", ("accuracy",), by="age"),
@@ -38,12 +38,17 @@ class _Macs:
         self._first.start()
 
 
-def scope_of(scenarios: Sequence[str], *, is_quick: bool, **options: Any) -> Scope:
-    """What is to be played; `options` are the rest of it. Raises NotFound for a scenario that does not ship."""
+def scope_of(scenarios: Sequence[str], ways: Sequence[str], *, is_quick: bool, **options: Any) -> Scope:
+    """What is to be played; `options` are the rest of it. Raises NotFound for a scenario that does not ship, and
+    InvalidArgument for another way.
+    """
     names = list(scenarios) or shipped_names()
     for name in names:
         Scenario.shipped(name)
-    return Scope(names, claims.WAYS, kills_once=is_quick, **options)
+    if unknown := sorted(set(ways) - set(claims.WAYS)):
+        raise InvalidArgument(f"--way {unknown[0]}: expected one of {', '.join(claims.WAYS)}", field="way")
+    wanted = [way for way in claims.WAYS if way in ways or not ways]
+    return Scope(names, wanted, kills_once=is_quick, **options)
 
 
 def run(scope: Scope, say: Callable[[str], None], played_file: Path | None) -> dict[str, Any]:
