@@ -147,8 +147,8 @@ class _RestoredKV:
     def next_files(self) -> int:
         return self._load.next_files
 
-    def advance(self, most_files: int) -> None:
-        if self._load.advance(most_files):
+    def advance(self, most_files: int, meanwhile: collections.abc.Callable[[], None]) -> None:
+        if self._load.advance(most_files, meanwhile):
             self._sequence.kv, self._sequence.known_chain = self.kv, self._chain
             self._sequence.began(self.kv.length, self._shareable)
 

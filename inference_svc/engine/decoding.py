@@ -66,6 +66,14 @@ class Decoder:
         is_last_read = len(self._launched) > before and self._must_read(self._launched[-1])
         return self._read(before + is_last_read)
 
+    def step_early(self, decoding: Collection[Sequence]) -> list[Decoded]:
+        """Enqueue one more token of each sequence behind what the device computes, if nothing must be read for it."""
+        if self._looks_ahead and not any(
+            each.sampler is None or each.sampler.waits_for_last_token for each in decoding
+        ):
+            self._launch(decoding)
+        return []
+
     def settle(self) -> list[Decoded]:
         """The rows of the step that was not read, if there is one."""
         return self._read(len(self._launched))

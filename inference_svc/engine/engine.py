@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import InvalidArgument, ResourceExhausted, Unavailable
-from kvasir.formats.block_hash import BLOCK_TOKENS
 
 from inference_svc.engine.api import AgentKey, Failed, HeldTurn, HotMemory, Listener, Snapshot, TurnPlan
 from inference_svc.engine.context import check_fits
@@ -144,7 +143,11 @@ class Engine:
                 opened.info,
                 memory_budget_bytes,
                 memory_budget_bytes // _DECODED_PART,
-                _rules(opened.info, step_budget_s, cuts_cells=runner.is_on_gpu and not batch_invariant),
+                _rules(
+                    opened.info,
+                    step_budget_s,
+                    None if batch_invariant else runner.least_cell_tokens(opened.info.kv_identity.policy),
+                ),
                 time.monotonic,
             )
             made.append((opened, worker))
@@ -306,8 +309,9 @@ class Engine:
             )
 
 
-def _rules(model: ModelInfo, step_budget_s: float, *, cuts_cells: bool) -> Rules:
-    least_tokens = BLOCK_TOKENS if cuts_cells else model.cell_tokens
+def _rules(model: ModelInfo, step_budget_s: float, least_tokens: int | None) -> Rules:
+    """`least_tokens`: to which cells are cut; None: they are not."""
+    least_tokens = least_tokens or model.cell_tokens
     rules = Rules(cell_tokens=model.cell_tokens, least_tokens=least_tokens, budget_s=step_budget_s)
     # Recurrent layers share no rows, and windows may have gone on: a turn would wait for its sibling in vain.
     return replace(rules, prefix_wait_s=0) if model.has_rewind_points else rules

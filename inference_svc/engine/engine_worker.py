@@ -9,6 +9,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterator
 
+import mlx.core as mx
 from kvasir.errors import Cancelled, Internal, KvasirError, Unavailable
 
 from inference_svc.engine.api import AgentKey, HeldTurn, Snapshot
@@ -16,7 +17,7 @@ from inference_svc.engine.beginning import begin, mark, memory_left
 from inference_svc.engine.decoding import Decoded, Decoder
 from inference_svc.engine.held_turns import held_turn, sampler_of_carried
 from inference_svc.engine.room import KvRoom
-from inference_svc.engine.sampling import sample
+from inference_svc.engine.sampling import Draws
 from inference_svc.engine.scheduling.hot_memories import ResidentMemory
 from inference_svc.engine.scheduling.mask_budget import MaskBudget
 from inference_svc.engine.scheduling.schedulable import WITH_KV, Rules, Status
@@ -57,6 +58,7 @@ class EngineWorker:
         self._masks: MaskBudget[Sequence] = MaskBudget()
         batch = runner.new_batch(self._pool, decoded_budget_bytes // runner.compute_item_bytes)
         self._decoder = Decoder(batch, looks_ahead=not self._pool.has_states)
+        self._may_decode: Collection[Sequence] = ()  # in this step
         self._when_idle: dict[AgentKey, list[Callable[[], None]]] = {}
 
     def submit(self, sequence: Sequence) -> None:
@@ -73,9 +75,9 @@ class EngineWorker:
         spent_s = self._clock() - before_s
         has_ended = self._finish_generated()  # turns whose memory is whole and that generate nothing
         decoding = self._scheduler.begin_step(self._clock())
-        may_decode = self._masks.begin_step(decoding, self._turns)
-        if may_decode or self._decoder.is_ahead:
-            self._decode(may_decode)
+        self._may_decode = self._masks.begin_step(decoding, self._turns)
+        if self._may_decode or self._decoder.is_ahead:
+            self._decode(self._may_decode)
             self._emit_all()
         has_prefilled = self._carry_out_grants(take_mail, spent_s)
         self._finish_generated()
@@ -224,6 +226,19 @@ class EngineWorker:
         """Take in the tokens of the step that was not read."""
         self._compute(self._decoder.settle)
 
+    def _tell_decoded(self) -> None:
+        """Tell the tokens of the step that was not read: what was enqueued behind it would keep them waiting."""
+        self._settle()
+        self._emit_all()
+
+    def _decode_behind_cell(self) -> None:
+        """While the device computes a cell, tell what was decoded before it, and enqueue the next step behind it."""
+        self._tell_decoded()
+        going_on = [each for each in self._may_decode if each.status is Status.DECODING and not each.is_cancelled]
+        before = self._decoder.computed
+        self._compute(lambda: self._decoder.step_early(going_on), going_on)
+        self.computed_tokens += self._decoder.computed - before
+
     def _compute(self, step: Callable[[], list[Decoded]], decoding: Collection[Sequence] = ()) -> None:
         """What a step gives becomes part of the turns that are still here. If it fails, its turns end."""
         try:
@@ -262,7 +277,7 @@ class EngineWorker:
     def _carry_out(self, grant: Grant[Sequence]) -> None:
         sequence = grant.turn
         if sequence.arrival is not None:
-            sequence.arrival.advance(grant.size)
+            sequence.arrival.advance(grant.size, self._tell_decoded)
         else:
             self._prefill_cell(sequence, grant.size)
 
@@ -272,13 +287,19 @@ class EngineWorker:
         assert sampler is not None
         self.computed_tokens += len(cell)
         if not sequence.draws_after(tokens):
-            self._runner.prefill(kv, cell, lambda: sequence.is_cancelled)
+            self._runner.prefill(kv, cell, lambda: sequence.is_cancelled, self._decode_behind_cell)
             sequence.prefilled(len(cell))
             if sequence.is_at_rewind_point:
                 mark(kv)
             return
-        logits = self._runner.last_logits(kv, cell, lambda: sequence.is_cancelled)
-        [token] = sample([sampler], logits)
+        draws: list[Draws] = []
+
+        def draw(logits: mx.array) -> None:
+            draws.append(Draws([sampler], logits))
+            self._decode_behind_cell()
+
+        logits = self._runner.last_logits(kv, cell, lambda: sequence.is_cancelled, draw)
+        [token] = (draws or [Draws([sampler], logits)])[0].read()
         sequence.prefilled(len(cell))
         if isinstance(token, KvasirError):
             raise token

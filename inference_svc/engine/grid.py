@@ -1,7 +1,7 @@
 """The grid that cuts prefill into cells. Cell edges depend on the position alone, never on time or on the caller.
 
-Where cells are longer than blocks, which is on a GPU alone, a cell is cut at a block's edge while others' streams run:
-blocks are shared there within the tolerance of 16-bit computing in any case (DESIGN §3).
+Where cells are longer than blocks, which is on a GPU alone, a cell is cut while others' streams run, at an edge of
+blocks or of parts of a block: blocks are shared there within the tolerance of 16-bit computing in any case (DESIGN §3).
 """
 
 from kvasir.formats.block_hash import BLOCK_TOKENS
@@ -12,13 +12,13 @@ def cell_end(position: int, prompt_tokens: int, cell_tokens: int) -> int:
     return min((position // cell_tokens + 1) * cell_tokens, prompt_tokens)
 
 
-def cut_cell(position: int, cell_tokens: int, most_tokens: int) -> int:
-    """The tokens of a cell from `position` on that fit `most_tokens`, of which there is a block at least: all, or as
-    far as the last edge of a block.
+def cut_cell(position: int, cell_tokens: int, most_tokens: int, edge_tokens: int) -> int:
+    """The tokens of a cell from `position` on that fit `most_tokens`, which are `edge_tokens` at least: all, or as far
+    as the last multiple of `edge_tokens`.
     """
     if cell_tokens <= most_tokens:
         return cell_tokens
-    return (position + most_tokens) // BLOCK_TOKENS * BLOCK_TOKENS - position
+    return (position + most_tokens) // edge_tokens * edge_tokens - position
 
 
 def shareable_after(shareable: int, start: int, stop: int) -> int:

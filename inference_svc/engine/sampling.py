@@ -207,11 +207,6 @@ class Draws:
         return mx.stack([self._likeliest[row] if token is None else token for row, token in enumerate(drawn)])
 
 
-def sample(samplers: Sequence[Sampler], logits: mx.array) -> list[Drawn | KvasirError]:
-    """The next token of each row of logits [rows, vocabulary], as `Draws` gives it. Waits."""
-    return Draws(samplers, logits).read()
-
-
 def _planned(sampler: Sampler, row: mx.array) -> _PlannedDraw | KvasirError:
     try:
         return sampler._plan(row)

@@ -58,8 +58,10 @@ class Arrival(Protocol):
     def next_files(self) -> int:
         """How many files can be loaded at once."""
 
-    def advance(self, most_files: int) -> None:
-        """Load the next files, at most so many. When the last one is there, the turn gets its KV and goes on."""
+    def advance(self, most_files: int, meanwhile: Callable[[], None]) -> None:
+        """Load the next files, at most so many. When the last one is there, the turn gets its KV and goes on.
+        `meanwhile` is called before it waits for the device.
+        """
 
 
 @dataclass
@@ -93,6 +95,7 @@ class Sequence:
         self.cached = 0  # reused tokens among them
         self.rewind_points: tuple[int, ...] = ()  # token counts to which a memory of a model with states can go back
         self.shareable = 0
+        self._is_within_block = False  # the grid's last cell was cut there, and the next one goes on with its block
         self.is_cancelled = False  # set from any thread
         # What it holds on the MLX thread.
         self.kv: SequenceKV | None = None
@@ -200,8 +203,12 @@ class Sequence:
     @property
     def final_shareable(self) -> int:
         """The value of `shareable` once the prompt is computed: a turn that left the grid stays off it."""
-        is_on_grid = self.shareable == self.computed
-        return self.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS if is_on_grid else self.shareable
+        return self.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS if self._is_on_grid else self.shareable
+
+    @property
+    def _is_on_grid(self) -> bool:
+        """Whether what the next cell computes may be shared."""
+        return self.shareable == self.computed or self._is_within_block
 
     @property
     def is_warm(self) -> bool:
@@ -261,6 +268,7 @@ class Sequence:
     def began(self, cached: int, shareable: int, *, is_shared: bool = False) -> None:
         """KV of the first `cached` tokens is there. `is_shared`: another turn or memory of the namespace gave it."""
         self.cached = self.computed = cached
+        self._is_within_block = False
         if isinstance(self.plan.reuse, Restored):  # the files are KV now: do not hold them for the turn's whole life
             self.plan = replace(self.plan, reuse=replace(self.plan.reuse, blobs=(), state=None, windows=()))
         self._full_reported = self.full_blocks
@@ -290,6 +298,7 @@ class Sequence:
         self.arrival = None
         self._events.append(Resumed(computed, self.computed - computed))
         self.computed = computed
+        self._is_within_block = False
         self.shareable = min(shareable, computed) // BLOCK_TOKENS * BLOCK_TOKENS
 
     def held(self) -> None:
@@ -330,7 +339,9 @@ class Sequence:
     def prefilled(self, count: int) -> None:
         """The next `count` prompt tokens were computed."""
         stop = self.computed + count
-        self.shareable = shareable_after(self.shareable, self.computed, stop)
+        is_on_grid, cuts_cells = self._is_on_grid, self._model.cell_tokens > BLOCK_TOKENS
+        self.shareable = shareable_after(self.shareable, self.shareable if is_on_grid else self.computed, stop)
+        self._is_within_block = is_on_grid and cuts_cells and stop < self.prompt_tokens and stop % BLOCK_TOKENS > 0
         self._advance(stop)
         if stop > self._prefilled_reported:
             self._prefilled_reported = stop

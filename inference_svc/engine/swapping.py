@@ -8,7 +8,7 @@ turn is; they come back with all of its KV or not at all.
 
 import collections.abc
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from kvasir.errors import DataLoss
 from kvasir.formats.block_file import FileIdentity
@@ -92,9 +92,9 @@ class SwapIn:
     def next_files(self) -> int:
         return self._load.next_files
 
-    def advance(self, most_files: int) -> None:
+    def advance(self, most_files: int, meanwhile: Callable[[], None]) -> None:
         try:
-            if not self._load.advance(most_files):
+            if not self._load.advance(most_files, meanwhile):
                 return
         except DataLoss as error:
             self._leave_out(error)

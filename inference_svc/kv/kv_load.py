@@ -4,7 +4,7 @@ Pages move as they are, and only tails are put into one. On the MLX thread.
 """
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -74,15 +74,16 @@ class KvLoad:
         """How many files can be loaded at once: of one group of layers. 1 if there are none."""
         return min(MOST_FILES, len(self._left[0].files) - self._left[0].loaded) if self._left else 1
 
-    def advance(self, most_files: int = MOST_FILES) -> bool:
-        """Load the next files, at most so many; returns whether the KV is whole. Evaluates.
+    def advance(self, most_files: int = MOST_FILES, meanwhile: Callable[[], None] = lambda: None) -> bool:
+        """Load the next files, at most so many; returns whether the KV is whole. Evaluates; on a GPU it
+        calls `meanwhile` before it waits.
 
         Raises DataLoss, which names the file, for a value that is not finite, and ResourceExhausted if the pool has no
         room; nothing is left of the load then.
         """
         try:
             if self._left:
-                self._load_rows(self._left[0], min(most_files, MOST_FILES))
+                self._load_rows(self._left[0], min(most_files, MOST_FILES), meanwhile)
             if not self._left:
                 self._finish()
             self._pool.evaluate()
@@ -96,7 +97,7 @@ class KvLoad:
         """Give all pages back. Idempotent."""
         self.kv.release()
 
-    def _load_rows(self, files: _GroupFiles, most: int) -> None:
+    def _load_rows(self, files: _GroupFiles, most: int, meanwhile: Callable[[], None]) -> None:
         """Take pages for the next files of a group, and write them."""
         pool, group, first = self._pool, files.group, files.loaded
         blocks, some = files.take(most)
@@ -105,7 +106,11 @@ class KvLoad:
                 table.pages |= dict(zip(blocks, pool.take(len(blocks)), strict=True))
         bits = pool.exponents(group)
         units = to_device([page_units(file, bits.size) for file in some])
-        is_wrong: Any = ((bits != 0) & ((units & bits) == bits)).any(axis=1).tolist()
+        found: Any = ((bits != 0) & ((units & bits) == bits)).any(axis=1)
+        if pool.dialect is not None:
+            mx.async_eval(found)  # type: ignore[no-untyped-call]
+            meanwhile()
+        is_wrong = found.tolist()
         if any(is_wrong):
             raise not_finite(first + is_wrong.index(True), group)
         offset = 0

@@ -14,12 +14,14 @@ from inference_svc.kv.applied import is_stored_as_said
 from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.batch.short_pass import ShortPass
 from inference_svc.kv.layout import PROBE_TOKENS, own_keys, probed_layout
+from inference_svc.kv.page import PAGE_TOKENS
 from inference_svc.kv.pages.pool import KvPool
-from inference_svc.kv.prefill_layer import LONG_TOKENS, AnyLayer, abandon, commit, prefill_layers
+from inference_svc.kv.prefill_layer import AnyLayer, abandon, commit, prefill_layers
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.state_kv import StateKV
 
 _RELEASE_STEPS = 256
+LEAST_STORED = 256  # behind fewer tokens no graph is kept
 _NARROWED = "LastPositionOf"
 _DTYPE_NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
 _INVARIANT_ROWS = 16
@@ -67,40 +69,61 @@ class ModelRunner:
         """A batch for sequences of such a pool. See `DecodeBatch`."""
         return self._layout.new_batch(pool, self.forward, decoded_budget, self._pass_rows)
 
+    def least_cell_tokens(self, policy: identity_pb2.KvPolicy) -> int | None:
+        """To how many tokens a cell is cut beside decoding; None: it is not, as on a CPU. Where a pass over a block
+        keeps its graph, half a block takes little more than half the time.
+        """
+        if not self.is_on_gpu:
+            return None
+        keeps = ShortPass(self.new_pool(policy), self.forward, self.compute_type).most_tokens >= PAGE_TOKENS
+        return PAGE_TOKENS // 2 if keeps else PAGE_TOKENS
+
     def prefill(
-        self, kv: SequenceKV, token_ids: Sequence[int], is_cancelled: Callable[[], bool] = lambda: False
+        self,
+        kv: SequenceKV,
+        token_ids: Sequence[int],
+        is_cancelled: Callable[[], bool] = lambda: False,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
-        """Compute and store the KV of the next tokens, without logits. Evaluates. If it raises, Cancelled between two
+        """Compute and store the KV of the next tokens, without logits. Evaluates; on a GPU it calls `meanwhile` before
+        it waits, as the results of what was enqueued earlier are there first. If it raises, Cancelled between two
         layers or ResourceExhausted for want of pages, nothing has changed.
         """
-        if self._short_pass(kv, token_ids) is None:
-            self._compute(kv, token_ids, is_cancelled, needs_logits=False)
+        if self._short_pass(kv, token_ids, lambda _: meanwhile()) is None:
+            self._compute(kv, token_ids, is_cancelled, lambda _: meanwhile(), needs_logits=False)
         self.release_unused()
 
     def last_logits(
-        self, kv: SequenceKV, token_ids: Sequence[int], is_cancelled: Callable[[], bool] = lambda: False
+        self,
+        kv: SequenceKV,
+        token_ids: Sequence[int],
+        is_cancelled: Callable[[], bool] = lambda: False,
+        meanwhile: Callable[[mx.array], None] = lambda _: None,
     ) -> mx.array:
-        """Compute and store the KV of the next tokens; returns logits [1, vocabulary] for the token after the last.
-        Evaluates. Raises as `prefill` does.
+        """Compute and store the KV of the next tokens; returns logits [1, vocabulary] for the token after the last,
+        which `meanwhile` gets too. Evaluates and raises as `prefill` does.
         """
-        logits = self._short_pass(kv, token_ids)
+        logits = self._short_pass(kv, token_ids, meanwhile)
         if logits is None:
-            logits = self._compute(kv, token_ids, is_cancelled)[:, -1]
+            logits = self._compute(kv, token_ids, is_cancelled, meanwhile)[:, -1]
         self.release_unused()
         return logits
 
-    def _short_pass(self, kv: SequenceKV, token_ids: Sequence[int]) -> mx.array | None:
+    def _short_pass(
+        self, kv: SequenceKV, token_ids: Sequence[int], meanwhile: Callable[[mx.array], None]
+    ) -> mx.array | None:
         """The logits of a pass that is short enough to keep its graph; None, and nothing is computed, for another."""
         if self._short is None or self._short.pool is not kv.pool:
-            self._short = ShortPass(kv.pool, self.forward)
-        is_short = self._short.takes(kv, len(token_ids), LONG_TOKENS)
-        return self._short.logits(kv, token_ids) if is_short else None
+            self._short = ShortPass(kv.pool, self.forward, self.compute_type)
+        is_short = self._short.takes(kv, len(token_ids), LEAST_STORED)
+        return self._short.logits(kv, token_ids, meanwhile) if is_short else None
 
     def _compute(
         self,
         kv: SequenceKV,
         token_ids: Sequence[int],
         is_cancelled: Callable[[], bool],
+        meanwhile: Callable[[mx.array], None] = lambda _: None,
         *,
         needs_logits: bool = True,
     ) -> mx.array:
@@ -108,6 +131,9 @@ class ModelRunner:
         try:
             logits = self.forward(mx.array([token_ids], dtype=mx.uint32), layers)
             self._evaluate(layers, is_cancelled)
+            if self.is_on_gpu and kv.pool.dialect is not None:
+                mx.async_eval(logits if needs_logits else [_computed(layer) for layer in layers])  # type: ignore[no-untyped-call]
+                meanwhile(logits[:, -1])
             # Neither kept nor unevaluated: what reads the pool's arrays makes the writes of `commit` copy them.
             logits = mx.array(0) if not needs_logits else logits
             mx.eval(logits)
@@ -121,7 +147,7 @@ class ModelRunner:
         """On a CPU layer by layer: far into a long prompt, a whole cell would delay a cancellation for too long."""
         for layer in layers:
             if not self.is_on_gpu:
-                mx.eval(layer.state if isinstance(layer, StateKV) else layer.new_rows)
+                mx.eval(_computed(layer))
             if is_cancelled():
                 raise Cancelled("the turn was cancelled; the agent remembers what it did before")
 
@@ -170,6 +196,11 @@ class ModelRunner:
         self.prefill(kv, PROBE_TOKENS)
         keys = own_keys(self._model, PROBE_TOKENS)
         return sum(is_stored_as_said(kv, index, identity, own) for index, own in enumerate(keys))
+
+
+def _computed(layer: AnyLayer) -> Any:
+    """The arrays that a pass leaves of a layer."""
+    return layer.state if isinstance(layer, StateKV) else layer.new_rows
 
 
 def _probe_tokens() -> mx.array:

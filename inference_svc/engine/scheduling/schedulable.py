@@ -101,7 +101,7 @@ class Rules:
 
     cell_tokens: int = 256
     least_tokens: int = 256
-    """A cell is cut, while any turn decodes, but not to less; in whole blocks."""
+    """A cell is cut, while any turn decodes, but not to less; at multiples of this."""
     budget_s: float = 0.1
     """Beside decoding, a step prefills and loads for no longer than this, but for its first piece of work."""
     stalled_steps: float = 1.5

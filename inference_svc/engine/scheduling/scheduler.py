@@ -298,6 +298,8 @@ class Scheduler(Generic[TurnT]):
         whole, least = (turn.next_files, 1) if loads else (turn.next_cell_tokens, self.rules.least_tokens)
         if left_s is None:
             return whole
+        if not loads and self._pace.has_begun and left_s < (self._costs.step_s or 0.0):
+            return 0  # however few its tokens, a pass costs what a step costs
         fits = self._costs.files_within(left_s) if loads else self._costs.tokens_within(left_s, turn.computed)
         if fits is None:
             fits = least if left_s > 0 else 0
@@ -305,7 +307,7 @@ class Scheduler(Generic[TurnT]):
             fits = max(fits, least)
         if fits < min(whole, least):
             return 0
-        return min(whole, fits) if loads else cut_cell(turn.computed, whole, fits)
+        return min(whole, fits) if loads else cut_cell(turn.computed, whole, fits, least)
 
     def _learn(self, spent_s: float) -> None:
         """The step's last grant was carried out, unless its turn is over. A prompt's few last tokens tell nothing: a

@@ -19,7 +19,7 @@ from inference_svc.kv.attention.reference import rotated
 from inference_svc.kv.page import PageFormat
 
 Template = list[tuple[str, int | bool | mx.Dtype]]
-_TYPE_NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
+TYPE_NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
 
 
 class Kernel(Protocol):
@@ -180,7 +180,7 @@ def _geometry(
         page_format,
         query_count,
         has_matrices=dialect is Dialect.CUDA,
-        query_type=_TYPE_NAMES[dtype],
+        query_type=TYPE_NAMES[dtype],
         is_capped=is_capped,
     )
 

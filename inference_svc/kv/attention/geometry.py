@@ -16,7 +16,8 @@ WARPS = 4
 REDUCE_WARPS = 8
 LANES = 32
 PARTIAL_EXTRA = 4  # floats beside a mix: its greatest score, the sum of its weights, and two that keep it aligned
-MAX_QUERIES = 64  # per sequence and head of the kernels
+MAX_QUERIES = 64  # per sequence and head of the kernels; with tiles more
+_MAX_TILED_QUERIES = 256
 _MAX_TILE_BYTES = 20 << 10  # of a warp
 
 
@@ -110,10 +111,16 @@ def split_geometry(
     return SplitGeometry(page_format, min(most, 1 << (rows - 1).bit_length()), False, is_capped)
 
 
+def most_queries(page_format: PageFormat, query_type: str, *, has_matrices: bool) -> int:
+    """Queries of a sequence that the kernels serve: for more, MLX's own attention over de-quantized rows is as fast."""
+    has_tiles = has_matrices and _has_tiles(page_format, query_type)
+    return _MAX_TILED_QUERIES if has_tiles else MAX_QUERIES
+
+
 def _has_tiles(page_format: PageFormat, query_type: str) -> bool:
     """Whether stored rows become values of the queries' type, and a warp has registers for sixteen queries."""
-    is_bfloat = page_format.scale_type == identity_pb2.SCALE_TYPE_BFLOAT16
-    return is_bfloat == (query_type == "bfloat16") and max(page_format.key.dim, page_format.value.dim) <= 128
+    scale_type = "bfloat16" if page_format.scale_type == identity_pb2.SCALE_TYPE_BFLOAT16 else "float16"
+    return scale_type == query_type and max(page_format.key.dim, page_format.value.dim) <= 128
 
 
 def groups(rows: RowFormat) -> int:

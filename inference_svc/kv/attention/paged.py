@@ -5,8 +5,8 @@ from functools import cache
 
 import mlx.core as mx
 
-from inference_svc.kv.attention.fused import fused_attention
-from inference_svc.kv.attention.geometry import MAX_QUERIES, why_not
+from inference_svc.kv.attention.fused import TYPE_NAMES, fused_attention
+from inference_svc.kv.attention.geometry import most_queries, why_not
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.reference import reference_attention
 from inference_svc.kv.page import PageFormat
@@ -24,7 +24,7 @@ DIALECTS = {Implementation.CUDA: Dialect.CUDA, Implementation.METAL: Dialect.MET
 
 
 def implementation(page_format: PageFormat) -> Implementation:
-    """Who serves the pages of a format on this device, for up to 64 queries a sequence."""
+    """Who serves the pages of a format on this device, for as many queries a sequence as `most_queries`."""
     return Implementation.REFERENCE if why_not(page_format) else _device_implementation()
 
 
@@ -53,10 +53,12 @@ def paged_attention(
     page of its tokens from 256 * i on; `lengths` [B] (both int32) counts stored tokens, the new ones included. Query i
     sees positions ≤ length - L + i and, with a `window`, only those > that - window. A query that sees nothing gets
     zeros. Nothing outside a sequence's rows changes a bit of its result. `sinks` [Hq] and `soft_cap` are in natural
-    units, as are scores that were multiplied by `scale`. More than 64 queries are served by the reference.
+    units, as are scores that were multiplied by `scale`. More than `most_queries` are served by the reference.
     """
     options = {"scale": scale, "window": window, "sinks": sinks, "soft_cap": soft_cap}
     dialect = DIALECTS.get(implementation(page_format))
-    if dialect is None or queries.shape[2] > MAX_QUERIES:
+    if dialect is None or queries.shape[2] > most_queries(
+        page_format, TYPE_NAMES[queries.dtype], has_matrices=dialect is Dialect.CUDA
+    ):
         return reference_attention(queries, pages, page_format, block_table, lengths, **options)  # type: ignore[arg-type]
     return fused_attention(queries, pages, page_format, block_table, lengths, dialect=dialect, **options)  # type: ignore[arg-type]

@@ -1,16 +1,18 @@
-"""A few tokens behind a long sequence, as a graph that MLX keeps: a turn's suffix then costs what its kernels cost.
+"""Up to a block of tokens behind a long sequence, as a graph that MLX keeps: a turn's suffix, or a prompt's cell beside
+others' decoding, then costs what its kernels cost.
 
 Without it the processor builds and enqueues the graph for longer than a GPU computes it. Suffixes are filled up in
 front to one of a few lengths, so that few graphs are kept: the tokens put there are written nowhere, and nobody reads
 them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
-from inference_svc.kv.attention.geometry import MAX_QUERIES
+from inference_svc.kv.attention.geometry import most_queries
+from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.batch.decode_step import TracedStep, table_width
 from inference_svc.kv.batch.fused_layer import FusedLayer
 from inference_svc.kv.pages.block_table import BlockTable
@@ -21,23 +23,34 @@ _LEAST_COUNT = 8
 
 
 class ShortPass:
-    """Passes over sequences of a pool whose layers all keep pages that kernels write. `forward` as in `DecodeBatch`."""
+    """Passes over sequences of a pool whose layers all keep pages that kernels write. `forward` as in `DecodeBatch`;
+    `compute_type` is that of its queries.
+    """
 
-    def __init__(self, pool: KvPool, forward: Any) -> None:
+    def __init__(self, pool: KvPool, forward: Any, compute_type: str) -> None:
         self.pool = pool
+        has_matrices = pool.dialect is Dialect.CUDA
+        most = [most_queries(each, compute_type, has_matrices=has_matrices) for each in pool.formats.values()]
+        keeps = pool.dialect is not None and not pool.has_states
+        self.most_tokens = min(most, default=0) if keeps else 0
         self._forward = forward
         self._layers = [FusedLayer(pool, index) for index in sorted(pool.formats)]
         self._compiled: Any = mx.compile(self._traced)
 
     def takes(self, kv: SequenceKV, count: int, least_stored: int) -> bool:
         """Whether it computes `count` tokens behind this sequence: all of them stay in every window."""
-        is_kept = self.pool.dialect is not None and self.pool.is_whole and not self.pool.has_states
         in_windows = all(count < table.window for table in kv.tables if table.window)
-        return is_kept and in_windows and count <= MAX_QUERIES and kv.length >= max(least_stored, MAX_QUERIES)
+        return (
+            self.pool.is_whole
+            and in_windows
+            and count <= self.most_tokens
+            and kv.length >= max(least_stored, self.most_tokens)
+        )
 
-    def logits(self, kv: SequenceKV, token_ids: Sequence[int]) -> mx.array:
-        """Compute and store the KV of the next tokens; logits [1, vocabulary] for the token after them. Evaluates.
-        Raises ResourceExhausted, and has changed nothing, if the pool has no room.
+    def logits(self, kv: SequenceKV, token_ids: Sequence[int], meanwhile: Callable[[mx.array], None]) -> mx.array:
+        """Compute and store the KV of the next tokens; logits [1, vocabulary] for the token after them. Evaluates, and
+        calls `meanwhile` with them before it waits. Raises ResourceExhausted, and has changed nothing, if the pool has
+        no room.
         """
         count, start = len(token_ids), kv.length
         spare = max(_LEAST_COUNT, 1 << (count - 1).bit_length()) - count
@@ -50,6 +63,8 @@ class ShortPass:
             tokens = mx.array([[0] * spare + list(token_ids)], dtype=mx.uint32)
             places = mx.array([[-1] * spare + list(range(start, start + count))], dtype=mx.int32)
             logits: mx.array = self._compiled(tokens, mx.array([start - spare], dtype=mx.int32), places, *tables)
+            mx.async_eval(logits)  # type: ignore[no-untyped-call]
+            meanwhile(logits)
             mx.eval(logits)
         except BaseException:
             room.release()

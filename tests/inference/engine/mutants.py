@@ -278,8 +278,9 @@ MUTANTS = (
     Mutant(
         "all files of a memory are loaded in one step",
         "engine_worker.py",
-        "            sequence.arrival.advance(grant.size)\n",
-        "            while sequence.arrival is not None:\n                sequence.arrival.advance(grant.size)\n",
+        "            sequence.arrival.advance(grant.size, self._tell_decoded)\n",
+        "            while sequence.arrival is not None:\n"
+        "                sequence.arrival.advance(grant.size, self._tell_decoded)\n",
         "loading",
     ),
     Mutant(

@@ -12,7 +12,7 @@ from kvasir.errors import Internal
 from inference_svc.engine import engine_worker
 from inference_svc.engine.api import TokenLogprobs, Tokens
 from inference_svc.engine.engine import Engine
-from inference_svc.engine.sampling import sample
+from inference_svc.engine.sampling import Draws
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.kv.policy import PolicyRequest, Rung
 from inference_svc.model.loading import load
@@ -82,9 +82,9 @@ def test_logits_that_are_no_numbers_end_their_turn_as_internal_and_no_other(
     def spoiled(samplers: Any, logits: mx.array) -> Any:
         bad = [math.nan if sampler is not None and sampler._params.seed == 666 else 0.0 for sampler in samplers]
         count = len(samplers)
-        return sample(samplers, logits[:count] + mx.array(bad)[:, None])
+        return Draws(samplers, logits[:count] + mx.array(bad)[:, None])
 
-    monkeypatch.setattr(engine_worker, "sample", spoiled)
+    monkeypatch.setattr(engine_worker, "Draws", spoiled)
     broken = driver.submit(tokens_of(40, seed=2), seed=666, max_tokens=500)
     beside = driver.submit(tokens_of(30, seed=1), max_tokens=20)
     with pytest.raises(Internal) as failed:

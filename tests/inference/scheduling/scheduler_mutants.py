@@ -63,7 +63,7 @@ MUTANTS = (
     Mutant(
         "a cell is never cut",
         "scheduler.py",
-        "cut_cell(turn.computed, whole, fits)",
+        "cut_cell(turn.computed, whole, fits, least)",
         "whole",
         COSTS,
     ),

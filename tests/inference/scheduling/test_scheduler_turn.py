@@ -92,6 +92,20 @@ def test_what_will_be_shareable_is_what_is_in_the_end(tokens: int, cached: int, 
     assert one.shareable == one.final_shareable == foretold
 
 
+@given(st.integers(300, 2000), st.sampled_from([0, 256, 300]))
+def test_cells_that_are_cut_within_a_block_share_what_whole_ones_do(tokens: int, cached: int) -> None:
+    """Beside decoding, where cells are longer than blocks. A memory's half block is still no part of the grid."""
+    one, whole = turn(tokens), turn(tokens)
+    for each in (one, whole):
+        each.began(min(cached, tokens - 1), cached)
+    while one.is_prefilling:
+        assert one.final_shareable == whole.final_shareable
+        one.prefilled(min(128, one.next_cell_tokens))
+        assert one.shareable == (min(one.computed, one.final_shareable) // 256 * 256)
+    prefill(whole)
+    assert one.shareable == whole.shareable == (tokens // 256 * 256 if cached % 256 == 0 else 256)
+
+
 def test_the_cell_that_ends_the_prompt_draws_the_first_token_and_no_other_does() -> None:
     one = turn(CELL + 10)
     one.began(0, 0)

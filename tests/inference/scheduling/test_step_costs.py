@@ -45,6 +45,17 @@ def test_a_long_agent_stalls_streams_by_at_most_two_steps(late: dict[str, int]) 
     assert job.files == 0
 
 
+def test_a_pass_over_one_token_costs_a_step_and_does_not_follow_files_in_theirs() -> None:
+    """What a token of a long prompt costs says nothing of it."""
+    world = World(
+        rules=GPU, token_s=STEP_S, file_s=0.0012, cost_s=lambda at, tokens: max(STEP_S, prefill_s(at, tokens))
+    )
+    world.submit(*(Job(600, 1_000) for _ in range(4)))
+    for _ in range(30):
+        world.step()
+    assert max(longest_stall(world, Job(1, files=files, cell_tokens=CELL)) for files in (6, 7, 10)) <= 1.5
+
+
 def test_nobody_waits_longer_for_it_than_the_streams_make_it_wait() -> None:
     """Files and cells are as many as fit, not one a step."""
     world = streaming(file_s=0.0012)
@@ -68,12 +79,12 @@ def test_a_file_that_takes_long_is_the_only_one_of_its_step() -> None:
     assert longest_stall(world, Job(files=40)) == pytest.approx(0.02 / STEP_S)
 
 
-@given(st.integers(0, 100_000), st.integers(1, 2_048), st.integers(256, 4_096))
+@given(st.integers(0, 100_000), st.integers(1, 2_048), st.integers(256, 4_096), st.sampled_from([128, 256]))
 @settings(deadline=None)
-def test_a_cut_cell_ends_at_a_blocks_edge_within_its_limit(position: int, tokens: int, most: int) -> None:
-    cut = cut_cell(position, tokens, most)
+def test_a_cut_cell_ends_at_an_edge_within_its_limit(position: int, tokens: int, most: int, edge: int) -> None:
+    cut = cut_cell(position, tokens, most, edge)
     assert 0 < cut <= min(tokens, most)
-    assert cut == tokens or ((position + cut) % 256 == 0 and cut + 256 > most)
+    assert cut == tokens or ((position + cut) % edge == 0 and cut + edge > most)
 
 
 def test_what_is_not_known_is_said_to_be_unknown_and_deep_tokens_cost_more() -> None:
