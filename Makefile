@@ -106,7 +106,7 @@ campaign-history: install ## Random lives over two engines and one store: no tur
 campaign-moves: install ## Agents move among three stores that are cut, killed and forced: one owner, nothing lost; half an hour
 	$(BIN)/python -m tests.moves.campaign --moves $(or $(MOVES),2000)
 
-bench-moves: install ## 100 MB of memory move between two network namespaces over 1 Gbit/s, beside raw TCP; Linux, root
+bench-moves: install ## 100 MB of memory move between two network namespaces over 1 Gbit/s and 2 ms, beside raw TCP; Linux, root
 	$(BIN)/python -m tests.moves.link
 
 campaign-handover: install ## 300 turns move between two engines while they speak; then 40 more while something breaks; half an hour

@@ -1,7 +1,9 @@
 """How fast an agent moves over a link of 1 Gbit/s and 2 ms each way, beside raw TCP over the same link.
 
-Two paired stores, each in a network namespace of its own (Linux, root, `ip` and `tc`). A kernel without netem paces the
-link without the delay, and that is said.
+And how little goes back after a turn of 50 tokens.
+
+Two paired stores, each in a network namespace of its own (Linux, root, `ip` and `tc`). Where the kernel has no netem,
+a relay delays and paces (`relay.py`), for raw TCP as for the stores; that is said.
 
     python -m tests.moves.link --mb 100 --rounds 3
 """
@@ -21,17 +23,19 @@ from pathlib import Path
 
 import psutil
 from kvasir.clients import StoreClient
+from kvasir.formats import manifest as manifests
 
 from cachestore_svc.pairing.identity import identity_file, read_or_make_identity
 from cachestore_svc.pairing.peers_file import PeerSettings, change_peers
 from tests.cachestore.service.running import ROOT, publish
-from tests.synthetic import SyntheticAgent, full_layers, kv_identity
+from tests.moves import relay
+from tests.synthetic import SyntheticAgent, SyntheticSnapshot, full_layers, kv_identity
 
-LARGE = kv_identity("large", full_layers(24, 8, 128))  # 7 MB for 256 tokens
+LARGE = kv_identity("large", full_layers(24, 8, 128))
+_BLOCK_BYTES = 7_090_688  # of 256 tokens
+Stores = dict[str, subprocess.Popen[bytes]]
 HOSTS = {"laptop": "10.213.7.1", "studio": "10.213.7.2"}
 PORT, RAW_PORT = 7443, 7444
-PACE = ("netem", "delay", "2ms", "rate", "1gbit", "limit", "20000")
-PACE_ALONE = ("tbf", "rate", "1gbit", "burst", "128kb", "latency", "50ms")
 _MB = 1_000_000
 _RECEIVE = """
 import socket
@@ -51,16 +55,29 @@ print({pieces} * (1 << 20) / (time.monotonic() - began))
 
 
 @dataclass(frozen=True)
-class Moved:
-    """One move: payload bytes, how long it took, and what both stores computed meanwhile."""
+class Pace:
+    """What a link carries in a second, and how long a byte is under way, in each direction."""
 
-    sent_bytes: int
+    mbit: float = 1000
+    delay_ms: float = 2
+
+
+PACE = Pace()
+
+
+@dataclass(frozen=True)
+class Moved:
+    """One move: bytes of the agent's memory, how long it took, what both stores computed meanwhile, and what arrived
+    over the link."""
+
+    memory_bytes: int
     seconds: float
     cpu_seconds: float
+    received_bytes: int
 
     @property
     def bytes_per_s(self) -> float:
-        return self.sent_bytes / self.seconds
+        return self.memory_bytes / self.seconds
 
 
 def why_no_link() -> str:
@@ -75,21 +92,49 @@ def why_no_link() -> str:
 
 
 @contextlib.contextmanager
-def linked() -> Iterator[dict[str, str]]:
-    """The names of two network namespaces that a paced link joins, by host."""
+def linked(pace: Pace = PACE) -> Iterator[dict[str, str]]:
+    """The names of two network namespaces that a link of this pace joins, by host."""
     spaces = {name: f"kv-{name}-{os.getpid()}" for name in HOSTS}
     with contextlib.ExitStack() as exits:
         for space in spaces.values():
             _do("ip", "netns", "add", space)
             exits.callback(_do, "ip", "netns", "del", space)
-        one, other = spaces.values()
-        _do("ip", "-n", one, "link", "add", "kv0", "type", "veth", "peer", "name", "kv0", "netns", other)
-        for name, space in spaces.items():
-            _do("ip", "-n", space, "address", "add", f"{HOSTS[name]}/24", "dev", "kv0")
-            _do("ip", "-n", space, "link", "set", "kv0", "up")
             _do("ip", "-n", space, "link", "set", "lo", "up")
-            _pace(space)
+        if not _joined_by_netem(pace, *spaces.values()):
+            print("this kernel has no netem: a relay delays and paces", file=sys.stderr)
+            exits.enter_context(_joined_by_relay(pace, *spaces.values()))
+        for name, space in spaces.items():
+            _do("ip", "-n", space, "address", "add", f"{HOSTS[name]}/24", "dev", relay.DEVICE)
+            _do("ip", "-n", space, "link", "set", relay.DEVICE, "up")
         yield spaces
+
+
+def _joined_by_netem(pace: Pace, one: str, other: str) -> bool:
+    words = ("netem", "delay", f"{pace.delay_ms}ms", "rate", f"{pace.mbit}mbit", "limit", "20000")
+    _do("ip", "-n", one, "link", "add", relay.DEVICE, "type", "veth", "peer", "name", relay.DEVICE, "netns", other)
+    try:
+        for space in (one, other):
+            _do("tc", "-n", space, "qdisc", "add", "dev", relay.DEVICE, "root", *words)
+    except (OSError, subprocess.CalledProcessError):  # no netem, or no such program
+        _do("ip", "-n", one, "link", "del", relay.DEVICE)
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _joined_by_relay(pace: Pace, one: str, other: str) -> Iterator[None]:
+    words = ("--mbit", str(pace.mbit), "--delay-ms", str(pace.delay_ms))
+    command = [sys.executable, "-m", "tests.moves.relay", one, other, *words]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            if not process.stdout.readline():
+                raise subprocess.CalledProcessError(process.wait(), command)
+            for space in (one, other):
+                _do("ip", "-n", space, "link", "set", relay.DEVICE, "mtu", str(relay.MTU_BYTES))
+            yield
+        finally:
+            process.kill()
 
 
 def raw_bytes_per_s(spaces: dict[str, str], size_bytes: int) -> float:
@@ -104,7 +149,7 @@ def raw_bytes_per_s(spaces: dict[str, str], size_bytes: int) -> float:
 
 
 @contextlib.contextmanager
-def stores(root: Path, spaces: dict[str, str]) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+def stores(root: Path, spaces: dict[str, str]) -> Iterator[Stores]:
     """A store on each side of the link, paired with the other; local callers come by a Unix socket."""
     identities = {name: read_or_make_identity(identity_file(root / name / "peers.toml")) for name in HOSTS}
     with contextlib.ExitStack() as exits:
@@ -125,16 +170,43 @@ def stores(root: Path, spaces: dict[str, str]) -> Iterator[dict[str, subprocess.
         yield running
 
 
-def move(root: Path, running: dict[str, subprocess.Popen[bytes]], agent: str, size_bytes: int) -> Moved:
+def move(root: Path, running: Stores, agent: str, size_bytes: int) -> Moved:
     """Publish so much at studio, and move it to laptop."""
+    blocks = max(1, round(size_bytes / _BLOCK_BYTES))
     grown = SyntheticAgent(LARGE, hash(agent) & 0xFFFF)
-    turn = grown.turn(256 * max(1, round(size_bytes / 7_090_688)))
-    with client_of(root / "studio") as there, client_of(root / "laptop") as here:
-        publish(there, agent, turn, 0)
-        before, began = _cpu_seconds(running), time.monotonic()
-        here.move_agent(agent, from_peer="studio", timeout_s=300)
-        seconds = time.monotonic() - began
-        return Moved(sum(digest.size_bytes for digest in turn.digests), seconds, _cpu_seconds(running) - before)
+    return _moved(root, running, agent, grown.turn(256 * blocks - 20), 0, ("studio", "laptop"))
+
+
+def move_back(root: Path, running: Stores, agent: str) -> tuple[Moved, int]:
+    """A turn of 50 tokens at laptop, which fills a block, and back to studio; with the bytes that may go over the link:
+    a block, the tail, the manifest and 64 KiB."""
+    with client_of(root / "laptop") as here:
+        head, manifest_bytes = here.get_snapshot(agent)
+    grown = SyntheticAgent.remember(manifests.parse(manifest_bytes), seed=hash(agent) & 0xFFFF, turns=1)
+    turn = grown.turn(50)
+    tail_bytes = sum(digest.size_bytes for digest in turn.new_blobs if digest.size_bytes < _BLOCK_BYTES)
+    may = _BLOCK_BYTES + tail_bytes + len(turn.manifest_bytes) + (64 << 10)
+    return _moved(root, running, agent, turn, head.version, ("laptop", "studio")), may
+
+
+def _moved(
+    root: Path, running: Stores, agent: str, turn: SyntheticSnapshot, parent: int, way: tuple[str, str]
+) -> Moved:
+    source, target = way
+    with client_of(root / source) as there, client_of(root / target) as here:
+        publish(there, agent, turn, parent)
+        before, began, had = _cpu_seconds(running), time.monotonic(), _received_bytes(running[target])
+        here.move_agent(agent, from_peer=source, timeout_s=300)
+        seconds, received = time.monotonic() - began, _received_bytes(running[target]) - had
+        size = sum(digest.size_bytes for digest in turn.digests)
+        return Moved(size, seconds, _cpu_seconds(running) - before, received)
+
+
+def _received_bytes(store: subprocess.Popen[bytes]) -> int:
+    """What has arrived over the link at a store's namespace, headers included."""
+    lines = Path(f"/proc/{store.pid}/net/dev").read_text().splitlines()
+    [words] = [line.split() for line in lines if line.strip().startswith(relay.DEVICE)]
+    return int(words[1])
 
 
 def client_of(root: Path) -> StoreClient:
@@ -156,7 +228,7 @@ def _until_serving(root: Path) -> None:
             return
 
 
-def _cpu_seconds(running: dict[str, subprocess.Popen[bytes]]) -> float:
+def _cpu_seconds(running: Stores) -> float:
     times = [psutil.Process(process.pid).cpu_times() for process in running.values()]
     return sum(each.user + each.system for each in times)
 
@@ -173,15 +245,6 @@ def _python(space: str, *words: str) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def _pace(space: str) -> None:
-    add = ("tc", "-n", space, "qdisc", "add", "dev", "kv0", "root")
-    try:
-        _do(*add, *PACE)
-    except subprocess.CalledProcessError:
-        print("this kernel has no netem: 1 Gbit/s without the delay", file=sys.stderr)
-        _do(*add, *PACE_ALONE)
-
-
 def _do(*words: str) -> None:
     subprocess.run(words, check=True, capture_output=True)
 
@@ -190,9 +253,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mb", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--mbit", type=float, default=PACE.mbit)
+    parser.add_argument("--delay-ms", type=float, default=PACE.delay_ms)
     given = parser.parse_args()
     rows = []
-    with tempfile.TemporaryDirectory(prefix="kvlink") as folder, linked() as spaces:
+    pace = Pace(given.mbit, given.delay_ms)
+    with tempfile.TemporaryDirectory(prefix="kvlink") as folder, linked(pace) as spaces:
         root = Path(folder)
         for name in HOSTS:
             (root / name).mkdir(mode=0o700)
@@ -201,7 +267,9 @@ def main() -> None:
                 raw = raw_bytes_per_s(spaces, given.mb * _MB)
                 moved = move(root, running, f"ada{number}", given.mb * _MB)
                 row = {"raw_mb_per_s": raw / _MB, "moved_mb_per_s": moved.bytes_per_s / _MB}
-                rows.append(row | {"of_raw": moved.bytes_per_s / raw, "cpu_s": moved.cpu_seconds})
+                back, may = move_back(root, running, f"ada{number}")
+                row |= {"of_raw": moved.bytes_per_s / raw, "cpu_s": moved.cpu_seconds}
+                rows.append(row | {"back_s": back.seconds, "back_of_allowed_bytes": back.received_bytes / may})
                 print(json.dumps({key: round(value, 3) for key, value in rows[-1].items()}), flush=True)
     print(f"median of raw: {statistics.median(row['of_raw'] for row in rows):.2f}")
 

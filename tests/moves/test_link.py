@@ -9,7 +9,7 @@ from tests.moves import link
 
 
 @pytest.mark.long(3)
-def test_an_agent_moves_between_two_paired_stores_over_a_paced_link(tmp_path: Path) -> None:
+def test_an_agent_moves_over_a_paced_link_and_after_a_turn_only_what_is_new_goes_back(tmp_path: Path) -> None:
     # Only Linux has these namespaces, and only its root may make them: a Mac, or a user's checkout, skips by name.
     if why := link.why_no_link():
         pytest.skip(f"no move over a paced link was measured, it needs Linux, root, ip and tc: {why}")
@@ -20,4 +20,6 @@ def test_an_agent_moves_between_two_paired_stores_over_a_paced_link(tmp_path: Pa
         with link.client_of(tmp_path / "laptop") as here:
             assert here.get_agent("ada").ownership.state == pb.OWNER_STATE_OWNED
         # Slower than the link's 125 MB/s, so it went over it.
-        assert moved.sent_bytes / 130e6 < moved.seconds < 60
+        assert moved.memory_bytes / 130e6 < moved.seconds < 60
+        back, allowed_bytes = link.move_back(tmp_path, running, "ada")
+        assert back.memory_bytes // 2 < back.received_bytes <= allowed_bytes
