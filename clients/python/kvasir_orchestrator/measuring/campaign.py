@@ -12,7 +12,7 @@ from kvasir.clients import AioInferenceClient
 from kvasir_orchestrator.engine_memory import EngineMemory
 from kvasir_orchestrator.events import OutcomeChecked, TurnDone
 from kvasir_orchestrator.measuring.accounting import Batch, Checked, Played, age_of, leaks
-from kvasir_orchestrator.measuring.claims import DEPTHS, KILLED, KV, MOVED
+from kvasir_orchestrator.measuring.claims import DEPTHS, KILLED, KV, MOVED, PREFILL
 from kvasir_orchestrator.measuring.gate import PhaseGate
 from kvasir_orchestrator.measuring.retrieval import NoMemory
 from kvasir_orchestrator.memory import Answer, Asked, Memory
@@ -77,6 +77,7 @@ class Scope:
     kills_once: bool  # in the middle, and not before each phase
     time_limit_s: float | None = None  # begin no more variants after so long
     first: int = 1  # variant
+    warms_up: bool = False  # a short conversation first, which does not count: engines compile kernels in their first
 
 
 async def measure(
@@ -94,6 +95,11 @@ async def measure(
     began = clock()
     async with AioInferenceClient.connect(places.here) as here, AioInferenceClient.connect(places.there) as there:
         engine = f"{(await here.get_capabilities()).device}, {(await here.get_model()).compute_type}"
+        if scope.warms_up:
+            shortest = min(map(Scenario.shipped, scope.scenarios), key=lambda scenario: len(scenario.plan.turns))
+            for way in (PREFILL, MOVED):
+                say(f"warming up: {shortest.name}, {way}")
+                await _Batch(way, [shortest], here, there, places, scope).play(clock)
         end = scope.first + scope.variants
         for first in range(scope.first, end, scope.together):
             if played and scope.time_limit_s is not None and clock() - began >= scope.time_limit_s:

@@ -20,7 +20,7 @@ def rows(played: Sequence[Played], batches: Sequence[Batch]) -> list[dict[str, A
     found = []
     for scenario in (*scenarios, ALL):
         full = _computed(played, scenario, PREFILL)
-        for way in dict.fromkeys(each.way for each in played):
+        for way in (way for way in WAYS if any(each.way == way for each in played)):
             of_way = _of(played, scenario, way)
             its_batches = [each for each in batches if each.way == way and scenario in (each.scenario, ALL)]
             found.append({"scenario": scenario, "way": way, **_row(of_way, its_batches, full)})
@@ -53,7 +53,7 @@ def _row(played: Sequence[Played], batches: Sequence[Batch], full: int) -> dict[
 def ages(played: Sequence[Played]) -> list[dict[str, Any]]:
     """Accuracy by the age of the fact, of all scenarios together."""
     found = []
-    for way in dict.fromkeys(each.way for each in played):
+    for way in (way for way in WAYS if any(each.way == way for each in played)):
         for age, turns in AGES.items():
             checked = [check for each in _of(played, ALL, way) for check in each.checked]
             row = _accuracy(check.is_met for check in checked if check.age is not None and check.age in turns)

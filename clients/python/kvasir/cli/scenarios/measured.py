@@ -48,7 +48,7 @@ def scope_of(scenarios: Sequence[str], ways: Sequence[str], *, is_quick: bool, *
     if unknown := sorted(set(ways) - set(claims.WAYS)):
         raise InvalidArgument(f"--way {unknown[0]}: expected one of {', '.join(claims.WAYS)}", field="way")
     wanted = [way for way in claims.WAYS if way in ways or not ways]
-    return Scope(names, wanted, kills_once=is_quick, **options)
+    return Scope(names, wanted, kills_once=is_quick, warms_up=not is_quick, **options)
 
 
 def run(scope: Scope, say: Callable[[str], None], played_file: Path | None) -> dict[str, Any]:
