@@ -284,6 +284,13 @@ MUTANTS = (
         "loading",
     ),
     Mutant(
+        "nothing is decoded behind a cell",
+        "engine_worker.py",
+        "        self._compute(lambda: self._decoder.step_early(going_on), going_on)\n",
+        "",
+        "behind_cells",
+    ),
+    Mutant(
         "who is preempted may be so again and again",
         "scheduler.py",
         "            and turn.schedule.preemptions < self.rules.max_preemptions\n",

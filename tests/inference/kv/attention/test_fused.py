@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.kv.attention.geometry import SplitGeometry, split_geometry, why_not
+from inference_svc.kv.attention.geometry import SplitGeometry, most_queries, split_geometry, why_not
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.page import PageFormat, RowFormat
 from tests.inference.kv.attention.emulators import attention, both_dialects, needs_compiler
@@ -170,6 +170,9 @@ def test_halves_are_multiplied_where_they_lose_nothing() -> None:
     assert geometry(quantized, "bfloat16", rows=33).by_tiles
     assert not geometry(quantized, "float16", rows=33).by_tiles, "its values are bfloats"
     assert not geometry(page_format("q4", 1, 256), "bfloat16", rows=33).by_tiles, "too many registers"
+    mostly = [most_queries(quantized, kind, has_matrices=True) for kind in ("bfloat16", "float16", "float32")]
+    assert mostly == [256, 64, 64]
+    assert most_queries(quantized, "bfloat16", has_matrices=False) == 64
 
 
 def test_what_the_kernels_cannot_read_has_a_reason() -> None:
