@@ -11,11 +11,12 @@ from tests.inference.handover.cases import ON, STORY
 from tests.inference.handover.handover_campaign import asked_again
 from tests.inference.handover.test_moved_turns import run
 from tests.inference.handover.two_engines import TwoEngines, hear
+from tests.sampling import sampled
 
 SPOKEN = {"prompt": STORY, "sampling": {**ON, "temperature": 0.8, "seed": 4}}
 
 
-@pytest.mark.long(31)
+@pytest.mark.long(18)
 def test_a_link_that_is_cut_at_any_byte_doubles_nothing_and_loses_nothing_untold(
     two: TwoEngines, new_agent: Callable[[], str]
 ) -> None:
@@ -25,7 +26,7 @@ def test_a_link_that_is_cut_at_any_byte_doubles_nothing_and_loses_nothing_untold
         two.link.cut_after(None)
         assert (await hear(a, {2: (a, "cut")}, **SPOKEN)).told == whole.told
         all_bytes, ends = two.link.passed_bytes, set()
-        for number in range(8):
+        for number in range(sampled(4, of=20)):
             agent = new_agent()
             # Most cuts hit the files; the words that decide come last.
             at = all_bytes - 40 * number if number % 2 else random.Random(number).randrange(all_bytes)

@@ -9,7 +9,7 @@ from tests.inference.handover.cases import ON, STORY
 from tests.inference.handover.two_engines import hear, two_engines
 
 
-@pytest.mark.long(40)
+@pytest.mark.long(22)
 def test_readers_hear_the_rest_from_the_peer_and_the_engine_is_gone(tmp_path: Path) -> None:
     with two_engines(tmp_path) as two:
         two.a.stop()
@@ -19,8 +19,8 @@ def test_readers_hear_the_rest_from_the_peer_and_the_engine_is_gone(tmp_path: Pa
         async def work() -> None:
             async with two.clients() as (a, b):
                 turns = [
-                    {"prompt": STORY, "agent_id": "one", "sampling": {**ON, "max_tokens": 400}},
-                    {"prompt": STORY, "sampling": {**ON, "temperature": 0.9, "seed": 3, "n": 2, "max_tokens": 300}},
+                    {"prompt": STORY, "agent_id": "one", "sampling": {**ON, "max_tokens": 200}},
+                    {"prompt": STORY, "sampling": {**ON, "temperature": 0.9, "seed": 3, "n": 2, "max_tokens": 150}},
                 ]
                 stayed = [await hear(b, **{**turn, "agent_id": ""}) for turn in turns]
                 hearing = [asyncio.create_task(hear(a, **turn)) for turn in turns]

@@ -80,13 +80,13 @@ def test_several_replies_move_together(two: TwoEngines) -> None:
     run(two, work)
 
 
-@pytest.mark.long(27)
+@pytest.mark.long(15)
 def test_its_agent_goes_on_there_hot_and_here_warm_with_one_history(
     two: TwoEngines, new_agent: Callable[[], str]
 ) -> None:
     async def work(a: AioInferenceClient, b: AioInferenceClient) -> None:
         said = {"messages": [{"role": "user", "content": STORY}], "sampling": ON}
-        more = {"append_messages": [{"role": "user", "content": "And then?"}], "sampling": ON}
+        more = {"append_messages": [{"role": "user", "content": "And then?"}], "sampling": {**ON, "max_tokens": 16}}
         stays, goes = new_agent(), new_agent()
         first, moved_first = await hear(a, agent_id=stays, **said), await moved(a, 5, agent_id=goes, **said)
         assert moved_first.reply.finished.snapshot.state == pb.SNAPSHOT_STATE_COMMITTED
