@@ -113,6 +113,8 @@ WRONG = {
         "at most 1",
     ),
     "a key that YAML takes for a boolean": ("  danny:\n", "  no:\n", 6, "agents", "expected a text as key, got 'no'"),
+    "no policy": ("name: Dan", "on_full: forget", 7, "agents.danny.on_full", "expected refuse, drop_oldest or"),
+    "a share that is none": ("name: Dan", 'on_full: "summarize:2"', 7, "agents.danny.on_full", "expected refuse, drop"),
     "a name that ends a name": ("name: Dan", "name: 'Marco: I'", 7, "agents.danny.name", "match pattern"),
     "a name of somebody else": ("name: Dan", "name: Marco", 7, "agents.danny.name", "'Marco' is marco's"),
     "an alias": ("[Porto, Oslo]}", "&a [Porto], other: *a}", 2, "values.other", "expected no alias"),

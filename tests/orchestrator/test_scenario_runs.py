@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from kvasir.clients import AioInferenceClient
-from kvasir.errors import Conflict, DataLoss, FailedPrecondition, Internal, Unavailable
+from kvasir.errors import Conflict, DataLoss, FailedPrecondition, Internal, ResourceExhausted, Unavailable
 from kvasir_orchestrator import (
     Answer,
     Asked,
@@ -114,6 +114,47 @@ def test_every_turn_but_an_agents_first_extends_its_memory(house: House) -> None
         assert last.new_tokens == sum(event.answer.new_tokens for event in done)
         left = [agent.agent_id for agent in client.list_agents(name_prefix="extends/").agents]
         assert left == ["extends/lena", "extends/marco"], "the ephemeral scribe is gone"
+
+
+@pytest.fixture(scope="module")
+def small_house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    with running_house(tmp_path_factory.mktemp("small"), engine_options=("--context-tokens", "320")) as house:
+        yield house
+
+
+def outgrowing(name: str, on_full: str) -> Scenario:
+    """One agent is told a fact in each of ten rounds, which a context of 320 tokens does not hold, and asked for it."""
+    names = ("Velora", "Tamsik", "Moran", "Delis", "Karu", "Sovi", "Belor", "Ranik", "Omar", "Lena")
+    prompts = [f"{each}'s locker number is {1234 + 177 * n}. What is it?" for n, each in enumerate(names)]
+    prompts[-1] = "Lena's locker number is 4127."
+    return Scenario.parse(
+        json.dumps(
+            {
+                "name": name,
+                "sampling": {"max_tokens": 24},
+                "agents": {"ada": {"persona": "You are Ada.", "on_full": on_full}},
+                "phases": [
+                    {"name": "told", "agents": ["ada"], "rounds": len(names), "agent_prompts": {"ada": prompts}},
+                    {"name": "asked", "agents": ["ada"], "prompt": "What is Lena's locker number?"},
+                ],
+                "outcomes": [{"label": "newest", "phase": "asked", "agent": "ada", "contains": "4127"}],
+            }
+        )
+    )
+
+
+@pytest.mark.long(8)
+def test_an_agent_goes_on_beyond_its_context_as_its_on_full_says(small_house: House) -> None:
+    events = events_of(small_house, outgrowing("drops", "drop_oldest:0.4"))
+    done = [event for event in events if isinstance(event, TurnDone)]
+    last = events[-1]
+    assert isinstance(last, RunDone)
+    assert (len(done), last.outcomes_met) == (11, 1)
+    assert [event.answer.left_out for event in done if event.answer.left_out], "something did not fit"
+    assert last.extended == last.later_turns, "a shortened memory is extended too, and is hot"
+    with pytest.raises(ResourceExhausted) as refused:
+        events_of(small_house, outgrowing("refuses", "refuse"))
+    assert refused.value.reason == "CONTEXT_EXCEEDED"
 
 
 def test_turns_that_hear_nothing_of_each_other_run_beside_each_other(house: House) -> None:

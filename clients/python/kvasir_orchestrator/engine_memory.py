@@ -59,7 +59,11 @@ class EngineMemory:
         whole: Sequence[Message] | None = None,
         version: int | None,
     ) -> AsyncGenerator[str | Answer, None]:
-        options = replace(options_of(asked), agent_id=asked.agent_id, expected_version=version)
+        on_full = None
+        if asked.on_full is not None:
+            policy = pb.OnFullPolicy.Value(f"ON_FULL_POLICY_{asked.on_full.policy.name}")
+            on_full = pb.OnFull(policy=policy, keep=asked.on_full.keep)
+        options = replace(options_of(asked), agent_id=asked.agent_id, expected_version=version, on_full=on_full)
         client = self._client(asked.namespace)
         async with aclosing(streamed(client, options, self._clock, append=append, whole=whole)) as pieces:
             async for piece in pieces:
@@ -125,4 +129,5 @@ def _answer(reply: Reply, first_token_s: float, total_s: float) -> Answer:
         first_token_s=first_token_s,
         total_s=total_s,
         version=snapshot.version if snapshot.state == pb.SNAPSHOT_STATE_COMMITTED else 0,
+        left_out=reply.finished.shortening.dropped_messages,
     )

@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvasir.on_full import OnFull
+
 from kvasir_orchestrator.plan import Turn
 from kvasir_orchestrator.transcript import Message
 
@@ -27,6 +29,7 @@ class Asked:
     temperature: float
     seed: int
     regex: str | None
+    on_full: OnFull | None = None  # None: what the agent's label says
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,7 @@ class Answer:
     first_token_s: float
     total_s: float
     version: int  # of the agent's memory now; 0: none is kept
+    left_out: int = 0  # messages, because the memory outgrew its context: turns go on without them
 
     @property
     def new_tokens(self) -> int:

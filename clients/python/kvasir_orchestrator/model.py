@@ -3,6 +3,8 @@
 import re
 from typing import Annotated, Any, Literal, Self
 
+from kvasir.errors import InvalidArgument
+from kvasir.on_full import from_label
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 from pydantic.json_schema import WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -32,6 +34,18 @@ def _is_regex(value: object) -> object:
     return value
 
 
+def _is_on_full(value: object) -> object:
+    if isinstance(value, str):
+        try:
+            from_label(value)
+        except InvalidArgument:
+            raise PydanticCustomError(
+                "on_full",
+                'expected refuse, drop_oldest or summarize, with a share to keep if you like: "summarize:0.4"',
+            ) from None
+    return value
+
+
 _TEXT_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_TEXT}
 Prompts = Annotated[
     list[Text],
@@ -40,6 +54,11 @@ Prompts = Annotated[
     WithJsonSchema({"anyOf": [_TEXT_SCHEMA, {"type": "array", "items": _TEXT_SCHEMA, "minItems": 1}]}),
 ]
 Regex = Annotated[Text, BeforeValidator(_is_regex)]
+WhenFull = Annotated[
+    str,
+    BeforeValidator(_is_on_full),
+    WithJsonSchema({"type": "string", "pattern": r"^(refuse|drop_oldest|summarize)(:0\.([1-7][0-9]*|80*))?$"}),
+]
 
 
 class _Part(BaseModel):
@@ -72,6 +91,11 @@ class Agent(_Part):
     """Whose credential its turns use. Left out: the caller's own."""
     id: Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")] | None = None
     """The agent's name at the engine. Left out: SCENARIO/KEY."""
+
+    on_full: WhenFull | None = None
+    """What happens to its oldest messages when its memory outgrows the model's context: refuse, drop_oldest or
+    summarize, with the share of the context to keep after a colon. Left out: what its label kvasir.on_full says, else
+    refuse."""
 
     @model_validator(mode="after")
     def _keeps_its_name(self) -> Self:

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from kvasir.errors import DeadlineExceeded, Internal, KvasirError, Unavailable
+from kvasir.on_full import from_label
 
 from kvasir_orchestrator.events import (
     Event,
@@ -197,6 +198,7 @@ class _Runner:
             temperature=sampling.temperature,
             seed=sampling.seed + turn.index,
             regex=phase.reply_regex,
+            on_full=None if agent.on_full is None else from_label(agent.on_full),
         )
 
     def _keep(self, turn: Turn, answer: Answer, *, is_from_journal: bool = False) -> TurnDone:

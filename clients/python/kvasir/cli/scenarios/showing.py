@@ -105,12 +105,14 @@ def reuse(done: TurnDone) -> str:
     answer = done.answer
     kind = "miss" if not answer.cached_tokens else "partial hit" if answer.reason else "hit"
     why = f": {answer.reason}" if answer.reason else ""
+    left_out = f"; full: the oldest {answer.left_out} messages are left out from now on" if answer.left_out else ""
     before = "done before; " if done.is_from_journal else ""
     if done.is_first and answer.match == "extend":
         before += "goes on from an earlier run; "
     return (
         f"{before}{answer.match.upper()}, {answer.cached_tokens} cached + {answer.new_tokens} new tokens, "
         f"{kind} ({answer.source}{why}), first token after {answer.first_token_s * 1000:.0f} ms"
+        f"{left_out}"
     )
 
 
