@@ -696,7 +696,7 @@ MUTANTS = (
     Mutant(
         "a turn off the grid promises to share",
         "engine/sequence.py",
-        "return self.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS if is_on_grid else self.shareable",
+        "return self.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS if self._is_on_grid else self.shareable",
         "return self.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS",
         TURN,
     ),
