@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from kvasir.errors import AlreadyExists, FailedPrecondition
+from kvasir.errors import AlreadyExists, FailedPrecondition, InvalidArgument
 
 # A move adds 1 to a generation; a claim begins the next multiple of this. Above it, chance keeps two claims apart.
 CLAIM_STEP = 1 << 40
@@ -24,6 +24,9 @@ MAX_CLAIM_CHANCE = 1 << 20
 MAX_GENERATION = 1 << 62
 # The most that another store is believed: a claim here must still find room above it, and be told to others.
 MAX_TOLD_GENERATION = MAX_GENERATION - (1 << 50)
+
+# The label that a first move gives an agent: that move's id. Moves carry it as they carry every label.
+FIRST_MOVE = "kvasir.first_move"
 
 
 class OwnerState(IntEnum):
@@ -94,6 +97,26 @@ def check_takes_copy(agent_id: str, known: Ownership, generation: int | None) ->
     who gives it; None: it comes from elsewhere."""
     if known.state is not OwnerState.MOVED or generation is None or generation < known.generation:
         check_writable(agent_id, known)
+
+
+# --- which agent it is ---
+
+
+def are_two(ours: Mapping[str, str], theirs: Mapping[str, str]) -> bool:
+    """Whether agents of one name, with these labels, are surely two: each moved first by another move. Where one never
+    moved, or moved before there was the label, they may be one."""
+    one, other = ours.get(FIRST_MOVE), theirs.get(FIRST_MOVE)
+    return bool(one and other and one != other)
+
+
+def check_stays_itself(before: Mapping[str, str], labels: Mapping[str, str]) -> None:
+    """Raises InvalidArgument for new labels by which an agent would be taken for another, or for none."""
+    is_it = before.get(FIRST_MOVE, "")
+    if labels.get(FIRST_MOVE, is_it) != is_it:
+        raise InvalidArgument(
+            f"labels.{FIRST_MOVE}: expected {is_it!r} as it is, or nothing: stores know the agent by it",
+            field=f"labels.{FIRST_MOVE}",
+        )
 
 
 # --- the source ---

@@ -29,7 +29,7 @@ from cachestore_svc.index.resting import gone_by
 from cachestore_svc.limits import check_hash, check_labels, check_range, check_text
 from cachestore_svc.manifests import read_manifest, shared_blocks
 from cachestore_svc.owner_store import OwnerStore
-from cachestore_svc.ownership import check_writable
+from cachestore_svc.ownership import FIRST_MOVE, check_stays_itself, check_writable
 from cachestore_svc.records import (
     MAX_BLOCK_HASHES_PER_REQUEST,
     MAX_PAGE_SIZE,
@@ -274,10 +274,10 @@ class Store(OwnerStore):
 
         def work(change: CatalogChange) -> AgentRecord:
             self._check_writable(change, namespace, agent_id)
-            before = self._record(change, namespace, agent_id).labels if replaces_labels else {}
-            change.update_agent(
-                namespace, agent_id, {**dict.fromkeys(before, ""), **(labels or {})}, is_pinned, retained_versions
-            )
+            before = self._record(change, namespace, agent_id).labels
+            check_stays_itself(before, labels or {})
+            removed = dict.fromkeys(before.keys() - {FIRST_MOVE}, "") if replaces_labels else {}
+            change.update_agent(namespace, agent_id, {**removed, **(labels or {})}, is_pinned, retained_versions)
             self._core.report(change, namespace, [AgentUpdated(agent_id)])
             return self._record(change, namespace, agent_id)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -103,6 +103,7 @@ class Arrival:
         self._room = room
         self._giver = giver
         self._heads: dict[str, SnapshotVersion] = {}
+        self._labels: Mapping[str, str] = {}
         self._offered: dict[str, Offered] = {}
         self._progress: dict[str, Progress] = {}
 
@@ -113,6 +114,8 @@ class Arrival:
         with answers_of_peer(order.peer):
             there = await self._remote.get_agent(order.agent_id)
         _check_there(order, there)
+        if ownership.are_two(self._labels, there.labels):
+            raise ownership.owned_here(order.agent_id)
         async with aclosing(self._copied(there)) as ahead:
             async for progress in ahead:
                 yield progress
@@ -145,6 +148,7 @@ class Arrival:
         except NotFound:
             agent = None
         self._heads = {line.kv_identity_hash: line for line in agent.lines} if agent is not None else {}
+        self._labels = agent.labels if agent is not None else {}
         if not order.is_given:
             return
         if known.state is OwnerState.MOVED and known.peer != order.peer:

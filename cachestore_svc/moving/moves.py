@@ -10,7 +10,7 @@ source whose destination is silent takes the agent back; a claim is told to whoe
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
@@ -142,14 +142,16 @@ class Moves:
         return known
 
     async def _facts_of_peers(self, namespace: str, agent_id: str) -> dict[str, Any]:
-        """What each peer knows of the agent's owner, but for those that never heard of a move; None of one that cannot
-        be asked now."""
+        """What each peer knows of the agent's owner, but for those that never heard of a move of it; None of one that
+        cannot be asked now."""
+        ours = await self._labels(namespace, agent_id)
 
         async def ask(peer: str) -> Any:
             try:
                 async with asyncio.timeout(_ANSWER_S), self._peers.connect(peer, namespace) as remote:
                     with errors_of_peer(peer):
-                        return _believed((await remote.get_agent(agent_id)).ownership)
+                        there = await remote.get_agent(agent_id)
+                    return ownership.HERE if ownership.are_two(ours, there.labels) else _believed(there.ownership)
             except NotFound:
                 return ownership.HERE
             except (KvasirError, TimeoutError):
@@ -210,7 +212,10 @@ class Moves:
     ) -> None:
         try:
             with answers_of_peer(peer):
-                there = _believed((await remote.get_agent(agent_id)).ownership)
+                agent = await remote.get_agent(agent_id)
+            if ownership.are_two(await self._labels(namespace, agent_id), agent.labels):
+                return
+            there = _believed(agent.ownership)
             # Without this store's word only a claim makes another one the owner: below, it is another agent's history.
             is_claim = there is not None and there.generation >= ownership.CLAIM_STEP
             if is_claim and int(there.state) == OwnerState.OWNED and there.generation > known.generation:
@@ -296,7 +301,7 @@ class Moves:
 
     async def _tell_one(self, namespace: str, agent_id: str, peer: str, generation: int) -> None:
         async with self._peers.connect(peer, namespace) as remote:
-            if not await self._knows_of_moves(remote, agent_id, peer):
+            if not await self._knows_of_moves(remote, namespace, agent_id, peer):
                 await self._threads.run(namespace, self._store.told, namespace, agent_id, peer, generation)
                 return
             try:
@@ -315,13 +320,16 @@ class Moves:
                 return
         await self._threads.run(namespace, self._store.told, namespace, agent_id, peer, generation)
 
-    async def _knows_of_moves(self, remote: AioStoreClient, agent_id: str, peer: str) -> bool:
-        """False of a peer whose agent of this name never changed hands: that is another one, and its own."""
+    async def _knows_of_moves(self, remote: AioStoreClient, namespace: str, agent_id: str, peer: str) -> bool:
+        """False of a peer whose agent of this name never changed hands, or moved first by another move: that is another
+        one, and its own."""
         try:
             with answers_of_peer(peer):
-                return bool((await remote.get_agent(agent_id)).HasField("ownership"))
+                there = await remote.get_agent(agent_id)
         except NotFound:
             return True  # it may know of an owner all the same
+        ours = await self._labels(namespace, agent_id)
+        return there.HasField("ownership") and not ownership.are_two(ours, there.labels)
 
     # --- inside ---
 
@@ -344,6 +352,12 @@ class Moves:
 
     async def _agent(self, namespace: str, agent_id: str) -> AgentRecord:
         return await self._threads.run(namespace, self._store.get_agent, namespace, agent_id)
+
+    async def _labels(self, namespace: str, agent_id: str) -> Mapping[str, str]:
+        try:
+            return (await self._agent(namespace, agent_id)).labels
+        except NotFound:
+            return {}
 
 
 def _believed(there: Any) -> Any:

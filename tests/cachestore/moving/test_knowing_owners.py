@@ -5,9 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
+from kvasir.errors import InvalidArgument
 
+from cachestore_svc.ownership import CLAIM_STEP, FIRST_MOVE
 from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings, change_peers
-from tests.cachestore.moving.test_moves import eventually, refused, state
+from tests.cachestore.moving.test_moves import as_peer, eventually, refused, state
 from tests.cachestore.moving.two_stores import Mac, macs
 from tests.cachestore.service.running import assert_whole, publish
 from tests.synthetic import SMALL, SyntheticAgent
@@ -21,35 +23,81 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Mac, Mac]]:
         yield laptop, studio
 
 
+def two_of_one_name(pair: tuple[Mac, Mac], name: str) -> None:
+    """An agent of that name at each store, which each changed hands before, with other stores."""
+    for number, (mac, other) in enumerate((pair, pair[::-1])):
+        with mac.client() as client, as_peer(mac, other.name) as peer:
+            publish(client, name, SyntheticAgent(SMALL, 20 + number).turn(300), 0)
+            peer.offer_agent(name, str(number) * 16, 0)
+            peer.undo_move(name, str(number) * 16)
+
+
 def test_an_owner_that_was_away_asks_whether_it_still_is_one(pair: tuple[Mac, Mac]) -> None:
+    """Of its own agents, and not of another of the same name."""
     laptop, studio = pair
+    two_of_one_name(pair, "a namesake")
     with laptop.client() as client:
         publish(client, "ada", SyntheticAgent(SMALL, 1).turn(300), 0)
         client.move_agent("ada", to_peer="studio")
         studio.kill()
         laptop.cables["studio"].part()  # so that the new owner cannot tell it
-        client.claim_agent("ada", force=True)
+        for name in ("a namesake", "ada"):
+            client.claim_agent(name, force=True)
     studio.start()
     with studio.client() as client:
         eventually(lambda: state(client, "ada") == (pb.OWNER_STATE_MOVED, "laptop"))
+        assert state(client, "a namesake")[0] == pb.OWNER_STATE_OWNED  # it was asked for before ada
     laptop.cables["studio"].heal()
+
+
+def test_a_forced_claim_leaves_a_peer_its_own_agent_that_has_the_same_name(pair: tuple[Mac, Mac]) -> None:
+    two_of_one_name(pair, "twin")
+    laptop, studio = pair
+    with laptop.client() as here, studio.client() as there:
+        there.claim_agent("twin", force=True)
+        own = there.get_agent("twin").ownership.generation
+        assert here.claim_agent("twin", force=True).ownership.generation // CLAIM_STEP == own // CLAIM_STEP
+        publish(there, "twin", SyntheticAgent(SMALL, 22).turn(300), 1)
+        publish(here, "twin", SyntheticAgent(SMALL, 23).turn(300), 1)
+
+
+def test_a_copy_of_what_moved_away_is_not_replaced_by_another_agent_of_its_name(pair: tuple[Mac, Mac]) -> None:
+    two_of_one_name(pair, "double")
+    with pair[0].client() as here, as_peer(pair[0], "studio") as peer:
+        generation = peer.offer_agent("double", "2" * 16, 1).generation
+        peer.hand_over_agent("double", "2" * 16, generation)
+        assert here.get_agent("double").labels == {FIRST_MOVE: "0" * 16}
+        refused(lambda: here.move_agent("double", from_peer="studio"), "NOT_AN_ANCESTOR")
+
+
+def test_a_caller_does_not_make_an_agent_another_one(pair: tuple[Mac, Mac]) -> None:
+    two_of_one_name(pair, "itself")
+    with pair[0].client() as client:
+        labels = dict(client.get_agent("itself").labels)
+        assert labels == {FIRST_MOVE: "0" * 16}
+        for value in ("", "1" * 16):
+            with pytest.raises(InvalidArgument, match=FIRST_MOVE):
+                client.update_agent("itself", labels={FIRST_MOVE: value})
+        assert client.update_agent("itself", labels={"team": "red"}).labels == {**labels, "team": "red"}
 
 
 def test_a_forced_claim_is_told_to_a_peer_that_could_not_be_asked(pair: tuple[Mac, Mac]) -> None:
     """If it knows of moves of that agent; one of its own that has the same name stays its own."""
     laptop, studio = pair
+    two_of_one_name(pair, "a stranger")
     with laptop.client() as here, studio.client() as there:
         for number, client in enumerate((here, there)):
             publish(client, "claimed twice", SyntheticAgent(SMALL, 3 + number).turn(300), 0)
             publish(client, "claimed once", SyntheticAgent(SMALL, 5 + number).turn(300), 0)
         there.claim_agent("claimed twice", force=True)
         laptop.cables["studio"].part()
-        for name in ("claimed once", "claimed twice"):
+        for name in ("a stranger", "claimed once", "claimed twice"):
             here.claim_agent(name, force=True)
         laptop.cables["studio"].heal()
         owned = pb.OWNER_STATE_OWNED
         eventually(lambda: [state(each, "claimed twice")[0] for each in (here, there)].count(owned) == 1)
-        publish(there, "claimed once", SyntheticAgent(SMALL, 7).turn(300), 1)
+        for name in ("a stranger", "claimed once"):
+            publish(there, name, SyntheticAgent(SMALL, 7).turn(300), 1)
 
 
 def test_a_peer_that_is_renamed_keeps_the_agents_that_moved_to_it(pair: tuple[Mac, Mac]) -> None:

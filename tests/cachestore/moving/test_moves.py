@@ -13,6 +13,7 @@ from kvasir.errors import AlreadyExists, InvalidArgument, KvasirError, NotFound,
 from kvasir.formats.archive import pack
 from kvasir.formats.block_hash import kv_identity_hash
 
+from cachestore_svc.ownership import FIRST_MOVE
 from tests.cachestore.moving.two_stores import Mac, macs
 from tests.cachestore.service.running import assert_whole, publish
 from tests.cli.running import in_process
@@ -80,7 +81,8 @@ def test_a_moved_agent_is_the_destinations_whole_and_can_be_extended_only_there(
     made = studio.move_agent(name, from_peer="laptop")
     assert {line.origin for line in made.lines} == {pb.ORIGIN_MOVE}
     assert len(made.lines) == 2
-    assert (dict(made.labels), made.is_pinned) == ({"team": "red"}, True)
+    assert (made.labels["team"], made.is_pinned) == ("red", True)
+    assert made.labels[FIRST_MOVE] == laptop.get_agent(name).labels[FIRST_MOVE]
     publish(studio, name, second, 1)
     assert_whole(studio, name, second)
     assert state(laptop, name) == (pb.OWNER_STATE_MOVED, "studio")

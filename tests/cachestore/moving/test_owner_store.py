@@ -7,7 +7,7 @@ from kvasir.errors import FailedPrecondition
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.journal import journal
-from cachestore_svc.ownership import OwnerState
+from cachestore_svc.ownership import FIRST_MOVE, OwnerState
 from cachestore_svc.records import RecoverReport
 from cachestore_svc.recovery import recovering
 from cachestore_svc.recovery.opening import DATABASE
@@ -49,6 +49,21 @@ def lose_the_last_line(lab: Lab, lines: int = 1) -> None:
 def states(lab: Lab) -> dict[str, OwnerState]:
     with lab.open() as store:
         return {name: store.ownership(NS, name).state for name in ("here", "moved", "moving")}
+
+
+def test_an_agent_keeps_the_id_of_its_first_move(lab: Lab) -> None:
+    """Also where its labels are replaced, and where the index is lost."""
+    with_three(lab)
+    with lab.open() as store:
+        store.undo_move(NS, "moving", "studio", "n" * 16)
+        store.update_agent(NS, "moving", {"team": "red"}, replaces_labels=True)
+        store.update_agent(NS, "moving", {"team": "blue"}, replaces_labels=True)
+    lose_the_index(lab)
+    recover(lab)
+    with lab.open() as store:
+        labels = {name: dict(store.get_agent(NS, name).labels) for name in ("here", "moved", "moving")}
+    ids = {name: {FIRST_MOVE: id_} for name, id_ in (("moved", "m" * 16), ("moving", "n" * 16))}
+    assert labels == {"here": {}, "moved": ids["moved"], "moving": {**ids["moving"], "team": "blue"}}
 
 
 AS_IT_WAS = {"here": OwnerState.OWNED, "moved": OwnerState.MOVED, "moving": OwnerState.MOVING}
