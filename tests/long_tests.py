@@ -31,6 +31,13 @@ PROMISES: Mapping[str, tuple[str, ...]] = {
     "a store that fails costs time and no token": (
         "tests/inference/service/test_warming.py::test_a_failed_restore_poisons_nothing_later",
     ),
+    "nobody calls without a right": (
+        "tests/cachestore/service/test_who_may_call.py::test_a_foreign_credential_learns_and_changes_nothing",
+        "tests/cachestore/service/test_who_may_call.py::test_no_credential_or_a_wrong_one_is_unauthenticated",
+    ),
+    "an agent has one owner": (
+        "tests/cachestore/moving/test_ownership.py::test_moves_in_any_order_leave_one_owner_at_most_and_in_the_end_exactly_one",
+    ),
     "nobody hears that a turn moved": (
         "tests/inference/handover/test_moved_turns.py::test_a_stop_string_is_found_across_the_move_and_not_told",
     ),
