@@ -436,7 +436,7 @@ def test_a_cancel_in_the_midst_of_a_cell_ends_it_there_and_changes_no_memory(
     compute = engine._worker._runner._compute
 
     def cancelling(
-        kv: SequenceKV, token_ids: Sequence[int], is_cancelled: Callable[[], bool], *, needs_logits: bool = True
+        kv: SequenceKV, token_ids: Sequence[int], is_cancelled: Callable[[], bool], *others: Any, **options: Any
     ) -> object:
         def look() -> bool:
             nonlocal looks
@@ -444,7 +444,7 @@ def test_a_cancel_in_the_midst_of_a_cell_ends_it_there_and_changes_no_memory(
             listener.handle.result(60).cancel()
             return is_cancelled()
 
-        return compute(kv, token_ids, look, needs_logits=needs_logits)
+        return compute(kv, token_ids, look, *others, **options)
 
     monkeypatch.setattr(engine._worker._runner, "_compute", cancelling)
     with pytest.raises(Cancelled):
