@@ -237,11 +237,16 @@ def test_up_over_tcp_asks_for_its_token_hands_its_kv_policy_on_and_ends_whole(tm
     cli = Cli(home)
     ports = [_free_port(), _free_port()]
     addresses = ("--listen", f"127.0.0.1:{ports[0]}", "--store-listen", f"127.0.0.1:{ports[1]}")
+    ben = in_process("--home", home, "tokens", "new", "ben", "--namespace", "red", "--json").value["token_file"]
     with cli.running("up", "--no-http", *addresses, "--kv-policy", "q4-rotated", "--kv-exact-layers", "last") as up:
         running = wait_until_ready(home, up)
         assert answers(running.store, STORE_SERVICE)
         turn = json.loads(cli.done("chat", "ada", "--json", "--max-tokens", "4", stdin="Hello.\n").out)
         assert turn["snapshot"] == "committed"
+        of_red = ("--token-file", ben)
+        assert "committed" in cli.done(*of_red, "chat", "eve", "--json", "--max-tokens", "4", stdin="Hello.\n").out
+        for words, agent in ((), "ada"), (of_red, "eve"):
+            assert [each["agent_id"] for each in cli.done(*words, "agents", "ls", "--json").value] == [agent]
         assert f"token:  {running.token_file}" in up.err
         cli.done("--engine", f"127.0.0.1:{ports[0]}", "stats")  # the home's own engine needs no --token-file
         bare = Cli(tmp_path)("--address", running.store, "agents", "ls")

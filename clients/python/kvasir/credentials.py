@@ -8,7 +8,7 @@ import hmac
 import os
 import stat
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,26 @@ class Credentials:
         kept = set(new._entries)
         return frozenset(entry.principal for entry in self._entries if entry not in kept)
 
+    @property
+    def principals(self) -> list[Principal]:
+        """Whose they are, in the file's order."""
+        return [entry.principal for entry in self._entries]
+
+    def with_tokens(self, new: Mapping[Principal, str]) -> "Credentials":
+        """These, and one for each new caller and its token. Raises CredentialFileError for a name that is taken."""
+        if taken := {principal.name for principal in new} & {each.name for each in self.principals}:
+            raise CredentialFileError(f"there is a credential {sorted(taken)[0]!r} already")
+        return Credentials((*self._entries, *(Credential(caller, hash_token(new[caller])) for caller in new)))
+
+    def without(self, names: Collection[str]) -> "Credentials":
+        """These but for those names."""
+        return Credentials([entry for entry in self._entries if entry.principal.name not in names])
+
+    @property
+    def text(self) -> str:
+        """The credential file that holds them."""
+        return "\n".join(_lines(entry) for entry in self._entries)
+
     def __len__(self) -> int:
         return len(self._entries)
 
@@ -103,23 +123,11 @@ def write_credentials(path: Path, principals: Iterable[Principal], new_token: Ca
 
     Raises FileExistsError rather than replacing one: its tokens are in use.
     """
-    tokens: dict[str, str] = {}
-    lines: list[str] = []
-    for principal in principals:
-        token = tokens[principal.name] = new_token()
-        if len(token) < _MIN_TOKEN_CHARS:
-            raise ValueError(f"a token has at least {_MIN_TOKEN_CHARS} characters, got {len(token)}")
-        roles = ", ".join(_quoted(role) for role in sorted(principal.roles))
-        lines += [
-            "[[credential]]",
-            f"name = {_quoted(principal.name)}",
-            f"token_blake3 = {_quoted(hash_token(token))}",
-            f"roles = [{roles}]",
-            f"namespace = {_quoted(check_namespace(principal.namespace))}",
-            "",
-        ]
-    write_private_text(path, "\n".join(lines))
-    return tokens
+    tokens = {principal: new_token() for principal in principals}
+    if short := next((token for token in tokens.values() if len(token) < _MIN_TOKEN_CHARS), None):
+        raise ValueError(f"a token has at least {_MIN_TOKEN_CHARS} characters, got {len(short)}")
+    write_private_text(path, Credentials(()).with_tokens(tokens).text)
+    return {principal.name: token for principal, token in tokens.items()}
 
 
 def read_token(path: Path) -> str:
@@ -209,6 +217,14 @@ def _credential(entry: object, where: str) -> Credential:
     except InvalidArgument as error:
         raise CredentialFileError(f"{where}: {error.message}") from None
     return Credential(Principal(name, namespace, frozenset(roles)), token_hash)
+
+
+def _lines(entry: Credential) -> str:
+    roles = ", ".join(_quoted(role) for role in sorted(entry.principal.roles))
+    return (
+        f"[[credential]]\nname = {_quoted(entry.principal.name)}\ntoken_blake3 = {_quoted(entry.token_blake3)}\n"
+        f"roles = [{roles}]\nnamespace = {_quoted(check_namespace(entry.principal.namespace))}\n"
+    )
 
 
 def _quoted(text: str) -> str:

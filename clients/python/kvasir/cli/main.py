@@ -10,7 +10,7 @@ import kvasir
 from kvasir.cli import agents, bench, doctor, engine, failures, keys, moving, pairing, store
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.demo import demo
-from kvasir.cli.running import audit, group, reload, up
+from kvasir.cli.running import audit, group, reload, tokens, up
 from kvasir.cli.running.home import DEFAULT_HOME
 from kvasir.cli.scenarios import commands as scenarios
 from kvasir.cli.showing import help_words
@@ -43,6 +43,7 @@ agents.app.command("claim")(moving.claim)
 app.add_typer(agents.app, name="agents")
 app.add_typer(pairing.app, name="peers")
 app.add_typer(store.app, name="store")
+app.add_typer(tokens.app, name="tokens")
 app.add_typer(keys.app, name="keys")
 app.add_typer(bench.app, name="bench")
 app.add_typer(scenarios.app, name="scenario")

@@ -1,7 +1,7 @@
 """What `kvasir up` starts: the processes of a home with their addresses, options and credentials."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,7 +84,11 @@ def plan_of(
         state_dir=home.engine_state,
         store_data_dir=home.store_data,
         model=models[0] if models else "",
-        options=(*(part for model in models[1:] for part in ("--model", model)), *engine_options),
+        options=(
+            *(part for model in models[1:] for part in ("--model", model)),
+            *(_store_tokens(home) if credentials else ()),
+            *engine_options,
+        ),
         metrics_listen=engine_metrics,
         credentials_file=credentials,
         service_admin=_PRINCIPALS[0].name if credentials else "",
@@ -116,6 +120,17 @@ def make_credentials(home: Home) -> None:
         token_file.unlink(missing_ok=True)
         write_private_text(token_file, token + "\n")
     new.rename(home.credentials_file)
+
+
+def engine_of(namespace: str) -> str:
+    """The name of the engine's credential for a namespace, which is its token file's, too."""
+    return "engine" if namespace == DEFAULT_NAMESPACE else f"engine@{namespace}"
+
+
+def _store_tokens(home: Home) -> Iterator[str]:
+    """The engine's tokens at the store for further namespaces, as options; `kvasir tokens new` makes them."""
+    for file in sorted(home.tokens.glob(engine_of("*") + ".token")):
+        yield from ("--store-token-file", f"{file.stem.removeprefix(engine_of(''))}={file}")
 
 
 def from_here(address: str) -> str:

@@ -1,0 +1,149 @@
+"""`kvasir tokens …`: who may call this home's services, each with a namespace, roles, and a token in a file."""
+
+import fcntl
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from kvasir.cli.caller import JsonOption, caller_of
+from kvasir.cli.running.home import Home
+from kvasir.cli.running.plan import engine_of, make_credentials
+from kvasir.credentials import (
+    ADMIN,
+    CLIENT,
+    DEFAULT_NAMESPACE,
+    ENGINE,
+    PEER,
+    CredentialFileError,
+    Credentials,
+    Principal,
+    read_credentials,
+    replace_private_text,
+    write_private_text,
+)
+from kvasir.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
+
+app = typer.Typer(help="Who may call: credentials of this home, each bound to one namespace.", no_args_is_help=True)
+
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # it becomes the name of a file, and part of an option
+_OF_THE_HOME = ("client", "engine", "peer")
+
+
+class Role(StrEnum):
+    """What a caller may do; the engine's own credentials are made with the namespace."""
+
+    CLIENT = CLIENT
+    ADMIN = ADMIN
+    PEER = PEER
+
+
+@app.command("new")
+def new(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="What the audit calls it.", metavar="NAME")],
+    namespace: Annotated[
+        str, typer.Option(help="Its agents' namespace. Callers of one see nothing of another.")
+    ] = DEFAULT_NAMESPACE,
+    role: Annotated[
+        list[Role] | None, typer.Option(help="client (turns and agents; the default), admin, peer. Repeatable.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a token. It is written to a file that only you can read, and is shown nowhere else.
+
+    Programs send it as `Authorization: Bearer …` or as an API key; `kvasir --token-file FILE …` does, too. Running
+    services take it with `kvasir reload`. The first token of a new namespace wants `kvasir down` and `kvasir up`: the
+    engine keeps that namespace's memories with a credential of its own, which is made here.
+    """
+    caller = caller_of(context, as_json)
+    _check_word("NAME", name)
+    _check_word("--namespace", namespace)
+    if name.startswith("engine"):
+        raise InvalidArgument("NAME: names that begin with engine are the engine's own", field="NAME")
+    home = caller.home
+    with _changing(home) as known:
+        if name in {each.name for each in known.principals}:
+            raise AlreadyExists(f"there is a token {name!r} already: remove it first, or take another name")
+        engine = Principal(engine_of(namespace), namespace, frozenset({ENGINE}))
+        is_new = engine.name not in {each.name for each in known.principals}
+        wanted = [Principal(name, namespace, frozenset(str(each) for each in role or [Role.CLIENT]))]
+        tokens = {each: secrets.token_urlsafe(32) for each in (*wanted, *([engine] if is_new else []))}
+        credentials = known.with_tokens(tokens)
+        for principal, token in tokens.items():  # before they are listed: who reads the list finds all files
+            file = home.tokens / f"{principal.name}.token"
+            file.unlink(missing_ok=True)
+            write_private_text(file, token + "\n")
+        replace_private_text(home.credentials_file, credentials.text)
+    then = "kvasir down, then kvasir up" if is_new else "kvasir reload"
+    made = {**_row(home, wanted[0]), "then": then}
+    caller.result(made, lambda out: out.print(made["token_file"]))
+    caller.say(f"{name} may call in namespace {namespace}, after: {then}")
+
+
+@app.command("ls")
+def ls(context: typer.Context, as_json: JsonOption = False) -> None:
+    """List who may call, in which namespace, and with which roles. Prints no token."""
+    caller = caller_of(context, as_json)
+    rows = [_row(caller.home, each) for each in _known(caller.home).principals]
+
+    def show(out: Any) -> None:
+        for row in rows:
+            out.print(f"{row['name']}: namespace {row['namespace']}, {', '.join(row['roles'])}; {row['token_file']}")
+
+    caller.result({"tokens": rows}, show)
+
+
+@app.command("rm")
+def rm(
+    context: typer.Context, name: Annotated[str, typer.Argument(metavar="NAME")], as_json: JsonOption = False
+) -> None:
+    """Remove a token. Its calls end with `kvasir reload`. Agents stay, and are there for the next of the namespace."""
+    caller = caller_of(context, as_json)
+    if name in _OF_THE_HOME or name.startswith("engine"):
+        raise InvalidArgument(f"NAME: {name} is the home's own, without which it does not work", field="NAME")
+    with _changing(caller.home) as known:
+        found = next((each for each in known.principals if each.name == name), None)
+        if found is None:
+            raise NotFound(f"no token {name!r}: `kvasir tokens ls` lists them", reason="NO_SUCH_TOKEN")
+        replace_private_text(caller.home.credentials_file, known.without({name}).text)
+        (caller.home.tokens / f"{name}.token").unlink(missing_ok=True)
+    caller.result(_row(caller.home, found), lambda out: out.print(f"removed {name}"))
+    caller.say("Its calls end with: kvasir reload")
+
+
+@contextmanager
+def _changing(home: Home) -> Iterator[Credentials]:
+    """What there is, while no other command changes it. A home that has none yet gets its first ones."""
+    home.make()
+    directory = os.open(home.tokens, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        make_credentials(home)
+        yield _known(home)
+    finally:
+        os.close(directory)
+
+
+def _known(home: Home) -> Credentials:
+    try:
+        return read_credentials(home.credentials_file)
+    except CredentialFileError as error:
+        raise FailedPrecondition(str(error), reason="UNUSABLE_CREDENTIALS") from None
+
+
+def _row(home: Home, principal: Principal) -> dict[str, Any]:
+    file = home.tokens / f"{principal.name}.token"
+    roles = sorted(principal.roles)
+    return {"name": principal.name, "namespace": principal.namespace, "roles": roles, "token_file": str(file)}
+
+
+def _check_word(field: str, text: str) -> None:
+    if _WORD.fullmatch(text) is None:
+        expected = "1 to 64 letters, digits, dots, - and _, the first a letter or digit"
+        raise InvalidArgument(f"{field}: expected {expected}, got {text[:70]!r}", field=field)
