@@ -108,6 +108,8 @@ async def serve(settings: EngineSettings) -> None:
     admission = Admission(settings.admission, time.monotonic)
 
     peers = _peers(settings)
+    if settings.peer_token_file:
+        reloading.add("peer_tokens", partial(_reload_peer_tokens, settings, peers))
 
     def new_giver(engine: Engine, leases: Mapping[str, LineLeases]) -> TurnGiver:
         return TurnGiver(engine, leases, stores, settings.peer_store, peers.link, version("kvasir"), time.monotonic)
@@ -273,8 +275,7 @@ def _peers(settings: EngineSettings) -> Peers:
     """Clients of other engines. On a Unix socket the owner needs no token."""
     clients: dict[str, dict[str, AioTurnPeer]] = {}
     for name, address in settings.peer.items():
-        files = settings.peer_tokens(name)
-        tokens: dict[str, str | None] = {namespace: read_token(path) for namespace, path in files.items()}
+        tokens: dict[str, str | None] = {**_peer_tokens(settings, name)}
         if address.startswith("unix:"):
             tokens.setdefault(DEFAULT_NAMESPACE, None)
         ca_file = settings.peer_ca_file.get(name)
@@ -283,6 +284,18 @@ def _peers(settings: EngineSettings) -> Peers:
             namespace: AioTurnPeer.connect(address, token=token, tls=tls) for namespace, token in tokens.items()
         }
     return Peers(clients)
+
+
+def _peer_tokens(settings: EngineSettings, name: str) -> dict[str, str]:
+    return {namespace: read_token(path) for namespace, path in settings.peer_tokens(name).items()}
+
+
+async def _reload_peer_tokens(settings: EngineSettings, peers: Peers) -> int:
+    """Read the tokens again; turns on their way go on. Raises CredentialFileError: then all stay."""
+    for name, tokens in {name: _peer_tokens(settings, name) for name in settings.peer}.items():
+        for namespace, token in tokens.items():
+            peers.renew_token(name, namespace, token)
+    return 0
 
 
 if __name__ == "__main__":

@@ -35,6 +35,10 @@ class Peers:
         finally:
             call.close()
 
+    def renew_token(self, peer: str, namespace: str, token: str) -> None:
+        """The next links show this token."""
+        self._clients[peer][namespace].renew_token(token)
+
     async def close(self) -> None:
         for clients in self._clients.values():
             for client in clients.values():

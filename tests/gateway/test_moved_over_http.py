@@ -2,6 +2,9 @@
 
 import contextlib
 import json
+import os
+import secrets
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +13,11 @@ import httpx2 as httpx
 import pytest
 from kvasir.cli.running.checks import peer_arguments
 from kvasir.clients import InferenceClient
+from kvasir.credentials import hash_token
 from kvasir.errors import KvasirError
 
 from inference_svc.config import read_settings
+from tests.cli.running import eventually
 from tests.gateway.serving import MODEL, GatewayProcess, running_gateway, write_keys
 from tests.inference.handover.cases import ON, STORY
 from tests.inference.handover.two_engines import TwoEngines
@@ -99,6 +104,20 @@ def test_its_reader_hears_every_character_once(engines: Engines, peers: tuple[st
         if moves == len(peers):
             break
     assert moves == len(peers)
+
+
+@pytest.mark.long(6)
+def test_tokens_for_other_engines_are_read_again_with_a_reload(engines: Engines) -> None:
+    two = engines.two
+    credentials, file = two.house.root / "credentials.toml", two.house.root / "engine.token"
+    old, new = file.read_text(), secrets.token_urlsafe(32)
+    credentials.write_text(credentials.read_text().replace(hash_token(old), hash_token(new)))
+    file.write_text(new)
+    services = (two.house.store, two.a, two.b)
+    for service in services:
+        os.kill(service.pid, signal.SIGHUP)
+    eventually(lambda: all("reload.done" in service.log for service in services))
+    assert any(heard(engines, "b")[1] for _ in range(4))
 
 
 def test_up_tells_the_engine_and_the_gateway_of_peers() -> None:
