@@ -229,7 +229,8 @@ class EngineWorker:
     def _tell_decoded(self) -> None:
         """Tell the tokens of the step that was not read: what was enqueued behind it would keep them waiting."""
         self._settle()
-        self._emit_all()
+        for sequence in self._may_decode:  # and not what the cell's own turn will tell with it
+            self._emit(sequence)
 
     def _decode_behind_cell(self) -> None:
         """While the device computes a cell, tell what was decoded before it, and enqueue the next step behind it."""

@@ -67,7 +67,7 @@ def test_two_agents_interleaved_say_what_each_says_alone(driver: Driver) -> None
 @pytest.mark.long(4)
 @pytest.mark.cells_of_a_block
 def test_a_long_prompt_does_not_hold_up_another_agents_reply(driver: Driver) -> None:
-    """A token of the one between any two cells of the other."""
+    """A token of the one between any two cells of the other; on a GPU two, the second decoded behind a cell."""
     decoding, reading = Listener(), Listener()
     log: list[str] = []
     for place in range(1, 13):
@@ -79,7 +79,8 @@ def test_a_long_prompt_does_not_hold_up_another_agents_reply(driver: Driver) -> 
     reading.end()
     assert log.count("cell") == 12
     while_reading = log[log.index("cell") :][:20]
-    assert while_reading == ["cell", "token"] * 10
+    tokens = 1 if driver.engine.device == "cpu" else 2
+    assert while_reading == (["cell", *["token"] * tokens] * 10)[:20]
 
 
 @pytest.mark.cells_of_a_block
