@@ -114,7 +114,8 @@ def test_parts_of_a_campaign_add_up_and_what_was_cut_short_does_not_count(tmp_pa
     assert len(batches) == len(played) == 2 * len(WAYS)
     ended = in_process("bench", "memory", "--results", one, "--results", two, "--json")
     [row] = [row for row in ended.value["rows"] if (row["scenario"], row["way"]) == ("all", KV)]
-    assert (ended.value["settings"]["variants"], row["facts"]) == (2, 200)
+    settings = ended.value["settings"]
+    assert (settings["variants"], settings["together_least"], settings["together"], row["facts"]) == (2, 1, 1, 200)
     assert (row["conversations"], row["distinct"]) == (2, 1), "both say the same words: one is no more evidence"
     refused = in_process("bench", "memory", "--way", "bm25-3", "--json")
     assert "expected one of kv, prefill, bm25-1" in refused.value["error"]["message"]

@@ -78,8 +78,9 @@ def of_files(paths: Sequence[Path], *, is_quick: bool) -> dict[str, Any]:
     if not played:
         raise NotFound("no conversation was played under every way")
     names = sorted({each.scenario for each in played})
-    together = max(batch.conversations for batch in batches)
-    settings = {"scenarios": names, "together": together, "kills_once": is_quick, "files": len(paths)}
+    sizes = {batch.conversations for batch in batches}
+    together = {"together_least": min(sizes), "together": max(sizes)}
+    settings = {"scenarios": names, **together, "kills_once": is_quick, "files": len(paths)}
     return _results({**settings, "elapsed_s": round(sum(batch.wall_s for batch in batches), 1)}, played, batches)
 
 
@@ -106,7 +107,9 @@ def lines(results: Mapping[str, Any]) -> Iterator[str]:
     settings = results["settings"]
     variants = f"{settings['variants']} variants of {', '.join(settings['scenarios'])}"
     engines = "; ".join(settings["engines"])
-    yield f"{variants}, {settings['together']} beside each other on {engines}, {settings['elapsed_s']:.0f} s"
+    least, most = settings.get("together_least", settings["together"]), settings["together"]
+    beside = f"{most}" if least == most else f"{least} to {most}"
+    yield f"{variants}, {beside} beside each other on {engines}, {settings['elapsed_s']:.0f} s"
     for scenario in dict.fromkeys(row["scenario"] for row in results["rows"]):
         yield f"\n{scenario}"
         of_scenario = [row for row in results["rows"] if row["scenario"] == scenario]
