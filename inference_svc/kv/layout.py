@@ -17,6 +17,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from inference_svc.kv import attention_hook
+from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.batch.batch_state import BatchStateKV
 from inference_svc.kv.batch.decode_batch import DecodeBatch, Forward
 from inference_svc.kv.batch.decoded_layer import DecodedLayer
@@ -56,9 +57,12 @@ class Layout:
     reads_pages: bool = False
 
     def new_pool(self, identity: identity_pb2.KvIdentity, budget_bytes: int, *, is_allocated: bool = False) -> KvPool:
-        """A pool for sequences of this layout, written by kernels if attention reads its pages."""
-        dialect = page_dialect(identity) if self.reads_pages else None
-        return KvPool(identity, budget_bytes, is_allocated=is_allocated, dialect=dialect)
+        """A pool for sequences of this layout."""
+        return KvPool(identity, budget_bytes, is_allocated=is_allocated, dialect=self.dialect(identity))
+
+    def dialect(self, identity: identity_pb2.KvIdentity) -> Dialect | None:
+        """Of the kernels that write the pages, if attention reads them."""
+        return page_dialect(identity) if self.reads_pages else None
 
     def new_batch(self, pool: KvPool, forward: Forward, decoded_budget: int, pass_rows: int = 0) -> DecodeBatch:
         """A batch over such a pool."""

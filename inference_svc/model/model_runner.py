@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from inference_svc.kv.applied import is_stored_as_said
 from inference_svc.kv.batch.decode_batch import DecodeBatch
-from inference_svc.kv.batch.short_pass import ShortPass
+from inference_svc.kv.batch.short_pass import ShortPass, most_kept_tokens
 from inference_svc.kv.layout import PROBE_TOKENS, own_keys, probed_layout
 from inference_svc.kv.page import PAGE_TOKENS
 from inference_svc.kv.pages.pool import KvPool
@@ -21,7 +21,6 @@ from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.state_kv import StateKV
 
 _RELEASE_STEPS = 256
-LEAST_STORED = 256  # behind fewer tokens no graph is kept
 _NARROWED = "LastPositionOf"
 _DTYPE_NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
 _INVARIANT_ROWS = 16
@@ -70,13 +69,14 @@ class ModelRunner:
         return self._layout.new_batch(pool, self.forward, decoded_budget, self._pass_rows)
 
     def least_cell_tokens(self, policy: identity_pb2.KvPolicy) -> int | None:
-        """To how many tokens a cell is cut beside decoding; None: it is not, as on a CPU. Where a pass over a block
-        keeps its graph, half a block takes little more than half the time.
+        """To how many tokens a cell is cut beside decoding; None: it is not, as on a CPU. Where a pass over half
+        a block keeps its graph, it takes little more than half the time of a block.
         """
         if not self.is_on_gpu:
             return None
-        keeps = ShortPass(self.new_pool(policy), self.forward, self.compute_type).most_tokens >= PAGE_TOKENS
-        return PAGE_TOKENS // 2 if keeps else PAGE_TOKENS
+        identity = identity_pb2.KvIdentity(layers=self.layers, policy=policy)
+        most = most_kept_tokens(identity, self._layout.dialect(identity), self.compute_type)
+        return PAGE_TOKENS // 2 if most >= PAGE_TOKENS // 2 else PAGE_TOKENS
 
     def prefill(
         self,
@@ -115,7 +115,7 @@ class ModelRunner:
         """The logits of a pass that is short enough to keep its graph; None, and nothing is computed, for another."""
         if self._short is None or self._short.pool is not kv.pool:
             self._short = ShortPass(kv.pool, self.forward, self.compute_type)
-        is_short = self._short.takes(kv, len(token_ids), LEAST_STORED)
+        is_short = self._short.takes(kv, len(token_ids))
         return self._short.logits(kv, token_ids, meanwhile) if is_short else None
 
     def _compute(

@@ -10,16 +10,35 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
+from kvasir.cachestore.v1 import identity_pb2
 
 from inference_svc.kv.attention.geometry import most_queries
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.batch.decode_step import TracedStep, table_width
 from inference_svc.kv.batch.fused_layer import FusedLayer
+from inference_svc.kv.page import PAGE_TOKENS, PageFormat
 from inference_svc.kv.pages.block_table import BlockTable
+from inference_svc.kv.pages.groups import groups_of
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import PassRoom, SequenceKV
 
+LEAST_STORED = 256  # behind fewer tokens no graph is kept
 _LEAST_COUNT = 8
+# Behind more than these, a block's attention over pages costs more than a kept graph saves: MLX's own is faster.
+_DEEP_TOKENS = 32_768
+
+
+def most_kept_tokens(identity: identity_pb2.KvIdentity, dialect: Dialect | None, compute_type: str) -> int:
+    """The most tokens whose pass keeps its graph: all of them stay in every window. 0 where kernels do not write the
+    pages of all layers. `dialect` is the pool's, `compute_type` that of queries.
+    """
+    groups = groups_of(identity.layers)
+    formats = [PageFormat.of(identity, index) for group in groups for index in group.layers]
+    if dialect is None or len(formats) < len(identity.layers):
+        return 0
+    has_matrices = dialect is Dialect.CUDA
+    served = (most_queries(each, compute_type, has_matrices=has_matrices) for each in formats)
+    return min(*served, *(group.window - 1 for group in groups if group.window))
 
 
 class ShortPass:
@@ -29,22 +48,21 @@ class ShortPass:
 
     def __init__(self, pool: KvPool, forward: Any, compute_type: str) -> None:
         self.pool = pool
-        has_matrices = pool.dialect is Dialect.CUDA
-        most = [most_queries(each, compute_type, has_matrices=has_matrices) for each in pool.formats.values()]
-        keeps = pool.dialect is not None and not pool.has_states
-        self.most_tokens = min(most, default=0) if keeps else 0
+        self._most_tokens = most_kept_tokens(pool.identity, pool.dialect, compute_type)
         self._forward = forward
         self._layers = [FusedLayer(pool, index) for index in sorted(pool.formats)]
         self._compiled: Any = mx.compile(self._traced)
 
-    def takes(self, kv: SequenceKV, count: int, least_stored: int) -> bool:
-        """Whether it computes `count` tokens behind this sequence: all of them stay in every window."""
-        in_windows = all(count < table.window for table in kv.tables if table.window)
+    def takes(self, kv: SequenceKV, count: int) -> bool:
+        """Whether it computes `count` tokens behind this sequence. What is filled up in front must see rows that are
+        there, too: a page of another sequence may hold what is no number.
+        """
         return (
             self.pool.is_whole
-            and in_windows
-            and count <= self.most_tokens
-            and kv.length >= max(least_stored, self.most_tokens)
+            and count <= self._most_tokens
+            and kv.length >= LEAST_STORED
+            and (count <= PAGE_TOKENS // 2 or kv.length <= _DEEP_TOKENS)
+            and all(table.can_go_on_from(kv.length - _spare(count)) for table in kv.tables if table.window)
         )
 
     def logits(self, kv: SequenceKV, token_ids: Sequence[int], meanwhile: Callable[[mx.array], None]) -> mx.array:
@@ -52,8 +70,7 @@ class ShortPass:
         calls `meanwhile` with them before it waits. Raises ResourceExhausted, and has changed nothing, if the pool has
         no room.
         """
-        count, start = len(token_ids), kv.length
-        spare = max(_LEAST_COUNT, 1 << (count - 1).bit_length()) - count
+        count, start, spare = len(token_ids), kv.length, _spare(len(token_ids))
         room = PassRoom(kv)
         room.take(count)
         try:
@@ -78,3 +95,8 @@ class ShortPass:
         for layer in self._layers:
             layer.begin(step, keeps_decoded=False)
         return self._forward(tokens, self._layers)[:, -1]  # type: ignore[no-any-return]
+
+
+def _spare(count: int) -> int:
+    """By how many tokens so many are filled up."""
+    return max(_LEAST_COUNT, 1 << (count - 1).bit_length()) - count

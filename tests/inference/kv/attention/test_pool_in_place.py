@@ -15,16 +15,17 @@ from mlx_lm.models import llama
 
 from inference_svc.kv import attention_hook, prefill_layer
 from inference_svc.kv.attention import in_place, paged
+from inference_svc.kv.attention.geometry import MAX_QUERIES
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.paged import Implementation
-from inference_svc.kv.batch.short_pass import ShortPass
+from inference_svc.kv.batch import short_pass
+from inference_svc.kv.batch.short_pass import ShortPass, most_kept_tokens
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.policy import Rung, policy_of
 from inference_svc.kv.prefill_layer import InPlaceLayer, PrefillLayer, commit, prefill_layers
 from inference_svc.kv.sequence_files import files_of, first_whole_block
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.tensor_files import check_files
-from inference_svc.model import model_runner
 from inference_svc.model.loading import load
 from inference_svc.model.model_runner import ModelRunner
 from tests.inference.engine.tiny_models import LLAMA, write_model
@@ -261,7 +262,7 @@ def test_a_short_pass_computes_what_a_pass_layer_by_layer_does(
     """Filled up to a length, over a border of blocks, behind a shared tail; and without room it changes nothing."""
     identity = identity_of(runner.layers, policy_of(Rung.Q4, "float32"))
     here = PoisonedPool(identity, 24 * KvPool(identity, 1).page_bytes, is_allocated=True, dialect=Dialect.CUDA)
-    monkeypatch.setattr(model_runner, "LEAST_STORED", 200)
+    monkeypatch.setattr(short_pass, "LEAST_STORED", 200)
     monkeypatch.setattr(prefill_layer, "LONG_TOKENS", 200)
     kv = SequenceKV(here)
     runner.prefill(kv, TOKENS[:240])
@@ -288,6 +289,36 @@ def test_a_short_pass_computes_what_a_pass_layer_by_layer_does(
         runner.last_logits(kv, TOKENS[:5])
     assert (stored(kv), here.allocator.free) == (before, 0)
     here.release(taken)
+
+
+@pytest.mark.parametrize(("window", "most"), [(128, 127), (512, 256)])
+def test_a_graph_is_kept_for_what_stays_in_each_window(window: int, most: int) -> None:
+    assert most_kept_tokens(windowed_identity(window), Dialect.CUDA, "bfloat16") == most
+    assert most_kept_tokens(windowed_identity(window), Dialect.CUDA, "float32") == MAX_QUERIES
+    assert most_kept_tokens(windowed_identity(window), None, "bfloat16") == 0
+
+
+def test_no_graph_is_kept_where_what_is_filled_up_in_front_would_see_a_block_that_is_gone() -> None:
+    """Its page may be anyone's: 0 x NaN of a page of other bytes would reach the tokens behind it."""
+    identity = windowed_identity(300)
+    pool = KvPool(identity, 16 * KvPool(identity, 1).page_bytes, is_allocated=True, dialect=Dialect.CUDA)
+    passes, kv = ShortPass(pool, None, "bfloat16"), SequenceKV(pool)
+    [table] = [each for each in kv.tables if each.window]
+    kv.length = 1024 + 299  # the first position that a new token sees begins a block
+    table.pages, table.valid_from = {4: 1, 5: 2}, 1024
+    assert passes.takes(kv, 64)
+    assert not passes.takes(kv, 60)
+    table.pages[3], table.valid_from = 3, 0
+    assert passes.takes(kv, 60)
+    kv.length = 40_000
+    table.pages = dict.fromkeys(range(150, 157), 1)
+    assert passes.takes(kv, 128)
+    assert not passes.takes(kv, 129), "that far, MLX's own attention is faster"
+    table.pages = {}  # they were nobody's
+
+
+def windowed_identity(window: int) -> identity_pb2.KvIdentity:
+    return identity_of([windowed(window), full()], policy_of(Rung.Q4, "bfloat16"))
 
 
 # --- decoding ---
