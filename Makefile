@@ -18,7 +18,7 @@ test: install    ## Everything CI runs: lint, types, contract, walls, tests; of 
 	KVASIR_TURN=$(KVASIR_TURN) $(BIN)/python -m pytest -n 3 --dist worksteal --durations=20
 
 # Long tests take turns from commit to commit (tests/long_tests.py); without git the first part runs.
-KVASIR_TURN ?= $(shell git rev-parse HEAD 2>/dev/null || echo 0)
+KVASIR_TURN ?= $(shell git rev-parse -q --verify HEAD 2>/dev/null || echo 0)
 
 test-whole: install ## As `make test`, with all long tests: before a release, and once a day
 	@$(MAKE) --no-print-directory test KVASIR_TURN=

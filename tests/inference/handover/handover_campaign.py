@@ -150,7 +150,9 @@ async def asked_again(engine: AioInferenceClient, turn: dict[str, Any]) -> tuple
 
 
 def main() -> int:
-    """Moves first, then moves in whose midst something breaks; 1 if a reader heard what it should not."""
+    """Moves first, then moves in whose midst something breaks; 1 if a reader heard what it should not, 2 if time was
+    over before all was played.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--moves", type=int, default=300)
     parser.add_argument("--broken", type=int, default=40)
@@ -164,14 +166,18 @@ def main() -> int:
         while findings.moves < given.moves and not findings.problems and time.monotonic() < give_up:
             asyncio.run(campaign.moves(min(findings.moves + _TOLD_EVERY, given.moves)))
             print(f"seed {given.seed}: {findings.summary()}", flush=True)
+        broken = 0
         for number in range(given.broken):
             if findings.problems or time.monotonic() > give_up:
                 break
+            broken += 1
             asyncio.run(campaign.disturbed(DISTURBANCES[number % len(DISTURBANCES)]))
         print(f"seed {given.seed}, at the end: {findings.summary()}")
         if findings.problems:
             print(*findings.problems, two.a.log[-_LOG:], two.b.log[-_LOG:], two.house.store.log[-_LOG:], sep="\n")
-    return 1 if findings.problems else 0
+    if findings.problems:
+        return 1
+    return 0 if findings.moves >= given.moves and broken == given.broken else 2
 
 
 if __name__ == "__main__":
