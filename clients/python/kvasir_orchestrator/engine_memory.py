@@ -61,8 +61,7 @@ class EngineMemory:
     ) -> AsyncGenerator[str | Answer, None]:
         on_full = None
         if asked.on_full is not None:
-            policy = pb.OnFullPolicy.Value(f"ON_FULL_POLICY_{asked.on_full.policy.name}")
-            on_full = pb.OnFull(policy=policy, keep=asked.on_full.keep)
+            on_full = pb.OnFull(policy=f"ON_FULL_POLICY_{asked.on_full.policy.name}", keep=asked.on_full.keep)
         options = replace(options_of(asked), agent_id=asked.agent_id, expected_version=version, on_full=on_full)
         client = self._client(asked.namespace)
         async with aclosing(streamed(client, options, self._clock, append=append, whole=whole)) as pieces:
