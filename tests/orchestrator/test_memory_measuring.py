@@ -126,6 +126,30 @@ def test_parts_of_a_campaign_add_up_and_what_was_cut_short_does_not_count(tmp_pa
         kept.read([one], WAYS)
 
 
+def test_of_a_batch_that_is_not_whole_counts_what_was_played_under_every_way(tmp_path: Path) -> None:
+    """However the variants were divided into batches, each way has the same conversations, on the same engine."""
+
+    def part(name: str, way: str, variants: tuple[int, ...], engine: str = "cpu, float32") -> None:
+        played = [dataclasses.replace(of_way(way, 98, 100), variant=variant) for variant in variants]
+        batch = Batch("prisoners-dilemma", way, len(variants), 1.0 * len(variants), 200, 100, engine)
+        kept.append(tmp_path / name, batch, played)
+
+    for way in WAYS:
+        for variants in ((1,), (2, 3)) if way in (KV, KILLED) else ((1,), (2,)):
+            part("parts", way, variants)
+    played, batches = kept.read([tmp_path / "parts"], WAYS)
+    for way in WAYS:
+        assert sorted(each.variant for each in played if each.way == way) == [1, 2]
+    assert [(each.conversations, each.wall_s, each.hot_bytes) for each in batches if each.way == KV] == [
+        (1, 1.0, 200),
+        (1, 1.0, 100),
+    ]
+    for way in WAYS:
+        part("mixed", way, (7,), "gpu, bfloat16" if way == KILLED else "cpu, float32")
+    with pytest.raises(DataLoss, match="variant 7: expected one engine, got cpu, float32 and gpu, bfloat16"):
+        kept.read([tmp_path / "mixed"], WAYS)
+
+
 def test_at_a_gate_something_happens_once_while_no_turn_is_in_flight() -> None:
     happened: list[str] = []
 

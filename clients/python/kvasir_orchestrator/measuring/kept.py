@@ -1,6 +1,7 @@
 """Files of what was played, a line for each batch: parts that were played side by side, or before a kill, add up."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kvasir.errors import DataLoss
@@ -18,19 +19,38 @@ def append(path: Path, batch: Batch, played: Sequence[Played]) -> None:
 
 
 def read(paths: Iterable[Path], ways: Sequence[str]) -> tuple[list[Played], list[Batch]]:
-    """All conversations of the files that were played under every way. Raises DataLoss for a line that is none, and for
-    a conversation that was played twice.
+    """All conversations of the files that were played under every way, and of the batches their part. Raises DataLoss
+    for a line that is none, and for a conversation that was played twice, or not under all ways by one kind of engine.
     """
     lines = [line for path in paths for line in _lines(path)]
-    whole: dict[tuple[str, int], list[str]] = {}
-    for _, played in lines:
+    engines: dict[tuple[str, int], dict[str, str]] = {}
+    for batch, played in lines:
         for each in played:
-            whole.setdefault((each.scenario, each.variant), []).append(each.way)
-    if twice := [key for key, found in whole.items() if len(set(found)) < len(found)]:
-        raise DataLoss(f"{twice[0][0]}, variant {twice[0][1]}, was played twice: expected other --first", field="first")
-    counted = {key for key, found in whole.items() if set(found) >= set(ways)}
-    kept = [(batch, played) for batch, played in lines if all((p.scenario, p.variant) in counted for p in played)]
-    return [each for _, played in kept for each in played], [batch for batch, _ in kept]
+            by_way = engines.setdefault((each.scenario, each.variant), {})
+            if each.way in by_way:
+                raise DataLoss(
+                    f"{each.scenario}, variant {each.variant}, was played twice: expected other --first", field="first"
+                )
+            by_way[each.way] = batch.engine
+    counted = {key for key, by_way in engines.items() if by_way.keys() >= set(ways)}
+    for scenario, variant in sorted(counted):
+        if len(found := {engine for engine in engines[scenario, variant].values() if engine}) > 1:
+            raise DataLoss(f"{scenario}, variant {variant}: expected one engine, got {' and '.join(sorted(found))}")
+    parts = [_part(batch, played, counted) for batch, played in lines]
+    return [each for _, played in parts for each in played], [batch for batch, played in parts if played]
+
+
+def _part(batch: Batch, played: Sequence[Played], counted: Container[tuple[str, int]]) -> tuple[Batch, list[Played]]:
+    """What counts of a batch; what its conversations took together is divided among them."""
+    kept = [each for each in played if (each.scenario, each.variant) in counted]
+    share = len(kept) / len(played) if played else 0.0
+    return replace(
+        batch,
+        conversations=len(kept),
+        wall_s=batch.wall_s * share,
+        hot_bytes=round(batch.hot_bytes * share),
+        stored_bytes=round(batch.stored_bytes * share),
+    ), kept
 
 
 def _lines(path: Path) -> list[tuple[Batch, list[Played]]]:
