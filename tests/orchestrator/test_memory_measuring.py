@@ -212,9 +212,12 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         yield house
 
 
-def played_by(house: House, second: House, ways: tuple[str, ...], *, warms_up: bool = False) -> list[Played]:
-    scope = Scope(["code-review"], ways, variants=2, together=1, kills_once=True, time_limit_s=0.0, warms_up=warms_up)
-    played, batches = asyncio.run(measure(scope, Houses(house, second)))
+def played_by(house: House, second: House, ways: tuple[str, ...]) -> list[Played]:
+    scope = Scope(["code-review"], ways, variants=2, together=1, kills_once=True, time_limit_s=0.0, warms_up=True)
+    said: list[str] = []
+    played, batches = asyncio.run(measure(scope, Houses(house, second), said.append))
+    assert said[:2] == ["warming up: code-review"] * 2
+    assert {each.variant for each in played} == {1}, "what warmed the engines up does not count"
     assert [each.way for each in played] == [each.way for each in batches]
     assert sorted(each.way for each in played) == sorted(ways)
     with house.client() as client:
@@ -241,8 +244,7 @@ def test_memory_says_what_a_full_prefill_says_also_after_a_kill(house: House) ->
 @pytest.mark.campaign
 def test_memory_says_the_same_in_another_store_and_engine(house: House, tmp_path: Path) -> None:
     with running_house(tmp_path / "second") as second:
-        played = played_by(house, second, (KV, MOVED), warms_up=True)
-        assert {each.variant for each in played} == {1}, "what warmed the engines up does not count"
+        played = played_by(house, second, (KV, MOVED))
         assert next(claim for claim in claims(played) if "moved" in claim["what"])["is_met"]
         with second.client() as client:
             assert not client.list_agents().agents

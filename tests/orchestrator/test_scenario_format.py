@@ -1,6 +1,7 @@
 """A scenario file that is wrong is refused with file, line, field and what was expected; the schema is the format's."""
 
 import json
+import re
 from importlib import resources
 
 import pytest
@@ -184,6 +185,24 @@ def test_an_ephemeral_agent_has_a_name_of_its_own_in_each_run() -> None:
     assert scenario.agent_id("marco", "1") == scenario.agent_id("marco", "2") == "talk/marco"
     assert scenario.agent_id("analyst", "1") != scenario.agent_id("analyst", "2")
     assert Scenario.parse(RIGHT, variant=3).agent_id("marco", "1") == "talk+3/marco"
+
+
+@pytest.mark.parametrize(
+    ("said", "is_taken"),
+    [
+        *((each, True) for each in ("refuse", "summarize", "drop_oldest:0.1", "summarize:0.80", "drop_oldest:0.45")),
+        *((each, False) for each in ("drop_oldest:.4", "drop_oldest:", "summarize:0.81", "summarize:0.09", "refuse\n")),
+    ],
+)
+def test_the_schema_takes_an_on_full_that_the_reader_takes(said: str, is_taken: bool) -> None:
+    schema = json_schema()["$defs"]["Agent"]["properties"]["on_full"]["anyOf"][0]
+    assert bool(re.fullmatch(schema["pattern"], said)) == is_taken
+    text = RIGHT.replace("name: Dan", f"on_full: {json.dumps(said)}", 1)
+    if is_taken:
+        assert Scenario.parse(text).agents["danny"].on_full == said
+    else:
+        with pytest.raises(ScenarioInvalid, match="expected refuse, drop_oldest or summarize"):
+            Scenario.parse(text)
 
 
 def test_the_published_schema_is_the_formats() -> None:

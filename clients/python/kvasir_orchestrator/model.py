@@ -3,8 +3,6 @@
 import re
 from typing import Annotated, Any, Literal, Self
 
-from kvasir.errors import InvalidArgument
-from kvasir.on_full import from_label
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 from pydantic.json_schema import WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -34,15 +32,15 @@ def _is_regex(value: object) -> object:
     return value
 
 
+# What `kvasir.on_full` reads, less its shorter spellings of a share.
+_ON_FULL = r"^(refuse|drop_oldest|summarize)(:0\.([1-7][0-9]*|80*))?$"
+
+
 def _is_on_full(value: object) -> object:
-    if isinstance(value, str):
-        try:
-            from_label(value)
-        except InvalidArgument:
-            raise PydanticCustomError(
-                "on_full",
-                'expected refuse, drop_oldest or summarize, with a share to keep if you like: "summarize:0.4"',
-            ) from None
+    if isinstance(value, str) and not re.fullmatch(_ON_FULL, value):
+        raise PydanticCustomError(
+            "on_full", 'expected refuse, drop_oldest or summarize, with a share to keep if you like: "summarize:0.4"'
+        )
     return value
 
 
@@ -57,7 +55,7 @@ Regex = Annotated[Text, BeforeValidator(_is_regex)]
 WhenFull = Annotated[
     str,
     BeforeValidator(_is_on_full),
-    WithJsonSchema({"type": "string", "pattern": r"^(refuse|drop_oldest|summarize)(:0\.([1-7][0-9]*|80*))?$"}),
+    WithJsonSchema({"type": "string", "pattern": _ON_FULL}),
 ]
 
 

@@ -12,7 +12,7 @@ from kvasir.clients import AioInferenceClient
 from kvasir_orchestrator.engine_memory import EngineMemory
 from kvasir_orchestrator.events import OutcomeChecked, TurnDone
 from kvasir_orchestrator.measuring.accounting import Batch, Checked, Played, age_of, leaks
-from kvasir_orchestrator.measuring.claims import DEPTHS, KILLED, KV, MOVED, PREFILL
+from kvasir_orchestrator.measuring.claims import DEPTHS, KILLED, KV, MOVED
 from kvasir_orchestrator.measuring.gate import PhaseGate
 from kvasir_orchestrator.measuring.retrieval import NoMemory
 from kvasir_orchestrator.memory import Answer, Asked, Memory
@@ -94,12 +94,12 @@ async def measure(
     took: list[Batch] = []
     began = clock()
     async with AioInferenceClient.connect(places.here) as here, AioInferenceClient.connect(places.there) as there:
-        engine = f"{(await here.get_capabilities()).device}, {(await here.get_model()).compute_type}"
+        computes = f"{(await here.get_capabilities()).device}, {(await here.get_model()).compute_type}"
         if scope.warms_up:
             shortest = min(map(Scenario.shipped, scope.scenarios), key=lambda scenario: len(scenario.plan.turns))
-            for way in (PREFILL, MOVED):
-                say(f"warming up: {shortest.name}, {way}")
-                await _Batch(way, [shortest], here, there, places, scope).play(clock)
+            for engine in (here, there):
+                say(f"warming up: {shortest.name}")
+                await _Batch(KV, [shortest], engine, engine, places, scope).play(clock)
         end = scope.first + scope.variants
         for first in range(scope.first, end, scope.together):
             if played and scope.time_limit_s is not None and clock() - began >= scope.time_limit_s:
@@ -111,7 +111,7 @@ async def measure(
                 for way in sorted(scope.ways, key=lambda way: way in _REMEMBERING):
                     say(f"{name}, variants {numbers[0]} to {numbers[-1]}, to {end - 1} in all: {way}")
                     of_batch, batch = await _Batch(way, scenarios, here, there, places, scope).play(clock)
-                    batch = replace(batch, engine=engine)
+                    batch = replace(batch, engine=computes)
                     played += of_batch
                     took.append(batch)
                     keep(batch, of_batch)
