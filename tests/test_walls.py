@@ -141,7 +141,7 @@ IMPORTS = (
 # What a module does, seen as the dotted name of an attribute or a call.
 ENVIRONMENT = Wall(
     ("os.environ", "os.getenv", "os.putenv", "os.environb"),
-    ("inference_svc/model/loading.py", "inference_svc/__init__.py"),  # MLX and transformers have no other way to be told
+    ("inference_svc/model/loading.py", "inference_svc/__init__.py"),  # MLX and transformers cannot be told otherwise
     "configuration is read by pydantic-settings, in config modules",
 )
 CLOCKS = ("time.time", "time.time_ns", "time.monotonic", "time.monotonic_ns", "time.perf_counter", "time.sleep")
