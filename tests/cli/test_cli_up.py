@@ -351,7 +351,8 @@ def test_a_home_of_the_background_is_taken_over_after_a_kill_and_goes_down() -> 
         assert (killed.code, killed.value["engine"]["state"]) == (1, "ready")
         assert "was killed here" in killed.value["problems"][0]
         with _usual_http_port_taken():
-            assert "http:   none: 127.0.0.1:8642 is in use; say --http" in cli.done("up", "--detach").out
+            assert "http:   none: 127.0.0.1:8642 is in use; for" in (up := cli.done("up", "--detach").out)
+            assert f"`kvasir --home {home} down` stops it" in up
         assert "no HTTP: 127.0.0.1:8642 is in use" in cli.done("status").out
         assert not set(orphans) & set(holders(Home(home).services_lock_file)), "two groups would share a home"
         states = cli.done("status", "--json").value["services"]

@@ -5,7 +5,8 @@ This module starts nothing and calls nobody. Commands without an address read `r
 
 import json
 import os
-from dataclasses import asdict, dataclass
+import shlex
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from kvasir.address import MAX_SOCKET_PATH_BYTES
@@ -51,6 +52,7 @@ class Running:
     store_metrics: str = ""  # HOST:PORT of each one's metrics and /healthz; empty without
     engine_metrics: str = ""
     http_metrics: str = ""
+    namespaces: list[str] = field(default_factory=list)  # that the engine has a store for, until it is started anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,11 @@ class Home:
     """Paths below one home directory."""
 
     root: Path
+
+    def command(self, words: str) -> str:
+        """`kvasir` with these words for this home, as a person types it."""
+        home = "" if self.root == DEFAULT_HOME.expanduser() else f"--home {shlex.quote(str(self.root))} "
+        return f"kvasir {home}{words}"
 
     @property
     def store_data(self) -> Path:

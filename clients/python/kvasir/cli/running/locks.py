@@ -21,7 +21,9 @@ def led(home: Home) -> Iterator[None]:
         if not _try_lock(descriptor):
             [pid, *_] = holders(home.up_lock_file) or [0]
             text = f"`kvasir up` is already running in {home.root} (pid {pid})"
-            raise FailedPrecondition(f"{text}; use it, or end it with `kvasir down`", reason="ALREADY_RUNNING")
+            raise FailedPrecondition(
+                f"{text}; use it, or end it with `{home.command('down')}`", reason="ALREADY_RUNNING"
+            )
         yield
 
 

@@ -1,7 +1,7 @@
 """What `kvasir up` starts: the processes of a home with their addresses, options and credentials."""
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +34,7 @@ class Plan:
     store: StoreProcess
     engine: EngineProcess
     gateway: GatewayProcess | None = None
+    namespaces: tuple[str, ...] = (DEFAULT_NAMESPACE,)  # that the engine has a store for
 
 
 def plan_of(
@@ -55,6 +56,7 @@ def plan_of(
     credentials = home.credentials_file if listen or store_listen or http else None
     has_tls = tls_cert is not None and tls_key is not None
     ca_file = tls_cert if has_tls else None
+    store_tokens = _store_tokens(home) if credentials else {}
     store_endpoint = Endpoint(home.socket_address("store"))
     engine_endpoint = Endpoint(home.socket_address("engine"))
     if store_listen:
@@ -86,7 +88,7 @@ def plan_of(
         model=models[0] if models else "",
         options=(
             *(part for model in models[1:] for part in ("--model", model)),
-            *(_store_tokens(home) if credentials else ()),
+            *(part for pair in store_tokens.items() for part in ("--store-token-file", "{}={}".format(*pair))),
             *engine_options,
         ),
         metrics_listen=engine_metrics,
@@ -105,7 +107,7 @@ def plan_of(
         metrics_listen=http_metrics,
         options=tuple(gateway_options),
     )
-    return Plan(store, engine, gateway if http else None)
+    return Plan(store, engine, gateway if http else None, (DEFAULT_NAMESPACE, *store_tokens))
 
 
 def make_credentials(home: Home) -> None:
@@ -127,10 +129,10 @@ def engine_of(namespace: str) -> str:
     return "engine" if namespace == DEFAULT_NAMESPACE else f"engine@{namespace}"
 
 
-def _store_tokens(home: Home) -> Iterator[str]:
-    """The engine's tokens at the store for further namespaces, as options; `kvasir tokens new` makes them."""
-    for file in sorted(home.tokens.glob(engine_of("*") + ".token")):
-        yield from ("--store-token-file", f"{file.stem.removeprefix(engine_of(''))}={file}")
+def _store_tokens(home: Home) -> dict[str, Path]:
+    """The files of the engine's tokens at the store, by further namespace; `kvasir tokens new` makes them."""
+    files = sorted(home.tokens.glob(engine_of("*") + ".token"))
+    return {file.stem.removeprefix(engine_of("")): file for file in files}
 
 
 def from_here(address: str) -> str:

@@ -25,7 +25,7 @@ from kvasir.cli.failures import WrongUsage, relayed
 from kvasir.cli.hub import fetch
 from kvasir.cli.running import checks
 from kvasir.cli.running.checks import KvPolicy, LogFormat, LogLevel
-from kvasir.cli.running.home import Running
+from kvasir.cli.running.home import Home, Running
 from kvasir.cli.running.locks import led, locked
 from kvasir.cli.running.logs import rotate_log
 from kvasir.cli.running.plan import Plan, make_credentials, plan_of
@@ -221,7 +221,7 @@ def up(
                 *_given(("--expires-after-s", expires_after_s), ("--write-budget-bytes", budget_bytes)),
                 *logging,
             )
-            gateway, why_none = (http, "") if http or no_http else _usual_http(addresses)
+            gateway, why_none = (http, "") if http or no_http else _usual_http(home, addresses)
             plan = plan_of(
                 home,
                 model or [],
@@ -240,7 +240,7 @@ def up(
     _detached(caller)
 
 
-def _usual_http(addresses: Mapping[str, str]) -> tuple[str, str]:
+def _usual_http(home: Home, addresses: Mapping[str, str]) -> tuple[str, str]:
     """The gateway's usual address, or none and the reason: nobody has asked for it."""
     if not checks.has_gateway():
         return "", "its packages are not installed (kvasir[gateway])"
@@ -251,7 +251,8 @@ def _usual_http(addresses: Mapping[str, str]) -> tuple[str, str]:
             return checks.DEFAULT_HTTP, ""
     except KvasirError:
         pass
-    return "", f"{checks.DEFAULT_HTTP} is in use; say --http 127.0.0.1:PORT for another address"
+    again = f"`{home.command('down')}`, then `{home.command('up --http 127.0.0.1:PORT')}`"
+    return "", f"{checks.DEFAULT_HTTP} is in use; for another port: {again}"
 
 
 def _given(*options: tuple[str, object]) -> Iterator[str]:
@@ -282,7 +283,8 @@ def _detached(caller: Caller) -> None:
             raise
     if "pid" not in answer:
         raise relayed(child.wait(), answer)
-    caller.result(answer, lambda out: _greet(out.print, answer, "`kvasir down` stops it"))
+    home = caller.home
+    caller.result(answer, lambda out: _greet(out.print, home, answer, f"`{home.command('down')}` stops it"))
 
 
 async def _run(caller: Caller, plan: Plan, descriptor: int, no_http: str) -> None:
@@ -313,6 +315,7 @@ async def _run(caller: Caller, plan: Plan, descriptor: int, no_http: str) -> Non
             store_metrics=plan.store.metrics_listen,
             engine_metrics=plan.engine.metrics_listen,
             http_metrics=plan.gateway.metrics_listen if plan.gateway else "",
+            namespaces=list(plan.namespaces),
         )
 
     was_ready = False
@@ -327,7 +330,7 @@ async def _run(caller: Caller, plan: Plan, descriptor: int, no_http: str) -> Non
         answer = asdict(facts(was_ready)) | {"home": str(home.root), "logs": str(home.logs)}
         if caller.as_json:
             caller.line(answer)
-        _greet(caller.note, answer, "Ctrl-C stops all")
+        _greet(caller.note, home, answer, "Ctrl-C stops all")
 
     caller.note(f"Starting in {home.root}; logs are in {home.logs}")
     tell_others()
@@ -338,7 +341,7 @@ async def _run(caller: Caller, plan: Plan, descriptor: int, no_http: str) -> Non
     caller.note("All have stopped.")
 
 
-def _greet(say: Callable[[str], object], answer: dict[str, Any], how_to_stop: str) -> None:
+def _greet(say: Callable[[str], object], home: Home, answer: dict[str, Any], how_to_stop: str) -> None:
     say(f"engine: {answer['engine']}")
     say(f"store:  {answer['store']}")
     if answer["http"]:
@@ -347,4 +350,4 @@ def _greet(say: Callable[[str], object], answer: dict[str, Any], how_to_stop: st
         say(f"http:   none: {answer['no_http']}")
     if answer["token_file"]:
         say(f"token:  {answer['token_file']} (commands with this home find it; others say --token-file)")
-    say(f"Talk to an agent with `kvasir chat ada`; {how_to_stop}.")
+    say(f"Talk to an agent with `{home.command('chat ada')}`; {how_to_stop}.")
