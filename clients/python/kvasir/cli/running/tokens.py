@@ -4,7 +4,7 @@ import fcntl
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import Annotated, Any
@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from kvasir.cli.caller import JsonOption, caller_of
+from kvasir.cli.running.holding import is_led
 from kvasir.cli.running.home import Home
 from kvasir.cli.running.plan import engine_of, make_credentials
 from kvasir.credentials import (
@@ -19,6 +20,7 @@ from kvasir.credentials import (
     CLIENT,
     DEFAULT_NAMESPACE,
     ENGINE,
+    OWNER,
     PEER,
     CredentialFileError,
     Credentials,
@@ -58,18 +60,17 @@ def new(
     """Make a token. It is written to a file that only you can read, and is shown nowhere else.
 
     Programs send it as `Authorization: Bearer …` or as an API key; `kvasir --token-file FILE …` does, too. Running
-    services take it with `kvasir reload`. The first token of a new namespace wants `kvasir down` and `kvasir up`: the
-    engine keeps that namespace's memories with a credential of its own, which is made here.
+    services take it with `kvasir reload`. A namespace that the running engine was started without wants `kvasir down`
+    and `kvasir up`, and stores nothing before: the engine keeps its memories with a credential of its own, which is
+    made here. credentials.toml is written anew, without the comments of whoever edited it.
     """
     caller = caller_of(context, as_json)
     _check_word("NAME", name)
     _check_word("--namespace", namespace)
-    if name.startswith("engine"):
-        raise InvalidArgument("NAME: names that begin with engine are the engine's own", field="NAME")
+    _check_not_reserved(name)
     home = caller.home
     with _changing(home) as known:
-        if name in {each.name for each in known.principals}:
-            raise AlreadyExists(f"there is a token {name!r} already: remove it first, or take another name")
+        _check_new(name, namespace, known.principals)
         engine = Principal(engine_of(namespace), namespace, frozenset({ENGINE}))
         is_new = engine.name not in {each.name for each in known.principals}
         wanted = [Principal(name, namespace, frozenset(str(each) for each in role or [Role.CLIENT]))]
@@ -80,7 +81,7 @@ def new(
             file.unlink(missing_ok=True)
             write_private_text(file, token + "\n")
         replace_private_text(home.credentials_file, credentials.text)
-    then = "kvasir down, then kvasir up" if is_new else "kvasir reload"
+    then = _then(home, namespace)
     made = {**_row(home, wanted[0]), "then": then}
     caller.result(made, lambda out: out.print(made["token_file"]))
     caller.say(f"{name} may call in namespace {namespace}, after: {then}")
@@ -103,10 +104,14 @@ def ls(context: typer.Context, as_json: JsonOption = False) -> None:
 def rm(
     context: typer.Context, name: Annotated[str, typer.Argument(metavar="NAME")], as_json: JsonOption = False
 ) -> None:
-    """Remove a token. Its calls end with `kvasir reload`. Agents stay, and are there for the next of the namespace."""
+    """Remove a token. Its calls end with `kvasir reload`. Agents stay, and are there for the next of the namespace.
+
+    credentials.toml is written anew, without the comments of whoever edited it.
+    """
     caller = caller_of(context, as_json)
     if name in _OF_THE_HOME or name.startswith("engine"):
         raise InvalidArgument(f"NAME: {name} is the home's own, without which it does not work", field="NAME")
+    _known(caller.home)  # a home that has none is not made for this
     with _changing(caller.home) as known:
         found = next((each for each in known.principals if each.name == name), None)
         if found is None:
@@ -114,7 +119,7 @@ def rm(
         replace_private_text(caller.home.credentials_file, known.without({name}).text)
         (caller.home.tokens / f"{name}.token").unlink(missing_ok=True)
     caller.result(_row(caller.home, found), lambda out: out.print(f"removed {name}"))
-    caller.say("Its calls end with: kvasir reload")
+    caller.say(f"Its calls end with: {caller.home.command('reload')}")
 
 
 @contextmanager
@@ -131,6 +136,9 @@ def _changing(home: Home) -> Iterator[Credentials]:
 
 
 def _known(home: Home) -> Credentials:
+    if not home.credentials_file.exists():
+        text = f"{home.root} has no credentials yet: `{home.command('up')}` makes them"
+        raise FailedPrecondition(text, reason="NO_CREDENTIALS")
     try:
         return read_credentials(home.credentials_file)
     except CredentialFileError as error:
@@ -141,6 +149,37 @@ def _row(home: Home, principal: Principal) -> dict[str, Any]:
     file = home.tokens / f"{principal.name}.token"
     roles = sorted(principal.roles)
     return {"name": principal.name, "namespace": principal.namespace, "roles": roles, "token_file": str(file)}
+
+
+def _then(home: Home, namespace: str) -> str:
+    """The commands after which a new token of the namespace is good for all that it may do."""
+    if not is_led(home):
+        return home.command("up")
+    running = home.running()
+    if running is not None and namespace in running.namespaces:
+        return home.command("reload")
+    return f"{home.command('down')}, then {home.command('up')}"
+
+
+def _check_not_reserved(name: str) -> None:
+    if name.casefold().startswith("engine"):
+        raise InvalidArgument("NAME: names that begin with engine are the engine's own", field="NAME")
+    if name.casefold() == OWNER.name:
+        raise InvalidArgument(
+            f"NAME: {OWNER.name} is what the audit calls callers at the Unix socket: take another", field="NAME"
+        )
+
+
+def _check_new(name: str, namespace: str, known: Iterable[Principal]) -> None:
+    """Raises for words that differ from a known one in case alone: they are files, which not all systems tell apart."""
+    namespaces = {DEFAULT_NAMESPACE}
+    for each in known:
+        if each.name.casefold() == name.casefold():
+            raise AlreadyExists(f"there is a token {each.name!r} already: remove it first, or take another name")
+        namespaces.add(each.namespace)
+    if namespace not in namespaces and (alike := [it for it in namespaces if it.casefold() == namespace.casefold()]):
+        text = f"--namespace: there is {alike[0]!r} already, from which only case tells {namespace!r}: take another"
+        raise InvalidArgument(text, field="--namespace")
 
 
 def _check_word(field: str, text: str) -> None:
