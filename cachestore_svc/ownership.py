@@ -114,7 +114,7 @@ def check_stays_itself(before: Mapping[str, str], labels: Mapping[str, str]) -> 
     is_it = before.get(FIRST_MOVE, "")
     if labels.get(FIRST_MOVE, is_it) != is_it:
         raise InvalidArgument(
-            f"labels.{FIRST_MOVE}: expected {is_it!r} as it is, or nothing: stores know the agent by it",
+            f"labels.{FIRST_MOVE}: expected it left out or unchanged: stores give it, and know the agent by it",
             field=f"labels.{FIRST_MOVE}",
         )
 

@@ -156,6 +156,11 @@ def test_labels_are_set_and_removed(cli: Cli, ada: SyntheticAgent) -> None:
     cli.done("agents", "label", "ada", "b=[/b]:key:")
     assert "b=[/b]:key:" in cli.done("agents", "ls").out, "shown as it is"
     assert cli("agents", "label", "ada", "nonsense").code == 2
+    cli.done("agents", "label", "ada", "kvasir.of_its_own=1", "kvasir.on_full=refuse")
+    assert "of_its_own" not in (listed := cli.done("agents", "ls").out)
+    assert "kvasir.on_full=refuse" in listed
+    assert "kvasir.of_its_own=1" in cli.done("agents", "show", "ada").out
+    assert "expected it left out" in cli("agents", "label", "ada", "kvasir.first_move=1").err
 
 
 def test_an_archive_carries_a_memory_to_another_name(cli: Cli, ada: SyntheticAgent, tmp_path: Path) -> None:

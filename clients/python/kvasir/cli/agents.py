@@ -12,16 +12,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvasir import expires_after, on_full
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cli import carrying, failures
 from kvasir.cli.caller import COMPLETION_S, Caller, JsonOption, caller_of, completing
-from kvasir.cli.rows import agent_row, ago, iso, origin, owner_words, short, size, snapshot_row, until
+from kvasir.cli.rows import agent_row, ago, iso, labels_text, origin, owner_words, short, size, snapshot_row, until
 from kvasir.clients import StoreClient
 from kvasir.clients.archive_file import pieces_of
 from kvasir.errors import KvasirError
 
 app = typer.Typer(help="Look after agents' memories.", no_args_is_help=True)
 MOST_VERSION = (1 << 63) - 1  # of the contract's int64
+_OWN, _SETTINGS = "kvasir.", {on_full.LABEL, expires_after.LABEL}  # Kvasir's labels; those of them that people set
 _PAGE = 1000
 _COMPLETED = 100
 
@@ -84,7 +86,7 @@ def ls(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List agents by name."""
+    """List agents by name. Labels that Kvasir gives for itself are in --json and in `kvasir agents show`."""
     caller = caller_of(context, as_json)
     with store_client(caller) as client:
         agents = list(all_agents(client, prefix, labels_of(label or [])))
@@ -351,12 +353,12 @@ def _agents_table(agents: list[pb.Agent]) -> Table:
     for agent in agents:
         expiry = [until(agent.expires_at, now)] if expires else []
         newest: Any = agent.lines[0] if agent.lines else pb.SnapshotVersion()
-        labels = " ".join(f"{key}={value}" for key, value in sorted(agent.labels.items()))
+        labels = {key: value for key, value in agent.labels.items() if key in _SETTINGS or not key.startswith(_OWN)}
         where = owner_words(agent.ownership)
         table.add_row(
             f"{agent.agent_id} ({where})" if where else agent.agent_id,
             *(str(newest.version), str(newest.token_count), size(newest.total_bytes)),
-            *(ago(agent.used_at, now), *expiry, "yes" if agent.is_pinned else "", labels),
+            *(ago(agent.used_at, now), *expiry, "yes" if agent.is_pinned else "", labels_text(labels)),
         )
     return table
 
@@ -373,7 +375,7 @@ def _versions_table(versions: list[pb.SnapshotVersion]) -> Table:
 
 
 def _show(out: Console, agent: pb.Agent) -> None:
-    labels = " ".join(f"{key}={value}" for key, value in sorted(agent.labels.items())) or "none"
+    labels = labels_text(agent.labels) or "none"
     pinned = "pinned" if agent.is_pinned else "not pinned"
     out.print(f"{agent.agent_id}: {pinned}, keeps {agent.retained_versions} versions, labels: {labels}")
     if agent.HasField("expires_at"):

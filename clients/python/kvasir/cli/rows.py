@@ -1,5 +1,6 @@
 """The store's answers, as plain values for --json, with the contract's own names, and as words for people."""
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -41,6 +42,11 @@ def agent_row(agent: pb.Agent) -> dict[str, Any]:
         "lines": [snapshot_row(line) for line in agent.lines],
         "ownership": ownership_row(agent.ownership),
     }
+
+
+def labels_text(labels: Mapping[str, str]) -> str:
+    """Labels in a line."""
+    return " ".join(f"{key}={value}" for key, value in sorted(labels.items()))
 
 
 def ownership_row(known: pb.Ownership) -> dict[str, Any]:
