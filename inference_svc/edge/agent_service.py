@@ -89,7 +89,9 @@ class AgentForwarding:
         store = self._stores.get(current_principal().namespace)
         if store is None:
             raise FailedPrecondition(
-                "this engine has no store for the caller's namespace, so its agents have no versions", reason="NO_STORE"
+                "this engine has no store for the caller's namespace, so its agents have no versions; a new namespace "
+                "wants `kvasir down`, then `kvasir up`",
+                reason="NO_STORE",
             )
         return store
 

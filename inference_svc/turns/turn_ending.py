@@ -313,7 +313,8 @@ class TurnEnding:
         """Publish a memory; the outcome, as far as the reader is made to wait for it."""
         store = self._stores.get(key.namespace)
         if store is None:
-            return SnapshotOutcome(SnapshotState.NONE, reason="this engine has no store for the namespace")
+            reason = "this engine has no store for the namespace; a new one wants `kvasir down`, then `kvasir up`"
+            return SnapshotOutcome(SnapshotState.NONE, reason=reason)
         previous = (
             recollection.memory.publication if recollection.kv_from is Source.HOT and recollection.memory else None
         )

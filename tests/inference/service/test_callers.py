@@ -80,6 +80,7 @@ def test_a_namespace_without_a_store_has_hot_memory_alone(guarded: tuple[House, 
     assert again.started.source == pb.CACHE_SOURCE_HOT
     assert again.finished.snapshot.state == pb.SNAPSHOT_STATE_NONE
     assert "no store" in again.finished.snapshot.reason
+    assert "`kvasir up`" in again.finished.snapshot.reason, "what to do"
 
 
 def test_wrong_tokens_and_roles_are_refused(guarded: tuple[House, dict[str, str]]) -> None:

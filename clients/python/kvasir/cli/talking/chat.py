@@ -222,11 +222,11 @@ class Conversation:
             return
         sys.stdout.write("\n")
         sys.stdout.flush()
-        kept = f"version {result.version}" if result.is_durable else f"{result.snapshot_state} {result.snapshot_reason}"
+        kept = f"version {result.version}" if result.is_durable else _not_durable(result)
         source = f"{result.source}: {result.reason}" if result.source == "cold" else result.source
         self.caller.err.print(
             f"{result.cached_tokens} of {result.prompt_tokens} tokens cached ({source}), "
-            f"first token after {result.first_token_s * 1000:.0f} ms, {kept.strip()}",
+            f"first token after {result.first_token_s * 1000:.0f} ms, {kept}",
             style="dim",
         )
         self._warn_when_full(result)
@@ -271,6 +271,11 @@ class Conversation:
         self.caller.err.print(table)
         newest = versions[0]
         self.caller.say(f"{newest.token_count} tokens, {size(newest.total_bytes)}; {_versions(versions)}")
+
+
+def _not_durable(result: TurnResult) -> str:
+    state = "not stored yet" if result.snapshot_state == "pending" else "not stored"
+    return f"{state}: {result.snapshot_reason}" if result.snapshot_reason else state
 
 
 def _versions(snapshots: Sequence[cachestore_pb2.SnapshotVersion]) -> str:
