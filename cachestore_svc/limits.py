@@ -1,10 +1,12 @@
 """Numbers and hashes from outside, checked before anything is done with them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from kvasir import expires_after, on_full
 from kvasir.errors import InvalidArgument
 from kvasir.formats.digest import is_hash
+
+from cachestore_svc.ownership import FIRST_MOVE
 
 MAX_LABELS = 64
 MAX_LABEL_CHARS = 256
@@ -34,8 +36,7 @@ def check_text(text: str, field: str) -> None:
 
 def check_labels(labels: Mapping[str, str]) -> None:
     """Raises InvalidArgument for too many labels, and for one that is not short and printable."""
-    if len(labels) > MAX_LABELS:
-        raise InvalidArgument(f"labels: expected at most {MAX_LABELS}, got {len(labels)}", field="labels")
+    _check_count(labels.keys() - {FIRST_MOVE})
     for name, value in labels.items():
         if not (1 <= len(name) <= MAX_LABEL_CHARS and name.isprintable()):
             raise InvalidArgument(
@@ -49,3 +50,23 @@ def check_labels(labels: Mapping[str, str]) -> None:
         on_full.from_label(setting)
     if setting := labels.get(expires_after.LABEL):
         expires_after.from_label(setting)
+
+
+def check_all_labels(labels: Mapping[str, str]) -> None:
+    """Raises InvalidArgument when these, all that an agent would have, are too many or too long in all. The id of its
+    first move is no caller's, and does not count."""
+    if len(labels.get(FIRST_MOVE, "")) > MAX_LABEL_CHARS:
+        raise InvalidArgument(
+            f"labels.{FIRST_MOVE}: expected at most {MAX_LABEL_CHARS} characters", field=f"labels.{FIRST_MOVE}"
+        )
+    counted = {name: value for name, value in labels.items() if name != FIRST_MOVE}
+    _check_count(counted)
+    if (size_bytes := sum(len(text.encode()) for label in counted.items() for text in label)) > MAX_LABELS_BYTES:
+        raise InvalidArgument(
+            f"labels: expected at most {MAX_LABELS_BYTES} bytes in all, got {size_bytes}", field="labels"
+        )
+
+
+def _check_count(names: Collection[str]) -> None:
+    if len(names) > MAX_LABELS:
+        raise InvalidArgument(f"labels: expected at most {MAX_LABELS}, got {len(names)}", field="labels")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound
+from kvasir.errors import FailedPrecondition, NotFound
 from kvasir.formats.digest import Digest
 from kvasir.names import check_agent_id
 
@@ -94,8 +94,7 @@ class OwnerStore(LeaseStore):
             now = self._core.now_unix_ms()
             known = ownership.offered(agent_id, agent.ownership, peer, move_id, generation, now)
             if not agent.ownership.generation:
-                with contextlib.suppress(InvalidArgument):  # it has as many labels as it may have
-                    change.update_agent(namespace, agent_id, {ownership.FIRST_MOVE: move_id}, None, None)
+                change.update_agent(namespace, agent_id, {ownership.FIRST_MOVE: move_id}, None, None)
                 agent = change.get_agent(namespace, agent_id, self._core.config.retained_versions)
             self._set(change, namespace, agent_id, known)
             return agent, known

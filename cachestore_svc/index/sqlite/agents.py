@@ -1,11 +1,11 @@
 """Rows of agents: their names, labels, pins, and how they are changed and forgotten."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import starmap
 
-from kvasir.errors import FailedPrecondition, InvalidArgument
+from kvasir.errors import FailedPrecondition
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.index.catalog import AgentFilter
@@ -14,7 +14,7 @@ from cachestore_svc.index.sqlite import garbage, versions
 from cachestore_svc.index.sqlite.blobs import find_namespace, make_namespace
 from cachestore_svc.index.sqlite.rights.owners import ownership_of
 from cachestore_svc.index.sqlite.rows import Rows
-from cachestore_svc.limits import MAX_LABELS, MAX_LABELS_BYTES
+from cachestore_svc.limits import check_all_labels
 from cachestore_svc.records import AgentRecord, AgentUsage
 
 
@@ -132,23 +132,12 @@ def labels_of(rows: Rows, agent_id: int) -> dict[str, str]:
 
 
 def set_labels(rows: Rows, agent_id: int, labels: Mapping[str, str]) -> None:
-    """Set these; an empty value removes. Raises InvalidArgument when they would be too many."""
+    """Set these, whatever an agent may have; an empty value removes."""
     table = rows.table("labels")
     table.delete_where(
         "agent_id = ? AND name IN (SELECT value FROM json_each(?))", [agent_id, json.dumps(list(labels))]
     )
     table.insert_all({"agent_id": agent_id, "name": name, "value": value} for name, value in labels.items() if value)
-    _check_label_sizes([rows.plain(text) for label in labels_of(rows, agent_id).items() for text in label])
-
-
-def _check_label_sizes(texts: Sequence[str]) -> None:
-    """`texts`: names and values of all labels of an agent."""
-    if len(texts) > 2 * MAX_LABELS:
-        raise InvalidArgument(f"labels: expected at most {MAX_LABELS}, got {len(texts) // 2}", field="labels")
-    if (size_bytes := sum(len(text.encode()) for text in texts)) > MAX_LABELS_BYTES:
-        raise InvalidArgument(
-            f"labels: expected at most {MAX_LABELS_BYTES} bytes in all, got {size_bytes}", field="labels"
-        )
 
 
 def forget_agent(rows: Rows, namespace: str, agent_id: str, force: bool, now_unix_ms: int) -> int:
@@ -181,8 +170,10 @@ def update_agent(
     is_pinned: bool | None,
     retained_versions: int | None,
 ) -> None:
-    """Change what is given. Raises NotFound, InvalidArgument."""
+    """Change what is given. Raises NotFound; InvalidArgument before anything is changed."""
     agent = get_row(rows, namespace, agent_id)
+    wanted = {**labels_of(rows, agent.id), **labels}
+    check_all_labels({rows.plain(name): rows.plain(value) for name, value in wanted.items() if value})
     rows.run("DELETE FROM unused WHERE agent_id = ?", agent.id)
     set_labels(rows, agent.id, labels)
     if is_pinned is not None:

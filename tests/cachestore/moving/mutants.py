@@ -232,6 +232,20 @@ MUTANTS = (
         "knowing_owners",
     ),
     Mutant(
+        "the id of its first move counts as a label of an agent's caller",
+        "limits.py",
+        "    _check_count(counted)\n",
+        "    _check_count(labels)\n",
+        "owner_store",
+    ),
+    Mutant(
+        "the bytes of the id of its first move count as those of an agent's caller",
+        "limits.py",
+        "for label in counted.items() for text in label",
+        "for label in labels.items() for text in label",
+        "moves",
+    ),
+    Mutant(
         "labels that are replaced take the first move's id along",
         "store.py",
         "before.keys() - {FIRST_MOVE}",

@@ -114,6 +114,24 @@ def test_an_agent_moves_by_order_of_its_source_and_comes_back(
     assert again.ownership.generation == 3
 
 
+def test_an_agent_with_as_many_labels_as_it_may_have_moves_and_comes_back(
+    laptop: StoreClient, studio: StoreClient, name: str
+) -> None:
+    """And changes its labels afterwards: the id of its first move is none of its caller's."""
+    publish(laptop, name, SyntheticAgent(SMALL, 21).turn(300), 0)
+    labels = {f"{number:02}": "x" * 62 for number in range(64)}  # 4,096 bytes
+    laptop.update_agent(name, labels=labels)
+    for here, there in ((laptop, "studio"), (studio, "laptop")):
+        here.move_agent(name, to_peer=there)
+    made = laptop.get_agent(name).labels
+    assert made == {**labels, FIRST_MOVE: made[FIRST_MOVE]}
+    assert laptop.update_agent(name, labels={**made, "00": "y"}).labels["00"] == "y"
+    for too_much in ({"64": "y"}, {"00": "y" * 63}):
+        with pytest.raises(InvalidArgument, match="labels: expected at most"):
+            laptop.update_agent(name, labels=too_much)
+    assert laptop.get_agent(name).labels == {**made, "00": "y"}
+
+
 def test_only_what_lacks_is_sent_and_a_dry_run_says_it_and_sends_no_blob(
     pair: tuple[Mac, Mac], laptop: StoreClient, studio: StoreClient, name: str
 ) -> None:

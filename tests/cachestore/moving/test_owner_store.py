@@ -3,10 +3,11 @@
 import shutil
 
 import pytest
-from kvasir.errors import FailedPrecondition
+from kvasir.errors import FailedPrecondition, InvalidArgument
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.journal import journal
+from cachestore_svc.limits import MAX_LABELS
 from cachestore_svc.ownership import FIRST_MOVE, OwnerState
 from cachestore_svc.records import RecoverReport
 from cachestore_svc.recovery import recovering
@@ -64,6 +65,23 @@ def test_an_agent_keeps_the_id_of_its_first_move(lab: Lab) -> None:
         labels = {name: dict(store.get_agent(NS, name).labels) for name in ("here", "moved", "moving")}
     ids = {name: {FIRST_MOVE: id_} for name, id_ in (("moved", "m" * 16), ("moving", "n" * 16))}
     assert labels == {"here": {}, "moved": ids["moved"], "moving": {**ids["moving"], "team": "blue"}}
+
+
+def test_all_labels_of_an_agent_and_the_id_of_its_first_move_come_back(lab: Lab) -> None:
+    labels = {str(number): "1" for number in range(MAX_LABELS)}
+    with lab.open() as store:
+        publish(store, "ada", SyntheticAgent(SMALL, 1).turn(300), 0)
+        store.update_agent(NS, "ada", labels)
+        store.offer(NS, "ada", "studio", "m" * 16, 0)
+        store.undo_move(NS, "ada", "studio", "m" * 16)
+        with pytest.raises(InvalidArgument, match="at most 64, got 65"):
+            store.update_agent(NS, "ada", {"64": "1"})
+    lose_the_index(lab)
+    recover(lab)
+    with lab.open() as store:
+        assert store.get_agent(NS, "ada").labels == {**labels, FIRST_MOVE: "m" * 16}
+        renamed = {f"new {name}": value for name, value in labels.items()}
+        store.update_agent(NS, "ada", {**renamed, FIRST_MOVE: "m" * 16}, replaces_labels=True)
 
 
 AS_IT_WAS = {"here": OwnerState.OWNED, "moved": OwnerState.MOVED, "moving": OwnerState.MOVING}
