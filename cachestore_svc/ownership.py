@@ -271,7 +271,7 @@ def _not_under_way(agent_id: str, known: Ownership) -> FailedPrecondition:
 
 
 def owned_here(agent_id: str) -> AlreadyExists:
-    """Of a move onto an agent that this store owns and that is no older version of the one that comes."""
+    """Of a move or a copy onto an agent that this store has and that is no older version of the one that comes."""
     return AlreadyExists(
         f"agent {agent_id!r} exists here and is another memory: remove or fork it first", reason="NOT_AN_ANCESTOR"
     )

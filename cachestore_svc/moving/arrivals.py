@@ -113,9 +113,9 @@ class Arrival:
         await self._look_here()
         with answers_of_peer(order.peer):
             there = await self._remote.get_agent(order.agent_id)
-        _check_there(order, there)
         if ownership.are_two(self._labels, there.labels):
             raise ownership.owned_here(order.agent_id)
+        _check_there(order, there)
         async with aclosing(self._copied(there)) as ahead:
             async for progress in ahead:
                 yield progress

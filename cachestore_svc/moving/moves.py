@@ -283,9 +283,13 @@ class Moves:
         raise AssertionError("the last try answers or raises")
 
     async def _has_left(self, remote: AioStoreClient, order: MoveOrder, known: Ownership) -> bool:
-        """Whether the peer says that it gave the agent away in this generation: an earlier call did all of this one."""
+        """Whether the peer says that it gave this agent, and none that has its name, away in this generation: an
+        earlier call did all of this one."""
         with answers_of_peer(order.peer):
-            there = (await remote.get_agent(order.agent_id)).ownership
+            agent = await remote.get_agent(order.agent_id)
+        if ownership.are_two(await self._labels(order.namespace, order.agent_id), agent.labels):
+            return False
+        there = agent.ownership
         return int(there.state) == OwnerState.MOVED and there.generation == known.generation
 
     async def _tell(self, namespace: str, agent_id: str, claim: Ownership) -> None:

@@ -4,9 +4,10 @@ Each moves only what lacks, blob by blob, with bounded memory, and ends in one c
 Cut short anywhere, it leaves blobs that a repetition finds and garbage collection removes.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from kvasir.clients import AioStoreClient
 from kvasir.errors import AlreadyExists, FailedPrecondition, NotFound
@@ -22,7 +23,7 @@ from cachestore_svc.moving.lease_waiting import once_free
 from cachestore_svc.moving.manifest_room import ManifestRoom
 from cachestore_svc.moving.outbound import BlobReader, BlobSource
 from cachestore_svc.moving.peers import Peers, errors_of_peer
-from cachestore_svc.ownership import OwnerState, check_takes_copy, owned_here
+from cachestore_svc.ownership import OwnerState, are_two, check_takes_copy, owned_here
 from cachestore_svc.records import BlobKind, Origin, SnapshotVersion
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
@@ -77,18 +78,21 @@ class Transfers:
     async def pull(self, order: PullOrder) -> AsyncGenerator[Progress | SnapshotVersion, None]:
         """Copy the newest version of a peer's line: manifest → what lacks here → durable → commit. Safe to repeat.
 
-        Yields progress, and last the version here; a dry run yields the first progress. Raises NotFound, AlreadyExists,
-        FailedPrecondition (AGENT_MOVED: the line there is an older copy, or the one here is another store's),
-        Unavailable, DataLoss.
+        Yields progress, and last the version here; a dry run yields the first progress. Raises NotFound, AlreadyExists
+        (also where the copy here is of another agent of that name), FailedPrecondition (AGENT_MOVED: the line there is
+        an older copy, or the one here is another store's), Unavailable, DataLoss.
         """
         line = LineOrder(order.namespace, order.peer, order.agent_id, order.kv_identity_hash)
         async with self._peers.connect(order.peer, order.namespace) as remote, AsyncExitStack() as room:
-            there = await _owner_generation(remote, order)
+            there = await _owners_agent(remote, order)
             here = await self._threads.run(
                 order.namespace, self._store.ownership, order.namespace, order.local_agent_id
             )
             is_copy = here.state is OwnerState.MOVED and (here.peer == order.peer or not order.is_given)
-            given_by = there if is_copy and order.local_agent_id == order.agent_id else None
+            is_renewed = is_copy and order.local_agent_id == order.agent_id
+            if is_renewed and are_two(await self._labels(order.namespace, order.agent_id), there.labels):
+                raise owned_here(order.agent_id)
+            given_by = int(there.ownership.generation) if is_renewed else None
             check_takes_copy(order.local_agent_id, here, given_by)
             async with self.manifests.parsing(order.namespace, MAX_MANIFEST_BYTES):
                 offered = await self.copies.take_offer(remote, line, room)
@@ -119,6 +123,12 @@ class Transfers:
 
     def _gave(self, peer: str, line: SnapshotVersion) -> bool:
         return came_from(line, self._peers.all_names(peer))
+
+    async def _labels(self, namespace: str, agent_id: str) -> Mapping[str, str]:
+        try:
+            return (await self._threads.run(namespace, self._store.get_agent, namespace, agent_id)).labels
+        except NotFound:
+            return {}
 
     async def _head(self, namespace: str, agent_id: str, kv_hash: str) -> SnapshotVersion | None:
         try:
@@ -243,18 +253,19 @@ class Transfers:
             )
 
 
-async def _owner_generation(remote: AioStoreClient, order: PullOrder) -> int:
-    """The generation in which the peer owns the agent. Raises FailedPrecondition (AGENT_MOVED): what it has is an older
+async def _owners_agent(remote: AioStoreClient, order: PullOrder) -> Any:
+    """The agent as the peer, its owner, has it. Raises FailedPrecondition (AGENT_MOVED): what it has is an older
     copy of another store's agent."""
     with errors_of_peer(order.peer):
-        there = (await remote.get_agent(order.agent_id)).ownership
+        agent = await remote.get_agent(order.agent_id)
+    there = agent.ownership
     if int(there.state) == OwnerState.MOVED:
         raise FailedPrecondition(
             f"{order.agent_id!r} has moved from {order.peer} to its peer {there.peer}: pull it from there",
             reason="AGENT_MOVED",
             metadata={"agent_id": order.agent_id, "owner": there.peer, "generation": str(there.generation)},
         )
-    return int(there.generation)
+    return agent
 
 
 async def _archive(head: bytes, manifest: Digest, source: BlobSource) -> AsyncGenerator[bytes, None]:

@@ -218,6 +218,20 @@ MUTANTS = (
         "knowing_owners",
     ),
     Mutant(
+        "an older copy is renewed by a namesake",
+        "transfer.py",
+        "            if is_renewed and are_two(",
+        "            if False and are_two(",
+        "knowing_owners",
+    ),
+    Mutant(
+        "a namesake is taken for what was moved here",
+        "moves.py",
+        "        if ownership.are_two(await self._labels(order.namespace, order.agent_id), agent.labels):\n",
+        "        if False:\n",
+        "knowing_owners",
+    ),
+    Mutant(
         "every move makes an agent another one",
         "owner_store.py",
         "            if not agent.ownership.generation:\n",

@@ -61,13 +61,36 @@ def test_a_forced_claim_leaves_a_peer_its_own_agent_that_has_the_same_name(pair:
         publish(here, "twin", SyntheticAgent(SMALL, 23).turn(300), 1)
 
 
+def with_a_copy_of_one_and_another(pair: tuple[Mac, Mac], name: str) -> None:
+    """At the laptop a copy of what moved to the studio, by its word; at the studio another agent, of that generation
+    too."""
+    two_of_one_name(pair, name)
+    with as_peer(pair[0], "studio") as studio, as_peer(pair[1], "laptop") as laptop:
+        studio.hand_over_agent(name, "2" * 16, studio.offer_agent(name, "2" * 16, 1).generation)
+        laptop.offer_agent(name, "3" * 16, 1)
+        laptop.undo_move(name, "3" * 16)
+
+
 def test_a_copy_of_what_moved_away_is_not_replaced_by_another_agent_of_its_name(pair: tuple[Mac, Mac]) -> None:
-    two_of_one_name(pair, "double")
-    with pair[0].client() as here, as_peer(pair[0], "studio") as peer:
-        generation = peer.offer_agent("double", "2" * 16, 1).generation
-        peer.hand_over_agent("double", "2" * 16, generation)
+    """Neither by a move, nor by a pull, nor by a copy that the peer gives."""
+    with_a_copy_of_one_and_another(pair, "double")
+    with pair[0].client() as here, pair[1].client() as there:
+        copy = here.get_snapshot("double")
         assert here.get_agent("double").labels == {FIRST_MOVE: "0" * 16}
-        refused(lambda: here.move_agent("double", from_peer="studio"), "NOT_AN_ANCESTOR")
+        for call in (
+            lambda: here.move_agent("double", from_peer="studio"),
+            lambda: here.pull_agent("studio", "double"),
+            lambda: list(there.pulling_agent("", "double", to_peer="laptop")),
+        ):
+            refused(call, "NOT_AN_ANCESTOR")
+        assert here.get_snapshot("double") == copy
+
+
+def test_another_agent_of_its_name_is_not_what_was_moved_here(pair: tuple[Mac, Mac]) -> None:
+    with_a_copy_of_one_and_another(pair, "lost")
+    with pair[0].client() as here, pair[1].client() as there:
+        refused(lambda: there.move_agent("lost", from_peer="laptop"), "NOT_AN_ANCESTOR")
+        refused(lambda: here.move_agent("lost", to_peer="studio"), "NOT_AN_ANCESTOR")
 
 
 def test_a_caller_does_not_make_an_agent_another_one(pair: tuple[Mac, Mac]) -> None:
