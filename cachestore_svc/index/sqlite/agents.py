@@ -15,6 +15,7 @@ from cachestore_svc.index.sqlite.blobs import find_namespace, make_namespace
 from cachestore_svc.index.sqlite.rights.owners import ownership_of
 from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.limits import check_all_labels
+from cachestore_svc.ownership import FIRST_MOVE
 from cachestore_svc.records import AgentRecord, AgentUsage
 
 
@@ -174,7 +175,8 @@ def update_agent(
     agent = get_row(rows, namespace, agent_id)
     wanted = {**labels_of(rows, agent.id), **labels}
     check_all_labels({rows.plain(name): rows.plain(value) for name, value in wanted.items() if value})
-    rows.run("DELETE FROM unused WHERE agent_id = ?", agent.id)
+    if labels.keys() != {FIRST_MOVE}:  # which no caller sets: it is no use of the agent
+        rows.run("DELETE FROM unused WHERE agent_id = ?", agent.id)
     set_labels(rows, agent.id, labels)
     if is_pinned is not None:
         rows.run("UPDATE agents SET is_pinned = ? WHERE id = ?", is_pinned, agent.id)
