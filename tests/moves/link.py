@@ -2,8 +2,8 @@
 
 And how little goes back after a turn of 50 tokens.
 
-Two paired stores, each in a network namespace of its own (Linux, root, `ip` and `tc`). Where the kernel has no netem,
-a relay delays and paces (`relay.py`), for raw TCP as for the stores; that is said.
+Two paired stores, each in a network namespace of its own (Linux, root, `ip`). Where the kernel has no netem, or
+there is no `tc`, a relay delays and paces (`relay.py`, over /dev/net/tun), for raw TCP as for the stores; that is said.
 
     python -m tests.moves.link --mb 100 --rounds 3
 """

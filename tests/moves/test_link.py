@@ -12,7 +12,7 @@ from tests.moves import link
 def test_an_agent_moves_over_a_paced_link_and_after_a_turn_only_what_is_new_goes_back(tmp_path: Path) -> None:
     # Only Linux has these namespaces, and only its root may make them: a Mac, or a user's checkout, skips by name.
     if why := link.why_no_link():
-        pytest.skip(f"no move over a paced link was measured, it needs Linux, root, ip and tc: {why}")
+        pytest.skip(f"no move over a paced link was measured, it needs Linux, root, ip, netem or a TUN device: {why}")
     for name in link.HOSTS:
         (tmp_path / name).mkdir(mode=0o700)
     with link.linked() as spaces, link.stores(tmp_path, spaces) as running:

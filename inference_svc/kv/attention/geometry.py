@@ -112,7 +112,9 @@ def split_geometry(
 
 
 def most_queries(page_format: PageFormat, query_type: str, *, has_matrices: bool) -> int:
-    """Queries of a sequence that the kernels serve: for more, MLX's own attention over de-quantized rows is as fast."""
+    """Queries of a sequence that the kernels serve: for more, MLX's own attention over de-quantized rows is as fast or
+    faster. Far into a sequence it is so from fewer on, which callers see to (`ShortPass.takes`).
+    """
     has_tiles = has_matrices and _has_tiles(page_format, query_type)
     return _MAX_TILED_QUERIES if has_tiles else MAX_QUERIES
 
