@@ -4,8 +4,6 @@ Where cells are longer than blocks, which is on a GPU alone, a cell is cut while
 blocks or of parts of a block: blocks are shared there within the tolerance of 16-bit computing in any case (DESIGN §3).
 """
 
-from kvasir.formats.block_hash import BLOCK_TOKENS
-
 
 def cell_end(position: int, prompt_tokens: int, cell_tokens: int) -> int:
     """The end of the cell that begins at `position`: the grid's next edge, or the prompt's end."""
@@ -19,13 +17,3 @@ def cut_cell(position: int, cell_tokens: int, most_tokens: int, edge_tokens: int
     if cell_tokens <= most_tokens:
         return cell_tokens
     return (position + most_tokens) // edge_tokens * edge_tokens - position
-
-
-def shareable_after(shareable: int, start: int, stop: int) -> int:
-    """Leading tokens, in whole blocks, that other turns may share after [start, stop) was prefilled in one cell.
-
-    A cell's blocks count if it continues those that count already. Where cells are single blocks, a cold run computes
-    the same bits. Where they are longer, a prompt's last cell may have been cut elsewhere: then the bits are those of
-    another shape of the same product, within the tolerance of 16-bit computing (DESIGN §3).
-    """
-    return (stop if start == shareable else min(shareable, start)) // BLOCK_TOKENS * BLOCK_TOKENS

@@ -33,7 +33,7 @@ from inference_svc.engine.api import (
     TurnPlan,
     Wanted,
 )
-from inference_svc.engine.grid import cell_end, shareable_after
+from inference_svc.engine.grid import cell_end
 from inference_svc.engine.reply_text import ReplyText
 from inference_svc.engine.scheduling.memory_ledger import Reservation
 from inference_svc.engine.scheduling.schedulable import ScheduleRecord, Status
@@ -94,8 +94,7 @@ class Sequence:
         self.computed = 0  # leading tokens whose KV exists
         self.cached = 0  # reused tokens among them
         self.rewind_points: tuple[int, ...] = ()  # token counts to which a memory of a model with states can go back
-        self.shareable = 0
-        self._is_within_block = False  # the grid's last cell was cut there, and the next one goes on with its block
+        self._on_grid = 0  # leading tokens whose KV was computed on the grid, without a gap
         self.is_cancelled = False  # set from any thread
         # What it holds on the MLX thread.
         self.kv: SequenceKV | None = None
@@ -201,14 +200,19 @@ class Sequence:
         return () if self.namespace is None else chain_hashes(self._model.kv_identity_hash, self.plan.token_ids)
 
     @property
-    def final_shareable(self) -> int:
-        """The value of `shareable` once the prompt is computed: a turn that left the grid stays off it."""
-        return self.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS if self._is_on_grid else self.shareable
+    def shareable(self) -> int:
+        """Leading tokens, in whole blocks, whose KV other turns may share: what a cold run would have computed.
+
+        Where cells are single blocks, it has the bits of a cold run. Where they are longer, a prompt's last cell may
+        have been cut elsewhere: then the bits are those of another shape of the same product, within the tolerance of
+        16-bit computing (DESIGN §3).
+        """
+        return _whole_blocks(self._on_grid)
 
     @property
-    def _is_on_grid(self) -> bool:
-        """Whether what the next cell computes may be shared."""
-        return self.shareable == self.computed or self._is_within_block
+    def final_shareable(self) -> int:
+        """The value of `shareable` once the prompt is computed: a turn that left the grid stays off it."""
+        return _whole_blocks(self.prompt_tokens) if self._on_grid == self.computed else self.shareable
 
     @property
     def is_warm(self) -> bool:
@@ -268,11 +272,10 @@ class Sequence:
     def began(self, cached: int, shareable: int, *, is_shared: bool = False) -> None:
         """KV of the first `cached` tokens is there. `is_shared`: another turn or memory of the namespace gave it."""
         self.cached = self.computed = cached
-        self._is_within_block = False
+        self._on_grid = _whole_blocks(min(shareable, cached))
         if isinstance(self.plan.reuse, Restored):  # the files are KV now: do not hold them for the turn's whole life
             self.plan = replace(self.plan, reuse=replace(self.plan.reuse, blobs=(), state=None, windows=()))
         self._full_reported = self.full_blocks
-        self.shareable = min(shareable, cached) // BLOCK_TOKENS * BLOCK_TOKENS
         self._restored_s = self._clock()
         self._stage, self.arrival = Status.PREFILLING, None
         waited_s, restore_s = self._begun_s - self._submitted_s, self._restored_s - self._begun_s
@@ -289,7 +292,7 @@ class Sequence:
         self._stage = Status.RESTORING
         self._events.append(Wanted())
 
-    def resumed(self, computed: int, shareable: int) -> None:
+    def resumed(self, computed: int) -> None:
         """The turn goes on after a preemption. KV of the first `computed` tokens is there again; 0 if it was lost. The
         rest is computed as before, the prompt in its cells and the reply token by token, so that its KV has the same
         bits. No token is sampled or reported again. One that another engine began is held first.
@@ -298,8 +301,7 @@ class Sequence:
         self.arrival = None
         self._events.append(Resumed(computed, self.computed - computed))
         self.computed = computed
-        self._is_within_block = False
-        self.shareable = min(shareable, computed) // BLOCK_TOKENS * BLOCK_TOKENS
+        self._on_grid = min(self._on_grid, computed)
 
     def held(self) -> None:
         """Neither computes nor draws a token from now on."""
@@ -315,7 +317,7 @@ class Sequence:
             tuple(self.token_ids),
             files.tokens,
             self.cached,
-            self.shareable,
+            self._on_grid,
             sampler_key,
             files.rewind_points,
             files.first_blocks,
@@ -327,7 +329,7 @@ class Sequence:
         for token_id in carried.token_ids[self.prompt_tokens :]:
             self.token_ids.append(token_id)
             self._reply.push(token_id)
-        self.computed, self.cached, self.shareable = carried.computed, carried.cached, carried.shareable
+        self.computed, self.cached, self._on_grid = carried.computed, carried.cached, carried.shareable
         self._prefilled_reported = min(carried.computed, self.prompt_tokens)
         self.swapped = SwappedOut(carried.computed, carried.rewind_points, carried.first_blocks, 0)
         self._stage, self._was_preempted, self._spent = Status.PREEMPTED, True, carried.spent
@@ -339,9 +341,8 @@ class Sequence:
     def prefilled(self, count: int) -> None:
         """The next `count` prompt tokens were computed."""
         stop = self.computed + count
-        is_on_grid, cuts_cells = self._is_on_grid, self._model.cell_tokens > BLOCK_TOKENS
-        self.shareable = shareable_after(self.shareable, self.shareable if is_on_grid else self.computed, stop)
-        self._is_within_block = is_on_grid and cuts_cells and stop < self.prompt_tokens and stop % BLOCK_TOKENS > 0
+        if self._on_grid == self.computed:  # wherever a cell was cut, the next one goes on with its block
+            self._on_grid = stop
         self._advance(stop)
         if stop > self._prefilled_reported:
             self._prefilled_reported = stop
@@ -423,3 +424,7 @@ class Sequence:
             first_token_s=spent.first_token_s + first_token_s - self._submitted_s,
             decode_s=spent.decode_s + self._clock() - first_token_s,
         )
+
+
+def _whole_blocks(tokens: int) -> int:
+    return tokens // BLOCK_TOKENS * BLOCK_TOKENS

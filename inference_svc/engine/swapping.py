@@ -103,7 +103,7 @@ class SwapIn:
         sequence, kept = self._sequence, self.kv.length
         sequence.kv, sequence.swapped = self.kv, None
         sequence.known_chain = sequence.known_chain[: kept // BLOCK_TOKENS]
-        sequence.resumed(kept, sequence.shareable)
+        sequence.resumed(kept)
 
     def _begun(self) -> KvLoad:
         """A load of the files that are left, whose headers are checked."""

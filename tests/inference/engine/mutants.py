@@ -49,9 +49,9 @@ MUTANTS = (
     ),
     Mutant(
         "blocks computed off the grid are shared",
-        "grid.py",
-        "    return (stop if start == shareable else min(shareable, start)) // BLOCK_TOKENS * BLOCK_TOKENS",
-        "    return stop // BLOCK_TOKENS * BLOCK_TOKENS",
+        "sequence.py",
+        "        if self._on_grid == self.computed:",
+        "        if True:",
         "restore",
     ),
     Mutant(
@@ -141,10 +141,10 @@ MUTANTS = (
     Mutant(
         "a turn that was preempted draws with a new sampler",
         "swapping.py",
-        "    sequence.resumed(kept, sequence.shareable)",
+        "    sequence.resumed(kept)",
         "    from inference_svc.engine.sampling import Sampler\n"
         "    sequence.sampler = Sampler(sequence.plan.sampling, sequence.plan.token_ids, sequence.matcher)\n"
-        "    sequence.resumed(kept, sequence.shareable)",
+        "    sequence.resumed(kept)",
         "preempted_turns",
     ),
     Mutant(

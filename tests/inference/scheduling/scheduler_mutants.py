@@ -696,8 +696,8 @@ MUTANTS = (
     Mutant(
         "a turn off the grid promises to share",
         "engine/sequence.py",
-        "return self.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS if self._is_on_grid else self.shareable",
-        "return self.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS",
+        "return _whole_blocks(self.prompt_tokens) if self._on_grid == self.computed else self.shareable",
+        "return _whole_blocks(self.prompt_tokens)",
         TURN,
     ),
     Mutant(

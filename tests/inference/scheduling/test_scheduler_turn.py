@@ -68,7 +68,7 @@ def test_a_turn_that_was_preempted_extends_no_hot_memory_any_more() -> None:
     assert one.memory_key is None
     one.ask_for_files()
     assert one.status is Status.RESTORING
-    one.resumed(5, 0)
+    one.resumed(5)
     assert one.status is Status.PREFILLING
     assert not turn(9, Hot(5), can_be_preempted=True, keep_partial=True).can_be_preempted
     assert not turn(9, Hot(5)).can_be_preempted
@@ -106,6 +106,22 @@ def test_cells_that_are_cut_within_a_block_share_what_whole_ones_do(tokens: int,
     assert one.shareable == whole.shareable == (tokens // 256 * 256 if cached % 256 == 0 else 256)
 
 
+@given(st.integers(300, 2000), st.integers(0, 12), st.booleans())
+def test_a_turn_that_was_preempted_within_a_block_shares_its_later_blocks_all_the_same(
+    tokens: int, cuts: int, is_lost: bool
+) -> None:
+    one = turn(tokens)
+    one.began(0, 0)
+    for _ in range(cuts):
+        if one.is_prefilling:
+            one.prefilled(min(128, one.next_cell_tokens))
+    one.preempted(())
+    one.resumed(one.computed // CELL * CELL if is_lost else one.computed)
+    assert one.final_shareable == tokens // 256 * 256
+    prefill(one)
+    assert one.shareable == tokens // 256 * 256
+
+
 def test_the_cell_that_ends_the_prompt_draws_the_first_token_and_no_other_does() -> None:
     one = turn(CELL + 10)
     one.began(0, 0)
@@ -128,7 +144,7 @@ def test_a_turn_that_gave_way_computes_what_it_had_as_it_did_before(prompt: int,
         one.accept(index % 3)
     computed, shareable, tokens = one.computed, one.shareable, list(one.token_ids)
     told = [event.count for event in one.take_events() if isinstance(event, BlocksFull)]
-    one.resumed(0 if is_lost else computed, 0 if is_lost else shareable)
+    one.resumed(0 if is_lost else computed)
     if is_lost:
         assert one.rest_tokens == prompt
         assert prefill(one, draws=False) == cells
