@@ -1,9 +1,9 @@
 """Decoding steps, of which one is enqueued before the tokens of the one before it are read: a GPU never waits for us.
 
 A row's next input is then a token that only the device knows. What a step computes for a row that turned out to be at
-its end is left out of account: its KV lies behind the length that is remembered, and its token is nobody's. Rows whose
-next draw must see their last token (a reply format, a repetition penalty) are read at once, and so is every step of a
-model with recurrent layers, whose states cannot go back by one token.
+its end is left out of account: its KV lies behind the length that is remembered, and its token is nobody's. Steps of
+rows whose next draw must see their last token (a reply format, a repetition penalty) are read before the next one is
+enqueued, and so is every step of a model with recurrent layers, whose states cannot go back by one token.
 """
 
 from collections import deque
@@ -47,7 +47,7 @@ class Decoder:
 
     def __init__(self, batch: DecodeBatch, *, looks_ahead: bool) -> None:
         self.batch = batch
-        self._looks_ahead = looks_ahead
+        self.looks_ahead = looks_ahead
         self._launched: deque[_Launched] = deque()
         self.computed = 0  # rows that were enqueued
         self._no_draw = Sampler(SamplingParams(max_tokens=1))  # for tokens whose successor is known or not needed
@@ -57,22 +57,18 @@ class Decoder:
         """Whether a step was enqueued whose tokens are not read."""
         return bool(self._launched)
 
+    @property
+    def must_settle(self) -> bool:
+        """Whether the step that was not read must be, before the next is enqueued."""
+        return self.is_ahead and self._must_read(self._launched[-1])
+
     def step(self, decoding: Collection[Sequence]) -> list[Decoded]:
         """Enqueue one more token of each sequence; returns the rows of the step before, or of this one too if it must
         not wait. Evaluates as much as it returns.
         """
         before = len(self._launched)
-        self._launch(decoding)
-        is_last_read = len(self._launched) > before and self._must_read(self._launched[-1])
-        return self._read(before + is_last_read)
-
-    def step_early(self, decoding: Collection[Sequence]) -> list[Decoded]:
-        """Enqueue one more token of each sequence behind what the device computes, if nothing must be read for it."""
-        if self._looks_ahead and not any(
-            each.sampler is None or each.sampler.waits_for_last_token for each in decoding
-        ):
-            self._launch(decoding)
-        return []
+        self.launch(decoding)
+        return self._read(len(self._launched) if self.must_settle else before)
 
     def settle(self) -> list[Decoded]:
         """The rows of the step that was not read, if there is one."""
@@ -90,7 +86,8 @@ class Decoder:
         self._launched.clear()
         return [*lost, *self.batch.discard()]
 
-    def _launch(self, decoding: Collection[Sequence]) -> None:
+    def launch(self, decoding: Collection[Sequence]) -> None:
+        """Enqueue one more token of each sequence, and wait for nothing."""
         pending = self._launched[-1] if self._launched else None
         order = self._joined([sequence for sequence in decoding if _next_place(sequence, pending) is not None])
         if not order:
@@ -118,7 +115,7 @@ class Decoder:
 
     def _must_read(self, launched: _Launched) -> bool:
         waits = any(each.sampler is not None and each.sampler.waits_for_last_token for each in launched.order)
-        return waits or not self._looks_ahead
+        return waits or not self.looks_ahead
 
     def _read(self, steps: int) -> list[Decoded]:
         decoded: list[Decoded] = []

@@ -7,7 +7,7 @@ cancelled changes no memory.
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 
 import mlx.core as mx
 from kvasir.errors import Cancelled, Internal, KvasirError, Unavailable
@@ -49,7 +49,7 @@ class EngineWorker:
         self.room = KvRoom(self._pool, model, memory_budget_bytes, self._turns)
         self.memories = self.room.memories
         self.memory_used_bytes = 0
-        self.computed_tokens = 0  # tokens that went through the model; reused tokens do not count
+        self._prefilled_tokens = 0
         self.preemptions = 0
         self._runner = runner
         self._model = model
@@ -60,6 +60,12 @@ class EngineWorker:
         self._decoder = Decoder(batch, looks_ahead=not self._pool.has_states)
         self._may_decode: Collection[Sequence] = ()  # in this step
         self._when_idle: dict[AgentKey, list[Callable[[], None]]] = {}
+        self._is_behind_cell = False  # the device computes a cell: whatever reads it now waits for that
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens that went through the model; reused tokens do not count."""
+        return self._prefilled_tokens + self._decoder.computed
 
     def submit(self, sequence: Sequence) -> None:
         self._scheduler.submit(sequence, self._clock())
@@ -72,6 +78,8 @@ class EngineWorker:
             self._finish(sequence, None if sequence.keeps_its_part else _cancelled())
         before_s = self._clock()
         self._admit(take_mail)
+        if self._decoder.must_settle:
+            self._tell_decoded()
         spent_s = self._clock() - before_s
         has_ended = self._finish_generated()  # turns whose memory is whole and that generate nothing
         decoding = self._scheduler.begin_step(self._clock())
@@ -96,10 +104,8 @@ class EngineWorker:
 
     def when_idle(self, key: AgentKey, work: Callable[[], None]) -> None:
         """Do `work` now, or as soon as no turn of the key runs or is preempted."""
-        if self._begun(key) is None:
-            work()
-        else:
-            self._when_idle.setdefault(key, []).append(work)
+        self._when_idle.setdefault(key, []).append(work)
+        self._do_idle_work()
 
     def resume(self, sequence: Sequence, blobs: tuple[bytes, ...]) -> None:
         """The answer to `Wanted`: the preempted turn's files, or as many leading ones as could be read."""
@@ -217,14 +223,14 @@ class EngineWorker:
         """Enqueue one more token of every decoding turn, in one forward pass, and take in the tokens that are read. A
         turn that sampled its last token in the step before computes that token here, so that it remembers it, and ends.
         """
-        before = self._decoder.computed
-        self._compute(lambda: self._decoder.step(decoding), decoding)
-        self.computed_tokens += self._decoder.computed - before
+        with self._losing(decoding):
+            self._take_in(self._decoder.step(decoding))
         self._runner.stepped()
 
     def _settle(self) -> None:
         """Take in the tokens of the step that was not read."""
-        self._compute(self._decoder.settle)
+        with self._losing(()):
+            self._take_in(self._decoder.settle())
 
     def _tell_decoded(self) -> None:
         """Tell the tokens of the step that was not read: what was enqueued behind it would keep them waiting."""
@@ -234,20 +240,18 @@ class EngineWorker:
 
     def _decode_behind_cell(self) -> None:
         """While the device computes a cell, tell what was decoded before it, and enqueue the next step behind it."""
-        self._tell_decoded()
-        going_on = [each for each in self._may_decode if each.status is Status.DECODING and not each.is_cancelled]
-        before = self._decoder.computed
-        self._compute(lambda: self._decoder.step_early(going_on), going_on)
-        self.computed_tokens += self._decoder.computed - before
-
-    def _compute(self, step: Callable[[], list[Decoded]], decoding: Collection[Sequence] = ()) -> None:
-        """What a step gives becomes part of the turns that are still here. If it fails, its turns end."""
+        self._is_behind_cell = True
         try:
-            decoded = step()
-        except Exception:
-            logger.exception("decode.failed")
-            self._lose(decoding)
-            return
+            self._tell_decoded()
+            going_on = [each for each in self._may_decode if each.status is Status.DECODING and not each.is_cancelled]
+            if self._decoder.looks_ahead:
+                with self._losing(going_on):
+                    self._decoder.launch(going_on)
+        finally:
+            self._is_behind_cell = False
+
+    def _take_in(self, decoded: Iterable[Decoded]) -> None:
+        """What a step gave becomes part of the turns that are still here."""
         for each in decoded:
             sequence, token = each.sequence, each.drawn
             if sequence.kv is None or sequence.is_cancelled:
@@ -270,6 +274,7 @@ class EngineWorker:
         while (grant := self._scheduler.grant(self._clock() - began_s)) is not None:
             with self._guarding(grant.turn):
                 self._carry_out(grant)
+            self._do_idle_work()
             self._emit_all()
             grants += 1
             take_mail()
@@ -286,7 +291,7 @@ class EngineWorker:
         kv, sampler, cell = sequence.kv, sequence.sampler, sequence.next_tokens(tokens)
         assert kv is not None
         assert sampler is not None
-        self.computed_tokens += len(cell)
+        self._prefilled_tokens += len(cell)
         if not sequence.draws_after(tokens):
             self._runner.prefill(kv, cell, lambda: sequence.is_cancelled, self._decode_behind_cell)
             sequence.prefilled(len(cell))
@@ -344,9 +349,7 @@ class EngineWorker:
         self._emit(sequence)
         if kv is not None and kv in self._decoder.batch:  # it could not leave: the batch of some layers may hold it
             self._lose(())
-        if sequence.plan.key is not None and self._begun(sequence.plan.key) is None:
-            for work in self._when_idle.pop(sequence.plan.key, ()):
-                work()
+        self._do_idle_work()
 
     def _leave(self, sequence: Sequence, *, remembers: bool) -> None:
         """Take the turn's KV out of the batch, and make it the key's memory if the turn is remembered."""
@@ -360,6 +363,22 @@ class EngineWorker:
         else:
             memory = memory_left(sequence, self._runner, self._model.kv_identity_hash)
             self.memories.put(sequence.plan.key, memory)
+
+    def _do_idle_work(self) -> None:
+        """Do what waits for keys that have no turn now, but not before the step behind a cell is enqueued."""
+        if not self._is_behind_cell:
+            for key in [key for key in self._when_idle if self._begun(key) is None]:
+                for work in self._when_idle.pop(key):
+                    work()
+
+    @contextlib.contextmanager
+    def _losing(self, decoding: Collection[Sequence]) -> Iterator[None]:
+        """Around a forward pass of these turns: if it fails, they end."""
+        try:
+            yield
+        except Exception:
+            logger.exception("decode.failed")
+            self._lose(decoding)
 
     def _lose(self, decoding: Collection[Sequence]) -> None:
         """A forward pass of these turns failed half-way: they end, and so does every other turn in the batch."""

@@ -106,8 +106,8 @@ MUTANTS = (
     Mutant(
         "a snapshot does not wait for the turn's end",
         "engine_worker.py",
-        "        if self._begun(key) is None:\n            work()",
-        "        if True:\n            work()",
+        "for key in self._when_idle if self._begun(key) is None]",
+        "for key in self._when_idle]",
         "turns",
     ),
     Mutant(
@@ -286,8 +286,22 @@ MUTANTS = (
     Mutant(
         "nothing is decoded behind a cell",
         "engine_worker.py",
-        "        self._compute(lambda: self._decoder.step_early(going_on), going_on)\n",
-        "",
+        "                    self._decoder.launch(going_on)\n",
+        "                    pass\n",
+        "behind_cells",
+    ),
+    Mutant(
+        "behind a cell a draw that needs the last token is made without it",
+        "engine_worker.py",
+        "        if self._decoder.must_settle:\n",
+        "        if False:\n",
+        "behind_cells",
+    ),
+    Mutant(
+        "a snapshot is read behind a cell, before the next step is enqueued",
+        "engine_worker.py",
+        "        if not self._is_behind_cell:\n",
+        "        if True:\n",
         "behind_cells",
     ),
     Mutant(

@@ -8,8 +8,9 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import llama
 
-from inference_svc.engine.api import Prefilled, Tokens
+from inference_svc.engine.api import Ended, Prefilled, Tokens
 from inference_svc.engine.engine import Engine
+from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.kv import attention_hook
 from inference_svc.kv.attention import in_place, paged
 from inference_svc.kv.attention.paged import Implementation
@@ -23,37 +24,78 @@ pytestmark = [
     pytest.mark.cpu_only("there all engines decode behind cells"),
 ]
 
+SHORT, LONG = tokens_of(20, 1), tokens_of(560, 2)
+FORMAT: dict[str, Any] = {"constraint": Constraint(ConstraintKind.REGEX, "([a-z][0-9]){30}"), "temperature": 0.8}
 
-@pytest.fixture
-def emulated(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+
+@pytest.fixture(scope="module")
+def emulated(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
     """An engine that takes this CPU for a GPU. Its pool is small: the emulator copies it for each kernel."""
-    for dialect, emulator in EMULATORS.items():
-        monkeypatch.setitem(in_place.COMPILERS, dialect, emulator)
-    monkeypatch.setattr(paged, "_device_implementation", lambda: Implementation.CUDA)
-    monkeypatch.setattr(llama, "scaled_dot_product_attention", attention_hook.attention)
-    monkeypatch.setattr(mx, "compile", lambda function: function)  # an emulated kernel has no place in a kept graph
-    made = ModelRunner.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        for dialect, emulator in EMULATORS.items():
+            patch.setitem(in_place.COMPILERS, dialect, emulator)
+        patch.setattr(paged, "_device_implementation", lambda: Implementation.CUDA)
+        patch.setattr(llama, "scaled_dot_product_attention", attention_hook.attention)
+        patch.setattr(mx, "compile", lambda function: function)  # an emulated kernel has no place in a kept graph
+        made = ModelRunner.__init__
 
-    def on_gpu(runner: ModelRunner, *arguments: Any, **options: Any) -> None:
-        made(runner, *arguments, **options)
-        runner.is_on_gpu = True
+        def on_gpu(runner: ModelRunner, *arguments: Any, **options: Any) -> None:
+            made(runner, *arguments, **options)
+            runner.is_on_gpu = True
 
-    monkeypatch.setattr(ModelRunner, "__init__", on_gpu)
-    engine = Engine.open(model_dir, cache_dir=tmp_path, memory_budget_bytes=1 << 20, step_budget_s=0)
-    yield Driver(engine)
-    engine.close()
+        patch.setattr(ModelRunner, "__init__", on_gpu)
+        cache_dir = tmp_path_factory.mktemp("digests")
+        engine = Engine.open(model_dir, cache_dir=cache_dir, memory_budget_bytes=1 << 20, step_budget_s=0)
+        yield Driver(engine)
+        engine.close()
 
 
-def test_a_stream_decodes_behind_each_cell_and_before_the_next(emulated: Driver) -> None:
-    """Two tokens a cell, one of them told while the device computes it; each turn draws what it draws alone."""
-    short, long = tokens_of(20, 1), tokens_of(560, 2)
-    alone = [emulated.reply(emulated.turn(prompt, max_tokens=most)) for prompt, most in ((short, 16), (long, 3))]
-    stream, other = Listener(), Listener()
-    counts: list[int] = []
+def at_cells(other: Listener, streams: list[Listener]) -> list[list[int]]:
+    """How many tokens each stream has told when each of the other's cells is told."""
+    counts: list[list[int]] = []
     for cell in (1, 2, 3):
-        other.at(Prefilled, cell, lambda: counts.append(stream.count(Tokens)))
-    stream.at(Tokens, 2, lambda: emulated.submit(long, listener=other, max_tokens=3))
-    emulated.submit(short, listener=stream, max_tokens=16)
-    assert [emulated.reply(each.end()) for each in (stream, other)] == alone
+        other.at(Prefilled, cell, lambda: counts.append([stream.count(Tokens) for stream in streams]))
+    return counts
+
+
+@pytest.mark.parametrize("beside", [{}, FORMAT], ids=["plain", "formatted"])
+def test_streams_decode_behind_each_cell_and_before_the_next(emulated: Driver, beside: dict[str, Any]) -> None:
+    """Two tokens a cell, one of them told while the device computes it; each turn draws what it draws alone. A stream
+    whose next draw needs its last token keeps none waiting."""
+    settings: list[dict[str, Any]] = [{}, beside]
+    turns = [(SHORT, {"max_tokens": 16} | each) for each in settings] + [(LONG, {"max_tokens": 3})]
+    alone = [emulated.reply(emulated.turn(prompt, **each)) for prompt, each in turns]
+    stream, mate, other = Listener(), Listener(), Listener()
+    counts = at_cells(other, [stream, mate])
+    mate.at(Tokens, 2, lambda: emulated.submit(LONG, listener=other, max_tokens=3))
+    for listener, (prompt, each) in zip((stream, mate), turns, strict=False):
+        emulated.submit(prompt, listener=listener, **each)
+    assert [emulated.reply(each.end()) for each in (stream, mate, other)] == alone
     first = counts[0]
-    assert counts == [first, first + 2, first + 4]
+    assert counts == [[count + 2 * cell for count in first] for cell in range(3)]
+
+
+def test_a_snapshot_that_waits_for_a_turn_is_read_after_the_next_step_is_enqueued(emulated: Driver) -> None:
+    """Of two turns, of which one speaks a token more, one ends behind a cell."""
+
+    def computed_meanwhile(max_tokens: int) -> int:
+        """Rows that are enqueued between such a turn's end and the reading of its memory."""
+        key, ending, stream, other = emulated.key(), Listener(), Listener(), Listener()
+        counts: list[int] = []
+
+        def note(_: object = None) -> None:
+            counts.append(emulated.engine.computed_tokens)
+
+        def begin() -> None:
+            emulated.submit(LONG, listener=other, max_tokens=3)
+            emulated.engine.snapshot(key, 0).add_done_callback(note)
+
+        ending.at(Tokens, 2, begin).at(Ended, 1, note)
+        emulated.submit(SHORT, listener=stream, max_tokens=16)
+        emulated.submit(SHORT, key=key, listener=ending, max_tokens=max_tokens)
+        for each in (ending, stream, other):
+            each.end()
+        ended, read = counts
+        return read - ended
+
+    assert sorted(map(computed_meanwhile, (5, 6))) == [0, 1]
