@@ -22,7 +22,9 @@ from inference_svc.kv.pages.groups import groups_of
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import PassRoom, SequenceKV
 
-LEAST_STORED = 256  # behind fewer tokens no graph is kept
+# Behind fewer tokens no graph is kept: as many as are filled up in front must lie before them. It is no fact of attention
+# (`prefill_layer.LONG_TOKENS`): a kept graph saves the processor's time, which pays far earlier than reading pages does.
+_LEAST_STORED = PAGE_TOKENS
 _LEAST_COUNT = 8
 # Behind more than these, a block's attention over pages costs more than a kept graph saves: MLX's own is faster.
 _DEEP_TOKENS = 32_768
@@ -60,7 +62,7 @@ class ShortPass:
         return (
             self.pool.is_whole
             and count <= self._most_tokens
-            and kv.length >= LEAST_STORED
+            and kv.length >= _LEAST_STORED
             and (count <= PAGE_TOKENS // 2 or kv.length <= _DEEP_TOKENS)
             and all(table.can_go_on_from(kv.length - _spare(count)) for table in kv.tables if table.window)
         )
