@@ -1,4 +1,4 @@
-"""The table of all that callers share in both services, as data: its test holds it to the code, DESIGN.md shows it.
+"""The table of all that callers share in both services, as data: its test holds it to the code, SHARED.md shows it.
 
 A row's `site` is where the resource is counted ("file: attribute"), `cap` the name and value of its limit. What each
 namespace gets of it is `share`, who comes next `order`, and what a refused caller is told `told`: a reason, or that it
@@ -392,7 +392,7 @@ OWN = (
 
 
 def markdown() -> str:
-    """The table as DESIGN.md shows it."""
+    """The table as `clients/python/kvasir/server/SHARED.md` shows it."""
     lines = [
         "| shared | where | cap | share of a namespace | order | a refused caller gets |",
         "|---|---|---:|---|---|---|",

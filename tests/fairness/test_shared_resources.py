@@ -127,4 +127,4 @@ def test_a_new_queue_is_seen_however_it_is_made() -> None:
 
 def test_people_are_shown_the_same_table() -> None:
     """`python -m tests.fairness.shared_resources` prints it."""
-    assert markdown() in (ROOT / "DESIGN.md").read_text()
+    assert markdown() in (ROOT / "clients/python/kvasir/server/SHARED.md").read_text()
