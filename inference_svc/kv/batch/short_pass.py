@@ -22,8 +22,8 @@ from inference_svc.kv.pages.groups import groups_of
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import PassRoom, SequenceKV
 
-# Behind fewer tokens no graph is kept: as many as are filled up in front must lie before them. It is no fact of attention
-# (`prefill_layer.LONG_TOKENS`): a kept graph saves the processor's time, which pays far earlier than reading pages does.
+# Behind fewer tokens no graph is kept: what is filled up in front must lie behind the sequence's beginning.
+# `prefill_layer.LONG_TOKENS` is another fact: a kept graph saves the processor's time, which pays long before that.
 _LEAST_STORED = PAGE_TOKENS
 _LEAST_COUNT = 8
 # Behind more than these, a block's attention over pages costs more than a kept graph saves: MLX's own is faster.
