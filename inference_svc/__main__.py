@@ -65,6 +65,7 @@ _LOG = structlog.get_logger("inference_svc")
 _EX_CONFIG = 78
 _BEGIN_TRACES = ("InferenceService/Generate", "InferenceService/Warm")
 _PROTOCOL = "kvasir.inference.v1"
+_STORE_POLL_S = 0.1
 
 
 def main() -> int:
@@ -99,7 +100,6 @@ async def serve(settings: EngineSettings) -> None:
     )
     reloading = Reloading(audit)
     reloading.add("credentials", server.reload_credentials)
-    reloading.on_hangup()
     stores = _stores(settings)
     if settings.store_token_file:
         reloading.add("store_tokens", partial(_reload_store_tokens, settings, stores))
@@ -110,6 +110,7 @@ async def serve(settings: EngineSettings) -> None:
     peers = _peers(settings)
     if settings.peer_token_file:
         reloading.add("peer_tokens", partial(_reload_peer_tokens, settings, peers))
+    reloading.on_hangup()
 
     def new_giver(engine: Engine, leases: Mapping[str, LineLeases]) -> TurnGiver:
         return TurnGiver(engine, leases, stores, settings.peer_store, peers.link, version("kvasir"), time.monotonic)
@@ -136,7 +137,8 @@ async def serve(settings: EngineSettings) -> None:
             page = OperatorPage(about, lambda: numbers_of(status(), server.rpcs, audit), wellness)
             stack.callback(page.serve(settings.metrics_listen))
         # Connected before the first turn, whose budget for the store is better spent on reading.
-        await asyncio.gather(*(store.answers() for store in stores.values()))
+        give_up_at = time.monotonic() + settings.store_wait_s
+        await asyncio.gather(*(_until_it_answers(store, give_up_at) for store in stores.values()))
         if problems := [store.problem for store in stores.values() if store.problem]:
             raise RefusedToStart(f"--store-token-file: {'; '.join(problems)}")
         stack.push_async_callback(host.close)
@@ -192,6 +194,14 @@ async def serve(settings: EngineSettings) -> None:
             _say_ready(server.address, host.serving("").engine, settings)
             await server.run_until_stopped(settings.stop_grace_s)
     _LOG.info("engine.stopped")
+
+
+async def _until_it_answers(store: RemoteCache, give_up_at: float) -> None:
+    """Ask once, and again until that time."""
+    while True:
+        if await store.answers() or time.monotonic() >= give_up_at:
+            return
+        await asyncio.sleep(_STORE_POLL_S)
 
 
 async def _drain(server: EdgeServer, host: ModelHost[ServedModel], peer: str) -> None:

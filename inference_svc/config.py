@@ -123,6 +123,8 @@ class EngineSettings(BaseSettings):
     """A reader that takes no message for so long is ended too."""
     store_budget_ms: Annotated[float, Field(ge=0)] = 250.0
     """Time without progress that a turn may lose to the store, in total."""
+    store_wait_s: Annotated[float, Field(ge=0)] = 0.0
+    """How long the start waits for a store that is being started beside it. Then it goes on without."""
     commit_wait_s: Annotated[float, Field(ge=0)] = 2.0
     """How long the last message of a turn waits for the commit before it reports: pending."""
     publish_timeout_s: Annotated[float, Field(gt=0)] = 30.0

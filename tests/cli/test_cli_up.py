@@ -70,6 +70,9 @@ def cli(home: Path) -> Iterator[Cli]:
     cli = Cli(home)
     addresses = ("--http", f"127.0.0.1:{_free_port()}", "--metrics-listen", f"127.0.0.1:{_three_free_ports()}")
     with cli.running("up", *addresses, is_fresh=True) as up:
+        # A service that still imports hears of a reload when it can, and does not end by it.
+        eventually(lambda: (running := Home(home).running()) is not None and running.http_pid, within_s=90)
+        assert cli.done("reload", "--json").value["http"]["outcome"] == "allowed"
         wait_until_ready(home, up)
         yield cli
 

@@ -1,11 +1,13 @@
-"""The supervisor with real processes: starts in order, restarts what crashes, says why it gives up, stops together."""
+"""The supervisor with real processes: starts in waves, restarts what crashes, says why it gives up, stops together."""
 
 import asyncio
 import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from kvasir.cli.running.logs import GrowingLog, is_important, last_lines, rotate_log
@@ -27,6 +29,28 @@ with (place / "order").open("a") as file: file.write(f"{name} started\\n")
 (place / name).write_text("ready")
 while True: time.sleep(0.05)
 """
+# Begins when the engine has: one that waited for it would never be there.
+LATE = f"""
+import pathlib, sys, time
+while not (pathlib.Path(sys.argv[2]) / "engine").exists(): time.sleep(0.02)
+{SERVER}"""
+# A service that can be told to reload only after its imports.
+HEARS = """
+import pathlib, sys, time
+place = pathlib.Path(sys.argv[2])
+while not (place / "go").exists(): time.sleep(0.02)
+import asyncio
+from kvasir.server.audit import Audit
+from kvasir.server.reloading import Reloading
+async def main():
+    async def hear(): (place / "heard").touch(); return 0
+    reloading = Reloading(Audit("store", None))
+    reloading.add("all", hear)
+    reloading.on_hangup()
+    (place / "store").touch()
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); time.sleep(60)"
 )
@@ -35,7 +59,15 @@ STUBBORN = (
 class Group:
     """A supervisor over scripts, and what it said."""
 
-    def __init__(self, place: Path, scripts: dict[str, str], *, ready_within_s: float = 10, grace_s: float = 5) -> None:
+    def __init__(
+        self,
+        place: Path,
+        scripts: dict[str, str],
+        *,
+        waves: Mapping[str, int] = MappingProxyType({}),
+        ready_within_s: float = 10,
+        grace_s: float = 5,
+    ) -> None:
         self.place = place
         self.said: list[str] = []
         services = [
@@ -45,6 +77,7 @@ class Group:
                 place / f"{name}.log",
                 self._readiness(name),
                 ready_within_s,
+                waves.get(name, 0),
             )
             for name, script in scripts.items()
         ]
@@ -73,14 +106,15 @@ async def eventually(claim, within_s: float = 10) -> None:
         await asyncio.sleep(0.02)
 
 
-def test_services_start_in_order_and_stop_in_reverse(tmp_path: Path) -> None:
+def test_services_start_wave_by_wave_and_stop_in_reverse(tmp_path: Path) -> None:
     async def scenario() -> None:
-        group = Group(tmp_path, {"store": SERVER, "engine": SERVER})
+        group = Group(tmp_path, {"store": LATE, "engine": SERVER, "http": SERVER}, waves={"http": 1})
         run = group.begin()
         await asyncio.wait_for(group.started.wait(), 20)
         group.supervisor.stop()
         await run
-        assert group.order() == ["store started", "engine started", "engine stopped", "store stopped"]
+        begun = ["engine started", "store started", "http started"]
+        assert group.order() == [*begun, "http stopped", "engine stopped", "store stopped"]
 
     asyncio.run(scenario())
 
@@ -98,6 +132,23 @@ def test_a_killed_service_is_started_again(tmp_path: Path) -> None:
         group.supervisor.stop()
         await run
         assert not process_exists(second)
+
+    asyncio.run(scenario())
+
+
+def test_a_hangup_that_comes_while_a_service_begins_is_heard_when_it_can_be(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        group = Group(tmp_path, {"store": HEARS})
+        run = group.begin()
+        await eventually(lambda: group.supervisor.pid("store") != 0)
+        os.kill(group.supervisor.pid("store"), signal.SIGHUP)
+        (tmp_path / "go").touch()
+        await asyncio.wait_for(group.started.wait(), 20)
+        await eventually(lambda: (tmp_path / "heard").exists())
+        assert signal.SIGHUP not in signal.pthread_sigmask(signal.SIG_BLOCK, ()), "its own ends the supervisor"
+        group.supervisor.stop()
+        await run
+        assert not any("SIGHUP" in line for line in group.said), group.said
 
     asyncio.run(scenario())
 
@@ -184,7 +235,7 @@ def test_a_stop_during_the_start_ends_what_had_started(tmp_path: Path) -> None:
     async def scenario() -> None:
         group = Group(tmp_path, {"store": SERVER, "engine": "import time; time.sleep(60)"})
         run = group.begin()
-        await eventually(lambda: group.supervisor.pid("engine") != 0)
+        await eventually(lambda: group.supervisor.pid("engine") != 0 and (tmp_path / "store").exists())
         pid = group.supervisor.pid("engine")
         group.supervisor.stop()
         await run

@@ -1,5 +1,6 @@
 """A store that is dead, hung, slow, full or wrong costs a bounded time and a miss: the tokens are the same."""
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -264,3 +265,19 @@ def test_a_slow_store_costs_at_most_its_budget_and_what_came_in_time_is_used(mod
     finally:
         link.close()
         house.close()
+
+
+@pytest.mark.long(2)
+def test_an_engine_that_starts_beside_its_store_is_ready_when_it_has_found_it(house: House) -> None:
+    house.kill()
+    house.engine.options += ["--store-wait-s", "60"]
+    try:
+        engine = threading.Thread(target=house.engine.start)
+        engine.start()
+        engine.join(1.5)  # it would be ready by then: the model is small
+        assert engine.is_alive()
+        house.store.start()
+        engine.join()
+        assert conversation(house, "beside", turns=1)[0].finished.snapshot.version == 1
+    finally:
+        house.engine.options = house.engine.options[:-2]

@@ -35,8 +35,11 @@ class Reloading:
         self._parts[part] = read
 
     def on_hangup(self) -> None:
-        """From now on SIGHUP reloads, and does not end the process."""
+        """From now on SIGHUP reloads, and does not end the process. All parts were added. A SIGHUP that `kvasir up`
+        held back while the process began is heard now.
+        """
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._begin)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
 
     async def reload(self) -> None:
         """Read all parts, each by itself: one that is wrong does not keep the others from being read."""

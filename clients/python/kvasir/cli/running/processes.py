@@ -17,6 +17,8 @@ from kvasir.cli.running.supervisor import Service
 STORE_READY_WITHIN_S = 60.0
 ENGINE_READY_WITHIN_S = 600.0
 GATEWAY_READY_WITHIN_S = 30.0
+# They start together, and the store is quicker but for a large index that it reads again.
+_ENGINE_WAITS_S = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class EngineProcess:
         return (
             *(sys.executable, "-m", "inference_svc", "serve"),
             *("--listen", self.listen, "--store", self.store.address, "--state-dir", str(self.state_dir)),
+            *("--store-wait-s", str(_ENGINE_WAITS_S)),
             *_option("--store-data-dir", self.store_data_dir),
             *_option("--model", self.model),
             *_option("--audit-file", self.audit_file),
@@ -126,7 +129,8 @@ class GatewayProcess:
             # It says that it is unwell as long as its engine is away, and lives.
             return await http_health(self.listen) in (Health.READY, Health.NOT_READY)
 
-        return Service("http", self.argv(), self.log_file, answers, GATEWAY_READY_WITHIN_S)
+        # Behind the engine: it would wait seconds before it tries again to connect to one that is not there.
+        return Service("http", self.argv(), self.log_file, answers, GATEWAY_READY_WITHIN_S, wave=1)
 
 
 def _health(endpoint: Endpoint, service: str) -> Callable[[], Awaitable[bool]]:

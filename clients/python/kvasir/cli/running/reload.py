@@ -1,5 +1,6 @@
 """`kvasir reload`: the running services of this home read credentials and peers again."""
 
+import contextlib
 import os
 import signal
 import time
@@ -29,11 +30,13 @@ def reload(context: typer.Context, as_json: JsonOption = False) -> None:
         read_credentials(home.credentials_file)
     except CredentialFileError as error:
         raise FailedPrecondition(str(error), reason="UNUSABLE_CREDENTIALS") from None
-    began = datetime.now(UTC).isoformat(timespec="milliseconds")
-    for pid in pids.values():
-        os.kill(pid, signal.SIGHUP)
+    told = {}
     with caller.busy("reloading"):
-        told = {service: _told(home, service, began) for service in pids}
+        for service, pid in pids.items():  # the store first: what the engine has read, it shows to the store
+            began = datetime.now(UTC).isoformat(timespec="milliseconds")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGHUP)
+            told[service] = _told(home, service, began)
     caller.result(told, lambda out: out.print("\n".join(f"{name}: {_words(line)}" for name, line in told.items())))
     if wrong := [service for service, line in told.items() if line.get("outcome") != "allowed"]:
         text = f"{', '.join(wrong)}: the old set stays; `kvasir logs` says why"

@@ -1,4 +1,4 @@
-"""Keeps services running as one group: started in order, restarted when they crash, stopped together in reverse order.
+"""Keeps services running as one group: started in waves, restarted when they crash, stopped together in reverse order.
 
 A service that crashes too often ends the group, because endless restarts would hide the reason. Services write their
 log files themselves, so that no log is lost when the supervisor is killed.
@@ -6,10 +6,11 @@ log files themselves, so that no log is lost when the supervisor is killed.
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +30,8 @@ class Service:
     log_file: Path
     is_ready: Callable[[], Awaitable[bool]]
     ready_within_s: float
+    wave: int = 0
+    """Services of one wave start together, each importing for seconds, once all of the wave before are ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class _Child:
     service: Service
     process: asyncio.subprocess.Process | None = None
     is_starting: bool = True
+    began: float = 0.0  # when this process was started
     log_start: int = 0  # where this process began in its log: earlier lines are of other processes
     crashes: deque[float] = field(default_factory=deque)
 
@@ -89,7 +93,7 @@ class Supervisor:
         self._stopping.set()
 
     async def run(self, started: Callable[[], None], changed: Callable[[], None]) -> None:
-        """Start all services, call `started` when all are ready, and keep them running until stop().
+        """Start all services, in their order, call `started` when all are ready, and keep them running until stop().
 
         `changed` is called after each start of a process, which has a new pid. If a service does not start or crashes
         too often, the others are stopped, and run() raises Unavailable with the last lines of that service's log.
@@ -97,8 +101,8 @@ class Supervisor:
         self._changed = changed
         watching = asyncio.create_task(self._watch_logs())
         try:
-            for child in self._children:
-                await self._until_stopped(self._start(child))
+            for _, wave in itertools.groupby(self._children, key=lambda child: child.service.wave):
+                await self._until_stopped(self._start_together(list(wave)))
             if not self._stopping.is_set():
                 started()
             async with asyncio.TaskGroup() as watchers:
@@ -150,11 +154,19 @@ class Supervisor:
                 pending.cancel()
             await asyncio.gather(task, stop, return_exceptions=True)  # waits for their ends, not for our own cancel
 
-    async def _start(self, child: _Child) -> None:
+    async def _start_together(self, wave: Sequence[_Child]) -> None:
+        for child in wave:
+            if self._stopping.is_set():
+                return
+            await self._begin(child)
+        for child in wave:
+            await self._until_ready(child)
+
+    async def _begin(self, child: _Child) -> None:
         service = child.service
-        child.is_starting = True
+        child.is_starting, child.began = True, self._clock()
         rotate_log(service.log_file)
-        with service.log_file.open("ab") as log:
+        with service.log_file.open("ab") as log, _hangups_wait():
             service.log_file.chmod(0o600)
             child.log_start = log.tell()
             # A session of its own: the terminal's Ctrl-C comes here only, and the group ends in order.
@@ -168,17 +180,20 @@ class Supervisor:
                 umask=0o077,
             )
         self._changed()
-        began = self._clock()
+
+    async def _until_ready(self, child: _Child) -> None:
+        service, process = child.service, child.process
+        assert process is not None
         while not await service.is_ready():
-            if child.process.returncode is not None:
-                raise self._failed(child, f"{service.name} ended with {ending(child.process.returncode)} at its start")
-            if self._clock() - began > service.ready_within_s:
-                child.process.kill()
-                await child.process.wait()
+            if process.returncode is not None:
+                raise self._failed(child, f"{service.name} ended with {ending(process.returncode)} at its start")
+            if self._clock() - child.began > service.ready_within_s:
+                process.kill()
+                await process.wait()
                 raise self._failed(child, f"{service.name} was not ready within {service.ready_within_s:g} s")
             await asyncio.sleep(_POLL_S)
         child.is_starting = False
-        self._say(f"{service.name} is ready (pid {child.process.pid}, {self._clock() - began:.1f} s)")
+        self._say(f"{service.name} is ready (pid {process.pid}, {self._clock() - child.began:.1f} s)")
 
     async def _keep_running(self, child: _Child) -> None:
         while True:
@@ -189,7 +204,8 @@ class Supervisor:
             self._say(f"{child.service.name} ended with {ending(code)}; starting it again in {delay_s:g} s")
             await asyncio.sleep(delay_s)
             with contextlib.suppress(Unavailable):  # counted as one more crash when the loop comes round
-                await self._start(child)
+                await self._begin(child)
+                await self._until_ready(child)
 
     def _next_delay_s(self, child: _Child, what: str) -> float:
         """How long to wait before a restart. Raises Unavailable when there were too many."""
@@ -224,6 +240,18 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+
+
+@contextlib.contextmanager
+def _hangups_wait() -> Iterator[None]:
+    """A process that is started meanwhile gets a SIGHUP when it lets it in (`Reloading.on_hangup`), and does not end by
+    one that comes while it still imports.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
 
 
 def ending(code: int) -> str:
