@@ -4,6 +4,14 @@ A turn that does not fit leaves out the oldest messages before it replies. After
 of the conversation is computed in the background, with the reply's own tokens behind it, and becomes the agent's next
 version: what the turn would have left, had its prompt been the shorter one. The agent's next turn waits for that and is
 hot.
+
+- A retry is answered from the shorter version, and an `expected_version` that names the turn's own is taken for it.
+- A summary is asked for on the hot memory, in a turn that only reads; it goes on as a user's message ("Remember: …"),
+  which every template takes. A turn that leaves messages out before it replies asks for none: an older one stays.
+- `Manifest.shortened` counts what is left out, before and behind the question, so that a client that sends its whole
+  list goes on. A list that ends inside what is left out goes as it was sent, and its memory lacks nothing.
+- A last question that is too long by itself is refused.
+- While the store is away, the label that a hot memory's last turn was given holds.
 """
 
 from collections.abc import Awaitable, Callable
