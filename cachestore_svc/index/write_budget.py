@@ -1,4 +1,4 @@
-"""Bytes that are written in a day (UTC), for the sake of an SSD: always counted, durably, and told; refused on wish.
+"""Bytes written in a day (UTC), to spare an SSD: always counted durably and reported, refused only if configured.
 
 A blob's bytes are counted in the transaction that lists it, each time that it is written; the index and its journal,
 one or two hundred kilobytes for a turn, are not. Beyond the budget nothing is refused unless the configuration says so:

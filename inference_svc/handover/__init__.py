@@ -1,1 +1,1 @@
-"""Turns that go to another engine while they speak: given away, taken in, and read on by their reader's token."""
+"""Turns that move to another engine while they decode: given away, taken in, and read on with a resume token."""

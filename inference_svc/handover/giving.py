@@ -1,8 +1,8 @@
 """Gives the turns of one request away to another engine, between two tokens.
 
-Full blocks go ahead while the turns speak. Then they are held, and what is left goes: the tail, and where each stands.
-The other engine says when it has everything; only then this engine gives the agent's line back, and then the turns.
-Until that last word every failure means that they go on here. After it they are never computed here again.
+Full blocks go ahead while the turns decode. Then they are held, and the rest is sent: the tail, and where each stands.
+The other engine reports when it has everything; only then this engine gives the agent's lease back and commits. Until
+the commit every failure means that the turns go on here. After it they are never computed here again.
 """
 
 import asyncio

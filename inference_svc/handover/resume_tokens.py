@@ -1,4 +1,4 @@
-"""Replies whose rest is here because another engine began them: each waits for its reader, who brings a token.
+"""The rest of replies that another engine began: each waits here for its reader, who brings a token.
 
 A token is unguessable, used once, good for minutes, and for one reader: the namespace is that of the peer's own
 credential, within which the peer names the credential that may read. The turn does not depend on it: it goes on, and is

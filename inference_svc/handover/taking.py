@@ -1,6 +1,6 @@
-"""Takes the turns of one request in from another engine: files first, then where each choice stands, then the word.
+"""Takes the turns of one request in from another engine: files first, then where each choice stands, then the commit.
 
-Until the word comes nothing of it counts: the turns hold room, compute nothing, and leave nothing if the link breaks.
+Until the commit arrives the turns hold room and compute nothing, and they leave nothing if the link breaks.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What becomes of a turn whose agent's memory outgrew the model's context.
+"""Shortens an agent's memory when it outgrows the model's context.
 
 A turn that does not fit leaves out the oldest messages before it replies. After a reply that fills the memory, the rest
 of the conversation is computed in the background, with the reply's own tokens behind it, and becomes the agent's next

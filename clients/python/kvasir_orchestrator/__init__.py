@@ -1,4 +1,4 @@
-"""Scenarios: agents who speak with each other in phases, and remember. A client of the engine like any other."""
+"""Scenarios: agents that talk with each other in phases, and remember. A client of the engine like any other."""
 
 from kvasir_orchestrator.engine_memory import EngineMemory
 from kvasir_orchestrator.events import (

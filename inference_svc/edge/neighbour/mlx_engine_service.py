@@ -1,4 +1,4 @@
-"""`mlx.grpc.engine.MlxEngine`: this engine in the neighbour's words, so that a gateway that speaks them can front it.
+"""`mlx.grpc.engine.MlxEngine`: this engine under the neighbour's protocol, so that a gateway that uses it can front it.
 
 The same turns as our own service, at the same address, for the same callers and roles. The protocol names no agents:
 `TokenLines` finds the agent that remembers a prompt.

@@ -1,4 +1,4 @@
-"""What pages show, asked of the engine: each panel on its own, so that one that cannot be had spoils no other."""
+"""The panels of the pages, asked of the engine: each on its own, so that one that fails spoils no other."""
 
 import asyncio
 from collections.abc import Awaitable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a played scenario shows: planted facts and their age, words that nobody told, and intervals. Pure."""
+"""What a played scenario shows: planted facts and their age, leaked words, and intervals. Pure."""
 
 import math
 import re
