@@ -8,8 +8,8 @@ from inference_svc.kv.page import EXACT_BITS, PAGE_TOKENS, PageFormat, RowFormat
 
 # Tokens that a block mixes, whatever is in the batch: a row's sum must not depend on its neighbours.
 SPLIT_TOKENS = 256
-# The same where a block has many queries, which go over each tile together.
-MANY_QUERIES = 64
+# The same where a block has many queries, which go over each tile together: sixteen or twice that for each warp.
+MANY_QUERIES = (64, 128)
 _MANY_SPLIT_TOKENS = 1024
 _LEAST_OF_MANY = 33
 WARPS = 4
@@ -49,7 +49,7 @@ class SplitGeometry:
         """Shared memory of a block."""
         value_dim, key = self.format.value.dim, self.format.key
         if self.by_tiles:
-            return self.tile * (self._token_bytes + 2 * (key.dim + value_dim))
+            return self.tile * (self._token_bytes + 2 * (key.dim + value_dim)) + self.queries * 2 * key.dim
         if self.by_matrices:
             columns = self.queries // 8
             words = columns * LANES * (-(-key.dim // 32) * 4 + 4) + self.queries * (1 + groups(key))
@@ -104,7 +104,8 @@ def split_geometry(
     takes_halves = query_type == "bfloat16" or (query_type == "float16" and not _holds_bfloats(page_format))
     if has_matrices and takes_halves:
         if rows >= _LEAST_OF_MANY and _has_tiles(page_format, query_type):
-            return SplitGeometry(page_format, MANY_QUERIES, False, is_capped, _MANY_SPLIT_TOKENS, by_tiles=True)
+            queries = next((count for count in MANY_QUERIES if rows <= count), MANY_QUERIES[-1])
+            return SplitGeometry(page_format, queries, False, is_capped, _MANY_SPLIT_TOKENS, by_tiles=True)
         wide = rows > 8 and max(key.dim, page_format.value.dim) <= 128
         return SplitGeometry(page_format, 16 if wide else 8, True, is_capped)
     most = 8 if max(key.dim, page_format.value.dim) <= 128 else 4

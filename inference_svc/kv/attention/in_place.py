@@ -67,7 +67,7 @@ def gathered_values(
     H, n, Dv]. Rotated keys are turned back. `stored` is what `append_rows` gave back.
     """
     key, value, count = page_format.key, page_format.value, stop - start
-    items = key.kv_heads * count * (key.dim + value.dim) // 8
+    items = count * (key.dim + value.dim) // 8  # of each head
     keys, values = compiled(COMPILERS[dialect], gather_source(dialect), 16)(
         inputs=[pages, block_table, _span(start, count), stored],
         template=[
@@ -76,7 +76,7 @@ def gathered_values(
             ("SHARED_BYTES", 16),
             *format_template(page_format).items(),
         ],
-        grid=(-(-items // (WARPS * LANES)) * WARPS * LANES, 1, 1),
+        grid=(-(-items // (WARPS * LANES)) * WARPS * LANES, key.kv_heads, 1),
         threadgroup=(WARPS * LANES, 1, 1),
         output_shapes=[(1, key.kv_heads, count, key.dim), (1, value.kv_heads, count, value.dim)],
         output_dtypes=[mx.float32 if key.is_rotated else dtype] * 2,

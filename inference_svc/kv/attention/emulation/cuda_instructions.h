@@ -63,6 +63,15 @@ KV_FN kv_u32 kv_pair(float low, float high) { return kv_u32(kv_to_half(low)) | k
 KV_FN kv_u32 kv_pair_of_bfloats(float low, float high) {
   return kv_u32(kv_to_bfloat(low)) | kv_u32(kv_to_bfloat(high)) << 16;
 }
+KV_FN kv_u32 kv_masked_or(kv_u32 x, kv_u32 mask, kv_u32 others) { return (x & mask) | others; }
+KV_FN bool kv_any(bool is_so) {
+  fibers::Slot mine;
+  mine.words[0] = is_so;
+  const fibers::Slot* theirs = fibers::shown(mine);
+  bool found = false;
+  for (int i = 0; i < 32; ++i) found |= theirs[i].words[0] != 0;
+  return found;
+}
 template <bool IS_BFLOAT>
 KV_FN kv_u32 kv_fma_two(kv_u32 a, kv_u32 b, kv_u32 c) {
   auto value = [](kv_u32 word, int side) {

@@ -44,6 +44,16 @@ KV_FN kv_u32 kv_pair_of_bfloats(float low, float high) {
   return x;
 }
 
+// Bits of x under a mask, beside others. As one instruction: the compiler makes two of two constants.
+KV_FN kv_u32 kv_masked_or(kv_u32 x, kv_u32 mask, kv_u32 others) {
+  kv_u32 y;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "r"(mask), "r"(others));
+  return y;
+}
+
+// Whether it is so in some lane of the warp.
+KV_FN bool kv_any(bool is_so) { return __any_sync(0xffffffffu, is_so); }
+
 // a b + c of two bfloats or halves in a word, rounded once.
 template <bool IS_BFLOAT>
 KV_FN kv_u32 kv_fma_two(kv_u32 a, kv_u32 b, kv_u32 c) {

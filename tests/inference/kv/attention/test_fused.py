@@ -33,6 +33,7 @@ SCENES = {
         {"query_heads": 2, "query_count": 16, "window": 70},
     ),
     "q4, many queries": (page_format("q4", 1, 64), {"query_heads": 4, "query_count": 17}),
+    "q4, some dozens of queries": (page_format("q4", 1, 128), {"query_heads": 2, "query_count": 20}),
     "k8v4, many queries and a window": (
         page_format("k8v4", 1, 96, 32),
         {"query_heads": 2, "query_count": 33, "window": 70},
@@ -62,6 +63,7 @@ SAMPLED = {
     ("q4-rotated in groups of 32, five queries", BFLOATS, Dialect.METAL),
     ("k8v4, head dimension 96, sixteen queries", BFLOATS, Dialect.METAL),
     ("q4, many queries", BFLOATS, Dialect.CUDA),
+    ("q4, some dozens of queries", BFLOATS, Dialect.CUDA),
     ("k8v4, many queries and a window", BFLOATS, Dialect.CUDA),
     ("q8, head dimension 256", BFLOATS, Dialect.METAL),
 }
@@ -113,6 +115,21 @@ def test_many_queries_are_attended_to_together_with_the_same_bits_beside_others(
     alone = replace(many, lengths=(1300,))
     alone.queries, alone.pages, alone.block_table = many.queries[:1], many.pages, many.block_table[:1, :6]
     assert mx.array_equal(attention(alone, Dialect.CUDA)[0], together[0])
+
+
+def test_what_was_mixed_before_greater_scores_shrinks_with_them() -> None:
+    """The first 64 keys are near zero, so that a query's greatest score rises far behind them."""
+    scene = Scene(page_format("q4", 1, 64), (600, 300), 4, 17, dtype=BFLOATS)
+    units = np.array(scene.pages)
+    for part in scene.format.parts[1:3]:  # scales and biases of keys
+        for row, length in enumerate(scene.lengths):
+            place = units[int(scene.block_table[row, 0].item()), part.offset : part.offset + part.size]
+            few = place.reshape(part.kv_heads, 256, -1)[:, : min(64, length)]
+            few[:] = np.array((mx.array(few).view(BFLOATS) / 128).view(mx.uint16))
+    scene.pages = mx.array(units)
+    scene.keys = [np.concatenate([rows[:, :64] / 128, rows[:, 64:]], axis=1) for rows in scene.keys]
+    scene.queries = scene.queries * 4
+    assert scene.error(attention(scene, Dialect.CUDA)) < 2 * BOUNDS[BFLOATS]
 
 
 @both_dialects
