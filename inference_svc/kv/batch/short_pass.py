@@ -25,7 +25,7 @@ from inference_svc.kv.sequence_kv import PassRoom, SequenceKV
 # Behind fewer tokens no graph is kept: what is filled up in front must lie behind the sequence's beginning.
 # `prefill_layer.LONG_TOKENS` is another fact: a kept graph saves the processor's time, which pays long before that.
 _LEAST_STORED = PAGE_TOKENS
-_LEAST_COUNT = 8
+_COUNTS = (8, 16, 32, 48, 64, 96, 128, 192, 256)  # of tokens whose graphs are kept
 # Behind more than these, a block's attention over pages costs more than a kept graph saves: MLX's own is faster.
 _DEEP_TOKENS = 32_768
 
@@ -101,4 +101,4 @@ class ShortPass:
 
 def _spare(count: int) -> int:
     """By how many tokens so many are filled up."""
-    return max(_LEAST_COUNT, 1 << (count - 1).bit_length()) - count
+    return next(kept for kept in _COUNTS if kept >= count) - count
