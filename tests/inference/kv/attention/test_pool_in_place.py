@@ -262,7 +262,7 @@ def test_a_short_pass_computes_what_a_pass_layer_by_layer_does(
     """Filled up to a length, over a border of blocks, behind a shared tail; and without room it changes nothing."""
     identity = identity_of(runner.layers, policy_of(Rung.Q4, "float32"))
     here = PoisonedPool(identity, 24 * KvPool(identity, 1).page_bytes, is_allocated=True, dialect=Dialect.CUDA)
-    monkeypatch.setattr(short_pass, "LEAST_STORED", 200)
+    monkeypatch.setattr(short_pass, "_LEAST_STORED", 200)
     monkeypatch.setattr(prefill_layer, "LONG_TOKENS", 200)
     kv = SequenceKV(here)
     runner.prefill(kv, TOKENS[:240])
