@@ -15,7 +15,7 @@ import structlog
 from kvasir.address import AddressError
 from kvasir.clients import AioStoreClient, Tls
 from kvasir.clients.aio.turn_peer import AioTurnPeer
-from kvasir.credentials import DEFAULT_NAMESPACE, CredentialFileError, read_token
+from kvasir.credentials import DEFAULT_NAMESPACE, CredentialFileError, further_engine_tokens, read_token
 from kvasir.errors import KvasirError
 from kvasir.inference.v1 import handover_pb2_grpc, inference_pb2_grpc
 from kvasir.server.audit import Audit, AuditFile
@@ -101,8 +101,6 @@ async def serve(settings: EngineSettings) -> None:
     reloading = Reloading(audit)
     reloading.add("credentials", server.reload_credentials)
     stores = _stores(settings)
-    if settings.store_token_file:
-        reloading.add("store_tokens", partial(_reload_store_tokens, settings, stores))
     owner = LeaseOwner(settings.state_dir, lambda: f"engine-{secrets.token_hex(8)}")
     stats = ServiceStats(time.monotonic())
     admission = Admission(settings.admission, time.monotonic)
@@ -110,7 +108,6 @@ async def serve(settings: EngineSettings) -> None:
     peers = _peers(settings)
     if settings.peer_token_file:
         reloading.add("peer_tokens", partial(_reload_peer_tokens, settings, peers))
-    reloading.on_hangup()
 
     def new_giver(engine: Engine, leases: Mapping[str, LineLeases]) -> TurnGiver:
         return TurnGiver(engine, leases, stores, settings.peer_store, peers.link, version("kvasir"), time.monotonic)
@@ -121,6 +118,9 @@ async def serve(settings: EngineSettings) -> None:
         )
 
     host = ModelHost(settings.model, open_model)
+    if settings.store_token_file or settings.store_token_dir:
+        reloading.add("store_tokens", partial(_reload_store_tokens, settings, stores, host))
+    reloading.on_hangup()
 
     def status() -> ServiceStatus:
         return status_of(host, stats, admission, settings.memory_budget_bytes, time.monotonic())
@@ -129,8 +129,7 @@ async def serve(settings: EngineSettings) -> None:
         stack.push_async_callback(asyncio.to_thread, audit.close)
         stack.callback(owner.close)
         stack.push_async_callback(asyncio.to_thread, traces.close)
-        for store in stores.values():
-            stack.push_async_callback(store.close)
+        stack.push_async_callback(_close_all, stores)
         if settings.metrics_listen:
             wellness = asked_of_loop(asyncio.get_running_loop(), lambda: wellness_of(host, stores.values(), reloading))
             about = About("engine", _PROTOCOL, lambda: host.served.engine.device if host.served is not None else "")
@@ -259,26 +258,50 @@ def _stores(settings: EngineSettings) -> dict[str, RemoteCache]:
     """The cache store by namespace: each token is bound to one. On its Unix socket the owner needs no token."""
     if not settings.store:
         return {}
-    tokens: dict[str, str | None] = {
-        namespace: read_token(path) for namespace, path in settings.store_token_file.items()
-    }
+    tokens: dict[str, str | None] = {**_store_tokens(settings)}
     if settings.store.startswith("unix:"):
         tokens.setdefault(DEFAULT_NAMESPACE, None)
-    return {
-        namespace: RemoteCache(
-            AioStoreClient.connect(settings.store, token=token, tls=settings.store_tls, retry_reads=False),
-            namespace,
-            StoreFiles(settings.store_data_dir, namespace) if settings.store_data_dir is not None else None,
-        )
-        for namespace, token in tokens.items()
-    }
+    return {namespace: _new_store(settings, namespace, token) for namespace, token in tokens.items()}
 
 
-async def _reload_store_tokens(settings: EngineSettings, stores: Mapping[str, RemoteCache]) -> int:
-    """Read the tokens again; no call ends by it. Raises CredentialFileError: then all stay."""
-    tokens = {namespace: read_token(path) for namespace, path in settings.store_token_file.items()}
-    await asyncio.gather(*(stores[namespace].renew_token(token) for namespace, token in tokens.items()))
+def _new_store(settings: EngineSettings, namespace: str, token: str | None) -> RemoteCache:
+    return RemoteCache(
+        AioStoreClient.connect(settings.store, token=token, tls=settings.store_tls, retry_reads=False),
+        namespace,
+        StoreFiles(settings.store_data_dir, namespace) if settings.store_data_dir is not None else None,
+    )
+
+
+def _store_tokens(settings: EngineSettings) -> dict[str, str]:
+    """Raises CredentialFileError."""
+    found = further_engine_tokens(settings.store_token_dir) if settings.store_token_dir is not None else {}
+    return {namespace: read_token(path) for namespace, path in {**found, **settings.store_token_file}.items()}
+
+
+async def _reload_store_tokens(
+    settings: EngineSettings, stores: dict[str, RemoteCache], host: ModelHost[ServedModel]
+) -> int:
+    """Read the tokens again, and take up new namespaces; no call ends by it. Raises CredentialFileError: then all stay,
+    or all but a new one whose token is another namespace's."""
+    tokens = _store_tokens(settings)
+    known = [stores[namespace].renew_token(token) for namespace, token in tokens.items() if namespace in stores]
+    await asyncio.gather(*known)
+    for namespace in tokens.keys() - stores.keys():
+        store = _new_store(settings, namespace, tokens[namespace])
+        now = None
+        with contextlib.suppress(KvasirError):  # a store that is away takes up the namespace when it is back
+            now = await store.newest_event() if await store.answers() else None
+        if store.problem:
+            await store.close()
+            raise CredentialFileError(store.problem)
+        stores[namespace] = store
+        if host.served is not None:
+            host.served.add_store(namespace, store, now)
     return 0
+
+
+async def _close_all(stores: Mapping[str, RemoteCache]) -> None:
+    await asyncio.gather(*(store.close() for store in stores.values()))
 
 
 def _peers(settings: EngineSettings) -> Peers:

@@ -57,6 +57,8 @@ class EngineSettings(BaseSettings):
     """Cache store: unix:/path or host:port. Empty: memories are hot only, and end with the process."""
     store_token_file: Annotated[dict[str, Path], NoDecode] = Field(default_factory=dict)
     """The engine's token at the store: PATH, or NAMESPACE=PATH, once for each namespace that is served."""
+    store_token_dir: Path | None = None
+    """A directory with a file engine@NAMESPACE.token for each further namespace; SIGHUP takes up those that came."""
     store_data_dir: Path | None = None
     """The store's data directory, if it is this user's and on this machine: blobs are read there, and verified. None:
     all come from the store."""

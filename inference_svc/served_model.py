@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from inference_svc.config import EngineSettings
 from inference_svc.engine.engine import Engine
 from inference_svc.handover.giving import TurnGiver
+from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.copies import Copies
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.publishing import Publisher
@@ -14,6 +15,7 @@ from inference_svc.memory.recall import Recall
 from inference_svc.memory.remote_cache import RemoteCache
 from inference_svc.memory.reuse_planning import ReusePlanner
 from inference_svc.memory.service_stats import ServiceStats
+from inference_svc.memory.store_answers import EventCursor
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.model_host import MemoriesLeft
 from inference_svc.model.prompting import Prompting
@@ -30,7 +32,8 @@ class ServedModel:
     engine: Engine
     prompting: Prompting
     turns: TurnService
-    leases: Mapping[str, LineLeases]
+    leases: dict[str, LineLeases]
+    new_leases: Callable[[str, RemoteCache], LineLeases]
     giver: TurnGiver
     grace_s: float
 
@@ -38,6 +41,17 @@ class ServedModel:
     def is_idle(self) -> bool:
         """Whether no turn waits or runs."""
         return self.turns.is_idle
+
+    def add_store(self, namespace: str, store: RemoteCache, now: EventCursor | None) -> None:
+        """A namespace that was only hot has a store, which its turns find in `stores` of open_served. What is hot goes
+        on, unless its agent is changed at the store from `now` on. None: it is not known, and nothing goes on.
+        """
+        for key in self.engine.hot_sizes():
+            hot = self.engine.hot_memory(key)
+            if key.namespace == namespace and hot is not None and isinstance(hot.tag, AgentMemory):
+                hot.tag.publication.event_cursor = now
+        self.leases[namespace] = self.new_leases(namespace, store)
+        self.leases[namespace].start()
 
     async def retire(self) -> MemoriesLeft:
         """Let turns end for `grace_s`, cancel the rest, and give the store as long to take the hot memories."""
@@ -64,7 +78,7 @@ async def open_served(
     now_ms: Callable[[], int],
 ) -> ServedModel:
     """Load a model. Takes seconds to minutes, off the event loop. `clock` gives seconds, monotonic; `now_ms` Unix time.
-    Raises what Engine.open raises.
+    `stores` may get further namespaces later: see `add_store`. Raises what Engine.open raises.
     """
     engine = await asyncio.to_thread(
         Engine.open,
@@ -79,9 +93,11 @@ async def open_served(
         batch_invariant=settings.batch_invariant,
     )
     prompting = Prompting(engine.tokenizer, engine.token_text)
-    leases = {
-        namespace: LineLeases(namespace, store, engine, lease_owner, clock) for namespace, store in stores.items()
-    }
+
+    def new_leases(namespace: str, store: RemoteCache) -> LineLeases:
+        return LineLeases(namespace, store, engine, lease_owner, clock)
+
+    leases = {namespace: new_leases(namespace, store) for namespace, store in stores.items()}
     copies = Copies(engine, admission.publishing, clock)
     publisher = Publisher(engine, copies, settings.publishing, stats, clock, now_ms, leases)
     turns = TurnService(
@@ -99,4 +115,5 @@ async def open_served(
     )
     for each in leases.values():
         each.start()
-    return ServedModel(name, engine, prompting, turns, leases, new_giver(engine, leases), settings.stop_grace_s)
+    giver = new_giver(engine, leases)
+    return ServedModel(name, engine, prompting, turns, leases, new_leases, giver, settings.stop_grace_s)

@@ -90,7 +90,7 @@ class AgentForwarding:
         if store is None:
             raise FailedPrecondition(
                 "this engine has no store for the caller's namespace, so its agents have no versions; a new namespace "
-                "wants `kvasir down`, then `kvasir up`",
+                "wants `kvasir reload`",
                 reason="NO_STORE",
             )
         return store

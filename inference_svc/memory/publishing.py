@@ -144,7 +144,7 @@ class Publisher:
     ) -> None:
         """`leases`: by namespace; commits without a lease are protected by compare-and-swap alone."""
         self.copies = copies
-        self._leases = leases or {}
+        self._leases = {} if leases is None else leases  # an empty one may be filled
         self._latest: dict[AgentKey, asyncio.Task[SnapshotOutcome]] = {}
         self._stored: dict[AgentKey, deque[Digest]] = {}  # manifests that were stored last, of so many agents
         self._engine = engine

@@ -73,7 +73,7 @@ class Recall:
         """
         self._engine = engine
         self._stores = stores
-        self._leases = leases or {}
+        self._leases = {} if leases is None else leases  # an empty one may be filled
 
     async def newest(self, key: AgentKey, budget: Budget) -> Recollection:
         """The agent's newest memory. The hot memory is used if it is the store's newest version or extends it, or, when

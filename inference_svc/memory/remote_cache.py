@@ -295,17 +295,21 @@ class RemoteCache:
 
         return await self._has_happened(is_change, since)
 
+    async def newest_event(self) -> EventCursor:
+        """The place of now in the store's history. Raises KvasirError like any call of the store."""
+        async with contextlib.aclosing(self._client.watch(None)) as responses:
+            latest = await anext(responses, None)
+        if latest is None:
+            raise errors.Unavailable("the store ended its events", reason="STOPPING", retry_after_s=1.0)
+        return EventCursor(latest.cursor.incarnation, latest.cursor.sequence)
+
     async def _has_happened(
         self, what: Callable[[cachestore_pb2.WatchEventsResponse], bool], since: EventCursor | None
     ) -> bool:
         if since is None:
             return True
-        async with contextlib.aclosing(self._client.watch(None)) as responses:
-            latest = await anext(responses, None)
-        if latest is None:
-            raise errors.Unavailable("the store ended its events", reason="STOPPING", retry_after_s=1.0)
-        now = latest.cursor
-        if (now.incarnation, now.sequence) == since:
+        now = await self.newest_event()
+        if now == since:
             return False
         cursor = cachestore_pb2.EventCursor(incarnation=since.incarnation, sequence=since.sequence)
         async with contextlib.aclosing(self._client.watch(cursor)) as responses:

@@ -51,7 +51,7 @@ class TurnEnding:
         self._prompting = prompting
         self._publisher = publisher
         self._stores = stores
-        self._leases = leases or {}
+        self._leases = {} if leases is None else leases  # an empty one may be filled
         self._clock = clock
 
     async def store_hot(self, patience_s: float) -> MemoriesLeft:
@@ -313,7 +313,7 @@ class TurnEnding:
         """Publish a memory; the outcome, as far as the reader is made to wait for it."""
         store = self._stores.get(key.namespace)
         if store is None:
-            reason = "this engine has no store for the namespace; a new one wants `kvasir down`, then `kvasir up`"
+            reason = "this engine has no store for the namespace; a new one wants `kvasir reload`"
             return SnapshotOutcome(SnapshotState.NONE, reason=reason)
         previous = (
             recollection.memory.publication if recollection.kv_from is Source.HOT and recollection.memory else None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvasir.cli.running.home import Home, Running
 from kvasir.cli.running.plan import plan_of
-from kvasir.credentials import Principal, read_credentials, read_token
+from kvasir.credentials import Principal, further_engine_tokens, read_credentials, read_token
 
 from tests.cli.running import Ended, in_process
 
@@ -44,27 +44,20 @@ def test_a_new_namespace_gets_a_credential_of_the_engine_with_which_it_is_starte
     file = tmp_path / "tokens" / "engine@red.token"
     known = read_credentials(tmp_path / "credentials.toml")
     assert known.principal_of(read_token(file)) == Principal("engine@red", "red", frozenset({"engine"}))
-    plan = plan_of(Home(tmp_path), [], "", "", "127.0.0.1:1", None, None)
-    assert plan.namespaces == ("default", "red")
-    argv = plan.engine.argv()
-    assert [argv[at + 1] for at, word in enumerate(argv) if word == "--store-token-file"] == [f"red={file}"]
+    argv = plan_of(Home(tmp_path), [], "", "", "127.0.0.1:1", None, None).engine.argv()
+    assert further_engine_tokens(Path(argv[argv.index("--store-token-dir") + 1])) == {"red": file}
 
 
-def test_what_is_to_be_done_then_is_a_command_as_long_as_the_engine_does_not_know_the_namespace(tmp_path: Path) -> None:
+def test_what_is_to_be_done_then_is_a_command(tmp_path: Path) -> None:
     home, kvasir = Home(tmp_path), f"kvasir --home {tmp_path}"
     assert tokens(tmp_path, "new", "ben").value["then"] == f"{kvasir} up", "nothing runs"
     argv = (sys.executable, "-c", UP, str(home.up_lock_file))
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as up:
         assert up.stdout is not None
         assert up.stdout.readline()
-        home.write_running(Running(up.pid, "unix:/s", "unix:/e", namespaces=["default", "blue"]))
-        for name, namespace, then in (
-            ("eve", "red", f"{kvasir} down, then {kvasir} up"),
-            ("fay", "red", f"{kvasir} down, then {kvasir} up"),
-            ("gus", "blue", f"{kvasir} reload"),
-            ("hal", "default", f"{kvasir} reload"),
-        ):
-            assert tokens(tmp_path, "new", name, "--namespace", namespace).value["then"] == then, name
+        for token_file, then in ((str(home.tokens / "client.token"), "reload"), ("", f"down, then {kvasir} up")):
+            home.write_running(Running(up.pid, "unix:/s", "unix:/e", token_file=token_file))
+            assert tokens(tmp_path, "new", f"eve{len(then)}").value["then"] == f"{kvasir} {then}"
 
 
 def test_a_token_is_drawn_and_not_told_by_its_name_and_what_lies_in_its_place_goes(tmp_path: Path) -> None:

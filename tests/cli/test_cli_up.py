@@ -375,7 +375,7 @@ def test_reload_is_heard_by_each_service_and_told_in_the_audit(cli: Cli) -> None
     told = cli.done("reload", "--json").value
     assert {name: (line["outcome"], line["parts"]) for name, line in told.items()} == {
         "store": ("allowed", "credentials peers"),
-        "engine": ("allowed", "credentials"),
+        "engine": ("allowed", "credentials store_tokens"),
         "http": ("allowed", "credentials"),
     }
     cli.done("agents", "ls")
@@ -384,6 +384,16 @@ def test_reload_is_heard_by_each_service_and_told_in_the_audit(cli: Cli) -> None
     assert "reload" in cli.done("audit").out
     assert cli.done("audit", "--agent", "nobody").out == "nothing is told\n"
     assert cli("audit", "--since", "later").code == 2
+
+
+def test_a_new_namespace_remembers_after_a_reload(cli: Cli) -> None:
+    made = cli.done("tokens", "new", "ben", "--namespace", "red", "--json").value
+    assert made["then"] == f"kvasir --home {cli.home} reload"
+    cli.done("reload")
+    listen = cli.done(
+        "--token-file", made["token_file"], "chat", "ada", "--once", "Hello.", "--json", "--max-tokens", "4"
+    )
+    assert (listen.value["version"], listen.value["snapshot"]) == (1, "committed")
 
 
 def test_status_says_where_the_metrics_of_each_are(cli: Cli) -> None:

@@ -138,6 +138,17 @@ def read_token(path: Path) -> str:
     return token
 
 
+def engine_of(namespace: str) -> str:
+    """The name of the engine's credential at its store for a namespace, which is its token file's, too."""
+    return ENGINE if namespace == DEFAULT_NAMESPACE else f"{ENGINE}@{namespace}"
+
+
+def further_engine_tokens(directory: Path) -> dict[str, Path]:
+    """The files of the engine's tokens for namespaces beside the default one, by namespace."""
+    files = sorted(directory.glob(engine_of("*") + ".token"))
+    return {file.name.removeprefix(engine_of("")).removesuffix(".token"): file for file in files}
+
+
 def write_private_text(path: Path, text: str) -> None:
     """Create a file that only its owner can read, in a directory that only its owner can enter if it is new.
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from kvasir import errors
 from kvasir.clients import InferenceClient, Reply
-from kvasir.credentials import CLIENT, ENGINE, PEER, Principal, hash_token, write_credentials
+from kvasir.credentials import CLIENT, ENGINE, PEER, Principal, hash_token, write_credentials, write_private_text
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.programs import run
@@ -29,8 +29,11 @@ def guarded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
     root = tmp_path_factory.mktemp("guarded")
     house = House(root, model)
     people = [
-        *(Principal(f"{space}-client", space, frozenset({CLIENT})) for space in ("north", "south", "storeless")),
-        *(Principal(f"{space}-engine", space, frozenset({ENGINE})) for space in ("north", "south")),
+        *(
+            Principal(f"{space}-client", space, frozenset({CLIENT}))
+            for space in ("north", "south", "storeless", "late")
+        ),
+        *(Principal(f"{space}-engine", space, frozenset({ENGINE})) for space in ("north", "south", "late")),
         Principal("north-peer", "north", frozenset({PEER})),
     ]
     tokens = write_credentials(root / "credentials.toml", people, lambda: secrets.token_urlsafe(32))
@@ -41,6 +44,7 @@ def guarded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
         path.write_text(tokens[f"{space}-engine"])
         path.chmod(0o600)
         house.engine.options += ["--store-token-file", f"{space}={path}"]
+    house.engine.options += ["--store-token-dir", str(root / "engines")]
     key = f"--seal-key-file={root / 'seal.key'}"
     made = run("cachestore_svc", "keys", "new", "north", "--data-dir", str(house.data_dir), key)
     assert made.returncode == 0, made.stderr
@@ -80,7 +84,34 @@ def test_a_namespace_without_a_store_has_hot_memory_alone(guarded: tuple[House, 
     assert again.started.source == pb.CACHE_SOURCE_HOT
     assert again.finished.snapshot.state == pb.SNAPSHOT_STATE_NONE
     assert "no store" in again.finished.snapshot.reason
-    assert "`kvasir up`" in again.finished.snapshot.reason, "what to do"
+    assert "`kvasir reload`" in again.finished.snapshot.reason, "what to do"
+
+
+@pytest.mark.long(3)
+def test_a_namespace_whose_token_comes_later_is_taken_up_with_a_reload(guarded: tuple[House, dict[str, str]]) -> None:
+    house, tokens = guarded
+    message = [{"role": "user", "content": "Hello."}]
+    with house.client(tokens["late-client"]) as client:
+        first = client.reply(agent_id="a", messages=message, sampling=GREEDY)
+        assert first.finished.snapshot.state == pb.SNAPSHOT_STATE_NONE
+        (house.root / "engines").mkdir(exist_ok=True)
+        write_private_text(house.root / "engines" / "engine@late.token", tokens["late-engine"])
+        before = house.engine.log.count("reload.done")
+        os.kill(house.engine.pid, signal.SIGHUP)
+        give_up = time.monotonic() + 10
+        while house.engine.log.count("reload.done") == before:
+            assert time.monotonic() < give_up
+            time.sleep(0.02)
+        then = client.reply(agent_id="a", append_messages=message, sampling=GREEDY)
+        assert then.started.source == pb.CACHE_SOURCE_HOT, "what it remembered in between is not lost"
+        assert then.finished.snapshot.state == pb.SNAPSHOT_STATE_COMMITTED
+        [listed] = client.list_agents().agents
+        assert listed.agent_id == "a"
+    house.engine.kill()
+    house.engine.start()
+    with house.client(tokens["late-client"]) as client:
+        warm = client.reply(agent_id="a", append_messages=message, sampling=GREEDY)
+    assert warm.started.source == pb.CACHE_SOURCE_WARM
 
 
 def test_wrong_tokens_and_roles_are_refused(guarded: tuple[House, dict[str, str]]) -> None:

@@ -6,7 +6,7 @@ This module starts nothing and calls nobody. Commands without an address read `r
 import json
 import os
 import shlex
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvasir.address import MAX_SOCKET_PATH_BYTES
@@ -52,7 +52,6 @@ class Running:
     store_metrics: str = ""  # HOST:PORT of each one's metrics and /healthz; empty without
     engine_metrics: str = ""
     http_metrics: str = ""
-    namespaces: list[str] = field(default_factory=list)  # that the engine has a store for, until it is started anew
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,6 @@ class Plan:
     store: StoreProcess
     engine: EngineProcess
     gateway: GatewayProcess | None = None
-    namespaces: tuple[str, ...] = (DEFAULT_NAMESPACE,)  # that the engine has a store for
 
 
 def plan_of(
@@ -56,7 +55,6 @@ def plan_of(
     credentials = home.credentials_file if listen or store_listen or http else None
     has_tls = tls_cert is not None and tls_key is not None
     ca_file = tls_cert if has_tls else None
-    store_tokens = _store_tokens(home) if credentials else {}
     store_endpoint = Endpoint(home.socket_address("store"))
     engine_endpoint = Endpoint(home.socket_address("engine"))
     if store_listen:
@@ -88,7 +86,7 @@ def plan_of(
         model=models[0] if models else "",
         options=(
             *(part for model in models[1:] for part in ("--model", model)),
-            *(part for pair in store_tokens.items() for part in ("--store-token-file", "{}={}".format(*pair))),
+            *(("--store-token-dir", str(home.tokens)) if credentials else ()),
             *engine_options,
         ),
         metrics_listen=engine_metrics,
@@ -107,7 +105,7 @@ def plan_of(
         metrics_listen=http_metrics,
         options=tuple(gateway_options),
     )
-    return Plan(store, engine, gateway if http else None, (DEFAULT_NAMESPACE, *store_tokens))
+    return Plan(store, engine, gateway if http else None)
 
 
 def make_credentials(home: Home) -> None:
@@ -122,17 +120,6 @@ def make_credentials(home: Home) -> None:
         token_file.unlink(missing_ok=True)
         write_private_text(token_file, token + "\n")
     new.rename(home.credentials_file)
-
-
-def engine_of(namespace: str) -> str:
-    """The name of the engine's credential for a namespace, which is its token file's, too."""
-    return "engine" if namespace == DEFAULT_NAMESPACE else f"engine@{namespace}"
-
-
-def _store_tokens(home: Home) -> dict[str, Path]:
-    """The files of the engine's tokens at the store, by further namespace; `kvasir tokens new` makes them."""
-    files = sorted(home.tokens.glob(engine_of("*") + ".token"))
-    return {file.stem.removeprefix(engine_of("")): file for file in files}
 
 
 def from_here(address: str) -> str:

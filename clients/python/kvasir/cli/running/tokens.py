@@ -14,7 +14,7 @@ import typer
 from kvasir.cli.caller import JsonOption, caller_of
 from kvasir.cli.running.holding import is_led
 from kvasir.cli.running.home import Home
-from kvasir.cli.running.plan import engine_of, make_credentials
+from kvasir.cli.running.plan import make_credentials
 from kvasir.credentials import (
     ADMIN,
     CLIENT,
@@ -25,6 +25,7 @@ from kvasir.credentials import (
     CredentialFileError,
     Credentials,
     Principal,
+    engine_of,
     read_credentials,
     replace_private_text,
     write_private_text,
@@ -60,9 +61,8 @@ def new(
     """Make a token. It is written to a file that only you can read, and is shown nowhere else.
 
     Programs send it as `Authorization: Bearer …` or as an API key; `kvasir --token-file FILE …` does, too. Running
-    services take it with `kvasir reload`. A namespace that the running engine was started without wants `kvasir down`
-    and `kvasir up`, and stores nothing before: the engine keeps its memories with a credential of its own, which is
-    made here. credentials.toml is written anew, without the comments of whoever edited it.
+    services take it with `kvasir reload`. For a new namespace a credential of the engine's own is made, too, with which
+    it keeps the memories there. credentials.toml is written anew, without the comments of whoever edited it.
     """
     caller = caller_of(context, as_json)
     _check_word("NAME", name)
@@ -81,7 +81,7 @@ def new(
             file.unlink(missing_ok=True)
             write_private_text(file, token + "\n")
         replace_private_text(home.credentials_file, credentials.text)
-    then = _then(home, namespace)
+    then = _then(home)
     made = {**_row(home, wanted[0]), "then": then}
     caller.result(made, lambda out: out.print(made["token_file"]))
     caller.say(f"{name} may call in namespace {namespace}, after: {then}")
@@ -151,14 +151,13 @@ def _row(home: Home, principal: Principal) -> dict[str, Any]:
     return {"name": principal.name, "namespace": principal.namespace, "roles": roles, "token_file": str(file)}
 
 
-def _then(home: Home, namespace: str) -> str:
-    """The commands after which a new token of the namespace is good for all that it may do."""
+def _then(home: Home) -> str:
+    """The command after which a new token is good for all that it may do."""
     if not is_led(home):
         return home.command("up")
-    running = home.running()
-    if running is not None and namespace in running.namespaces:
-        return home.command("reload")
-    return f"{home.command('down')}, then {home.command('up')}"
+    if (running := home.running()) is not None and not running.token_file:
+        return f"{home.command('down')}, then {home.command('up')}"  # its services know no tokens: all callers are you
+    return home.command("reload")
 
 
 def _check_not_reserved(name: str) -> None:

@@ -315,7 +315,6 @@ async def _run(caller: Caller, plan: Plan, descriptor: int, no_http: str) -> Non
             store_metrics=plan.store.metrics_listen,
             engine_metrics=plan.engine.metrics_listen,
             http_metrics=plan.gateway.metrics_listen if plan.gateway else "",
-            namespaces=list(plan.namespaces),
         )
 
     was_ready = False
