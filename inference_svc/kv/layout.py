@@ -19,9 +19,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from inference_svc.kv import attention_hook
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.batch.batch_state import BatchStateKV
-from inference_svc.kv.batch.decode_batch import DecodeBatch, Forward
-from inference_svc.kv.batch.decoded_layer import DecodedLayer
-from inference_svc.kv.batch.fused_layer import FusedLayer
+from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.codec import layer_codecs
 from inference_svc.kv.pages.pool import KvPool, page_dialect
 from inference_svc.kv.prefill_layer import commit, prefill_layers
@@ -63,11 +61,6 @@ class Layout:
     def dialect(self, identity: identity_pb2.KvIdentity) -> Dialect | None:
         """Of the kernels that write the pages, if attention reads them."""
         return page_dialect(identity) if self.reads_pages else None
-
-    def new_batch(self, pool: KvPool, forward: Forward, decoded_budget: int, pass_rows: int = 0) -> DecodeBatch:
-        """A batch over such a pool."""
-        new_layer = DecodedLayer if pool.dialect is None else FusedLayer
-        return DecodeBatch(pool, forward, decoded_budget, new_layer, pass_rows=pass_rows)
 
     def forward(self, model: Any, tokens: mx.array, layers: Sequence[Any]) -> mx.array:
         """Logits of tokens [rows, n], not evaluated. The layers or batches take in the tokens' KV."""
@@ -245,7 +238,7 @@ def _alone(model: Module, prompt: Sequence[int], token: int) -> mx.array:
 
 def _batched(model: Module, layout: Layout, prompts: Sequence[Sequence[int]]) -> mx.array:
     pool = layout.new_pool(_exact_identity(layout), _ANY_AMOUNT)
-    batch = layout.new_batch(pool, lambda tokens, layers: layout.forward(model, tokens, layers), _ANY_AMOUNT)
+    batch = DecodeBatch(pool, lambda tokens, layers: layout.forward(model, tokens, layers), _ANY_AMOUNT)
     for prompt in prompts:
         kv = SequenceKV(pool)
         layers = prefill_layers(kv)

@@ -66,7 +66,7 @@ class ModelRunner:
 
     def new_batch(self, pool: KvPool, decoded_budget: int) -> DecodeBatch:
         """A batch for sequences of such a pool. See `DecodeBatch`."""
-        return self._layout.new_batch(pool, self.forward, decoded_budget, self._pass_rows)
+        return DecodeBatch(pool, self.forward, decoded_budget, pass_rows=self._pass_rows)
 
     def least_cell_tokens(self, policy: identity_pb2.KvPolicy) -> int | None:
         """To how many tokens a cell is cut beside decoding; None: it is not, as on a CPU. Where a pass over half

@@ -6,8 +6,9 @@ from typing import Any
 import mlx.core as mx
 
 from inference_svc.kv.batch.batch_state import BatchStateKV
-from inference_svc.kv.batch.decode_step import DecodeStep, TracedStep
+from inference_svc.kv.batch.decode_step import DecodeStep, PassArrays
 from inference_svc.kv.batch.decoded_layer import DecodedLayer
+from inference_svc.kv.batch.fused_layer import FusedLayer
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
 
@@ -23,15 +24,7 @@ class DecodeBatch:
     number; 0: as many as there are.
     """
 
-    def __init__(
-        self,
-        pool: KvPool,
-        forward: Forward,
-        decoded_budget: int,
-        new_layer: Any = DecodedLayer,
-        *,
-        pass_rows: int = 0,
-    ) -> None:
+    def __init__(self, pool: KvPool, forward: Forward, decoded_budget: int, *, pass_rows: int = 0) -> None:
         self._pool = pool
         self._forward = forward
         self._decoded_budget = decoded_budget
@@ -40,7 +33,9 @@ class DecodeBatch:
         self._states = {
             index: BatchStateKV() for index in range(len(pool.identity.layers)) if index not in pool.formats
         }
-        self._layers: dict[int, Any] = {index: new_layer(pool, index) for index in pool.formats}
+        has_kernels = pool.dialect is not None
+        self._fused = {index: FusedLayer(pool, index) for index in pool.formats if has_kernels}
+        self._decoded = {index: DecodedLayer(pool, index) for index in pool.formats if not has_kernels}
         self._compiled: Any = mx.compile(self._traced)
 
     def __len__(self) -> int:
@@ -57,8 +52,8 @@ class DecodeBatch:
     @property
     def scratch_bytes(self) -> int:
         """Bytes that the batch holds besides the pool."""
-        decoded: int = sum(layer.scratch_bytes for layer in self._layers.values())
-        return decoded + sum(state.nbytes for state in self._states.values())
+        states = sum(state.nbytes for state in self._states.values())
+        return states + sum(layer.nbytes for layer in self._decoded.values())
 
     def join(self, kv: SequenceKV) -> None:
         """Add a sequence. It must not be used elsewhere until it leaves."""
@@ -73,9 +68,8 @@ class DecodeBatch:
         slot, last = self._slot(kv), len(self._sequences) - 1
         for state in self._states.values():
             state.leave(slot)
-        last_length = self._sequences[last].length
-        for layer in self._layers.values():
-            layer.leave(slot, last, last_length)
+        for layer in self._decoded.values():
+            layer.leave(slot, last, self._sequences[last].length)
         self._sequences[slot] = self._sequences[last]
         self._sequences.pop()
         mx.eval(kv.state_arrays)
@@ -95,22 +89,28 @@ class DecodeBatch:
         rows = self._pass_rows if self._compiles else 0
         step = DecodeStep.of(self._pool, self._sequences, -(-len(self._sequences) // rows) * rows if rows else 0)
         tokens = token_ids if isinstance(token_ids, mx.array) else mx.array(list(token_ids), dtype=mx.uint32)
-        logits = self._compiled_logits(tokens, step) if self._compiles else self._logits(tokens, step)
+        logits = self._over_pages(tokens, step) if self._fused else self._over_copies(tokens, step)
         for kv in self._sequences:
             kv.advanced(1)
         if self._compiles:
             return logits
         # The rows have no reader in this step: without the dependency they would pile up unevaluated.
-        stored = [*(self._pool.arrays if self._pool.dialect is None else ()), *self._state_arrays()]
+        stored = [array for state in self._states.values() for array in state.state]
+        if self._decoded:
+            stored += self._pool.arrays
         after: mx.array = mx.depends([logits], stored)[0]
         return after
 
-    def _logits(self, tokens: mx.array, step: DecodeStep) -> mx.array:
-        keeps_decoded = self._decoded_values() <= self._decoded_budget
-        for layer in self._layers.values():
-            layer.begin(step, keeps_decoded=keeps_decoded)
-        caches = [self._layers.get(index) or self._states[index] for index in range(len(self._pool.identity.layers))]
-        return self._forward(tokens[:, None], caches)[:, -1]
+    def _over_copies(self, tokens: mx.array, step: DecodeStep) -> mx.array:
+        slots, longest = len(self._sequences), self._longest()
+        values = sum(layer.decoded_values(slots, longest) for layer in self._decoded.values())
+        for layer in self._decoded.values():
+            layer.begin(step, keeps_decoded=values <= self._decoded_budget)
+        return self._logits(tokens)
+
+    def _logits(self, tokens: mx.array) -> mx.array:
+        layers = {**self._fused, **self._decoded, **self._states}
+        return self._forward(tokens[:, None], [layers[index] for index in range(len(layers))])[:, -1]
 
     @property
     def _compiles(self) -> bool:
@@ -119,13 +119,12 @@ class DecodeBatch:
         """
         return self._pool.dialect is not None and self._pool.is_whole and not self._states
 
-    def _compiled_logits(self, tokens: mx.array, step: DecodeStep) -> mx.array:
+    def _over_pages(self, tokens: mx.array, step: DecodeStep) -> mx.array:
         given = (tokens, step.offsets, *(group.block_table for group in step.groups))
-        rows = self._pass_rows
-        if not rows:
-            logits: mx.array = self._compiled(*given)
+        count, rows = tokens.shape[0], self._pass_rows
+        if not (rows and self._compiles):
+            logits: mx.array = (self._compiled if self._compiles else self._traced)(*given)
             return logits
-        count = tokens.shape[0]
         if step.slots > count:
             given = (mx.pad(tokens, (0, step.slots - count)), *given[1:])
         passes = [self._compiled(*(each[at : at + rows] for each in given)) for at in range(0, step.slots, rows)]
@@ -133,32 +132,26 @@ class DecodeBatch:
 
     def _traced(self, tokens: mx.array, offsets: mx.array, *block_tables: mx.array) -> mx.array:
         """A step as a function of arrays. MLX calls it once for each number of rows and width of tables."""
-        return self._logits(tokens, TracedStep.of(offsets, offsets, block_tables))  # type: ignore[arg-type]
+        for layer in self._fused.values():
+            layer.begin(PassArrays(offsets, offsets, block_tables))
+        return self._logits(tokens)
 
     def discard(self) -> list[SequenceKV]:
         """Drop all scratch after a failed step. What the returned sequences hold behind their length is nobody's."""
         sequences, self._sequences = self._sequences, []
         self._states = {index: BatchStateKV() for index in self._states}
-        for layer in self._layers.values():
+        for layer in self._decoded.values():
             layer.forget_decoded()
         return sequences
 
     def _slot(self, kv: SequenceKV) -> int:
         return next(slot for slot, other in enumerate(self._sequences) if other is kv)
 
-    def _state_arrays(self) -> list[mx.array]:
-        return [array for state in self._states.values() for array in state.state]
-
     def _longest(self) -> int:
         return max((kv.length for kv in self._sequences), default=0)
 
-    def _decoded_values(self) -> int:
-        longest = self._longest()
-        return sum(layer.decoded_values(len(self._sequences), longest) for layer in self._layers.values())
-
     def _forget_spare(self) -> None:
         """Give decoded copies back that are much larger than the remaining sequences need."""
-        slots, longest = len(self._sequences), self._longest()
-        for layer in self._layers.values():
-            if layer.has_spare(slots, longest):
+        for layer in self._decoded.values():
+            if layer.has_spare(len(self._sequences), self._longest()):
                 layer.forget_decoded()

@@ -94,32 +94,16 @@ class DecodeStep:
         """Tokens that each sequence has stored, int32 [slots]; -1 in an empty slot, whose row is written nowhere."""
         return mx.array([*self.lengths, *[-1] * (self.slots - len(self.lengths))], dtype=mx.int32)
 
-    @property
-    def places(self) -> mx.array:
-        """Where the new rows go: each behind its sequence."""
-        return self.offsets
 
-
-@dataclass(frozen=True)
-class TracedGroup:
-    """The part of a group's rows that kernels need."""
-
-    block_table: mx.array
-
-
-@dataclass(frozen=True)
-class TracedStep:
-    """A step whose arrays stand for those of any step of the same shapes. `places` are those of new rows, one for each
-    slot or [slots, n]; rows at -1 are written nowhere.
+@dataclass(frozen=True, slots=True)
+class PassArrays:
+    """What kernels are told of a pass: how many tokens each sequence has stored, [slots]; the places of the new rows,
+    [slots] or [slots, n], those at -1 being written nowhere; and each group's block tables [slots, width].
     """
 
     offsets: mx.array
     places: mx.array
-    groups: tuple[TracedGroup, ...]
-
-    @classmethod
-    def of(cls, offsets: mx.array, places: mx.array, block_tables: Sequence[mx.array]) -> "TracedStep":
-        return cls(offsets, places, tuple(TracedGroup(table) for table in block_tables))
+    block_tables: Sequence[mx.array]
 
 
 def _writable_pages(pool: KvPool, sequences: Sequence[SequenceKV]) -> list[int]:

@@ -3,7 +3,7 @@
 Nothing is padded on the left, and where a row lies in the copy is a function of its position alone: position p of a
 layer that keeps all tokens in row p, of a window in row p mod window. So a sequence's rows are summed in the same order
 whatever its mates are. With sums that treat every row alike (`row_exact`) its results are bit for bit those it has
-alone. Without the copy (`keeps_decoded`) the rows are decoded for each step; attention sees the same bits.
+alone. Where copies of all layers would take too much, each is forgotten once it was read (`keeps_decoded`).
 """
 
 import mlx.core as mx
@@ -11,6 +11,7 @@ import mlx.core as mx
 from inference_svc.kv.batch.decode_step import DecodeStep, RowPlaces
 from inference_svc.kv.batch.slot_arrays import SlotArrays
 from inference_svc.kv.codec import EncodedRows
+from inference_svc.kv.pages.block_table import window_start
 from inference_svc.kv.pages.page_rows import UNIT
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.row_exact import attention_width
@@ -43,8 +44,8 @@ class DecodedLayer:
     # --- what the batch calls ---
 
     def begin(self, step: DecodeStep, *, keeps_decoded: bool) -> None:
-        """The next pass computes one token of each sequence of `step`. `keeps_decoded`: over the decoded copy."""
-        if keeps_decoded != self._keeps_decoded:
+        """The next pass computes one token of each sequence of `step`. `keeps_decoded`: the copy stays for the next."""
+        if not keeps_decoded:
             self.forget_decoded()
         self._keeps_decoded = keeps_decoded
         self._is_decoded += [False] * (len(step.sequences) - len(self._is_decoded))
@@ -68,8 +69,9 @@ class DecodedLayer:
         self._is_decoded = []
 
     @property
-    def scratch_bytes(self) -> int:
-        return self._decoded.allocated_bytes
+    def nbytes(self) -> int:
+        """Of the decoded copy."""
+        return sum(array.nbytes for array in self._decoded.arrays)
 
     def decoded_values(self, slots: int, longest: int) -> int:
         """Values that the decoded copy would have room for in a step of so many sequences."""
@@ -93,16 +95,17 @@ class DecodedLayer:
         rows = self._encode(keys, values)
         self._store(rows)
         slots, width = len(self._now.sequences), self._width
-        if not self._keeps_decoded:
-            return self._decoded_on_read(keys.dtype, values.dtype)
         new = self._decode(rows, keys.dtype, values.dtype)
         self._decoded.reserve(slots, width, new)
         for slot, is_decoded in enumerate(self._is_decoded):
             if not is_decoded:
-                self._fill(self._decoded, slot, 0, keys.dtype, values.dtype)
+                self._fill(slot, keys.dtype, values.dtype)
                 self._is_decoded[slot] = True
         self._decoded.put_each([self._place(length) for length in self._now.lengths], new)
         read_keys, read_values = self._split(self._decoded.read(slots, width))
+        if not self._keeps_decoded:
+            self._decoded.clear()
+            self._is_decoded = [False] * slots
         return read_keys, read_values
 
     def make_mask(self, count: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
@@ -171,15 +174,12 @@ class DecodedLayer:
         heads = self._pool.formats[self._layer].key.kv_heads
         return decoded[0][:, :heads], decoded[0][:, heads:]
 
-    def _fill(self, target: SlotArrays, slot: int, more: int, key_type: mx.Dtype, value_type: mx.Dtype) -> None:
-        """Decode a sequence's stored rows, and `more` behind them, into its slot of `target`."""
+    def _fill(self, slot: int, key_type: mx.Dtype, value_type: mx.Dtype) -> None:
+        """Decode a sequence's stored rows that the new token sees into its slot of the copy."""
         kv = self._now.sequences[slot]
         # Who was here may have left numbers that are none, and what is masked still counts as 0 times them.
-        target.zero(slot)
-        stop = kv.length + more
-        start = max(0, stop - self._window) if self._window else 0
-        # Rows before what the next token sees may be gone; the new row takes the place of the one before them.
-        start = max(start, kv.length - self._window + 1) if self._window else start
+        self._decoded.zero(slot)
+        start, stop = window_start(self._window, kv.length), kv.length
         rows = kv.rows(self._layer, start, stop)
         if rows is None:
             return
@@ -188,17 +188,6 @@ class DecodedLayer:
         decoded = (mx.concatenate(list(values), axis=1),) if self._is_stacked else values
         place, count = self._place(start), stop - start
         until_end = min(count, self._window - place) if self._window else count
-        target.put(slot, place, tuple(part[:, :, :until_end] for part in decoded))
+        self._decoded.put(slot, place, tuple(part[:, :, :until_end] for part in decoded))
         if until_end < count:
-            target.put(slot, 0, tuple(part[:, :, until_end:] for part in decoded))
-
-    def _decoded_on_read(self, key_type: mx.Dtype, value_type: mx.Dtype) -> tuple[mx.array, mx.array]:
-        slots, copies = len(self._now.sequences), SlotArrays()
-        page_format, width = self._pool.formats[self._layer], self._width
-        shapes = [(page_format.key, key_type), (page_format.value, value_type)]
-        like = [mx.zeros((1, rows.kv_heads, 1, rows.dim), dtype=dtype) for rows, dtype in shapes]
-        copies.reserve(slots, width, (mx.concatenate(like, axis=1),) if self._is_stacked else tuple(like))
-        for slot in range(slots):
-            self._fill(copies, slot, 1, key_type, value_type)
-        keys, values = self._split(copies.read(slots, width))
-        return keys, values
+            self._decoded.put(slot, 0, tuple(part[:, :, until_end:] for part in decoded))

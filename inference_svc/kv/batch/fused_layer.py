@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from inference_svc.kv.attention.in_place import append_rows
 from inference_svc.kv.attention.paged import paged_attention
-from inference_svc.kv.batch.decode_step import DecodeStep, TracedStep
+from inference_svc.kv.batch.decode_step import PassArrays
 from inference_svc.kv.pages.pool import KvPool
 
 
@@ -23,32 +23,12 @@ class FusedLayer:
         self._format = pool.formats[layer]
         self._group = pool.group_number(layer)
         self._window = pool.groups[self._group].window
-        self._step: DecodeStep | TracedStep | None = None
+        self._pass: PassArrays | None = None
         self._stored = mx.array(0)  # tokens of each sequence, the new one included, once it is written
 
-    # --- what the batch calls ---
-
-    def begin(self, step: DecodeStep | TracedStep, *, keeps_decoded: bool) -> None:  # noqa: ARG002 - nothing is decoded here
-        """The next pass computes the tokens of `step`."""
-        self._step = step
-
-    def leave(self, slot: int, last: int, last_length: int) -> None:  # noqa: ARG002
-        """A sequence's rows lie in its pages alone: nothing moves."""
-        self._step = None  # which holds the sequence, and so its pages
-
-    def forget_decoded(self) -> None:
-        """There is no copy."""
-        self._step = None
-
-    @property
-    def scratch_bytes(self) -> int:
-        return 0
-
-    def decoded_values(self, slots: int, longest: int) -> int:  # noqa: ARG002
-        return 0
-
-    def has_spare(self, slots: int, longest: int) -> bool:  # noqa: ARG002
-        return False
+    def begin(self, arrays: PassArrays) -> None:
+        """Say what the next pass is about; then the model computes."""
+        self._pass = arrays
 
     # --- what the model calls ---
 
@@ -63,7 +43,7 @@ class FusedLayer:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store new rows [slots, kv_heads, n, dim] at the step's places, and return them: `attend` reads the rest."""
         pool, now = self._pool, self._now
-        array, table = pool.arrays[pool.slot_of(self._layer)], now.groups[self._group].block_table
+        array, table = pool.arrays[pool.slot_of(self._layer)], now.block_tables[self._group]
         assert pool.dialect is not None
         self._stored = append_rows(keys, values, array, self._format, table, now.places, pool.dialect)
         return keys, values
@@ -79,7 +59,7 @@ class FusedLayer:
             queries,
             self._pool.arrays[self._pool.slot_of(self._layer)],
             self._format,
-            now.groups[self._group].block_table,
+            now.block_tables[self._group],
             self._stored if self._stored.ndim == 1 else self._stored[:, -1],
             scale=scale,
             window=self._window or None,
@@ -88,6 +68,6 @@ class FusedLayer:
         return attended
 
     @property
-    def _now(self) -> DecodeStep | TracedStep:
-        assert self._step is not None
-        return self._step
+    def _now(self) -> PassArrays:
+        assert self._pass is not None
+        return self._pass

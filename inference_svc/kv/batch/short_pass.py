@@ -14,7 +14,7 @@ from kvasir.cachestore.v1 import identity_pb2
 
 from inference_svc.kv.attention.geometry import most_queries
 from inference_svc.kv.attention.kernels import Dialect
-from inference_svc.kv.batch.decode_step import TracedStep, table_width
+from inference_svc.kv.batch.decode_step import PassArrays, table_width
 from inference_svc.kv.batch.fused_layer import FusedLayer
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat
 from inference_svc.kv.pages.block_table import BlockTable
@@ -93,9 +93,8 @@ class ShortPass:
         return logits
 
     def _traced(self, tokens: mx.array, offsets: mx.array, places: mx.array, *block_tables: mx.array) -> mx.array:
-        step = TracedStep.of(offsets, places, block_tables)
         for layer in self._layers:
-            layer.begin(step, keeps_decoded=False)
+            layer.begin(PassArrays(offsets, places, block_tables))
         return self._forward(tokens, self._layers)[:, -1]  # type: ignore[no-any-return]
 
 

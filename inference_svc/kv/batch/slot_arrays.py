@@ -26,10 +26,6 @@ class SlotArrays:
     def capacity(self) -> int:
         return self.arrays[0].shape[2] if self.arrays else 0
 
-    @property
-    def allocated_bytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays)
-
     def reserve(self, slots: int, capacity: int, like: EncodedRows) -> None:
         """Make room, in steps, for so many slots and rows, with the heads and types of `like` [any, heads, any, …]."""
         if slots <= self.slots and capacity <= self.capacity:
@@ -73,14 +69,10 @@ class SlotArrays:
         """The first `rows` rows of the first `slots` slots."""
         return tuple(array[:slots, :, :rows] for array in self.arrays)
 
-    def read_slot(self, slot: int, rows: int) -> EncodedRows:
-        """The first `rows` rows of one slot, [1, heads, rows, …]."""
-        return tuple(array[slot : slot + 1, :, :rows] for array in self.arrays)
-
     def move(self, source: int, target: int, rows: int) -> None:
         """Copy the first `rows` rows of a slot over another."""
         if source != target and rows:
-            self.put(target, 0, tuple(mx.contiguous(part) for part in self.read_slot(source, rows)))
+            self.put(target, 0, tuple(mx.contiguous(array[source : source + 1, :, :rows]) for array in self.arrays))
 
     def clear(self) -> None:
         """Give the memory back."""

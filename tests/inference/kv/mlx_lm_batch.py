@@ -197,7 +197,7 @@ class JudgedBatch:
 
     @property
     def nbytes(self) -> int:
-        return sum(kv.allocated_bytes for kv in self.rows) + self._layer.scratch_bytes
+        return sum(kv.allocated_bytes for kv in self.rows) + self._layer.nbytes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "JudgedBatch":
         copied = JudgedBatch(self.pool, [kv.fork() for kv in self.rows], keeps_decoded=self.keeps_decoded)

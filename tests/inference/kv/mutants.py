@@ -12,8 +12,8 @@ MUTANTS = (
     Mutant(
         "a sequence that joins is decoded without its last row",
         "decoded_layer.py",
-        "        stop = kv.length + more\n",
-        "        stop = kv.length + more - 1\n",
+        "start, stop = window_start(self._window, kv.length), kv.length\n",
+        "start, stop = window_start(self._window, kv.length), kv.length - 1\n",
         WINDOW,
     ),
     Mutant(

@@ -118,7 +118,7 @@ def assert_same(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> 
 
 
 def layers_of(batch: DecodeBatch) -> list[DecodedLayer]:
-    return list(batch._layers.values())
+    return list(batch._decoded.values())
 
 
 @pytest.mark.long(9)

@@ -8,7 +8,6 @@ import pytest
 
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.batch.decode_batch import DecodeBatch
-from inference_svc.kv.batch.fused_layer import FusedLayer
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
 from tests.inference.kv.sequences import full, identity_of, recurrent, windowed
@@ -24,12 +23,12 @@ def pool(pages: int, dialect: Dialect | None = Dialect.CUDA, *, is_allocated: bo
 def logits_of(tokens: mx.array, caches: list[Any]) -> mx.array:
     """Numbers that show what a step was told, without any kernel: tokens, lengths, and each group's last pages."""
     told = [tokens[:, 0], *(cache.offset for cache in caches)]
-    told += [group.block_table.sum(axis=1) for group in caches[0]._now.groups]
+    told += [table.sum(axis=1) for table in caches[0]._now.block_tables]
     return mx.stack([one.astype(mx.float32) for one in told], axis=1)[:, None]
 
 
 def batch_of(pool: KvPool, forward: Any = logits_of) -> DecodeBatch:
-    return DecodeBatch(pool, forward, 0, FusedLayer)
+    return DecodeBatch(pool, forward, 0)
 
 
 def told(batch: DecodeBatch, tokens: Sequence[int]) -> list[list[float]]:
@@ -89,7 +88,7 @@ def test_a_kept_graph_is_told_the_tokens_lengths_and_pages_of_each_step(rows: in
 def test_passes_of_a_fixed_number_of_rows_are_told_the_same(rows: int) -> None:
     """Four rows a pass: the last one has empty rows, which have no length and no page."""
     here = pool(40)
-    batch = DecodeBatch(here, logits_of, 0, FusedLayer, pass_rows=4)
+    batch = DecodeBatch(here, logits_of, 0, pass_rows=4)
     for _ in range(rows):
         batch.join(SequenceKV(here))
     shapes = []
@@ -128,4 +127,4 @@ def test_a_graph_is_kept_only_where_the_pools_arrays_stay_the_same() -> None:
 def test_no_graph_is_kept_of_a_model_with_states() -> None:
     """They are other arrays after each step."""
     identity = identity_of([full(), recurrent(4)])
-    assert not DecodeBatch(KvPool(identity, 1, dialect=Dialect.CUDA), logits_of, 0, FusedLayer)._compiles
+    assert not DecodeBatch(KvPool(identity, 1, dialect=Dialect.CUDA), logits_of, 0)._compiles
