@@ -7,6 +7,7 @@ changes all of them alike.
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -126,6 +127,7 @@ def _counts(text: str) -> tuple[int, ...]:
 
 def main() -> int:
     """Measure and print."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the probes that a case has started end, too
     arguments = _arguments()
     cases = list(arguments.only or (name for name in CASES if name != "peer"))
     if arguments.peer and not arguments.only:

@@ -7,7 +7,8 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from kvasir.errors import FailedPrecondition
@@ -23,7 +24,7 @@ def run_program(
     last = ""
     with tempfile.TemporaryFile("w+") as out:
         argv = [sys.executable, "-m", module, *arguments]
-        with subprocess.Popen(argv, stdout=out, stderr=subprocess.PIPE, text=True) as process:
+        with ended_with_us(subprocess.Popen(argv, stdout=out, stderr=subprocess.PIPE, text=True)) as process:
             assert process.stderr is not None
             for line in process.stderr:
                 last = line.strip() or last
@@ -34,3 +35,16 @@ def run_program(
         out.seek(0)
         results: dict[str, Any] = json.load(out)
     return results
+
+
+@contextmanager
+def ended_with_us(process: "subprocess.Popen[str]") -> Iterator["subprocess.Popen[str]"]:
+    """Waits for the process at the block's end. If the block is interrupted it ends the process: a signal that was for
+    us alone, as SIGTERM is, has not reached it.
+    """
+    with process:
+        try:
+            yield process
+        except BaseException:
+            process.terminate()
+            raise

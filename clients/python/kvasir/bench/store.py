@@ -23,6 +23,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from kvasir.bench.program import ended_with_us
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.clients import AioStoreClient
 from kvasir.credentials import write_private_text
@@ -234,7 +235,8 @@ def _sealed(root: Path) -> tuple[str, ...]:
 def _tcp_s(blobs: Sequence[bytes]) -> float:
     """Seconds to another process over loopback TCP."""
     total = sum(map(len, blobs))
-    with subprocess.Popen([sys.executable, "-c", _SINK, str(total)], stdout=subprocess.PIPE, text=True) as sink:
+    argv = [sys.executable, "-c", _SINK, str(total)]
+    with ended_with_us(subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)) as sink:
         assert sink.stdout is not None
         with socket.create_connection(("127.0.0.1", int(sink.stdout.readline()))) as wire:
             began = time.perf_counter()

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvasir.bench.program import ended_with_us
 from kvasir.cli.agents import store_client
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.failures import DAMAGED, NOT_FOUND
@@ -102,7 +103,7 @@ def _run_with_progress(caller: Caller, argv: list[str]) -> tuple[int, str, str]:
     last = ""
     with (
         tempfile.TemporaryFile("w+") as answer,
-        subprocess.Popen(argv, stdout=answer, stderr=subprocess.PIPE, text=True) as program,
+        ended_with_us(subprocess.Popen(argv, stdout=answer, stderr=subprocess.PIPE, text=True)) as program,
     ):
         assert program.stderr is not None
         for line in program.stderr:

@@ -80,16 +80,11 @@ class Mac:
         return [process.wait() for process in self._processes.values()]
 
     def stop(self) -> None:
-        """End both in order: the engine may still have something to store."""
-        for name in ("engine", "store"):
-            process = self._processes.get(name)
-            if process is not None and process.poll() is None:
-                process.terminate()
-                try:
-                    process.wait(_GRACE_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+        """End both in order, whatever comes between: the engine may still have something to store."""
+        with contextlib.ExitStack() as stack:
+            for name in ("store", "engine"):
+                if (process := self._processes.get(name)) is not None:
+                    stack.callback(_end, process)
 
     def store_client(self) -> StoreClient:
         return StoreClient.connect(self.store.address, token=self.store.token())
@@ -136,6 +131,16 @@ class Mac:
             time.sleep(_POLL_S)
 
 
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    try:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+    finally:
+        process.kill()
+        process.wait()
+
+
 async def _is_ready(service: Service) -> bool:
     return await service.is_ready()
 
@@ -143,18 +148,14 @@ async def _is_ready(service: Service) -> bool:
 @contextlib.contextmanager
 def macs(root: Path) -> Iterator[Callable[..., Mac]]:
     """Makes Macs below `root`; all their processes have ended when the block is left."""
-    made: list[Mac] = []
+    with contextlib.ExitStack() as made:
 
-    def make(name: str, *, model: str = "", is_shared: bool = False) -> Mac:
-        mac = Mac(root / name, model=model, is_shared=is_shared)
-        made.append(mac)
-        return mac
+        def make(name: str, *, model: str = "", is_shared: bool = False) -> Mac:
+            mac = Mac(root / name, model=model, is_shared=is_shared)
+            made.callback(mac.stop)
+            return mac
 
-    try:
         yield make
-    finally:
-        for mac in made:
-            mac.stop()
 
 
 def _free_port() -> int:
