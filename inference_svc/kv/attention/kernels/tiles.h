@@ -91,19 +91,24 @@ KV_FN int kv_place_by_lane(int row, int even, int odd) {
   return row * ROW_CHUNKS * 8 + ((even & 7) ^ (odd ^ (row & 7))) * 8 + even / 8 * 64;
 }
 
+// Eight values of a query, which are read at once.
+template <typename Query>
+struct alignas(16) KvEightQueries {
+  Query value[8];
+};
+
 // A query as the products take it, each row as halves of its greatest power of two, which is returned; or bfloats as they
 // are. Four lanes have a row.
-template <int DIM, int BITS, bool IS_BFLOAT, bool TO_BFLOAT>
-KV_FN float kv_put_query(kv_u16* rows, const kv_u16* query, bool is_there, int row, int t) {
+template <typename Query, int DIM, int BITS, bool TO_BFLOAT>
+KV_FN float kv_put_query(kv_u16* rows, const Query* query, bool is_there, int row, int t) {
   constexpr int MINE = (DIM / 8 + 3) / 4;
   float values[MINE][8], greatest = 0;
   KV_UNROLL for (int n = 0; n < MINE; ++n) {
     const int chunk = n * 4 + t;
-    kv_u32x4 four = {0, 0, 0, 0};
-    if (is_there && chunk < DIM / 8) four = *(const kv_u32x4*)(query + chunk * 8);
-    const kv_u32 words[4] = {four.x, four.y, four.z, four.w};
+    KvEightQueries<Query> eight = {};
+    if (is_there && chunk < DIM / 8) eight = *(const KvEightQueries<Query>*)(query + chunk * 8);
     KV_UNROLL for (int i = 0; i < 8; ++i) {
-      values[n][i] = kv_scale<IS_BFLOAT>(kv_u16(words[i / 2] >> i % 2 * 16));
+      values[n][i] = float(eight.value[i]);
       greatest = fmaxf(greatest, fabsf(values[n][i]));
     }
   }
@@ -128,8 +133,9 @@ KV_FN float kv_put_query(kv_u16* rows, const kv_u16* query, bool is_there, int r
 // A row's top is raised only by so much: until then weights are up to 2 to this power. Sums seldom shrink then.
 KV_CONST float KV_LEAST_RISE = 6;
 
-template <typename K, typename V, bool IS_BFLOAT, bool IS_CAPPED, int WARPS, int FRAGMENTS, int SPLIT, int TILE>
-KV_FN void kv_split_by_tiles(const kv_u16* queries, const kv_u16* pages, long page_units, const int* block_table, int head,
+template <typename Query, typename K, typename V, bool IS_BFLOAT, bool IS_CAPPED, int WARPS, int FRAGMENTS, int SPLIT,
+          int TILE>
+KV_FN void kv_split_by_tiles(const Query* queries, const kv_u16* pages, long page_units, const int* block_table, int head,
                              int first_token, int length, int query_count, int first_row, int row_count, float scale,
                              float soft_cap, int window, float* partial, int row_stride, int warp, int lane,
                              kv_u16* shared) {
@@ -159,7 +165,7 @@ KV_FN void kv_split_by_tiles(const kv_u16* queries, const kv_u16* pages, long pa
   KV_UNROLL for (int m = 0; m < FRAGMENTS; ++m) {
     KV_UNROLL for (int r = 0; r < 2; ++r) {
       const int row = warp_row + m * 16 + r * 8 + g;
-      const float power = kv_put_query<K::DIM, K::BITS, IS_BFLOAT, K_BFLOAT>(q_values, queries + row * K::DIM, row < row_count, row, t);
+      const float power = kv_put_query<Query, K::DIM, K::BITS, K_BFLOAT>(q_values, queries + row * K::DIM, row < row_count, row, t);
       factor[m][r] = kv_factor<IS_CAPPED>(scale) * power * (K::IS_QUANTIZED ? 1 / KV_KEY_UNIT : 1.0f);
       query[m][r] = (first_row + row) % query_count;
       top[m][r] = KV_NONE;

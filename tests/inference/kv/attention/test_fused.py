@@ -65,6 +65,7 @@ SAMPLED = {
     ("q4, many queries", BFLOATS, Dialect.CUDA),
     ("q4, some dozens of queries", BFLOATS, Dialect.CUDA),
     ("k8v4, many queries and a window", BFLOATS, Dialect.CUDA),
+    ("q4-rotated, many queries of halves", HALVES, Dialect.CUDA),
     ("q8, head dimension 256", BFLOATS, Dialect.METAL),
 }
 MATRIX = [
