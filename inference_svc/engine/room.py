@@ -18,7 +18,7 @@ from inference_svc.engine.beginning import (
 )
 from inference_svc.engine.scheduling.hot_memories import HotMemories
 from inference_svc.engine.scheduling.memory_ledger import Reservation
-from inference_svc.engine.scheduling.prefix_sharing import PrefixSharing
+from inference_svc.engine.scheduling.prefix_sharing import prefix_source_of
 from inference_svc.engine.sequence import Sequence
 from inference_svc.engine.swapping import most_file_bytes
 from inference_svc.kv.pages.pool import KvPool
@@ -39,7 +39,6 @@ class KvRoom:
         self._pool = pool
         self._model = model
         self._turns = turns
-        self._sharing: PrefixSharing[Sequence] = PrefixSharing()
 
     def most_bytes(self, tokens: int) -> int:
         """KV bytes of a turn that comes to have so many tokens and shares none. From any thread."""
@@ -142,7 +141,7 @@ class KvRoom:
         if sequence.namespace is None or self._model.has_states:
             return None
         running = (other for other in self._turns if other.kv is not None)
-        found = self._sharing.prefix_source_of(sequence, running, self.memories.of_namespace(sequence.namespace))
+        found = prefix_source_of(sequence, running, self.memories.of_namespace(sequence.namespace))
         if found is None or found.source.kv is None:
             return None
         # Less than the whole prefix where the windows have gone on.

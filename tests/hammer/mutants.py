@@ -69,13 +69,13 @@ MUTANTS = (
         "a sibling's prefix is used one cell too far",
         "prefix_sharing.py",
         "limit = min(shareable, turn.prompt_tokens - 1)",
-        "limit = min(shareable + self.unit_tokens, turn.prompt_tokens - 1)",
+        "limit = min(shareable + BLOCK_TOKENS, turn.prompt_tokens - 1)",
     ),
     Mutant(
         "a sibling's rows are taken for equal whatever their tokens",
         "prefix_sharing.py",
-        "return min(limit, common_blocks(turn.chain, chain) * BLOCK_TOKENS // self.unit_tokens * self.unit_tokens)",
-        "return min(limit, min(len(turn.chain), len(chain)) * BLOCK_TOKENS // self.unit_tokens * self.unit_tokens)",
+        "common_blocks(turn.chain, chain)) * BLOCK_TOKENS",
+        "min(len(turn.chain), len(chain))) * BLOCK_TOKENS",
     ),
     Mutant(
         "the last word of a reply is never computed",

@@ -161,19 +161,13 @@ class HotMemories(Generic[KvT]):
         held = self._held()
         held[namespace] += needed_bytes - self.ledger.free_bytes
         share_bytes = self.ledger.total_bytes // len(held)
-        others = []
-        for key in keys:
-            if needed_bytes <= self.ledger.free_bytes:
-                break
-            if held[key.namespace] > share_bytes:
-                held[key.namespace] -= self._size(self._memories[key])
-                self.drop(key)
-            else:
-                others.append(key)
-        for key in others:
-            if needed_bytes <= self.ledger.free_bytes:
-                break
-            self.drop(key)
+        for is_for_all in (False, True):
+            for key in [key for key in keys if key in self._memories]:
+                if needed_bytes <= self.ledger.free_bytes:
+                    return True
+                if is_for_all or held[key.namespace] > share_bytes:
+                    held[key.namespace] -= self._size(self._memories[key])
+                    self.drop(key)
         return True
 
     def _held(self) -> Counter[str | None]:

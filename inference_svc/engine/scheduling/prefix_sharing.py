@@ -7,9 +7,11 @@ what it would have computed itself.
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from kvasir.formats.block_hash import BLOCK_TOKENS
+
+from inference_svc.engine.scheduling.hot_memories import ResidentMemory
 
 
 class Sharing(Protocol):
@@ -39,18 +41,8 @@ class Sharing(Protocol):
         """The value of `shareable` once the prompt is computed."""
 
 
-class HotPrefix(Protocol):
-    """An idle hot memory, as sharing sees it."""
-
-    @property
-    def chain(self) -> Sequence[str]: ...
-
-    @property
-    def shareable(self) -> int: ...
-
-
 TurnT = TypeVar("TurnT", bound=Sharing)
-HotT = TypeVar("HotT", bound=HotPrefix)
+HotT = TypeVar("HotT", bound=ResidentMemory[Any])
 SourceT = TypeVar("SourceT")
 
 
@@ -62,44 +54,39 @@ class PrefixSource(Generic[SourceT]):
     shared_tokens: int
 
 
-@dataclass(frozen=True)
-class PrefixSharing(Generic[TurnT]):
-    """Finds shared prefixes. `unit_tokens`, whole blocks, is what they are measured in, and the least worth sharing."""
+def prefix_source_of(
+    turn: TurnT, running: Iterable[TurnT], hot: Iterable[HotT] = ()
+) -> PrefixSource[TurnT | HotT] | None:
+    """The computed KV that `turn` should begin with now; None when no source has at least a block more than its plan
+    reuses. `hot`: idle memories of its namespace. Of equals a running turn is preferred.
+    """
+    sources: list[TurnT | HotT] = [*_siblings(turn, running)]
+    sources += hot
+    ready = [PrefixSource(one, _shared(turn, one.chain, one.shareable)) for one in sources]
+    return _best(ready, turn.reusable_tokens)
 
-    unit_tokens: int = BLOCK_TOKENS
 
-    def prefix_source_of(
-        self, turn: TurnT, running: Iterable[TurnT], hot: Iterable[HotT] = ()
-    ) -> PrefixSource[TurnT | HotT] | None:
-        """The computed KV that `turn` should begin with now; None when no source has at least a cell more than its plan
-        reuses. `hot`: idle memories of its namespace. Of equals a running turn is preferred.
-        """
-        sources: list[TurnT | HotT] = [*_siblings(turn, running)]
-        sources += hot
-        ready = [PrefixSource(one, self._shared(turn, one.chain, one.shareable)) for one in sources]
-        best = max(ready, key=lambda prefix: prefix.shared_tokens, default=None)
-        is_worth = best is not None and best.shared_tokens >= turn.reusable_tokens + self.unit_tokens
-        return best if is_worth else None
+def awaited_by(turn: TurnT, running: Collection[TurnT]) -> PrefixSource[TurnT] | None:
+    """The running turn that is prefilling a block or more which `turn` needs and no turn has computed yet, and what
+    they share once it is computed.
+    """
+    now = prefix_source_of(turn, running)
+    coming = [PrefixSource(one, _shared(turn, one.chain, one.final_shareable)) for one in _siblings(turn, running)]
+    return _best(coming, max(turn.reusable_tokens, now.shared_tokens if now else 0))
 
-    def awaited_by(self, turn: TurnT, running: Collection[TurnT]) -> PrefixSource[TurnT] | None:
-        """The running turn that is prefilling a cell or more which `turn` needs and no turn has computed yet, and what
-        they share once it is computed.
-        """
-        now = self.prefix_source_of(turn, running)
-        have = max(turn.reusable_tokens, now.shared_tokens if now else 0)
-        coming = (
-            PrefixSource(other, self._shared(turn, other.chain, other.final_shareable))
-            for other in _siblings(turn, running)
-        )
-        best = max(coming, key=lambda prefix: prefix.shared_tokens, default=None)
-        return best if best is not None and best.shared_tokens >= have + self.unit_tokens else None
 
-    def _shared(self, turn: TurnT, chain: Sequence[str], shareable: int) -> int:
-        """Leading tokens, in whole blocks, that `turn` could begin with. It always computes its last token itself."""
-        if turn.namespace is None:
-            return 0
-        limit = min(shareable, turn.prompt_tokens - 1) // self.unit_tokens * self.unit_tokens
-        return min(limit, common_blocks(turn.chain, chain) * BLOCK_TOKENS // self.unit_tokens * self.unit_tokens)
+def _best(prefixes: Iterable[PrefixSource[SourceT]], have: int) -> PrefixSource[SourceT] | None:
+    """The longest, if it is at least a block longer than what the turn has."""
+    best = max(prefixes, key=lambda prefix: prefix.shared_tokens, default=None)
+    return best if best is not None and best.shared_tokens >= have + BLOCK_TOKENS else None
+
+
+def _shared(turn: Sharing, chain: Sequence[str], shareable: int) -> int:
+    """Leading tokens, in whole blocks, that `turn` could begin with. It always computes its last token itself."""
+    if turn.namespace is None:
+        return 0
+    limit = min(shareable, turn.prompt_tokens - 1)
+    return min(limit // BLOCK_TOKENS, common_blocks(turn.chain, chain)) * BLOCK_TOKENS
 
 
 def _siblings(turn: TurnT, running: Iterable[TurnT]) -> list[TurnT]:

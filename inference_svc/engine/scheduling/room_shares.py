@@ -18,14 +18,9 @@ from collections.abc import Collection, Hashable
 from typing import Generic, Protocol, TypeVar
 
 from inference_svc.engine.scheduling.company import Namespace
+from inference_svc.engine.scheduling.schedulable import Schedulable
 
-
-class InNamespace(Protocol):
-    @property
-    def namespace(self) -> Namespace: ...
-
-
-TurnT = TypeVar("TurnT", bound=InNamespace)
+TurnT = TypeVar("TurnT", bound=Schedulable)
 ContraT = TypeVar("ContraT", contravariant=True)
 
 

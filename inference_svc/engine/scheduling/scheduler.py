@@ -44,7 +44,7 @@ from inference_svc.engine.api import Priority
 from inference_svc.engine.grid import cut_cell
 from inference_svc.engine.scheduling.company import Company, Namespace
 from inference_svc.engine.scheduling.pacing import SharedTime, StepPace
-from inference_svc.engine.scheduling.prefix_sharing import PrefixSharing
+from inference_svc.engine.scheduling.prefix_sharing import awaited_by
 from inference_svc.engine.scheduling.room_shares import Room, RoomShares
 from inference_svc.engine.scheduling.schedulable import NOT_BEGUN, RUNNING, WITH_KV, Rules, Schedulable, Status
 from inference_svc.engine.scheduling.seats import Seats
@@ -110,7 +110,6 @@ class Scheduler(Generic[TurnT]):
     _is_disturbed: bool = False  # a turn came during this step, or may begin now
 
     def __post_init__(self) -> None:
-        self._sharing: PrefixSharing[TurnT] = PrefixSharing()
         self._company = Company(self.rules.company_s)
         self._time = SharedTime()
         self._costs = StepCosts()
@@ -411,7 +410,7 @@ class Scheduler(Generic[TurnT]):
             return
         awaited = record.awaits
         if awaited is None or awaited.source.status not in RUNNING or awaited.source.shareable >= awaited.shared_tokens:
-            awaited = record.awaits = self._sharing.awaited_by(turn, self._with_kv())
+            awaited = record.awaits = awaited_by(turn, self._with_kv())
         if awaited is None:
             return
         record.prefix_wait_since_s = self._now if record.prefix_wait_since_s is None else record.prefix_wait_since_s

@@ -222,8 +222,8 @@ MUTANTS = (
     Mutant(
         "turns without a namespace share",
         "prefix_sharing.py",
-        "        if turn.namespace is None:",
-        "        if False:",
+        "    if turn.namespace is None:",
+        "    if False:",
         PREFIX_WAIT,
     ),
     Mutant(
@@ -243,7 +243,7 @@ MUTANTS = (
     Mutant(
         "less than a cell is worth waiting for",
         "prefix_sharing.py",
-        "best.shared_tokens >= have + self.unit_tokens",
+        "best.shared_tokens >= have + BLOCK_TOKENS",
         "best.shared_tokens > have",
         PREFIX_WAIT,
     ),
@@ -257,7 +257,7 @@ MUTANTS = (
     Mutant(
         "hot memories are not looked at",
         "prefix_sharing.py",
-        "        sources += hot\n",
+        "    sources += hot\n",
         "",
         PREFIX_WAIT,
     ),
@@ -674,7 +674,7 @@ MUTANTS = (
     Mutant(
         "a crowd's memories drop those of a namespace within its share",
         "hot_memories.py",
-        "if held[key.namespace] > share_bytes:",
+        "if is_for_all or held[key.namespace] > share_bytes:",
         "if True:",
         FAIRNESS,
     ),
@@ -688,8 +688,8 @@ MUTANTS = (
     Mutant(
         "idle memories of others keep a turn waiting",
         "hot_memories.py",
-        "        for key in others:\n",
-        "        for key in ():\n",
+        "        for is_for_all in (False, True):\n",
+        "        for is_for_all in (False,):\n",
         FAIRNESS,
     ),
     # The turn

@@ -11,7 +11,7 @@ from inference_svc.engine.api import AgentKey, Priority
 from inference_svc.engine.scheduling.hot_memories import HotMemories, ResidentMemory
 from inference_svc.engine.scheduling.memory_ledger import Reservation
 from inference_svc.engine.scheduling.pacing import most_tokens
-from inference_svc.engine.scheduling.prefix_sharing import PrefixSharing
+from inference_svc.engine.scheduling.prefix_sharing import prefix_source_of
 from inference_svc.engine.scheduling.schedulable import Rules, ScheduleRecord, Status
 from inference_svc.engine.scheduling.scheduler import Admit, Blocked, Preempt, Scheduler
 from inference_svc.kv.pages.page_allocator import PageAllocator
@@ -324,7 +324,7 @@ class World:
             kv = memory.kv.fork(min(job.reusable_tokens, job.prompt_tokens - 1))
         hot = self.memories.of_namespace(job.namespace)
         computing = [other for other in self.scheduler.running if other.kv is not None]
-        prefix = None if is_back else PrefixSharing().prefix_source_of(job, computing, hot)
+        prefix = None if is_back else prefix_source_of(job, computing, hot)
         if prefix is not None:
             kv.release()
             assert prefix.shared_tokens <= prefix.source.shareable

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.engine.scheduling.prefix_sharing import PrefixSharing, common_blocks
+from inference_svc.engine.scheduling.prefix_sharing import common_blocks, prefix_source_of
 from inference_svc.engine.scheduling.schedulable import Rules
 from tests.inference.scheduling.scheduling_world import BACKGROUND, CELL, Job, World, chain_of, key_of
 from tests.sampling import sampled
@@ -202,20 +202,16 @@ def test_two_prompts_share_their_common_beginning(one: list[int], other: list[in
     st.lists(st.tuples(blocks, st.integers(0, 6)), max_size=5),
     blocks,
     st.integers(0, 6 * CELL),
-    st.sampled_from([1, 2]),
 )
 @settings(max_examples=sampled(16, of=100), deadline=None)
 def test_the_prefix_source_is_the_one_that_has_most(
-    sources: list[tuple[list[int], int]], wanted: list[int], own: int, cell_blocks: int
+    sources: list[tuple[list[int], int]], wanted: list[int], own: int
 ) -> None:
     running = [sibling(*content, shareable=min(done, len(content)) * CELL) for content, done in sources]
     turn = sibling(*wanted, reusable_tokens=min(own, len(wanted) * CELL + 8))
-    sharing: PrefixSharing[Job] = PrefixSharing(cell_blocks * CELL)
     best = 0
     for other in running:
         common = common_blocks(other.chain, turn.chain) * CELL
-        best = max(best, min(common, other.shareable) // sharing.unit_tokens * sharing.unit_tokens)
-    prefix = sharing.prefix_source_of(turn, running)
-    assert (prefix.shared_tokens if prefix else 0) == (
-        best if best >= turn.reusable_tokens + sharing.unit_tokens else 0
-    )
+        best = max(best, min(common, other.shareable // CELL * CELL))
+    prefix = prefix_source_of(turn, running)
+    assert (prefix.shared_tokens if prefix else 0) == (best if best >= turn.reusable_tokens + CELL else 0)
