@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 from kvasir.cli.main import app
+from kvasir.cli.showing import help_words
+from typer.core import TyperArgument, TyperOption
 from typer.main import get_command
 
 from tests.cli.running import in_process
@@ -33,6 +35,14 @@ def test_help_shows_words_and_no_types_of_python(capsys: pytest.CaptureFixture[s
         assert not [part for part in ("<bool>", "<str>", "<path>", " range", "[[") if part in shown], shown
         flags = [line.split() for line in shown.splitlines() if line.startswith(("│ --json ", "│ --help "))]
         assert all(words[2] in ("Print", "Show") for words in flags), "a flag wants no value"
+
+
+def test_a_typer_that_names_types_in_another_way_keeps_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in {*TyperOption.__mro__, *TyperArgument.__mro__}:
+        if "display_type" in vars(kind):
+            monkeypatch.delattr(kind, "display_type")
+    help_words.show_plain_words()
+    assert not hasattr(TyperOption, "display_type")
 
 
 REFUSED: dict[str, tuple[tuple[str, ...], int, str]] = {

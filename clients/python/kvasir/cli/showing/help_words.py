@@ -9,10 +9,12 @@ _WORDS = {"bool": "", "path": "PATH", "dir": "PATH", "file": "PATH", "str": "TEX
 
 def show_plain_words() -> None:
     """Let typer show these words instead of Python's types. A `metavar` goes before them."""
-    pythons = TyperOption.display_type
+    pythons = getattr(TyperOption, "display_type", None)
+    if pythons is None:
+        return  # a typer that has another way: its own words are better than no command line
 
     def word(option: TyperOption, ctx: Any) -> str:
-        kind = pythons(option, ctx).strip("<>").removesuffix(" range")
+        kind = str(pythons(option, ctx)).strip("<>").removesuffix(" range")
         return _WORDS.get(kind.removeprefix("list[").removesuffix("]"), kind)
 
     for kind, shown in ((TyperOption, word), (TyperArgument, lambda _argument, ctx: "")):  # noqa: ARG005  typer's name
