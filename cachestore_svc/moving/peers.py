@@ -185,5 +185,8 @@ def errors_of_peer(name: str) -> Iterator[None]:
         raise FailedPrecondition(f"peer {name} refused us: {error.message}", reason="PEER_REFUSED") from None
     except (Unavailable, DeadlineExceeded) as error:
         raise Unavailable(f"peer {name}: {error.message}", reason="PEER_UNAVAILABLE", retry_after_s=5) from None
+    except InvalidArgument as error:  # this store has checked what it sends
+        text = f"peer {name} does not take it: {error.message}; its Kvasir is of another version"
+        raise FailedPrecondition(text, reason="PEER_VERSION_DIFFERS") from None
     except KvasirError as error:
         raise Unavailable(f"peer {name} failed: {error.message}", reason="PEER_FAILED", retry_after_s=60) from None

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.clients import StoreClient
-from kvasir.errors import AlreadyExists, InvalidArgument, KvasirError, NotFound, Unavailable
+from kvasir.errors import AlreadyExists, FailedPrecondition, InvalidArgument, KvasirError, NotFound, Unavailable
 from kvasir.formats.archive import pack
 from kvasir.formats.block_hash import kv_identity_hash
 
+from cachestore_svc.moving.arrivals import answers_of_peer
 from cachestore_svc.ownership import FIRST_MOVE
 from tests.cachestore.moving.two_stores import Mac, macs
 from tests.cachestore.service.running import assert_whole, publish
@@ -130,6 +131,16 @@ def test_an_agent_with_as_many_labels_as_it_may_have_moves_and_comes_back(
         with pytest.raises(InvalidArgument, match="labels: expected at most"):
             laptop.update_agent(name, labels=too_much)
     assert laptop.get_agent(name).labels == {**made, "00": "y"}
+
+
+def test_a_peer_of_another_version_that_does_not_take_an_agent_is_told_from_one_that_failed() -> None:
+    """A store of yesterday counted the id of the first move as a label of the caller's."""
+    with pytest.raises(
+        FailedPrecondition, match="peer b does not take it: labels: expected at most 64, got 65"
+    ) as told:
+        with answers_of_peer("b"):
+            raise InvalidArgument("labels: expected at most 64, got 65", field="labels")
+    assert told.value.reason == "PEER_VERSION_DIFFERS"
 
 
 def test_only_what_lacks_is_sent_and_a_dry_run_says_it_and_sends_no_blob(

@@ -59,6 +59,8 @@ HINTS_BY_REASON: dict[str, str] = {
     "SERVICE_SILENT": "It may be starting, or hang; look at `kvasir status` and `kvasir logs`.",
     "ADDRESS_IN_USE": "",
     "PEER_UNAVAILABLE": "Is it running there? On a Mac, may this program use the local network (Privacy & Security)?",
+    "PEER_VERSION_DIFFERS": "Update the older Kvasir of the two, or change what is named (`kvasir agents label …`).",
+    "PEER_FAILED": "Look at its log: `kvasir logs store` there.",
     "PEER_UNKNOWN": "`kvasir peers ls` lists them; `kvasir pair` makes one.",
     "PAIRING_REFUSED": "",
     "PAIRING_OVER": "",

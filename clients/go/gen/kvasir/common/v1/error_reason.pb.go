@@ -280,6 +280,8 @@ const (
 	ErrorReason_ERROR_REASON_PAIRING_MALFORMED ErrorReason = 212
 	// The caller was one of the peers when its call began, and was removed meanwhile. UNAUTHENTICATED.
 	ErrorReason_ERROR_REASON_CREDENTIAL_REVOKED ErrorReason = 213
+	// The peer's rules do not allow what is right here: it is of another version. FAILED_PRECONDITION.
+	ErrorReason_ERROR_REASON_PEER_VERSION_DIFFERS ErrorReason = 214
 )
 
 // Enum value maps for ErrorReason.
@@ -409,6 +411,7 @@ var (
 		211: "ERROR_REASON_PAIRING_OVER",
 		212: "ERROR_REASON_PAIRING_MALFORMED",
 		213: "ERROR_REASON_CREDENTIAL_REVOKED",
+		214: "ERROR_REASON_PEER_VERSION_DIFFERS",
 	}
 	ErrorReason_value = map[string]int32{
 		"ERROR_REASON_UNSPECIFIED":             0,
@@ -535,6 +538,7 @@ var (
 		"ERROR_REASON_PAIRING_OVER":            211,
 		"ERROR_REASON_PAIRING_MALFORMED":       212,
 		"ERROR_REASON_CREDENTIAL_REVOKED":      213,
+		"ERROR_REASON_PEER_VERSION_DIFFERS":    214,
 	}
 )
 
@@ -569,7 +573,7 @@ var File_kvasir_common_v1_error_reason_proto protoreflect.FileDescriptor
 
 const file_kvasir_common_v1_error_reason_proto_rawDesc = "" +
 	"\n" +
-	"#kvasir/common/v1/error_reason.proto\x12\x10kvasir.common.v1*\xb8 \n" +
+	"#kvasir/common/v1/error_reason.proto\x12\x10kvasir.common.v1*\xe0 \n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12\x1e\n" +
 	"\x1aERROR_REASON_INVALID_FIELD\x10\x01\x12\x1b\n" +
@@ -695,7 +699,8 @@ const file_kvasir_common_v1_error_reason_proto_rawDesc = "" +
 	"\x1cERROR_REASON_PAIRING_REFUSED\x10\xd2\x01\x12\x1e\n" +
 	"\x19ERROR_REASON_PAIRING_OVER\x10\xd3\x01\x12#\n" +
 	"\x1eERROR_REASON_PAIRING_MALFORMED\x10\xd4\x01\x12$\n" +
-	"\x1fERROR_REASON_CREDENTIAL_REVOKED\x10\xd5\x01Bk\n" +
+	"\x1fERROR_REASON_CREDENTIAL_REVOKED\x10\xd5\x01\x12&\n" +
+	"!ERROR_REASON_PEER_VERSION_DIFFERS\x10\xd6\x01Bk\n" +
 	"\x14org.kvasir.common.v1P\x01Z/kvasir.org/client/gen/kvasir/common/v1;commonv1\xaa\x02\x10Kvasir.Common.V1\xba\x02\fKvasirCommonb\x06proto3"
 
 var (
