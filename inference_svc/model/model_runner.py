@@ -24,6 +24,8 @@ _RELEASE_STEPS = 256
 _NARROWED = "LastPositionOf"
 _DTYPE_NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
 _INVARIANT_ROWS = 16
+# Of a cell beside decoding: the most that our own kernels multiply (`few_rows.MAX_ROWS`).
+_SHORT_CELL_TOKENS = 64
 _ANY_BYTES = 1 << 40  # a probe's pool grows with use, and is small
 
 
@@ -69,14 +71,14 @@ class ModelRunner:
         return DecodeBatch(pool, self.forward, decoded_budget, pass_rows=self._pass_rows)
 
     def least_cell_tokens(self, policy: identity_pb2.KvPolicy) -> int | None:
-        """To how many tokens a cell is cut beside decoding; None: it is not, as on a CPU. Where a pass over half
-        a block keeps its graph, it takes little more than half the time of a block.
+        """To how many tokens a cell is cut beside decoding; None: it is not, as on a CPU. So many whose pass keeps its
+        graph, or a block: without one, fewer tokens take the processor as long.
         """
         if not self.is_on_gpu:
             return None
         identity = identity_pb2.KvIdentity(layers=self.layers, policy=policy)
         most = most_kept_tokens(identity, self._layout.dialect(identity), self.compute_type)
-        return PAGE_TOKENS // 2 if most >= PAGE_TOKENS // 2 else PAGE_TOKENS
+        return _SHORT_CELL_TOKENS if most >= _SHORT_CELL_TOKENS else PAGE_TOKENS
 
     def prefill(
         self,
