@@ -157,11 +157,6 @@ class TurnPlan:
         """False, with max_tokens 0, for a turn that only leaves its prompt as the key's hot memory."""
         return self.sampling.max_tokens > 0
 
-    @property
-    def most_reused(self) -> int:
-        """Prompt tokens that may be reused. A generating turn computes its last one, because the reply begins there."""
-        return len(self.token_ids) - (1 if self.generates else 0)
-
 
 class FinishReason(Enum):
     """Why generation ended."""

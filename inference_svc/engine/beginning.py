@@ -134,23 +134,15 @@ class _RestoredKV:
                 )
             kept_ids = restored.token_ids[:keep]
             states = [check_state(model.kv_identity, model.kv_identity_hash, restored.state, kept_ids)]
-        self._load = KvLoad(pool, files, keep, states, _windows(restored, keep, model))
+        self.load = KvLoad(pool, files, keep, states, _windows(restored, keep, model))
         self._chain = tuple(file.header.identity.chain for file in files[: keep // BLOCK_TOKENS])
         self._shareable = restored.shareable_tokens
         self._sequence = sequence
 
-    @property
-    def kv(self) -> SequenceKV:
-        return self._load.kv
-
-    @property
-    def next_files(self) -> int:
-        return self._load.next_files
-
     def advance(self, most_files: int, meanwhile: collections.abc.Callable[[], None]) -> None:
-        if self._load.advance(most_files, meanwhile):
-            self._sequence.kv, self._sequence.known_chain = self.kv, self._chain
-            self._sequence.began(self.kv.length, self._shareable)
+        if self.load.advance(most_files, meanwhile):
+            self._sequence.kv, self._sequence.known_chain = self.load.kv, self._chain
+            self._sequence.began(self.load.kv.length, self._shareable)
 
 
 def _windows(restored: Restored, keep: int, model: ModelInfo) -> dict[int, list[CheckedFile]]:

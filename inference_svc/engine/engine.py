@@ -71,7 +71,7 @@ class TurnHandle:
 
     def release(self) -> None:
         """A held turn goes on here. Without effect otherwise."""
-        self._post(lambda worker: worker.release(self._sequence))
+        self._post(lambda _worker: self._sequence.released())
 
     def give_away(self) -> None:
         """A held turn goes on in another engine: here it fails with Unavailable (TURN_MOVED) and leaves no memory."""
@@ -125,9 +125,11 @@ class Engine:
         (policy, compute type).
         """
         load_optimized_blas()
-        made: list[tuple[OpenedModel, EngineWorker]] = []
+        opened: OpenedModel
+        worker: EngineWorker
 
         def make_worker() -> EngineWorker:
+            nonlocal opened, worker
             opened, runner = open_model(
                 model,
                 cache_dir=cache_dir,
@@ -150,11 +152,9 @@ class Engine:
                 ),
                 time.monotonic,
             )
-            made.append((opened, worker))
             return worker
 
         thread = MlxThread(make_worker)
-        opened, worker = made[0]
         return cls(opened, thread, worker)
 
     @property

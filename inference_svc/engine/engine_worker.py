@@ -75,7 +75,8 @@ class EngineWorker:
         turn or a cancel does not wait for a whole step.
         """
         for sequence in self._scheduler.cancelled():
-            self._finish(sequence, None if sequence.keeps_its_part else _cancelled())
+            cancelled = Cancelled("the turn was cancelled; the agent remembers what it did before")
+            self._finish(sequence, None if sequence.keeps_its_part else cancelled)
         before_s = self._clock()
         self._admit(take_mail)
         if self._decoder.must_settle:
@@ -108,29 +109,21 @@ class EngineWorker:
         self._do_idle_work()
 
     def resume(self, sequence: Sequence, blobs: tuple[bytes, ...]) -> None:
-        """The answer to `Wanted`: the preempted turn's files, or as many leading ones as could be read."""
         if sequence.status is Status.RESTORING:
             with self._guarding(sequence):
                 sequence.arrives(SwapIn(sequence, self._pool, self._model, blobs))
 
     def files_stored(self, sequence: Sequence) -> None:
-        """The files of a preempted turn are no longer held in memory."""
         if sequence.swapped is not None:
             sequence.swapped.unstored_bytes = 0
 
     # --- turns that go to another engine ---
 
     def full_blocks(self, sequence: Sequence, first_block: int, max_blocks: int) -> tuple[bytes, ...]:
-        """Files of a running turn's full blocks from `first_block` on, at most `max_blocks`, of the layers that keep
-        all tokens. They will not change.
-        """
-        if sequence.kv is None:
-            return ()
-        self._decoder.batch.flush(sequence.kv)
-        return tuple(data for _, data in running_snapshot(sequence, self._model, first_block, max_blocks).blocks)
+        found = self._full_blocks(sequence, first_block, max_blocks)
+        return () if found is None else tuple(data for _, data in found.blocks)
 
     def hold(self, sequence: Sequence, sent_blocks: int) -> HeldTurn | None:
-        """Stop a turn between two tokens; None if it has not begun, is ending, or is over. Its KV stays."""
         self._settle()
         self._emit(sequence)
         if sequence.status not in WITH_KV or sequence.kv is None or sequence.is_ending or sequence.is_cancelled:
@@ -140,13 +133,7 @@ class EngineWorker:
         sequence.held()
         return held
 
-    def release(self, sequence: Sequence) -> None:
-        """A held turn goes on."""
-        if sequence.status is Status.HELD:
-            sequence.released()
-
     def give_away(self, sequence: Sequence) -> None:
-        """Another engine goes on with a held turn."""
         if sequence.status is Status.HELD:
             self._finish(sequence, Unavailable("the turn went on to another engine", reason="TURN_MOVED"))
 
@@ -167,6 +154,9 @@ class EngineWorker:
         if sequence is None:
             whole = memory_snapshot(self.memories.get(key), self._model, first_block, max_blocks)
             return whole and Snapshot(first_block, whole.blocks, None, whole.state)
+        return self._full_blocks(sequence, first_block, max_blocks)
+
+    def _full_blocks(self, sequence: Sequence, first_block: int, max_blocks: int | None) -> Snapshot | None:
         if sequence.kv is None:
             return None  # it was preempted, or its KV is on its way: the memory holds other blocks than the turn's
         self._decoder.batch.flush(sequence.kv)
@@ -340,7 +330,7 @@ class EngineWorker:
         sequence.finish(failure)
         kv, sequence.kv, sequence.swapped = sequence.kv, None, None
         if sequence.arrival is not None:
-            sequence.arrival.kv.release()
+            sequence.arrival.load.kv.release()
             sequence.arrival = None
         if failure is not None and kv is not None:
             kv.release()
@@ -418,7 +408,3 @@ class EngineWorker:
         turns = (each for each in self._turns if each.plan.key == key and each.plan.is_remembered)
         begun = (each for each in turns if each.status is not Status.WAITING)
         return next(begun, None)
-
-
-def _cancelled() -> Cancelled:
-    return Cancelled("the turn was cancelled; the agent remembers what it did before")

@@ -152,7 +152,7 @@ class KvRoom:
 
     def _reservation(self, sequence: Sequence, reuse: Reuse | None, forked: SequenceKV | None) -> Reservation:
         def kept_pages() -> int:
-            kv = sequence.kv or (sequence.arrival.kv if sequence.arrival is not None else forked)
+            kv = sequence.kv or (sequence.arrival.load.kv if sequence.arrival is not None else forked)
             return 0 if kv is None else kv.kept_pages
 
         extends = sequence.memory_key if reuse is None or not reuse.is_shared else None

@@ -7,7 +7,7 @@ than the likeliest token are computed one by one, in operations that see no othe
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -15,20 +15,11 @@ from kvasir.errors import Internal, KvasirError
 from numpy.typing import NDArray
 
 from inference_svc.engine.api import SamplingParams, TokenLogprobs
+from inference_svc.formats.grammars import GrammarMatcher
 
 # Below it the second likeliest token has no chance, and a division by it may leave float32's range.
 _LEAST_TEMPERATURE = 1e-4
 _WORD_BITS = 32
-
-
-class Matcher(Protocol):
-    """Which tokens may come next in a constrained reply. Both methods raise KvasirError when that is not known."""
-
-    def allowed(self) -> NDArray[np.uint32]:
-        """Bit b of word w is for token 32 w + b; tokens beyond the words are not allowed."""
-
-    def accept(self, token_id: int) -> None:
-        """The token was sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +44,14 @@ class Sampler:
         self,
         params: SamplingParams,
         prompt_ids: Iterable[int] = (),
-        constraint: Matcher | None = None,
+        constraint: GrammarMatcher | None = None,
         key: Sequence[int] | None = None,
     ) -> None:
         """`prompt_ids`: the tokens before the next one, which the repetition penalty counts too. `key`: of the next
         draw, where tokens were drawn before (`key_words`).
         """
         self._params = params
-        self._constraint = constraint
+        self.constraint = constraint
         self._key = mx.random.key(params.seed) if key is None else mx.array(list(key), dtype=mx.uint32)
         self._bias_ids = mx.array([token for token, _ in params.logit_bias], dtype=mx.uint32)
         self._bias = mx.array([bias for _, bias in params.logit_bias], dtype=mx.float32)
@@ -81,27 +72,26 @@ class Sampler:
             self._is_greedy
             and not self._params.logit_bias
             and self._recent is None
-            and self._constraint is None
+            and self.constraint is None
             and self._params.logprobs is None
         )
 
     @property
-    def is_constrained(self) -> bool:
-        return self._constraint is not None
-
-    @property
     def waits_for_last_token(self) -> bool:
         """Whether the last token must be known before the next can be drawn."""
-        return self._constraint is not None or self._recent is not None
+        return self.constraint is not None or self._recent is not None
 
     @property
     def _is_greedy(self) -> bool:
         return self._params.temperature < _LEAST_TEMPERATURE
 
-    def _plan(self, row: mx.array) -> "_PlannedDraw":
-        """The draw from logits [vocabulary], not evaluated. Raises what the constraint raises."""
+    def _plan(self, row: mx.array) -> "_PlannedDraw | KvasirError":
+        """The draw from logits [vocabulary], not evaluated, or the constraint's error."""
         row = row.astype(mx.float32)
-        shaped = self._shaped(row)
+        try:
+            shaped = self._shaped(row)
+        except KvasirError as error:
+            return error
         if self._is_greedy:
             token = mx.argmax(shaped)
         else:
@@ -117,8 +107,8 @@ class Sampler:
             ids = mx.array(sorted(set(self._recent)), dtype=mx.uint32)
             penalty, chosen = self._params.repetition_penalty, row[ids]
             row = mx.put_along_axis(row, ids, mx.where(chosen < 0, chosen * penalty, chosen / penalty), axis=-1)
-        if self._constraint is not None:
-            row = mx.where(_unpacked(self._constraint.allowed(), row.size), row, -mx.inf)
+        if self.constraint is not None:
+            row = mx.where(_unpacked(self.constraint.allowed(), row.size), row, -mx.inf)
         return row
 
     def _logprobs_of(self, row: mx.array, token: mx.array) -> tuple[mx.array, ...]:
@@ -134,8 +124,8 @@ class Sampler:
 
     def _accept(self, row: "_PlannedDraw") -> Drawn:
         token: Any = row.token.item()
-        if self._constraint is not None:
-            self._constraint.accept(token)
+        if self.constraint is not None:
+            self.constraint.accept(token)
         if self._recent is not None:
             self._recent.append(token)
         return Drawn(token, row.logprobs())
@@ -175,15 +165,13 @@ class Draws:
         samplers are idle and are ignored.
         """
         logits = logits[: len(samplers)]
-        if any(sampler.is_constrained for sampler in samplers):
+        if any(sampler.constraint is not None for sampler in samplers):
             mx.async_eval(logits)  # type: ignore[no-untyped-call]  # the model computes while constraints say what may come
         self._samplers = samplers
         self._likeliest = mx.argmax(logits, axis=-1).astype(mx.uint32)
         # If the maximum is NaN or infinite, the row's arg max and draws mean nothing, now and in later steps.
         self._is_sound = mx.isfinite(logits.max(axis=-1))
-        self._planned = [
-            None if sampler.is_plain else _planned(sampler, logits[row]) for row, sampler in enumerate(samplers)
-        ]
+        self._planned = [None if each.is_plain else each._plan(logits[row]) for row, each in enumerate(samplers)]
         self.tokens = self._chosen()
         arrays = [array for row in self._planned if isinstance(row, _PlannedDraw) for array in row.arrays]
         mx.async_eval(self.tokens, self._is_sound, *arrays)  # type: ignore[no-untyped-call]
@@ -205,13 +193,6 @@ class Draws:
             return self._likeliest
         drawn = [row.token if isinstance(row, _PlannedDraw) else None for row in self._planned]
         return mx.stack([self._likeliest[row] if token is None else token for row, token in enumerate(drawn)])
-
-
-def _planned(sampler: Sampler, row: mx.array) -> _PlannedDraw | KvasirError:
-    try:
-        return sampler._plan(row)
-    except KvasirError as error:
-        return error
 
 
 def _drawn(sampler: Sampler, token: int, is_sound: bool, row: _PlannedDraw | KvasirError | None) -> Drawn | KvasirError:

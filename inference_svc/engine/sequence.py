@@ -44,6 +44,7 @@ from inference_svc.text.token_text import TokenText
 
 if TYPE_CHECKING:  # so that the schedule of sequences is tested where there is no MLX
     from inference_svc.engine.sampling import Sampler
+    from inference_svc.kv.kv_load import KvLoad
     from inference_svc.kv.sequence_kv import SequenceKV
 
 
@@ -51,12 +52,8 @@ class Arrival(Protocol):
     """A turn's KV on its way from tensor files, some at a time."""
 
     @property
-    def kv(self) -> "SequenceKV":
-        """What holds the pages that are taken so far."""
-
-    @property
-    def next_files(self) -> int:
-        """How many files can be loaded at once."""
+    def load(self) -> "KvLoad":
+        """The KV that is made of them."""
 
     def advance(self, most_files: int, meanwhile: Callable[[], None]) -> None:
         """Load the next files, at most so many. When the last one is there, the turn gets its KV and goes on.
@@ -192,7 +189,7 @@ class Sequence:
     def reusable_tokens(self) -> int:
         """Leading tokens that the plan reuses."""
         keep = 0 if isinstance(self.plan.reuse, Cold) else self.plan.reuse.keep_tokens
-        return min(keep, self.plan.most_reused)
+        return min(keep, self.prompt_tokens - self.plan.generates)  # the reply begins at the prompt's last token
 
     @cached_property
     def chain(self) -> tuple[str, ...]:
@@ -250,7 +247,7 @@ class Sequence:
     @property
     def next_files(self) -> int:
         """How many files of its KV can be loaded at once."""
-        return 0 if self.arrival is None else self.arrival.next_files
+        return 0 if self.arrival is None else self.arrival.load.next_files
 
     def draws_after(self, count: int) -> bool:
         """Whether the next `count` tokens end the prompt and the reply's first token is not sampled yet."""
@@ -308,8 +305,9 @@ class Sequence:
         self._stage = Status.HELD
 
     def released(self) -> None:
-        """The turn goes on, and is preempted like any other from now on."""
-        self._stage, self.plan = Status.PREFILLING, replace(self.plan, carried=None)
+        """A held turn goes on, and is preempted like any other from now on."""
+        if self._stage is Status.HELD:
+            self._stage, self.plan = Status.PREFILLING, replace(self.plan, carried=None)
 
     def carried(self, sampler_key: tuple[int, ...], files: SwappedOut) -> CarriedTurn:
         """Where the turn stands, with these files."""

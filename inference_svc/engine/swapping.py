@@ -8,7 +8,7 @@ turn is; they come back with all of its KV or not at all.
 
 import collections.abc
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from kvasir.errors import DataLoss
 from kvasir.formats.block_file import FileIdentity
@@ -59,7 +59,11 @@ def at_rest(
     if sequence.computed:
         kv.mark()
     first_blocks = {group: first_whole_block(kv, group) for group in row_groups(model.kv_identity)}
-    points = tuple(point for point in kv.rewind_points if _is_covered(first_blocks, point))
+    points = tuple(
+        point
+        for point in kv.rewind_points
+        if all(first <= first_touched_block(group, point) for group, first in first_blocks.items())
+    )
     identities: list[FileIdentity] = []
     for group, first in first_blocks.items():
         left_out = 0 if group else sent_blocks
@@ -82,26 +86,18 @@ class SwapIn:
         self._pool = pool
         self._model = model
         self._blobs = blobs
-        self._load = self._begun()
-
-    @property
-    def kv(self) -> SequenceKV:
-        return self._load.kv
-
-    @property
-    def next_files(self) -> int:
-        return self._load.next_files
+        self.load = self._begun()
 
     def advance(self, most_files: int, meanwhile: Callable[[], None]) -> None:
         try:
-            if not self._load.advance(most_files, meanwhile):
+            if not self.load.advance(most_files, meanwhile):
                 return
         except DataLoss as error:
             self._leave_out(error)
-            self._load = self._begun()
+            self.load = self._begun()
             return
-        sequence, kept = self._sequence, self.kv.length
-        sequence.kv, sequence.swapped = self.kv, None
+        sequence, kept = self._sequence, self.load.kv.length
+        sequence.kv, sequence.swapped = self.load.kv, None
         sequence.known_chain = sequence.known_chain[: kept // BLOCK_TOKENS]
         sequence.resumed(kept)
 
@@ -145,7 +141,3 @@ class SwapIn:
         # The last position from which the rest of the prompt gets the same bits: an edge of the grid.
         is_whole = covered == self._swapped.tokens or covered >= sequence.prompt_tokens
         return KvLoad(self._pool, files, covered if is_whole else covered // model.cell_tokens * model.cell_tokens)
-
-
-def _is_covered(first_blocks: Mapping[int, int], tokens: int) -> bool:
-    return all(first <= first_touched_block(group, tokens) for group, first in first_blocks.items())

@@ -126,9 +126,9 @@ MUTANTS = (
     ),
     Mutant(
         "an exact repetition computes two tokens",
-        "api.py",
-        "        return len(self.token_ids) - (1 if self.generates else 0)",
-        "        return max(len(self.token_ids) - (2 if self.generates else 0), 0)",
+        "sequence.py",
+        "return min(keep, self.prompt_tokens - self.plan.generates)",
+        "return max(min(keep, self.prompt_tokens - 2 * self.plan.generates), 0)",
         "restore",
     ),
     Mutant(
@@ -241,8 +241,8 @@ MUTANTS = (
     Mutant(
         "damage to what was preempted ends the turn",
         "swapping.py",
-        "        except DataLoss as error:\n            self._leave_out(error)\n            self._load",
-        "        except ZeroDivisionError as error:\n            self._leave_out(error)\n            self._load",
+        "        except DataLoss as error:\n            self._leave_out(error)\n            self.load",
+        "        except ZeroDivisionError as error:\n            self._leave_out(error)\n            self.load",
         "preempted_turns",
     ),
     Mutant(
@@ -271,8 +271,8 @@ MUTANTS = (
     Mutant(
         "who is cancelled while its files are loaded keeps their pages",
         "engine_worker.py",
-        "            sequence.arrival.kv.release()\n",
-        "            globals().setdefault('_kept', []).append(sequence.arrival.kv)\n",
+        "            sequence.arrival.load.kv.release()\n",
+        "            globals().setdefault('_kept', []).append(sequence.arrival.load.kv)\n",
         "loading",
     ),
     Mutant(
