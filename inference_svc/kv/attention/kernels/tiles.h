@@ -160,7 +160,7 @@ KV_FN void kv_split_by_tiles(const Query* queries, const kv_u16* pages, long pag
   };
   begin_tile(begin);
 
-  float factor[FRAGMENTS][2], top[FRAGMENTS][2], total[FRAGMENTS][2], mix[FRAGMENTS][OUT][4];
+  float factor[FRAGMENTS][2], top[FRAGMENTS][2], total[FRAGMENTS][4], mix[FRAGMENTS][OUT][4];
   int query[FRAGMENTS][2];
   KV_UNROLL for (int m = 0; m < FRAGMENTS; ++m) {
     KV_UNROLL for (int r = 0; r < 2; ++r) {
@@ -169,10 +169,13 @@ KV_FN void kv_split_by_tiles(const Query* queries, const kv_u16* pages, long pag
       factor[m][r] = kv_factor<IS_CAPPED>(scale) * power * (K::IS_QUANTIZED ? 1 / KV_KEY_UNIT : 1.0f);
       query[m][r] = (first_row + row) % query_count;
       top[m][r] = KV_NONE;
-      total[m][r] = 0;
     }
-    KV_UNROLL for (int o = 0; o < OUT; ++o) KV_UNROLL for (int j = 0; j < 4; ++j) mix[m][o][j] = 0;
+    KV_UNROLL for (int j = 0; j < 4; ++j) {
+      total[m][j] = 0;
+      KV_UNROLL for (int o = 0; o < OUT; ++o) mix[m][o][j] = 0;
+    }
   }
+  const kv_u32 one = IS_BFLOAT ? 0x3f803f80u : 0x3c003c00u, ones[2] = {one, one};  // weights times ones are their sums
   // Parts in [clear_low, clear_high] are seen by every query.
   const int clear_low = kv_seen(length, query_count, query_count - 1, window).low, clear_high = length - query_count;
 
@@ -223,7 +226,7 @@ KV_FN void kv_split_by_tiles(const Query* queries, const kv_u16* pages, long pag
       bool is_less = false;
       KV_UNROLL for (int m = 0; m < FRAGMENTS; ++m) KV_UNROLL for (int r = 0; r < 2; ++r) {
         const float by = IS_CAPPED ? 1.0f : factor[m][r];
-        float highest = KV_NONE, sum = 0;
+        float highest = KV_NONE;
         KV_UNROLL for (int n = 0; n < COLUMNS; ++n)
           highest = fmaxf(highest, fmaxf(score[m][n][2 * r], score[m][n][2 * r + 1]));
         highest = fmaxf(highest, kv_shuffle_xor(highest, 1));
@@ -234,16 +237,16 @@ KV_FN void kv_split_by_tiles(const Query* queries, const kv_u16* pages, long pag
         KV_UNROLL for (int n = 0; n < COLUMNS; ++n) KV_UNROLL for (int c = 0; c < 2; ++c) {
           float& mine = score[m][n][2 * r + c];
           mine = kv_exp2_near(mine * by - base);
-          sum += mine;
         }
         kept[m][r] = kv_exp2_near(top[m][r] - highest);
         is_less = is_less || kept[m][r] != 1;
-        total[m][r] = total[m][r] * kept[m][r] + sum;
         top[m][r] = highest;
       }
       if (kv_any(is_less)) {
-        KV_UNROLL for (int m = 0; m < FRAGMENTS; ++m) KV_UNROLL for (int o = 0; o < OUT; ++o)
-          KV_UNROLL for (int j = 0; j < 4; ++j) mix[m][o][j] *= kept[m][j / 2];
+        KV_UNROLL for (int m = 0; m < FRAGMENTS; ++m) KV_UNROLL for (int j = 0; j < 4; ++j) {
+          total[m][j] *= kept[m][j / 2];
+          KV_UNROLL for (int o = 0; o < OUT; ++o) mix[m][o][j] *= kept[m][j / 2];
+        }
       }
 
       KV_UNROLL for (int k = 0; k < PART / 16; ++k) {
@@ -252,6 +255,7 @@ KV_FN void kv_split_by_tiles(const Query* queries, const kv_u16* pages, long pag
           const float* two = score[m][2 * k + j / 2] + j % 2 * 2;
           weight[m][j] = kv_two<IS_BFLOAT>(two[0], two[1]);
         }
+        KV_UNROLL for (int m = 0; m < FRAGMENTS; ++m) kv_mma<IS_BFLOAT>(total[m], weight[m], ones);
         KV_UNROLL for (int o = 0; o < OUT; o += 2) {
           kv_u32 x[4];
           kv_load_transposed(v_values + (part + k * 16) * V::DIM + kv_place_by_lane<V_ROW>(lane % 16, o, lane / 16), x);
@@ -266,13 +270,11 @@ KV_FN void kv_split_by_tiles(const Query* queries, const kv_u16* pages, long pag
 
   KV_UNROLL for (int m = 0; m < FRAGMENTS; ++m) KV_UNROLL for (int r = 0; r < 2; ++r) {
     const int row = warp_row + m * 16 + r * 8 + g;
-    total[m][r] += kv_shuffle_xor(total[m][r], 1);
-    total[m][r] += kv_shuffle_xor(total[m][r], 2);
     if (row >= row_count) continue;
     float* mine = partial + row * row_stride;
     KV_UNROLL for (int o = 0; o < OUT; ++o) KV_UNROLL for (int c = 0; c < 2; ++c)
       mine[o * 8 + KvEight<V::BITS>::first(t) + c * KvEight<V::BITS>::STEP] = mix[m][o][2 * r + c];
     if (t == 0) mine[V::DIM] = top[m][r];
-    if (t == 1) mine[V::DIM + 1] = total[m][r];
+    if (t == 1) mine[V::DIM + 1] = total[m][2 * r];
   }
 }
