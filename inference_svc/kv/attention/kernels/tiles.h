@@ -70,8 +70,9 @@ KV_FN void kv_decode_tile(kv_u16* values, const kv_u16* stored, float unit, int 
     const int group = row * Rows::GROUPS + chunk / Rows::GROUP_CHUNKS;
     const kv_u16* scales = stored + KvTile<Rows, TILE>::SCALES + group;
     const kv_u16* biases = stored + KvTile<Rows, TILE>::BIASES + group;
-    const kv_u32 scale = is_stored ? kv_twice<TO_BFLOAT>(kv_scale<IS_BFLOAT>(*scales) * unit) : 0;
-    const kv_u32 bias = is_stored ? kv_twice<TO_BFLOAT>(kv_scale<IS_BFLOAT>(*biases) * unit) : 0;
+    const kv_u32 kept = is_stored ? 0xffffffffu : 0;  // without a branch, which would keep this from what is around it
+    const kv_u32 scale = kv_twice<TO_BFLOAT>(kv_scale<IS_BFLOAT>(*scales) * unit) & kept;
+    const kv_u32 bias = kv_twice<TO_BFLOAT>(kv_scale<IS_BFLOAT>(*biases) * unit) & kept;
     constexpr int EIGHTS = 16 / Rows::BITS, PAIRS = 16 / Rows::BITS;  // of a chunk, of a word
     KV_UNROLL for (int e = 0; e < EIGHTS; ++e) {
       kv_u32 two[4];
