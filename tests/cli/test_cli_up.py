@@ -432,7 +432,7 @@ def test_an_engine_that_hangs_is_told_from_one_that_does_not_run(cli: Cli) -> No
 def test_the_logs_of_the_services_are_shown_and_followed(cli: Cli) -> None:
     rows = [json.loads(line) for line in cli.done("logs", "--json", "-n", "5").out.splitlines()]
     assert {row["service"] for row in rows} == {"store", "engine", "http"}
-    assert "engine.ready" in cli.done("logs", "engine").out
+    assert "engine.ready" in cli.done("logs", "engine", "-n", "100").out
     assert cli("logs", "nonsense").code == 2
     assert in_process("--home", "/tmp/kv-nowhere", "logs").code == 5
     with cli.running("logs", "-f", "-n", "1", "store") as followed:

@@ -1,5 +1,6 @@
 """What the command line says: help in plain words, refusals that name the thing and what to do."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,11 +10,13 @@ from typing import Any
 
 import pytest
 from kvasir.cli.main import app
+from kvasir.cli.running.home import Home
 from kvasir.cli.showing import help_words
 from typer.core import TyperArgument, TyperOption
 from typer.main import get_command
 
-from tests.cli.running import in_process
+from tests.cli.running import QUIET, in_process
+from tests.programs import run
 
 
 def commands(command: Any, *words: str) -> Iterator[tuple[str, ...]]:
@@ -43,6 +46,15 @@ def test_a_typer_that_names_types_in_another_way_keeps_its_own_words(monkeypatch
             monkeypatch.delattr(kind, "display_type")
     help_words.show_plain_words()
     assert not hasattr(TyperOption, "display_type")
+
+
+def test_times_are_whole_in_a_terminal_of_80_columns(tmp_path: Path) -> None:
+    about = {"service": "store", "who": "owner", "what": "AgentService/CommitSnapshot", "agent": "a" * 40}
+    file = Home(tmp_path).audit_file("store")
+    file.parent.mkdir()
+    file.write_text(json.dumps({"at": "2026-11-23T05:24:55.123+00:00", **about, "outcome": "allowed"}))
+    shown = run("kvasir", "--home", str(tmp_path), "audit", env={**QUIET, "COLUMNS": "80"}).stdout
+    assert "2026-11-23 05:24:55" in shown, shown
 
 
 REFUSED: dict[str, tuple[tuple[str, ...], int, str]] = {

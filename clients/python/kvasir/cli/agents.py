@@ -16,7 +16,19 @@ from kvasir import expires_after, on_full
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cli import carrying, failures
 from kvasir.cli.caller import COMPLETION_S, Caller, JsonOption, caller_of, completing
-from kvasir.cli.rows import agent_row, ago, iso, labels_text, origin, owner_words, short, size, snapshot_row, until
+from kvasir.cli.rows import (
+    agent_row,
+    ago,
+    iso,
+    labels_text,
+    origin,
+    owner_words,
+    short,
+    size,
+    snapshot_row,
+    to_the_second,
+    until,
+)
 from kvasir.clients import StoreClient
 from kvasir.clients.archive_file import pieces_of
 from kvasir.errors import KvasirError
@@ -158,14 +170,12 @@ def rm(
     caller = caller_of(context, as_json)
     with store_client(caller) as client:
         answer = client.delete_agent(agent, force=force)
-    value = {"agent_id": agent, "unshared_bytes": answer.unshared_bytes, "bytes_gone_by": iso(answer.bytes_gone_by)}
-    caller.result(
-        value,
-        lambda out: out.print(
-            f"{agent} is deleted. {size(answer.unshared_bytes)} that no other agent uses are freed by "
-            f"{value['bytes_gone_by'] or 'the next collection'}."
-        ),
-    )
+    gone_by = iso(answer.bytes_gone_by)
+    value = {"agent_id": agent, "unshared_bytes": answer.unshared_bytes, "bytes_gone_by": gone_by}
+    when = f"by {to_the_second(gone_by)} UTC" if gone_by else "by the next collection"
+    freed = f"{size(answer.unshared_bytes)} that no other agent uses are freed {when}"
+    text = f"{agent} is deleted. {freed if answer.unshared_bytes else 'Other agents use all that it held'}."
+    caller.result(value, lambda out: out.print(text))
 
 
 @app.command("label")

@@ -14,10 +14,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvasir import errors
 from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.rows import to_the_second
 from kvasir.cli.running.checks import check_installed
 from kvasir.cli.showing.terminal import visible
 
@@ -160,12 +161,19 @@ def rename(
 
 
 def _show_peers(out: Console, peers: list[dict[str, Any]]) -> None:
-    table = Table("name", "role", "address", "namespaces", "key", "paired at", box=None, pad_edge=False)
+    table = Table(
+        "name", "role", "address", "namespaces", "key", Column("paired (UTC)", no_wrap=True), box=None, pad_edge=False
+    )
     for peer in peers:
         namespaces = ", ".join(peer["namespaces"]) if peer["is_paired"] else "those of its token"
         key = f"{peer['pin'][:16]}…" if peer["is_paired"] else "by hand"
         table.add_row(
-            peer["name"], peer["role"], peer["address"] or "listens to nobody", namespaces, key, peer["paired_at"]
+            peer["name"],
+            peer["role"],
+            peer["address"] or "listens to nobody",
+            namespaces,
+            key,
+            to_the_second(peer["paired_at"]),
         )
     out.print(table if peers else "no peers; `kvasir pair` makes one")
 

@@ -91,8 +91,8 @@ def scrub_text(row: dict[str, Any]) -> str:
         return "no pass has hashed a blob yet"
     found = f"{row['blobs_checked']} blobs ({size(row['bytes_checked'])}) hashed again, {row['blobs_damaged']} damaged"
     found += f", {row['blobs_repaired']} of them repaired" if row["blobs_damaged"] else ""
-    when = f"since {row['began_at']}" if not row["ended_at"] else f"until {row['ended_at']}"
-    return f"{found}, {when}"
+    word, at = ("until", row["ended_at"]) if row["ended_at"] else ("since", row["began_at"])
+    return f"{found}, {word} {to_the_second(at)} UTC"
 
 
 def origin(value: "pb.Origin") -> str:
@@ -102,6 +102,11 @@ def origin(value: "pb.Origin") -> str:
 def iso(at: Timestamp) -> str:
     """ISO 8601 in UTC; empty when the service did not say."""
     return at.ToDatetime(UTC).isoformat(timespec="milliseconds") if at.seconds or at.nanos else ""
+
+
+def to_the_second(text: str) -> str:
+    """An ISO 8601 time in UTC as people read it, narrow enough for a table of 80 columns."""
+    return text[:19].replace("T", " ")
 
 
 def ago(at: Timestamp, now: datetime) -> str:

@@ -9,10 +9,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvasir.cli.caller import JsonOption, caller_of
 from kvasir.cli.failures import WrongUsage
+from kvasir.cli.rows import to_the_second
 from kvasir.cli.running.home import Home
 
 _UNITS = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86_400}
@@ -87,12 +88,13 @@ def _show(out: Console, lines: list[dict[str, Any]]) -> None:
     if not lines:
         out.print("nothing is told")
         return
-    table = Table("at", "service", "who", "what", "about", "outcome", box=None, pad_edge=False)
+    at = Column("at (UTC)", no_wrap=True)
+    table = Table(at, "service", "who", "what", "about", "outcome", box=None, pad_edge=False)
     for line in lines:
         who = str(line.get("who") or "nobody known")
         about = " ".join(f"{name}={line[name]}" for name in (*_AGENTS, "peer", "model") if line.get(name))
         outcome = " ".join(str(line[name]) for name in ("outcome", "reason") if line.get(name))
         what = str(line.get("what", "")).rpartition("/")[2]
-        row = (str(line["at"]), str(line.get("service", "")), who, what, about, outcome)
+        row = (to_the_second(str(line["at"])), str(line.get("service", "")), who, what, about, outcome)
         table.add_row(*row)
     out.print(table)

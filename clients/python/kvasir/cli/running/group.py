@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.failures import UNREACHABLE, WrongUsage
@@ -161,7 +161,8 @@ def _show_line(caller: Caller, name: str, line: str) -> None:
 def _show_status(out: Console, value: dict[str, Any]) -> None:
     led = f"`kvasir up` runs here (pid {value['pid']})" if value["pid"] else "no `kvasir up` runs here"
     out.print(f"{value['home']}: {led}")
-    table = Table(box=None, pad_edge=False, show_header=False)
+    # An address is copied: it may take another line, and is whole.
+    table = Table("", "", "", Column(overflow="fold"), "", box=None, pad_edge=False, show_header=False)
     for row in value["services"]:
         metrics = f"metrics at {row['metrics']}" if row["metrics"] else ""
         table.add_row(row["name"], row["state"], f"pid {row['pid']}" if row["pid"] else "", row["address"], metrics)
