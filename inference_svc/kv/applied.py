@@ -17,7 +17,8 @@ def is_stored_as_said(kv: SequenceKV, layer: int, identity: identity_pb2.KvIdent
     if and only if it says so, and shows them to attention plain. `keys` are those that it was given; None: it has none.
     """
     rows = kv.rows(layer, 0, kv.length) if keys is not None else None
-    if keys is None or rows is None or [part.view(UNIT).shape[-1] for part in rows] != _said_units(identity, layer):
+    said_units = [part.units for part in PageFormat.of(identity, layer).parts]
+    if keys is None or rows is None or [part.view(UNIT).shape[-1] for part in rows] != said_units:
         return False
     codec, given, policy = kv.pool.codecs[layer][0], keys.astype(mx.float32), identity.policy
     parts = rows[: codec.part_count]
@@ -27,11 +28,6 @@ def is_stored_as_said(kv: SequenceKV, layer: int, identity: identity_pb2.KvIdent
     if _is_rotated(stored, given) != says_rotated:
         return False
     return not _is_rotated(codec.decode(parts, mx.float32), given)
-
-
-def _said_units(identity: identity_pb2.KvIdentity, layer: int) -> list[int]:
-    """Units of each part of a row, as the identity says."""
-    return [part.units for part in PageFormat.of(identity, layer).parts]
 
 
 def _plain_values(parts: tuple[mx.array, ...], policy: identity_pb2.KvPolicy) -> mx.array:

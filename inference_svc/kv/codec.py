@@ -5,7 +5,7 @@ have 16 bits, live and in files alike: files hold the live bytes.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
@@ -21,15 +21,8 @@ QUANTIZED_BITS = (4, 8)
 class Codec(Protocol):
     """Encodes rows [1, kv_heads, rows, dim], and decodes them."""
 
-    @property
-    def bits(self) -> int:
-        """Bits per value."""
-        ...
-
-    @property
-    def part_count(self) -> int:
-        """How many arrays the encoded rows are."""
-        ...
+    part_count: ClassVar[int]
+    """How many arrays the encoded rows are."""
 
     def problem(self, dim: int) -> str:
         """Why rows of this head dimension cannot be stored; empty when they can."""
@@ -44,13 +37,10 @@ class Codec(Protocol):
 class QuantizedCodec:
     """Affine quantization: parts are packed codes, scales, biases."""
 
+    part_count: ClassVar[int] = 3
     bits: int
     group_size: int
     scale_type: mx.Dtype
-
-    @property
-    def part_count(self) -> int:
-        return 3
 
     def problem(self, dim: int) -> str:
         if dim % self.group_size:
@@ -89,15 +79,8 @@ class RotatedCodec:
     Decoding rotates back, so attention and RoPE are unchanged. The rotation is orthonormal and its own inverse.
     """
 
+    part_count: ClassVar[int] = QuantizedCodec.part_count
     inner: QuantizedCodec
-
-    @property
-    def bits(self) -> int:
-        return self.inner.bits
-
-    @property
-    def part_count(self) -> int:
-        return self.inner.part_count
 
     def problem(self, dim: int) -> str:
         # MLX has transforms of a few other sizes, but not all of them are their own inverse. For sizes that it lacks,
@@ -118,15 +101,8 @@ class RotatedCodec:
 class ExactCodec:
     """16-bit values: one part."""
 
+    part_count: ClassVar[int] = 1
     scale_type: mx.Dtype
-
-    @property
-    def bits(self) -> int:
-        return 16
-
-    @property
-    def part_count(self) -> int:
-        return 1
 
     def problem(self, dim: int) -> str:  # noqa: ARG002 - a protocol's; 16 bits store any dimension
         return ""

@@ -5,6 +5,7 @@ Pages move as they are, and only tails are put into one. On the MLX thread.
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -23,21 +24,13 @@ from inference_svc.kv.tensor_files import Array, CheckedFile, not_finite, page_u
 MOST_FILES = 32  # that reach the device at once
 
 
+@dataclass
 class _GroupFiles:
     """The files of one group of layers, which follow each other, and how many of them are loaded."""
 
-    def __init__(self, group: int, files: Sequence[CheckedFile]) -> None:
-        self.group = group
-        self.files = files
-        self.loaded = 0
-        self.first_block = files[0].header.identity.start // PAGE_TOKENS
-
-    def take(self, most: int) -> tuple[range, list[CheckedFile]]:
-        """The next files, which count as loaded, and their blocks."""
-        some = slice(self.loaded, self.loaded + most)
-        blocks = range(self.first_block, self.first_block + len(self.files))[some]
-        self.loaded += len(blocks)
-        return blocks, list(self.files[some])
+    group: int
+    files: Sequence[CheckedFile]
+    loaded: int = 0
 
 
 class KvLoad:
@@ -100,7 +93,9 @@ class KvLoad:
     def _load_rows(self, files: _GroupFiles, most: int, meanwhile: Callable[[], None]) -> None:
         """Take pages for the next files of a group, and write them."""
         pool, group, first = self._pool, files.group, files.loaded
-        blocks, some = files.take(most)
+        some = files.files[first : first + most]
+        blocks = [file.header.identity.start // PAGE_TOKENS for file in some]
+        files.loaded += len(some)
         for table in self.kv.tables:
             if table.window == group:
                 table.pages |= dict(zip(blocks, pool.take(len(blocks)), strict=True))
@@ -115,7 +110,7 @@ class KvLoad:
             raise not_finite(first + is_wrong.index(True), group)
         offset = 0
         for layer in layers_of(pool.identity, group):
-            pool.write_pages(layer, self.kv.table_of(layer).held(blocks), units, offset)
+            pool.write_pages(layer, [self.kv.table_of(layer).pages[block] for block in blocks], units, offset)
             offset += pool.formats[layer].units
         if files.loaded == len(files.files):
             self._left.popleft()

@@ -3,7 +3,6 @@
 Plain data, no MLX. `kv/codec.py` turns a policy into bytes; `model/quality` finds the rung that a model needs.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -92,13 +91,9 @@ def name_of(policy: identity_pb2.KvPolicy) -> str:
     bits = (policy.key_bits, policy.value_bits)
     rungs = [rung.value for rung in LADDER if _BITS[rung] == bits and (rung is Rung.Q4_ROTATED) == is_rotated]
     name = rungs[0] if rungs else f"k{bits[0]}v{bits[1]}" + ("-rotated" if is_rotated else "")
-    return name + _exact(policy.exact_layers)
-
-
-def _exact(layers: Sequence[int]) -> str:
-    if not layers:
-        return ""
-    return f", layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))} exact"
+    if not (layers := policy.exact_layers):
+        return name
+    return f"{name}, layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))} exact"
 
 
 def _layer(word: str) -> int:

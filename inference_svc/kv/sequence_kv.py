@@ -157,11 +157,6 @@ class SequenceKV:
         own = 0 if is_at_point else sum(state.nbytes for state in self.states.values())
         return points + own
 
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes of its pages, shared ones too, and of its states."""
-        return sum(1 for _ in self.pages) * self.pool.page_bytes + self.state_bytes
-
     def table_of(self, layer: int) -> BlockTable:
         return self.tables[self.pool.group_number(layer)]
 
@@ -186,7 +181,7 @@ class SequenceKV:
 
         Raises ResourceExhausted, and has changed nothing, if the pool has no room.
         """
-        count = next(iter(rows.values()))[0].shape[2] if rows else 0
+        count = next(iter(rows.values()))[0].shape[2]
         room = PassRoom(self)
         room.take(count)
         places = {layer: room.pages[self.pool.group_number(layer)] for layer in rows}
@@ -196,14 +191,6 @@ class SequenceKV:
             self.pool.write_pages(layer, list(pages.values()), written[layer])
         room.move_in()
         self.advanced(count)
-
-    def last_page(self, table: BlockTable) -> int | None:
-        """The page that the next row belongs to; None if no row before it does."""
-        return table.pages.get(self.length // PAGE_TOKENS)
-
-    def put_last_page(self, table: BlockTable, page: int) -> None:
-        """Hold this page for the next row. It must have the rows that are before it in its block."""
-        self.hold(table, {self.length // PAGE_TOKENS: page})
 
     def advanced(self, count: int) -> None:
         """So many more rows are stored. Window pages that neither the length nor a rewind point needs are released."""
@@ -229,7 +216,7 @@ class SequenceKV:
         return page if page is not None and self.pool.allocator.holders(page) == 1 else None
 
     def hold(self, table: BlockTable, pages: dict[int, int]) -> None:
-        """Hold these pages, by block, instead of others."""
+        """Hold these pages, by block, instead of others. They must have the rows that are before the next one."""
         for block, page in pages.items():
             if (old := table.pages.get(block)) is not None and old != page:
                 self.pool.release([old])

@@ -184,15 +184,10 @@ def _checked(
 
 
 def _is_finite(array: Array, dtype: str) -> bool:
-    return dtype == "U32" or not bool(_not_finite(array, dtype).any())  # any bits are codes
-
-
-def _not_finite(array: Array, dtype: str) -> npt.NDArray[np.bool_]:
     # Comparing exponents is several times faster than isfinite, which converts every half to a float.
     exponent = _EXPONENTS[dtype]
     bits: npt.NDArray[np.unsignedinteger[Any]] = array.view(exponent.dtype)
-    found: npt.NDArray[np.bool_] = np.equal(bits & exponent, exponent)
-    return found
+    return not bool(np.equal(bits & exponent, exponent).any())
 
 
 def _difference(expected: FileIdentity, found: FileIdentity) -> str:

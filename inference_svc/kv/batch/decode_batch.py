@@ -49,12 +49,6 @@ class DecodeBatch:
         """In the order of slots."""
         return self._sequences
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes that the batch holds besides the pool."""
-        states = sum(state.nbytes for state in self._states.values())
-        return states + sum(layer.nbytes for layer in self._decoded.values())
-
     def join(self, kv: SequenceKV) -> None:
         """Add a sequence. It must not be used elsewhere until it leaves."""
         for index, state in self._states.items():

@@ -108,16 +108,18 @@ class PassArrays:
 
 def _writable_pages(pool: KvPool, sequences: Sequence[SequenceKV]) -> list[int]:
     """The private page of each sequence's next row, group by group. Who shares a page with others gets a copy."""
-    places = [(kv, kv.tables[number]) for number in range(len(pool.groups)) for kv in sequences]
-    held = [kv.last_page(table) for kv, table in places]
+    places = [
+        (kv, kv.tables[number], kv.length // PAGE_TOKENS) for number in range(len(pool.groups)) for kv in sequences
+    ]
+    held = [table.pages.get(block) for _, table, block in places]
     is_own = _are_own(pool, held)
     # All or none: a sequence with a new page that its rows were not copied to would have lost them.
     new = iter(pool.take(is_own.count(False)))
     pages = [page if page is not None and own else next(new) for page, own in zip(held, is_own, strict=True)]
     copied = [(old, page) for old, page in zip(held, pages, strict=True) if old is not None and old != page]
     pool.copy_pages([old for old, _ in copied], [page for _, page in copied])
-    for (kv, table), page in zip(places, pages, strict=True):
-        kv.put_last_page(table, page)
+    for (kv, table, block), page in zip(places, pages, strict=True):
+        kv.hold(table, {block: page})
     return pages
 
 

@@ -68,11 +68,6 @@ class DecodedLayer:
         self._decoded.clear()
         self._is_decoded = []
 
-    @property
-    def nbytes(self) -> int:
-        """Of the decoded copy."""
-        return sum(array.nbytes for array in self._decoded.arrays)
-
     def decoded_values(self, slots: int, longest: int) -> int:
         """Values that the decoded copy would have room for in a step of so many sequences."""
         page_format = self._pool.formats[self._layer]

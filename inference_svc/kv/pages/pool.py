@@ -83,11 +83,6 @@ class KvPool:
         """Whether all pages are allocated, so that the arrays stay the same."""
         return not self.arrays or self.arrays[0].shape[0] == self.allocator.total
 
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes of the arrays."""
-        return sum(array.nbytes for array in self.arrays)
-
     def exponents(self, group: int) -> mx.array:
         """`tensor_files.exponents` of a group of layers, on the device: as large as a page, so brought there once."""
         if group not in self._exponents:

@@ -17,7 +17,7 @@ from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.prefill_layer import PrefillLayer
 from inference_svc.kv.row_exact import attention_width
 from inference_svc.kv.sequence_kv import SequenceKV
-from tests.inference.kv.sequences import ANY_BYTES, PoisonedPool
+from tests.inference.kv.sequences import ANY_BYTES, PoisonedPool, allocated_bytes
 
 
 class JudgedLayer:
@@ -56,7 +56,7 @@ class JudgedLayer:
 
     @property
     def nbytes(self) -> int:
-        return self.kv.allocated_bytes
+        return allocated_bytes(self.kv)
 
     def is_trimmable(self) -> bool:
         return not self.window
@@ -197,7 +197,7 @@ class JudgedBatch:
 
     @property
     def nbytes(self) -> int:
-        return sum(kv.allocated_bytes for kv in self.rows) + self._layer.nbytes
+        return sum(allocated_bytes(kv) for kv in self.rows) + sum(each.nbytes for each in self._layer._decoded.arrays)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "JudgedBatch":
         copied = JudgedBatch(self.pool, [kv.fork() for kv in self.rows], keeps_decoded=self.keeps_decoded)

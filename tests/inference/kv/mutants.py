@@ -318,8 +318,8 @@ MUTANTS = (
     Mutant(
         "the files of a piece go where those before them are",
         "kv_load.py",
-        "[some]\n        self.loaded",
-        "[: some.stop - some.start]\n        self.loaded",
+        "        blocks = [file.header.identity.start // PAGE_TOKENS for file in some]\n",
+        "        blocks = [file.header.identity.start // PAGE_TOKENS - first for file in some]\n",
         FILES,
     ),
     Mutant(

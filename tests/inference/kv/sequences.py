@@ -194,3 +194,13 @@ def _seen(kv: SequenceKV, layer: int) -> list[np.ndarray]:
     start = window_start(kv.table_of(layer).window, kv.length)
     rows = kv.rows(layer, start, kv.length)
     return [] if rows is None else host(rows)
+
+
+def allocated_bytes(kv: SequenceKV) -> int:
+    """Bytes of its pages, shared ones too, and of its states."""
+    return len(list(kv.pages)) * kv.pool.page_bytes + kv.state_bytes
+
+
+def pool_bytes(pool: KvPool) -> int:
+    """Bytes of the pool's arrays."""
+    return sum(array.nbytes for array in pool.arrays)

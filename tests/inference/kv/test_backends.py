@@ -399,7 +399,6 @@ def test_the_decoded_copy_takes_no_more_room_than_it_may(model: Any, new_kv: New
             together.step()
             decoded = [array for layer in layers_of(together.batch) for array in layer._decoded.arrays]
             assert sum(array.size for array in decoded) <= budget
-            assert together.batch.scratch_bytes == sum(array.nbytes for array in decoded)
         if name < 7:
             together.leave(name)
     assert decoded, "one row is within any budget"
@@ -413,7 +412,8 @@ def test_a_failed_step_is_forgotten_with_its_scratch(model: Any, new_kv: NewKv) 
     failing.join(kv)
     with pytest.raises(ZeroDivisionError):
         failing.step([5])
-    assert (failing.discard(), len(failing), failing.scratch_bytes) == ([kv], 0, 0)
+    assert (failing.discard(), len(failing)) == ([kv], 0)
+    assert not [array for layer in layers_of(failing) for array in layer._decoded.arrays]
     assert_same(alone(model, kv, prompt[-1], 3), alone(model, prefilled(model, new_kv(), prompt), prompt[-1], 3))
 
 

@@ -14,7 +14,17 @@ from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.loading import load
 from inference_svc.model.model_runner import ModelRunner
 from tests.inference.engine.tiny_models import LLAMA, write_model
-from tests.inference.kv.sequences import PoisonedPool, fed, full, identity_of, page_bytes, pool_of, stored, windowed
+from tests.inference.kv.sequences import (
+    PoisonedPool,
+    fed,
+    full,
+    identity_of,
+    page_bytes,
+    pool_bytes,
+    pool_of,
+    stored,
+    windowed,
+)
 from tests.inference.kv.test_backends import tokens_of
 
 
@@ -123,9 +133,9 @@ def test_memory_is_flat_or_grows_with_use(is_allocated: bool) -> None:
     pages = 40
     pool = pool_of([full(), windowed(100)], pages=pages)
     pool = PoisonedPool(pool.identity, pages * pool.page_bytes, is_allocated=is_allocated)
-    assert pool.allocated_bytes == (pages if is_allocated else 8) * pool.page_bytes
+    assert pool_bytes(pool) == (pages if is_allocated else 8) * pool.page_bytes
     kv = fed(SequenceKV(pool), [256] * 12)
     before = stored(kv)
     pool.take(pages - pool.allocator.used)
-    assert pool.allocated_bytes == pages * pool.page_bytes
+    assert pool_bytes(pool) == pages * pool.page_bytes
     assert stored(kv) == before, "growing copies what the pages hold"
