@@ -140,18 +140,10 @@ class Engine:
                 batch_invariant=batch_invariant,
             )
             opened = replace(opened, info=replace(opened.info, name=name or opened.info.name))
-            worker = EngineWorker(
-                runner,
-                opened.info,
-                memory_budget_bytes,
-                memory_budget_bytes // _DECODED_PART,
-                _rules(
-                    opened.info,
-                    step_budget_s,
-                    None if batch_invariant else runner.least_cell_tokens(opened.info.kv_identity.policy),
-                ),
-                time.monotonic,
-            )
+            least_tokens = None if batch_invariant else runner.least_cell_tokens(opened.info.kv_identity.policy)
+            rules = _rules(opened.info, step_budget_s, least_tokens)
+            decoded_bytes = memory_budget_bytes // _DECODED_PART
+            worker = EngineWorker(runner, opened.info, memory_budget_bytes, decoded_bytes, rules, time.monotonic)
             return worker
 
         thread = MlxThread(make_worker)

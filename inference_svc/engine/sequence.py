@@ -148,7 +148,7 @@ class Sequence:
     def is_prefilling(self) -> bool:
         return self.computed < self.prompt_tokens
 
-    # --- as the scheduler sees it ---
+    # --- as the scheduler sees it (`Schedulable`) ---
 
     @property
     def priority(self) -> Priority:
@@ -166,7 +166,6 @@ class Sequence:
 
     @property
     def masks_s(self) -> float:
-        """Seconds that the reply's format has taken so far."""
         return self.matcher.worked_s if self.matcher is not None else 0.0
 
     @property
@@ -182,12 +181,10 @@ class Sequence:
 
     @property
     def is_ending(self) -> bool:
-        """Its last token is sampled, and only that token's KV may still be computed."""
         return self.finish_reason is not None
 
     @property
     def reusable_tokens(self) -> int:
-        """Leading tokens that the plan reuses."""
         keep = 0 if isinstance(self.plan.reuse, Cold) else self.plan.reuse.keep_tokens
         return min(keep, self.prompt_tokens - self.plan.generates)  # the reply begins at the prompt's last token
 
@@ -217,7 +214,6 @@ class Sequence:
 
     @property
     def rest_tokens(self) -> int:
-        """Prompt tokens left to compute."""
         return max(0, self.prompt_tokens - self.computed)
 
     @property
@@ -246,7 +242,6 @@ class Sequence:
 
     @property
     def next_files(self) -> int:
-        """How many files of its KV can be loaded at once."""
         return 0 if self.arrival is None else self.arrival.load.next_files
 
     def draws_after(self, count: int) -> bool:
@@ -301,7 +296,7 @@ class Sequence:
         self._on_grid = min(self._on_grid, computed)
 
     def held(self) -> None:
-        """Neither computes nor draws a token from now on."""
+        """It computes and draws no token from now on."""
         self._stage = Status.HELD
 
     def released(self) -> None:

@@ -135,10 +135,8 @@ def _states_of(pool: KvPool, tokens: int, arrays: Sequence[mx.array]) -> tuple[S
     rest, states = list(arrays), []
     for layer in pool.identity.layers:
         if layer.kind == identity_pb2.LAYER_KIND_STATE:
-            state = StateKV(0)
-            state.tensors, state.offset = list(rest[: len(layer.state_tensors)]), tokens
+            states.append(StateKV(list(rest[: len(layer.state_tensors)]), tokens))
             del rest[: len(layer.state_tensors)]
-            states.append(state)
     return tuple(states)
 
 

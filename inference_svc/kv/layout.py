@@ -22,6 +22,7 @@ from inference_svc.kv.batch.batch_state import BatchStateKV
 from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.codec import layer_codecs
 from inference_svc.kv.pages.pool import KvPool, page_dialect
+from inference_svc.kv.policy import Rung, policy_of
 from inference_svc.kv.prefill_layer import commit, prefill_layers
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.state_kv import StateKV
@@ -37,7 +38,6 @@ _STATE_TYPES = {
     mx.float16: identity_pb2.TENSOR_TYPE_FLOAT16,
     mx.bfloat16: identity_pb2.TENSOR_TYPE_BFLOAT16,
 }
-_SCALE_TYPES = {mx.bfloat16: identity_pb2.SCALE_TYPE_BFLOAT16}
 Groups: TypeAlias = tuple[int | tuple[int, ...], ...]
 
 
@@ -251,10 +251,5 @@ def _batched(model: Module, layout: Layout, prompts: Sequence[Sequence[int]]) ->
 
 
 def _exact_identity(layout: Layout) -> identity_pb2.KvIdentity:
-    policy = identity_pb2.KvPolicy(
-        key_bits=16,
-        value_bits=16,
-        scale_type=_SCALE_TYPES.get(layout.kv_type, identity_pb2.SCALE_TYPE_FLOAT16),
-        key_rotation=identity_pb2.KEY_ROTATION_NONE,
-    )
+    policy = policy_of(Rung.FP, "bfloat16" if layout.kv_type == mx.bfloat16 else "float16")
     return identity_pb2.KvIdentity(layers=layout.entries, policy=policy)

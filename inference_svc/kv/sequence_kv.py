@@ -101,7 +101,7 @@ class SequenceKV:
         self.pool = pool
         self.length = 0
         self.states = {
-            index: StateKV(len(layer.state_tensors))
+            index: StateKV([None] * len(layer.state_tensors))
             for index, layer in enumerate(pool.identity.layers)
             if pool.formats.get(index) is None
         }
@@ -284,7 +284,7 @@ class SequenceKV:
                 table.valid_from = min(table.valid_from, needed_blocks(table.window, length).start * PAGE_TOKENS)
         self._points = [point for point in self._points if point.tokens <= length]
         if not self._has_states_of(length):
-            no_states = [StateKV(len(state.tensors)) for state in self.states.values()]
+            no_states = [StateKV([None] * len(state.tensors)) for state in self.states.values()]
             self._become(self._points[-1].states if self._points else no_states)
         self.length = length
         self._release_all_unneeded()

@@ -48,9 +48,9 @@ class StateTensors:
 class StateKV(StateTensors):
     """One recurrent layer of one sequence after `offset` tokens; tensors [1, …], None before the first token."""
 
-    def __init__(self, count: int) -> None:
-        self.tensors: Tensors = [None] * count
-        self.offset = 0
+    def __init__(self, tensors: Tensors, offset: int = 0) -> None:
+        self.tensors = tensors
+        self.offset = offset
 
     def advanced(self, count: int) -> None:
         """Count tokens that the model has seen: not every model reports them to the layer."""
@@ -58,16 +58,11 @@ class StateKV(StateTensors):
 
     def fork(self) -> "StateKV":
         """The same state for a second sequence; neither side sees later changes of the other."""
-        other = StateKV(len(self.tensors))
-        other.tensors, other.offset = [copy.copy(tensor) for tensor in self.tensors], self.offset
-        return other
+        return StateKV([copy.copy(tensor) for tensor in self.tensors], self.offset)
 
     def compacted(self) -> "StateKV":
         """A copy with memory of its own: a model's state may be a view of a whole cell's tensors."""
-        other = StateKV(len(self.tensors))
-        other.tensors = [None if tensor is None else mx.contiguous(tensor) for tensor in self.tensors]
-        other.offset = self.offset
-        return other
+        return StateKV([None if each is None else mx.contiguous(each) for each in self.tensors], self.offset)
 
     def to_bytes(self) -> list[bytes]:
         """Bytes of each tensor without its batch axis. They must have been evaluated."""

@@ -128,8 +128,13 @@ def page_units(file: CheckedFile, units: int) -> Array:
     """
     if file.header.identity.tokens == BLOCK_TOKENS:
         return np.frombuffer(file.data, np.uint16, units, file.header.data_offset)
-    page = np.zeros(units, dtype=np.uint16)
-    _spread(page, file)
+    page, offset = np.zeros(units, dtype=np.uint16), 0
+    for view in _views(file):
+        rows = view.view(np.uint16)
+        heads, count, width = rows.shape
+        size = heads * BLOCK_TOKENS * width
+        page[offset : offset + size].reshape(heads, BLOCK_TOKENS, width)[:, :count] = rows
+        offset += size
     return page
 
 
@@ -144,17 +149,6 @@ def exponents(identity: identity_pb2.KvIdentity, group: int = 0) -> Array:
 def not_finite(index: int, group: int = 0) -> DataLoss:
     """The error for a file with a scale, bias or exact value that is not finite."""
     return _damaged(index, "holds a value that is not finite", group)
-
-
-def _spread(page: Array, file: CheckedFile) -> None:
-    """Copy a tail's rows to their places in a page."""
-    offset = 0
-    for view in _views(file):
-        units = view.view(np.uint16)
-        heads, rows, width = units.shape
-        size = heads * BLOCK_TOKENS * width
-        page[offset : offset + size].reshape(heads, BLOCK_TOKENS, width)[:, :rows] = units
-        offset += size
 
 
 def _views(file: CheckedFile) -> Iterator[Array]:

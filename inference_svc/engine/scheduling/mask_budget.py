@@ -4,12 +4,6 @@ A mask says which tokens a format allows next. Some take microseconds, some mill
 all of them. So while others decode or wait, the masks of all namespaces may take a part of each step. Each namespace
 that wants masks has a purse: every step puts an equal share in, every mask takes its seconds out. The cost of a mask is
 known after it was made, so a purse may be overdrawn; its namespace then sits out steps until they have paid for it.
-
-The worker calls it once a step:
-
-    may_decode = masks.begin_step(decoding, present)
-    decode one token of each turn in `may_decode`
-    masks.end_step(seconds that the step took, masks and all)
 """
 
 from collections.abc import Collection, Hashable, Sequence
@@ -79,7 +73,7 @@ class MaskBudget(Generic[TurnT]):
         return tuple(turn for turn in decoding if turn in may_decode or not turn.is_masked)
 
     def end_step(self, step_s: float) -> None:
-        """Bill what the masks took, and give each namespace its share of the step."""
+        """Bill what the masks took, and give each namespace its share of the step, which took so long with them."""
         taken = dict.fromkeys(self._purses, 0.0)
         for turn, row in self._rows.items():
             mask_s, row.billed_s = turn.masks_s - row.billed_s, turn.masks_s

@@ -1,16 +1,8 @@
 """Which turns run in the next step: pure bookkeeping over turns. No tensors, no clock of its own, no bytes.
 
-A turn's status says where it is; the scheduler reads it and never sets it. It returns decisions and calls nobody. A
-step is what the worker does between two looks at its mailbox:
-
-    end the turns of scheduler.cancelled()              # remove(turn) each
-    carry out each decision of scheduler.admit(now), until it is `Blocked`:
-        Admit: reserve bytes, give the turn its KV      # or its KV is on its way (RESTORING), or it failed and is over
-        Preempt: free the rows of these turns           # they are PREEMPTED, or failed and are over
-    decode one token for each turn of scheduler.begin_step(now); the others sit out
-    while (grant := scheduler.grant(seconds since the first)) is not None:
-        compute a cell of its turn, or load files; look at the mailbox: submit() and cancel end the loop then
-    remove() the turns that sampled their last token
+A turn's status says where it is; the scheduler reads it and never sets it. It returns decisions and calls nobody.
+`EngineWorker.step` shows the order in which it is asked: `cancelled`, `admit` until it is `Blocked`, `begin_step`, and
+`grant` until there is none.
 
 Rules within a namespace:
 

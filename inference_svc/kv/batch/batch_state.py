@@ -13,11 +13,9 @@ class BatchStateKV(StateTensors):
     Slot i is sequence `rows[i]`, which has no tensors of its own until it is flushed.
     """
 
-    def __init__(self, rows: Sequence[StateKV] = ()) -> None:
+    def __init__(self) -> None:
         self.rows: list[StateKV] = []
         self.tensors: Tensors = []
-        for row in rows:
-            self.join(row)
 
     def advanced(self, count: int) -> None:
         """Count tokens of every sequence that the model has seen."""

@@ -8,10 +8,17 @@ from inference_svc.kv.state_kv import StateKV
 
 
 def state(value: float, offset: int = 5) -> StateKV:
-    layer = StateKV(2)
+    layer = StateKV([None, None])
     layer[0], layer[1] = mx.full((1, 3, 4), value), mx.full((1, 2, 2, 2), -value)
     layer.advanced(offset)
     return layer
+
+
+def batch_of(rows: list[StateKV]) -> BatchStateKV:
+    batch = BatchStateKV()
+    for row in rows:
+        batch.join(row)
+    return batch
 
 
 def values(layer: StateKV | BatchStateKV) -> list[float]:
@@ -32,7 +39,7 @@ def add(layer: StateKV | BatchStateKV, amounts: list[float]) -> None:
 
 def test_sequences_join_and_leave_with_their_own_states() -> None:
     """The last slot takes the place of who leaves (LESSONS 15)."""
-    batch = BatchStateKV([state(1), state(2, offset=9), state(3)])
+    batch = batch_of([state(1), state(2, offset=9), state(3)])
     add(batch, [10, 20, 30])
     assert batch.offset.tolist() == [6, 10, 6]
     first = batch.leave(0)
@@ -46,17 +53,17 @@ def test_sequences_join_and_leave_with_their_own_states() -> None:
 
 
 def test_a_sequence_that_saw_nothing_yet_joins_with_zeros() -> None:
-    batch = BatchStateKV([StateKV(2)])
+    batch = batch_of([StateKV([None, None])])
     assert batch[0] is None
     batch.join(state(2))
-    batch.join(StateKV(2))
+    batch.join(StateKV([None, None]))
     assert values(batch) == [0, 2, 0]
 
 
 def test_neither_a_fork_nor_a_copy_nor_a_batch_of_forks_is_written_through() -> None:
     """In place or anew (LESSONS 6)."""
     layer = state(1)
-    fork, copied, batch = layer.fork(), layer.compacted(), BatchStateKV([layer.fork(), layer.fork()])
+    fork, copied, batch = layer.fork(), layer.compacted(), batch_of([layer.fork(), layer.fork()])
     assert layer[0] is not None
     layer[0][:, :, :] = 100.0
     add(fork, [5])
@@ -71,7 +78,7 @@ def test_neither_a_fork_nor_a_copy_nor_a_batch_of_forks_is_written_through() -> 
 
 
 def test_a_copy_of_a_state_does_not_keep_the_cell_that_it_was_a_part_of() -> None:
-    layer = StateKV(1)
+    layer = StateKV([None])
     whole = mx.zeros((1, 100_000, 4))
     mx.eval(whole)
     layer[0] = whole[:, -3:]
@@ -85,7 +92,7 @@ def test_a_copy_of_a_state_does_not_keep_the_cell_that_it_was_a_part_of() -> Non
 
 
 def test_a_states_bytes_are_its_tensors_without_the_batch() -> None:
-    layer = StateKV(2)
+    layer = StateKV([None, None])
     layer[0], layer[1] = mx.arange(6, dtype=mx.float32).reshape(1, 2, 3), mx.ones((1, 4), mx.bfloat16)
     mx.eval(layer.state)
     first, second = layer.to_bytes()
