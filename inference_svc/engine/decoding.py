@@ -60,7 +60,9 @@ class Decoder:
     @property
     def must_settle(self) -> bool:
         """Whether the step that was not read must be, before the next is enqueued."""
-        return self.is_ahead and self._must_read(self._launched[-1])
+        order = self._launched[-1].order if self._launched else ()
+        waits = any(each.sampler is not None and each.sampler.waits_for_last_token for each in order)
+        return waits or (self.is_ahead and not self.looks_ahead)
 
     def step(self, decoding: Collection[Sequence]) -> list[Decoded]:
         """Enqueue one more token of each sequence; returns the rows of the step before, or of this one too if it must
@@ -73,10 +75,6 @@ class Decoder:
     def settle(self) -> list[Decoded]:
         """The rows of the step that was not read, if there is one."""
         return self._read(len(self._launched))
-
-    def leave(self, kv: SequenceKV) -> None:
-        """Take a sequence out of the batch."""
-        self.batch.leave(kv)
 
     def discard(self) -> list[SequenceKV]:
         """Drop all that is computed, after a failed step. Returns the KV of every row in it, also of a row that sat out
@@ -112,10 +110,6 @@ class Decoder:
             if sequence.kv is not None and sequence.kv not in self.batch:
                 self.batch.join(sequence.kv)
         return [by_kv[id(kv)] for kv in self.batch.sequences]
-
-    def _must_read(self, launched: _Launched) -> bool:
-        waits = any(each.sampler is not None and each.sampler.waits_for_last_token for each in launched.order)
-        return waits or not self.looks_ahead
 
     def _read(self, steps: int) -> list[Decoded]:
         decoded: list[Decoded] = []

@@ -128,7 +128,7 @@ class EngineWorker:
         self._emit(sequence)
         if sequence.status not in WITH_KV or sequence.kv is None or sequence.is_ending or sequence.is_cancelled:
             return None
-        self._decoder.leave(sequence.kv)
+        self._decoder.batch.leave(sequence.kv)
         held = held_turn(sequence, sequence.kv, self._model, sent_blocks)
         sequence.held()
         return held
@@ -199,7 +199,7 @@ class EngineWorker:
 
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.kv is not None
-        self._decoder.leave(sequence.kv)
+        self._decoder.batch.leave(sequence.kv)
         swap_out(sequence, self._model)
         if sequence.reservation is not None and sequence.reservation.extends is not None and sequence.plan.key:
             self.memories.drop(sequence.plan.key)  # the store has all of it, and its room is wanted
@@ -345,7 +345,7 @@ class EngineWorker:
         """Take the turn's KV out of the batch, and make it the key's memory if the turn is remembered."""
         if sequence.kv is None:
             return
-        self._decoder.leave(sequence.kv)
+        self._decoder.batch.leave(sequence.kv)
         if not remembers:
             return
         if sequence.plan.key is None or not sequence.plan.is_remembered:

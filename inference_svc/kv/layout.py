@@ -97,7 +97,8 @@ def probed_layout(model: Module) -> Layout:
             f"model: mlx-lm cannot compute it here: {error}", reason="MODEL_NOT_LOADABLE", field="model"
         ) from error
     entries = tuple(_entry(model, owner, cache) for owner, cache in zip(owners, caches, strict=True))
-    kv_type = _kv_type(caches)
+    with_keys = [cache.keys.dtype for cache in caches if not isinstance(cache, ArraysCache)]
+    kv_type = with_keys[0] if with_keys else caches[0].cache[0].dtype
     mx.eval(_logits(model, _grouped(groups, caches), [_NEXT[:1]]))
     for owner, cache, entry in zip(owners, caches, entries, strict=True):
         if _entry(model, owner, cache) != entry:
@@ -184,12 +185,6 @@ def _refuse_unknown(model: Module, owners: Sequence[int], caches: Sequence[Any])
             raise not_kept(model, owner, f"its window of {cache.max_size} keeps the first {cache.keep} tokens")
     if not caches:
         raise not_kept(model, 0, "the model has no memory at all")
-
-
-def _kv_type(caches: Sequence[Any]) -> mx.Dtype:
-    with_keys = [cache.keys.dtype for cache in caches if not isinstance(cache, ArraysCache)]
-    found: mx.Dtype = with_keys[0] if with_keys else caches[0].cache[0].dtype
-    return found
 
 
 def _logits(model: Any, caches: list[Any], tokens: Sequence[Sequence[int]]) -> mx.array:

@@ -170,7 +170,7 @@ class SequenceKV:
         if start == stop:
             return None
         table, first = self.table_of(layer), start // PAGE_TOKENS
-        pages = self.pool.pages_of(layer, table.held(range(first, blocks_of(stop))))
+        pages = self.pool.pages_of(layer, [table.pages[block] for block in range(first, blocks_of(stop))])
         base = first * PAGE_TOKENS
         return rows_of_pages(self.pool.formats[layer], pages, start - base, stop - base)
 

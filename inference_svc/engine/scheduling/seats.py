@@ -26,9 +26,7 @@ class Seats(Generic[TurnT]):
         is_urgent: Callable[[TurnT], bool],
         is_ending: Callable[[TurnT], bool],
     ) -> set[TurnT]:
-        """The rows that decode in the next step. `is_ending`: the row needs one more step, then it is
-        gone.
-        """
+        """The rows that decode in the next step. `is_ending`: the row needs one more step, then it is gone."""
         self._now += 1
         self._seated = {turn: steps for turn, steps in self._seated.items() if turn in decoding}
         self._waits_since = {

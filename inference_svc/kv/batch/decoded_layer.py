@@ -11,7 +11,6 @@ import mlx.core as mx
 from inference_svc.kv.batch.decode_step import DecodeStep, RowPlaces
 from inference_svc.kv.batch.slot_arrays import SlotArrays
 from inference_svc.kv.codec import EncodedRows
-from inference_svc.kv.pages.block_table import window_start
 from inference_svc.kv.pages.page_rows import UNIT
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.row_exact import attention_width
@@ -174,14 +173,14 @@ class DecodedLayer:
         kv = self._now.sequences[slot]
         # Who was here may have left numbers that are none, and what is masked still counts as 0 times them.
         self._decoded.zero(slot)
-        start, stop = window_start(self._window, kv.length), kv.length
-        rows = kv.rows(self._layer, start, stop)
+        rows = kv.seen_rows(self._layer)
         if rows is None:
             return
         split = self._keys.part_count
         values = (self._keys.decode(rows[:split], key_type), self._values.decode(rows[split:], value_type))
         decoded = (mx.concatenate(list(values), axis=1),) if self._is_stacked else values
-        place, count = self._place(start), stop - start
+        count = rows[0].shape[2]
+        place = self._place(kv.length - count)
         until_end = min(count, self._window - place) if self._window else count
         self._decoded.put(slot, place, tuple(part[:, :, :until_end] for part in decoded))
         if until_end < count:

@@ -54,10 +54,6 @@ class BlockTable:
         )
         return is_written and block in self.pages
 
-    def held(self, blocks: range) -> list[int]:
-        """The pages of these blocks, which must be here."""
-        return [self.pages[block] for block in blocks]
-
     def padded(self, width: int) -> list[int]:
         """The pages of blocks 0 to `width` - 1, as a kernel takes them; 0 for those that are missing."""
         return [self.pages.get(block, 0) for block in range(width)]

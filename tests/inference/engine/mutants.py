@@ -150,8 +150,8 @@ MUTANTS = (
     Mutant(
         "a turn is preempted with rows that lag behind in the batch",
         "engine_worker.py",
-        "        self._decoder.leave(sequence.kv)\n        swap_out(sequence, self._model)",
-        "        kv = sequence.kv\n        swap_out(sequence, self._model)\n        self._decoder.leave(kv)",
+        "        self._decoder.batch.leave(sequence.kv)\n        swap_out(sequence, self._model)",
+        "        kv = sequence.kv\n        swap_out(sequence, self._model)\n        self._decoder.batch.leave(kv)",
         "preempted_turns",
     ),
     Mutant(

@@ -12,8 +12,8 @@ MUTANTS = (
     Mutant(
         "a sequence that joins is decoded without its last row",
         "decoded_layer.py",
-        "start, stop = window_start(self._window, kv.length), kv.length\n",
-        "start, stop = window_start(self._window, kv.length), kv.length - 1\n",
+        "        rows = kv.seen_rows(self._layer)\n",
+        "        rows = [part[:, :, :-1] for part in kv.seen_rows(self._layer)]\n",
         WINDOW,
     ),
     Mutant(
@@ -54,8 +54,8 @@ MUTANTS = (
     Mutant(
         "a ring is filled one place off",
         "decoded_layer.py",
-        "place, count = self._place(start), stop - start",
-        "place, count = self._place(start + 1), stop - start",
+        "place = self._place(kv.length - count)",
+        "place = self._place(kv.length - count + 1)",
         WINDOW,
     ),
     Mutant(
