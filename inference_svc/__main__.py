@@ -196,9 +196,9 @@ async def serve(settings: EngineSettings) -> None:
 
 
 async def _until_it_answers(store: RemoteCache, give_up_at: float) -> None:
-    """Ask once, and again until that time."""
+    """Ask once, and again until that time, unless its answer is that it must not be used."""
     while True:
-        if await store.answers() or time.monotonic() >= give_up_at:
+        if await store.answers() or store.problem or time.monotonic() >= give_up_at:
             return
         await asyncio.sleep(_STORE_POLL_S)
 

@@ -499,6 +499,13 @@ time.sleep(60)
 """
 
 
+def test_what_an_up_of_another_version_wrote_is_read(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    home.make()
+    home.running_file.write_text('{"pid": 7, "store": "unix:/s", "engine": "unix:/e", "namespaces": ["red"]}')
+    assert home.running() == Running(pid=7, store="unix:/s", engine="unix:/e")
+
+
 def test_a_number_that_is_another_programs_by_now_is_not_killed(tmp_path: Path) -> None:
     """It held the lock when the group was listed, and let go of it while another one was ended."""
     home = Home(tmp_path)

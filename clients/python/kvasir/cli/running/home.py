@@ -6,7 +6,7 @@ This module starts nothing and calls nobody. Commands without an address read `r
 import json
 import os
 import shlex
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from kvasir.address import MAX_SOCKET_PATH_BYTES
@@ -156,9 +156,10 @@ class Home:
                 raise FailedPrecondition(f"{directory}: others can enter it; run: chmod 700 {directory}")
 
     def running(self) -> Running | None:
-        """The facts of this home's last `kvasir up`; None if there was none."""
+        """The facts of this home's last `kvasir up`, of another version too; None if there was none."""
         try:
-            return Running(**json.loads(self.running_file.read_text()))
+            found = json.loads(self.running_file.read_text())
+            return Running(**{each.name: found[each.name] for each in fields(Running) if each.name in found})
         except (OSError, ValueError, TypeError):
             return None
 
