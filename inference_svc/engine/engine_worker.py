@@ -79,9 +79,9 @@ class EngineWorker:
             self._finish(sequence, None if sequence.keeps_its_part else cancelled)
         before_s = self._clock()
         self._admit(take_mail)
+        spent_s = self._clock() - before_s
         if self._decoder.must_settle:
             self._tell_decoded()
-        spent_s = self._clock() - before_s
         has_ended = self._finish_generated()  # turns whose memory is whole and that generate nothing
         decoding = self._scheduler.begin_step(self._clock())
         self._may_decode = self._masks.begin_step(decoding, self._turns)
