@@ -109,7 +109,7 @@ class CarriedTurn:
     token_ids: tuple[int, ...]  # the prompt and the reply so far; the last one's KV is not computed
     computed: int  # leading tokens whose KV is in the turn's files
     cached: int
-    shareable: int
+    shareable: int  # leading tokens that were computed on the grid
     sampler_key: tuple[int, ...]  # 32-bit words; the next draw's
     rewind_points: tuple[int, ...]  # token counts, ascending; the last is `computed`, if there is any
     first_blocks: Mapping[int, int]  # by group of layers, in the order of the files: the first block that is there

@@ -2,10 +2,13 @@
 
 Each row is encoded by itself, so rows can be cut, moved and copied without being quantized again. Scales and biases
 have 16 bits, live and in files alike: files hold the live bytes.
+
+A codec encodes rows [1, kv_heads, rows, dim] as `part_count` arrays, and decodes them. `problem` says why rows of a
+head dimension cannot be stored; it is empty when they can.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, TypeAlias
 
 import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
@@ -16,21 +19,6 @@ EncodedRows = tuple[mx.array, ...]
 
 SCALE_TYPES = {identity_pb2.SCALE_TYPE_FLOAT16: mx.float16, identity_pb2.SCALE_TYPE_BFLOAT16: mx.bfloat16}
 QUANTIZED_BITS = (4, 8)
-
-
-class Codec(Protocol):
-    """Encodes rows [1, kv_heads, rows, dim], and decodes them."""
-
-    part_count: ClassVar[int]
-    """How many arrays the encoded rows are."""
-
-    def problem(self, dim: int) -> str:
-        """Why rows of this head dimension cannot be stored; empty when they can."""
-        ...
-
-    def encode(self, rows: mx.array) -> EncodedRows: ...
-
-    def decode(self, parts: EncodedRows, dtype: mx.Dtype) -> mx.array: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +92,7 @@ class ExactCodec:
     part_count: ClassVar[int] = 1
     scale_type: mx.Dtype
 
-    def problem(self, dim: int) -> str:  # noqa: ARG002 - a protocol's; 16 bits store any dimension
+    def problem(self, dim: int) -> str:  # noqa: ARG002 - as the others have it; 16 bits store any dimension
         return ""
 
     def encode(self, rows: mx.array) -> EncodedRows:
@@ -112,6 +100,9 @@ class ExactCodec:
 
     def decode(self, parts: EncodedRows, dtype: mx.Dtype) -> mx.array:
         return parts[0].astype(dtype)
+
+
+Codec: TypeAlias = QuantizedCodec | RotatedCodec | ExactCodec
 
 
 def layer_codecs(policy: identity_pb2.KvPolicy, layer: int) -> tuple[Codec, Codec]:

@@ -14,7 +14,8 @@ from typing import Generic, Protocol, TypeVar
 
 from inference_svc.engine.api import AgentKey, HotMemory, Priority
 from inference_svc.engine.scheduling.expected_use import ExpectedUse
-from inference_svc.engine.scheduling.memory_ledger import MemoryLedger, Pages, Reservation
+from inference_svc.engine.scheduling.memory_ledger import MemoryLedger, Reservation
+from inference_svc.kv.pages.page_allocator import PageAllocator
 from inference_svc.text.sequence_state import SequenceState
 
 
@@ -60,7 +61,7 @@ class HotMemories(Generic[KvT]):
     memory.
     """
 
-    def __init__(self, pages: Pages, page_bytes: int, budget_bytes: int) -> None:
+    def __init__(self, pages: PageAllocator, page_bytes: int, budget_bytes: int) -> None:
         self.ledger = MemoryLedger(pages, page_bytes, budget_bytes)
         self._memories: dict[AgentKey, ResidentMemory[KvT]] = {}
         self._expected: ExpectedUse[AgentKey] = ExpectedUse()

@@ -6,17 +6,8 @@ What its KV keeps of that is used already, by it or by others; the rest is promi
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
-
-class Pages(Protocol):
-    """The pool's count of pages (`PageAllocator`)."""
-
-    @property
-    def used(self) -> int: ...
-
-    def freed_by(self, tables: Iterable[list[int]]) -> int:
-        """Pages that would be free if these were released together."""
+from inference_svc.kv.pages.page_allocator import PageAllocator
 
 
 @dataclass(eq=False)
@@ -42,7 +33,7 @@ class Reservation:
 class MemoryLedger:
     """Counts bytes for one pool."""
 
-    def __init__(self, pages: Pages, page_bytes: int, total_bytes: int) -> None:
+    def __init__(self, pages: PageAllocator, page_bytes: int, total_bytes: int) -> None:
         self.total_bytes = total_bytes
         self.reservations: list[Reservation] = []
         self.resident_state_bytes = 0  # states of idle memories

@@ -65,12 +65,9 @@ class RoomShares(Generic[TurnT]):
         self._is_shared = is_shared
         self._held: Counter[Namespace] = Counter()
         for turn in running:
-            self.began(turn)
+            self._held[turn.namespace] += room.held_bytes(turn)
         self._for_all_bytes = room.total_bytes - (room.total_bytes // kept_part if is_shared else 0)
         self.share_bytes = self._for_all_bytes // max(1, len({turn.namespace for turn in (*running, *waiting)}))
-
-    def began(self, turn: TurnT) -> None:
-        self._held[turn.namespace] += self._room.held_bytes(turn)
 
     def gives_up(self, turn: TurnT) -> None:
         self._held[turn.namespace] -= self._room.held_bytes(turn)
