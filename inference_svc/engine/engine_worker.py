@@ -57,7 +57,7 @@ class EngineWorker:
         self._scheduler: Scheduler[Sequence] = Scheduler(self.room, rules, self._turns)
         self._masks: MaskBudget[Sequence] = MaskBudget()
         batch = runner.new_batch(self._pool, decoded_budget_bytes // runner.compute_item_bytes)
-        self._decoder = Decoder(batch, looks_ahead=not self._pool.has_states)
+        self._decoder = Decoder(batch, looks_ahead=not model.has_states)
         self._may_decode: Collection[Sequence] = ()  # in this step
         self._when_idle: dict[AgentKey, list[Callable[[], None]]] = {}
         self._is_behind_cell = False  # the device computes a cell: whatever reads it now waits for that

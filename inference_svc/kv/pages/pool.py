@@ -74,11 +74,6 @@ class KvPool:
         )
 
     @property
-    def has_states(self) -> bool:
-        """Whether some layer is recurrent: a sequence cannot go back by single tokens then."""
-        return len(self.formats) < len(self.identity.layers)
-
-    @property
     def is_whole(self) -> bool:
         """Whether all pages are allocated, so that the arrays stay the same."""
         return not self.arrays or self.arrays[0].shape[0] == self.allocator.total
