@@ -9,6 +9,7 @@ enqueued, and so is every step of a model with recurrent layers, whose states ca
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import islice
 
 import mlx.core as mx
 from kvasir.errors import KvasirError
@@ -112,12 +113,14 @@ class Decoder:
         return [by_kv[id(kv)] for kv in self.batch.sequences]
 
     def _read(self, steps: int) -> list[Decoded]:
-        decoded: list[Decoded] = []
-        for _ in range(steps):
-            launched = self._launched.popleft()
-            rows = zip(launched.order, launched.is_drawn, launched.draws.read(), strict=True)
-            decoded += [Decoded(sequence, drawn if is_drawn else None) for sequence, is_drawn, drawn in rows]
-        return decoded
+        """The rows of so many steps. If a read fails, `discard` still knows all of them."""
+        drawn = [each.draws.read() for each in islice(self._launched, steps)]
+        read = [self._launched.popleft() for _ in drawn]
+        return [
+            Decoded(sequence, token if is_drawn else None)
+            for launched, tokens in zip(read, drawn, strict=True)
+            for sequence, is_drawn, token in zip(launched.order, launched.is_drawn, tokens, strict=True)
+        ]
 
 
 def _next_place(sequence: Sequence, pending: _Launched | None) -> int | None:

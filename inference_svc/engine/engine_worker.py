@@ -80,7 +80,7 @@ class EngineWorker:
         before_s = self._clock()
         self._admit(take_mail)
         spent_s = self._clock() - before_s
-        if self._decoder.must_settle:
+        if has_settled := self._decoder.must_settle:
             self._tell_decoded()
         has_ended = self._finish_generated()  # turns whose memory is whole and that generate nothing
         decoding = self._scheduler.begin_step(self._clock())
@@ -94,7 +94,8 @@ class EngineWorker:
         self.memory_used_bytes = self.room.used_bytes
         if not self._with_kv:
             self._runner.release_unused()
-        has_worked = bool(decoding) or has_prefilled or has_ended  # a turn that ended may have left room for another
+        # A turn that ended may have left room for another.
+        has_worked = bool(decoding) or has_prefilled or has_settled or has_ended
         if has_worked and not self._turns and (leaked := self.room.leaked_pages):
             logger.error("kv.pages_leaked pages=%d", leaked)
         return has_worked
@@ -249,12 +250,13 @@ class EngineWorker:
             sequence.decoded()
             if token is None:
                 continue
-            if sequence.finish_reason is not None:
-                self._finish(sequence)
-            elif isinstance(token, KvasirError):
-                self._finish(sequence, token)
-            else:
-                sequence.accept(token.token_id, token.logprobs)
+            with self._guarding(sequence):
+                if sequence.finish_reason is not None:
+                    self._finish(sequence)
+                elif isinstance(token, KvasirError):
+                    self._finish(sequence, token)
+                else:
+                    sequence.accept(token.token_id, token.logprobs)
 
     def _carry_out_grants(self, take_mail: Callable[[], None], spent_s: float) -> bool:
         """Compute cells of prompts and load files while the scheduler grants them; `spent_s` of the step's time is
@@ -358,7 +360,7 @@ class EngineWorker:
         """Do what waits for keys that have no turn now, but not before the step behind a cell is enqueued."""
         if not self._is_behind_cell:
             for key in [key for key in self._when_idle if self._begun(key) is None]:
-                for work in self._when_idle.pop(key):
+                for work in self._when_idle.pop(key, ()):
                     work()
 
     @contextlib.contextmanager

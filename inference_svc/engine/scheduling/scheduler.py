@@ -286,7 +286,8 @@ class Scheduler(Generic[TurnT]):
         are left of the step; None: nobody waits for it.
         """
         loads = turn.status is Status.LOADING
-        whole, least = (turn.next_files, 1) if loads else (turn.next_cell_tokens, self.rules.least_tokens)
+        least = 1 if loads else self.rules.least_tokens_at(turn.computed)
+        whole = turn.next_files if loads else turn.next_cell_tokens
         if left_s is None:
             return whole
         if not loads and self._pace.has_begun and left_s < (self._costs.step_s or 0.0):

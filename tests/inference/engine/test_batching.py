@@ -7,6 +7,8 @@ from kvasir.errors import Cancelled, Internal
 
 from inference_svc.engine.api import FinishReason, Hot, Prefilled, Started, Tokens
 from inference_svc.engine.engine import Engine
+from inference_svc.engine.sampling import Draws
+from inference_svc.engine.sequence import Sequence
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 
 LENGTHS = (3, 255, 256, 257, 40, 511, 513, 120)
@@ -155,6 +157,41 @@ def test_a_row_that_sits_out_while_a_step_fails_does_not_go_on_with_a_token_too_
     for listener in both:
         with pytest.raises(Internal):
             listener.end()
+
+
+@pytest.mark.parametrize("fails", ["read", "accept"])
+def test_a_token_that_cannot_be_read_or_taken_in_makes_no_other_turn_go_on_wrongly(
+    driver: Driver, engine: Engine, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """While another row of its step sits out. A read fails for all rows, a token for its own turn alone."""
+    first, second = tokens_of(64, 5), tokens_of(70, 6)
+    alone = driver.reply(driver.turn(second, max_tokens=60))
+    scheduler, broken = engine._worker._scheduler, {"read": (Draws, "read"), "accept": (Sequence, "accept")}[fails]
+    begin_step, works = scheduler.begin_step, getattr(*broken)
+    steps: list[int] = []
+
+    def without_the_second(now: float) -> object:
+        rows = begin_step(now)
+        steps.append(len(rows))
+        if steps.count(2) != 6:
+            return rows
+        monkeypatch.setattr(scheduler, "begin_step", begin_step)
+        monkeypatch.setattr(*broken, failing)
+        return tuple(row for row in rows if row.prompt_tokens == len(first))
+
+    def failing(self: object, *arguments: object) -> object:
+        monkeypatch.setattr(*broken, works)
+        raise RuntimeError("no such token")
+
+    monkeypatch.setattr(scheduler, "begin_step", without_the_second)
+    both = [driver.submit(each, key=driver.key(), max_tokens=60) for each in (first, second)]
+    with pytest.raises(Internal):
+        both[0].end()
+    if fails == "accept":
+        assert driver.reply(both[1].end()) == alone
+    else:
+        with pytest.raises(Internal):
+            both[1].end()
 
 
 @pytest.mark.long(3)

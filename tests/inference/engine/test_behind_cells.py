@@ -1,5 +1,6 @@
 """As on a GPU, by emulated kernels: decoding goes on behind a cell that the device still computes."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import llama
 
-from inference_svc.engine.api import Ended, Prefilled, Tokens
+from inference_svc.engine.api import Ended, Event, Prefilled, Tokens
 from inference_svc.engine.engine import Engine
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.kv import attention_hook
@@ -48,6 +49,16 @@ def emulated(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         engine = Engine.open(model_dir, cache_dir=cache_dir, memory_budget_bytes=1 << 20, step_budget_s=0)
         yield Driver(engine)
         engine.close()
+
+
+class Timed(Listener):
+    """Knows when its turn began."""
+
+    began_s = 0.0
+
+    def __call__(self, events: list[Event]) -> None:
+        self.began_s = self.began_s or time.monotonic()
+        super().__call__(events)
 
 
 def at_cells(other: Listener, streams: list[Listener]) -> list[list[int]]:
@@ -99,3 +110,19 @@ def test_a_snapshot_that_waits_for_a_turn_is_read_after_the_next_step_is_enqueue
         return read - ended
 
     assert sorted(map(computed_meanwhile, (5, 6))) == [0, 1]
+
+
+def test_who_waits_for_a_turn_that_ends_at_a_steps_beginning_begins_at_once(emulated: Driver) -> None:
+    """Its last token's KV was enqueued behind the only cell of another turn, and nothing else is to be done."""
+    one_cell = tokens_of(50, 3)
+    for prompt, settings in ((SHORT, FORMAT), (one_cell, {"max_tokens": 0})):
+        emulated.turn(prompt, **{"max_tokens": 3} | settings)  # kernels are compiled
+    for token in (3, 4):
+        key, ending, next_turn, other = emulated.key(), Listener(), Timed(), Listener()
+        ending.at(Tokens, token, lambda other=other: emulated.submit(one_cell, listener=other, max_tokens=0))
+        emulated.submit(SHORT, listener=ending, key=key, max_tokens=5, **FORMAT)
+        emulated.submit(SHORT, listener=next_turn, key=key, max_tokens=2)
+        ending.end()
+        ended_s = time.monotonic()
+        next_turn.end()
+        assert next_turn.began_s - ended_s < 0.9, "the engine looks for work by itself once a second"

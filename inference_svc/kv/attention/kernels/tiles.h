@@ -73,13 +73,13 @@ KV_FN void kv_decode_tile(kv_u16* values, const kv_u16* stored, float unit, int 
     const kv_u32 kept = is_stored ? 0xffffffffu : 0;  // without a branch, which would keep this from what is around it
     const kv_u32 scale = kv_twice<TO_BFLOAT>(kv_scale<IS_BFLOAT>(*scales) * unit) & kept;
     const kv_u32 bias = kv_twice<TO_BFLOAT>(kv_scale<IS_BFLOAT>(*biases) * unit) & kept;
-    constexpr int EIGHTS = 16 / Rows::BITS, PAIRS = 16 / Rows::BITS;  // of a chunk, of a word
-    KV_UNROLL for (int e = 0; e < EIGHTS; ++e) {
+    constexpr int PER_WORD = 16 / Rows::BITS;  // pairs of a word, and eights of a chunk
+    KV_UNROLL for (int e = 0; e < PER_WORD; ++e) {
       kv_u32 two[4];
       KV_UNROLL for (int j = 0; j < 4; ++j)
-        two[j] = kv_fma_two<TO_BFLOAT>(kv_codes<Rows::BITS, TO_BFLOAT>(words[(e * 4 + j) / PAIRS], j % PAIRS), scale, bias);
+        two[j] = kv_fma_two<TO_BFLOAT>(kv_codes<Rows::BITS, TO_BFLOAT>(words[(e * 4 + j) / PER_WORD], j % PER_WORD), scale, bias);
       const kv_u32x4 made = {two[0], two[1], two[2], two[3]};
-      *(kv_u32x4*)(values + kv_place<Rows::DIM / 8>(row, chunk * EIGHTS + e)) = made;
+      *(kv_u32x4*)(values + kv_place<Rows::DIM / 8>(row, chunk * PER_WORD + e)) = made;
     }
   }
 }
@@ -99,7 +99,7 @@ struct alignas(16) KvEightQueries {
 };
 
 // A query as the products take it, each row as halves of its greatest power of two, which is returned; or bfloats as they
-// are. Four lanes have a row.
+// are. Four lanes have a row. A row that is next to nothing stays so: what is not seen must stay far below its scores.
 template <typename Query, int DIM, int BITS, bool TO_BFLOAT>
 KV_FN float kv_put_query(kv_u16* rows, const Query* query, bool is_there, int row, int t) {
   constexpr int MINE = (DIM / 8 + 3) / 4;
@@ -116,7 +116,7 @@ KV_FN float kv_put_query(kv_u16* rows, const Query* query, bool is_there, int ro
   greatest = fmaxf(greatest, kv_shuffle_xor(greatest, 1));
   greatest = fmaxf(greatest, kv_shuffle_xor(greatest, 2));
   kv_u32 power = kv_to_bits(greatest) & 0x7f800000u;
-  power = TO_BFLOAT || power < 0x01000000u || power > 0x7e000000u ? 0x3f800000u : power;
+  power = TO_BFLOAT || power < 0x20000000u || power > 0x7e000000u ? 0x3f800000u : power;
   const float shrink = kv_from_bits(0x7f000000u - power);
   KV_UNROLL for (int n = 0; n < MINE; ++n) {
     const int chunk = n * 4 + t;
