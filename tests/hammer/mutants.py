@@ -19,11 +19,11 @@ MUTANTS = (
     Mutant(
         "two rows' tokens are swapped, now and then",
         "decoding.py",
-        "            rows = zip(launched.order, launched.is_drawn, launched.draws.read(), strict=True)\n",
-        "            drawn = launched.draws.read()\n"
-        "            if len(drawn) > 1 and sum(len(each.token_ids) for each in launched.order) % 23 == 0:\n"
-        "                drawn = [drawn[1], drawn[0], *drawn[2:]]\n"
-        "            rows = zip(launched.order, launched.is_drawn, drawn, strict=True)\n",
+        "        drawn = [each.draws.read() for each in islice(self._launched, steps)]\n",
+        "        drawn = [each.draws.read() for each in islice(self._launched, steps)]\n"
+        "        for launched, row in zip(self._launched, drawn, strict=False):\n"
+        "            if len(row) > 1 and sum(len(each.token_ids) for each in launched.order) % 23 == 0:\n"
+        "                row[:2] = row[1::-1]\n",
     ),
     Mutant(
         "a sequence attends to one row of who was in its slot before",

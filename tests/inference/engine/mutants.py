@@ -293,8 +293,8 @@ MUTANTS = (
     Mutant(
         "behind a cell a draw that needs the last token is made without it",
         "engine_worker.py",
-        "        if self._decoder.must_settle:\n",
-        "        if False:\n",
+        "        if has_settled := self._decoder.must_settle:\n",
+        "        if has_settled := False:\n",
         "behind_cells",
     ),
     Mutant(
