@@ -182,6 +182,17 @@ def test_a_service_that_cannot_start_ends_the_group_with_its_last_words(tmp_path
     asyncio.run(scenario())
 
 
+def test_a_service_that_cannot_start_is_told_while_another_of_its_wave_is_not_ready(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        slow, ended = "import time; time.sleep(60)", "raise SystemExit('the model is not there')"
+        group = Group(tmp_path, {"store": slow, "engine": ended}, ready_within_s=5)
+        with pytest.raises(Unavailable, match=r"engine ended with exit code 1 .* the model is not there"):
+            await group.begin()
+        assert group.supervisor.pid("store") == 0
+
+    asyncio.run(scenario())
+
+
 def test_last_words_are_those_of_this_start_and_no_earlier_one(tmp_path: Path) -> None:
     async def scenario() -> None:
         (tmp_path / "engine.log").write_text("what went wrong yesterday\n")

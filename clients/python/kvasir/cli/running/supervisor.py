@@ -159,8 +159,9 @@ class Supervisor:
             if self._stopping.is_set():
                 return
             await self._begin(child)
-        for child in wave:
-            await self._until_ready(child)
+        async with asyncio.TaskGroup() as waiting:  # the first that cannot start is told, however slow the others are
+            for child in wave:
+                waiting.create_task(self._until_ready(child))
 
     async def _begin(self, child: _Child) -> None:
         service = child.service
