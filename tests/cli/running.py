@@ -79,7 +79,7 @@ class Begun:
 
     @property
     def err(self) -> str:
-        return self.err_file.read_text()
+        return self.err_file.read_text() if self.err_file.exists() else ""
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,14 @@ class Terminal:
             os.write(self._ours, b"\x03")
             self.until(wanted)
 
+    def end(self, number: signal.Signals) -> None:
+        """Send a signal once, and a key where `interrupt` needs one."""
+        self.process.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5)
+            return
+        self.type("x")
+
     def until_asked(self, agent: str) -> str:
         """Read until the prompt stands last: then a key is the prompt's, and not the terminal's."""
         return self._read_until(lambda: self.screen.endswith(f"{agent}> "), 60)
@@ -162,6 +170,14 @@ def test_two_interrupts_at_the_prompt_leave(terminal: Terminal) -> None:
     terminal.until_asked("ada")
     terminal.interrupt("\n")  # the line that the shell's prompt begins on
     assert terminal.code() == 130
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_at_the_prompt_ends_the_chat_at_once(number: signal.Signals, terminal: Terminal) -> None:
+    terminal.until_asked("ada")
+    terminal.end(number)
+    assert terminal.code() == 128 + number
+    assert "once more" not in terminal.screen
 
 
 @pytest.mark.long(5)

@@ -1,14 +1,18 @@
-"""A command that is ended, by SIGTERM or by its terminal that closes, takes what it has started along."""
+"""A command that is ended, by SIGTERM or by its terminal that closes, takes along what it has started."""
 
 import os
 import pty
+import shutil
 import signal
 import subprocess
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from kvasir.cli.running.holding import holders, is_led
+from kvasir.cli.running.home import Home
 
 from tests.cli.running import KVASIR, QUIET, Cli, eventually
 
@@ -57,3 +61,34 @@ def test_a_terminal_that_closes_ends_them_too() -> None:
     bench = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, env=QUIET, preexec_fn=take_terminal)
     os.close(theirs)
     _ends_with(psutil.Process(bench.pid), 2, lambda: os.close(ours))
+
+
+@pytest.fixture
+def home() -> Iterator[Home]:
+    """Short, because a socket's path must fit into a hundred bytes."""
+    home = Home(Path(tempfile.mkdtemp(prefix="kv", dir="/tmp")))
+    yield home
+    Cli(home.root)("down")
+    shutil.rmtree(home.root)
+
+
+def test_an_up_in_the_background_ends_with_the_command_that_waits_for_it(home: Home) -> None:
+    with Cli(home.root).running("up", "-d", "--no-http") as up:
+        eventually(lambda: holders(home.services_lock_file))
+        up.process.send_signal(signal.SIGTERM)
+        assert up.process.wait(20) == 143
+    eventually(lambda: not is_led(home) and not holders(home.services_lock_file))
+    assert "engine is ready" not in (home.logs / "up.log").read_text(), "at once: nobody would hear of it"
+
+
+def test_under_nohup_a_terminal_that_closes_does_not_end_up(home: Home) -> None:
+    argv = ("nohup", KVASIR, "--home", home.root, "up", "--no-http")
+    none, pipe = subprocess.DEVNULL, subprocess.PIPE
+    with subprocess.Popen(argv, stdin=none, stdout=none, stderr=pipe, text=True, env=QUIET) as up:
+        assert up.stderr is not None
+        assert any("Starting in" in line for line in up.stderr)
+        up.send_signal(signal.SIGHUP)
+        assert any("store is ready" in line for line in up.stderr), "it went on"
+        up.terminate()
+        up.stderr.read()
+    assert up.returncode == 0

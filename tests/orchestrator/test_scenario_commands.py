@@ -1,6 +1,7 @@
 """`kvasir scenario` where no service is needed: prompts ahead of a run, refusals, what ships, and a missing extra."""
 
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from kvasir_orchestrator import Journal, Scenario, shipped_names
 from kvasir_orchestrator.model import json_schema
 
-from tests.cli.running import in_process
+from tests.cli.running import Cli, eventually, in_process
 from tests.orchestrator.test_scenario_format import RIGHT
 
 
@@ -45,6 +46,14 @@ def test_what_ships_is_listed_shown_and_described() -> None:
     assert [row["name"] for row in in_process("scenario", "ls", "--json").value] == shipped_names()
     assert in_process("scenario", "show", "gossip").out == Scenario.shipped("gossip").text
     assert json.loads(in_process("scenario", "schema").out) == json_schema()
+
+
+def test_a_run_that_sigterm_ends_says_how_to_go_on(tmp_path: Path) -> None:
+    with Cli(tmp_path / "home").running("scenario", "run", "gossip", "--retries", "99") as run:
+        eventually(lambda: "asked again" in run.err)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.process.wait(20) == 143
+        assert "stopped after 0 turns; run it again, without --fresh, to go on" in run.err
 
 
 def test_a_report_is_written_of_the_newest_run(tmp_path: Path) -> None:

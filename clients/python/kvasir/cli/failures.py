@@ -22,7 +22,8 @@ OK, PROBLEMS, USAGE, UNREACHABLE, REFUSED, NOT_FOUND, DAMAGED, BUG, INTERRUPTED 
 
 HELP = (
     "Exit codes: 0 done; 1 done, and problems were found; 2 wrong usage; 3 a service cannot be reached, does not start "
-    "or is too slow; 4 refused; 5 not found; 6 stored bytes are damaged; 70 internal error; 130 interrupted."
+    "or is too slow; 4 refused; 5 not found; 6 stored bytes are damaged; 70 internal error; 130 interrupted; "
+    "143 ended by SIGTERM; 129 its terminal closed."
 )
 
 
@@ -92,7 +93,8 @@ def code_of(command: Callable[[], object], caller: Caller) -> int:
         sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
-    except SystemExit as end:  # completion's; and with 1 typer's, when nobody reads on: `kvasir agents ls | head -1`
+    # A signal's; completion's; and with 1 typer's, when nobody reads on: `kvasir agents ls | head -1`
+    except SystemExit as end:
         return INTERRUPTED if isinstance(end.__context__, BrokenPipeError) else int(end.code or 0)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

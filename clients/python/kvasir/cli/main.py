@@ -84,22 +84,23 @@ def everywhere(
 
 def main() -> None:
     """Run the command line and end the process with its exit code."""
-    _end_as_by_ctrl_c()
+    _end_at_signals()
     # A command that cannot be understood is refused as JSON too.
     caller = Caller(as_json="--json" in sys.argv)
     sys.exit(failures.code_of(lambda: app(obj=caller, prog_name="kvasir", standalone_mode=False), caller))
 
 
-def _end_as_by_ctrl_c() -> None:
-    """SIGTERM, and a terminal that closes, end a command as Ctrl-C does: the services that it started end with it.
+def _end_at_signals() -> None:
+    """SIGTERM, and a terminal that closes, end a command in order: the services that it started end with it.
     `kvasir up` has handlers of its own. Under nohup a terminal may close.
     """
     numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
 
-    def interrupt(_number: int, _frame: Any) -> None:
+    def end(number: int, _frame: Any) -> None:
         for each in numbers:  # one is enough: another would cut the way out short
             signal.signal(each, signal.SIG_IGN)
-        raise KeyboardInterrupt
+        # No KeyboardInterrupt: Ctrl-C ends only a line or a reply of `kvasir chat`.
+        raise SystemExit(128 + number)
 
     for number in numbers:
-        signal.signal(number, interrupt)
+        signal.signal(number, end)

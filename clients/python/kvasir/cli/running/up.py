@@ -278,7 +278,7 @@ def _detached(caller: Caller) -> None:
     with caller.busy("starting"), child.stdout as out:
         try:
             answer = json.loads(out.readline() or b"{}")
-        except KeyboardInterrupt:
+        except BaseException:  # Ctrl-C or SIGTERM: it ends with us
             child.terminate()
             raise
     if "pid" not in answer:
@@ -296,7 +296,8 @@ async def _run(caller: Caller, plan: Plan, descriptor: int, no_http: str) -> Non
         keep_descriptor=descriptor,
     )
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)  # nohup
+    for number in (signal.SIGINT, signal.SIGTERM, *hangup):
         loop.add_signal_handler(number, supervisor.stop)
 
     def facts(is_ready: bool) -> Running:

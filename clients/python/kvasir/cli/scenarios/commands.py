@@ -73,7 +73,7 @@ def run(
     with failures.naming("engine", caller), runs.journal_of(caller, scenario, journal, fresh=fresh) as begun:
         try:
             is_met = asyncio.run(runs.run(caller, scenario, begun, tokens=tokens, retries=retries, parallel=parallel))
-        except (KeyboardInterrupt, KvasirError):
+        except (KeyboardInterrupt, SystemExit, KvasirError):
             caller.say(f"\nstopped after {len(begun.answers)} turns; run it again, without --fresh, to go on")
             raise
     if not is_met:
