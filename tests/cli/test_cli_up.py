@@ -155,14 +155,16 @@ def test_the_gateway_is_a_service_like_the_others(cli: Cli) -> None:
         ("http", "ready"),
     ]
     key = Path(states["token_file"]).read_text().strip()
-    connection = http.client.HTTPConnection(states["services"][2]["address"])
-    answers_to = []
-    for headers in ({}, {"Authorization": f"Bearer {key}"}):
-        connection.request("GET", "/v1/models", headers=headers)
+    answers_to = [_models(states["services"][2]["address"], each) for each in ("", key)]
+    assert [(status, "kvasir-tiny" in text) for status, text in answers_to] == [(401, False), (200, True)]
+
+
+def _models(address: str, key: str) -> tuple[int, str]:
+    """What the gateway answers who has this key."""
+    with contextlib.closing(http.client.HTTPConnection(address)) as connection:
+        connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
         response = connection.getresponse()
-        answers_to.append((response.status, "kvasir-tiny" in response.read().decode()))
-    connection.close()
-    assert answers_to == [(401, False), (200, True)], "its key is the home's token"
+        return response.status, response.read().decode()
 
 
 def test_a_second_up_of_the_same_home_is_refused_clearly(cli: Cli) -> None:
@@ -384,6 +386,30 @@ def test_reload_is_heard_by_each_service_and_told_in_the_audit(cli: Cli) -> None
     assert "reload" in cli.done("audit").out
     assert cli.done("audit", "--agent", "nobody").out == "nothing is told\n"
     assert cli("audit", "--since", "later").code == 2
+
+
+@pytest.mark.long(4)
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_token_that_is_removed_ends_at_the_gateway_though_the_store_hangs(cli: Cli, is_interrupted: bool) -> None:
+    eventually(lambda: cli("status", "--json").code == 0)
+    running = Home(cli.home).running()
+    assert running is not None
+    key = read_token(Path(cli.done("tokens", "new", "leaver", "--json").value["token_file"]))
+    cli.done("reload")
+    assert _models(running.http, key)[0] == 200
+    cli.done("tokens", "rm", "leaver")
+    os.kill(running.store_pid, signal.SIGSTOP)
+    try:
+        with cli.running("reload") as reload:
+            eventually(lambda: "reloading" in reload.err)
+            if is_interrupted:
+                reload.process.send_signal(signal.SIGTERM)
+                assert reload.process.wait(10) == 143
+            eventually(lambda: _models(running.http, key)[0] == 401, within_s=6)
+            os.kill(running.store_pid, signal.SIGCONT)
+            assert is_interrupted or reload.process.wait(20) == 0
+    finally:
+        os.kill(running.store_pid, signal.SIGCONT)
 
 
 def test_a_new_namespace_remembers_after_a_reload(cli: Cli) -> None:

@@ -1,4 +1,7 @@
-"""`kvasir reload`: the running services of this home read credentials and peers again."""
+"""`kvasir reload`: the running services of this home read credentials, tokens and peers again.
+
+A token that was removed ends at every service, also when another one hangs or Ctrl-C ends this command.
+"""
 
 import contextlib
 import os
@@ -17,10 +20,14 @@ from kvasir.credentials import CredentialFileError, read_credentials
 from kvasir.errors import FailedPrecondition, Unavailable
 
 _PATIENCE_S = 10.0
+_STORE_FIRST_S = 2.0  # so long a removed token goes on elsewhere if the store hangs
 
 
 def reload(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Let the running services read credentials and peers again. Calls of whoever was removed end."""
+    """Let the running services read credentials, peers and the engine's tokens again.
+
+    The engine takes up new namespaces. Calls of whoever was removed end.
+    """
     caller = caller_of(context, as_json)
     home = caller.home
     pids = _pids(home)
@@ -30,16 +37,17 @@ def reload(context: typer.Context, as_json: JsonOption = False) -> None:
         read_credentials(home.credentials_file)
     except CredentialFileError as error:
         raise FailedPrecondition(str(error), reason="UNUSABLE_CREDENTIALS") from None
-    told = {}
     with caller.busy("reloading"):
-        for service, pid in pids.items():  # the store first: what the engine has read, it shows to the store
-            began = datetime.now(UTC).isoformat(timespec="milliseconds")
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGHUP)
-            told[service] = _told(home, service, began)
+        asked = _ask_all(home, pids)
+        give_up = time.monotonic() + _PATIENCE_S
+        told = {service: _answer(home, service, pid, asked[service], give_up) for service, pid in pids.items()}
     caller.result(told, lambda out: out.print("\n".join(f"{name}: {_words(line)}" for name, line in told.items())))
-    if wrong := [service for service, line in told.items() if line.get("outcome") != "allowed"]:
-        text = f"{', '.join(wrong)}: the old set stays; `kvasir logs` says why"
+    problems = {
+        "refused": "the old set stays; `kvasir logs` says why",
+        "silent": "the old set stays until it runs again",
+    }
+    named = {outcome: [name for name, line in told.items() if line["outcome"] == outcome] for outcome in problems}
+    if text := "; ".join(f"{', '.join(names)}: {problems[outcome]}" for outcome, names in named.items() if names):
         raise FailedPrecondition(text, reason="NOT_RELOADED")
 
 
@@ -50,20 +58,45 @@ def _pids(home: Home) -> dict[str, int]:
     return {service: pid for service, pid in named.items() if pid in alive}
 
 
-def _told(home: Home, service: str, began: str) -> dict[str, Any]:
-    """What the service's audit says of this reload; nothing if it says nothing in time."""
-    give_up = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < give_up:
+def _ask_all(home: Home, pids: dict[str, int]) -> dict[str, str]:
+    """Signal each service; returns when, as its audit writes times."""
+    asked = dict[str, str]()
+    try:
+        if "store" in pids:  # first: what the engine has read, it shows to the store
+            asked["store"] = _ask(pids["store"])
+            _answer(home, "store", pids["store"], asked["store"], time.monotonic() + _STORE_FIRST_S)
+    finally:
+        asked |= {service: _ask(pid) for service, pid in pids.items() if service not in asked}
+    return asked
+
+
+def _ask(pid: int) -> str:
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGHUP)
+    return now
+
+
+def _answer(home: Home, service: str, pid: int, asked: str, give_up: float) -> dict[str, Any]:
+    """What the service's audit says of this reload, or that it has ended, or said nothing until `give_up`."""
+    while True:
         for line in lines_of(home.audit_file(service)):
-            if line.get("what") == "reload" and str(line["at"]) >= began:
+            if line.get("what") == "reload" and str(line["at"]) >= asked:
                 return line
+        if pid not in holders(home.services_lock_file):
+            return {"service": service, "outcome": "ended"}
+        if time.monotonic() > give_up:
+            return {"service": service, "outcome": "silent"}
         time.sleep(0.05)
-    return {}
 
 
 def _words(line: dict[str, Any]) -> str:
-    if not line:
-        return "said nothing"
-    if line.get("outcome") != "allowed":
-        return str(line.get("reason"))
-    return f"read {line.get('parts') or 'nothing: it has no such file'}; {line.get('ended_calls', 0)} calls ended"
+    match line["outcome"]:
+        case "allowed":
+            parts = line.get("parts") or "nothing: it has no such file"
+            return f"read {parts}; {line.get('ended_calls', 0)} calls ended"
+        case "ended":
+            return "has ended; it reads the new set when it is started again"
+        case "silent":
+            return "does not answer; it reads the new set once it runs"
+    return str(line.get("reason"))
