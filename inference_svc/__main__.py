@@ -13,9 +13,9 @@ from types import ModuleType
 
 import structlog
 from kvasir.address import AddressError
-from kvasir.clients import AioStoreClient, Tls
+from kvasir.clients import Tls
 from kvasir.clients.aio.turn_peer import AioTurnPeer
-from kvasir.credentials import DEFAULT_NAMESPACE, CredentialFileError, further_engine_tokens, read_token
+from kvasir.credentials import DEFAULT_NAMESPACE, CredentialFileError, read_token
 from kvasir.errors import KvasirError
 from kvasir.inference.v1 import handover_pb2_grpc, inference_pb2_grpc
 from kvasir.server.audit import Audit, AuditFile
@@ -45,6 +45,7 @@ from inference_svc.edge.service import (
     new_request_id,
 )
 from inference_svc.engine.engine import Engine
+from inference_svc.engine_stores import open_stores, reload_store_tokens, until_it_answers
 from inference_svc.formats.grammar_trial import GrammarTrial
 from inference_svc.formats.reply_formats import ReplyFormats
 from inference_svc.handover.giving import TurnGiver
@@ -53,7 +54,6 @@ from inference_svc.lease_owner import LeaseOwner
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.remote_cache import RemoteCache
 from inference_svc.memory.service_stats import ServiceStats, ServiceStatus
-from inference_svc.memory.store_files import StoreFiles
 from inference_svc.memory.token_lines import TokenLines
 from inference_svc.model.model_host import ModelHost
 from inference_svc.served_model import ServedModel, open_served
@@ -65,7 +65,6 @@ _LOG = structlog.get_logger("inference_svc")
 _EX_CONFIG = 78
 _BEGIN_TRACES = ("InferenceService/Generate", "InferenceService/Warm")
 _PROTOCOL = "kvasir.inference.v1"
-_STORE_POLL_S = 0.1
 
 
 def main() -> int:
@@ -100,7 +99,7 @@ async def serve(settings: EngineSettings) -> None:
     )
     reloading = Reloading(audit)
     reloading.add("credentials", server.reload_credentials)
-    stores = _stores(settings)
+    stores = open_stores(settings)
     owner = LeaseOwner(settings.state_dir, lambda: f"engine-{secrets.token_hex(8)}")
     stats = ServiceStats(time.monotonic())
     admission = Admission(settings.admission, time.monotonic)
@@ -119,7 +118,7 @@ async def serve(settings: EngineSettings) -> None:
 
     host = ModelHost(settings.model, open_model)
     if settings.store_token_file or settings.store_token_dir:
-        reloading.add("store_tokens", partial(_reload_store_tokens, settings, stores, host))
+        reloading.add("store_tokens", partial(reload_store_tokens, settings, stores, host))
     reloading.on_hangup()
 
     def status() -> ServiceStatus:
@@ -137,9 +136,9 @@ async def serve(settings: EngineSettings) -> None:
             stack.callback(page.serve(settings.metrics_listen))
         # Connected before the first turn, whose budget for the store is better spent on reading.
         give_up_at = time.monotonic() + settings.store_wait_s
-        await asyncio.gather(*(_until_it_answers(store, give_up_at) for store in stores.values()))
-        if problems := [store.problem for store in stores.values() if store.problem]:
-            raise RefusedToStart(f"--store-token-file: {'; '.join(problems)}")
+        await asyncio.gather(*(until_it_answers(store, give_up_at, time.monotonic) for store in stores.values()))
+        if mixed_up := [store.problem_in_words for store in stores.values() if store.is_of_another_namespace]:
+            raise RefusedToStart("; ".join(mixed_up))
         stack.push_async_callback(host.close)
         settle_garbage()  # before a model comes, which may go again
         await host.load(host.names[0])
@@ -195,14 +194,6 @@ async def serve(settings: EngineSettings) -> None:
     _LOG.info("engine.stopped")
 
 
-async def _until_it_answers(store: RemoteCache, give_up_at: float) -> None:
-    """Ask once, and again until that time, unless its answer is that it must not be used."""
-    while True:
-        if await store.answers() or store.problem or time.monotonic() >= give_up_at:
-            return
-        await asyncio.sleep(_STORE_POLL_S)
-
-
 async def _drain(server: EdgeServer, host: ModelHost[ServedModel], peer: str) -> None:
     """From the signal to stop on, give the turns that speak to a peer."""
     await server.stopping.wait()
@@ -252,52 +243,6 @@ def _limits(settings: EngineSettings) -> ServiceLimits:
 
 def _now_ms() -> int:
     return time.time_ns() // 1_000_000
-
-
-def _stores(settings: EngineSettings) -> dict[str, RemoteCache]:
-    """The cache store by namespace: each token is bound to one. On its Unix socket the owner needs no token."""
-    if not settings.store:
-        return {}
-    tokens: dict[str, str | None] = {**_store_tokens(settings)}
-    if settings.store.startswith("unix:"):
-        tokens.setdefault(DEFAULT_NAMESPACE, None)
-    return {namespace: _new_store(settings, namespace, token) for namespace, token in tokens.items()}
-
-
-def _new_store(settings: EngineSettings, namespace: str, token: str | None) -> RemoteCache:
-    return RemoteCache(
-        AioStoreClient.connect(settings.store, token=token, tls=settings.store_tls, retry_reads=False),
-        namespace,
-        StoreFiles(settings.store_data_dir, namespace) if settings.store_data_dir is not None else None,
-    )
-
-
-def _store_tokens(settings: EngineSettings) -> dict[str, str]:
-    """Raises CredentialFileError."""
-    found = further_engine_tokens(settings.store_token_dir) if settings.store_token_dir is not None else {}
-    return {namespace: read_token(path) for namespace, path in {**found, **settings.store_token_file}.items()}
-
-
-async def _reload_store_tokens(
-    settings: EngineSettings, stores: dict[str, RemoteCache], host: ModelHost[ServedModel]
-) -> int:
-    """Read the tokens again, and take up new namespaces; no call ends by it. Raises CredentialFileError: then all stay,
-    or all but a new one whose token is another namespace's."""
-    tokens = _store_tokens(settings)
-    known = [stores[namespace].renew_token(token) for namespace, token in tokens.items() if namespace in stores]
-    await asyncio.gather(*known)
-    for namespace in tokens.keys() - stores.keys():
-        store = _new_store(settings, namespace, tokens[namespace])
-        now = None
-        with contextlib.suppress(KvasirError):  # a store that is away takes up the namespace when it is back
-            now = await store.newest_event() if await store.answers() else None
-        if store.problem:
-            await store.close()
-            raise CredentialFileError(store.problem)
-        stores[namespace] = store
-        if host.served is not None:
-            host.served.add_store(namespace, store, now)
-    return 0
 
 
 async def _close_all(stores: Mapping[str, RemoteCache]) -> None:

@@ -6,7 +6,7 @@ import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from kvasir.address import check_endpoint, check_operators_address
 from kvasir.clients import Tls
@@ -32,6 +32,7 @@ _STORE_MIN_BYTES_PER_S = 20e6
 _SWAP_READ_BUDGET_S = 2.0
 _SWAP_RENEW_S = 300.0
 _REPEATED = ("store_token_file", "model", "service_admin", "peer", "peer_token_file", "peer_store", "peer_ca_file")
+_Given = TypeVar("_Given")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -188,6 +189,13 @@ class EngineSettings(BaseSettings):
             return items
         pairs = [item.rpartition("=") for item in items if item]
         return {namespace or DEFAULT_NAMESPACE: path for namespace, _, path in pairs}
+
+    @field_validator("store_token_file", "store_token_dir")
+    @classmethod
+    def _has_store(cls, given: _Given, info: ValidationInfo) -> _Given:
+        if given and not info.data.get("store"):
+            raise ValueError("it is for a store: name that with --store, or leave this out")
+        return given
 
     @field_validator("peer", "peer_token_file", "peer_store", "peer_ca_file", mode="before")
     @classmethod

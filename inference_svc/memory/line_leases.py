@@ -35,7 +35,7 @@ _BEAT_TIMEOUT_S = 1.0
 _ACQUIRE_TIMEOUT_S = 2.0
 _MAX_PER_BEAT = 10_000
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.1
-_WATCH_PAUSE_S = 0.2
+_WATCH_PAUSE_S, _LONGEST_WATCH_PAUSE_S = 0.2, 5.0
 _CLOSING_S = 1.0
 _HELD = "LEASE_HELD"
 MOVED = ("AGENT_MOVED", "AGENT_MOVING")
@@ -316,15 +316,19 @@ class LineLeases:
 
     async def _follow(self) -> None:
         """Follow the namespace's events. After a cut they go on from the last cursor; heartbeats report lost leases."""
+        pause_s = _WATCH_PAUSE_S
         while True:
             try:
                 async for event in self.store.watch():
                     self._happened(event)
+                    pause_s = _WATCH_PAUSE_S
+            except (errors.Unavailable, errors.DeadlineExceeded):
+                pause_s = _WATCH_PAUSE_S  # the store is away, or stops
             except errors.KvasirError:
-                pass  # the store is away, or stops
+                pause_s = min(2 * pause_s, _LONGEST_WATCH_PAUSE_S)  # the next answer is the same, most likely
             except Exception:  # noqa: BLE001 - it has no reader but the log
                 _LOG.exception("lease.watch_failed", namespace=self.namespace)
-            await asyncio.sleep(_WATCH_PAUSE_S)
+            await asyncio.sleep(pause_s)
 
     def _happened(self, event: StoreEvent) -> None:
         ours = self.engine.model.kv_identity_hash

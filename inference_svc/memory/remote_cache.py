@@ -2,13 +2,15 @@
 
 Reading delays the first token, so a turn has one small budget of time without progress for all of its reads; bytes that
 arrive earn more. After a failure the breaker keeps turns away, at no cost, while a probe in the background waits for
-the store to answer again. Bytes that were read are checked against their digest before they are used.
+the store to answer again. Bytes that were read are checked against their digest before they are used. Nothing goes
+through, in either direction, before the store has said that the engine's token is the namespace's.
 """
 
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import structlog
@@ -42,6 +44,7 @@ from inference_svc.memory.trust import LEASE_TTL_S, Version
 
 _LOG = structlog.get_logger(__name__)
 _MAX_BLOCK_HASHES = 10_000
+_WRONG_NAMESPACE = "WRONG_NAMESPACE"
 
 T = TypeVar("T")
 
@@ -49,16 +52,21 @@ T = TypeVar("T")
 class RemoteCache:
     """One namespace of one cache store, seen from the engine."""
 
-    def __init__(self, client: AioStoreClient, namespace: str = "", files: StoreFiles | None = None) -> None:
-        """`client` carries the engine's credential at the store, which is bound to a namespace. It must not retry reads
-        by itself: a turn has no time for that. `namespace`: the expected namespace; empty: any. `files`: those of the
-        store, if they may be read.
+    def __init__(
+        self, client: AioStoreClient, namespace: str, files: StoreFiles | None = None, token_file: Path | None = None
+    ) -> None:
+        """`client` carries the engine's credential at the store, which has to be bound to `namespace`. It must not
+        retry reads by itself: a turn has no time for that. `files`: those of the store, if they may be read.
+        `token_file`: where the credential's token comes from, for the operator.
         """
-        self._client = client
+        self._connection = client
+        self._newest = client  # with the newest token
+        self._known: AioStoreClient | None = None  # the one whose token the store has said is this namespace's
         self._namespace = namespace
         self._files = files
+        self._token_file = token_file
         self._cursor: cachestore_pb2.EventCursor | None = None
-        self.problem = ""  # why this store must not be used; known once it has answered
+        self.problem: errors.KvasirError | None = None  # why this store must not be used; found by asking it
         self._breaker = Breaker(self._probe)
 
     @property
@@ -66,22 +74,52 @@ class RemoteCache:
         """False from a failure until the store answers again. True for a store that was never asked."""
         return not self._breaker.is_open
 
+    @property
+    def is_of_another_namespace(self) -> bool:
+        """Whether its token is: then two token files are mixed up."""
+        return self.problem is not None and self.problem.reason == _WRONG_NAMESPACE
+
+    @property
+    def problem_in_words(self) -> str:
+        """The problem for the operator, with the file and what to do. Callers are told of no file."""
+        if self.problem is None:
+            return ""
+        where = f"{self._token_file}: " if self._token_file is not None else ""
+        return (
+            f"namespace {self._namespace!r}: {where}{self.problem.message}; put the engine's token for this namespace "
+            "there (`kvasir tokens new` makes it with a new namespace), or remove the file"
+        )
+
     async def answers(self) -> bool:
-        """Ask the store now, briefly. Finds a store that is back sooner than the breaker's own probe."""
+        """Whether the store answers and may be used. Asks it now, briefly: that finds a store that is back sooner than
+        the breaker's own probe, which goes on until the answer is yes.
+        """
         try:
             await asyncio.wait_for(self._probe(), PROBE_TIMEOUT_S)
         except (errors.KvasirError, TimeoutError):
-            return False
+            pass
         except Exception:  # noqa: BLE001 - whatever it answered, this store cannot be used
             _LOG.exception("store.answer_not_understood")
-            return False
-        self._breaker.reset()
-        return True
+        else:
+            self._breaker.reset()
+            return True
+        if self.problem is not None:
+            self._breaker.ask_again()
+        elif self._known is None:
+            self._breaker.trip()
+        return False
 
     async def renew_token(self, token: str) -> None:
-        """The engine's credential has another token now. One of another namespace is noted in `problem`."""
-        self._client.renew_token(token)
+        """The calls from now on show this token, if the store says that it is this namespace's; until it says so, there
+        are none. Calls under way end with the token that they began with.
+        """
+        self._newest = new = self._connection.with_token(token)
+        self.problem = None
         await self.answers()
+        if self._known is not new:
+            self._known = None
+            if self.problem is None:
+                self._breaker.trip()
 
     async def until_reachable(self) -> None:
         await self._breaker.closed.wait()
@@ -91,7 +129,7 @@ class RemoteCache:
 
     async def close(self) -> None:
         await self._breaker.close()
-        await self._client.close()
+        await self._connection.close()
 
     # --- reading: a failure is a StoreMiss ---
 
@@ -144,7 +182,7 @@ class RemoteCache:
                     blobs.append(bytes(data))
         except StoreMiss as error:
             return blobs, error.miss
-        except errors.NotFound as error:
+        except errors.KvasirError as error:
             return blobs, miss_of(error)
         return blobs, None
 
@@ -178,11 +216,11 @@ class RemoteCache:
 
     async def write_tensors(self, files: Sequence[bytes], timeout_s: float) -> tuple[list[Digest], int]:
         """Make tensor files durable. Returns their digests in order, and the number of bytes that had to be sent."""
-        self._check_usable()
+        client = self._client  # before work is done in vain
         digests = [Digest.of(data) for data in files]
         there: list[int] = []
         progress = await self._noting(
-            self._client.put_blobs(
+            client.put_blobs(
                 dict(zip(digests, files, strict=True)),
                 on_progress=lambda now: there.append(now.bytes_done),
                 timeout_s=timeout_s,
@@ -209,7 +247,6 @@ class RemoteCache:
         earlier version that it goes on from; 0: its parent. Raises Conflict when the head is not its parent, or when
         the lease is fenced.
         """
-        self._check_usable()
         digest = await self._noting(self._client.put_manifest(manifest, timeout_s=timeout_s))
         version = await self._noting(
             self._client.commit(
@@ -231,7 +268,6 @@ class RemoteCache:
         self, agent_id: str, kv_identity_hash: str, owner: str, *, begins_anew: bool, asks: bool, timeout_s: float
     ) -> Granted:
         """Raises FailedPrecondition (LEASE_HELD)."""
-        self._check_usable()
         got = await self._client.acquire_lease(
             agent_id,
             kv_identity_hash,
@@ -327,41 +363,69 @@ class RemoteCache:
     async def watch(self) -> AsyncGenerator[StoreEvent, None]:
         """Events of the namespace, from where the last watch was cut."""
         async with contextlib.aclosing(self._client.watch(self._cursor)) as responses:
-            async for each in responses:
-                self._cursor = each.cursor
-                if (event := event_of(each)) is not None:
-                    yield event
+            try:
+                async for each in responses:
+                    self._cursor = each.cursor
+                    if (event := event_of(each)) is not None:
+                        yield event
+            except errors.Unauthenticated:
+                self._breaker.ask_again()
+                raise
 
     @property
     def agents(self) -> AioStoreClient:
-        """The store's client, for what callers ask about agents. Raises PermissionDenied if it must not be used."""
-        self._check_usable()
+        """The store's client, for what callers ask about agents. Ask anew for each call: tokens change. Raises
+        PermissionDenied if the store must not be used, and Unavailable while that is not known.
+        """
         return self._client
 
     # --- how a call is made ---
 
-    async def _probe(self) -> None:
-        found = (await self._client.get_capabilities()).namespace
-        self.problem = ""
-        if self._namespace and found != self._namespace:
-            # Two token files are mixed up. Their namespaces' memories must not be mixed up too.
-            self.problem = f"the store's token is bound to namespace {found!r}, expected {self._namespace!r}"
-            _LOG.error("store.wrong_namespace", expected=self._namespace, found=found)
-            raise errors.PermissionDenied(self.problem, reason="WRONG_NAMESPACE")
+    @property
+    def _client(self) -> AioStoreClient:
+        """The one way to the store, but for the probe."""
+        if self._known is not None:
+            return self._known
+        if self.problem is not None:
+            raise errors.PermissionDenied(self.problem.message, reason=self.problem.reason)
+        self._breaker.trip()
+        text = "the store has not said yet which namespace the engine's token is bound to"
+        raise errors.Unavailable(text, reason="NAMESPACE_NOT_KNOWN", retry_after_s=1.0)
 
-    def _check_usable(self) -> None:
-        if self.problem:
-            raise errors.PermissionDenied(self.problem, reason="WRONG_NAMESPACE")
+    async def _probe(self) -> None:
+        """Learn whether the newest token is this namespace's. Raises KvasirError unless it is."""
+        client, found = None, ""
+        while client is not self._newest:  # a token that came meanwhile is asked about by itself
+            client = self._newest
+            try:
+                found = (await client.get_capabilities()).namespace
+            except (errors.Unauthenticated, errors.PermissionDenied) as error:
+                if client is self._newest:
+                    self._refuse(type(error)(f"the store refuses the engine's token: {error.message}"))
+                    raise
+        if found != self._namespace:
+            # Two token files are mixed up. Their namespaces' memories must not be mixed up too.
+            text = f"the store's token is bound to namespace {found!r}, expected {self._namespace!r}"
+            self._refuse(errors.PermissionDenied(text, reason=_WRONG_NAMESPACE))
+            raise errors.PermissionDenied(text, reason=_WRONG_NAMESPACE)
+        self._known, self.problem = client, None
+
+    def _refuse(self, problem: errors.KvasirError) -> None:
+        is_news = self.problem is None or self.problem.message != problem.message
+        self._known, self.problem = None, problem
+        if is_news:
+            _LOG.error("store.not_used", problem=self.problem_in_words)
 
     async def _read(self, call: Callable[[], Awaitable[T]], budget: Budget) -> T:
         """One read within the budget. Raises NotFound as it is and anything else as StoreMiss."""
+        if self.problem is not None:
+            raise StoreMiss(Miss(MissReason.STORE_REFUSED, self.problem.message))
         if self._breaker.is_open:
             raise StoreMiss(Miss(MissReason.STORE_UNREACHABLE, "the store failed a moment ago"))
-        if self.problem:
-            raise StoreMiss(Miss(MissReason.STORE_REFUSED, self.problem))
         if (given_s := budget.remaining_s) <= 0:
             raise StoreMiss(Miss(MissReason.STORE_TIMEOUT, "the turn's budget for the store is spent"))
         try:
+            _ = self._client  # a call may read files, for which the store is not asked
             with budget.spending():
                 async with asyncio.timeout(given_s):
                     return await call()
@@ -377,6 +441,9 @@ class RemoteCache:
             ) from None
         except errors.NotFound:
             raise
+        except errors.Unauthenticated as error:
+            self._breaker.ask_again()
+            raise StoreMiss(miss_of(error)) from error
         except (errors.KvasirError, StopAsyncIteration, ValueError) as error:
             raise StoreMiss(miss_of(error)) from error
 
@@ -386,6 +453,9 @@ class RemoteCache:
             return await call
         except (errors.Unavailable, errors.DeadlineExceeded):
             self._breaker.trip()
+            raise
+        except errors.Unauthenticated:
+            self._breaker.ask_again()
             raise
 
 

@@ -12,6 +12,7 @@ _LOG = structlog.get_logger(__name__)
 PROBE_TIMEOUT_S = 1.0
 _FIRST_PROBE_DELAY_S = 0.1
 _MAX_PROBE_DELAY_S = 1.0
+_MAX_DELAY_AFTER_REFUSAL_S = 5.0
 
 
 class Budget:
@@ -60,9 +61,14 @@ class Breaker:
         if not self.is_open:
             self.closed.clear()
             self.opened.set()
+            _LOG.warning("store.unreachable")
+        self.ask_again()
+
+    def ask_again(self) -> None:
+        """Probe in the background until the store can be used."""
+        if self._prober is None or self._prober.done():
             # Of no call: it outlives the one that found the store away.
             self._prober = asyncio.create_task(self._until_it_answers(), context=Context())
-            _LOG.warning("store.unreachable")
 
     async def close(self) -> None:
         if self._prober is not None:
@@ -78,14 +84,15 @@ class Breaker:
 
     async def _until_it_answers(self) -> None:
         delay_s = _FIRST_PROBE_DELAY_S
-        while self.is_open:
+        while True:
             await asyncio.sleep(delay_s)
             try:
                 await asyncio.wait_for(self._probe(), PROBE_TIMEOUT_S)
             except (errors.Unavailable, errors.DeadlineExceeded, TimeoutError):
                 delay_s = min(2 * delay_s, _MAX_PROBE_DELAY_S)
             except errors.KvasirError:
-                break  # a refusal is an answer
+                self.reset()  # a refusal is an answer, and may be taken back
+                delay_s = min(2 * delay_s, _MAX_DELAY_AFTER_REFUSAL_S)
             except Exception:  # noqa: BLE001 - it has no reader but the log
                 # A prober that ends would leave the breaker open for good.
                 _LOG.exception("store.probe_failed")

@@ -144,9 +144,22 @@ def engine_of(namespace: str) -> str:
 
 
 def further_engine_tokens(directory: Path) -> dict[str, Path]:
-    """The files of the engine's tokens for namespaces beside the default one, by namespace."""
+    """The files of the engine's tokens for namespaces beside the default one, by what their names say it is."""
     files = sorted(directory.glob(engine_of("*") + ".token"))
     return {file.name.removeprefix(engine_of("")).removesuffix(".token"): file for file in files}
+
+
+def read_engine_tokens(files: Mapping[str, Path]) -> tuple[dict[str, str], list[str]]:
+    """The tokens by namespace, and what is wrong with the other files."""
+    tokens, wrong = dict[str, str](), list[str]()
+    for namespace, path in files.items():
+        try:
+            tokens[check_namespace(namespace)] = read_token(path)
+        except InvalidArgument as error:
+            wrong.append(f"{path}: {error.message}")
+        except CredentialFileError as error:
+            wrong.append(str(error))
+    return tokens, wrong
 
 
 def write_private_text(path: Path, text: str) -> None:

@@ -430,10 +430,11 @@ def test_only_a_call_that_had_most_of_the_budget_says_that_a_store_is_away(
             await asyncio.Event().wait()
 
         async def nothing() -> Any:
-            return SimpleNamespace(namespace="")
+            return SimpleNamespace(namespace="default")
 
         client: Any = SimpleNamespace(get_agent=slow, get_capabilities=nothing, close=nothing)
-        store = RemoteCache(client)
+        store = RemoteCache(client, "default")
+        assert await store.answers()
         budget = Budget(0.05, 1000, lambda: 0.0)
         budget.spent_s = spent_s
         with pytest.raises(StoreMiss, match="budget"):
@@ -533,13 +534,16 @@ def test_a_store_whose_token_is_another_namespaces_is_not_used() -> None:
         async def never(*_arguments: object, **_how: object) -> None:
             raise AssertionError("a call reached the wrong namespace")
 
-        client: Any = SimpleNamespace(get_capabilities=capabilities, get_agent=never, put_blobs=never, close=never)
+        client: Any = SimpleNamespace(
+            get_capabilities=capabilities, get_agent=never, put_blobs=never, close=capabilities
+        )
         store = RemoteCache(client, "north")
         assert not await store.answers()
         with pytest.raises(StoreMiss, match="'south', expected 'north'"):
             await store.heads("a", "cd" * 32, Budget(1.0, 1000, lambda: 0.0))
         with pytest.raises(errors.PermissionDenied):
             await store.write_tensors([b"x"], 1.0)
+        await store.close()
 
     run(scenario)
 
@@ -549,7 +553,9 @@ def test_an_answer_that_is_none_makes_a_store_unreachable_and_no_bug() -> None:
         async def nonsense() -> Any:
             return None
 
-        client: Any = SimpleNamespace(get_capabilities=nonsense)
-        assert not await RemoteCache(client).answers()
+        client: Any = SimpleNamespace(get_capabilities=nonsense, close=nonsense)
+        store = RemoteCache(client, "default")
+        assert not await store.answers()
+        await store.close()
 
     run(scenario)

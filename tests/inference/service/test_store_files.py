@@ -36,6 +36,7 @@ def read(store: RunningStore, *digests: Digest) -> tuple[list[bytes], MissReason
     async def ask() -> tuple[list[bytes], MissReason | None]:
         client = AioStoreClient.connect(store.address, retry_reads=False)
         cache = RemoteCache(client, "default", StoreFiles(store.data_dir, "default"))
+        assert await cache.answers()
         blobs, miss = await cache.read_blobs(digests, Budget(5.0, 1.0, time.monotonic))
         await cache.close()
         return blobs, miss.reason if miss is not None else None

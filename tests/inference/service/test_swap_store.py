@@ -54,10 +54,10 @@ class Handle:
 
 
 class Scene:
-    """A turn that is preempted at once."""
+    """A turn that is preempted when it begins."""
 
     def __init__(self, address: str, limits: SwapLimits) -> None:
-        self.store = RemoteCache(AioStoreClient.connect(address))
+        self.store = RemoteCache(AioStoreClient.connect(address), "default")
         self.handle = Handle()
         self.publishing, self.restoring = SharedRoom(1 << 20), SharedRoom(1 << 20)
         self.counters = NamespaceCounters()
@@ -65,6 +65,9 @@ class Scene:
         self.swap = SwapStore(
             handle, self.store, "ns", self.publishing, self.restoring, self.counters, limits, time.monotonic
         )
+
+    async def begin(self) -> None:
+        await self.store.answers()
         self.swap.event(Preempted(FILES, 81))
 
     async def wanted(self) -> Sequence[bytes]:
@@ -89,6 +92,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 def run(house: House, work: Callable[[Scene], Any], limits: SwapLimits | None = None) -> None:
     async def scene() -> None:
         one = Scene(house.store.address, limits or LIMITS)
+        await one.begin()
         await work(one)
         await one.close()
 

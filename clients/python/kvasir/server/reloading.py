@@ -16,6 +16,10 @@ from kvasir.server.audit import ALLOWED, REFUSED, Audit
 _LOG = logging.getLogger("kvasir.reload")
 
 
+class TakenInPart(ValueError):
+    """Some of a part's files are wrong, and the others were taken. The message says what is in force."""
+
+
 class Reloading:
     """What one service reads again. On its event loop."""
 
@@ -49,7 +53,8 @@ class Reloading:
                 ended += await read()
             except ValueError as error:
                 # It names a file of the operator's and what is wrong there, never a token.
-                _LOG.error("reload.refused part=%s the old set stays: %s", part, error)
+                stays = "" if isinstance(error, TakenInPart) else "the old set stays: "
+                _LOG.error("reload.refused part=%s %s%s", part, stays, error)
                 problems.append(part)
             else:
                 parts.append(part)

@@ -28,7 +28,6 @@ from kvasir.credentials import (
     engine_of,
     read_credentials,
     replace_private_text,
-    write_private_text,
 )
 from kvasir.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
 
@@ -77,9 +76,7 @@ def new(
         tokens = {each: secrets.token_urlsafe(32) for each in (*wanted, *([engine] if is_new else []))}
         credentials = known.with_tokens(tokens)
         for principal, token in tokens.items():  # before they are listed: who reads the list finds all files
-            file = home.tokens / f"{principal.name}.token"
-            file.unlink(missing_ok=True)
-            write_private_text(file, token + "\n")
+            replace_private_text(home.tokens / f"{principal.name}.token", token + "\n")
         replace_private_text(home.credentials_file, credentials.text)
     then = _then(home)
     made = {**_row(home, wanted[0]), "then": then}

@@ -1,0 +1,99 @@
+"""The engine's stores by namespace: opened with its tokens, waited for, and with other tokens after a reload."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+from kvasir.clients import AioStoreClient
+from kvasir.credentials import DEFAULT_NAMESPACE, CredentialFileError, further_engine_tokens, read_engine_tokens
+from kvasir.errors import KvasirError
+from kvasir.server.reloading import TakenInPart
+
+from inference_svc.config import EngineSettings
+from inference_svc.memory.remote_cache import RemoteCache
+from inference_svc.memory.store_files import StoreFiles
+from inference_svc.memory.store_patience import PROBE_TIMEOUT_S
+from inference_svc.model.model_host import ModelHost
+from inference_svc.served_model import ServedModel
+
+_LOG = structlog.get_logger(__name__)
+_POLL_S = 0.1
+
+
+def open_stores(settings: EngineSettings) -> dict[str, RemoteCache]:
+    """The cache store by namespace: each token is bound to one. On its Unix socket the owner needs no token. A wrong
+    file in the directory costs its own namespace its store. Raises CredentialFileError for a file that an option names.
+    """
+    if not settings.store:
+        return {}
+    named, wrong = read_engine_tokens(settings.store_token_file)
+    if wrong:
+        raise CredentialFileError("; ".join(wrong))
+    further, wrong = read_engine_tokens(_further_files(settings))
+    for each in wrong:
+        _LOG.error("store.token_file_not_used", problem=each)
+    tokens: dict[str, str | None] = {**further, **named}
+    if settings.store.startswith("unix:"):
+        tokens.setdefault(DEFAULT_NAMESPACE, None)
+    return {namespace: _new_store(settings, namespace, token) for namespace, token in tokens.items()}
+
+
+async def until_it_answers(store: RemoteCache, give_up_at: float, clock: Callable[[], float]) -> None:
+    """Ask once, and again until that time of the clock, unless its answer is that it must not be used."""
+    while True:
+        if await store.answers() or store.problem is not None or clock() >= give_up_at:
+            return
+        await asyncio.sleep(_POLL_S)
+
+
+async def reload_store_tokens(
+    settings: EngineSettings, stores: dict[str, RemoteCache], host: ModelHost[ServedModel]
+) -> int:
+    """Read the tokens again, and take up new namespaces, each by itself; no call ends by it.
+
+    Raises TakenInPart, naming each file that is wrong: if it cannot be read, nothing changes for its namespace; if its
+    token is another namespace's or none of the store's, a known namespace has no store until the store takes it, and a
+    new one is not taken up. A store that is away is asked when it is back.
+    """
+    tokens, unread = read_engine_tokens({**_further_files(settings), **settings.store_token_file})
+    wrong = [f"{each}; for its namespace nothing changes" for each in unread]
+    wrong += filter(None, await asyncio.gather(*(_take(settings, stores, host, *each) for each in tokens.items())))
+    if wrong:
+        raise TakenInPart("; ".join([*wrong, "the other tokens are in force"]))
+    return 0
+
+
+async def _take(
+    settings: EngineSettings, stores: dict[str, RemoteCache], host: ModelHost[ServedModel], namespace: str, token: str
+) -> str:
+    """Take a token. Returns what is wrong with it, and what is in force then."""
+    if (known := stores.get(namespace)) is not None:
+        await known.renew_token(token)
+        return f"{known.problem_in_words}; until then its store is not used" if known.problem is not None else ""
+    store, now = _new_store(settings, namespace, token), None
+    if await store.answers():
+        with contextlib.suppress(KvasirError, TimeoutError):
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                now = await store.newest_event()
+    if store.problem is not None:
+        await store.close()
+        return f"{store.problem_in_words}; the namespace was not taken up"
+    stores[namespace] = store
+    if host.served is not None:
+        host.served.add_store(namespace, store, now)
+    return ""
+
+
+def _new_store(settings: EngineSettings, namespace: str, token: str | None) -> RemoteCache:
+    return RemoteCache(
+        AioStoreClient.connect(settings.store, token=token, tls=settings.store_tls, retry_reads=False),
+        namespace,
+        StoreFiles(settings.store_data_dir, namespace) if settings.store_data_dir is not None else None,
+        {**_further_files(settings), **settings.store_token_file}.get(namespace),
+    )
+
+
+def _further_files(settings: EngineSettings) -> dict[str, Path]:
+    return further_engine_tokens(settings.store_token_dir) if settings.store_token_dir is not None else {}
