@@ -43,7 +43,7 @@ def reload(context: typer.Context, as_json: JsonOption = False) -> None:
         told = {service: _answer(home, service, pid, asked[service], give_up) for service, pid in pids.items()}
     caller.result(told, lambda out: out.print("\n".join(f"{name}: {_words(line)}" for name, line in told.items())))
     problems = {
-        "refused": "the old set stays; `kvasir logs` says why",
+        "refused": "what is wrong there was not taken; `kvasir logs` says why, and what is in force",
         "silent": "the old set stays until it runs again",
     }
     named = {outcome: [name for name, line in told.items() if line["outcome"] == outcome] for outcome in problems}
