@@ -12,7 +12,7 @@ _LOG = structlog.get_logger(__name__)
 PROBE_TIMEOUT_S = 1.0
 _FIRST_PROBE_DELAY_S = 0.1
 _MAX_PROBE_DELAY_S = 1.0
-_MAX_DELAY_AFTER_REFUSAL_S = 5.0
+_MAX_DELAY_AFTER_REFUSAL_S = 60.0  # each is a line of the store's audit
 
 
 class Budget:
@@ -62,7 +62,10 @@ class Breaker:
             self.closed.clear()
             self.opened.set()
             _LOG.warning("store.unreachable")
-        self.ask_again()
+            if self._prober is not None:
+                self._prober.cancel()  # after refusals it waits for longer than an absence bears
+                self._prober = None
+            self.ask_again()
 
     def ask_again(self) -> None:
         """Probe in the background until the store can be used."""

@@ -24,7 +24,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 
 from inference_svc.memory.remote_cache import RemoteCache
 from inference_svc.memory.store_answers import StoreMiss
-from inference_svc.memory.store_patience import Budget
+from inference_svc.memory.store_patience import Breaker, Budget
 from tests.programs import run
 from tests.system_fixtures import House
 
@@ -190,5 +190,27 @@ def test_an_answer_about_the_token_before_says_nothing_of_the_one_that_came_mean
         with pytest.raises(StoreMiss, match="'south', expected 'north'"):
             await store.heads("a", "cd" * 32, Budget(1.0, 1000, lambda: 0.0))
         await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_store_that_goes_after_refusals_is_found_as_soon_as_any() -> None:
+    async def scenario() -> None:
+        refusals = [errors.Unauthenticated("no")] * 3
+        are_told = asyncio.Event()
+
+        async def probe() -> None:
+            if refusals:
+                refused = refusals.pop()
+                if not refusals:
+                    are_told.set()
+                raise refused
+
+        breaker = Breaker(probe)
+        breaker.ask_again()
+        await are_told.wait()
+        breaker.trip()
+        await asyncio.wait_for(breaker.closed.wait(), 0.5)
+        await breaker.close()
 
     asyncio.run(scenario())
