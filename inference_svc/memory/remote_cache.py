@@ -390,7 +390,7 @@ class RemoteCache:
             raise errors.PermissionDenied(self.problem.message, reason=self.problem.reason)
         self._breaker.trip()
         text = "the store has not said yet which namespace the engine's token is bound to"
-        raise errors.Unavailable(text, reason="NAMESPACE_NOT_KNOWN", retry_after_s=1.0)
+        raise errors.Unavailable(text, retry_after_s=1.0)
 
     async def _probe(self) -> None:
         """Learn whether the newest token is this namespace's. Raises KvasirError unless it is."""

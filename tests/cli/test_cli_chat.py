@@ -29,10 +29,12 @@ _COLOURS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 def _at_a_terminal() -> None:
     """Ctrl-C reaches a process only from its session's own terminal, and where a shell did not have it ignored.
 
-    A shell without job control, as in a script, has it ignored by all that it starts in the background.
+    A shell without job control, as in a script, has it ignored by all that it starts in the background; nohup has
+    SIGHUP ignored.
     """
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 class Terminal:
@@ -84,12 +86,14 @@ class Terminal:
             self.until(wanted)
 
     def end(self, number: signal.Signals) -> None:
-        """Send a signal once, and a key where `interrupt` needs one."""
+        """Send a signal, and where it came between the prompt and the wait for keys, as in `interrupt`, once more: only
+        a signal or a whole line lets Python look at the first.
+        """
         self.process.send_signal(number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
             return
-        self.type("x")
+        self.process.send_signal(number)
 
     def until_asked(self, agent: str) -> str:
         """Read until the prompt stands last: then a key is the prompt's, and not the terminal's."""

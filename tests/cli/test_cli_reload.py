@@ -16,6 +16,10 @@ from kvasir.cli.running.plan import make_credentials
 from tests.cli.running import in_process
 
 
+def _not_under_nohup() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """The one service of a home; a SIGHUP ends it."""
@@ -24,7 +28,7 @@ def engine(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
     make_credentials(home)
     with home.services_lock_file.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        process = subprocess.Popen(["sleep", "60"], pass_fds=[lock.fileno()])
+        process = subprocess.Popen(["sleep", "60"], pass_fds=[lock.fileno()], preexec_fn=_not_under_nohup)
     home.write_running(Running(pid=1, store="unix:/s", engine="unix:/e", engine_pid=process.pid))
     yield process
     process.kill()
