@@ -85,13 +85,19 @@ def _with_lock_linux(lock: os.stat_result) -> Iterator[int]:
 def _holds(process: Path, lock: os.stat_result) -> bool:
     """Whether a descriptor of the process has this file open and locked."""
     try:
-        for link in (process / "fd").iterdir():
-            seen = link.stat()
-            if (seen.st_dev, seen.st_ino) == (lock.st_dev, lock.st_ino):
-                return "FLOCK" in (process / "fdinfo" / link.name).read_text()
+        links = list((process / "fd").iterdir())
     except OSError:  # another user's, or gone meanwhile
         return False
-    return False
+    return any(_is_locked(process, link, lock) for link in links)
+
+
+def _is_locked(process: Path, link: Path, lock: os.stat_result) -> bool:
+    try:
+        seen = link.stat()
+        is_it = (seen.st_dev, seen.st_ino) == (lock.st_dev, lock.st_ino)
+        return is_it and "FLOCK" in (process / "fdinfo" / link.name).read_text()
+    except OSError:  # this descriptor was closed meanwhile, as a program that starts does with many
+        return False
 
 
 def named_openers(lock_file: Path) -> set[int]:
