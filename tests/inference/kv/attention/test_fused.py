@@ -133,6 +133,13 @@ def test_what_was_mixed_before_greater_scores_shrinks_with_them() -> None:
     assert scene.error(attention(scene, Dialect.CUDA)) < 2 * BOUNDS[BFLOATS]
 
 
+def test_queries_next_to_nothing_see_no_more_than_others() -> None:
+    """Their scores are all near zero, and so must not be the score of what they do not see."""
+    scene = Scene(page_format("q4", 1, 64), (600, 40), 4, 17, dtype=BFLOATS, window=100)
+    scene.queries = scene.queries * 1e-33
+    assert scene.error(attention(scene, Dialect.CUDA)) < BOUNDS[BFLOATS]
+
+
 @both_dialects
 def test_a_large_scale_overflows_no_half_and_a_tiny_weight_counts(dialect: Dialect) -> None:
     """Scales of 1000 and queries of 1e4 are far outside what halves hold when multiplied."""
