@@ -1,5 +1,6 @@
 """Turns decode together: each says, and remembers to the bit, what it does alone; shared rows are computed once."""
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -130,30 +131,37 @@ def started(listener: Listener) -> Started:
     return next(event for event in listener.events if isinstance(event, Started))
 
 
-def test_a_row_that_sits_out_while_a_step_fails_does_not_go_on_with_a_token_too_many(
-    driver: Driver, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its token of the step before was enqueued and never read, so its length counts a token that it does not have."""
-    prompt = tokens_of(64, 5)
-    worker = engine._worker
-    begin_step, step = worker._scheduler.begin_step, worker._decoder.batch.step
+def sit_out(engine: Engine, monkeypatch: pytest.MonkeyPatch, decodes: int, then: Callable[[], None]) -> None:
+    """In the sixth step of two rows only the one with so many prompt tokens decodes; `then` happens just before."""
+    scheduler = engine._worker._scheduler
+    begin_step = scheduler.begin_step
     steps: list[int] = []
 
-    def without_the_first(now: float) -> object:
+    def without_the_other(now: float) -> object:
         rows = begin_step(now)
         steps.append(len(rows))
         if steps.count(2) != 6:
             return rows
-        monkeypatch.setattr(worker._scheduler, "begin_step", begin_step)
-        monkeypatch.setattr(worker._decoder.batch, "step", failing)
-        return rows[1:]
+        monkeypatch.setattr(scheduler, "begin_step", begin_step)
+        then()
+        return tuple(row for row in rows if row.prompt_tokens == decodes)
+
+    monkeypatch.setattr(scheduler, "begin_step", without_the_other)
+
+
+def test_a_row_that_sits_out_while_a_step_fails_does_not_go_on_with_a_token_too_many(
+    driver: Driver, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its token of the step before was enqueued and never read, so its length counts a token that it does not have."""
+    batch = engine._worker._decoder.batch
+    step = batch.step
 
     def failing(token_ids: object) -> object:
-        monkeypatch.setattr(worker._decoder.batch, "step", step)
+        monkeypatch.setattr(batch, "step", step)
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(worker._scheduler, "begin_step", without_the_first)
-    both = [driver.submit(each, key=driver.key(), max_tokens=60) for each in (prompt, tokens_of(70, 6))]
+    sit_out(engine, monkeypatch, 70, lambda: monkeypatch.setattr(batch, "step", failing))
+    both = [driver.submit(each, key=driver.key(), max_tokens=60) for each in (tokens_of(64, 5), tokens_of(70, 6))]
     for listener in both:
         with pytest.raises(Internal):
             listener.end()
@@ -166,24 +174,14 @@ def test_a_token_that_cannot_be_read_or_taken_in_makes_no_other_turn_go_on_wrong
     """While another row of its step sits out. A read fails for all rows, a token for its own turn alone."""
     first, second = tokens_of(64, 5), tokens_of(70, 6)
     alone = driver.reply(driver.turn(second, max_tokens=60))
-    scheduler, broken = engine._worker._scheduler, {"read": (Draws, "read"), "accept": (Sequence, "accept")}[fails]
-    begin_step, works = scheduler.begin_step, getattr(*broken)
-    steps: list[int] = []
-
-    def without_the_second(now: float) -> object:
-        rows = begin_step(now)
-        steps.append(len(rows))
-        if steps.count(2) != 6:
-            return rows
-        monkeypatch.setattr(scheduler, "begin_step", begin_step)
-        monkeypatch.setattr(*broken, failing)
-        return tuple(row for row in rows if row.prompt_tokens == len(first))
+    broken = {"read": (Draws, "read"), "accept": (Sequence, "accept")}[fails]
+    works = getattr(*broken)
 
     def failing(self: object, *arguments: object) -> object:
         monkeypatch.setattr(*broken, works)
         raise RuntimeError("no such token")
 
-    monkeypatch.setattr(scheduler, "begin_step", without_the_second)
+    sit_out(engine, monkeypatch, len(first), lambda: monkeypatch.setattr(*broken, failing))
     both = [driver.submit(each, key=driver.key(), max_tokens=60) for each in (first, second)]
     with pytest.raises(Internal):
         both[0].end()
