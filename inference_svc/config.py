@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from inference_svc.kv.policy import AUTO, PolicyRequest
-from inference_svc.memory.publishing import PublishingLimits
+from inference_svc.memory.publishing.committing import PublishingLimits
 from inference_svc.model import kvasir_tiny
 from inference_svc.turns.admission import AdmissionLimits
 from inference_svc.turns.outbox import ReaderLimits

@@ -12,9 +12,9 @@ from kvasir.errors import KvasirError
 from kvasir.server.reloading import TakenInPart
 
 from inference_svc.config import EngineSettings
-from inference_svc.memory.remote_cache import RemoteCache
-from inference_svc.memory.store_files import StoreFiles
-from inference_svc.memory.store_patience import PROBE_TIMEOUT_S
+from inference_svc.memory.store.files import StoreFiles
+from inference_svc.memory.store.patience import PROBE_TIMEOUT_S
+from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model.model_host import ModelHost
 from inference_svc.served_model import ServedModel
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from kvasir.server.reloading import Reloading
 from kvasir.server.wellness import Ailment, Wellness
 
-from inference_svc.memory.remote_cache import RemoteCache
+from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model.model_host import ModelHost, ModelState
 from inference_svc.served_model import ServedModel
 

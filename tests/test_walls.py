@@ -82,8 +82,8 @@ IMPORTS = (
         ("kvasir.cachestore.v1.cachestore_pb2", "kvasir.inference.v1.inference_pb2"),
         (
             "*/edge/*",
-            "inference_svc/memory/remote_cache.py",
-            "inference_svc/memory/store_answers.py",
+            "inference_svc/memory/store/answers.py",
+            "inference_svc/memory/store/remote_cache.py",
             f"{SDK}/clients/*",
             f"{SDK}/formats/frames.py",
             f"{SDK}/cli/*",

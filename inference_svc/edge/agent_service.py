@@ -15,7 +15,7 @@ from kvasir.credentials import ADMIN, CLIENT, ENGINE
 from kvasir.errors import FailedPrecondition, PermissionDenied, Unauthenticated, Unavailable
 from kvasir.server.interceptors import current_principal
 
-from inference_svc.memory.remote_cache import RemoteCache
+from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model.model_info import ModelInfo
 
 _SERVICE = cachestore_pb2.DESCRIPTOR.services_by_name["AgentService"]
@@ -52,14 +52,14 @@ class AgentForwarding:
 
         async def one(request: Any, context: Any) -> Any:
             try:
-                answer = await self._store().agents.call_rpc(method.name, request, context.time_remaining())
+                answer = await self._store().client.call_rpc(method.name, request, context.time_remaining())
                 self._tell_context(answer)
                 return answer
             except (Unauthenticated, PermissionDenied) as error:
                 raise _refused(error) from None
 
         async def many(request: Any, context: Any) -> AsyncIterator[Any]:
-            responses = self._store().agents.stream_rpc(method.name, request, context.time_remaining())
+            responses = self._store().client.stream_rpc(method.name, request, context.time_remaining())
             try:
                 async with aclosing(responses):
                     async for response in responses:

@@ -20,10 +20,10 @@ from inference_svc.engine.api import HeldTurn
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.reply_text import told_text
 from inference_svc.handover.passing import Opening, PeerLink, Promise, Stand, Surroundings
-from inference_svc.memory.copies import piece_blocks
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.outcomes import Source
-from inference_svc.memory.remote_cache import RemoteCache
+from inference_svc.memory.publishing.copies import piece_blocks
+from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.trust import LEASE_TTL_S
 from inference_svc.turns.turn_data import MessagesInput, TurnMoved
 from inference_svc.turns.turn_ending import is_brought

@@ -13,7 +13,7 @@ from kvasir.formats import manifest as manifests
 from kvasir.formats.digest import Digest
 
 from inference_svc.memory.outcomes import SnapshotOutcome
-from inference_svc.memory.store_answers import EventCursor, Head
+from inference_svc.memory.store.answers import EventCursor, Head
 from inference_svc.memory.stored_windows import StoredWindow, listed_windows, stored_windows
 from inference_svc.memory.trust import Claim, Version
 from inference_svc.model.model_info import ModelInfo
@@ -26,7 +26,7 @@ class PublicationState:
     """How much of a memory the store holds, and which commits of it have no answer yet. On the event loop.
 
     `head` is the newest version in the store as far as this engine knows (None: the store could not be asked). The
-    memory either is that version or extends it. `Publisher` changes this object; `Copies` adds the blocks that it sent
+    memory either is that version or extends it. `Committing` changes this object; `Copies` adds the blocks that it sent
     ahead, and `Recall` calls `learn`.
     """
 

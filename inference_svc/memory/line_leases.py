@@ -17,7 +17,7 @@ from kvasir import errors
 from inference_svc.engine.api import AgentKey
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory
-from inference_svc.memory.store_answers import (
+from inference_svc.memory.store.answers import (
     AgentGone,
     EventsLost,
     Granted,

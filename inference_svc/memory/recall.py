@@ -20,9 +20,9 @@ from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState, from_manifest
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.outcomes import Miss, MissReason, Source
-from inference_svc.memory.remote_cache import RemoteCache
-from inference_svc.memory.store_answers import NO_HEAD, Head, StoreMiss
-from inference_svc.memory.store_patience import Budget
+from inference_svc.memory.store.answers import NO_HEAD, Head, StoreMiss
+from inference_svc.memory.store.patience import Budget
+from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.trust import is_unbroken, may_use_hot
 
 T = TypeVar("T")

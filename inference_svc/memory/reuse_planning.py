@@ -18,9 +18,9 @@ from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory, as_hot
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recollection, off_loop, unknown_token
-from inference_svc.memory.remote_cache import RemoteCache
-from inference_svc.memory.store_answers import StoreMiss
-from inference_svc.memory.store_patience import Budget
+from inference_svc.memory.store.answers import StoreMiss
+from inference_svc.memory.store.patience import Budget
+from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.stored_windows import FoundPrefix, StoredWindow, blocks_seen, covers
 from inference_svc.model.prompting import Prompting, Tokenized
 from inference_svc.text.prefix_matching import (

@@ -18,9 +18,9 @@ from inference_svc.engine.api import Event, Hot, Preempted, Resumed, Reuse, Want
 from inference_svc.engine.engine import TurnHandle
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.outcomes import Miss, MissReason
-from inference_svc.memory.remote_cache import RemoteCache
 from inference_svc.memory.service_stats import NamespaceCounters
-from inference_svc.memory.store_patience import Budget
+from inference_svc.memory.store.patience import Budget
+from inference_svc.memory.store.remote_cache import RemoteCache
 
 _LOG = structlog.get_logger(__name__)
 

@@ -16,7 +16,7 @@ from kvasir.errors import KvasirError
 
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory
-from inference_svc.memory.remote_cache import RemoteCache
+from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.text.prefix_matching import common_prefix_length
 
 PREFIX = "tokens/"
@@ -80,7 +80,7 @@ class TokenLines:
                 first_kept_ms = now_ms - _EXPIRY_MS
                 for place, (used_ms, name) in enumerate(agents):
                     if place < len(agents) - _MAX_KEPT or used_ms < first_kept_ms:
-                        await store.agents.delete_agent(name)
+                        await store.client.delete_agent(name)
 
 
 async def _agents(store: RemoteCache) -> list[tuple[int, str]]:
@@ -88,7 +88,7 @@ async def _agents(store: RemoteCache) -> list[tuple[int, str]]:
     found: list[tuple[int, str]] = []
     token = ""
     while True:
-        page = await store.agents.list_agents(name_prefix=PREFIX, page_size=_MAX_KEPT, page_token=token)
+        page = await store.client.list_agents(name_prefix=PREFIX, page_size=_MAX_KEPT, page_token=token)
         found += [(agent.used_at.ToMilliseconds(), agent.agent_id) for agent in page.agents]
         if not (token := page.next_page_token):
             return sorted(found)

@@ -9,8 +9,8 @@ from kvasir import errors
 from inference_svc.memory.line_leases import MOVED, LineLeases
 from inference_svc.memory.outcomes import Source
 from inference_svc.memory.recall import NOTHING_REMEMBERED, Recall, Recollection
-from inference_svc.memory.remote_cache import RemoteCache
-from inference_svc.memory.store_patience import Budget
+from inference_svc.memory.store.patience import Budget
+from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.trust import LEASE_TTL_S, Version
 from inference_svc.turns.turn_state import BegunTurn, TurnState
 

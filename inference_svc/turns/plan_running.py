@@ -15,14 +15,14 @@ from inference_svc.engine.api import AgentKey, Cold, Ended, TurnPlan
 from inference_svc.engine.context import check_fits
 from inference_svc.engine.engine import Engine, TurnHandle
 from inference_svc.engine.reply_text import told_text
-from inference_svc.memory.copies import Copies
 from inference_svc.memory.outcomes import Miss, MissReason
-from inference_svc.memory.publishing import BlockStream
+from inference_svc.memory.publishing.block_stream import BlockStream
+from inference_svc.memory.publishing.copies import Copies
 from inference_svc.memory.recall import Recall, Recollection
-from inference_svc.memory.remote_cache import RemoteCache
 from inference_svc.memory.reuse_planning import Prepared, ReusePlanner
 from inference_svc.memory.service_stats import ServiceStats
-from inference_svc.memory.store_patience import Budget
+from inference_svc.memory.store.patience import Budget
+from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.swap_store import SwapLimits, SwapStore, may_be_preempted
 from inference_svc.model.prompting import Prompting
 from inference_svc.text import conversation

@@ -28,7 +28,7 @@ from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.reuse_planning import Prepared
-from inference_svc.memory.store_patience import Budget
+from inference_svc.memory.store.patience import Budget
 from inference_svc.model.prompting import Prompting, Tokenized
 from inference_svc.text.conversation import dialogue, json_of_messages, render
 from inference_svc.text.shortening import (

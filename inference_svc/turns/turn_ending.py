@@ -16,13 +16,14 @@ from kvasir.server.traces import told
 from inference_svc.engine.api import AgentKey, Ended, FinishReason, Snapshot, Timings
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory, Ahead, PublicationState, nothing_yet
-from inference_svc.memory.copies import Copies, await_copy
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState, Source
-from inference_svc.memory.publishing import BlockStream, Publisher
+from inference_svc.memory.publishing.block_stream import BlockStream
+from inference_svc.memory.publishing.copies import Copies, await_copy
+from inference_svc.memory.publishing.publisher import Publisher
 from inference_svc.memory.recall import Recollection
-from inference_svc.memory.remote_cache import RemoteCache
 from inference_svc.memory.reuse_planning import Prepared
+from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model.model_host import MemoriesLeft
 from inference_svc.model.prompting import Prompting, RememberedReply
 from inference_svc.text import conversation

@@ -25,10 +25,10 @@ from inference_svc.engine.engine import Engine
 from inference_svc.memory.line_leases import MOVED, LineLeases
 from inference_svc.memory.outcomes import Source
 from inference_svc.memory.recall import NOTHING_REMEMBERED, Recall, Recollection
-from inference_svc.memory.remote_cache import RemoteCache
 from inference_svc.memory.reuse_planning import Prepared, ReusePlanner
 from inference_svc.memory.service_stats import ServiceStats
-from inference_svc.memory.store_patience import Budget
+from inference_svc.memory.store.patience import Budget
+from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model.prompting import Prompting
 from inference_svc.text.prefix_matching import Outcome
 from inference_svc.turns import replay

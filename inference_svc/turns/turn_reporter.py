@@ -10,7 +10,7 @@ from kvasir import errors
 
 from inference_svc.engine.api import BlocksFull, Ended, Event, Failed, Prefilled, Resumed, Started, Tokens
 from inference_svc.memory.outcomes import Source
-from inference_svc.memory.publishing import BlockStream
+from inference_svc.memory.publishing.block_stream import BlockStream
 from inference_svc.memory.reuse_planning import Prepared
 from inference_svc.memory.service_stats import NamespaceCounters
 from inference_svc.memory.swap_store import SwapStore

@@ -10,9 +10,9 @@ from kvasir.server.shared_room import SharedRoom
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.recall import Recall
-from inference_svc.memory.remote_cache import RemoteCache
 from inference_svc.memory.reuse_planning import ReusePlanner
 from inference_svc.memory.service_stats import ServiceStats
+from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model.model_host import MemoriesLeft
 from inference_svc.model.prompting import Prompting
 from inference_svc.turns.admission import Admission

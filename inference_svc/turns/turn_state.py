@@ -16,10 +16,10 @@ from inference_svc.engine.api import AgentKey, CarriedTurn, Event, Resumed, Snap
 from inference_svc.engine.engine import TurnHandle
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.outcomes import Miss, MissReason
-from inference_svc.memory.publishing import BlockStream
+from inference_svc.memory.publishing.block_stream import BlockStream
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.reuse_planning import Prepared
-from inference_svc.memory.store_answers import EventCursor
+from inference_svc.memory.store.answers import EventCursor
 from inference_svc.model.prompting import Prompting, Tokenized
 from inference_svc.text.conversation import Dialogue, tool_fields
 from inference_svc.text.reply_parts import ReplyReader

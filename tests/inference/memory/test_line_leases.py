@@ -14,7 +14,7 @@ from kvasir.formats.digest import Digest
 from inference_svc.engine.api import AgentKey
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.line_leases import LineLeases
-from inference_svc.memory.store_answers import (
+from inference_svc.memory.store.answers import (
     NO_HEAD,
     AgentGone,
     EventsLost,

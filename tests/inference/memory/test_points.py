@@ -15,8 +15,8 @@ from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.reuse_planning import Prepared, ReusePlanner
-from inference_svc.memory.store_answers import NO_HEAD
-from inference_svc.memory.store_patience import Budget
+from inference_svc.memory.store.answers import NO_HEAD
+from inference_svc.memory.store.patience import Budget
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.prefix_matching import RememberedText
 from tests.synthetic import MIXED

@@ -15,7 +15,7 @@ from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.outcomes import MissReason, Source
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.reuse_planning import Prepared, ReusePlanner
-from inference_svc.memory.store_answers import NO_HEAD, found_prefix
+from inference_svc.memory.store.answers import NO_HEAD, found_prefix
 from inference_svc.memory.stored_windows import FoundPrefix, StoredWindow, listed_windows, stored_windows
 from inference_svc.text.prefix_matching import RememberedText
 from tests.inference.memory.test_points import Surroundings

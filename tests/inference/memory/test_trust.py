@@ -14,8 +14,8 @@ from inference_svc.engine.api import AgentKey
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recall, Recollection
-from inference_svc.memory.store_answers import NO_HEAD, AgentHeads, Head, StoreMiss
-from inference_svc.memory.store_patience import Budget
+from inference_svc.memory.store.answers import NO_HEAD, AgentHeads, Head, StoreMiss
+from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.trust import (
     LEASE_MARGIN_S,
     LEASE_TTL_S,

@@ -15,15 +15,14 @@ from kvasir.formats.digest import Digest
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import AgentKey, Snapshot
-from inference_svc.memory import copies, store_patience
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState
-from inference_svc.memory.copies import Copies
 from inference_svc.memory.outcomes import SnapshotState
-from inference_svc.memory.publishing import Publisher, PublishingLimits
-from inference_svc.memory.remote_cache import RemoteCache
+from inference_svc.memory.publishing import copies
+from inference_svc.memory.publishing.committing import PublishingLimits
+from inference_svc.memory.publishing.copies import Copies
+from inference_svc.memory.publishing.publisher import Publisher
 from inference_svc.memory.service_stats import ServiceStats
-from inference_svc.memory.store_answers import NO_HEAD, AgentHeads, Head, StoreMiss
-from inference_svc.memory.store_patience import Breaker, Budget
+from inference_svc.memory.store.answers import NO_HEAD, AgentHeads, Head
 from inference_svc.memory.trust import Lease, Version, is_current
 from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.text.sequence_state import SequenceState
@@ -400,51 +399,6 @@ def test_what_a_newer_turn_wrote_is_never_sent_under_an_older_memorys_words(
     run(scenario)
 
 
-def test_a_probe_that_fails_in_an_unknown_way_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_patience, "_FIRST_PROBE_DELAY_S", 0.001)
-
-    async def scenario() -> None:
-        answers = iter((ValueError("nonsense"), None))
-
-        async def probe() -> None:
-            if (failure := next(answers)) is not None:
-                raise failure
-
-        breaker = Breaker(probe)
-        breaker.trip()
-        await asyncio.wait_for(breaker.closed.wait(), 1)
-        await breaker.close()
-
-    run(scenario)
-
-
-@pytest.mark.parametrize(("spent_s", "is_reachable"), [(0.0, False), (0.045, True)])
-@pytest.mark.parametrize("times_out_itself", [True, False])
-def test_only_a_call_that_had_most_of_the_budget_says_that_a_store_is_away(
-    spent_s: float, is_reachable: bool, times_out_itself: bool
-) -> None:
-    async def scenario() -> None:
-        async def slow(_agent: str) -> None:
-            if times_out_itself:
-                raise errors.DeadlineExceeded("slow")
-            await asyncio.Event().wait()
-
-        async def nothing() -> Any:
-            return SimpleNamespace(namespace="default")
-
-        client: Any = SimpleNamespace(get_agent=slow, get_capabilities=nothing, close=nothing)
-        store = RemoteCache(client, "default")
-        assert await store.answers()
-        budget = Budget(0.05, 1000, lambda: 0.0)
-        budget.spent_s = spent_s
-        with pytest.raises(StoreMiss, match="budget"):
-            await store.heads("a", "cd" * 32, budget)
-        assert store.is_reachable is is_reachable
-        await store.close()
-
-    run(scenario)
-
-
 class LongMemory:
     """A hot memory of many blocks, copied in pieces, and where it stood whenever a piece was taken."""
 
@@ -522,40 +476,5 @@ def test_a_memory_that_must_not_wait_is_refused_with_numbers_and_its_successor_k
         assert (await house.publish(following, memory)).version == 2
         counters = house.stats.of(KEY.namespace)
         assert counters.publications == {SnapshotState.COMMITTED: 2, SnapshotState.FAILED: 1}
-
-    run(scenario)
-
-
-def test_a_store_whose_token_is_another_namespaces_is_not_used() -> None:
-    async def scenario() -> None:
-        async def capabilities() -> Any:
-            return SimpleNamespace(namespace="south")
-
-        async def never(*_arguments: object, **_how: object) -> None:
-            raise AssertionError("a call reached the wrong namespace")
-
-        client: Any = SimpleNamespace(
-            get_capabilities=capabilities, get_agent=never, put_blobs=never, close=capabilities
-        )
-        store = RemoteCache(client, "north")
-        assert not await store.answers()
-        with pytest.raises(StoreMiss, match="'south', expected 'north'"):
-            await store.heads("a", "cd" * 32, Budget(1.0, 1000, lambda: 0.0))
-        with pytest.raises(errors.PermissionDenied):
-            await store.write_tensors([b"x"], 1.0)
-        await store.close()
-
-    run(scenario)
-
-
-def test_an_answer_that_is_none_makes_a_store_unreachable_and_no_bug() -> None:
-    async def scenario() -> None:
-        async def nonsense() -> Any:
-            return None
-
-        client: Any = SimpleNamespace(get_capabilities=nonsense, close=nonsense)
-        store = RemoteCache(client, "default")
-        assert not await store.answers()
-        await store.close()
 
     run(scenario)

@@ -12,9 +12,9 @@ from kvasir.formats.blob_place import blob_place
 from kvasir.formats.digest import Digest
 
 from inference_svc.memory.outcomes import MissReason
-from inference_svc.memory.remote_cache import RemoteCache
-from inference_svc.memory.store_files import StoreFiles
-from inference_svc.memory.store_patience import Budget
+from inference_svc.memory.store.files import StoreFiles
+from inference_svc.memory.store.patience import Budget
+from inference_svc.memory.store.remote_cache import RemoteCache
 from tests.cachestore.service.running import RunningStore, publish, store_home
 from tests.synthetic import SMALL, SyntheticAgent
 

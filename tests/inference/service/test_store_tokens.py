@@ -1,14 +1,11 @@
 """The engine's own tokens at its store: nothing goes through before the store has said whose namespace each is."""
 
-import asyncio
 import os
 import secrets
 import signal
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from kvasir import errors
@@ -22,9 +19,6 @@ from kvasir.credentials import (
 )
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from inference_svc.memory.remote_cache import RemoteCache
-from inference_svc.memory.store_answers import StoreMiss
-from inference_svc.memory.store_patience import Breaker, Budget
 from tests.programs import run
 from tests.system_fixtures import House
 
@@ -165,52 +159,3 @@ def test_tokens_of_no_store_are_refused() -> None:
     assert ended.returncode == 78
     assert "--store-token-dir" in ended.stderr
     assert "--store" in ended.stderr
-
-
-def test_an_answer_about_the_token_before_says_nothing_of_the_one_that_came_meanwhile() -> None:
-    async def scenario() -> None:
-        was_asked, may_answer = asyncio.Event(), asyncio.Event()
-
-        async def north() -> Any:
-            was_asked.set()
-            await may_answer.wait()
-            return SimpleNamespace(namespace="north")
-
-        async def south() -> Any:
-            return SimpleNamespace(namespace="south")
-
-        new: Any = SimpleNamespace(get_capabilities=south)
-        old: Any = SimpleNamespace(get_capabilities=north, with_token=lambda _token: new, close=south)
-        store = RemoteCache(old, "north")
-        asking = asyncio.create_task(store.answers())
-        await was_asked.wait()
-        await store.renew_token("new")
-        may_answer.set()
-        assert not await asking
-        with pytest.raises(StoreMiss, match="'south', expected 'north'"):
-            await store.heads("a", "cd" * 32, Budget(1.0, 1000, lambda: 0.0))
-        await store.close()
-
-    asyncio.run(scenario())
-
-
-def test_a_store_that_goes_after_refusals_is_found_as_soon_as_any() -> None:
-    async def scenario() -> None:
-        refusals = [errors.Unauthenticated("no")] * 3
-        are_told = asyncio.Event()
-
-        async def probe() -> None:
-            if refusals:
-                refused = refusals.pop()
-                if not refusals:
-                    are_told.set()
-                raise refused
-
-        breaker = Breaker(probe)
-        breaker.ask_again()
-        await are_told.wait()
-        breaker.trip()
-        await asyncio.wait_for(breaker.closed.wait(), 0.5)
-        await breaker.close()
-
-    asyncio.run(scenario())

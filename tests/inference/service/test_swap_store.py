@@ -17,9 +17,9 @@ from kvasir.server.shared_room import SharedRoom
 from inference_svc.engine.api import Cold, Hot, Preempted, Resumed, Wanted
 from inference_svc.memory.agent_memory import PublicationState
 from inference_svc.memory.outcomes import MissReason
-from inference_svc.memory.remote_cache import RemoteCache
 from inference_svc.memory.service_stats import NamespaceCounters
-from inference_svc.memory.store_answers import NO_HEAD
+from inference_svc.memory.store.answers import NO_HEAD
+from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.swap_store import SwapLimits, SwapStore, may_be_preempted
 from tests.synthetic import SMALL
 from tests.system_fixtures import House

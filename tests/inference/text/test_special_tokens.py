@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from inference_svc.memory.agent_memory import from_manifest
-from inference_svc.memory.store_answers import Head
+from inference_svc.memory.store.answers import Head
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.prompting import Prompting
 from inference_svc.text.conversation import Tool, dialogue, json_of_messages, json_of_tools, of_caller, render

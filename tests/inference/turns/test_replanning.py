@@ -21,7 +21,7 @@ from inference_svc.memory.outcomes import Miss, MissReason, SnapshotOutcome, Sna
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.reuse_planning import Prepared
 from inference_svc.memory.service_stats import ServiceStats
-from inference_svc.memory.store_answers import Head
+from inference_svc.memory.store.answers import Head
 from inference_svc.memory.stored_windows import StoredWindow
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.given_json import GivenJson

@@ -1,7 +1,6 @@
-"""The small parts of a turn: the outbox, the hand-off, retries, and a store's budget and breaker. No model, no wire."""
+"""The small parts of a turn: the outbox, the hand-off, and retries. No model, no wire."""
 
 import asyncio
-import contextlib
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,8 +15,8 @@ from inference_svc.engine.api import AgentKey, Event, Prefilled, SamplingParams
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState, from_manifest
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recall, Recollection
-from inference_svc.memory.store_answers import NO_HEAD, Head, StoreMiss, head_of
-from inference_svc.memory.store_patience import Breaker, Budget
+from inference_svc.memory.store.answers import NO_HEAD, Head, StoreMiss, head_of
+from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.trust import is_current
 from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.turns.continuing import Continuation
@@ -323,41 +322,3 @@ def test_a_step_of_many_turns_wakes_the_loop_once_and_keeps_each_turns_order() -
 
 
 # --- the price of a store ---
-
-
-def test_a_budget_is_spent_by_waiting_and_earned_by_bytes() -> None:
-    now = [0.0]
-    budget = Budget(0.25, 1000, lambda: now[0])
-    with budget.spending():
-        now[0] += 0.2
-    assert budget.remaining_s == pytest.approx(0.05)
-    budget.earn(500)
-    assert budget.remaining_s == pytest.approx(0.55)
-    with contextlib.suppress(ZeroDivisionError), budget.spending():
-        now[0] += 9
-        raise ZeroDivisionError
-    assert budget.remaining_s == 0
-
-
-def test_a_breaker_opens_at_a_failure_and_closes_when_the_probe_is_answered() -> None:
-    async def breaking() -> None:
-        answers = iter((errors.Unavailable("away"), errors.DeadlineExceeded("slow"), None))
-        probes = 0
-
-        async def probe() -> None:
-            nonlocal probes
-            probes += 1
-            if (failure := next(answers)) is not None:
-                raise failure
-
-        breaker = Breaker(probe)
-        assert not breaker.is_open
-        breaker.trip()
-        breaker.trip()
-        assert breaker.is_open
-        await asyncio.wait_for(breaker.closed.wait(), 5)
-        assert not breaker.is_open
-        assert probes == 3
-        await breaker.close()
-
-    asyncio.run(breaking())

@@ -22,7 +22,7 @@ from kvasir.server.shared_room import SharedRoom
 from inference_svc.engine.api import AgentKey, Snapshot, WindowFiles
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState
-from inference_svc.memory.remote_cache import RemoteCache
+from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.stored_windows import StoredWindow
 
 _PIECE_BYTES = 16 << 20

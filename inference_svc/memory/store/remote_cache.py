@@ -1,26 +1,23 @@
-"""The engine's side of the cache store: every call has a time limit, and every failed read is a miss with its reason.
+"""What the engine asks of the cache store: memories, blobs, commits, leases, events.
 
 Reading delays the first token, so a turn has one small budget of time without progress for all of its reads; bytes that
-arrive earn more. After a failure the breaker keeps turns away, at no cost, while a probe in the background waits for
-the store to answer again. Bytes that were read are checked against their digest before they are used. Nothing goes
-through, in either direction, before the store has said that the engine's token is the namespace's.
+arrive earn more. Every failed read is a miss with its reason. Bytes that were read are checked against their digest
+before they are used.
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
-import structlog
 from kvasir import errors, on_full
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients import AioStoreClient
 from kvasir.formats.digest import Digest
 
 from inference_svc.memory.outcomes import Miss, MissReason
-from inference_svc.memory.store_answers import (
+from inference_svc.memory.store.answers import (
     NO_HEAD,
     AgentHeads,
     EventCursor,
@@ -37,106 +34,32 @@ from inference_svc.memory.store_answers import (
     moves,
     takes_back,
 )
-from inference_svc.memory.store_files import StoreFiles
-from inference_svc.memory.store_patience import PROBE_TIMEOUT_S, Breaker, Budget
+from inference_svc.memory.store.connection import StoreConnection
+from inference_svc.memory.store.files import StoreFiles
+from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.stored_windows import FoundPrefix
 from inference_svc.memory.trust import LEASE_TTL_S, Version
 
-_LOG = structlog.get_logger(__name__)
 _MAX_BLOCK_HASHES = 10_000
-_WRONG_NAMESPACE = "WRONG_NAMESPACE"
-
-T = TypeVar("T")
 
 
-class RemoteCache:
+class RemoteCache(StoreConnection):
     """One namespace of one cache store, seen from the engine."""
 
     def __init__(
         self, client: AioStoreClient, namespace: str, files: StoreFiles | None = None, token_file: Path | None = None
     ) -> None:
-        """`client` carries the engine's credential at the store, which has to be bound to `namespace`. It must not
-        retry reads by itself: a turn has no time for that. `files`: those of the store, if they may be read.
-        `token_file`: where the credential's token comes from, for the operator.
-        """
-        self._connection = client
-        self._newest = client  # with the newest token
-        self._known: AioStoreClient | None = None  # the one whose token the store has said is this namespace's
-        self._namespace = namespace
+        """As `StoreConnection`. `files`: those of the store, if they may be read."""
+        super().__init__(client, namespace, token_file)
         self._files = files
-        self._token_file = token_file
         self._cursor: cachestore_pb2.EventCursor | None = None
-        self.problem: errors.KvasirError | None = None  # why this store must not be used; found by asking it
-        self._breaker = Breaker(self._probe)
-
-    @property
-    def is_reachable(self) -> bool:
-        """False from a failure until the store answers again. True for a store that was never asked."""
-        return not self._breaker.is_open
-
-    @property
-    def is_of_another_namespace(self) -> bool:
-        """Whether its token is: then two token files are mixed up."""
-        return self.problem is not None and self.problem.reason == _WRONG_NAMESPACE
-
-    @property
-    def problem_in_words(self) -> str:
-        """The problem for the operator, with the file and what to do. Callers are told of no file."""
-        if self.problem is None:
-            return ""
-        where = f"{self._token_file}: " if self._token_file is not None else ""
-        return (
-            f"namespace {self._namespace!r}: {where}{self.problem.message}; put the engine's token for this namespace "
-            "there (`kvasir tokens new` makes it with a new namespace), or remove the file"
-        )
-
-    async def answers(self) -> bool:
-        """Whether the store answers and may be used. Asks it now, briefly: that finds a store that is back sooner than
-        the breaker's own probe, which goes on until the answer is yes.
-        """
-        try:
-            await asyncio.wait_for(self._probe(), PROBE_TIMEOUT_S)
-        except (errors.KvasirError, TimeoutError):
-            pass
-        except Exception:  # noqa: BLE001 - whatever it answered, this store cannot be used
-            _LOG.exception("store.answer_not_understood")
-        else:
-            self._breaker.reset()
-            return True
-        if self.problem is not None:
-            self._breaker.ask_again()
-        elif self._known is None:
-            self._breaker.trip()
-        return False
-
-    async def renew_token(self, token: str) -> None:
-        """The calls from now on show this token, if the store says that it is this namespace's; until it says so, there
-        are none. Calls under way end with the token that they began with.
-        """
-        self._newest = new = self._connection.with_token(token)
-        self.problem = None
-        await self.answers()
-        if self._known is not new:
-            self._known = None
-            if self.problem is None:
-                self._breaker.trip()
-
-    async def until_reachable(self) -> None:
-        await self._breaker.closed.wait()
-
-    async def until_unreachable(self) -> None:
-        await self._breaker.opened.wait()
-
-    async def close(self) -> None:
-        await self._breaker.close()
-        await self._connection.close()
 
     # --- reading: a failure is a StoreMiss ---
 
     async def heads(self, agent_id: str, kv_identity_hash: str, budget: Budget) -> AgentHeads | None:
         """The agent's newest versions; None when there is no such agent."""
         try:
-            agent = await self._read(lambda: self._client.get_agent(agent_id), budget)
+            agent = await self._read(lambda: self.client.get_agent(agent_id), budget)
         except errors.NotFound:
             return None
         with answer_checked("the store's answer about the agent"):
@@ -148,7 +71,7 @@ class RemoteCache:
     async def version(self, agent_id: str, kv_identity_hash: str, version: int, budget: Budget) -> Head:
         """A version of the agent's line. Raises NotFound (VERSION_NOT_FOUND, AGENT_NOT_FOUND)."""
         snapshot, _ = await self._read(
-            lambda: self._client.get_snapshot(agent_id, kv_identity_hash, version, timeout_s=budget.remaining_s), budget
+            lambda: self.client.get_snapshot(agent_id, kv_identity_hash, version, timeout_s=budget.remaining_s), budget
         )
         with answer_checked("the store's answer about the version"):
             return head_of(snapshot)
@@ -157,7 +80,7 @@ class RemoteCache:
         """Bytes of a version's manifest, equal to their digest."""
         try:
             _, data = await self._read(
-                lambda: self._client.get_snapshot(
+                lambda: self.client.get_snapshot(
                     agent_id, head.kv_identity_hash, head.version, timeout_s=budget.remaining_s
                 ),
                 budget,
@@ -175,7 +98,7 @@ class RemoteCache:
             await self._read_files(digests, blobs, budget)
             if len(blobs) == len(digests):
                 return blobs, None
-            async with contextlib.aclosing(self._client.get_blobs(digests[len(blobs) :])) as arriving:
+            async with contextlib.aclosing(self.client.get_blobs(digests[len(blobs) :])) as arriving:
                 while len(blobs) < len(digests):
                     _, data = await self._read(lambda: anext(arriving), budget)
                     budget.earn(len(data))
@@ -204,7 +127,7 @@ class RemoteCache:
         asked = block_hashes[:_MAX_BLOCK_HASHES]
 
         async def find() -> FoundPrefix:
-            answer = await self._client.find_prefix(kv_identity_hash, asked, groups, timeout_s=budget.remaining_s)
+            answer = await self.client.find_prefix(kv_identity_hash, asked, groups, timeout_s=budget.remaining_s)
             return found_prefix(answer, groups, len(asked))
 
         try:
@@ -216,7 +139,7 @@ class RemoteCache:
 
     async def write_tensors(self, files: Sequence[bytes], timeout_s: float) -> tuple[list[Digest], int]:
         """Make tensor files durable. Returns their digests in order, and the number of bytes that had to be sent."""
-        client = self._client  # before work is done in vain
+        client = self.client  # before work is done in vain
         digests = [Digest.of(data) for data in files]
         there: list[int] = []
         progress = await self._noting(
@@ -230,7 +153,7 @@ class RemoteCache:
 
     async def renew(self, digests: Sequence[Digest], timeout_s: float) -> None:
         """Keep blobs that no manifest names for another grace period. Blobs that are gone do not come back."""
-        await self._noting(self._client.find_missing(digests, timeout_s=timeout_s))
+        await self._noting(self.client.find_missing(digests, timeout_s=timeout_s))
 
     async def commit(
         self,
@@ -247,9 +170,9 @@ class RemoteCache:
         earlier version that it goes on from; 0: its parent. Raises Conflict when the head is not its parent, or when
         the lease is fenced.
         """
-        digest = await self._noting(self._client.put_manifest(manifest, timeout_s=timeout_s))
+        digest = await self._noting(self.client.put_manifest(manifest, timeout_s=timeout_s))
         version = await self._noting(
-            self._client.commit(
+            self.client.commit(
                 agent_id,
                 digest,
                 parent.number,
@@ -268,7 +191,7 @@ class RemoteCache:
         self, agent_id: str, kv_identity_hash: str, owner: str, *, begins_anew: bool, asks: bool, timeout_s: float
     ) -> Granted:
         """Raises FailedPrecondition (LEASE_HELD)."""
-        got = await self._client.acquire_lease(
+        got = await self.client.acquire_lease(
             agent_id,
             kv_identity_hash,
             owner,
@@ -282,7 +205,7 @@ class RemoteCache:
     async def renew_leases(
         self, owner: str, kv_identity_hash: str, generations: Mapping[str, int], timeout_s: float
     ) -> Renewed:
-        got = await self._client.renew_leases(
+        got = await self.client.renew_leases(
             owner, kv_identity_hash, generations, ttl_s=LEASE_TTL_S, timeout_s=timeout_s
         )
         return Renewed(*(frozenset(each.agent_id for each in named) for named in (got.lost, got.wanted)))
@@ -290,22 +213,22 @@ class RemoteCache:
     async def release_lease(
         self, agent_id: str, kv_identity_hash: str, owner: str, generation: int, timeout_s: float
     ) -> None:
-        await self._client.release_lease(agent_id, kv_identity_hash, _token(owner, generation), timeout_s=timeout_s)
+        await self.client.release_lease(agent_id, kv_identity_hash, _token(owner, generation), timeout_s=timeout_s)
 
     async def copy_agent(self, agent_id: str, peer: str, timeout_s: float) -> None:
         """Let a peer of the store copy the agent, so that little is left to send when it moves. Raises KvasirError."""
-        async for _ in self._client.pulling_agent("", agent_id, to_peer=peer, timeout_s=timeout_s):
+        async for _ in self.client.pulling_agent("", agent_id, to_peer=peer, timeout_s=timeout_s):
             pass
 
     async def move_agent(self, agent_id: str, peer: str, timeout_s: float) -> None:
         """Move the agent to a peer of the store; returns once the peer owns it. Raises KvasirError: then both stores
         know, or will find out, who owns it.
         """
-        await self._client.move_agent(agent_id, to_peer=peer, timeout_s=timeout_s)
+        await self.client.move_agent(agent_id, to_peer=peer, timeout_s=timeout_s)
 
     async def has_moved(self, agent_id: str, peer: str) -> bool | None:
         """Whether the store knows that the agent is this peer's; None while a move is under way. Raises KvasirError."""
-        owned = (await self._client.get_agent(agent_id)).ownership
+        owned = (await self.client.get_agent(agent_id)).ownership
         if owned.state == cachestore_pb2.OWNER_STATE_MOVING:
             return None
         return bool(owned.state == cachestore_pb2.OWNER_STATE_MOVED) and owned.peer == peer
@@ -333,7 +256,7 @@ class RemoteCache:
 
     async def newest_event(self) -> EventCursor:
         """The place of now in the store's history. Raises KvasirError like any call of the store."""
-        async with contextlib.aclosing(self._client.watch(None)) as responses:
+        async with contextlib.aclosing(self.client.watch(None)) as responses:
             latest = await anext(responses, None)
         if latest is None:
             raise errors.Unavailable("the store ended its events", reason="STOPPING", retry_after_s=1.0)
@@ -348,7 +271,7 @@ class RemoteCache:
         if now == since:
             return False
         cursor = cachestore_pb2.EventCursor(incarnation=since.incarnation, sequence=since.sequence)
-        async with contextlib.aclosing(self._client.watch(cursor)) as responses:
+        async with contextlib.aclosing(self.client.watch(cursor)) as responses:
             async for each in responses:
                 if what(each):
                     return True
@@ -362,7 +285,7 @@ class RemoteCache:
 
     async def watch(self) -> AsyncGenerator[StoreEvent, None]:
         """Events of the namespace, from where the last watch was cut."""
-        async with contextlib.aclosing(self._client.watch(self._cursor)) as responses:
+        async with contextlib.aclosing(self.client.watch(self._cursor)) as responses:
             try:
                 async for each in responses:
                     self._cursor = each.cursor
@@ -371,92 +294,6 @@ class RemoteCache:
             except errors.Unauthenticated:
                 self._breaker.ask_again()
                 raise
-
-    @property
-    def agents(self) -> AioStoreClient:
-        """The store's client, for what callers ask about agents. Ask anew for each call: tokens change. Raises
-        PermissionDenied if the store must not be used, and Unavailable while that is not known.
-        """
-        return self._client
-
-    # --- how a call is made ---
-
-    @property
-    def _client(self) -> AioStoreClient:
-        """The one way to the store, but for the probe."""
-        if self._known is not None:
-            return self._known
-        if self.problem is not None:
-            raise errors.PermissionDenied(self.problem.message, reason=self.problem.reason)
-        self._breaker.trip()
-        text = "the store has not said yet which namespace the engine's token is bound to"
-        raise errors.Unavailable(text, retry_after_s=1.0)
-
-    async def _probe(self) -> None:
-        """Learn whether the newest token is this namespace's. Raises KvasirError unless it is."""
-        client, found = None, ""
-        while client is not self._newest:  # a token that came meanwhile is asked about by itself
-            client = self._newest
-            try:
-                found = (await client.get_capabilities()).namespace
-            except (errors.Unauthenticated, errors.PermissionDenied) as error:
-                if client is self._newest:
-                    self._refuse(type(error)(f"the store refuses the engine's token: {error.message}"))
-                    raise
-        if found != self._namespace:
-            # Two token files are mixed up. Their namespaces' memories must not be mixed up too.
-            text = f"the store's token is bound to namespace {found!r}, expected {self._namespace!r}"
-            self._refuse(errors.PermissionDenied(text, reason=_WRONG_NAMESPACE))
-            raise errors.PermissionDenied(text, reason=_WRONG_NAMESPACE)
-        self._known, self.problem = client, None
-
-    def _refuse(self, problem: errors.KvasirError) -> None:
-        is_news = self.problem is None or self.problem.message != problem.message
-        self._known, self.problem = None, problem
-        if is_news:
-            _LOG.error("store.not_used", problem=self.problem_in_words)
-
-    async def _read(self, call: Callable[[], Awaitable[T]], budget: Budget) -> T:
-        """One read within the budget. Raises NotFound as it is and anything else as StoreMiss."""
-        if self.problem is not None:
-            raise StoreMiss(Miss(MissReason.STORE_REFUSED, self.problem.message))
-        if self._breaker.is_open:
-            raise StoreMiss(Miss(MissReason.STORE_UNREACHABLE, "the store failed a moment ago"))
-        if (given_s := budget.remaining_s) <= 0:
-            raise StoreMiss(Miss(MissReason.STORE_TIMEOUT, "the turn's budget for the store is spent"))
-        try:
-            _ = self._client  # a call may read files, for which the store is not asked
-            with budget.spending():
-                async with asyncio.timeout(given_s):
-                    return await call()
-        except errors.Unavailable as error:
-            self._breaker.trip()
-            raise StoreMiss(miss_of(error)) from error
-        except (TimeoutError, errors.DeadlineExceeded):
-            # A call that had only the last few milliseconds of a budget says nothing about the store.
-            if given_s >= budget.seconds / 2:
-                self._breaker.trip()
-            raise StoreMiss(
-                Miss(MissReason.STORE_TIMEOUT, "no answer within the turn's budget for the store")
-            ) from None
-        except errors.NotFound:
-            raise
-        except errors.Unauthenticated as error:
-            self._breaker.ask_again()
-            raise StoreMiss(miss_of(error)) from error
-        except (errors.KvasirError, StopAsyncIteration, ValueError) as error:
-            raise StoreMiss(miss_of(error)) from error
-
-    async def _noting(self, call: Awaitable[T]) -> T:
-        """Await a call. If the store does not answer, the breaker trips."""
-        try:
-            return await call
-        except (errors.Unavailable, errors.DeadlineExceeded):
-            self._breaker.trip()
-            raise
-        except errors.Unauthenticated:
-            self._breaker.ask_again()
-            raise
 
 
 def _token(owner: str, generation: int) -> cachestore_pb2.LeaseToken:

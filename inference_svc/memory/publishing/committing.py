@@ -1,0 +1,226 @@
+"""Makes one memory the next version of its agent's line, under this engine's lease and after the version it follows.
+
+The store's compare-and-swap decides between engines. This file adds two things: the check that nobody took back what
+the memory extends, and the knowledge of commits whose answers were lost.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvasir import errors
+from kvasir.formats.digest import Digest
+
+from inference_svc.engine.api import AgentKey, Snapshot
+from inference_svc.engine.engine import Engine
+from inference_svc.memory.agent_memory import AgentMemory, PublicationState, to_manifest
+from inference_svc.memory.line_leases import LineLeases
+from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
+from inference_svc.memory.publishing.copies import Copies, await_copy, files_of, stored_files
+from inference_svc.memory.store.answers import NO_HEAD, Head, StoreMiss
+from inference_svc.memory.store.patience import Budget
+from inference_svc.memory.store.remote_cache import RemoteCache
+from inference_svc.memory.trust import Version, is_current
+
+
+@dataclass(frozen=True, slots=True)
+class PublishingLimits:
+    """How long publications may take."""
+
+    commit_wait_s: float
+    """How long a turn's final message waits for its commit before it reports PENDING."""
+    timeout_s: float
+    """After this a publication fails; the memory stays hot, and the agent's next turn publishes it too."""
+    head_budget_s: float
+    """Time to ask for the newest version when a turn began without knowing it."""
+
+
+class Committing:
+    """One memory on its way to be a version. `leases`: of its namespace, None if commits bring none."""
+
+    def __init__(
+        self,
+        key: AgentKey,
+        memory: AgentMemory,
+        store: RemoteCache,
+        engine: Engine,
+        copies: Copies,
+        leases: LineLeases | None,
+        limits: PublishingLimits,
+        clock: Callable[[], float],
+    ) -> None:
+        self._key = key
+        self._memory = memory
+        self._publication = memory.publication
+        self._store = store
+        self._engine = engine
+        self._copies = copies
+        self._leases = leases
+        self._limits = limits
+        self._clock = clock
+
+    async def follow(self, previous: PublicationState | None) -> None:
+        """Wait for the publication of the memory that this one extends: its version is this one's parent. Raises
+        Conflict if it lost to another writer.
+        """
+        publication = self._publication
+        if previous is None:
+            return
+        if previous.is_being_published and previous.task is not None:
+            await asyncio.wait({previous.task})
+        if previous.lost_to:
+            raise errors.Conflict("the memory it extends lost", metadata={"head_version": previous.lost_to})
+        # Even if it ended before this one began: other work runs between a turn's end and its publication.
+        publication.head = previous.head
+        if not previous.is_head:  # the line never gets a version between
+            publication.base_version = publication.base_version or previous.base_version
+        publication.attempted_before = previous.attempts
+        if previous.head is None and previous.expected_version is not None:
+            publication.expected_version = previous.expected_version
+
+    async def until_committed(self, snapshot: Snapshot | None, sent_bytes: int) -> SnapshotOutcome:
+        """Commit, and try again whenever the store comes back. A repeated commit answers with the version it made.
+
+        `snapshot`: the files that the store lacks; `sent_bytes`: those of the memory that were sent before. Raises
+        Conflict if another writer was first, and other KvasirErrors and StoreMiss if it cannot be stored.
+        """
+        while True:
+            await self._store.until_reachable()
+            try:
+                await self._know_lease()
+                await self._know_head()
+                return await self._commit(snapshot, sent_bytes)
+            except (errors.Unavailable, errors.DeadlineExceeded):
+                continue
+            except StoreMiss:
+                if self._store.is_reachable:
+                    raise
+
+    async def _know_lease(self) -> None:
+        """Set the generation that the commit brings: the turn's own, or the current one if the store could not be asked
+        or the line was given back meanwhile. The current one does not prove that the parent was there all the while, so
+        the store is asked about that.
+        """
+        publication = self._publication
+        if self._leases is None or publication.generation:
+            return
+        try:
+            lease = await self._leases.obtain(self._key.agent_id, self._limits.commit_wait_s)
+            if publication.head is not None and publication.head.version and await self._was_taken_back():
+                raise errors.Conflict("the agent was changed", metadata={"head_version": str(lease.newest.number)})
+            publication.generation = lease.generation
+        except errors.Unavailable as error:
+            if error.reason != "AGENT_HELD_ELSEWHERE":
+                raise
+            raise errors.Conflict("another inference service has the agent now") from error
+
+    async def _know_head(self) -> None:
+        publication = self._publication
+        if publication.head is None:
+            head = await self._newest()
+            if await self._may_be_changed(head):
+                raise errors.Conflict("the agent was changed", metadata={"head_version": str(head.version)})
+            if publication.expected_version not in (None, head.version):
+                raise errors.Conflict("the head moved", metadata={"head_version": str(head.version)})
+            publication.head = head
+
+    async def _may_be_changed(self, head: Head) -> bool:
+        """Whether the agent may have been deleted, rolled back, or used elsewhere since the turn began, for a turn that
+        could not ask for its memory. To store the memory would undo that change, unless the turn's caller named the
+        parent version. From here on the lease keeps other engines from the line.
+        """
+        publication = self._publication
+        is_untouched = head == NO_HEAD and publication.generation == 1
+        if self._leases is None or is_untouched:
+            return False
+        if publication.expected_version is not None:
+            return await self._was_taken_back()
+        agent, line = self._key.agent_id, self._engine.model.kv_identity_hash
+        return await self._store.was_changed(agent, line, publication.event_cursor, publication.stored_before)
+
+    async def _was_taken_back(self) -> bool:
+        return await self._store.was_taken_back(self._key.agent_id, self._publication.event_cursor)
+
+    async def _newest(self) -> Head:
+        budget = Budget(self._limits.head_budget_s, 1.0, self._clock)
+        heads = await self._store.heads(self._key.agent_id, self._engine.model.kv_identity_hash, budget)
+        return heads.ours if heads is not None else NO_HEAD
+
+    async def _commit(
+        self, snapshot: Snapshot | None, sent_bytes: int, *, is_second_try: bool = False
+    ) -> SnapshotOutcome:
+        memory, publication, timeout_s = self._memory, self._publication, self._limits.timeout_s
+        if snapshot is None:
+            raise errors.ResourceExhausted("the memory was dropped before it could be stored")
+        files = files_of(snapshot)
+        digests, tensor_bytes = await self._store.write_tensors(files, timeout_s) if files else ([], 0)
+        sent_bytes += tensor_bytes
+        stored = stored_files(snapshot, digests, publication)
+        manifest = to_manifest(memory, self._engine.model, stored.blocks, stored.tail, stored.windows, stored.states)
+        digest = Digest.of(manifest)
+        parent = publication.head.identity if publication.head is not None else NO_HEAD.identity
+        publication.attempted = Version(parent.number + 1, digest)
+        try:
+            head = await self._store.commit(
+                self._key.agent_id,
+                manifest,
+                parent,
+                timeout_s,
+                is_brought=memory.is_brought,
+                base_version=publication.base_version,
+                lease=await self._token(),
+            )
+        except errors.Conflict:
+            head = await self._newest()
+            if head.identity != publication.attempted:
+                if is_second_try or head.identity not in publication.attempted_before:
+                    raise
+                # The commit before this one took effect after all; its answer was lost.
+                publication.head = head
+                return await self._commit(snapshot, sent_bytes, is_second_try=True)
+        except errors.FailedPrecondition:
+            if is_second_try:
+                raise
+            # A block that the store had is gone or damaged since: send all blocks that the engine still has.
+            return await self._commit(await self._whole_snapshot(), sent_bytes, is_second_try=True)
+        publication.head, publication.is_head, publication.attempted = head, True, None
+        if self._leases is not None:
+            self._leases.committed(self._key.agent_id, head, publication.generation)
+        publication.blocks[:], publication.tail = stored.blocks, stored.tail
+        publication.windows, publication.states = stored.windows, stored.states
+        return SnapshotOutcome(SnapshotState.COMMITTED, head.version, "", head.manifest, sent_bytes + digest.size_bytes)
+
+    async def _whole_snapshot(self) -> Snapshot | None:
+        """Copies of all the memory's files; None if the engine has it no longer."""
+        memory = self._memory
+        hot = self._engine.hot_memory(self._key)
+        if hot is None or hot.tag is not memory:
+            return None
+        first = await await_copy(self._copies.ask(self._key, 0, {}))
+        # A newer turn may have extended it meanwhile.
+        if first is None or tuple(first.state.token_ids) != tuple(memory.transcript.token_ids):
+            return None
+        memory.publication.blocks.clear()
+        memory.publication.windows.clear()
+        whole, _ = await self._copies.rest(self._key, memory, first, self._store, self._limits.timeout_s)
+        return whole
+
+    async def _token(self) -> tuple[str, int] | None:
+        """The lease that the commit brings. This engine may have given the line back and taken it again. The memory
+        moves to the new lease if its parent is still the newest version and the agent was not taken back in between.
+        For a first version that cannot be known.
+        """
+        publication = self._publication
+        if self._leases is None:
+            return None
+        lease, follows = self._leases.lease(self._key.agent_id), publication.claim.follows
+        if (
+            lease is not None
+            and lease.generation != publication.generation
+            and follows is not None
+            and follows.number
+            and is_current(publication.claim, lease.newest)
+            and not await self._was_taken_back()
+        ):
+            publication.generation = lease.generation
+        return (self._leases.owner, publication.generation) if publication.generation else None

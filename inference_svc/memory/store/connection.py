@@ -1,0 +1,183 @@
+"""The engine's way to one namespace's cache store: a token that the store has vouched for, a time limit, a breaker.
+
+Nothing goes through, in either direction, before the store has said that the engine's token is the namespace's. After a
+failure the breaker keeps calls away, at no cost, while a probe in the background waits for the store to answer again.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+from kvasir import errors
+from kvasir.clients import AioStoreClient
+
+from inference_svc.memory.outcomes import Miss, MissReason
+from inference_svc.memory.store.answers import StoreMiss, miss_of
+from inference_svc.memory.store.patience import PROBE_TIMEOUT_S, Breaker, Budget
+
+_LOG = structlog.get_logger(__name__)
+_WRONG_NAMESPACE = "WRONG_NAMESPACE"
+
+T = TypeVar("T")
+
+
+class StoreConnection:
+    """A client of the store, the tokens that it shows, and how each call is made."""
+
+    def __init__(self, client: AioStoreClient, namespace: str, token_file: Path | None = None) -> None:
+        """`client` carries the engine's credential at the store, which has to be bound to `namespace`. It must not
+        retry reads by itself: a turn has no time for that. `token_file`: where the credential's token comes from, for
+        the operator.
+        """
+        self._connection = client
+        self._newest = client  # with the newest token
+        self._known: AioStoreClient | None = None  # the one whose token the store has said is this namespace's
+        self._namespace = namespace
+        self._token_file = token_file
+        self.problem: errors.KvasirError | None = None  # why this store must not be used; found by asking it
+        self._breaker = Breaker(self._probe)
+
+    @property
+    def is_reachable(self) -> bool:
+        """False from a failure until the store answers again. True for a store that was never asked."""
+        return not self._breaker.is_open
+
+    @property
+    def is_of_another_namespace(self) -> bool:
+        """Whether its token is: then two token files are mixed up."""
+        return self.problem is not None and self.problem.reason == _WRONG_NAMESPACE
+
+    @property
+    def problem_in_words(self) -> str:
+        """The problem for the operator, with the file and what to do. Callers are told of no file."""
+        if self.problem is None:
+            return ""
+        where = f"{self._token_file}: " if self._token_file is not None else ""
+        return (
+            f"namespace {self._namespace!r}: {where}{self.problem.message}; put the engine's token for this namespace "
+            "there (`kvasir tokens new` makes it with a new namespace), or remove the file"
+        )
+
+    async def answers(self) -> bool:
+        """Whether the store answers and may be used. Asks it now, briefly: that finds a store that is back sooner than
+        the breaker's own probe, which goes on until the answer is yes.
+        """
+        try:
+            await asyncio.wait_for(self._probe(), PROBE_TIMEOUT_S)
+        except (errors.KvasirError, TimeoutError):
+            pass
+        except Exception:  # noqa: BLE001 - whatever it answered, this store cannot be used
+            _LOG.exception("store.answer_not_understood")
+        else:
+            self._breaker.reset()
+            return True
+        if self.problem is not None:
+            self._breaker.ask_again()
+        elif self._known is None:
+            self._breaker.trip()
+        return False
+
+    async def renew_token(self, token: str) -> None:
+        """The calls from now on show this token, if the store says that it is this namespace's; until it says so, there
+        are none. Calls under way end with the token that they began with.
+        """
+        self._newest = new = self._connection.with_token(token)
+        self.problem = None
+        await self.answers()
+        if self._known is not new:
+            self._known = None
+            if self.problem is None:
+                self._breaker.trip()
+
+    async def until_reachable(self) -> None:
+        await self._breaker.closed.wait()
+
+    async def until_unreachable(self) -> None:
+        await self._breaker.opened.wait()
+
+    async def close(self) -> None:
+        await self._breaker.close()
+        await self._connection.close()
+
+    # --- how a call is made ---
+
+    @property
+    def client(self) -> AioStoreClient:
+        """The one way to the store, but for the probe. Ask anew for each call: tokens change. Raises PermissionDenied
+        if the store must not be used, and Unavailable while that is not known.
+        """
+        if self._known is not None:
+            return self._known
+        if self.problem is not None:
+            raise errors.PermissionDenied(self.problem.message, reason=self.problem.reason)
+        self._breaker.trip()
+        text = "the store has not said yet which namespace the engine's token is bound to"
+        raise errors.Unavailable(text, retry_after_s=1.0)
+
+    async def _probe(self) -> None:
+        """Learn whether the newest token is this namespace's. Raises KvasirError unless it is."""
+        client, found = None, ""
+        while client is not self._newest:  # a token that came meanwhile is asked about by itself
+            client = self._newest
+            try:
+                found = (await client.get_capabilities()).namespace
+            except (errors.Unauthenticated, errors.PermissionDenied) as error:
+                if client is self._newest:
+                    self._refuse(type(error)(f"the store refuses the engine's token: {error.message}"))
+                    raise
+        if found != self._namespace:
+            # Two token files are mixed up. Their namespaces' memories must not be mixed up too.
+            text = f"the store's token is bound to namespace {found!r}, expected {self._namespace!r}"
+            self._refuse(errors.PermissionDenied(text, reason=_WRONG_NAMESPACE))
+            raise errors.PermissionDenied(text, reason=_WRONG_NAMESPACE)
+        self._known, self.problem = client, None
+
+    def _refuse(self, problem: errors.KvasirError) -> None:
+        is_news = self.problem is None or self.problem.message != problem.message
+        self._known, self.problem = None, problem
+        if is_news:
+            _LOG.error("store.not_used", problem=self.problem_in_words)
+
+    async def _read(self, call: Callable[[], Awaitable[T]], budget: Budget) -> T:
+        """One read within the budget. Raises NotFound as it is and anything else as StoreMiss."""
+        if self.problem is not None:
+            raise StoreMiss(Miss(MissReason.STORE_REFUSED, self.problem.message))
+        if self._breaker.is_open:
+            raise StoreMiss(Miss(MissReason.STORE_UNREACHABLE, "the store failed a moment ago"))
+        if (given_s := budget.remaining_s) <= 0:
+            raise StoreMiss(Miss(MissReason.STORE_TIMEOUT, "the turn's budget for the store is spent"))
+        try:
+            _ = self.client  # a call may read files, for which the store is not asked
+            with budget.spending():
+                async with asyncio.timeout(given_s):
+                    return await call()
+        except errors.Unavailable as error:
+            self._breaker.trip()
+            raise StoreMiss(miss_of(error)) from error
+        except (TimeoutError, errors.DeadlineExceeded):
+            # A call that had only the last few milliseconds of a budget says nothing about the store.
+            if given_s >= budget.seconds / 2:
+                self._breaker.trip()
+            raise StoreMiss(
+                Miss(MissReason.STORE_TIMEOUT, "no answer within the turn's budget for the store")
+            ) from None
+        except errors.NotFound:
+            raise
+        except errors.Unauthenticated as error:
+            self._breaker.ask_again()
+            raise StoreMiss(miss_of(error)) from error
+        except (errors.KvasirError, StopAsyncIteration, ValueError) as error:
+            raise StoreMiss(miss_of(error)) from error
+
+    async def _noting(self, call: Awaitable[T]) -> T:
+        """Await a call. If the store does not answer, the breaker trips."""
+        try:
+            return await call
+        except (errors.Unavailable, errors.DeadlineExceeded):
+            self._breaker.trip()
+            raise
+        except errors.Unauthenticated:
+            self._breaker.ask_again()
+            raise

@@ -1,0 +1,181 @@
+"""The way to a store that is away, slow, of another namespace or talks nonsense: kept shut, and opened again."""
+
+import asyncio
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvasir import errors
+
+from inference_svc.memory.store import patience
+from inference_svc.memory.store.answers import StoreMiss
+from inference_svc.memory.store.patience import Breaker, Budget
+from inference_svc.memory.store.remote_cache import RemoteCache
+
+
+def test_a_budget_is_spent_by_waiting_and_earned_by_bytes() -> None:
+    now = [0.0]
+    budget = Budget(0.25, 1000, lambda: now[0])
+    with budget.spending():
+        now[0] += 0.2
+    assert budget.remaining_s == pytest.approx(0.05)
+    budget.earn(500)
+    assert budget.remaining_s == pytest.approx(0.55)
+    with contextlib.suppress(ZeroDivisionError), budget.spending():
+        now[0] += 9
+        raise ZeroDivisionError
+    assert budget.remaining_s == 0
+
+
+def test_a_breaker_opens_at_a_failure_and_closes_when_the_probe_is_answered() -> None:
+    async def breaking() -> None:
+        answers = iter((errors.Unavailable("away"), errors.DeadlineExceeded("slow"), None))
+        probes = 0
+
+        async def probe() -> None:
+            nonlocal probes
+            probes += 1
+            if (failure := next(answers)) is not None:
+                raise failure
+
+        breaker = Breaker(probe)
+        assert not breaker.is_open
+        breaker.trip()
+        breaker.trip()
+        assert breaker.is_open
+        await asyncio.wait_for(breaker.closed.wait(), 5)
+        assert not breaker.is_open
+        assert probes == 3
+        await breaker.close()
+
+    asyncio.run(breaking())
+
+
+def test_a_probe_that_fails_in_an_unknown_way_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "_FIRST_PROBE_DELAY_S", 0.001)
+
+    async def scenario() -> None:
+        answers = iter((ValueError("nonsense"), None))
+
+        async def probe() -> None:
+            if (failure := next(answers)) is not None:
+                raise failure
+
+        breaker = Breaker(probe)
+        breaker.trip()
+        await asyncio.wait_for(breaker.closed.wait(), 1)
+        await breaker.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+@pytest.mark.parametrize(("spent_s", "is_reachable"), [(0.0, False), (0.045, True)])
+@pytest.mark.parametrize("times_out_itself", [True, False])
+def test_only_a_call_that_had_most_of_the_budget_says_that_a_store_is_away(
+    spent_s: float, is_reachable: bool, times_out_itself: bool
+) -> None:
+    async def scenario() -> None:
+        async def slow(_agent: str) -> None:
+            if times_out_itself:
+                raise errors.DeadlineExceeded("slow")
+            await asyncio.Event().wait()
+
+        async def nothing() -> Any:
+            return SimpleNamespace(namespace="default")
+
+        client: Any = SimpleNamespace(get_agent=slow, get_capabilities=nothing, close=nothing)
+        store = RemoteCache(client, "default")
+        assert await store.answers()
+        budget = Budget(0.05, 1000, lambda: 0.0)
+        budget.spent_s = spent_s
+        with pytest.raises(StoreMiss, match="budget"):
+            await store.heads("a", "cd" * 32, budget)
+        assert store.is_reachable is is_reachable
+        await store.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+def test_a_store_whose_token_is_another_namespaces_is_not_used() -> None:
+    async def scenario() -> None:
+        async def capabilities() -> Any:
+            return SimpleNamespace(namespace="south")
+
+        async def never(*_arguments: object, **_how: object) -> None:
+            raise AssertionError("a call reached the wrong namespace")
+
+        client: Any = SimpleNamespace(
+            get_capabilities=capabilities, get_agent=never, put_blobs=never, close=capabilities
+        )
+        store = RemoteCache(client, "north")
+        assert not await store.answers()
+        with pytest.raises(StoreMiss, match="'south', expected 'north'"):
+            await store.heads("a", "cd" * 32, Budget(1.0, 1000, lambda: 0.0))
+        with pytest.raises(errors.PermissionDenied):
+            await store.write_tensors([b"x"], 1.0)
+        await store.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+def test_an_answer_that_is_none_makes_a_store_unreachable_and_no_bug() -> None:
+    async def scenario() -> None:
+        async def nonsense() -> Any:
+            return None
+
+        client: Any = SimpleNamespace(get_capabilities=nonsense, close=nonsense)
+        store = RemoteCache(client, "default")
+        assert not await store.answers()
+        await store.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+def test_an_answer_about_the_token_before_says_nothing_of_the_one_that_came_meanwhile() -> None:
+    async def scenario() -> None:
+        was_asked, may_answer = asyncio.Event(), asyncio.Event()
+
+        async def north() -> Any:
+            was_asked.set()
+            await may_answer.wait()
+            return SimpleNamespace(namespace="north")
+
+        async def south() -> Any:
+            return SimpleNamespace(namespace="south")
+
+        new: Any = SimpleNamespace(get_capabilities=south)
+        old: Any = SimpleNamespace(get_capabilities=north, with_token=lambda _token: new, close=south)
+        store = RemoteCache(old, "north")
+        asking = asyncio.create_task(store.answers())
+        await was_asked.wait()
+        await store.renew_token("new")
+        may_answer.set()
+        assert not await asking
+        with pytest.raises(StoreMiss, match="'south', expected 'north'"):
+            await store.heads("a", "cd" * 32, Budget(1.0, 1000, lambda: 0.0))
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_store_that_goes_after_refusals_is_found_as_soon_as_any() -> None:
+    async def scenario() -> None:
+        refusals = [errors.Unauthenticated("no")] * 3
+        are_told = asyncio.Event()
+
+        async def probe() -> None:
+            if refusals:
+                refused = refusals.pop()
+                if not refusals:
+                    are_told.set()
+                raise refused
+
+        breaker = Breaker(probe)
+        breaker.ask_again()
+        await are_told.wait()
+        breaker.trip()
+        await asyncio.wait_for(breaker.closed.wait(), 0.5)
+        await breaker.close()
+
+    asyncio.run(scenario())
