@@ -1,28 +1,22 @@
-"""The cache store's program: `serve` it, or look after its data with `check`, `scrub`, `gc`, `recover` and `keys`.
-
-`pair` and `peers` make it known to other stores; they are in `pairing_program`.
+"""The cache store's program: `serve` it, or look after its data with the commands of `cachestore_svc.commands`.
 
 This is the composition root: the clock, randomness and configuration are taken here and passed on.
 """
 
-import argparse
 import asyncio
 import contextlib
 import ctypes
-import json
 import resource
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import structlog
 from kvasir.address import AddressError
 from kvasir.cachestore.v1 import cachestore_pb2_grpc, pairing_pb2_grpc
 from kvasir.errors import FailedPrecondition, KvasirError
-from kvasir.formats.digest import Digest
 from kvasir.server.audit import Audit, AuditFile
 from kvasir.server.interceptors import settle_garbage
 from kvasir.server.logs import configure_logs
@@ -34,9 +28,10 @@ from kvasir.server.shared_room import SharedRoom
 from kvasir.server.traces import Traces
 from kvasir.server.wellness import Ailment, Wellness
 
-from cachestore_svc import keys_program, pairing_program
 from cachestore_svc.background_scrub import BackgroundScrub
 from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.commands import care, keys, pairing
+from cachestore_svc.commands.command_line import CANNOT_RUN, NO_STORE, OK, parser
 from cachestore_svc.config import ConfigError, StoreSettings, read_settings
 from cachestore_svc.edge.agent_service import AgentService
 from cachestore_svc.edge.metrics import StoreNumbers
@@ -59,7 +54,6 @@ from cachestore_svc.moving.peers import Peers
 from cachestore_svc.moving.repairing import Repairs
 from cachestore_svc.moving.transfer import Transfers
 from cachestore_svc.pairing.peers_file import read_peers
-from cachestore_svc.records import RecoverReport
 from cachestore_svc.recovery import recovering
 from cachestore_svc.recovery.key_care import KeyCare
 from cachestore_svc.recovery.opening import holds_store
@@ -74,22 +68,19 @@ _FILE_LIMITS = (65_536, 10_240)
 # Of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
-_PROGRESS_S = 1.0
 _PROTOCOL = "kvasir.cachestore.v1"
-# Exit codes. The last is that of `kvasir` for what is not there.
-OK, FOUND_PROBLEMS, CANNOT_RUN, NO_STORE = 0, 1, 2, 5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] and arguments[0] in pairing_program.COMMANDS:
-        return pairing_program.main(arguments)
-    options = vars(_parser().parse_args(arguments))
+    if arguments[:1] and arguments[0] in pairing.COMMANDS:
+        return pairing.main(arguments)
+    options = vars(parser().parse_args(arguments))
     command, as_json = options.pop("command"), options.pop("json", False)
     repair, dry_run = options.pop("repair", False), options.pop("dry_run", False)
     namespaces = options.pop("namespace", None) or []
-    asked_of_keys = keys_program.take_options(options)
+    asked_of_keys = keys.take_options(options)
     try:
         settings = read_settings(options)
         configure_logs(settings.log_format, settings.log_level)
@@ -99,8 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run(serve(settings))
             return OK
         if command == "keys":
-            care = KeyCare(settings.store_config(), time.time, secrets.token_bytes, Disk())
-            keys_program.run_keys(settings, care, asked_of_keys, secrets.token_bytes, as_json)
+            key_care = KeyCare(settings.store_config(), time.time, secrets.token_bytes, Disk())
+            keys.run_keys(settings, key_care, asked_of_keys, secrets.token_bytes, as_json)
             return OK
         if not holds_store(settings.data_dir):
             print(f"cachestore_svc: no store in {settings.data_dir}", file=sys.stderr)
@@ -111,8 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         only_looks = (command == "check" and not repair) or dry_run
         with open_store(settings, sweeps=not only_looks) as store:
             if command == "check":
-                return check(store, repair, as_json)
-            return scrub(store, as_json) if command == "scrub" else collect(store, dry_run, as_json)
+                return care.check(store, repair, as_json)
+            return care.scrub(store, as_json) if command == "scrub" else care.collect(store, dry_run, as_json)
     except (ConfigError, RefusedToStart, AddressError, KvasirError) as error:
         print(f"cachestore_svc: {error}", file=sys.stderr)
         return CANNOT_RUN
@@ -121,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def open_store(settings: StoreSettings, *, sweeps: bool = True) -> Store:
     """What the settings name. Sealed namespaces that the owner's list lacks are added: a crash came before that, or an
     older Kvasir sealed them."""
-    masters = keys_program.masters_of(settings)
+    masters = keys.masters_of(settings)
     store = Store.open(settings.store_config(), time.time, secrets.token_hex, sweeps=sweeps, masters=masters)
     try:
         if sweeps:
@@ -295,163 +286,20 @@ def raise_file_limit() -> None:
             return
 
 
-def check(store: Store, repair: bool, as_json: bool) -> int:
-    """Walk index and files both ways. Exit code 1 when something is wrong and was not repaired."""
-    report = store.check(repair=repair)
-    if as_json:
-        print(json.dumps(asdict(report) | {"is_clean": report.is_clean}))
-    else:
-        for finding in report.findings:
-            done = " (repaired)" if finding.is_repaired else ""
-            print(f"{finding.problem} in {finding.namespace!r}: {finding.detail}{done}")
-        print(f"{report.namespaces} namespaces, {report.blobs} blobs, {report.snapshots} snapshots")
-        if report.set_aside:
-            print(f"{report.set_aside} files that nothing names are set aside; collection removes them")
-    return OK if all(finding.is_repaired for finding in report.findings) else FOUND_PROBLEMS
-
-
-def scrub(store: Store, as_json: bool) -> int:
-    """Hash every blob again. Exit code 1 when any is damaged."""
-    checked, damaged = 0, list[Digest]()
-    for progress in store.scrub():
-        damaged += progress.damaged
-        checked = max(checked, progress.blobs_checked)
-    if as_json:
-        print(json.dumps({"blobs_checked": checked, "damaged": [digest.hash for digest in damaged]}))
-    else:
-        for digest in damaged:
-            print(f"damaged: {digest.hash}")
-        print(f"{checked} blobs, {len(damaged)} damaged")
-    return FOUND_PROBLEMS if damaged else OK
-
-
-def collect(store: Store, dry_run: bool, as_json: bool) -> int:
-    """Mark what nothing names, and sweep what rested long enough."""
-    report = store.collect_garbage(dry_run=dry_run)
-    if as_json:
-        print(json.dumps(asdict(report)))
-    else:
-        print(f"{report.blobs_marked} marked, {report.blobs_swept} swept, {report.bytes_freed} bytes freed")
-    return OK
-
-
 def recover(settings: StoreSettings, namespaces: Sequence[str], as_json: bool) -> int:
     """Build the index anew. Exit code 1 when something did not come back as it was."""
-    masters = keys_program.masters_of(settings)
     report = recovering.recover(
-        settings.store_config(), time.time, secrets.token_hex, Disk(), namespaces, _progress(), masters
+        settings.store_config(),
+        time.time,
+        secrets.token_hex,
+        Disk(),
+        namespaces,
+        care.progress(time.monotonic),
+        keys.masters_of(settings),
     )
     # The first start sets blobs aside that are not listed, and checks the new index as any start does.
     open_store(settings).close()
-    if as_json:
-        print(json.dumps(asdict(report) | {"is_complete": report.is_complete}))
-    else:
-        for line in _told(report):
-            print(line)
-    return OK if report.is_complete else FOUND_PROBLEMS
-
-
-def _told(report: RecoverReport) -> Iterator[str]:
-    yield f"recovered from {report.source}"
-    for space in report.namespaces:
-        yield f"{space.namespace}: {space.versions} versions of {space.agents} agents came back"
-        for lost in space.lost:
-            yield f"{space.namespace}: lost {lost.agent_id!r} version {lost.version}: {lost.why}"
-        for agent, version in space.with_damaged_blobs:
-            yield f"{space.namespace}: {agent!r} version {version} lacks blobs, which engines compute again"
-        for agent in space.named_anew:
-            yield f"{space.namespace}: an agent whose name is lost is now {agent!r}"
-        if space.unclaimed:
-            yield f"{space.namespace}: {len(space.unclaimed)} agents may have moved before, and wait for a claim"
-    yield f"the old index is kept: {', '.join(report.kept) or 'there was none'}"
-
-
-def _progress() -> Callable[[str, int, int], None]:
-    """Prints every second or so what is being read."""
-    printed = time.monotonic()
-
-    def say(what: str, done: int, total: int) -> None:
-        nonlocal printed
-        if time.monotonic() - printed > _PROGRESS_S:
-            printed = time.monotonic()
-            print(f"progress: {what}: {done} of {total}", file=sys.stderr, flush=True)
-
-    return say
-
-
-_SERVE_OPTIONS: tuple[tuple[str, Callable[[str], object], str], ...] = (
-    ("credentials-file", Path, "which callers are admitted, and in which roles; needed beyond a Unix socket"),
-    ("tls-cert-file", Path, "the PEM certificate; needed beyond this machine"),
-    ("tls-key-file", Path, "the certificate's key, readable by its owner only"),
-    ("tls-client-ca-file", Path, "PEM certificates of the clients that may connect (mutual TLS)"),
-    ("peers-file", Path, "other stores that agents may be pulled from (TOML)"),
-    ("quota-bytes", int, "blob bytes that a namespace may hold; left out: only the disk limits it"),
-    ("free-disk-reserve-bytes", int, "writes that would leave less than this on the disk are refused"),
-    ("max-blob-bytes", int, "a larger blob is refused"),
-    ("retained-versions", int, "versions kept per line, unless the agent says otherwise"),
-    ("read-buffer-bytes", int, "bytes that all readers together may have waiting to be sent"),
-    ("expires-after-s", float, "an agent that nobody used for so long is deleted; left out: it stays"),
-    (
-        "write-budget-bytes",
-        int,
-        "bytes of blobs, without index and journal, for a day (UTC); left out: only counted",
-    ),
-    ("write-budget-over", str, "tell (if left out), or refuse: what is done about writes beyond the budget"),
-    ("scrub-bytes-per-s", int, "how fast blobs are hashed again in the background; 0: never"),
-    ("scrub-every-s", float, "the rest between two such passes"),
-    ("gc-interval-s", float, "garbage is collected this often"),
-    ("stall-timeout-s", float, "a transfer without progress for this long is given up"),
-    ("move-patience-s", float, "an agent whose move's destination is silent for so long stays here"),
-    ("audit-file", Path, "where one JSON line says who did what that needs a privilege; see `kvasir audit`"),
-    ("metrics-listen", str, "127.0.0.1:PORT for Prometheus metrics and /healthz, to this machine only"),
-    ("traces-to", str, "http://127.0.0.1:4317, where OpenTelemetry gets spans; needs kvasir[traces]"),
-    ("stop-grace-s", float, "how long running calls may go on after SIGTERM"),
-)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="cachestore_svc",
-        description="The cache store of Kvasir. `pair` and `peers` (each with --help) make it known to other stores.",
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    shared = argparse.ArgumentParser(add_help=False)
-    # The settings that belong in a supervisor's command line; every field can also be set by KVASIR_STORE_… .
-    shared.add_argument("--data-dir", type=Path, help="where everything is kept")
-    shared.add_argument("--grace-period-s", type=float, help="how long an unreferenced blob is kept")
-    shared.add_argument(
-        "--log-level", choices=("debug", "info", "warning", "error"), help="the least of what is logged"
-    )
-    shared.add_argument("--log-format", choices=("console", "json"), help="lines for people, or for programs")
-    shared.add_argument("--seal-key-file", type=Path, help="the master key that opens sealed namespaces")
-    shared.add_argument("--seal-keychain", help="its name in the keychain, where it is kept there")
-    shared.add_argument("--sealed-file", type=Path, help="lists the namespaces that are never plain; `keys` writes it")
-    keys_program.add_parser(commands, shared)
-    serve_ = commands.add_parser("serve", parents=[shared], help="serve it over gRPC")
-    serve_.add_argument("--listen", help="unix:/path, host:port or [v6]:port")
-    serve_.add_argument("--engine-listen", help="unix:/path for engines of this machine, beside --listen")
-    for name, kind, what in _SERVE_OPTIONS:
-        serve_.add_argument(f"--{name}", type=kind, help=what)
-    for name, what in (("check", "walk index and files both ways"), ("scrub", "hash every blob again")):
-        command = commands.add_parser(name, parents=[shared], help=what)
-        command.add_argument("--json", action="store_true")
-        if name == "check":
-            command.add_argument("--repair", action="store_true", help="mend what can be mended")
-    recover_ = commands.add_parser(
-        "recover",
-        parents=[shared],
-        help="build a lost or damaged index anew",
-        description="Build the index anew from the journal, the manifests and the blob files; the old one is kept. "
-        "For a store that refuses to start, or says INDEX_DAMAGED. The store must not run meanwhile.",
-    )
-    recover_.add_argument("--json", action="store_true")
-    recover_.add_argument(
-        "--namespace", action="append", help="a namespace that holds blobs, where no journal tells its name; repeatable"
-    )
-    gc = commands.add_parser("gc", parents=[shared], help="remove what nothing names")
-    gc.add_argument("--json", action="store_true")
-    gc.add_argument("--dry-run", action="store_true", help="report only")
-    return parser
+    return care.tell_recovered(report, as_json)
 
 
 if __name__ == "__main__":

@@ -378,6 +378,7 @@ ROOMS = {
         "bench": "engine model kv text",
     },
     "cachestore_svc": {
+        "commands": "store edge pairing recovery sealing records config",
         "edge": "store moving pairing index threads config records ownership",
         "moving": "store owner_store pairing index threads records ownership",
         "pairing": "config",

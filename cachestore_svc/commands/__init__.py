@@ -1,0 +1,1 @@
+"""The commands of the store's program beside `serve`. `__main__` imports them."""

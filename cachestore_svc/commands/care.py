@@ -1,0 +1,92 @@
+"""The commands `check`, `scrub`, `gc` and `recover`: what is done, printed for people or as JSON, and the exit code."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+
+from kvasir.formats.digest import Digest
+
+from cachestore_svc.commands.command_line import FOUND_PROBLEMS, OK
+from cachestore_svc.records import RecoverReport
+from cachestore_svc.store import Store
+
+_PROGRESS_S = 1.0
+
+
+def check(store: Store, repair: bool, as_json: bool) -> int:
+    """Walk index and files both ways. Exit code 1 when something is wrong and was not repaired."""
+    report = store.check(repair=repair)
+    if as_json:
+        print(json.dumps(asdict(report) | {"is_clean": report.is_clean}))
+    else:
+        for finding in report.findings:
+            done = " (repaired)" if finding.is_repaired else ""
+            print(f"{finding.problem} in {finding.namespace!r}: {finding.detail}{done}")
+        print(f"{report.namespaces} namespaces, {report.blobs} blobs, {report.snapshots} snapshots")
+        if report.set_aside:
+            print(f"{report.set_aside} files that nothing names are set aside; collection removes them")
+    return OK if all(finding.is_repaired for finding in report.findings) else FOUND_PROBLEMS
+
+
+def scrub(store: Store, as_json: bool) -> int:
+    """Hash every blob again. Exit code 1 when any is damaged."""
+    checked, damaged = 0, list[Digest]()
+    for progress in store.scrub():
+        damaged += progress.damaged
+        checked = max(checked, progress.blobs_checked)
+    if as_json:
+        print(json.dumps({"blobs_checked": checked, "damaged": [digest.hash for digest in damaged]}))
+    else:
+        for digest in damaged:
+            print(f"damaged: {digest.hash}")
+        print(f"{checked} blobs, {len(damaged)} damaged")
+    return FOUND_PROBLEMS if damaged else OK
+
+
+def collect(store: Store, dry_run: bool, as_json: bool) -> int:
+    """Mark what nothing names, and sweep what rested long enough."""
+    report = store.collect_garbage(dry_run=dry_run)
+    if as_json:
+        print(json.dumps(asdict(report)))
+    else:
+        print(f"{report.blobs_marked} marked, {report.blobs_swept} swept, {report.bytes_freed} bytes freed")
+    return OK
+
+
+def tell_recovered(report: RecoverReport, as_json: bool) -> int:
+    """Say what a recovery brought back. Exit code 1 when something did not come back as it was."""
+    if as_json:
+        print(json.dumps(asdict(report) | {"is_complete": report.is_complete}))
+    else:
+        for line in _told(report):
+            print(line)
+    return OK if report.is_complete else FOUND_PROBLEMS
+
+
+def _told(report: RecoverReport) -> Iterator[str]:
+    yield f"recovered from {report.source}"
+    for space in report.namespaces:
+        yield f"{space.namespace}: {space.versions} versions of {space.agents} agents came back"
+        for lost in space.lost:
+            yield f"{space.namespace}: lost {lost.agent_id!r} version {lost.version}: {lost.why}"
+        for agent, version in space.with_damaged_blobs:
+            yield f"{space.namespace}: {agent!r} version {version} lacks blobs, which engines compute again"
+        for agent in space.named_anew:
+            yield f"{space.namespace}: an agent whose name is lost is now {agent!r}"
+        if space.unclaimed:
+            yield f"{space.namespace}: {len(space.unclaimed)} agents may have moved before, and wait for a claim"
+    yield f"the old index is kept: {', '.join(report.kept) or 'there was none'}"
+
+
+def progress(clock: Callable[[], float]) -> Callable[[str, int, int], None]:
+    """Prints every second or so what is being read. `clock` gives seconds, monotonic."""
+    printed = clock()
+
+    def say(what: str, done: int, total: int) -> None:
+        nonlocal printed
+        if clock() - printed > _PROGRESS_S:
+            printed = clock()
+            print(f"progress: {what}: {done} of {total}", file=sys.stderr, flush=True)
+
+    return say
