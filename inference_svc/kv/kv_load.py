@@ -6,6 +6,7 @@ Pages move as they are, and only tails are put into one. On the MLX thread.
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -52,7 +53,6 @@ class KvLoad:
         points: Collection[int] = (),
     ) -> None:
         self.kv = SequenceKV(pool)  # empty, but for pages, until it is whole
-        self._pool = pool
         self._keep = keep
         self._states = states
         self._points = points
@@ -79,9 +79,9 @@ class KvLoad:
                 self._load_rows(self._left[0], min(most_files, MOST_FILES), meanwhile)
             if not self._left:
                 self._finish()
-            self._pool.evaluate()
+            self.kv.pool.evaluate()
         except BaseException:
-            self._pool.forget_writes()  # pages that are free again may be another's when they would be written
+            self.kv.pool.forget_writes()  # pages that are free again may be another's when they would be written
             self.release()  # now: an error that is kept holds these frames, and with them the sequence
             raise
         return not self._left
@@ -92,7 +92,7 @@ class KvLoad:
 
     def _load_rows(self, files: _GroupFiles, most: int, meanwhile: Callable[[], None]) -> None:
         """Take pages for the next files of a group, and write them."""
-        pool, group, first = self._pool, files.group, files.loaded
+        pool, group, first = self.kv.pool, files.group, files.loaded
         some = files.files[first : first + most]
         blocks = [file.header.identity.start // PAGE_TOKENS for file in some]
         files.loaded += len(some)
@@ -120,9 +120,7 @@ class KvLoad:
         kv = self.kv
         kv.length = self._keep
         for file in self._states:
-            tokens, found = file.header.identity.tokens, state_arrays(file)
-            arrays = [_to_mlx(array, spec.dtype) for spec, array in found]
-            kv.set_point(RewindPoint(tokens, _states_of(self._pool, tokens, arrays)))
+            kv.set_point(_rewind_point(file, kv.pool.identity))
         if self._keep and kv.has_rewind_points and not kv.states:
             for point in sorted({*self._points, self._keep}):
                 kv.set_point(RewindPoint(point, ()))
@@ -130,14 +128,11 @@ class KvLoad:
         mx.eval(kv.state_arrays)
 
 
-def _states_of(pool: KvPool, tokens: int, arrays: Sequence[mx.array]) -> tuple[StateKV, ...]:
-    """The recurrent layers' states of a state file's tensors [1, …]."""
-    rest, states = list(arrays), []
-    for layer in pool.identity.layers:
-        if layer.kind == identity_pb2.LAYER_KIND_STATE:
-            states.append(StateKV(list(rest[: len(layer.state_tensors)]), tokens))
-            del rest[: len(layer.state_tensors)]
-    return tuple(states)
+def _rewind_point(file: CheckedFile, identity: identity_pb2.KvIdentity) -> RewindPoint:
+    tokens = file.header.identity.tokens
+    arrays = (_to_mlx(array, spec.dtype) for spec, array in state_arrays(file))
+    counts = [len(layer.state_tensors) for layer in identity.layers if layer.kind == identity_pb2.LAYER_KIND_STATE]
+    return RewindPoint(tokens, tuple(StateKV(list(islice(arrays, count)), tokens) for count in counts))
 
 
 def _to_mlx(array: Array, dtype: str) -> mx.array:

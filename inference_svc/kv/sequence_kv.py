@@ -63,17 +63,12 @@ class PassRoom:
         changed nothing, if the pool has no room.
         """
         kv = self._kv
-        held = [
-            {block: kv.private_page(table, block) for block in kv.span(table, kv.length + count)} for table in kv.tables
-        ]
-        self._new = kv.pool.take(sum(page is None for pages in held for page in pages.values()))
-        new = iter(self._new)
-        self.pages = [{block: next(new) if page is None else page for block, page in pages.items()} for pages in held]
-        last = kv.length // PAGE_TOKENS if kv.length % PAGE_TOKENS else -1
-        tails = zip(kv.tables, self.pages, strict=True)
-        begun = [(table.pages[last], pages[last]) for table, pages in tails if last in pages]
-        copied = [(old, page) for old, page in begun if old != page]
-        kv.pool.copy_pages([old for old, _ in copied], [page for _, page in copied])
+        blocks = [kv.span(table, kv.length + count) for table in kv.tables]
+        held = [table.pages.get(block) for table, some in zip(kv.tables, blocks, strict=True) for block in some]
+        pages = kv.pool.private_pages(held)
+        self._new = [page for page, old in zip(pages, held, strict=True) if page != old]
+        rest = iter(pages)
+        self.pages = [{block: next(rest) for block in some} for some in blocks]
 
     def span(self, layer: int, count: int) -> Span:
         """Where kernels write a layer's rows. The first layer of a pass says how many there are; raises as `take`."""
@@ -209,11 +204,6 @@ class SequenceKV:
         """The blocks to write for rows up to `stop`: of a window only those that the row at `stop` sees."""
         start = max(self.length, window_start(table.window, stop))
         return range(start // PAGE_TOKENS, blocks_of(stop))
-
-    def private_page(self, table: BlockTable, block: int) -> int | None:
-        """The page of a block that it holds alone, if it does."""
-        page = table.pages.get(block)
-        return page if page is not None and self.pool.allocator.holders(page) == 1 else None
 
     def hold(self, table: BlockTable, pages: dict[int, int]) -> None:
         """Hold these pages, by block, instead of others. They must have the rows that are before the next one."""

@@ -26,7 +26,7 @@ from kvasir.formats.layer_groups import layers_of
 from kvasir.formats.token_files import file_identities, state_identity
 
 # bfloat16 is unknown to numpy: its 16 bits travel as they are.
-HOST_TYPES = {"U32": np.uint32, "F16": np.float16, "BF16": np.uint16, "F32": np.float32}
+_HOST_TYPES = {"U32": np.uint32, "F16": np.float16, "BF16": np.uint16, "F32": np.float32}
 # The bits of a number's exponent, all of them set in what is not finite.
 _EXPONENTS: Mapping[str, np.uint16 | np.uint32] = {
     "BF16": np.uint16(0x7F80),
@@ -138,7 +138,7 @@ def page_units(file: CheckedFile, units: int) -> Array:
     return page
 
 
-def exponents(identity: identity_pb2.KvIdentity, group: int = 0) -> Array:
+def exponents(identity: identity_pb2.KvIdentity, group: int) -> Array:
     """For each unit of such a page the bits of a number's exponent; 0 for codes, of which any bits are valid."""
     specs = expected_tensors(identity, BLOCK_TOKENS, group)
     return np.concatenate(
@@ -146,7 +146,7 @@ def exponents(identity: identity_pb2.KvIdentity, group: int = 0) -> Array:
     )
 
 
-def not_finite(index: int, group: int = 0) -> DataLoss:
+def not_finite(index: int, group: int) -> DataLoss:
     """The error for a file with a scale, bias or exact value that is not finite."""
     return _damaged(index, "holds a value that is not finite", group)
 
@@ -155,7 +155,7 @@ def _views(file: CheckedFile) -> Iterator[Array]:
     """The tensors of a file, [kv_heads, rows, …] each, without copying. bfloat16 comes as its 16 bits."""
     offset = file.header.data_offset
     for spec in file.header.tensors:
-        dtype = np.dtype(HOST_TYPES[spec.dtype])
+        dtype = np.dtype(_HOST_TYPES[spec.dtype])
         yield np.ndarray(spec.shape, dtype, file.data, offset)
         offset += spec.size_bytes
 

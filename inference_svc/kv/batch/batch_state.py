@@ -1,7 +1,5 @@
 """One recurrent layer of several sequences, decoded together: the batched form of `StateKV`."""
 
-from collections.abc import Sequence
-
 import mlx.core as mx
 
 from inference_svc.kv.state_kv import StateKV, StateTensors, Tensors
@@ -46,12 +44,8 @@ class BatchStateKV(StateTensors):
         order = list(range(len(self.rows)))
         if last is not row:
             self.rows[slot], order[slot] = last, len(self.rows)
-        self.tensors = self._of(order) if order else []
+        self.tensors = [None if each is None else each[mx.array(order)] for each in self.tensors] if order else []
         return row
-
-    def _of(self, slots: Sequence[int]) -> Tensors:
-        chosen = mx.array(list(slots))
-        return [None if tensor is None else tensor[chosen] for tensor in self.tensors]
 
 
 def _joined(old: mx.array | None, slots: int, new: mx.array | None) -> mx.array | None:

@@ -111,24 +111,8 @@ def _writable_pages(pool: KvPool, sequences: Sequence[SequenceKV]) -> list[int]:
     places = [
         (kv, kv.tables[number], kv.length // PAGE_TOKENS) for number in range(len(pool.groups)) for kv in sequences
     ]
-    held = [table.pages.get(block) for _, table, block in places]
-    is_own = _are_own(pool, held)
     # All or none: a sequence with a new page that its rows were not copied to would have lost them.
-    new = iter(pool.take(is_own.count(False)))
-    pages = [page if page is not None and own else next(new) for page, own in zip(held, is_own, strict=True)]
-    copied = [(old, page) for old, page in zip(held, pages, strict=True) if old is not None and old != page]
-    pool.copy_pages([old for old, _ in copied], [page for _, page in copied])
+    pages = pool.private_pages([table.pages.get(block) for _, table, block in places])
     for (kv, table, block), page in zip(places, pages, strict=True):
         kv.hold(table, {block: page})
     return pages
-
-
-def _are_own(pool: KvPool, pages: Sequence[int | None]) -> list[bool]:
-    """Whether each may be written by its holder once those before it have copies of the pages that they share."""
-    holders = {page: pool.allocator.holders(page) for page in pages if page is not None}
-    own = []
-    for page in pages:
-        own.append(page is not None and holders[page] == 1)
-        if page is not None:
-            holders[page] -= 1
-    return own

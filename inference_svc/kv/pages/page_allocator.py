@@ -16,7 +16,7 @@ class PageAllocator:
         self.total = total
         self._holders: dict[int, int] = {}
         self._returned: list[int] = []
-        self._never_used = 0  # the first page that nobody had yet
+        self.touched = 0  # pages 0 to this one, without it, were given out at least once
 
     @property
     def used(self) -> int:
@@ -29,11 +29,6 @@ class PageAllocator:
     @property
     def shared(self) -> int:
         return sum(holders > 1 for holders in self._holders.values())
-
-    @property
-    def touched(self) -> int:
-        """Pages 0 to `touched` - 1 were given out at least once."""
-        return self._never_used
 
     def holders(self, page: int) -> int:
         """How many tables hold the page; 0 if it is free."""
@@ -48,8 +43,8 @@ class PageAllocator:
                 metadata={"needed_pages": str(count), "free_pages": str(self.free)},
             )
         again = [self._returned.pop() for _ in range(min(count, len(self._returned)))]
-        new = range(self._never_used, self._never_used + count - len(again))
-        self._never_used = new.stop
+        new = range(self.touched, self.touched + count - len(again))
+        self.touched = new.stop
         taken = [*again, *new]
         self._holders.update(dict.fromkeys(taken, 1))
         return taken

@@ -8,6 +8,7 @@ them is evaluated, or dropped, before. On a GPU kernels write where the pages li
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 
 import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
@@ -50,18 +51,17 @@ class KvPool:
         self.groups = groups_of(identity.layers)
         self.formats = {index: PageFormat.of(identity, index) for group in self.groups for index in group.layers}
         self.codecs = {index: layer_codecs(identity.policy, index) for index in self.formats}
-        self._units = [
-            max(self.formats[group.layers[slot]].units for group in self.groups if slot < len(group.layers))
-            for slot in range(max((len(group.layers) for group in self.groups), default=0))
-        ]
+        columns = zip_longest(*(group.layers for group in self.groups))
+        self._units = [max(self.formats[layer].units for layer in slot if layer is not None) for slot in columns]
         self.page_bytes = sum(self._units) * UNIT_BYTES
         self.allocator = PageAllocator(max(1, budget_bytes // self.page_bytes) if self._units else 0)
-        self.arrays: list[mx.array] = []
+        first_pages = self.allocator.total if is_allocated else min(_FIRST_PAGES, self.allocator.total)
+        self.arrays = [mx.zeros((first_pages, units), dtype=UNIT) for units in self._units]
+        mx.eval(self.arrays)
         self._exponents: dict[int, mx.array] = {}
         self._place = {
             layer: (number, slot) for number, group in enumerate(self.groups) for slot, layer in enumerate(group.layers)
         }
-        self._allocate(self.allocator.total if is_allocated else min(_FIRST_PAGES, self.allocator.total))
 
     # --- counting ---
 
@@ -99,8 +99,30 @@ class KvPool:
         """Free pages; their bytes are whatever they were. Raises ResourceExhausted if there are not so many."""
         taken = self.allocator.take(count)
         if self.arrays and self.allocator.touched > self.arrays[0].shape[0]:
-            self._allocate(min(self.allocator.total, max(self.allocator.touched, 2 * self.arrays[0].shape[0])))
+            self._grow(min(self.allocator.total, max(self.allocator.touched, 2 * self.arrays[0].shape[0])))
         return taken
+
+    def private_pages(self, held: Sequence[int | None]) -> list[int]:
+        """Pages that may be written in place of `held`, the pages of some tables (None: the table has none): those that
+        nobody else holds, and new ones, with the content of a shared one. Of two tables that share a page, the second
+        keeps it. Raises ResourceExhausted, and has changed nothing, if the pool has no room.
+        """
+        holders = {page: self.allocator.holders(page) for page in held if page is not None}
+        is_own = []
+        for page in held:
+            is_own.append(page is not None and holders[page] == 1)
+            if page is not None:
+                holders[page] -= 1
+        new = self.take(is_own.count(False))
+        rest = iter(new)
+        pages = [page if page is not None and own else next(rest) for page, own in zip(held, is_own, strict=True)]
+        copied = [(old, page) for old, page in zip(held, pages, strict=True) if old is not None and old != page]
+        try:
+            self.copy_pages([old for old, _ in copied], [page for _, page in copied])
+        except BaseException:
+            self.release(new)
+            raise
+        return pages
 
     def pages_of(self, layer: int, pages: Sequence[int] | mx.array) -> mx.array:
         """One layer's pages [n, units], a copy."""
@@ -154,17 +176,13 @@ class KvPool:
     def release(self, pages: Iterable[int]) -> None:
         self.allocator.release(pages)
 
-    def _allocate(self, pages: int) -> None:
+    def _grow(self, pages: int) -> None:
         """Have so many pages in each array; what they hold stays."""
-        for slot, units in enumerate(self._units):
-            made = mx.zeros((pages, units), dtype=UNIT)
-            if self.arrays and slot < len(self.arrays):
-                old = self.arrays[slot]
-                made[: old.shape[0]] = old
-                self.arrays[slot] = made
-            else:
-                self.arrays.append(made)
-            mx.eval(self.arrays[slot])
+        for slot, old in enumerate(self.arrays):
+            made = mx.zeros((pages, old.shape[1]), dtype=UNIT)
+            made[: old.shape[0]] = old
+            self.arrays[slot] = made
+            mx.eval(made)
 
 
 def page_dialect(identity: identity_pb2.KvIdentity) -> Dialect | None:
