@@ -30,7 +30,7 @@ from kvasir.server.wellness import Ailment, Wellness
 
 from cachestore_svc.background_scrub import BackgroundScrub
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.commands import care, keys, pairing
+from cachestore_svc.commands import care, pairing, seal_keys
 from cachestore_svc.commands.command_line import CANNOT_RUN, NO_STORE, OK, parser
 from cachestore_svc.config import ConfigError, StoreSettings, read_settings
 from cachestore_svc.edge.agent_service import AgentService
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command, as_json = options.pop("command"), options.pop("json", False)
     repair, dry_run = options.pop("repair", False), options.pop("dry_run", False)
     namespaces = options.pop("namespace", None) or []
-    asked_of_keys = keys.take_options(options)
+    asked_of_keys = seal_keys.take_options(options)
     try:
         settings = read_settings(options)
         configure_logs(settings.log_format, settings.log_level)
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return OK
         if command == "keys":
             key_care = KeyCare(settings.store_config(), time.time, secrets.token_bytes, Disk())
-            keys.run_keys(settings, key_care, asked_of_keys, secrets.token_bytes, as_json)
+            seal_keys.run_keys(settings, key_care, asked_of_keys, secrets.token_bytes, as_json)
             return OK
         if not holds_store(settings.data_dir):
             print(f"cachestore_svc: no store in {settings.data_dir}", file=sys.stderr)
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def open_store(settings: StoreSettings, *, sweeps: bool = True) -> Store:
     """What the settings name. Sealed namespaces that the owner's list lacks are added: a crash came before that, or an
     older Kvasir sealed them."""
-    masters = keys.masters_of(settings)
+    masters = seal_keys.masters_of(settings)
     store = Store.open(settings.store_config(), time.time, secrets.token_hex, sweeps=sweeps, masters=masters)
     try:
         if sweeps:
@@ -295,7 +295,7 @@ def recover(settings: StoreSettings, namespaces: Sequence[str], as_json: bool) -
         Disk(),
         namespaces,
         care.progress(time.monotonic),
-        keys.masters_of(settings),
+        seal_keys.masters_of(settings),
     )
     # The first start sets blobs aside that are not listed, and checks the new index as any start does.
     open_store(settings).close()

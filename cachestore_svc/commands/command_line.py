@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from cachestore_svc.commands import keys
+from cachestore_svc.commands import seal_keys
 
 # Exit codes. The last is that of `kvasir` for what is not there.
 OK, FOUND_PROBLEMS, CANNOT_RUN, NO_STORE = 0, 1, 2, 5
@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     shared.add_argument("--seal-key-file", type=Path, help="the master key that opens sealed namespaces")
     shared.add_argument("--seal-keychain", help="its name in the keychain, where it is kept there")
     shared.add_argument("--sealed-file", type=Path, help="lists the namespaces that are never plain; `keys` writes it")
-    keys.add_parser(commands, shared)
+    seal_keys.add_parser(commands, shared)
     serve_ = commands.add_parser("serve", parents=[shared], help="serve it over gRPC")
     serve_.add_argument("--listen", help="unix:/path, host:port or [v6]:port")
     serve_.add_argument("--engine-listen", help="unix:/path for engines of this machine, beside --listen")

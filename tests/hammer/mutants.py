@@ -61,9 +61,9 @@ MUTANTS = (
     ),
     Mutant(
         "a fork and its source write to one page",
-        "sequence_kv.py",
-        "        return page if page is not None and self.pool.allocator.holders(page) == 1 else None",
-        "        return page",
+        "pool.py",
+        "is_own.append(page is not None and holders[page] == 1)",
+        "is_own.append(page is not None)",
     ),
     Mutant(
         "a sibling's prefix is used one cell too far",
