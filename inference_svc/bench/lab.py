@@ -36,6 +36,7 @@ from inference_svc.model.link_rates import LinkProbe, LinkRates
 from inference_svc.model.mlx_lm_peer import MlxLmPeer
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.text.sequence_state import SequenceState
+from inference_svc.text.token_ids import TokenIds
 
 PATIENCE_S = 1800.0
 _NAMESPACE = "bench"
@@ -162,7 +163,7 @@ class LabMemory:
     state: SequenceState
 
     @property
-    def tokens(self) -> tuple[int, ...]:
+    def tokens(self) -> TokenIds:
         return self.state.token_ids
 
 
@@ -326,7 +327,7 @@ class Lab:
     ) -> Run:
         """Submit a greedy turn."""
         sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
-        plan = TurnPlan(tuple(tokens), (1,) * len(tokens), sampling, reuse or Cold(), key, namespace=namespace)
+        plan = TurnPlan(TokenIds(tokens), (1,) * len(tokens), sampling, reuse or Cold(), key, namespace=namespace)
         return (run or self.run()).begin(self.engine, plan)
 
     def remember(self, tokens: Sequence[int]) -> LabMemory:

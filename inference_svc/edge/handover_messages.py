@@ -16,6 +16,7 @@ from inference_svc.engine.api import CarriedTurn, Timings
 from inference_svc.handover.giving import Given
 from inference_svc.handover.passing import Opening, Promise, Stand, Surroundings
 from inference_svc.model.prompting import Tokenized
+from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.continuing import Continuation
 from inference_svc.turns.turn_data import Shortening, TurnRequest
 from inference_svc.turns.turn_state import BegunTurn
@@ -81,7 +82,7 @@ def read_opening(message: pb.TurnOpening, *, is_trusted: bool) -> Opening:
     begun = BegunTurn(
         seed=message.seed,
         max_tokens=message.max_tokens,
-        prompt=Tokenized(tuple(message.prompt_token_ids), tuple(message.prompt_token_chars)),
+        prompt=Tokenized(TokenIds(message.prompt_token_ids), tuple(message.prompt_token_chars)),
         rewind_point_tokens=message.rewind_point_tokens if message.HasField("rewind_point_tokens") else None,
         messages=tuple(message.messages),
         parent_manifest=_digest(message.parent_manifest) if message.HasField("parent_manifest") else None,
@@ -141,7 +142,7 @@ def read_stand(message: pb.TurnStand, prompt: Tokenized) -> Stand:
     """What it says of tokens is checked by the engine."""
     spent = message.spent
     carried = CarriedTurn(
-        token_ids=(*prompt.ids, *message.reply_token_ids),
+        token_ids=prompt.ids + TokenIds(message.reply_token_ids),
         computed=message.computed_tokens,
         cached=message.cached_tokens,
         shareable=message.shareable_tokens,

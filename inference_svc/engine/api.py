@@ -14,6 +14,7 @@ from kvasir.formats.block_hash import BLOCK_TOKENS
 
 from inference_svc.formats.constraint import Constraint
 from inference_svc.text.sequence_state import SequenceState
+from inference_svc.text.token_ids import TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class Restored:
     """
 
     blobs: tuple[bytes, ...]
-    token_ids: tuple[int, ...]
+    token_ids: TokenIds
     keep_tokens: int
     shareable_tokens: int = 0
     state: bytes | None = None  # state file of exactly `keep_tokens` tokens; models with states need it
@@ -106,7 +107,7 @@ class CarriedTurn:
     the very next token. Text that is held back and the place in a reply format follow from the tokens.
     """
 
-    token_ids: tuple[int, ...]  # the prompt and the reply so far; the last one's KV is not computed
+    token_ids: TokenIds  # the prompt and the reply so far; the last one's KV is not computed
     computed: int  # leading tokens whose KV is in the turn's files
     cached: int
     shareable: int  # leading tokens that were computed on the grid
@@ -130,7 +131,7 @@ class HeldTurn:
 class TurnPlan:
     """One turn: the whole prompt as tokens, the KV that it reuses, and how to generate."""
 
-    token_ids: tuple[int, ...]
+    token_ids: TokenIds
     token_chars: tuple[int, ...]  # code points that each prompt token completes, as in manifest.proto
     sampling: SamplingParams
     reuse: Reuse = field(default_factory=Cold)

@@ -21,6 +21,7 @@ from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.tensor_files import CheckedFile, check_files, check_state
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
+from inference_svc.text.token_ids import TokenIds
 
 # At the turn's beginning, its prompt and its end, and one more after a turn that generated nothing.
 MOST_REWIND_POINTS = 4
@@ -99,23 +100,21 @@ def begin(sequence: Sequence, taken: tuple[Reuse, SequenceKV] | None, pool: KvPo
 
 def memory_left(sequence: Sequence, runner: ModelRunner, kv_identity_hash: str) -> ResidentMemory[SequenceKV]:
     """The memory that the turn leaves. Computes the last token, sampled but never fed, if it is remembered."""
-    kv, state = sequence.kv, sequence.state()
+    kv, length = sequence.kv, sequence.remembered
     assert kv is not None
-    missing = state.token_ids[kv.length :]
-    if missing:
-        runner.prefill(kv, missing)
-    kv.trim_to(len(state.token_ids))
-    if kv.can_go_on_from(len(state.token_ids)):  # not if states have seen tokens that are not remembered
+    if missing := sequence.token_ids[kv.length : length]:
+        runner.prefill(kv, missing.tolist())
+    kv.trim_to(length)
+    if kv.can_go_on_from(length):  # not if states have seen tokens that are not remembered
         kv.mark()
     # Another turn may begin where this one began: a retry, or an edited last message.
-    kept = {sequence.cached, sequence.prompt_rewind_point, len(state.token_ids)}
+    kept = {sequence.cached, sequence.prompt_rewind_point, length}
     # A warm-up turn generates nothing, so it keeps the existing rewind points.
     kv.keep_rewind_points(kept if sequence.plan.generates else _last_points(kv))
     sequence.rewind_points = kv.rewind_points if kv.states else ()  # windows go on from wherever their blocks are
-    state = sequence.state()
-    known = sequence.known_chain[: len(state.token_ids) // BLOCK_TOKENS]
-    chain = chain_hashes(kv_identity_hash, state.token_ids, known)
-    return ResidentMemory(kv, state, chain, priority=sequence.priority, state_bytes=kv.state_bytes)
+    known = sequence.known_chain[: length // BLOCK_TOKENS]
+    chain = chain_hashes(kv_identity_hash, sequence.token_ids[:length], known)
+    return ResidentMemory(kv, sequence.state(), chain, priority=sequence.priority, state_bytes=kv.state_bytes)
 
 
 class _RestoredKV:
@@ -160,5 +159,5 @@ def _windows(restored: Restored, keep: int, model: ModelInfo) -> dict[int, list[
     }
 
 
-def _begins_with(tokens: collections.abc.Sequence[int], prompt: collections.abc.Sequence[int], count: int) -> bool:
-    return len(tokens) >= count and tuple(tokens[:count]) == tuple(prompt[:count])
+def _begins_with(tokens: TokenIds, prompt: TokenIds, count: int) -> bool:
+    return len(tokens) >= count and tokens[:count] == prompt[:count]

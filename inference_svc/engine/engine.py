@@ -280,7 +280,7 @@ class Engine:
             raise _closed()
         if not plan.token_ids or len(plan.token_ids) != len(plan.token_chars):
             raise InvalidArgument("prompt: expected at least one token, and a count of characters for each")
-        if max(plan.token_ids) >= self.vocabulary_size or min(plan.token_ids) < 0:
+        if plan.token_ids.largest >= self.vocabulary_size:
             raise InvalidArgument(f"prompt: expected token ids below {self.vocabulary_size}")
         biased = [token for token, _ in plan.sampling.logit_bias]
         for field, given in (("logit_bias", biased), ("stop_token_ids", plan.sampling.stop_token_ids)):

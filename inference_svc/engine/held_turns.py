@@ -39,7 +39,7 @@ def check_carried(plan: TurnPlan, carried: CarriedTurn, model: ModelInfo, vocabu
     counts = (
         ("token_ids", prompt_tokens <= tokens < prompt_tokens + plan.sampling.max_tokens),
         ("token_ids", carried.token_ids[:prompt_tokens] == plan.token_ids),
-        ("token_ids", all(0 <= token_id < vocabulary_size for token_id in carried.token_ids)),
+        ("token_ids", carried.token_ids.largest < vocabulary_size),
         ("computed", 0 <= carried.computed < tokens),
         ("cached", 0 <= carried.cached <= min(carried.computed, prompt_tokens)),
         ("shareable", 0 <= carried.shareable <= min(carried.computed, prompt_tokens)),

@@ -5,7 +5,7 @@ than the likeliest token are computed one by one, in operations that see no othe
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ class Sampler:
     def __init__(
         self,
         params: SamplingParams,
-        prompt_ids: Iterable[int] = (),
+        prompt_ids: Sequence[int] = (),
         constraint: GrammarMatcher | None = None,
         key: Sequence[int] | None = None,
     ) -> None:
@@ -57,7 +57,7 @@ class Sampler:
         self._bias = mx.array([bias for _, bias in params.logit_bias], dtype=mx.float32)
         self._recent: deque[int] | None = None
         if params.repetition_penalty != 1 and params.repetition_tokens:
-            self._recent = deque(prompt_ids, maxlen=params.repetition_tokens)
+            self._recent = deque(prompt_ids[-params.repetition_tokens :], maxlen=params.repetition_tokens)
 
     @property
     def key_words(self) -> tuple[int, ...]:

@@ -40,6 +40,7 @@ from inference_svc.engine.scheduling.schedulable import ScheduleRecord, Status
 from inference_svc.formats.grammars import GrammarMatcher
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.text.sequence_state import SequenceState
+from inference_svc.text.token_ids import TokenIds
 from inference_svc.text.token_text import TokenText
 
 if TYPE_CHECKING:  # so that the schedule of sequences is tested where there is no MLX
@@ -87,7 +88,7 @@ class Sequence:
         self.listener = listener
         self.matcher = matcher  # of the plan's constraint; advanced by the sampler
         self.schedule = ScheduleRecord()
-        self.token_ids = list(plan.token_ids)
+        self.token_ids = plan.token_ids.growing()
         self.computed = 0  # leading tokens whose KV exists
         self.cached = 0  # reused tokens among them
         self.rewind_points: tuple[int, ...] = ()  # token counts to which a memory of a model with states can go back
@@ -191,7 +192,10 @@ class Sequence:
     @cached_property
     def chain(self) -> tuple[str, ...]:
         """Chain hashes of the prompt's full blocks. Empty without a namespace: then no other turn shares them."""
-        return () if self.namespace is None else chain_hashes(self._model.kv_identity_hash, self.plan.token_ids)
+        if self.namespace is None:
+            return ()
+        known = self.known_chain[: self.prompt_tokens // BLOCK_TOKENS]
+        return chain_hashes(self._model.kv_identity_hash, self.token_ids[: self.prompt_tokens], known)
 
     @property
     def shareable(self) -> int:
@@ -307,7 +311,7 @@ class Sequence:
     def carried(self, sampler_key: tuple[int, ...], files: SwappedOut) -> CarriedTurn:
         """Where the turn stands, with these files."""
         return CarriedTurn(
-            tuple(self.token_ids),
+            TokenIds(self.token_ids),
             files.tokens,
             self.cached,
             self._on_grid,
@@ -329,7 +333,7 @@ class Sequence:
 
     def next_tokens(self, count: int) -> list[int]:
         """The `count` prompt tokens to compute next."""
-        return self.token_ids[self.computed : self.computed + count]
+        return self.token_ids[self.computed : self.computed + count].tolist()
 
     def prefilled(self, count: int) -> None:
         """The next `count` prompt tokens were computed."""
@@ -366,11 +370,13 @@ class Sequence:
 
     def state(self) -> SequenceState:
         """The state that the turn leaves if it ends now."""
-        remembered = self._reply.remembered
-        chars = (*self.plan.token_chars, *map(len, remembered))
+        spelled = self._reply.remembered
+        said = self.token_ids[self.prompt_tokens : self.prompt_tokens + len(spelled)]
+        token_ids = self.plan.token_ids + TokenIds(said)
+        token_chars = self.plan.token_chars + tuple(map(len, spelled))
         # States that were computed on shared rows would have to be shared too, so such a memory serves its own agent.
         shareable = 0 if self._model.has_states else self.shareable
-        return SequenceState(tuple(self.token_ids[: len(chars)]), chars, shareable, self.rewind_points)
+        return SequenceState(token_ids, token_chars, shareable, self.rewind_points)
 
     def take_events(self) -> list[Event]:
         """Events since the last call."""

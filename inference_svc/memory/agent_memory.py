@@ -18,7 +18,8 @@ from inference_svc.memory.stored_windows import StoredWindow, listed_windows, st
 from inference_svc.memory.trust import Claim, Version
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.text.conversation import of_caller
-from inference_svc.text.prefix_matching import RememberedText
+from inference_svc.text.prefix_matching import NO_TEXT, RememberedText
+from inference_svc.text.token_ids import TokenIds
 
 
 @dataclass(slots=True)
@@ -136,9 +137,8 @@ def as_hot(memory: AgentMemory) -> AgentMemory:
 
 def nothing_yet(head: Head | None, tokenizer_digest: str) -> AgentMemory:
     """The empty memory of a new agent."""
-    return AgentMemory(
-        RememberedText("", (), ()), (), manifest_pb2.Turn(), 0, tokenizer_digest, PublicationState(head, is_head=True)
-    )
+    publication = PublicationState(head, is_head=True)
+    return AgentMemory(NO_TEXT, (), manifest_pb2.Turn(), 0, tokenizer_digest, publication)
 
 
 def from_manifest(manifest: manifest_pb2.Manifest, head: Head) -> AgentMemory:
@@ -148,7 +148,7 @@ def from_manifest(manifest: manifest_pb2.Manifest, head: Head) -> AgentMemory:
     states = {int(point.tokens): Digest.from_proto(point.digest) for point in manifest.states}
     windows = stored_windows(manifest.windows)
     return AgentMemory(
-        transcript=RememberedText(manifest.text, tuple(manifest.token_ids), tuple(manifest.token_chars)),
+        transcript=RememberedText(manifest.text, TokenIds(manifest.token_ids), tuple(manifest.token_chars)),
         messages=of_caller(manifest.messages) if head.is_brought else tuple(manifest.messages),
         turn=manifest.turn,
         # An imported manifest may claim anything: it serves its own agent only.

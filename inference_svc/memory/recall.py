@@ -221,7 +221,7 @@ class Recall:
 
 def unknown_token(memory: AgentMemory, vocabulary_size: int) -> str:
     """Why the memory's token ids are invalid, or empty. An imported manifest may name any number as a token."""
-    largest = max(memory.transcript.token_ids, default=0)
+    largest = memory.transcript.token_ids.largest
     return f"token_ids: expected ids below {vocabulary_size}, found {largest}" if largest >= vocabulary_size else ""
 
 

@@ -25,12 +25,14 @@ from inference_svc.memory.stored_windows import FoundPrefix, StoredWindow, block
 from inference_svc.model.prompting import Prompting, Tokenized
 from inference_svc.text.prefix_matching import (
     NO_MATCH,
+    NO_TEXT,
     Outcome,
     PrefixMatch,
     RememberedText,
     match_prefix,
     match_tokens,
 )
+from inference_svc.text.token_ids import NO_TOKENS, TokenIds
 
 # Hashing more tokens than these takes the event loop more than a millisecond or two.
 _LONG_TOKENS = 8192
@@ -71,7 +73,8 @@ class _Candidate:
     keep: int
     source: Source
     match: PrefixMatch
-    known_ids: Sequence[int] = ()  # tokens of the files below, at least `keep` of them, the first `keep` the prompt's
+    # Tokens of the files below, at least `keep` of them, the first `keep` the prompt's.
+    known_ids: TokenIds = NO_TOKENS
     blocks: Sequence[Digest] = ()
     tail: Digest | None = None
     shareable_tokens: int = 0
@@ -163,13 +166,13 @@ class ReusePlanner:
                 and not unknown_token(memory, self._engine.vocabulary_size)
             )
         )
-        transcript = memory.transcript if memory is not None and is_ours else RememberedText("", (), ())
+        transcript = memory.transcript if memory is not None and is_ours else NO_TEXT
         if given is not None:
             match, tokens = match_tokens(transcript, given.ids) if transcript.token_ids else NO_MATCH, given
         elif not generates and transcript.token_ids and transcript.text == text:
             # Nothing follows it, so it need not end at a character's border.
             match = PrefixMatch(Outcome.EXACT, len(transcript.token_ids), len(text), len(text))
-            tokens = Tokenized(tuple(transcript.token_ids), tuple(transcript.token_chars))
+            tokens = Tokenized(transcript.token_ids, tuple(transcript.token_chars))
         else:
             match, tokens = await self._prompting.run(namespace, lambda: self._match(transcript, text))
         # A generating turn computes at least one token, because its logits give the next token.
@@ -197,9 +200,9 @@ class ReusePlanner:
             match_prefix(transcript, text, ends_whole=self._prompting.ends_whole) if transcript.token_ids else NO_MATCH
         )
         kept, rest = match.kept_tokens, text[match.kept_chars :]
-        suffix = self._prompting.tokenize(rest) if rest else Tokenized((), ())
-        ids = (*transcript.token_ids[:kept], *suffix.ids)
-        return match, Tokenized(ids, (*transcript.token_chars[:kept], *suffix.chars))
+        suffix = self._prompting.tokenize(rest) if rest else Tokenized(NO_TOKENS, ())
+        known = Tokenized(transcript.token_ids[:kept], tuple(transcript.token_chars[:kept]))
+        return match, known + suffix
 
     async def _by_block_hashes(
         self,
@@ -290,7 +293,7 @@ class ReusePlanner:
         known = min(-(-keep // BLOCK_TOKENS) * BLOCK_TOKENS, len(candidate.known_ids)) if has_rows else keep
         return Restored(
             blobs=tuple(blobs[: -(-keep // BLOCK_TOKENS)]),
-            token_ids=tuple(candidate.known_ids[:known]),
+            token_ids=candidate.known_ids[:known],
             keep_tokens=keep,
             shareable_tokens=0 if self._engine.model.has_states else candidate.shareable_tokens,
             state=next(rest, None),

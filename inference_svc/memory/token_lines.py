@@ -8,7 +8,6 @@ agent, which shares equal beginnings as every agent does. Agents beyond a thousa
 
 import asyncio
 import contextlib
-from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from blake3 import blake3
@@ -18,6 +17,7 @@ from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.text.prefix_matching import common_prefix_length
+from inference_svc.text.token_ids import TokenIds
 
 PREFIX = "tokens/"
 # Templates may render the last tokens of a prompt, which ask for the reply, otherwise once the reply is there.
@@ -47,7 +47,7 @@ class TokenLines:
         self._listed_ms: dict[str, int] = {}
         self._known: dict[str, dict[_Opening, str]] = {}  # by namespace, agents that the store may have
 
-    def agent_for(self, engine: Engine, namespace: str, token_ids: tuple[int, ...], busy: Collection[str]) -> str:
+    def agent_for(self, engine: Engine, namespace: str, token_ids: TokenIds, busy: Collection[str]) -> str:
         """The agent that a turn with this prompt shall extend. `busy`: agents with a turn under way, left alone."""
         if (hot := _hot_agent(engine, namespace, token_ids, busy)) is not None:
             return hot
@@ -94,7 +94,7 @@ async def _agents(store: RemoteCache) -> list[tuple[int, str]]:
             return sorted(found)
 
 
-def _hot_agent(engine: Engine, namespace: str, prompt: tuple[int, ...], busy: Collection[str]) -> str | None:
+def _hot_agent(engine: Engine, namespace: str, prompt: TokenIds, busy: Collection[str]) -> str | None:
     """The agent with the longest hot memory whose last prompt the tokens begin with."""
     best, most = None, 0
     for key in engine.hot_keys():
@@ -102,7 +102,7 @@ def _hot_agent(engine: Engine, namespace: str, prompt: tuple[int, ...], busy: Co
         memory = engine.hot_tag(key) if is_free else None
         if not isinstance(memory, AgentMemory):
             continue
-        known, asked = tuple(memory.transcript.token_ids), max(memory.turn.prompt_tokens - _REPLY_PROMPT_TOKENS, 1)
+        known, asked = memory.transcript.token_ids, max(memory.turn.prompt_tokens - _REPLY_PROMPT_TOKENS, 1)
         # The end of what was asked, first: the conversations of one program begin alike.
         last = slice(max(asked - _COMPARED_FIRST, 0), asked)
         if known[last] == prompt[last] and (common := common_prefix_length(known, prompt)) >= max(asked, most + 1):
@@ -110,11 +110,11 @@ def _hot_agent(engine: Engine, namespace: str, prompt: tuple[int, ...], busy: Co
     return best
 
 
-def _openings(token_ids: Sequence[int], lengths: Sequence[int]) -> list[_Opening]:
+def _openings(token_ids: TokenIds, lengths: Sequence[int]) -> list[_Opening]:
     """The prompt's beginnings of these lengths, the shortest first."""
     hasher, begin, found = blake3(), 0, []
     for end in sorted(lengths):
-        hasher.update(array("I", token_ids[begin:end]).tobytes())
+        hasher.update(bytes(token_ids[begin:end]))
         begin = end
         found.append((end, hasher.hexdigest()[:_DIGEST_CHARS]))
     return found

@@ -30,6 +30,7 @@ from inference_svc.text.literal_text import (
 from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.text.reply_parts import Markup, ReplyReader
 from inference_svc.text.sequence_state import SequenceState
+from inference_svc.text.token_ids import TokenIds
 from inference_svc.text.token_text import TokenText
 
 T = TypeVar("T")
@@ -40,7 +41,7 @@ _REPLACEMENT = "\ufffd"
 class Tokenized:
     """The tokens of a text, and how many of its code points each token completes."""
 
-    ids: tuple[int, ...]
+    ids: TokenIds
     chars: tuple[int, ...]
 
     def __add__(self, behind: "Tokenized") -> "Tokenized":
@@ -152,7 +153,7 @@ class Prompting:
                 unclaimed += len(piece)
         if chars:
             chars[-1] += unclaimed
-        return Tokenized(tuple(ids), tuple(chars))
+        return Tokenized(TokenIds(ids), tuple(chars))
 
     def _piece(self, text: str) -> Tokenized:
         """Tokens of a text without guards."""
@@ -166,14 +167,14 @@ class Prompting:
         if spelled != text:
             # This tokenizer normalizes: its own offsets show which characters a token stands for.
             return self._by_offsets(text)
-        return Tokenized(tuple(ids), tuple(chars))
+        return Tokenized(TokenIds(ids), tuple(chars))
 
     def spelled(self, token_ids: Sequence[int]) -> tuple[str, Tokenized]:
         """The text of tokens that a caller sent, with guards in the letters that spell a special token and are none."""
         spelled, chars = self._token_text.spell(token_ids)
         text = from_outside(spelled)
         text, counts = insert_guards(text, chars, self.specials.echoed(text, self._structure_spans(token_ids, chars)))
-        return text, Tokenized(tuple(token_ids), counts)
+        return text, Tokenized(TokenIds(token_ids), counts)
 
     def ends_whole(self, token_ids: Sequence[int]) -> bool:
         """Whether the last of a few consecutive tokens ends at the border of a character."""
@@ -243,7 +244,7 @@ class Prompting:
         for index in range(1, len(ends)):
             ends[index] = max(ends[index], ends[index - 1])
         chars = [end - before for before, end in pairwise(ends)]
-        return Tokenized(tuple(encoded["input_ids"]), tuple(chars))
+        return Tokenized(TokenIds(encoded["input_ids"]), tuple(chars))
 
 
 def _special_ids(tokenizer: Any) -> dict[str, int]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from inference_svc.text.literal_text import GUARD
+from inference_svc.text.token_ids import NO_TOKENS, TokenIds
 
 # A character is at most four bytes, so at most four tokens: eight are enough to see how the last one ends.
 _CHARACTER_WINDOW = 8
@@ -33,7 +34,7 @@ class RememberedText:
     """A text and the tokens that spell it; `token_chars[i]` is how many code points of it token i completes."""
 
     text: str
-    token_ids: Sequence[int]
+    token_ids: TokenIds
     token_chars: Sequence[int]
 
     def __post_init__(self) -> None:
@@ -41,6 +42,9 @@ class RememberedText:
             raise ValueError(f"token_chars: expected {len(self.token_ids)} entries, got {len(self.token_chars)}")
         if sum(self.token_chars) != len(self.text):
             raise ValueError(f"token_chars: expected a sum of {len(self.text)}, got {sum(self.token_chars)}")
+
+
+NO_TEXT = RememberedText("", NO_TOKENS, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +82,9 @@ def match_prefix(memory: RememberedText, prompt: str, *, ends_whole: Callable[[S
     return PrefixMatch(Outcome.EXACT if matched == len(prompt) else Outcome.EXTEND, kept, kept_chars, matched)
 
 
-def match_tokens(memory: RememberedText, token_ids: Sequence[int]) -> PrefixMatch:
+def match_tokens(memory: RememberedText, token_ids: TokenIds) -> PrefixMatch:
     """Compare a prompt that came as tokens with a memory: the leading tokens that are the same are kept."""
-    kept = common_prefix_length(tuple(memory.token_ids), tuple(token_ids))
+    kept = common_prefix_length(memory.token_ids, token_ids)
     chars = sum(memory.token_chars[:kept])
     if kept < len(memory.token_ids):
         return PrefixMatch(Outcome.DIVERGE if kept else Outcome.NONE, kept, chars, chars)

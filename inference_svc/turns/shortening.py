@@ -152,7 +152,7 @@ class MemoryShortener:
             text, follow.dialogue = await prompt_text(self._prompting, follow.request, messages[:-1])
             transcript, said = memory.transcript, memory.turn
             follow.spoken = Tokenized(
-                tuple(transcript.token_ids[said.prompt_tokens :]), tuple(transcript.token_chars[said.prompt_tokens :])
+                transcript.token_ids[said.prompt_tokens :], tuple(transcript.token_chars[said.prompt_tokens :])
             )
             ran = await self._serving.plan_and_run(follow, newest, text, budget)
             await self._ending.shortened(follow, memory, *ran)
@@ -256,5 +256,5 @@ def _is_newest(memory: AgentMemory, newest: Recollection) -> bool:
     found = newest.memory
     if found is None or newest.head is None or found.turn != memory.turn:
         return False
-    is_same = tuple(found.transcript.token_ids) == tuple(memory.transcript.token_ids)
+    is_same = found.transcript.token_ids == memory.transcript.token_ids
     return is_same and (found.publication.is_head or found.publication.task is None)

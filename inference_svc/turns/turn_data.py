@@ -12,6 +12,7 @@ from inference_svc.memory.outcomes import Miss, SnapshotOutcome, Source
 from inference_svc.text.conversation import Tool
 from inference_svc.text.given_json import GivenJson
 from inference_svc.text.prefix_matching import Outcome
+from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.continuing import Continuation
 
 
@@ -31,7 +32,7 @@ class PromptInput:
 class TokensInput:
     """The whole prompt as tokens, which are below the vocabulary's size. They are taken as they are."""
 
-    token_ids: tuple[int, ...]
+    token_ids: TokenIds
 
     @property
     def name(self) -> str:

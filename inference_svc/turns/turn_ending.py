@@ -214,7 +214,7 @@ class TurnEnding:
     def warmed(self, turn: TurnState, recollection: Recollection, prepared: Prepared, ended: Ended) -> None:
         """Attach the agent's memory to the KV that was computed ahead of its turn."""
         state, memory = ended.state, recollection.memory
-        if memory is None or tuple(memory.transcript.token_ids) != state.token_ids:
+        if memory is None or memory.transcript.token_ids != state.token_ids:
             transcript = RememberedText(prepared.text, state.token_ids, state.token_chars)
             base = memory or nothing_yet(recollection.head, self._engine.model.tokenizer_digest)
             memory = replace(

@@ -80,8 +80,8 @@ MUTANTS = (
     Mutant(
         "the last word of a reply is never computed",
         "beginning.py",
-        "    if missing:\n        runner.prefill(kv, missing)",
-        "    if False:\n        runner.prefill(kv, missing)",
+        "        runner.prefill(kv, missing.tolist())",
+        "        pass",
     ),
     Mutant(
         "requests draw from one random key",

@@ -18,12 +18,12 @@ from inference_svc.model import kvasir_tiny
 from inference_svc.model.prompting import Prompting, Tokenized
 from inference_svc.text.conversation import dialogue, render
 from inference_svc.text.given_json import GivenJson
-from inference_svc.text.prefix_matching import NO_MATCH, RememberedText, match_prefix
+from inference_svc.text.prefix_matching import NO_MATCH, NO_TEXT, RememberedText, match_prefix
+from inference_svc.text.token_ids import NO_TOKENS, TokenIds
 from tests.hammer.records import Alone, TurnRecord
 
 _MEMORY_BYTES = 4 << 30
 _FORCED = 1000.0  # a bias that no logit outweighs
-_NOTHING = RememberedText("", (), ())
 
 
 class AloneEngine:
@@ -57,7 +57,7 @@ class AloneEngine:
 
     def _turn(self, record: TurnRecord) -> Alone:
         text = record.prompt if record.prompt is not None else self._rendered(record.messages or [])
-        kept, tokens = self._matched(self._transcripts.get(record.agent, _NOTHING), text)
+        kept, tokens = self._matched(self._transcripts.get(record.agent, NO_TEXT), text)
         if record.source == "SHARED":
             tokens = self._prompting.tokenize(text)
         expected = min(kept, len(tokens.ids) - 1)
@@ -119,13 +119,13 @@ class AloneEngine:
         """Those of the same tokens prefilled at once, but for the last, which is generated."""
         *prompt, last = self._transcripts[agent].token_ids
         plan = TurnPlan(
-            token_ids=tuple(prompt),
+            token_ids=TokenIds(prompt),
             token_chars=(1,) * len(prompt),
             sampling=SamplingParams(max_tokens=1, logit_bias=((last, _FORCED),)),
             key=_key(_anew(agent)),
         )
         ended, _ = self._run(plan)
-        assert ended.state.token_ids == (*prompt, last)
+        assert tuple(ended.state.token_ids) == (*prompt, last)
         files = self._files(_anew(agent))
         self._forget(_anew(agent))
         return files
@@ -140,9 +140,8 @@ class AloneEngine:
         if memory.token_ids:
             match = match_prefix(memory, text, ends_whole=self._prompting.ends_whole)
         kept, rest = match.kept_tokens, text[match.kept_chars :]
-        suffix = self._prompting.tokenize(rest) if rest else Tokenized((), ())
-        ids = (*memory.token_ids[:kept], *suffix.ids)
-        return kept, Tokenized(ids, (*memory.token_chars[:kept], *suffix.chars))
+        suffix = self._prompting.tokenize(rest) if rest else Tokenized(NO_TOKENS, ())
+        return kept, Tokenized(memory.token_ids[:kept], tuple(memory.token_chars[:kept])) + suffix
 
     def _copy(self, source: str, target: str) -> None:
         self._forget(target)

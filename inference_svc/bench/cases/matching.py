@@ -8,7 +8,7 @@ from inference_svc.bench.lab import Case, Lab
 from inference_svc.bench.prompts import user_turns
 from inference_svc.engine.api import Cold, Hot
 from inference_svc.model.prompting import Prompting
-from inference_svc.text.prefix_matching import RememberedText, match_prefix
+from inference_svc.text.prefix_matching import NO_TEXT, RememberedText, match_prefix
 
 _REPLY_TOKENS = 48
 
@@ -61,7 +61,7 @@ class _Agent:
         self._lab = lab
         self._prompting = prompting
         self._key = lab.new_key()
-        self._memory = RememberedText("", (), ())
+        self._memory = NO_TEXT
 
     def turn(self, text: str) -> tuple[str, int, int, int]:
         """Reply and remember. Returns the reply, the prompt's tokens, and how many of them each matching reuses."""

@@ -11,6 +11,7 @@ from inference_svc.edge.sampling_messages import MAX_TOP_LOGPROBS, sampling_para
 from inference_svc.engine.api import TokenLogprobs
 from inference_svc.engine.context import check_fits
 from inference_svc.text.conversation import input_digest
+from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.turn_data import TokensInput, TurnDelta, TurnEvent, TurnFinished, TurnRequest, TurnStarted
 
 _SEEDS = 1 << 64
@@ -18,23 +19,23 @@ _SEEDS = 1 << 64
 _FINISH_REASONS = {"cancelled": "abort"}
 
 
-def token_ids(request: mlx.GenerateRequest, *, vocabulary_size: int, context_tokens: int) -> tuple[int, ...]:
+def token_ids(request: mlx.GenerateRequest, *, vocabulary_size: int, context_tokens: int) -> TokenIds:
     """The prompt of a request that has token ids. They count, and not `original_text`. Raises InvalidArgument, and
     ResourceExhausted for more than the context.
     """
     field = "tokenized.input_ids"
-    given = request.tokenized.input_ids
+    given = TokenIds(request.tokenized.input_ids)
     if not given:
         raise InvalidArgument(f"{field}: expected at least one token", field=field)
     check_fits(len(given), 1, context_tokens)
-    if (largest := max(given)) >= vocabulary_size:
-        raise InvalidArgument(f"{field}: expected token ids below {vocabulary_size}, got {largest}", field=field)
-    return tuple(given)
+    if given.largest >= vocabulary_size:
+        raise InvalidArgument(f"{field}: expected token ids below {vocabulary_size}, got {given.largest}", field=field)
+    return given
 
 
 def turn_request(
     request: mlx.GenerateRequest,
-    prompt: tuple[int, ...],
+    prompt: TokenIds,
     *,
     agent_id: str,
     request_id: str,

@@ -26,6 +26,7 @@ from inference_svc.memory.token_lines import TokenLines
 from inference_svc.model.model_host import ModelHost
 from inference_svc.served_model import ServedModel
 from inference_svc.text.literal_text import from_outside
+from inference_svc.text.token_ids import TokenIds
 
 MLX_ENGINE_NAME = mlx.DESCRIPTOR.services_by_name["MlxEngine"].full_name
 _RPCS = [method.name for method in mlx.DESCRIPTOR.services_by_name["MlxEngine"].methods]
@@ -139,7 +140,7 @@ class MlxEngineService(mlx_engine_pb2_grpc.MlxEngineServicer):  # type: ignore[m
             sha256 = hashlib.sha256(data).hexdigest() if is_last else ""
             yield common_pb2.GetTokenizerChunk(data=piece, sha256=sha256)
 
-    async def _prompt(self, request: mlx.GenerateRequest, served: ServedModel, namespace: str) -> tuple[int, ...]:
+    async def _prompt(self, request: mlx.GenerateRequest, served: ServedModel, namespace: str) -> TokenIds:
         """The request's tokens, or those of its text. Raises InvalidArgument that names the field."""
         kind, engine = request.WhichOneof("input"), served.engine
         context_tokens = engine.model.context_tokens

@@ -198,7 +198,7 @@ class Committing:
             return None
         first = await await_copy(self._copies.ask(self._key, 0, {}))
         # A newer turn may have extended it meanwhile.
-        if first is None or tuple(first.state.token_ids) != tuple(memory.transcript.token_ids):
+        if first is None or first.state.token_ids != memory.transcript.token_ids:
             return None
         memory.publication.blocks.clear()
         memory.publication.windows.clear()

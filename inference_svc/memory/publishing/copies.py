@@ -125,7 +125,7 @@ class Copies:
                     if not await self._has_room(key.namespace, give_up - self._clock()):
                         raise self._too_much(key.namespace, snapshot, memory)
                 piece = await await_copy(self.ask(key, _end(snapshot), memory.publication.windows))
-                if piece is None or tuple(piece.state.token_ids) != tuple(memory.transcript.token_ids):
+                if piece is None or piece.state.token_ids != memory.transcript.token_ids:
                     raise errors.ResourceExhausted("the memory was dropped or went on before all of it was copied")
                 snapshot = replace(piece, first_block=snapshot.first_block, blocks=(*snapshot.blocks, *piece.blocks))
         finally:

@@ -23,6 +23,7 @@ from inference_svc.engine.api import (
 )
 from inference_svc.engine.engine import Engine, TurnHandle
 from inference_svc.text.sequence_state import SequenceState
+from inference_svc.text.token_ids import TokenIds
 from tests.inference.engine.tiny_models import VOCABULARY
 
 # So many tokens tell one changed token of a context: `test_a_reply_depends_on_its_whole_context` holds them to it.
@@ -105,7 +106,7 @@ class Driver:
         listener = listener or Listener()
         params = replace(SamplingParams(max_tokens=GENERATED), **sampling)
         plan = TurnPlan(
-            tuple(tokens),
+            TokenIds(tokens),
             (1,) * len(tokens),
             params,
             reuse or Cold(),
@@ -124,7 +125,7 @@ class Driver:
         return self.submit(tokens, reuse, key, **kw).end()
 
     def reply(self, ended: Ended) -> tuple[int, ...]:
-        return ended.state.token_ids[ended.prompt_tokens :]
+        return tuple(ended.state.token_ids[ended.prompt_tokens :])
 
     def remember(self, length: int, seed: int = 0, generated: int = 3) -> tuple[AgentKey, SequenceState]:
         """A new agent whose memory is `length` tokens, the last of which it generated."""

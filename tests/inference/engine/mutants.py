@@ -78,8 +78,8 @@ MUTANTS = (
     Mutant(
         "the last token of a reply is never computed",
         "beginning.py",
-        "    if missing:\n        runner.prefill(kv, missing)",
-        "    if False:\n        runner.prefill(kv, missing)",
+        "        runner.prefill(kv, missing.tolist())",
+        "        pass",
         "restore turns",
     ),
     Mutant(
@@ -248,7 +248,7 @@ MUTANTS = (
     Mutant(
         "a row that was computed too much is remembered",
         "beginning.py",
-        "    kv.trim_to(len(state.token_ids))\n",
+        "    kv.trim_to(length)\n",
         "",
         "batching",
     ),

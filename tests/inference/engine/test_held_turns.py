@@ -25,6 +25,7 @@ from inference_svc.engine.api import (
 )
 from inference_svc.engine.engine import Engine
 from inference_svc.formats.constraint import Constraint, ConstraintKind
+from inference_svc.text.token_ids import TokenIds
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.engine.families import ALL, CHAOTIC, write_family
 
@@ -66,7 +67,9 @@ class Two:
 
     def plan(self, key: AgentKey, tokens: Sequence[int] = PROMPT, **settings: Any) -> TurnPlan:
         sampling = replace(SamplingParams(max_tokens=MAX_TOKENS), **settings)
-        return TurnPlan(tuple(tokens), (1,) * len(tokens), sampling, key=key, namespace=key.agent_id)  # none shares KV
+        return TurnPlan(
+            TokenIds(tokens), (1,) * len(tokens), sampling, key=key, namespace=key.agent_id
+        )  # none shares KV
 
     def stayed(self, plan: TurnPlan) -> Turn:
         listener = Listener()
@@ -239,8 +242,8 @@ def test_a_turn_that_is_over_is_not_held(two: Two) -> None:
         ({"first_blocks": {}}, "first_blocks"),
         ({"first_blocks": {0: 99}}, "first_blocks"),
         ({"rewind_points": (5, 4)}, "rewind_points"),
-        ({"token_ids": (*PROMPT, 1 << 30)}, "token_ids"),
-        ({"token_ids": PROMPT[1:]}, "token_ids"),
+        ({"token_ids": TokenIds([*PROMPT, 1 << 30])}, "token_ids"),
+        ({"token_ids": TokenIds(PROMPT[1:])}, "token_ids"),
     ],
 )
 def test_a_state_that_cannot_be_is_refused_by_field(two: Two, wrong: dict[str, Any], field: str) -> None:

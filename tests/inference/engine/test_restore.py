@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from inference_svc.engine.api import AgentKey, Hot
+from inference_svc.engine.api import AgentKey, Hot, Restored
+from inference_svc.text.token_ids import TokenIds
 from tests.inference.engine.driving import GENERATED, Driver, tokens_of
 
 AROUND_EDGES = [*range(250, 263), *range(506, 519), *range(1018, 1031)]
@@ -171,7 +172,7 @@ def test_blocks_shared_by_another_agent_give_the_reply_of_a_cold_run(driver: Dri
     giver = driver.key()
     driver.turn(prompt[:800], key=giver, max_tokens=1)
     shared = driver.restored(giver)
-    blocks = type(shared)(shared.blobs[:3], prompt[:768], 768, 768)
+    blocks = Restored(shared.blobs[:3], TokenIds(prompt[:768]), 768, 768)
     taken = driver.turn(prompt, blocks, driver.key())
     cold = driver.turn(prompt, key=driver.key())
     assert taken.cached_tokens == 768

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from kvasir.errors import Cancelled, DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
+from kvasir.formats import block_hash
 from kvasir.formats.block_file import FileIdentity, parse_header
 from kvasir.formats.block_hash import chain_hash
 
@@ -21,11 +22,14 @@ from inference_svc.engine.api import (
     Hot,
     Prefilled,
     Restored,
+    SamplingParams,
     Started,
     Tokens,
+    TurnPlan,
 )
 from inference_svc.engine.engine import Engine
 from inference_svc.kv.sequence_kv import SequenceKV
+from inference_svc.text.token_ids import TokenIds
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 
 
@@ -311,6 +315,25 @@ def test_tensor_files_say_whose_tokens_they_hold(driver: Driver) -> None:
     ]
 
 
+def test_a_hot_turn_looks_at_its_new_tokens_and_at_none_that_it_remembers(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, state = driver.remember(1_000)
+    prompt = state.token_ids + TokenIds(tokens_of(20, seed=3))
+    penalty = SamplingParams(max_tokens=20, repetition_penalty=1.1, repetition_tokens=8)
+    plan = TurnPlan(prompt, (1,) * len(prompt), penalty, Hot(1_000), key, namespace=key.namespace)
+    looked_at: list[int] = []
+    hashed: list[int] = []
+    look, name = TokenIds.__iter__, block_hash.block_hash
+    monkeypatch.setattr(TokenIds, "__iter__", lambda ids: (looked_at.append(len(ids)), look(ids))[1])
+    monkeypatch.setattr(block_hash, "block_hash", lambda *block: (hashed.append(len(block[3])), name(*block))[1])
+    listener = Listener()
+    driver.engine.submit(plan, listener)
+    ended = listener.end()
+    assert ended.cached_tokens == 1_000
+    assert (looked_at, hashed) == ([8], [256])  # for the penalty; the block that became full
+
+
 def test_a_prompt_beyond_the_context_is_refused_with_numbers(driver: Driver) -> None:
     with pytest.raises(ResourceExhausted) as refused:
         driver.submit(tokens_of(4090), max_tokens=7)
@@ -318,7 +341,7 @@ def test_a_prompt_beyond_the_context_is_refused_with_numbers(driver: Driver) -> 
     assert refused.value.metadata == {"prompt_tokens": "4090", "context_tokens": "4096"}
 
 
-@pytest.mark.parametrize("tokens", [(), (5, 1024), (-1,)])
+@pytest.mark.parametrize("tokens", [(), (5, 1024)])
 def test_a_prompt_that_is_none_is_refused(driver: Driver, tokens: tuple[int, ...]) -> None:
     with pytest.raises(InvalidArgument):
         driver.submit(tokens)
@@ -358,7 +381,7 @@ def test_kv_that_is_not_finite_never_reaches_the_model(driver: Driver) -> None:
 
 def test_files_of_other_tokens_are_refused(driver: Driver) -> None:
     key, state = driver.remember(600)
-    swapped = (*state.token_ids[:10], state.token_ids[10] ^ 1, *state.token_ids[11:])
+    swapped = TokenIds([*state.token_ids[:10], state.token_ids[10] ^ 1, *state.token_ids[11:]])
     with pytest.raises(DataLoss, match="chain"):
         driver.turn((*swapped, 9), Restored(driver.files(key), swapped, 600), driver.key())
 

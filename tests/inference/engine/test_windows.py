@@ -14,6 +14,7 @@ from inference_svc.engine.api import AgentKey, Ended, Hot, Restored, RestoredWin
 from inference_svc.engine.beginning import Reuse, forked_for, mark
 from inference_svc.engine.engine import Engine
 from inference_svc.kv.sequence_kv import SequenceKV
+from inference_svc.text.token_ids import TokenIds
 from tests.inference.engine.cells import cells_of
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.engine.families import ALL, BUDGET, CHAOTIC, write_family
@@ -178,7 +179,7 @@ def test_a_shared_prefix_gives_what_a_cold_run_gives(name: str, family: Callable
         RestoredWindow(each.window, each.first_block, each.blobs[: 2 - each.first_block]) for each in found.windows
     )
     third = driver.turn(
-        prompts[2], Restored(blobs, common[:512], 512, 512, windows=windows), driver.key(), max_tokens=16
+        prompts[2], Restored(blobs, TokenIds(common[:512]), 512, 512, windows=windows), driver.key(), max_tokens=16
     )
     assert third.cached_tokens == 512
     assert third.state.token_ids == cold[2].state.token_ids

@@ -26,6 +26,7 @@ from inference_svc.memory.trust import Version
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.prompting import Tokenized
 from inference_svc.served_model import ServedModel, open_served
+from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.admission import Admission
 from inference_svc.turns.turn_state import BegunTurn, TurnState
 from tests.inference.handover.cases import ON
@@ -62,7 +63,7 @@ def no_link(peer: str, namespace: str) -> contextlib.AbstractAsyncContextManager
 
 def taking_one(served: ServedModel, agent_id: str = "") -> Taking:
     """Everything that another engine sends of a turn which has computed nothing yet."""
-    tokens = Tokenized(tuple(TOKENS.ids), tuple(end - start for start, end in TOKENS.offsets))
+    tokens = Tokenized(TokenIds(TOKENS.ids), tuple(end - start for start, end in TOKENS.offsets))
     begun = BegunTurn(0, 40, tokens, None, (), None, False, None, None, None, 0.0, None)
     sampling = inference_pb2.Sampling(max_tokens=40)
     request = inference_pb2.GenerateRequest(prompt=PROMPT, agent_id=agent_id, sampling=sampling)

@@ -16,6 +16,7 @@ from inference_svc.engine.api import CarriedTurn, Timings
 from inference_svc.handover.passing import Opening, Stand, Surroundings
 from inference_svc.handover.resume_tokens import LIVES_S, ResumeTokens, WaitingReply
 from inference_svc.model.prompting import Tokenized
+from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.choices import Choices
 from inference_svc.turns.continuing import Continuation
 from inference_svc.turns.turn_state import BegunTurn
@@ -76,7 +77,7 @@ def begun(**others: Any) -> BegunTurn:
     plain: dict[str, Any] = {
         "seed": 2**64 - 1,
         "max_tokens": 9,
-        "prompt": Tokenized((5, 6), (2, 3)),
+        "prompt": Tokenized(TokenIds((5, 6)), (2, 3)),
         "rewind_point_tokens": None,
         "messages": (),
         "parent_manifest": Digest.of(b"parent"),
@@ -95,7 +96,7 @@ def test_what_is_written_is_what_is_read() -> None:
     sent = wire.write_opening(opening).opening
     assert wire.read_opening(sent, is_trusted=True) == opening
     assert wire.read_opening(sent, is_trusted=False).begun.is_brought
-    carried = CarriedTurn((5, 6, 7), 2, 1, 0, (1, 2**32 - 1), (2,), {0: 0, 512: 1}, Timings(queue_s=0.5))
+    carried = CarriedTurn(TokenIds((5, 6, 7)), 2, 1, 0, (1, 2**32 - 1), (2,), {0: 0, 512: 1}, Timings(queue_s=0.5))
     stand = Stand(2, carried, 4, 3)
     assert wire.read_stand(wire.write_stand(stand, 2).stand, opening.begun.prompt) == stand
 

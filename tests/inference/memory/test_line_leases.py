@@ -27,6 +27,7 @@ from inference_svc.memory.store.answers import (
 )
 from inference_svc.memory.trust import LEASE_MARGIN_S, LEASE_TTL_S, may_use_hot
 from inference_svc.text.prefix_matching import RememberedText
+from inference_svc.text.token_ids import TokenIds
 
 KV = "kv"
 HEAD = Head(3, Digest.of(b"three"), 2, KV)
@@ -98,7 +99,9 @@ class Lab:
 
     def remember(self, agent: str, *, is_safe: bool = True) -> None:
         publication = PublicationState(HEAD, is_head=is_safe)
-        self.engine.hot[agent] = AgentMemory(RememberedText("", (), ()), (), manifest_pb2.Turn(), 0, "", publication)
+        self.engine.hot[agent] = AgentMemory(
+            RememberedText("", TokenIds(), ()), (), manifest_pb2.Turn(), 0, "", publication
+        )
 
     async def held(self, agent: str) -> None:
         self.leases.begin(agent)
@@ -369,7 +372,9 @@ def test_of_an_agent_that_is_gone_nothing_stays_that_may_have_been_stored(
     publication: PublicationState, is_used: bool, expected: bool
 ) -> None:
     async def scenario(lab: Lab) -> None:
-        lab.engine.hot["a"] = AgentMemory(RememberedText("", (), ()), (), manifest_pb2.Turn(), 0, "", publication)
+        lab.engine.hot["a"] = AgentMemory(
+            RememberedText("", TokenIds(), ()), (), manifest_pb2.Turn(), 0, "", publication
+        )
         with lab.leases.using("a") if is_used else contextlib.nullcontext():
             lab.leases._happened(AgentGone("a"))
         assert ("a" in lab.engine.hot) is expected

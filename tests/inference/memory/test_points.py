@@ -19,6 +19,7 @@ from inference_svc.memory.store.answers import NO_HEAD
 from inference_svc.memory.store.patience import Budget
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.prefix_matching import RememberedText
+from inference_svc.text.token_ids import TokenIds
 from tests.synthetic import MIXED
 
 TEXT = "x" * 700
@@ -55,7 +56,7 @@ class Surroundings:
         return True
 
     def tokenize(self, text: str) -> Tokenized:
-        return Tokenized(tuple(map(ord, text)), (1,) * len(text))
+        return Tokenized(TokenIds(map(ord, text)), (1,) * len(text))
 
 
 BLOCKS = [Digest.of(b"block 0"), Digest.of(b"block 1")]
@@ -64,7 +65,7 @@ STATES = {point: Digest.of(b"state %d" % point) for point in POINTS}
 
 
 def memory(points: Sequence[int] = POINTS) -> AgentMemory:
-    transcript = RememberedText(TEXT, tuple(map(ord, TEXT)), (1,) * len(TEXT))
+    transcript = RememberedText(TEXT, TokenIds(map(ord, TEXT)), (1,) * len(TEXT))
     states = {point: STATES[point] for point in points}
     publication = PublicationState(NO_HEAD, is_head=True, blocks=list(BLOCKS), tail=TAIL, states=states)
     return AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "t", publication, tuple(points))
@@ -112,7 +113,7 @@ def test_a_prompt_goes_back_to_the_last_point_that_it_covers(text: str, keep: in
         state = STATES[keep].hash.encode()
         files = tuple(digest.hash.encode() for digest in (*BLOCKS, TAIL)[: -(-keep // 256)])
         covered = min(256 * len(files), 700)
-        assert found.reuse == Restored(files, tuple(map(ord, TEXT[:covered])), keep, 0, state)
+        assert found.reuse == Restored(files, TokenIds(map(ord, TEXT[:covered])), keep, 0, state)
         assert around.asked.count(STATES[keep]) == 1
     assert len(found.stored_blocks) == keep // 256
     if says and found.match.value != "diverge":

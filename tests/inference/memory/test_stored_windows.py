@@ -18,6 +18,7 @@ from inference_svc.memory.reuse_planning import Prepared, ReusePlanner
 from inference_svc.memory.store.answers import NO_HEAD, found_prefix
 from inference_svc.memory.stored_windows import FoundPrefix, StoredWindow, listed_windows, stored_windows
 from inference_svc.text.prefix_matching import RememberedText
+from inference_svc.text.token_ids import TokenIds
 from tests.inference.memory.test_points import Surroundings
 from tests.synthetic import WINDOWED
 
@@ -51,7 +52,7 @@ def planned(
     parts: Any = around
     planner = ReusePlanner(parts, parts, {"ns": parts})
     publication = PublicationState(NO_HEAD, is_head=True, blocks=list(BLOCKS), tail=TAIL, windows=dict(stored))
-    transcript = RememberedText(TEXT, tuple(map(ord, TEXT)), (1,) * len(TEXT))
+    transcript = RememberedText(TEXT, TokenIds(map(ord, TEXT)), (1,) * len(TEXT))
     memory = AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "t", publication)
 
     async def hold(size_bytes: int) -> None:
@@ -79,7 +80,7 @@ def test_of_each_window_exactly_what_the_next_token_sees_is_read(keep: int, firs
         RestoredWindow(300, first_300, read("300", first_300, stop)),
         RestoredWindow(512, first_512, read("512", first_512, stop)),
     )
-    assert found.reuse == Restored(blobs, tuple(map(ord, TEXT[: 256 * stop])), keep, 0, windows=windows)
+    assert found.reuse == Restored(blobs, TokenIds(map(ord, TEXT[: 256 * stop])), keep, 0, windows=windows)
     assert len(around.asked) == len(blobs) + sum(len(each.blobs) for each in windows)
     assert around.held == sum(digest.size_bytes for digest in around.asked), "room is held for what is read"
     assert {name: stored.full for name, stored in found.stored_windows.items()} == {

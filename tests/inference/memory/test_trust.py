@@ -27,6 +27,7 @@ from inference_svc.memory.trust import (
     may_use_hot,
 )
 from inference_svc.text.prefix_matching import RememberedText
+from inference_svc.text.token_ids import TokenIds
 
 KEY = AgentKey("default", "a")
 NOTHING = Version(0, None)
@@ -149,7 +150,7 @@ def recalled(head: Head, publication: PublicationState, *, is_being_published: b
     async def scenario() -> tuple[Recollection, Engine]:
         if is_being_published:
             publication.task = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
-        memory = AgentMemory(RememberedText("one", (1,), (3,)), (), manifest_pb2.Turn(), 0, "", publication)
+        memory = AgentMemory(RememberedText("one", TokenIds((1,)), (3,)), (), manifest_pb2.Turn(), 0, "", publication)
         engine: Any = Engine(memory)
         store: Any = Store(head)
         recall = Recall(engine, {"default": store})
@@ -235,7 +236,7 @@ def test_what_extends_the_newest_version_is_used_only_if_nothing_can_have_been_t
     """A version that is made again has the number and the manifest of the one that was deleted with what followed."""
 
     async def scenario() -> Recollection:
-        memory = AgentMemory(RememberedText("one", (1,), (3,)), (), manifest_pb2.Turn(), 0, "", publication)
+        memory = AgentMemory(RememberedText("one", TokenIds((1,)), (3,)), (), manifest_pb2.Turn(), 0, "", publication)
         engine: Any = Engine(memory)
         store: Any = Store(FIRST, taken_back=taken_back)
         lease = Lease(generation, FIRST.identity, counts_until, counts_until) if generation is not None else None

@@ -16,6 +16,7 @@ from inference_svc.engine.scheduling.schedulable import Rules, ScheduleRecord, S
 from inference_svc.engine.scheduling.scheduler import Admit, Blocked, Preempt, Scheduler
 from inference_svc.kv.pages.page_allocator import PageAllocator
 from inference_svc.text.sequence_state import SequenceState
+from inference_svc.text.token_ids import TokenIds
 
 CELL = 256
 INTERACTIVE, BACKGROUND = Priority.INTERACTIVE, Priority.BACKGROUND
@@ -141,7 +142,7 @@ class Kv:
 
 
 def memory(kv: Kv, priority: Priority = INTERACTIVE, chain: tuple[str, ...] = ()) -> ResidentMemory[Kv]:
-    return ResidentMemory(kv, SequenceState((), (), len(chain) * CELL), chain, priority=priority)
+    return ResidentMemory(kv, SequenceState(TokenIds(), (), len(chain) * CELL), chain, priority=priority)
 
 
 class Hot(HotMemories[Kv]):

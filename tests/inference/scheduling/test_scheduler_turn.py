@@ -19,6 +19,7 @@ from inference_svc.engine.api import (
 from inference_svc.engine.scheduling.schedulable import Status
 from inference_svc.engine.sequence import Sequence
 from inference_svc.model.model_info import ModelInfo
+from inference_svc.text.token_ids import TokenIds
 from inference_svc.text.token_text import TokenText
 
 TEXT = TokenText.of_pieces([b"a", b"b", b"c"])
@@ -29,7 +30,7 @@ MODEL = ModelInfo("m", KvIdentity(), IDENTITY, "", "", 4096, 1, 1, 1, 1, CELL, "
 
 def turn(tokens: int, reuse: Reuse | None = None, **fields: object) -> Sequence:
     plain = {"sampling": SamplingParams(1000), "reuse": reuse or Cold(), "key": AgentKey("home", "a")}
-    plan = TurnPlan((1,) * tokens, (1,) * tokens, **(plain | fields))  # type: ignore[arg-type]
+    plan = TurnPlan(TokenIds((1,) * tokens), (1,) * tokens, **(plain | fields))  # type: ignore[arg-type]
     return Sequence(plan, MODEL, TEXT, lambda: 0.0)
 
 
@@ -39,7 +40,7 @@ def prefill(one: Sequence, *, draws: bool = True) -> list[int]:
     while one.is_prefilling:
         assert one.draws_after(one.next_cell_tokens) is (draws and one.next_cell_tokens == one.rest_tokens)
         cells.append(one.next_cell_tokens)
-        assert one.next_tokens(cells[-1]) == one.token_ids[one.computed : one.computed + cells[-1]]
+        assert one.next_tokens(cells[-1]) == one.token_ids[one.computed : one.computed + cells[-1]].tolist()
         one.prefilled(cells[-1])
     return cells
 
@@ -47,16 +48,21 @@ def prefill(one: Sequence, *, draws: bool = True) -> list[int]:
 def test_a_turn_extends_a_hot_memory_only_if_its_plan_does() -> None:
     key = AgentKey("home", "a")
     assert turn(9, Hot(5)).memory_key == key
-    assert turn(9, Restored((), (), 5)).memory_key is None
+    assert turn(9, Restored((), TokenIds(), 5)).memory_key is None
     assert turn(9).memory_key is None
-    assert [turn(9, reuse).reusable_tokens for reuse in (Hot(5), Hot(9), Restored((), (), 6), Cold())] == [5, 8, 6, 0]
+    assert [turn(9, reuse).reusable_tokens for reuse in (Hot(5), Hot(9), Restored((), TokenIds(), 6), Cold())] == [
+        5,
+        8,
+        6,
+        0,
+    ]
     assert turn(9, priority=Priority.BACKGROUND).priority is Priority.BACKGROUND
 
 
 def test_a_turn_that_began_holds_no_files_but_still_knows_what_it_reused() -> None:
-    one = turn(9, Restored((b"x" * 100,), (1,) * 9, 6))
+    one = turn(9, Restored((b"x" * 100,), TokenIds((1,) * 9), 6))
     one.began(6, 0)
-    assert one.plan.reuse == Restored((), (1,) * 9, 6)
+    assert one.plan.reuse == Restored((), TokenIds((1,) * 9), 6)
     assert (one.reusable_tokens, one.memory_key) == (6, None)
 
 
@@ -142,7 +148,7 @@ def test_a_turn_that_gave_way_computes_what_it_had_as_it_did_before(prompt: int,
         assert one.computed == len(one.token_ids) - 1
         one.decoded()
         one.accept(index % 3)
-    computed, shareable, tokens = one.computed, one.shareable, list(one.token_ids)
+    computed, shareable, tokens = one.computed, one.shareable, one.token_ids[:]
     told = [event.count for event in one.take_events() if isinstance(event, BlocksFull)]
     one.resumed(0 if is_lost else computed)
     if is_lost:

@@ -26,6 +26,7 @@ from inference_svc.memory.store.answers import NO_HEAD, AgentHeads, Head
 from inference_svc.memory.trust import Lease, Version, is_current
 from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.text.sequence_state import SequenceState
+from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.turn_ending import TurnEnding
 
 KEY = AgentKey("default", "a")
@@ -136,12 +137,12 @@ class House:
 
 def remembered(text: str, head: Head | None, expected_version: int | None = None) -> AgentMemory:
     publication = PublicationState(head, is_head=False, expected_version=expected_version)
-    transcript = RememberedText(text, [1] * len(text), [1] * len(text))
+    transcript = RememberedText(text, TokenIds([1] * len(text)), [1] * len(text))
     return AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "", publication)
 
 
 def taken(memory: AgentMemory) -> Any:
-    state = SequenceState(tuple(memory.transcript.token_ids), tuple(memory.transcript.token_chars), 0)
+    state = SequenceState(memory.transcript.token_ids, tuple(memory.transcript.token_chars), 0)
     tail: Any = (None, memory.transcript.text.encode())
     return Snapshot(0, (), tail, state)
 
@@ -404,7 +405,7 @@ class LongMemory:
 
     def __init__(self, blocks: int, model: Any) -> None:
         self.model = model
-        self.ids = tuple(range(blocks * BLOCK_TOKENS + 1))
+        self.ids = TokenIds(range(blocks * BLOCK_TOKENS + 1))
         self.most_held = 0
         self.held: SharedRoom | None = None
 

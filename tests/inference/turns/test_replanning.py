@@ -29,20 +29,21 @@ from inference_svc.text.literal_text import Specials
 from inference_svc.text.prefix_matching import Outcome, RememberedText
 from inference_svc.text.reply_parts import ReplyReader
 from inference_svc.text.sequence_state import SequenceState
+from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.admission import Admission
 from inference_svc.turns.turn_data import MessagesInput, TurnFinished, TurnRequest
 from inference_svc.turns.turn_service import TurnService
 
 OURS, THEIRS = Head(5, Digest.of(b"5"), 4), Head(6, Digest.of(b"6"), 5)
 SETTINGS = EngineSettings(listen="unix:/nowhere")
-ENDED = Ended(FinishReason.STOP, "", 2, 0, 1, Timings(), "", "", SequenceState((1, 2), (1, 1), 0))
+ENDED = Ended(FinishReason.STOP, "", 2, 0, 1, Timings(), "", "", SequenceState(TokenIds((1, 2)), (1, 1), 0))
 
 
 def remembered(head: Head, content: str, source: Source = Source.WARM) -> Recollection:
     messages = (manifest_pb2.Message(role="user", content=content),)
     publication = PublicationState(head, is_head=True)
     return Recollection(
-        AgentMemory(RememberedText("", (), ()), messages, manifest_pb2.Turn(), 0, "", publication), source, head
+        AgentMemory(RememberedText("", TokenIds(), ()), messages, manifest_pb2.Turn(), 0, "", publication), source, head
     )
 
 
@@ -66,7 +67,7 @@ class Surroundings:
 
     async def plan(self, recollection: Recollection, text: str, **how: Any) -> Prepared:
         self.planned.append(text)
-        return Prepared(text, Tokenized((1, 2), (1, 1)), Cold(), Source.COLD, Outcome.NONE, None, ())
+        return Prepared(text, Tokenized(TokenIds((1, 2)), (1, 1)), Cold(), Source.COLD, Outcome.NONE, None, ())
 
     def submit(self, plan: object, on_events: Callable[[list[Event]], None]) -> object:
         self.losses -= 1

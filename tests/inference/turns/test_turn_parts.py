@@ -19,6 +19,7 @@ from inference_svc.memory.store.answers import NO_HEAD, Head, StoreMiss, head_of
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.trust import is_current
 from inference_svc.text.prefix_matching import RememberedText
+from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.continuing import Continuation
 from inference_svc.turns.handoff import HandOff
 from inference_svc.turns.outbox import Outbox, ReaderLimits
@@ -48,7 +49,9 @@ def memory(
     *, is_head: bool = True, finish_reason: str = "stop", messages: tuple[manifest_pb2.Message, ...] = ()
 ) -> AgentMemory:
     turn = manifest_pb2.Turn(request_id="r", input_digest="digest", finish_reason=finish_reason)
-    return AgentMemory(RememberedText("", (), ()), messages, turn, 0, "", PublicationState(HEAD, is_head=is_head))
+    return AgentMemory(
+        RememberedText("", TokenIds(), ()), messages, turn, 0, "", PublicationState(HEAD, is_head=is_head)
+    )
 
 
 # --- retries ---
@@ -136,7 +139,7 @@ def test_a_caller_who_goes_back_into_what_was_left_out_loses_no_message(call: st
     question = said("what is it")
     left_out = manifest_pb2.Shortened(dropped_messages=10, dropped_behind_question=10)
     known = replace(memory(messages=(*question, *steps(6, 6, call), HI)), shortened=left_out)
-    known = replace(known, transcript=RememberedText("x", (1,), (1,)))
+    known = replace(known, transcript=RememberedText("x", TokenIds((1,)), (1,)))
     sent, recollection = (*question, *steps(1, last, call)), Recollection(known, Source.HOT, HEAD)
     asked = as_its_agent_has_it(request(input=MessagesInput(sent)), recollection)
     assert asked.input == MessagesInput((*question, *steps(6, 6, call)) if cut else sent, is_cut=cut)

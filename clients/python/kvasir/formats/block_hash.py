@@ -5,7 +5,8 @@ different lists of fields give the same bytes. There is no seed: processes and m
 every language are in proto/vectors.
 """
 
-import struct
+import sys
+from array import array
 from collections.abc import Iterable, Sequence
 
 from blake3 import blake3
@@ -26,8 +27,11 @@ def block_hash(namespace: str, kv_identity_hash: str, parent: str, token_ids: Se
     `parent` is the hash of the block before it, "" for the first. Token ids are 4 bytes little-endian each.
     The namespace is its UTF-8 bytes as given, never normalised.
     """
-    tokens = struct.pack(f"<{len(token_ids)}I", *token_ids)  # 50 times faster than token by token
-    return _hash_fields(_BLOCK_TAG, namespace.encode(), bytes.fromhex(kv_identity_hash), bytes.fromhex(parent), tokens)
+    tokens = array("I", token_ids)  # 50 times faster than token by token
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    names = namespace.encode(), bytes.fromhex(kv_identity_hash), bytes.fromhex(parent)
+    return _hash_fields(_BLOCK_TAG, *names, tokens.tobytes())
 
 
 def block_hash_chain(
