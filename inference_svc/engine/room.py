@@ -94,6 +94,8 @@ class KvRoom:
         return self.most_bytes(sequence.most_tokens) - shared_pages * self._pool.page_bytes
 
     def missing_bytes(self, sequence: Sequence, protected: Collection[Hashable] | None) -> int:
+        if self.most_bytes(sequence.most_tokens) <= self.memories.ledger.free_bytes:
+            return 0  # whatever it shares
         try:
             reuses = self._reuses(sequence)
         except FailedPrecondition:

@@ -60,6 +60,8 @@ def prefix_source_of(
     """The computed KV that `turn` should begin with now; None when no source has at least a block more than its plan
     reuses. `hot`: idle memories of its namespace. Of equals a running turn is preferred.
     """
+    if not _lacks_a_block(turn):
+        return None
     sources: list[TurnT | HotT] = [*_siblings(turn, running)]
     sources += hot
     ready = [PrefixSource(one, _shared(turn, one.chain, one.shareable)) for one in sources]
@@ -70,9 +72,18 @@ def awaited_by(turn: TurnT, running: Collection[TurnT]) -> PrefixSource[TurnT] |
     """The running turn that is prefilling a block or more which `turn` needs and no turn has computed yet, and what
     they share once it is computed.
     """
+    if not _lacks_a_block(turn):
+        return None
     now = prefix_source_of(turn, running)
     coming = [PrefixSource(one, _shared(turn, one.chain, one.final_shareable)) for one in _siblings(turn, running)]
     return _best(coming, max(turn.reusable_tokens, now.shared_tokens if now else 0))
+
+
+def _lacks_a_block(turn: Sharing) -> bool:
+    """Whether the turn could share a block that its plan does not reuse. Most hot turns could not: nobody needs to hash
+    their prompts.
+    """
+    return (turn.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS >= turn.reusable_tokens + BLOCK_TOKENS
 
 
 def _best(prefixes: Iterable[PrefixSource[SourceT]], have: int) -> PrefixSource[SourceT] | None:

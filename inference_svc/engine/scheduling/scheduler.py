@@ -148,6 +148,8 @@ class Scheduler(Generic[TurnT]):
         self._now = now
         self._awaited = set()
         self._company.forget_absent(now)
+        if not self.waiting:
+            return Blocked()
         shares = self._shares()
         # The first turn without room of each namespace, with the memories that were protected from it; and the first of
         # each whose room is up to others (`RoomShares.is_up_to_others`), which keeps no other waiting.

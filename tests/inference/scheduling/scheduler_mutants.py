@@ -229,8 +229,8 @@ MUTANTS = (
     Mutant(
         "the last prompt token is shared",
         "prefix_sharing.py",
-        "turn.prompt_tokens - 1)",
-        "turn.prompt_tokens)",
+        "limit = min(shareable, turn.prompt_tokens - 1)",
+        "limit = min(shareable, turn.prompt_tokens)",
         PREFIX_WAIT,
     ),
     Mutant(
@@ -717,8 +717,8 @@ MUTANTS = (
     Mutant(
         "the chain is that of no KV identity",
         "engine/sequence.py",
-        "chain_hashes(self._model.kv_identity_hash, self.plan.token_ids)",
-        'chain_hashes("", self.plan.token_ids)',
+        "chain_hashes(self._model.kv_identity_hash, self.token_ids[",
+        'chain_hashes("", self.token_ids[',
         TURN,
     ),
 )
