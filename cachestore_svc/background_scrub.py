@@ -1,4 +1,4 @@
-"""Drives the scrub of a running store: slowly enough that nobody notices, with a peer's help for what is damaged."""
+"""Runs the scrub beside a serving store: slowly, so that callers do not notice, and with peers' help for damage."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -109,7 +109,7 @@ class BlobStore:
 
     def named_blobs(self, namespace: str, manifest: Digest, total_bytes: int) -> list[Digest]:
         """The blobs that a version's manifest names, in its order. Raises NotFound when no version holds it any more,
-        and DataLoss (INDEX_DAMAGED) when with the manifest they are not `total_bytes`, which the version says."""
+        and DataLoss (INDEX_DAMAGED) when all sizes, the manifest's too, are not the version's `total_bytes`."""
         self._core.check_open(namespace)
         named: list[Digest] = []
         after = -1

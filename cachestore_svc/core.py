@@ -122,8 +122,8 @@ class Core:
         change.after_commit(lambda: self.watchers.wake(namespace))
 
     def promised(self, namespace: str, find: Callable[[CatalogView], Iterable[BlobEntry]]) -> list[BlobEntry]:
-        """The whole blobs that `find` finds in the namespace, kept for a grace period from now because the caller
-        learns that they are here. Writes only when an earlier promise is not fresh enough.
+        """The undamaged blobs that `find` finds in the namespace. They stay for a grace period from now on, because the
+        caller learns that they are here. Writes only when an earlier promise is not fresh enough.
 
         One operation of the catalog: a caller that looks for thousands asks in slices of SLICE.
         """

@@ -1,4 +1,4 @@
-"""The part of the store that gives leases, and that lets a caller who takes a memory back wait for its holder.
+"""The part of the store that grants leases, and makes a caller who takes a memory back wait for the holder.
 
 A rollback, a deletion, an import, a pull or a fork over a name takes back what an engine may answer from. It goes on
 once the holder of the lease has let go, or the lease has ended; the holder's late commits are fenced either way.
@@ -47,9 +47,9 @@ class LeaseStore(BlobStore):
     ) -> Lease:
         """Take the right to extend a line; it need not exist yet. The owner of a live lease gets it prolonged.
 
-        `begins_anew`: the owner's earlier lease is of a process that ended, and is fenced. `asks`: if another owner has
-        it, that one is asked to let go. Raises FailedPrecondition (LEASE_HELD with "owner" and "left_ms"; AGENT_MOVED
-        or AGENT_MOVING when the agent is not this store's).
+        `begins_anew`: the owner's earlier lease belongs to a process that has ended, and is fenced. `asks`: if another
+        owner has it, that one is asked to let go. Raises FailedPrecondition (LEASE_HELD with "owner" and "left_ms";
+        AGENT_MOVED or AGENT_MOVING when the agent is not this store's).
         """
         line, ttl_ms = self._line(namespace, agent_id, kv_identity_hash), _ttl_ms(ttl_s)
         check_owner(owner)
@@ -117,9 +117,9 @@ class LeaseStore(BlobStore):
         frees_space: bool = False,
         at_once: bool = True,
     ) -> _Answer:
-        """Do what takes back an agent's memory, once nobody may answer from it. Raises FailedPrecondition (LEASE_HELD)
-        while a holder still may; the holder is asked to let go, and the caller tries again. Not `at_once`: when its
-        turn is stored."""
+        """Do what takes back an agent's memory, once no engine may answer from it. Raises FailedPrecondition
+        (LEASE_HELD) while a holder of the lease still may: it is asked to let go, `at_once` or when its turn is stored,
+        and the caller tries again."""
         waited_for = list[LineKey]()
 
         def fenced(change: CatalogChange) -> _Answer:

@@ -84,9 +84,9 @@ class OwnerStore(LeaseStore):
     def offer(
         self, namespace: str, agent_id: str, peer: str, move_id: str, generation: int
     ) -> tuple[AgentRecord, Ownership]:
-        """From now on nobody extends the agent, until it is handed over to the peer or the move is undone; the agent as
-        it will stay. Raises NotFound, and FailedPrecondition (LEASE_HELD while an engine may extend it: that one has
-        been asked to let go when its turn is stored; AGENT_MOVED, AGENT_MOVING).
+        """Let nobody extend the agent from now on, until it is handed over to the peer or the move is undone; returns
+        the agent, which stays as it is. Raises NotFound, and FailedPrecondition (LEASE_HELD while an engine may extend
+        it: that one has been asked to let go when its turn is stored; AGENT_MOVED, AGENT_MOVING).
         """
 
         def work(change: CatalogChange) -> tuple[AgentRecord, Ownership]:
@@ -170,9 +170,9 @@ class OwnerStore(LeaseStore):
         tells: Sequence[str] = (),
         expected: Ownership | None = None,
     ) -> Ownership:
-        """Own the agent, whoever owns it: for a peer that is gone. It is fenced when it hears of that. See
-        ownership.claimed. `expected`: the fact that the claim rests on; another one stays as it is, and is the answer.
-        Raises NotFound when nothing of the agent is here and nothing is known of it."""
+        """Take over the agent from a peer that is gone, which is fenced when it hears of the claim; see
+        ownership.claimed. `expected`: the fact that the claim rests on; if it has changed, nothing is done and today's
+        is returned. Raises NotFound when nothing of the agent is here and nothing is known of it."""
         self._core.check_open(namespace)
         check_agent_id(agent_id)
 

@@ -123,9 +123,9 @@ def check_stays_itself(before: Mapping[str, str], labels: Mapping[str, str]) -> 
 
 
 def offered(agent_id: str, known: Ownership, peer: str, move_id: str, generation: int, now_unix_ms: int) -> Ownership:
-    """The fact once `peer`, which knows `generation`, has asked for the agent. A move of the same peer goes on, or
-    takes the place of its earlier one. Unchanged when that move was handed over already. Raises FailedPrecondition
-    (MOVE_UNKNOWN for one that was undone)."""
+    """The fact after `peer`, which knows `generation`, has asked for the agent. A repeated request goes on with the
+    same move, a new one of the same peer replaces its earlier move. Unchanged if the move was handed over already.
+    Raises FailedPrecondition (MOVE_UNKNOWN for one that was undone)."""
     if known.state is OwnerState.MOVED and (known.peer, known.move_id) == (peer, move_id):
         return known
     if known.state is OwnerState.MOVING and known.peer == peer:
@@ -141,9 +141,9 @@ def offered(agent_id: str, known: Ownership, peer: str, move_id: str, generation
 def handed_over(
     agent_id: str, known: Ownership, peer: str, move_id: str, generation: int, now_unix_ms: int
 ) -> Ownership:
-    """The decision: from now on the agent is the peer's. `generation`: of the offer that the peer received under; a
-    later one may hold more. Raises FailedPrecondition (MOVE_UNKNOWN) for every move but the one that is under way or
-    was the last."""
+    """The decision: from now on the agent is the peer's. `generation`: of the offer whose content the peer has
+    received; a later offer may hold more. Raises FailedPrecondition (MOVE_UNKNOWN) for every move but the one that is
+    under way or was the last."""
     if (known.peer, known.move_id, known.generation) == (peer, move_id, generation):
         if known.state is OwnerState.MOVED:
             return known

@@ -93,10 +93,10 @@ class Store(OwnerStore):
         """Lock the data directory, bring its database to today's form, and, if it `sweeps`, remove what a crash left.
 
         `clock` gives Unix seconds (`time.time`), `token_hex` gives so many random bytes in hex (`secrets.token_hex`),
-        `steady` monotonic seconds. `blobs` keeps the blobs' bytes; None: files in the data directory. `masters`:
-        the keys that open sealed namespaces; one that none opens refuses all that it is asked.
-        Raises Unavailable (LOCKED, with the pid that holds it) and FailedPrecondition (DATA_TOO_NEW; INDEX_MISSING:
-        there are blobs but no database).
+        `steady` monotonic seconds. `blobs` keeps the blobs' bytes; None: files in the data directory. `masters`: the
+        keys that open sealed namespaces; a namespace that none of them opens refuses every request. Raises Unavailable
+        (LOCKED, with the pid that holds it) and FailedPrecondition (DATA_TOO_NEW; INDEX_MISSING: there are blobs but no
+        database).
         """
         disk = disk or Disk()
         return cls(

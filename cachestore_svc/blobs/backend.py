@@ -1,4 +1,4 @@
-"""The port to where blobs' bytes lie: what the store may ask of a directory, or of whatever else keeps bytes by name.
+"""The port to the place of blobs' bytes: what the store may ask of a directory, or of another medium that keeps bytes.
 
 A backend knows namespaces and hashes, nothing of agents. Its caller verifies what it writes, and publishes, removes and
 renames a blob only under `naming`. Where the medium fails, each method raises OSError. Every implementation passes
@@ -101,9 +101,9 @@ class NamespaceBlobs(Protocol):
         """Everything that lies here."""
 
     def naming(self, hash_: str) -> AbstractContextManager[object]:
-        """Held from publishing a blob to listing it in the catalog, and from looking it up there to removing it: else a
-        sweep could remove a blob that was just written again. Nothing else is locked inside but the catalog. No
-        namespace waits for another."""
+        """A lock on a blob's name, held from publishing the blob until the catalog lists it, and from looking it up
+        there until it is removed: otherwise a sweep could remove a blob that was just written again. Only the catalog
+        is locked inside it. No namespace waits for another."""
 
 
 class BlobBackend(Protocol):

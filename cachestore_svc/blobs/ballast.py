@@ -1,4 +1,4 @@
-"""A file that holds room for the index, given up when the disk is full, so that deletes and reads still work there.
+"""A file that reserves disk space for the index: removed when the disk is full, so that deletes and reads still work.
 
 Freeing space itself writes a little, because rows go before bytes. With no byte left it could not even begin.
 """

@@ -87,10 +87,10 @@ class TensorCheck:
 
 
 class ManifestCheck:
-    """Sees that the bytes begin as a Manifest of a format that this store knows; the rest is read at commit, once.
+    """Checks that the bytes begin like a Manifest of a known format; the rest is read once, at the commit.
 
-    Nothing is kept: many manifests that are written at once take no memory. Every serializer writes fields in the order
-    of their numbers, so the format comes first, and no tensor file begins so.
+    Nothing is kept, so many manifests that are written at once take no memory. Every serializer writes fields in the
+    order of their numbers, so the format comes first; no tensor file begins like that.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """The program behind `kvasir pair` and `kvasir peers`: it pairs, and changes the file of peers; JSON lines on stdout.
 
-It works beside a running store and without one. A running one is asked to read the file again, before the other side
-hears that it is done: then each can call the other at once.
+It works whether or not the store runs. A running store reads the file again before the other side hears that the
+pairing is done, so that each can call the other at once.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Agents and their versions over gRPC; who may call what is the table in `roles`. Every engine serves the same RPCs."""
+"""The RPCs about agents and their versions, which engines serve, too; the table in `roles` says who may call them."""
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing

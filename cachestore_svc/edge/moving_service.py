@@ -1,4 +1,4 @@
-"""What another store asks while an agent changes hands: the source's side of a move, and news of an agent's owner."""
+"""The RPCs that another store calls while an agent moves: the source's side of a move, and news of an agent's owner."""
 
 from typing import Any
 

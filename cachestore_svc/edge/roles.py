@@ -1,6 +1,6 @@
 """Who may call what of the store's services: one row per RPC.
 
-An engine calls what concerns agents for its own callers, whose roles it has asked.
+An engine calls the RPCs about agents on behalf of its callers, whose roles it has checked.
 """
 
 from kvasir.credentials import ADMIN, CLIENT, ENGINE, PEER

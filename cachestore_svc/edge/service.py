@@ -1,7 +1,8 @@
 """The cache store over gRPC: each RPC reads its request, calls the store on a thread, and writes its answer.
 
-The namespace is the caller's credential's, never a request's. What an RPC does is in `store`; how blobs move is in
-`inbound` and `outbound`; who may call what is the table in `roles`; agents and their versions are in `agent_service`.
+The namespace comes from the caller's credential, never from a request. What an RPC does is in `store`; how blobs move
+is in `inbound` and `outbound`; who may call what is the table in `roles`; agents and their versions are in
+`agent_service`.
 """
 
 import asyncio

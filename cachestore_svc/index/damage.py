@@ -1,4 +1,4 @@
-"""How a damaged index is refused, and how entries that the store never wrote are noticed."""
+"""Notices index entries that the store never wrote, and refuses what a damaged index would have to answer."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""Until when each lease holds, on a steady clock; kept in memory, because a restart begins it anew.
+"""The end of each lease, on a monotonic clock. Kept in RAM: after a restart each lease has its whole time again.
 
-What is durable (owner, generation, whether it was released) is in `leases`. A lease that is not released and unknown
-here counts as held for its whole time from when it is first looked at: there is no proof that it ended.
+The durable facts (owner, generation, whether it was released) are in `leases`. A lease that is neither released nor
+known here counts as held for its whole time from the first look on, because nothing proves that it ended.
 """
 
 import threading

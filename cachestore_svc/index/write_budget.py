@@ -1,4 +1,4 @@
-"""Bytes written in a day (UTC), to spare an SSD: always counted durably and reported, refused only if configured.
+"""The bytes written in a day (UTC), which wear an SSD: always counted and reported, limited only if configured.
 
 A blob's bytes are counted in the transaction that lists it, each time that it is written; the index and its journal,
 one or two hundred kilobytes for a turn, are not. Beyond the budget nothing is refused unless the configuration says so:

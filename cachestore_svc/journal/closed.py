@@ -1,6 +1,6 @@
-"""A note that a store leaves when it is closed: which bytes its files had. A start with the same bytes looks no closer.
+"""A note that a closed store leaves: a hash of its files. A start that finds the same files compares no rows.
 
-It is a help and no promise: without it, or with one that is not true any more, the start compares every row.
+The note only saves time: without it, or where it is no longer true, the start compares every row.
 """
 
 import contextlib

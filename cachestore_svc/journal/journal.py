@@ -1,4 +1,4 @@
-"""The journal's file: appended and synced with each group commit, cut back when that fails, written shorter when long.
+"""The journal's file: appended and synced with each group commit, cut back if that fails, rewritten shorter when long.
 
 Used on the index thread, but for `shorter`, which reads what no longer changes.
 """

@@ -1,4 +1,4 @@
-"""What agents remember, as a journal of changes records it: changes make a state; two states can be compared. Pure.
+"""The state of agents and versions that a journal's changes make, and the comparison of two such states. Pure.
 
 A change is a list, as JSON holds it: its kind, its namespace, and the new values, by name and never by a number of some
 database. So changes that were written by one database can be applied to another.

@@ -1,4 +1,4 @@
-"""One agent's way here from a peer, until all of it is durable and only the source's word is missing."""
+"""Brings an agent here from a peer, until all of it is durable and only the source's decision is missing."""
 
 import asyncio
 import contextlib

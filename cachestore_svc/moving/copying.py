@@ -1,7 +1,8 @@
-"""A line's newest version copied from a peer: its manifest, then the blobs that lack here, each durable when reported.
+"""Copies a line's newest version from a peer: the manifest, then the blobs that are missing here, each durable when
+reported.
 
-Cut short, a copy goes on where it was. Nothing is visible before the caller commits. The peer is not trusted: every
-byte is verified here, and what we would call a caller's error is the peer's damage.
+An interrupted copy goes on where it ended. Nothing is visible before the caller commits. The peer is not trusted: every
+byte is verified here, and bytes for which a caller would be refused count as the peer's damage.
 """
 
 import asyncio

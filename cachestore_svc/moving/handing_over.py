@@ -1,8 +1,8 @@
-"""The source's side of moves: an agent is offered, kept unchanged while its destination is heard of, and handed over.
+"""The source's side of moves: an agent is offered, kept unchanged while its destination reports, and handed over.
 
 Whether it is handed over is decided here and nowhere else, so this store may undo a move at any time before that. It
-does when the destination has been silent for too long. Time is counted on a clock that nobody sets, from when this
-process first heard of the move: a restart begins it anew.
+does so when the destination has been silent for too long. The time is counted on a monotonic clock from when this
+process first heard of the move; a restart counts from 0.
 """
 
 from collections.abc import Callable

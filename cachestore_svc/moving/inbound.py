@@ -50,8 +50,9 @@ class _Current:
 class BlobIntake:
     """One sender's blobs, one after the other. An `async with`; leaving it keeps an unfinished part for resumption.
 
-    `outcomes` has what became durable, and the failure of a blob that was sent whole; errors of the frame at hand are
-    raised. Its size is bounded: without a reader of outcomes no more frames are taken. None is the user's own mark.
+    `outcomes` gets each blob that became durable, and the failure of a blob that was sent whole; errors of the present
+    frame are raised. The queue is bounded: if nobody reads it, no more frames are taken. The user may put None there as
+    a mark.
     """
 
     def __init__(self, store: Store, threads: StoreThreads, namespace: str) -> None:
@@ -67,7 +68,7 @@ class BlobIntake:
         self._free_finishers = asyncio.Semaphore(_MAX_FINISHING)
 
     async def begin(self, digest: Digest, kind: BlobKind, offset: int = 0) -> None:
-        """The next blob comes, from `offset` on. Raises what Store.open_writer does, and InvalidArgument (offset)."""
+        """Begin the next blob, at `offset`. Raises what Store.open_writer does, and InvalidArgument (offset)."""
         writer = await self._open(digest, kind)
         if writer.is_stored:
             await self.outcomes.put(Stored(digest, existed=True))
@@ -85,8 +86,9 @@ class BlobIntake:
             self._current.next_offset = offset
 
     async def resume(self, digest: Digest, kind: BlobKind) -> int:
-        """The next blob comes, from where an earlier writer ended: that offset, which nobody else changes from now on.
-        Raises what Store.open_writer does, and FailedPrecondition (WRITE_IN_PROGRESS) for one that needs no bytes."""
+        """Begin the next blob where an earlier writer ended; returns that offset, which nobody else changes from now
+        on. Raises what Store.open_writer does, and FailedPrecondition (WRITE_IN_PROGRESS) for one that needs no
+        bytes."""
         writer = await self._open(digest, kind)
         if self._is_skipping:
             raise FailedPrecondition(f"another writer has sent {digest}", reason="WRITE_IN_PROGRESS")

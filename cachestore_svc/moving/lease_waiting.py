@@ -1,6 +1,6 @@
 """Waits, on the event loop, until no engine may answer any more from a memory that is about to be taken back.
 
-The store's threads do not wait: a call that finds a live lease has asked its holder to let go, and is made again.
+The store's threads do not wait: a call that finds a live lease asks its holder to let go, and is repeated.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """The memory that manifests may take while they are read, shared by namespace.
 
-A manifest of 15 MiB takes a hundred while it is parsed and checked, so a reader waits for that much room first. A list
-of blobs that outlives the reading, as during an export, is charged as well.
+A manifest of 15 MiB takes 100 MiB while it is parsed and checked, so a reader waits for that much room first. A list of
+blobs that outlives the reading, as during an export, is charged as well.
 """
 
 from contextlib import AbstractAsyncContextManager, AsyncExitStack

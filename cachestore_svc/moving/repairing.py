@@ -1,4 +1,4 @@
-"""Damaged blobs, fetched again from a peer that has them: verified as any write, so a lying peer changes nothing."""
+"""Fetches damaged blobs again from a peer that has them, verified like any write: a dishonest peer changes nothing."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Streams whose other end may be slow: it makes room for others, and is given up when it stands still."""
+"""Streams whose other end may be slow: a slow end gives way to others, and a stalled stream is ended."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator

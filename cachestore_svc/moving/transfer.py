@@ -1,7 +1,7 @@
-"""Agents moving whole: pulled from a peer, exported to an archive, imported from one.
+"""Transfers whole agents: pulled from a peer, exported to an archive, imported from one.
 
-Each moves only what lacks, blob by blob, with bounded memory, and ends in one commit; until then nothing is visible.
-Cut short anywhere, it leaves blobs that a repetition finds and garbage collection removes.
+Each transfers only the blobs that are missing, one by one, with bounded memory, and ends in one commit; nothing is
+visible before. An interrupted transfer leaves blobs, which a repetition uses or garbage collection removes.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping

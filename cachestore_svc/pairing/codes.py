@@ -1,7 +1,7 @@
-"""Codes that pair two Macs, and the line that also says where: pure text, with randomness passed in.
+"""Codes that pair two Macs, and the line that has an address too: pure text, with randomness passed in.
 
-A code has eight of Crockford's 32 letters, 40 bits. That is few for a key and enough for a password of which five
-guesses may be wrong: one in 200,000,000,000 that somebody guesses it.
+A code has eight of Crockford's 32 letters, 40 bits. That is too few for a key, and enough for a password that allows
+five wrong guesses: one of them is right with a chance of 1 in 200,000,000,000.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""Macs that wait to be paired, as the network tells (mDNS, `zeroconf`): a list for people; nothing in it is trusted.
+"""Lists the Macs that announce in the network that they wait to be paired (mDNS, `zeroconf`). Nothing in it is trusted.
 
-Anybody in the network can say any name. What proves who somebody is, is the code.
+Anybody in the network can announce any name. Only the code proves who somebody is.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""A store's own key and self-signed certificate, and what a certificate is known by: the SHA-256 of its public key.
+"""A store's own key and self-signed certificate, and the pin of a certificate: the SHA-256 of its public key.
 
-The certificate is a name and a key, nothing else: who shows it is trusted because it was pinned, never because of what
-it says. So it has no end, and no right to sign others.
+The certificate has a name and a key, nothing else. It is trusted because it was pinned, never because of what it says.
+So it does not expire, and may sign no other.
 """
 
 import base64

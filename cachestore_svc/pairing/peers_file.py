@@ -1,4 +1,4 @@
-"""The file of peers (TOML): by hand with addresses, tokens and certificates, or by pairing with pinned certificates.
+"""The file of peers (TOML): written by hand (addresses, tokens, certificates) or by pairing (pinned certificates).
 
 A change is read, made and written under a lock; the new file (0600) takes the place of the old one in one step, so that
 a reader sees the one or the other. Comments of a file that was written by hand are not kept by a change.

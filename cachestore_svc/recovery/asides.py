@@ -1,7 +1,7 @@
 """Sets aside blobs that are not listed and never removes them at once: an index may have lost entries, and then these
 bytes are all that is left.
 
-An aside keeps its place under another name, which says since when, and goes when it has rested a grace period.
+The file stays in its directory under another name, which has the time, and is removed after a grace period.
 """
 
 import contextlib

@@ -59,9 +59,9 @@ class KeyCare:
             return self._seen(record)
 
     def rotate(self, masters: Sequence[MasterKey], new: MasterKey) -> list[SealedNamespace]:
-        """Wrap every key with a new master key, and with it alone; no blob is written. Wherever it ends, the old master
-        key or the new one opens all; then it is done again. Raises FailedPrecondition (NAMESPACE_SEALED: `masters` do
-        not open all; nothing is changed then)."""
+        """Wrap every key with a new master key, and with it alone; no blob is written. If it is interrupted, the old or
+        the new master key still opens every namespace, and it can be repeated. Raises FailedPrecondition
+        (NAMESPACE_SEALED: `masters` do not open all; nothing is changed then)."""
         with locked(self._config, self._disk):
             keys = [(record, record.open([*masters, new])) for record in self._records() if not record.erased_unix_ms]
             for record, _ in keys:

@@ -1,4 +1,4 @@
-"""The look of a start before it changes anything: the index must be this store's, whole, and up to date.
+"""What a start checks before it changes anything: the index must be this store's, whole, and up to date.
 
 The journal is synced before the index commits. So an index that lags behind by one group was killed in between; one
 that lags by more has lost commits that were acknowledged, and one that is ahead has a journal that lost some. A start

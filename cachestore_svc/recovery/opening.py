@@ -1,5 +1,5 @@
-"""Opening a data directory: lock it, look at its index, open it beside its journal, count what is stored, sweep what a
-crash left; and letting go."""
+"""Opens a data directory: locks it, checks its index, opens index and journal, counts what is stored, and removes what
+a crash left. Closes it, too."""
 
 import contextlib
 import fcntl

@@ -1,4 +1,4 @@
-"""Lets the journal's last group happen in an index that lacks it: the group was synced, and then not committed."""
+"""Applies the journal's last group to an index that lacks it: a crash came between the sync and the commit."""
 
 from collections.abc import Iterable
 

@@ -1,7 +1,8 @@
-"""The records of namespaces' keys in the data directory: two copies of each, because all that is sealed hangs on them.
+"""The records of namespaces' keys in the data directory: two copies of each, because without it all is lost.
 
 A copy is replaced as a whole, and before the other, so that a crash leaves at least one. A mark beside the namespace's
-blobs says that there must be a record, and so do sealed files: else one that was lost would let plain bytes in.
+blobs says that there must be a record, and so do sealed files: otherwise a namespace whose record was lost would take
+plain bytes.
 """
 
 import contextlib

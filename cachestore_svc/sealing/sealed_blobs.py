@@ -171,7 +171,7 @@ class ShutBlobs(SealedBlobs):
 
 
 class SealedPart:
-    """A part that is sealed as it comes; see cachestore_svc.blobs.backend.Part.
+    """A part that is sealed while it is written; see cachestore_svc.blobs.backend.Part.
 
     The last segment waits in memory until more comes: only then is it known that it was not the last. What waits when
     the part is closed is written as if more came, and sealed anew by whoever goes on with it.

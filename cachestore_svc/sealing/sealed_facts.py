@@ -1,4 +1,4 @@
-"""What the index keeps of a blob and of a manifest, as it keeps it of a sealed namespace. Pure.
+"""The facts of blobs and manifests in the form that the index keeps for a sealed namespace. Pure.
 
 Sizes, kinds, places and the KV identity stay as they are. Digests, chains, block hashes and request ids are sealed.
 """

@@ -3,10 +3,10 @@
     magic (8) | salt (32) | nonce (12) | the plain bytes' digest, sealed (48)      the header
     nonce (12) | at most SEGMENT_BYTES, sealed (+16)                               each segment
 
-A file has a key of its own, made of the namespace's key and the salt. Each segment has a random nonce beside it: a part
-that is gone on with seals its last segment anew, and a counter could then come twice. The number of a segment, and
-whether it is the last, is associated data: a file that is cut, or whose segments were moved, does not open. Neither
-does one that has another's name, because the header says whose bytes it holds.
+A file has a key of its own, made of the namespace's key and the salt. Each segment has a random nonce beside it: a
+resumed part seals its last segment again, and a counter would then repeat. The number of a segment, and whether it is
+the last, is associated data: a file that is cut, or whose segments were moved, does not open. Neither does one that has
+another's name, because the header says whose bytes it holds.
 """
 
 import struct

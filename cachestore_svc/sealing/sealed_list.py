@@ -1,6 +1,6 @@
 """The owner's list of sealed namespaces: a line each, in a file outside the data directory.
 
-What the data directory says of itself is gone with it. A namespace of this list is never plain, whatever was deleted.
+What the data directory says is lost with it. A namespace of this list is never plain, whatever was deleted there.
 """
 
 from collections.abc import Iterable

@@ -1,8 +1,8 @@
 """The names, texts and hashes of a sealed namespace as its files and its index have them. Pure.
 
-Equal ones of a kind look equal, or nothing could be looked up; what they are is not to be seen, and neither can a guess
-be confirmed. Texts are sealed with AES-256-SIV. A digest becomes another of its form that leads back to it. Chain and
-block hashes are hashed once more, with a key, because nobody needs them back.
+Equal names of a kind have equal sealed forms, or nothing could be looked up. A sealed form shows nothing of the name,
+and nobody without the key can confirm a guess. Texts are sealed with AES-256-SIV. A digest becomes another digest,
+which the key turns back. Chain and block hashes are hashed once more, with a key, because nobody needs them back.
 """
 
 import base64
@@ -85,7 +85,7 @@ class SealedNames(PlainNames):
         return Digest(self.open_hash(digest.hash), digest.size_bytes)
 
     def keyed(self, hash_: str) -> str:
-        """What stands for a chain or block hash. Nothing leads back."""
+        """What stands for a chain or block hash. It cannot be turned back."""
         return blake3(hash_.encode(), key=self._keyed).hexdigest()
 
     def text(self, kind: str, text: str) -> str:

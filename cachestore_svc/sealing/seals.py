@@ -1,7 +1,7 @@
 """Which namespaces of a data directory are sealed, and the keys of those that the given master keys open.
 
-A namespace that does not open is shut: whatever it is asked is refused, and the others are served. What can be seen of
-it without a key (names of files, sizes, counts) is looked after all the same.
+A namespace that no key opens is shut: every request for it is refused, and the others are served. What needs no key
+(names of files, sizes, counts) is looked after all the same.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Agents that nobody used for longer than they may stay are deleted: counted while the store runs, never early.
+"""Deletes agents that nobody used for longer than they may stay: time counts while the store runs, and never too much.
 
 Each sweep adds the time that has surely passed to the unused time of every agent that may expire, unless it was used
 since. What counts as a use: a turn, a read of a version, a change of its labels or settings. A pinned agent stays, and

@@ -1,7 +1,7 @@
-"""How much time has surely passed: what deletes may wait longer than it should, but never a moment less.
+"""How much time has certainly passed: a deletion may come late, but never early.
 
-The clock that people and networks set proves nothing. The other one says how long the machine runs, sleep included, so
-its difference is never more than what passed, whether or not the machine was restarted in between.
+A clock that people and networks set proves nothing. The other clock counts how long the machine has been running, sleep
+included: its difference is never more than the time that passed, even if the machine was restarted.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Tensor files become a sequence's KV, some at a time: so others can compute between them.
+"""Makes a sequence's KV from tensor files, a few at a time, so that others can compute in between.
 
-Pages move as they are, and only tails are put into one. On the MLX thread.
+Blocks become pages byte for byte; only a tail has to be spread over one. On the MLX thread.
 """
 
 from collections import deque
@@ -35,7 +35,7 @@ class _GroupFiles:
 
 
 class KvLoad:
-    """KV that is being made of files. Its pages go back to the pool if it is released, or dropped, before it is whole.
+    """KV that is being made from files. If it is released or dropped before it is whole, its pages go back to the pool.
 
     The files cover the first `keep` tokens from position 0, which are kept, with the rewind points of `states`. If the
     model has recurrent layers, the last one is at `keep`. `windows`: files of each window, without a gap from a block

@@ -2,7 +2,7 @@
 
 A page is a run of 16-bit units. Its parts lie one behind the other in the order of the file's tensors: codes, scales
 and biases of K, then those of V; or the 16-bit values of K, then those of V. Each part is `[kv_heads, 256, units]`,
-row-contiguous. So a page goes to a file and comes back without moving a byte within it. This module needs no MLX.
+row-contiguous. So a page goes to a file and back as it is. This module needs no MLX.
 """
 
 from dataclasses import dataclass

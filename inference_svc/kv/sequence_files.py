@@ -1,4 +1,4 @@
-"""A sequence's KV as tensor files: pages move as they are, and only tails are taken apart. `KvLoad` is the way back.
+"""Makes tensor files from a sequence's KV: pages become blocks byte for byte, tails are cut. `KvLoad` reverses it.
 
 Each group of layers has block files and a tail of its own: the layers that keep all tokens, and those of each window.
 The states of recurrent layers go into a state file at each rewind point.

@@ -1,8 +1,9 @@
-"""Recurrent layers: the state that a token leaves for the next one, of one sequence.
+"""The state of a sequence's recurrent layers, which each token leaves for the next one.
 
-A state cannot be cut: it is copied whole at rewind points, and a sequence can continue from there. It is stored as it
-is computed, in its own types: it is small, and every later token would inherit an error in it. Models replace its
-tensors and never write into them; forks copy the references all the same, so that no write could reach the other side.
+A state cannot be cut: it is copied whole at rewind points, and a sequence can continue from there. It is stored in the
+types in which it is computed: it is small, and every later token would inherit an error in it. Models replace its
+tensors and never write into them; forks copy the references all the same, so that a write could not reach the other
+side.
 """
 
 import copy

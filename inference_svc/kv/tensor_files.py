@@ -1,4 +1,4 @@
-"""Tensor files as the engine reads them: the checks before MLX sees a byte. This module needs no MLX."""
+"""Checks tensor files before MLX sees a byte of them, and reads them as arrays. This module needs no MLX."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

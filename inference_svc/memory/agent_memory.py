@@ -1,7 +1,7 @@
 """An agent's memory without its KV: text, messages, the turn that made it, and the state of its publication.
 
 It is read from a manifest, or made at a turn's end and attached to the engine's hot memory. The KV itself is in the
-engine or in the store; the digests here name it.
+engine or in the store, under the digests that are here.
 """
 
 import asyncio

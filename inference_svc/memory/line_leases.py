@@ -1,8 +1,8 @@
 """The leases of the agents whose memory is hot, in one namespace and for one loaded model.
 
 A turn asks for the lease when it begins, beside its other work; one heartbeat prolongs all leases. A lease is given
-back when its agent's memory was dropped, or when another engine wants it and no turn runs. It is given back at once
-when a rollback, a deletion or the like waits for it. `trust` says what a lease proves.
+back when its agent's memory was dropped, or when another engine wants it and no turn runs; at once when a rollback, a
+deletion or the like waits for it. `trust` says what a lease proves.
 """
 
 import asyncio

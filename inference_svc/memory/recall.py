@@ -1,4 +1,4 @@
-"""Finds an agent's newest memory, or the version that is to go on: from hot memory or the store.
+"""Finds an agent's newest memory, or the version that a turn goes on from, in RAM or in the store.
 
 Hot memory counts only where the store's answer or a lease proves that it is current. Whatever the store cannot give is
 a miss with its reason. `reuse_planning` then compares the prompt with what was found.

@@ -1,4 +1,4 @@
-"""Plans what KV a prompt reuses: it is compared with the agent's memory, then with the blocks that all may share.
+"""Plans which KV a prompt reuses: it is compared with the agent's memory, then with blocks that agents share.
 
 Text decides first, because tokenizations differ; block hashes then look for the tokens that the text did not cover.
 Whatever the store cannot give is a miss with its reason.
@@ -55,9 +55,9 @@ class Prepared:
     shareable_tokens: int = 0  # of these blocks' tokens, leading ones whose rows every prefill makes
 
     def begun(self, started: Started) -> "Prepared":
-        """The same with the stored blocks that the turn's KV still has. The engine may begin further back than planned,
-        and then computes rows anew that the reply before had; or from another agent's KV, which is the same only where
-        it was prefilled.
+        """The same plan with only the stored blocks that the turn's KV still has. The engine may begin further back
+        than planned, and then computes rows of the last reply again; or it takes another agent's KV, which is the same
+        only where that was prefilled.
         """
         kept = min(started.cached_tokens, self.shareable_tokens) if started.is_shared else started.cached_tokens
         blocks = kept // BLOCK_TOKENS

@@ -1,8 +1,8 @@
 """Swaps a preempted turn's files out to the store, and back in when the turn goes on.
 
 No manifest names these blobs: they are never a version of the agent. The store keeps them for its grace period, which
-is renewed while the turn waits, and then removes them. Files that the store does not take stay in this machine's memory
-until the turn goes on. Meanwhile the engine preempts no other turn whose files would exceed the bound with them.
+is renewed while the turn waits, and then removes them. Files that the store does not take stay in RAM until the turn
+goes on. Meanwhile the engine preempts no other turn whose files would exceed the limit together with them.
 """
 
 import asyncio

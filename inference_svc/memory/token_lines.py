@@ -1,8 +1,8 @@
 """Which agent remembers a conversation that comes as token ids, from a caller who names none.
 
-It is the agent whose last prompt the tokens begin with, if its memory is hot. Where none is (after a restart, or when
-RAM was full), names tell: an agent's name has the length and the digest of the prompt that its conversation began with.
-What is found only says where to look: the engine compares tokens. A conversation that nobody remembers gets a new
+It is the agent whose last prompt is the beginning of the tokens, if its memory is hot. If no hot memory fits (after a
+restart, or when RAM was full), names tell: an agent's name has the length and the digest of its conversation's first
+prompt. The result only says where to look: the engine compares tokens. A conversation that nobody remembers gets a new
 agent, which shares equal beginnings as every agent does. Agents beyond a thousand, or unused for a week, are deleted.
 """
 

@@ -1,4 +1,4 @@
-"""How a manifest becomes a version: everything is looked at and written in one transaction, or nothing is.
+"""How a manifest becomes a version: all checks and all writes are one transaction.
 
 Order of questions: did this commit already take effect? may this writer extend the line? is the head the one it knows?
 are its blobs here, whole, and of exactly these tokens?
@@ -131,10 +131,10 @@ def _misfit(row: BlobEntry, need: NamedBlob, facts: ManifestFacts) -> str | None
 
 
 def bind(rows: Rows, namespace: str, shared: Sequence[SharedBlock], named: Sequence[BlobEntry | None]) -> None:
-    """The first binding of a block hash wins, for as long as its blob is here, whole, and of this store's engines.
+    """Bind block hashes to blobs. The first binding of a hash stays, while its blob is here, undamaged and not brought.
 
-    `named`: the manifest's blobs, None for each that others may not find. Nothing is bound from such a one on, nor
-    behind a hash that stands for other bytes: it was computed on others than would be found before it.
+    `named`: the manifest's blobs, None for a blob that others may not find. Binding ends at the first None, and behind
+    a hash that is bound to other bytes: the next blocks were computed on bytes that a reader would not find.
     """
     namespace_id = blobs.find_namespace(rows, namespace)
     for block in shared:

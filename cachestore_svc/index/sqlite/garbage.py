@@ -1,7 +1,7 @@
 """Garbage: blobs that nothing holds are marked, rest, and are swept by a later pass. Rows go first, bytes follow.
 
-A mark says "first seen unheld"; a promise says "a caller relies on it". A blob goes only when both are
-older than the grace period. A writer that slept through it finds its blob missing at commit, and nothing else.
+A mark says "first seen unheld"; a promise says "a caller relies on it". A blob goes only when both are older than the
+grace period. A writer that pauses for longer finds its blob missing at its commit; nothing else goes wrong.
 """
 
 from collections.abc import Sequence

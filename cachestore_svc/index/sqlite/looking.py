@@ -1,4 +1,4 @@
-"""A database that is only looked at: nothing of it changes, not even its log."""
+"""Opens a database for reading alone: nothing of it changes, not even its log."""
 
 import contextlib
 import sqlite3

@@ -1,4 +1,4 @@
-"""The database's form, as numbered steps: yesterday's data directory opens today, and tomorrow's is refused.
+"""The database's schema as numbered steps: an older data directory is brought up to date, a newer one is refused.
 
 A step that was released never changes. Each runs once, in a transaction of its own that also records its number.
 """

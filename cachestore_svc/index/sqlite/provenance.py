@@ -1,9 +1,9 @@
 """Provenance: blobs that an archive or another store brought are marked, each blob for itself.
 
-A mark on a version would be washed off by the next fork or rollback, which are versions of their own. So each blob has
-one, its manifest too, and a commit spreads it: whatever is computed on brought rows is as good as they are, and no
-better. A marked blob is never bound to a block hash and never shared, whichever agent extends it. No mark is ever
-taken off; it ends with its blob.
+A mark on a version would be lost at the next fork or rollback, which make versions of their own. So each blob has its
+mark, the manifest too, and a commit passes it on: what is computed on brought rows proves no more than they do. A
+marked blob is never bound to a block hash and never shared, whichever agent extends it. A mark is never removed; it
+ends with its blob.
 """
 
 import json
@@ -14,11 +14,11 @@ from cachestore_svc.index.sqlite.rows import Rows
 
 
 def mark(rows: Rows, manifest: BlobEntry, named: Sequence[BlobEntry], *, is_brought: bool) -> list[BlobEntry]:
-    """Mark the blobs that a commit makes brought; the newly marked ones. `named`: the manifest's blobs, in its order;
-    `is_brought`: the whole came from elsewhere.
+    """Mark the blobs that a commit makes brought; returns those that had no mark. `named`: the manifest's blobs, in its
+    order; `is_brought`: all of it came from elsewhere.
 
-    What a version of this store's own engines names is not marked by being brought once more: equal digests are equal
-    bytes, and else any client could end all sharing with an export and an import.
+    A blob that a version of this store's own engines names stays unmarked when it is brought again: equal digests are
+    equal bytes, and otherwise any client could end all sharing by an export and an import.
     """
     everything = [*named, manifest]
     if is_brought:

@@ -1,7 +1,7 @@
 """How the tables are read and written: statements within the transaction that an operation runs in.
 
-Only modules beside this one see it. sqlite-utils answers what is asked seldom (tables, columns, facts, labels); what
-every turn of an agent asks is SQL, because a look-up through the library reads the table's form first.
+Only modules beside this one use it. Rare questions (tables, columns, facts, labels) go through sqlite-utils; what every
+turn of an agent asks is SQL, because the library reads a table's schema before each look-up.
 """
 
 import sqlite3

@@ -1,4 +1,4 @@
-"""Sums over the rows of a namespace, a slice at a time, so that others come in between; a check counts all rows."""
+"""Sums over a namespace's rows, a slice at a time, so that other work comes in between; a check counts all rows."""
 
 from cachestore_svc.index.catalog import SLICE, Sums
 from cachestore_svc.index.sqlite import versions

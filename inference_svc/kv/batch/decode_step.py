@@ -1,4 +1,4 @@
-"""What all layers of a decoding step have in common: the sequences by slot, their pages, and where the new rows go."""
+"""What all layers of a decoding step share: the sequences by slot, their pages, and the places of the new rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

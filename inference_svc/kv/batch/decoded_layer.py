@@ -1,9 +1,10 @@
-"""One layer of several sequences, decoding together, over a de-quantized copy of their rows: for a CPU.
+"""One layer of a batch whose attention reads a de-quantized copy of all rows: for a CPU.
 
 Nothing is padded on the left, and where a row lies in the copy is a function of its position alone: position p of a
 layer that keeps all tokens in row p, of a window in row p mod window. So a sequence's rows are summed in the same order
-whatever its mates are. With sums that treat every row alike (`row_exact`) its results are bit for bit those it has
-alone. Where copies of all layers would take too much, each is forgotten once it was read (`keeps_decoded`).
+whatever else is in the batch. With sums that treat every row alike (`row_exact`) its results are bit for bit those it
+has alone. Where the copies of all layers would take too much memory, each is dropped once it was read
+(`keeps_decoded`).
 """
 
 import mlx.core as mx

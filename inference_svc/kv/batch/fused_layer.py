@@ -1,5 +1,5 @@
-"""One layer of several sequences that are computed together, whose rows attention reads from the pages where they lie:
-one token each, or a few of a single one (`short_pass`).
+"""One layer of a batch whose attention reads rows from the pages where they lie: one new token of each sequence, or a
+few of a single one (`short_pass`).
 """
 
 import mlx.core as mx

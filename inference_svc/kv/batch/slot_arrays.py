@@ -1,4 +1,4 @@
-"""Arrays that several sequences share, one slot each: written at every slot's own position, read as one batch.
+"""Arrays that several sequences share, one slot each: written at each slot's own position, read as one batch.
 
 When a sequence joins or leaves, nothing moves but its own slot and the last one, so that used slots stay together.
 """

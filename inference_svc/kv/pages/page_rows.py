@@ -1,4 +1,4 @@
-"""Between encoded rows and the units of pages: how rows are packed into pages, and how pages are read as rows.
+"""Packs encoded rows into pages, and reads pages as rows.
 
 Rows are parts `[1, kv_heads, n, width]` as a codec makes them; pages are `[pages, units]` of 16-bit units.
 """

@@ -1,10 +1,9 @@
 """The pool: all KV of one model, in pages that sequences share by number.
 
-For each layer of a group there is one array of pages, and a page number means the same block in all of them. On a CPU
-a write makes a new array as far as Python can see. MLX reuses the old array's memory if nothing else holds it, and else
-copies the whole array: so nobody may keep a reference to `arrays` while something is written, and what is computed from
-them is evaluated, or dropped, before. On a GPU kernels write where the pages lie
-(`attention/in_place`). Lives on the MLX thread.
+For each layer of a group there is one array of pages, and a page number means the same block in all of them. On a CPU a
+write makes a new array, as Python sees it. MLX reuses the old array's memory if nothing else refers to it; otherwise it
+copies the whole array. So nobody may keep a reference to `arrays` during a write: what is computed from them is
+evaluated or dropped before. On a GPU kernels write where the pages lie (`attention/in_place`). Lives on the MLX thread.
 """
 
 from collections.abc import Iterable, Sequence

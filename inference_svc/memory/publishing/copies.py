@@ -1,4 +1,4 @@
-"""Copies of a memory's KV for the store, in pieces and within a limit for all that wait, shared by namespaces.
+"""Takes copies of a memory's KV for the store, in pieces, within one limit of which each namespace has a share.
 
 The MLX thread makes copies between two steps, or between two cells of a step, so a piece is small. Usually one piece is
 enough, because full blocks left while the turn ran. After an outage the whole memory may be unstored. Then pieces that

@@ -1,7 +1,7 @@
 """The engine's way to one namespace's cache store: a token that the store has vouched for, a time limit, a breaker.
 
-Nothing goes through, in either direction, before the store has said that the engine's token is the namespace's. After a
-failure the breaker keeps calls away, at no cost, while a probe in the background waits for the store to answer again.
+No call but the probe is made before the store has said that the engine's token is the namespace's. After a failure the
+breaker keeps calls away, at no cost, while a probe in the background waits for the store to answer again.
 """
 
 import asyncio

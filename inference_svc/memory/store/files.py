@@ -1,8 +1,8 @@
-"""Blobs of a store of this user on this machine, read where they lie: eight times as fast as through its socket.
+"""Reads blobs from the files of this user's store on this machine: eight times as fast as through its socket.
 
-The directory comes from this engine's own configuration, and a blob's place in it from its digest: no path of the wire
-is followed. Bytes are used only if they are the digest's. What is sealed, gone or damaged is asked of the store, which
-knows what to do about it. Files are read, not mapped: a file that is cut under a map ends the process.
+The directory comes from this engine's own configuration, and a blob's place in it from its digest: no path from the
+wire is used. Bytes are used only if they have the digest. A blob that is sealed, gone or damaged is requested from the
+store, which can deal with that. Files are read, not mapped: a file that is cut under a map ends the process.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Bounds of the engine's wait for its store: a budget of time without progress, and a breaker after a failure."""
+"""Limits the engine's wait for its store: a budget of time without progress, and a breaker after a failure."""
 
 import asyncio
 import contextlib

@@ -1,2 +1,2 @@
-"""Where database and journal meet: what a commit changed, what the tables say in the journal's words, and a journal
-written back. Imported from index/sqlite alone."""
+"""Between database and journal: the changes of a commit, the tables' content in the journal's form, and a journal's
+changes in the tables. Imported by index/sqlite alone."""

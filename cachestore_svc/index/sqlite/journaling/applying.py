@@ -1,4 +1,4 @@
-"""Writes a journal's changes into the database: a start may lack the last group, a recovery lacks everything.
+"""Writes a journal's changes into the database: at a start perhaps the last group, at a recovery all of them.
 
 What a version holds is read from its manifest; the rows of its blobs must be there.
 """

@@ -1,7 +1,7 @@
 """The agents and versions of the index in the form of the journal, and how far the index followed its journal.
 
-Read as it lies there: a damaged database has text where numbers belong, and rows that name nothing. Its tables are read
-whole, and none of SQLite's indexes is asked, which may contradict them.
+The tables are read as they are, because a damaged database may have text in place of numbers, and rows that refer to
+nothing. They are read whole: SQLite's indexes may contradict them.
 """
 
 import re

@@ -1,7 +1,8 @@
-"""The changes of a group commit to agents and versions: the database catches them, the journal gets them.
+"""Records what a group commit changes of agents and versions, for the journal.
 
-Triggers of the connection (none lies in the database) catch every change, whichever operation made it and whatever it
-cascades to, and what a savepoint undoes they forget. So no operation must think of the journal, and none can forget it.
+Triggers of the connection (none is stored in the database) record every change, whichever operation made it, and all
+that it cascades to. What a savepoint undoes leaves their record, too. So no operation has to know of the journal, and
+none can forget it.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,7 @@
 """Leases: which inference service may extend a line, and which late writers are fenced.
 
 A generation never goes back, not even when the agent is deleted. A writer whose generation is not the newest was
-replaced while it slept, and is refused. How long a lease holds is in `live_leases`.
+replaced in the meantime, and is refused. How long a lease holds is in `live_leases`.
 """
 
 from collections.abc import Iterator

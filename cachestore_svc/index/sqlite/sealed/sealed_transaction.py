@@ -1,4 +1,4 @@
-"""The transaction that an operation of a sealed namespace gets: its names are plain, those of the tables are sealed.
+"""The transaction of an operation in a sealed namespace: the operation sees plain names, the tables get sealed ones.
 
 So the index, its log and the journal, which catches what the tables get, hold no name, text or hash of the namespace. A
 verb that is not here has nothing to seal; tests/cachestore/sealing compares this list with the port.
