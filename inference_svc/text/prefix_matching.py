@@ -109,10 +109,14 @@ def _tokens_inside(
     memory: RememberedText, matched: int, ends_whole: Callable[[Sequence[int]], bool]
 ) -> tuple[int, int]:
     """Longest run of leading tokens inside the first `matched` code points that ends between two characters."""
-    ends = list(accumulate(memory.token_chars))
-    kept = bisect.bisect_right(ends, matched)
+    kept, kept_chars = len(memory.token_ids), len(memory.text)
+    if matched < kept_chars:
+        ends = [0, *accumulate(memory.token_chars)]
+        kept = bisect.bisect_right(ends, matched) - 1
+        kept_chars = ends[kept]
     # A token may complete a character and begin the next (GPT-2's " âĢ" is a space and two thirds of a quotation
     # mark), so counting completed characters is not enough: such a token is given back too.
     while kept and not ends_whole(memory.token_ids[max(0, kept - _CHARACTER_WINDOW) : kept]):
         kept -= 1
-    return kept, ends[kept - 1] if kept else 0
+        kept_chars -= memory.token_chars[kept]
+    return kept, kept_chars
