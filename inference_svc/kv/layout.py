@@ -38,19 +38,19 @@ _STATE_TYPES = {
     mx.float16: identity_pb2.TENSOR_TYPE_FLOAT16,
     mx.bfloat16: identity_pb2.TENSOR_TYPE_BFLOAT16,
 }
-Groups: TypeAlias = tuple[int | tuple[int, ...], ...]
+EntriesByCache: TypeAlias = tuple[int | tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A model's memories. `groups` has, for each cache that the model takes, the index of its entry, or several.
+    """A model's memories. `by_cache` has, for each cache that the model takes, the index of its entry, or several.
 
     `kv_type` is the type of keys as they are computed, or of a state if no layer has keys. `reads_pages`: the model's
     attention goes through our hook, and this device has kernels for it.
     """
 
     entries: tuple[identity_pb2.LayerLayout, ...]
-    groups: Groups
+    by_cache: EntriesByCache
     kv_type: mx.Dtype
     reads_pages: bool = False
 
@@ -64,7 +64,7 @@ class Layout:
 
     def forward(self, model: Any, tokens: mx.array, layers: Sequence[Any]) -> mx.array:
         """Logits of tokens [rows, n], not evaluated. The layers or batches take in the tokens' KV."""
-        logits: mx.array = model(tokens, cache=_grouped(self.groups, layers))
+        logits: mx.array = model(tokens, cache=_in_caches(self.by_cache, layers))
         for layer in layers:
             if isinstance(layer, StateKV | BatchStateKV):
                 layer.advanced(tokens.shape[1])
@@ -82,16 +82,16 @@ class Layout:
                 continue
             for codec, dim in zip(layer_codecs(policy, index), (entry.key_dim, entry.value_dim), strict=True):
                 if why := codec.problem(dim):
-                    raise not_kept(model, _owner(self.groups, index), why)
+                    raise not_kept(model, _owner(self.by_cache, index), why)
 
 
 def probed_layout(model: Module) -> Layout:
     """A model's layout. Raises FailedPrecondition, reason LAYER_NOT_KEPT, with the first layer that cannot be kept."""
-    caches, groups = _own_caches(model)
-    owners = [_owner(groups, index) for index in range(len(caches))]
+    caches, by_cache = _own_caches(model)
+    owners = [_owner(by_cache, index) for index in range(len(caches))]
     _refuse_unknown(model, owners, caches)
     try:
-        mx.eval(_logits(model, _grouped(groups, caches), [PROBE_TOKENS]))
+        mx.eval(_logits(model, _in_caches(by_cache, caches), [PROBE_TOKENS]))
     except RuntimeError as error:
         raise FailedPrecondition(
             f"model: mlx-lm cannot compute it here: {error}", reason="MODEL_NOT_LOADABLE", field="model"
@@ -99,17 +99,17 @@ def probed_layout(model: Module) -> Layout:
     entries = tuple(_entry(model, owner, cache) for owner, cache in zip(owners, caches, strict=True))
     with_keys = [cache.keys.dtype for cache in caches if not isinstance(cache, ArraysCache)]
     kv_type = with_keys[0] if with_keys else caches[0].cache[0].dtype
-    mx.eval(_logits(model, _grouped(groups, caches), [_NEXT[:1]]))
+    mx.eval(_logits(model, _in_caches(by_cache, caches), [_NEXT[:1]]))
     for owner, cache, entry in zip(owners, caches, entries, strict=True):
         if _entry(model, owner, cache) != entry:
             raise not_kept(model, owner, "its memory changes its shape from token to token")
-    return _tried(model, Layout(entries, groups, kv_type))
+    return _tried(model, Layout(entries, by_cache, kv_type))
 
 
 def own_keys(model: Module, token_ids: Sequence[int]) -> list[mx.array | None]:
     """The keys of the first few tokens as mlx-lm's own caches hold them, by entry; None for a recurrent state."""
-    caches, groups = _own_caches(model)
-    mx.eval(_logits(model, _grouped(groups, caches), [token_ids]))
+    caches, by_cache = _own_caches(model)
+    mx.eval(_logits(model, _in_caches(by_cache, caches), [token_ids]))
     return [None if isinstance(cache, ArraysCache) else cache.keys[..., : len(token_ids), :] for cache in caches]
 
 
@@ -149,32 +149,30 @@ def _state_tensor(model: Module, owner: int, tensor: mx.array | None) -> identit
     return identity_pb2.StateTensor(type=_STATE_TYPES[tensor.dtype], shape=tensor.shape[1:])
 
 
-def _own_caches(model: Module) -> tuple[list[Any], Groups]:
+def _own_caches(model: Module) -> tuple[list[Any], EntriesByCache]:
     """mlx-lm's caches for the model, lists of caches flattened, and the entries that each of them became."""
     flat: list[Any] = []
-    groups: list[int | tuple[int, ...]] = []
+    by_cache: list[int | tuple[int, ...]] = []
     for cache in make_prompt_cache(model):
         if type(cache) is CacheList:
-            groups.append(tuple(range(len(flat), len(flat) + len(cache.caches))))
+            by_cache.append(tuple(range(len(flat), len(flat) + len(cache.caches))))
             flat += cache.caches
         else:
-            groups.append(len(flat))
+            by_cache.append(len(flat))
             flat.append(cache)
-    return flat, tuple(groups)
+    return flat, tuple(by_cache)
 
 
-def _owner(groups: Groups, index: int) -> int:
+def _owner(by_cache: EntriesByCache, index: int) -> int:
     """The index of the cache that holds an entry: in most models, of its layer."""
-    holds = (group == index if isinstance(group, int) else index in group for group in groups)
+    holds = (one == index if isinstance(one, int) else index in one for one in by_cache)
     return list(holds).index(True)
 
 
-def _grouped(groups: Groups, memories: Sequence[Any]) -> list[Any]:
+def _in_caches(by_cache: EntriesByCache, memories: Sequence[Any]) -> list[Any]:
+    """The memories of all entries as the model takes them: where a cache has several, in a list of mlx-lm's."""
     make_list: Any = CacheList
-    return [
-        memories[group] if isinstance(group, int) else make_list(*(memories[index] for index in group))
-        for group in groups
-    ]
+    return [memories[one] if isinstance(one, int) else make_list(*(memories[each] for each in one)) for one in by_cache]
 
 
 def _refuse_unknown(model: Module, owners: Sequence[int], caches: Sequence[Any]) -> None:
@@ -220,7 +218,7 @@ def _is_near(found: mx.array, exact: mx.array) -> bool:
 
 def _suspect(model: Module, layout: Layout) -> int:
     """The layer to name when the fault is not known: the first without memory of its own, else 0."""
-    return len(layout.groups) if len(layout.groups) < len(model.layers) else 0
+    return len(layout.by_cache) if len(layout.by_cache) < len(model.layers) else 0
 
 
 def _alone(model: Module, prompt: Sequence[int], token: int) -> mx.array:

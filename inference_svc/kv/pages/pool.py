@@ -31,8 +31,9 @@ _WINDOW_PLACES = 3
 class KvPool:
     """Pages of `identity`'s layout and policy, at most `budget_bytes` of them, and not less than one.
 
-    `is_allocated`: take the memory now, so that it stays flat; else it grows with use, by copying.
-    Raises InvalidArgument for a policy that this engine cannot do.
+    `is_allocated`: take the memory now, so that it stays flat; else it grows with use, by copying. `dialect`: of the
+    kernels that write pages where they lie; None: MLX's own operations write them. Raises InvalidArgument for a policy
+    that this engine cannot do.
     """
 
     def __init__(
@@ -43,7 +44,6 @@ class KvPool:
         is_allocated: bool = False,
         dialect: Dialect | None = None,
     ) -> None:
-        """`dialect`: of the kernels that write pages where they lie; None: MLX's own operations write them."""
         self.identity = identity
         self.dialect = dialect
         self._written: list[mx.array] = []  # by kernels, and not evaluated yet
@@ -123,10 +123,9 @@ class KvPool:
             raise
         return pages
 
-    def pages_of(self, layer: int, pages: Sequence[int] | mx.array) -> mx.array:
+    def pages_of(self, layer: int, pages: Sequence[int]) -> mx.array:
         """One layer's pages [n, units], a copy."""
-        numbers = pages if isinstance(pages, mx.array) else mx.array(list(pages), dtype=mx.int32)
-        array = self.arrays[self.slot_of(layer)][numbers]
+        array = self.arrays[self.slot_of(layer)][mx.array(list(pages), dtype=mx.int32)]
         units = self.formats[layer].units
         return array if array.shape[1] == units else array[:, :units]
 
