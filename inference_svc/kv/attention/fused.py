@@ -16,7 +16,7 @@ from inference_svc.kv.attention.geometry import (
 )
 from inference_svc.kv.attention.kernels import Dialect, KernelSource, reduce_source, split_source, tiles_source
 from inference_svc.kv.attention.reference import rotated
-from inference_svc.kv.page import PageFormat
+from inference_svc.kv.page import PAGE_TOKENS, PageFormat
 
 Template = list[tuple[str, int | bool | mx.Dtype]]
 TYPE_NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
@@ -86,13 +86,16 @@ def fused_attention(
     compiler: Compiler | None = None,
 ) -> mx.array:
     """As `paged_attention` says, of page formats for which `geometry.why_not` says nothing."""
-    query_count = queries.shape[1] // page_format.key.kv_heads * queries.shape[2]
-    geometry = _geometry(page_format, query_count, dialect, queries.dtype, soft_cap is not None)
+    blocks, count = block_table.shape[1], queries.shape[2]
+    seen_tokens = window + count - 1 if window else 0
+    rows = queries.shape[1] // page_format.key.kv_heads * count
+    widest = min(seen_tokens or blocks * PAGE_TOKENS, blocks * PAGE_TOKENS)
+    geometry = _geometry(page_format, rows, widest, dialect, queries.dtype, soft_cap is not None)
     asked = rotated(queries) if page_format.key.is_rotated else queries
-    settings = settings_of(scale, soft_cap, window)
+    settings = settings_of(scale, soft_cap, window, geometry.split)
     sink_type = None if sinks is None else sinks.dtype
     plan = plan_of(geometry, dialect, compiler or COMPILERS[dialect], asked.dtype, queries.dtype, sink_type)
-    partial = plan.mixed_splits(asked, pages, block_table, lengths, settings)
+    partial = plan.mixed_splits(asked, pages, block_table, lengths, settings, geometry.splits(blocks, seen_tokens))
     return plan.reduced(queries, partial, lengths, sinks, settings)
 
 
@@ -108,18 +111,26 @@ class Plan:
     out_type: mx.Dtype
 
     def mixed_splits(
-        self, queries: mx.array, pages: mx.array, block_table: mx.array, lengths: mx.array, settings: mx.array
+        self,
+        queries: mx.array,
+        pages: mx.array,
+        block_table: mx.array,
+        lengths: mx.array,
+        settings: mx.array,
+        splits: int,
     ) -> mx.array:
-        """Mixes of each split: fp32 [B * Hq * L, splits, Dv + 4]; what no query sees stays unwritten."""
+        """Mixes of each split from the first that a sequence's queries see on: fp32 [B * Hq * L, splits, Dv + 4]; what
+        no query sees stays unwritten.
+        """
         batch, heads, count, _ = queries.shape
-        geometry, blocks = self.geometry, block_table.shape[1]
+        geometry = self.geometry
         width = geometry.format.value.dim + PARTIAL_EXTRA
         return self.split(
             inputs=[queries, pages, block_table, lengths, settings],
             template=self.split_template,
-            grid=geometry.grid(batch, blocks, heads // geometry.format.key.kv_heads * count),
+            grid=geometry.grid(batch, splits, heads // geometry.format.key.kv_heads * count),
             threadgroup=(geometry.warps * LANES, 1, 1),
-            output_shapes=[(batch * heads * count, geometry.splits(blocks), width)],
+            output_shapes=[(batch * heads * count, splits, width)],
             output_dtypes=[mx.float32],
         )[0]
 
@@ -156,7 +167,6 @@ def plan_of(
         ("Sink", sink_type or mx.float32),
         ("HAS_SINKS", sink_type is not None),
         ("VALUE_DIM", value_dim),
-        ("SPLIT", geometry.split),
         ("WARPS", REDUCE_WARPS),
         ("SHARED_BYTES", reduce_bytes),
     ]
@@ -174,11 +184,12 @@ def plan_of(
 
 @lru_cache(maxsize=256)
 def _geometry(
-    page_format: PageFormat, query_count: int, dialect: Dialect, dtype: mx.Dtype, is_capped: bool
+    page_format: PageFormat, rows: int, seen_tokens: int, dialect: Dialect, dtype: mx.Dtype, is_capped: bool
 ) -> SplitGeometry:
     return split_geometry(
         page_format,
-        query_count,
+        rows,
+        seen_tokens,
         has_matrices=dialect is Dialect.CUDA,
         query_type=TYPE_NAMES[dtype],
         is_capped=is_capped,
@@ -186,9 +197,9 @@ def _geometry(
 
 
 @lru_cache(maxsize=256)
-def settings_of(scale: float, soft_cap: float | None, window: int | None) -> mx.array:
+def settings_of(scale: float, soft_cap: float | None, window: int | None, split: int) -> mx.array:
     """What a launch is told in numbers, made once: a new array for every layer and step would cost a copy each."""
-    made = mx.array([scale, soft_cap or 0.0, float(window or 0), 0.0], mx.float32)
+    made = mx.array([scale, soft_cap or 0.0, float(window or 0), float(split)], mx.float32)
     mx.eval(made)
     return made
 

@@ -8,9 +8,11 @@ from inference_svc.kv.page import EXACT_BITS, PAGE_TOKENS, PageFormat, RowFormat
 
 # Tokens that a block mixes, whatever is in the batch: a row's sum must not depend on its neighbours.
 SPLIT_TOKENS = 256
-# The same where a block has many queries, which go over each tile together: sixteen or twice that for each warp.
+# Where a block has many queries, which go over each tile together, sixteen or twice that for each warp, a split is as
+# long as a launch of so many blocks needs: a GPU of Hopper's size has all of them at once.
 MANY_QUERIES = (64, 128)
-_MANY_SPLIT_TOKENS = 1024
+_MANY_BLOCKS = 256
+_MOST_SPLIT_TOKENS = 4096
 _LEAST_OF_MANY = 33
 WARPS = 4
 REDUCE_WARPS = 8
@@ -37,7 +39,7 @@ class SplitGeometry:
     def tile(self) -> int:
         """Tokens that a warp brings into shared memory at once."""
         if self.by_tiles:
-            return 64
+            return 64 if _is_narrow(self.format) else 32
         return 64 if 64 * self._token_bytes <= _MAX_TILE_BYTES and self.split // self.warps >= 64 else 32
 
     @property
@@ -64,19 +66,22 @@ class SplitGeometry:
         return format_template(self.format) | {
             "QUERIES": self.queries,
             "IS_CAPPED": self.is_capped,
-            "SPLIT": self.split,
             "WARPS": self.warps,
             "TILE": self.tile,
             "SHARED_BYTES": self.shared_bytes,
+            **({} if self.by_tiles else {"SPLIT": self.split}),  # tiles are told: one kernel for all lengths
         }
 
-    def grid(self, batch: int, blocks: int, rows: int) -> tuple[int, int, int]:
+    def grid(self, batch: int, splits: int, rows: int) -> tuple[int, int, int]:
         """Threads of a launch for `rows` queries of each kv head."""
-        chunks = -(-rows // self.queries)
-        return self.splits(blocks) * self.warps * LANES, self.format.key.kv_heads * chunks, batch
+        return splits * self.warps * LANES, self.format.key.kv_heads * -(-rows // self.queries), batch
 
-    def splits(self, blocks: int) -> int:
-        return -(-blocks * PAGE_TOKENS // self.split)
+    def splits(self, blocks: int, seen_tokens: int) -> int:
+        """Of each sequence with so many blocks, from the first token that its queries see on: with a window at most
+        `seen_tokens`, 0 without.
+        """
+        splits = -(-blocks * PAGE_TOKENS // self.split)
+        return min(splits, (seen_tokens - 2) // self.split + 2) if seen_tokens else splits
 
 
 def format_template(page_format: PageFormat) -> dict[str, int | bool]:
@@ -94,21 +99,22 @@ def format_template(page_format: PageFormat) -> dict[str, int | bool]:
 
 
 def split_geometry(
-    page_format: PageFormat, rows: int, *, has_matrices: bool, query_type: str, is_capped: bool
+    page_format: PageFormat, rows: int, seen_tokens: int, *, has_matrices: bool, query_type: str, is_capped: bool
 ) -> SplitGeometry:
     """The geometry for `rows` queries (heads of a kv head times tokens) of a type: float32, float16 or bfloat16.
 
-    `has_matrices`: the device multiplies fragments of halves, which is too coarse for queries of fp32.
+    `seen_tokens`: of the widest sequence, or its window. `has_matrices`: the device multiplies fragments of halves,
+    which is too coarse for queries of fp32.
     """
     key = page_format.key
     takes_halves = query_type == "bfloat16" or (query_type == "float16" and not _holds_bfloats(page_format))
     if has_matrices and takes_halves:
         if rows >= _LEAST_OF_MANY and _has_tiles(page_format, query_type):
-            queries = next((count for count in MANY_QUERIES if rows <= count), MANY_QUERIES[-1])
-            return SplitGeometry(page_format, queries, False, is_capped, _MANY_SPLIT_TOKENS, by_tiles=True)
-        wide = rows > 8 and max(key.dim, page_format.value.dim) <= 128
-        return SplitGeometry(page_format, 16 if wide else 8, True, is_capped)
-    most = 8 if max(key.dim, page_format.value.dim) <= 128 else 4
+            queries = MANY_QUERIES[rows > MANY_QUERIES[0] and _is_narrow(page_format)]
+            split = _many_split(seen_tokens, key.kv_heads * -(-rows // queries))
+            return SplitGeometry(page_format, queries, False, is_capped, split, by_tiles=True)
+        return SplitGeometry(page_format, 16 if rows > 8 and _is_narrow(page_format) else 8, True, is_capped)
+    most = 8 if _is_narrow(page_format) else 4
     return SplitGeometry(page_format, min(most, 1 << (rows - 1).bit_length()), False, is_capped)
 
 
@@ -120,10 +126,23 @@ def most_queries(page_format: PageFormat, query_type: str, *, has_matrices: bool
     return _MAX_TILED_QUERIES if has_tiles else MAX_QUERIES
 
 
+def _many_split(seen_tokens: int, parts: int) -> int:
+    """Tokens of a split where each has so many blocks: a power of two. The tables of sequences double in width, so they
+    may be half empty.
+    """
+    wanted = seen_tokens * parts // (2 * _MANY_BLOCKS)
+    return min(max(SPLIT_TOKENS, 1 << max(0, wanted - 1).bit_length()), _MOST_SPLIT_TOKENS)
+
+
 def _has_tiles(page_format: PageFormat, query_type: str) -> bool:
-    """Whether stored rows become values of the queries' type, and a warp has registers for sixteen queries."""
+    """Whether stored rows become values of the queries' type."""
     scale_type = "bfloat16" if page_format.scale_type == identity_pb2.SCALE_TYPE_BFLOAT16 else "float16"
-    return scale_type == query_type and max(page_format.key.dim, page_format.value.dim) <= 128
+    return scale_type == query_type
+
+
+def _is_narrow(page_format: PageFormat) -> bool:
+    """Whether a warp has registers for twice as many queries as with the widest heads."""
+    return max(page_format.key.dim, page_format.value.dim) <= 128
 
 
 def groups(rows: RowFormat) -> int:

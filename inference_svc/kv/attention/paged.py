@@ -52,8 +52,9 @@ def paged_attention(
     `pages` is a layer's pool, uint16 [pages, page_format.units]; entry i of a row of `block_table` [B, blocks] is the
     page of its tokens from 256 * i on; `lengths` [B] (both int32) counts stored tokens, the new ones included. Query i
     sees positions ≤ length - L + i and, with a `window`, only those > that - window. A query that sees nothing gets
-    zeros. Nothing outside a sequence's rows changes a bit of its result. `sinks` [Hq] and `soft_cap` are in natural
-    units, as are scores that were multiplied by `scale`. More than `most_queries` are served by the reference.
+    zeros. Nothing outside a sequence's rows changes a bit of its result, but for the table's width where many queries
+    go over its tokens together. `sinks` [Hq] and `soft_cap` are in natural units, as are scores that were multiplied by
+    `scale`. More than `most_queries` are served by the reference.
     """
     options = {"scale": scale, "window": window, "sinks": sinks, "soft_cap": soft_cap}
     dialect = DIALECTS.get(implementation(page_format))

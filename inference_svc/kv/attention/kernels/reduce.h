@@ -1,10 +1,12 @@
-// The splits of a query become its result, in the order of the tokens, whatever else is in the batch.
+// The splits of a query, of so many tokens each, become its result, in the order of the tokens, whatever else is in the
+// batch.
 
-template <typename Out, int DIM, int SPLIT, int WARPS>
-KV_FN void kv_reduce(KV_GLOBAL const float* partial, KvSeen seen, float sink, KV_GLOBAL Out* out, int warp, int lane,
-                     KV_SHARED float* shared) {
+template <typename Out, int DIM, int WARPS>
+KV_FN void kv_reduce(KV_GLOBAL const float* partial, int tokens, int first_split, KvSeen seen, float sink,
+                     KV_GLOBAL Out* out, int warp, int lane, KV_SHARED float* shared) {
   constexpr int EACH = (DIM + 31) / 32, STRIDE = DIM + 4;
-  const int from = seen.low / SPLIT, to = seen.high < seen.low ? from - 1 : seen.high / SPLIT;
+  const int from = seen.low / tokens - first_split;
+  const int to = seen.high < seen.low ? from - 1 : seen.high / tokens - first_split;
   float highest = sink;
   for (int split = from + lane; split <= to; split += 32) {
     float other = partial[split * STRIDE + DIM];

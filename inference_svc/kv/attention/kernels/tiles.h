@@ -134,10 +134,9 @@ KV_FN float kv_put_query(kv_u16* rows, const Query* query, bool is_there, int ro
 // A row's top is raised only by so much: until then weights are up to 2 to this power. Sums seldom shrink then.
 KV_CONST float KV_LEAST_RISE = 6;
 
-template <typename Query, typename K, typename V, bool IS_BFLOAT, bool IS_CAPPED, int WARPS, int FRAGMENTS, int SPLIT,
-          int TILE>
+template <typename Query, typename K, typename V, bool IS_BFLOAT, bool IS_CAPPED, int WARPS, int FRAGMENTS, int TILE>
 KV_FN void kv_split_by_tiles(const Query* queries, const kv_u16* pages, long page_units, const int* block_table, int head,
-                             int first_token, int length, int query_count, int first_row, int row_count, float scale,
+                             int first_token, int split, int length, int query_count, int first_row, int row_count, float scale,
                              float soft_cap, int window, float* partial, int row_stride, int warp, int lane,
                              kv_u16* shared) {
   constexpr int THREADS = WARPS * 32, PART = FRAGMENTS > 1 ? 64 : 32, COLUMNS = PART / 8, K_STEPS = K::DIM / 16, OUT = V::DIM / 8;
@@ -150,7 +149,7 @@ KV_FN void kv_split_by_tiles(const Query* queries, const kv_u16* pages, long pag
   kv_u16* v_values = k_values + TILE * K::DIM;
   kv_u16* q_values = v_values + TILE * V::DIM;
   const KvSeen any = kv_seen_by_any(length, query_count, window);
-  const int stop = any.high < first_token + SPLIT ? any.high + 1 : first_token + SPLIT;
+  const int stop = any.high < first_token + split ? any.high + 1 : first_token + split;
   int begin = any.low > first_token ? any.low / TILE * TILE : first_token;
   int page = block_table[begin / KV_PAGE_TOKENS];
   auto begin_tile = [&](int token) {

@@ -1,17 +1,18 @@
-// One block scores and mixes SPLIT tokens for up to QUERIES queries of one kv head of one sequence, tile by tile.
+// One block scores and mixes a split for up to QUERIES queries of one kv head of one sequence, tile by tile.
 using K = KvRows<KV_HEADS, KEY_DIM, KEY_BITS, GROUP, 0>;
 using V = KvRows<KV_HEADS, VALUE_DIM, VALUE_BITS, GROUP, K::END>;
 const int sequence = kv_block_z, head = kv_block_y % KV_HEADS, first_row = kv_block_y / KV_HEADS * QUERIES;
 const int query_heads = queries_shape[1], query_count = queries_shape[2];
 const int rows = query_heads / KV_HEADS * query_count;
 const int row_count = rows - first_row < QUERIES ? rows - first_row : QUERIES;
-const int length = lengths[sequence], window = int(settings[2]), first_token = kv_block_x * SPLIT;
+const int length = lengths[sequence], window = int(settings[2]), split = int(settings[3]);
 const KvSeen any = kv_seen_by_any(length, query_count, window);
-if (first_token > any.high || first_token + SPLIT <= any.low) return;
+const int first_token = (any.low / split + kv_block_x) * split;
+if (first_token > any.high) return;
 const long first_query = (long(sequence) * query_heads + head * (query_heads / KV_HEADS)) * query_count + first_row;
 const int row_stride = kv_blocks_x * (VALUE_DIM + 4);
 float* mine = partial + first_query * row_stride + kv_block_x * (VALUE_DIM + 4);
-kv_split_by_tiles<Query, K, V, IS_BFLOAT, IS_CAPPED, WARPS, QUERIES / WARPS / 16, SPLIT, TILE>(
+kv_split_by_tiles<Query, K, V, IS_BFLOAT, IS_CAPPED, WARPS, QUERIES / WARPS / 16, TILE>(
     queries + first_query * KEY_DIM, pages, pages_shape[1], block_table + long(sequence) * block_table_shape[1], head,
-    first_token, length, query_count, first_row, row_count, settings[0], settings[1], window, mine, row_stride, kv_warp,
-    kv_lane, (kv_u16*)kv_shared);
+    first_token, split, length, query_count, first_row, row_count, settings[0], settings[1], window, mine, row_stride,
+    kv_warp, kv_lane, (kv_u16*)kv_shared);

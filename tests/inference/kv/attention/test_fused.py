@@ -42,6 +42,10 @@ SCENES = {
         page_format("q4-rotated", 1, 128, 64, FP16),
         {"query_heads": 4, "query_count": 20},
     ),
+    "q4, head dimension 256, many queries and a window": (
+        page_format("q4", 1, 256),
+        {"query_heads": 2, "query_count": 35, "window": 300},
+    ),
     "16 bits, many queries, soft cap": (
         page_format("exact", 1, 80),
         {"query_heads": 2, "query_count": 20, "soft_cap": 5.0},
@@ -66,6 +70,7 @@ SAMPLED = {
     ("q4, some dozens of queries", BFLOATS, Dialect.CUDA),
     ("k8v4, many queries and a window", BFLOATS, Dialect.CUDA),
     ("q4-rotated, many queries of halves", HALVES, Dialect.CUDA),
+    ("q4, head dimension 256, many queries and a window", BFLOATS, Dialect.CUDA),
     ("q8, head dimension 256", BFLOATS, Dialect.METAL),
 }
 MATRIX = [
@@ -109,7 +114,7 @@ def test_neighbours_and_the_width_of_the_table_change_no_bit(dialect: Dialect) -
 
 
 def test_many_queries_are_attended_to_together_with_the_same_bits_beside_others() -> None:
-    """Splits are longer then: the longest row has two of them."""
+    """In a table of the same width: in a wider one splits are longer."""
     many = Scene(page_format("q4", 1, 64), (1300, 40, 600), 4, 17, dtype=BFLOATS, blocks=7)
     together = attention(many, Dialect.CUDA)
     assert many.error(together) < BOUNDS[BFLOATS]
@@ -179,7 +184,7 @@ def test_halves_are_multiplied_where_they_lose_nothing() -> None:
     quantized, exact = page_format("q4", 1, 64), page_format("exact", 1, 64, scale_type=BF16)
 
     def geometry(form: PageFormat, query_type: str, *, has_matrices: bool = True, rows: int = 4) -> SplitGeometry:
-        return split_geometry(form, rows, has_matrices=has_matrices, query_type=query_type, is_capped=False)
+        return split_geometry(form, rows, 600, has_matrices=has_matrices, query_type=query_type, is_capped=False)
 
     def by_matrices(form: PageFormat, query_type: str, *, has_matrices: bool = True) -> bool:
         assert not geometry(form, query_type, has_matrices=has_matrices, rows=32).by_tiles
@@ -194,10 +199,33 @@ def test_halves_are_multiplied_where_they_lose_nothing() -> None:
     assert not by_matrices(quantized, "bfloat16", has_matrices=False)
     assert geometry(quantized, "bfloat16", rows=33).by_tiles
     assert not geometry(quantized, "float16", rows=33).by_tiles, "its values are bfloats"
-    assert not geometry(page_format("q4", 1, 256), "bfloat16", rows=33).by_tiles, "too many registers"
+    wide = geometry(page_format("q4", 1, 256), "bfloat16", rows=256)
+    assert wide.queries == 64, "registers for more would be too many"
     mostly = [most_queries(quantized, kind, has_matrices=True) for kind in ("bfloat16", "float16", "float32")]
     assert mostly == [256, 64, 64]
     assert most_queries(quantized, "bfloat16", has_matrices=False) == 64
+
+
+@given(tokens=st.integers(1, 1 << 17), parts=st.sampled_from([1, 8, 16, 32, 64]))
+def test_a_launch_for_many_queries_has_enough_blocks_and_few_more(tokens: int, parts: int) -> None:
+    form = page_format("q4", 8, 128)
+    rows = 128 * max(1, parts // 8)
+    made = split_geometry(form, rows, tokens, has_matrices=True, query_type="bfloat16", is_capped=False)
+    blocks = -(-tokens // 256)
+    launched = made.splits(blocks, 0) * form.key.kv_heads * -(-rows // made.queries)
+    assert made.split in (256, 512, 1024, 2048, 4096)
+    assert launched >= 256 or made.split == 256
+    assert launched <= 2 * 512 or made.split == 4096
+
+
+@given(length=st.integers(1, 5000), window=st.integers(1, 1100), count=st.integers(1, 256))
+def test_a_window_has_as_many_splits_as_it_can_touch(length: int, window: int, count: int) -> None:
+    count = min(count, length)
+    made = split_geometry(page_format("q4", 1, 64), 4, 600, has_matrices=True, query_type="bfloat16", is_capped=False)
+    low = max(0, length - count - window + 1)
+    touched = (length - 1) // made.split - low // made.split + 1
+    blocks = -(-length // 256)
+    assert touched <= made.splits(blocks, window + count - 1) <= made.splits(blocks, 0)
 
 
 def test_what_the_kernels_cannot_read_has_a_reason() -> None:
