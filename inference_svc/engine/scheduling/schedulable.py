@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
-from kvasir.formats.block_hash import BLOCK_TOKENS
-
 from inference_svc.engine.api import Priority
 from inference_svc.engine.scheduling.prefix_sharing import PrefixSource, Sharing
 
@@ -130,9 +128,3 @@ class Rules:
     seat_steps: int = 16
     """Steps after which other rows of the namespace decode. A row that joins a batch has its context decoded into it.
     With 2,000 tokens that takes about half a step: a tenth of the time at 16 steps."""
-
-    def least_tokens_at(self, position: int) -> int:
-        """`least_tokens`, but a block in a prompt's first one: no graph is kept there, so a pass over fewer tokens
-        takes the processor as long.
-        """
-        return max(self.least_tokens, BLOCK_TOKENS) if position < BLOCK_TOKENS else self.least_tokens

@@ -288,7 +288,7 @@ class Scheduler(Generic[TurnT]):
         are left of the step; None: nobody waits for it.
         """
         loads = turn.status is Status.LOADING
-        least = 1 if loads else self.rules.least_tokens_at(turn.computed)
+        least = 1 if loads else self.rules.least_tokens
         whole = turn.next_files if loads else turn.next_cell_tokens
         if left_s is None:
             return whole

@@ -1,9 +1,10 @@
-"""Up to a block of tokens behind a long sequence, as a graph that MLX keeps: a turn's suffix, or a prompt's cell beside
+"""Up to a block of tokens of one sequence, as a graph that MLX keeps: a turn's suffix, or a prompt's cell beside
 others' decoding, then costs what its kernels cost.
 
 Without it the processor builds and enqueues the graph for longer than a GPU computes it. Suffixes are filled up in
 front to one of a few lengths, so that few graphs are kept: the tokens put there are written nowhere, and nobody reads
-them.
+them. Before the sequence's beginning they see nothing. What they would see in front of a window may be gone, say
+behind a restored block's border: then a part of the suffix that needs no filling goes first.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,10 +23,7 @@ from inference_svc.kv.pages.groups import groups_of
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import PassRoom, SequenceKV
 
-# Behind fewer tokens no graph is kept: what is filled up in front must lie behind the sequence's beginning.
-# `prefill_layer.LONG_TOKENS` is another fact: a kept graph saves the processor's time, which pays long before that.
-_LEAST_STORED = PAGE_TOKENS
-_COUNTS = (8, 16, 32, 48, 64, 96, 128, 192, 256)  # of tokens whose graphs are kept
+_COUNTS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256)  # of tokens whose graphs are kept
 # Behind more than these, a block's attention over pages costs more than a kept graph saves: MLX's own is faster.
 _DEEP_TOKENS = 32_768
 
@@ -56,15 +54,12 @@ class ShortPass:
         self._compiled: Any = mx.compile(self._traced)
 
     def takes(self, kv: SequenceKV, count: int) -> bool:
-        """Whether it computes `count` tokens behind this sequence. What is filled up in front must see rows that are
-        there, too: a page of another sequence may hold what is no number.
-        """
+        """Whether it computes `count` tokens behind this sequence, in at most two parts."""
         return (
             self.pool.is_whole
             and count <= self._most_tokens
-            and kv.length >= _LEAST_STORED
             and (count <= PAGE_TOKENS // 2 or kv.length <= _DEEP_TOKENS)
-            and all(table.can_go_on_from(kv.length - _spare(count)) for table in kv.tables if table.window)
+            and len(_parts(kv, count)) <= 2
         )
 
     def logits(self, kv: SequenceKV, token_ids: Sequence[int], meanwhile: Callable[[mx.array], None]) -> mx.array:
@@ -72,17 +67,16 @@ class ShortPass:
         calls `meanwhile` with them before it waits. Raises ResourceExhausted, and has changed nothing, if the pool has
         no room.
         """
-        count, start, spare = len(token_ids), kv.length, _spare(len(token_ids))
+        count, start = len(token_ids), kv.length
         room = PassRoom(kv)
         room.take(count)
         try:
             held = [table.pages | pages for table, pages in zip(kv.tables, room.pages, strict=True)]
             width = table_width(start + count)
             tables = [mx.array([BlockTable(0, pages).padded(width)], dtype=mx.int32) for pages in held]
-            tokens = mx.array([[0] * spare + list(token_ids)], dtype=mx.uint32)
-            places = mx.array([[-1] * spare + list(range(start, start + count))], dtype=mx.int32)
-            logits: mx.array = self._compiled(tokens, mx.array([start - spare], dtype=mx.int32), places, *tables)
-            mx.async_eval(logits)  # type: ignore[no-untyped-call]
+            for part in _parts(kv, count):
+                logits = self._part(token_ids[part.start : part.stop], start + part.start, tables)
+                mx.async_eval(logits)  # type: ignore[no-untyped-call]
             meanwhile(logits)
             mx.eval(logits)
         except BaseException:
@@ -92,10 +86,35 @@ class ShortPass:
         kv.advanced(count)
         return logits
 
+    def _part(self, token_ids: Sequence[int], start: int, tables: list[mx.array]) -> mx.array:
+        """Logits of tokens that go to positions from `start` on. Whoever enqueues them has them stored before what is
+        enqueued later.
+        """
+        count, spare = len(token_ids), _spare(len(token_ids))
+        tokens = mx.array([[0] * spare + list(token_ids)], dtype=mx.uint32)
+        places = mx.array([[-1] * spare + list(range(start, start + count))], dtype=mx.int32)
+        logits: mx.array = self._compiled(tokens, mx.array([start - spare], dtype=mx.int32), places, *tables)
+        return logits
+
     def _traced(self, tokens: mx.array, offsets: mx.array, places: mx.array, *block_tables: mx.array) -> mx.array:
         for layer in self._layers:
             layer.begin(PassArrays(offsets, places, block_tables))
         return self._forward(tokens, self._layers)[:, -1]  # type: ignore[no-any-return]
+
+
+def _parts(kv: SequenceKV, count: int) -> list[range]:
+    """Parts of so many tokens behind the sequence. What is filled up in front of one must see rows that are there: a
+    page of another sequence may hold what is no number.
+    """
+    parts, done = [], 0
+    windows = [table for table in kv.tables if table.window]
+    while done < count:
+        rest = count - done
+        is_whole = all(table.can_go_on_from(kv.length - max(0, _spare(rest) - done)) for table in windows)
+        part = rest if is_whole else max(kept for kept in _COUNTS if kept <= rest)
+        parts.append(range(done, done + part))
+        done += part
+    return parts
 
 
 def _spare(count: int) -> int:
