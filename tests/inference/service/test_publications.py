@@ -243,6 +243,18 @@ def test_what_extends_a_memory_that_lost_loses_too() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_memory_that_lost_is_hot_no_longer_and_a_newer_turns_stays(is_replaced: bool) -> None:
+    async def scenario() -> None:
+        house = House(OTHERS)
+        memory, newer = remembered("one", None, expected_version=5), remembered("one two", None)
+        house.engine.hot = SimpleNamespace(tag=newer if is_replaced else memory)
+        assert (await house.publish(memory)).state is SnapshotState.FAILED
+        assert (house.engine.hot is not None) is is_replaced
+
+    run(scenario)
+
+
 @pytest.mark.parametrize(("expected_version", "expected"), [(None, True), (7, True), (5, False), (0, False)])
 def test_a_memory_made_without_the_store_is_stored_after_the_version_that_its_caller_named(
     expected_version: int | None, expected: bool
