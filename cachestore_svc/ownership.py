@@ -214,8 +214,8 @@ def claimed(known: Ownership, chance: int, now_unix_ms: int, above: int = 0, tel
 
 
 def fenced(agent_id: str, known: Ownership, peer: str, generation: int, now_unix_ms: int) -> Ownership:
-    """The fact once `peer` has said that the agent's owner is of `generation`, which is then no lower. Whoever else may
-    count on the older owner is told next. Raises FailedPrecondition (OWNER_NEWER) when this store knows a newer one."""
+    """The fact after `peer` has said that the agent's owner is of `generation`. Stores that may still count on the
+    older owner are told next. Raises FailedPrecondition (OWNER_NEWER) when this store knows a newer one."""
     if known.state is OwnerState.MOVED and known.generation == generation:
         return known
     if generation <= known.generation:
@@ -271,7 +271,7 @@ def _not_under_way(agent_id: str, known: Ownership) -> FailedPrecondition:
 
 
 def owned_here(agent_id: str) -> AlreadyExists:
-    """Of a move or a copy onto an agent that this store has and that is no older version of the one that comes."""
+    """The refusal of a move or a copy onto an agent of this store that is no older version of the arriving one."""
     return AlreadyExists(
         f"agent {agent_id!r} exists here and is another memory: remove or fork it first", reason="NOT_AN_ANCESTOR"
     )

@@ -238,7 +238,7 @@ async def _wait(own: Own, lifetime_s: float, announces: bool, audit: Audit) -> N
             await _next(changed, invitation.seconds_left)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ATTEMPT_S):
-                while invitation.is_used and not paired:  # its exchange is under way, whoever else knocks meanwhile
+                while invitation.is_used and not paired:  # its exchange is under way; others may call meanwhile
                     await _next(changed, ATTEMPT_S)
     # The listener is closed, and has told the joiner.
     if paired:

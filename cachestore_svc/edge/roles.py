@@ -65,7 +65,7 @@ _TABLES = (
 )
 ALLOWED_ROLES = {f"/{service}/{name}": frozenset(roles) for service, table in _TABLES for name, roles in table.items()}
 
-# What is asked all the time and changes no memory. Every other call is told in the audit, and so are all of a peer.
+# Frequent calls that change no memory. The audit lists every other call, and all calls of a peer.
 _EVERYDAY = {
     *("FindMissingBlobs", "WriteBlobs", "QueryWriteStatus", "ReadBlobs", "FindPrefix", "VerifyBlobs"),
     *("AcquireLease", "RenewLease", "RenewLeases", "ReleaseLease", "WatchEvents", "GetCapabilities", "GetStats"),

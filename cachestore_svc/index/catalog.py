@@ -35,8 +35,8 @@ from cachestore_svc.sealing.sealed_names import SealedNames
 _Answer = TypeVar("_Answer")
 # The store's own operations: opening, checking, collecting everywhere. No credential has this namespace.
 HOUSE = ""
-# A question about thousands of blobs is asked as operations of this many each (a millisecond or two), so that other
-# namespaces' operations come in between.
+# Work on thousands of blobs is done in operations of this many each (a millisecond or two), so that other namespaces'
+# operations come in between.
 SLICE = 500
 # Reads a manifest of a namespace and checks it: its facts, and its blocks that others may find, as the index has them.
 ReadManifest = Callable[[str, Digest], tuple[ManifestFacts, Sequence[SharedBlock]]]
@@ -303,7 +303,7 @@ class CatalogChange(CatalogView, Protocol):
     """What an operation may read and write. Nothing of it is visible before all of it is durable."""
 
     def after_commit(self, action: Callable[[], None]) -> None:
-        """Do this on the catalog's thread once the operation is durable; it must be quick and must not raise."""
+        """Call `action` on the catalog's thread once the operation is durable; it must be quick and must not raise."""
 
     # --- blobs ---
 
@@ -366,10 +366,11 @@ class CatalogChange(CatalogView, Protocol):
         FailedPrecondition (AGENT_PINNED) unless `force`."""
 
     def count_unused(self, namespace: str, agent_id: str, passed_ms: int) -> None:
-        """Add to an agent's unused time; one that was used since the last count begins anew. Nothing if it is gone."""
+        """Add to an agent's unused time; an agent that was used since the last count starts from 0. No effect if it is
+        gone."""
 
     def hold_anew(self, namespace: str, manifest: Digest, named: Sequence[Digest]) -> None:
-        """Write what a manifest holds on to anew, for those of its blobs that are listed."""
+        """Rewrite a manifest's references to those of its blobs that are listed."""
 
     # --- leases and events ---
 

@@ -18,7 +18,7 @@ NAME = "journal"
 _NEW_SUFFIX = ".new"
 # A directory where the journal should lie, which no file can replace.
 _STRANGE_SUFFIX = ".strange"
-# It is written anew when groups take so many times what the state takes, and at least so many bytes.
+# It is rewritten when its groups take so many times the bytes of its state, and at least so many bytes.
 _TIMES = 3
 _LEAST_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 20

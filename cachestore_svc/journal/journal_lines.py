@@ -138,7 +138,7 @@ def _read_first(parsed: Parsed, line: bytes) -> bool:
 
 
 def _read(chain: str, line: bytes) -> list[Any] | None:
-    """The line's JSON; None when the line is not the one that was written."""
+    """The line's JSON; None if this is not the line that was written."""
     data = line[_HEX + 1 :]
     if line[: _HEX + 1].decode("ascii", "replace") != f"{checksum(chain, data)} ":
         return None

@@ -34,7 +34,7 @@ _LOG = structlog.get_logger("moves")
 _TRIES, _TRY_PAUSE_S, _ANSWER_S = 3, 0.3, 5.0
 _MOVE_ID_BYTES = 16
 _AGAIN_S = 1.0
-# A peer that could not be asked of claims is asked so often; an engine's lease is waited for so long then.
+# How often a peer that did not answer is asked about claims; how long a claim that it tells of waits for a lease.
 _ASK_AGAIN_S, _LEASE_WAIT_S = 10.0, 30.0
 
 

@@ -13,13 +13,13 @@ _SLOW_S = 0.5
 
 
 class Streams:
-    """Sends and receives messages. A caller that stands still for `stall_timeout_s` is given up."""
+    """Sends and receives messages. A caller that makes no progress for `stall_timeout_s` is cut off."""
 
     def __init__(self, stall_timeout_s: float) -> None:
         self._stall_timeout_s = stall_timeout_s
 
     async def send(self, context: Any, response: Any, source: BlobSource | None = None) -> None:
-        """Write a response. A reader that is slow to take it makes room for others; one that stops is given up."""
+        """Write a response. A slow reader's buffer makes room for others; a reader that stops is cut off."""
         writing = asyncio.ensure_future(context.write(response))
         waits: set[asyncio.Future[Any]] = {writing}
         try:
@@ -41,7 +41,7 @@ class Streams:
                 wait.cancel()
 
     async def unstalled(self, requests: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
-        """The same requests; a sender that is silent for too long is given up, and its part kept for resumption."""
+        """The same requests. A sender that is silent for too long is cut off; its part is kept for resumption."""
         try:
             while True:
                 async with asyncio.timeout(self._stall_timeout_s):

@@ -64,7 +64,7 @@ class KeyFiles:
             self._disk.fsync_directory(self._directory)
 
     def mend(self, records: Records) -> list[str]:
-        """Write the records anew of which a copy or the mark is missing, damaged or older; their namespaces."""
+        """Rewrite the records of which a copy or the mark is missing, damaged or older; returns their namespaces."""
         mended = []
         for place, record in records.items():
             is_marked = self._disk.has(self._mark(place))

@@ -93,7 +93,7 @@ class SealedNames(PlainNames):
         return self._sealed(kind, text) if text else ""
 
     def open_text(self, text: str) -> str:
-        """The text with whatever is sealed in it opened. What this key does not open stays as it is."""
+        """The text with its sealed parts opened. A part that this key does not open stays as it is."""
         return _TEXT.sub(lambda found: self._opened(found[0], found[1], found[2]), text)
 
     def _seal(self, kind: str, text: str) -> str:

@@ -36,7 +36,8 @@ def collect(core: Core, namespace: str | None, dry_run: bool) -> GcReport:
 
 
 def shorten(core: Core) -> None:
-    """Write the journal anew when most of it is about things that are gone. A failure waits for the next time."""
+    """Rewrite the journal when most of it is about agents and versions that are gone. After a failure the next pass
+    tries again."""
     log = core.journal
     if not log.is_long:
         return

@@ -103,7 +103,7 @@ def _hot_agent(engine: Engine, namespace: str, prompt: TokenIds, busy: Collectio
         if not isinstance(memory, AgentMemory):
             continue
         known, asked = memory.transcript.token_ids, max(memory.turn.prompt_tokens - _REPLY_PROMPT_TOKENS, 1)
-        # The end of what was asked, first: the conversations of one program begin alike.
+        # The end of the prompt is compared first: the conversations of one program begin alike.
         last = slice(max(asked - _COMPARED_FIRST, 0), asked)
         if known[last] == prompt[last] and (common := common_prefix_length(known, prompt)) >= max(asked, most + 1):
             best, most = key.agent_id, common

@@ -100,7 +100,8 @@ def record(rows: Rows, namespace: str, agent: AgentRow, default_retained: int) -
 
 
 def count_unused(rows: Rows, namespace: str, agent_id: str, passed_ms: int) -> None:
-    """Add to an agent's unused time; one that was used since the last count begins anew. Nothing if it is gone."""
+    """Add to an agent's unused time; an agent that was used since the last count starts from 0. No effect if it is
+    gone."""
     if agent := find_agent(rows, namespace, agent_id):
         unused_ms = _unused_ms(rows, agent.id)
         is_known = rows.one("SELECT 1 FROM unused WHERE agent_id = ? AND used = ?", agent.id, _used(rows, agent.id))
@@ -133,7 +134,7 @@ def labels_of(rows: Rows, agent_id: int) -> dict[str, str]:
 
 
 def set_labels(rows: Rows, agent_id: int, labels: Mapping[str, str]) -> None:
-    """Set these, whatever an agent may have; an empty value removes."""
+    """Set these labels, however many the agent has then; an empty value removes one."""
     table = rows.table("labels")
     table.delete_where(
         "agent_id = ? AND name IN (SELECT value FROM json_each(?))", [agent_id, json.dumps(list(labels))]

@@ -269,7 +269,7 @@ def names_others(rows: Rows, namespace: str, manifest: Digest, named: Sequence[D
 
 
 def hold_anew(rows: Rows, namespace: str, manifest: Digest, named: Sequence[Digest]) -> None:
-    """Write what a manifest holds on to anew, for those of its blobs that are listed."""
+    """Rewrite a manifest's references to those of its blobs that are listed."""
     if not is_held(rows, namespace, manifest):
         return
     found = find_blobs(rows, namespace, [manifest, *named])
@@ -289,7 +289,8 @@ def drop_version(rows: Rows, line_id: int, version: int) -> list[int]:
 
 
 def let_go(rows: Rows, manifest_id: int) -> list[int]:
-    """Unless a version still is this manifest: let go of its blobs. Ids of those that nothing holds any more."""
+    """Release the blobs of a manifest, unless it is still a version; returns the ids of those that nothing holds
+    now."""
     if rows.one("SELECT 1 FROM versions WHERE manifest_id = ?", manifest_id):
         return []
     named = rows.all("SELECT blob_id FROM manifest_blobs WHERE manifest_id = ?", manifest_id)

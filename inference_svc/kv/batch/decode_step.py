@@ -107,7 +107,7 @@ class PassArrays:
 
 
 def _writable_pages(pool: KvPool, sequences: Sequence[SequenceKV]) -> list[int]:
-    """The private page of each sequence's next row, group by group. Who shares a page with others gets a copy."""
+    """The private page of each sequence's next row, group by group. A sequence that shares the page gets a copy."""
     places = [
         (kv, kv.tables[number], kv.length // PAGE_TOKENS) for number in range(len(pool.groups)) for kv in sequences
     ]

@@ -172,7 +172,7 @@ class DecodedLayer:
     def _fill(self, slot: int, key_type: mx.Dtype, value_type: mx.Dtype) -> None:
         """Decode a sequence's stored rows that the new token sees into its slot of the copy."""
         kv = self._now.sequences[slot]
-        # Who was here may have left numbers that are none, and what is masked still counts as 0 times them.
+        # The slot's last sequence may have left NaN or infinity, and a masked row still counts as 0 times its values.
         self._decoded.zero(slot)
         rows = kv.seen_rows(self._layer)
         if rows is None:

@@ -95,7 +95,7 @@ class KvPool:
         return self._place[layer][1]
 
     def take(self, count: int) -> list[int]:
-        """Free pages; their bytes are whatever they were. Raises ResourceExhausted if there are not so many."""
+        """Free pages; what they hold is undefined. Raises ResourceExhausted if there are not so many."""
         taken = self.allocator.take(count)
         if self.arrays and self.allocator.touched > self.arrays[0].shape[0]:
             self._grow(min(self.allocator.total, max(self.allocator.touched, 2 * self.arrays[0].shape[0])))

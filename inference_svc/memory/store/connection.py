@@ -119,7 +119,7 @@ class StoreConnection:
     async def _probe(self) -> None:
         """Learn whether the newest token is this namespace's. Raises KvasirError unless it is."""
         client, found = None, ""
-        while client is not self._newest:  # a token that came meanwhile is asked about by itself
+        while client is not self._newest:  # a token that came in the meantime is asked about as well
             client = self._newest
             try:
                 found = (await client.get_capabilities()).namespace

@@ -70,7 +70,7 @@ class Breaker:
     def ask_again(self) -> None:
         """Probe in the background until the store can be used."""
         if self._prober is None or self._prober.done():
-            # Of no call: it outlives the one that found the store away.
+            # In an empty context: the task outlives the call that found the store away.
             self._prober = asyncio.create_task(self._until_it_answers(), context=Context())
 
     async def close(self) -> None:

@@ -30,8 +30,8 @@ class _Row:
 def acquire_lease(
     rows: Rows, line: LineKey, live: LiveLeases, owner: str, ttl_ms: int, *, begins_anew: bool = False
 ) -> LeaseToken:
-    """Take, or prolong one's own. `begins_anew`: the owner's earlier lease is of a process that ended, and is fenced.
-    Raises FailedPrecondition (LEASE_HELD).
+    """Take the lease, or prolong one's own. `begins_anew`: the owner's earlier lease belongs to a process that has
+    ended, and is fenced. Raises FailedPrecondition (LEASE_HELD).
     """
     if barred_s := live.barred_s(line):
         raise held_by("a change of the agent that waits for it", barred_s)
@@ -85,7 +85,7 @@ def fence_leases(rows: Rows, query: LineQuery, live: LiveLeases) -> None:
 
 
 def fence_all(rows: Rows, query: LineQuery) -> None:
-    """Shut out every writer of these lines, whatever leases there are: before any is live."""
+    """Shut out every writer of these lines, without regard to leases: for a time at which none is live."""
     rows.run(
         """UPDATE leases SET generation = generation + 1, is_released = 1
             WHERE namespace_id = ? AND agent_name = ? AND (? IS NULL OR kv_identity_hash = ?)""",

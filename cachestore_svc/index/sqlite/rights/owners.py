@@ -18,7 +18,7 @@ def ownership_of(rows: Rows, namespace: str, agent_id: str) -> Ownership:
 
 
 def set_ownership(rows: Rows, namespace: str, agent_id: str, known: Ownership) -> None:
-    """Write the fact; nothing where it is the one that is there."""
+    """Write the fact, unless it is there already."""
     if known == ownership_of(rows, namespace, agent_id):
         return
     # An update, where there is a row: the journal's triggers see no REPLACE.
