@@ -21,7 +21,8 @@ from inference_svc.engine.sampling import Draws
 from inference_svc.engine.scheduling.hot_memories import ResidentMemory
 from inference_svc.engine.scheduling.mask_budget import MaskBudget
 from inference_svc.engine.scheduling.schedulable import WITH_KV, Rules, Status
-from inference_svc.engine.scheduling.scheduler import Admit, Blocked, Grant, Preempt, Scheduler
+from inference_svc.engine.scheduling.scheduler import Admit, Blocked, Preempt, Scheduler
+from inference_svc.engine.scheduling.step_schedule import Grant
 from inference_svc.engine.sequence import Sequence
 from inference_svc.engine.snapshots import memory_snapshot, running_snapshot
 from inference_svc.engine.swapping import SwapIn, swap_out

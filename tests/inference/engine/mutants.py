@@ -313,7 +313,7 @@ MUTANTS = (
     ),
     Mutant(
         "a turn decodes before what was preempted has come back",
-        "scheduler.py",
+        "step_schedule.py",
         "return turn.status is Status.DECODING and not turn.is_cancelled",
         "return turn.status in RUNNING and not turn.is_prefilling and not turn.is_cancelled",
         "preempted_turns",

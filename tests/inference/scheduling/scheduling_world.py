@@ -201,7 +201,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.memories = Hot(self.budget_bytes)
-        self.scheduler: Scheduler[Job] = Scheduler(self, self.rules)
+        self.scheduler: Scheduler[Job] = Scheduler(self, self.rules, [])
         self._last_token_s: dict[Job, float] = {}
 
     def submit(self, *jobs: Job) -> None:

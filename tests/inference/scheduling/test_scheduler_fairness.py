@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from inference_svc.engine.api import AgentKey
 from inference_svc.engine.scheduling.schedulable import Rules
-from inference_svc.engine.scheduling.scheduler import Grant
 from inference_svc.engine.scheduling.seats import Seats
+from inference_svc.engine.scheduling.step_schedule import Grant
 from tests.inference.scheduling.scheduling_world import BACKGROUND, CELL, INTERACTIVE, Hot, Job, World, memory
 from tests.sampling import sampled
 

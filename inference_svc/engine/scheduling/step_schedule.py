@@ -1,0 +1,187 @@
+"""What a step does: which rows decode, and which cells and files go beside them. Pure.
+
+- Rows: beside other namespaces each has a few (`seats`).
+- Order of cells and files: urgent turns first, namespaces in turn, in a namespace round robin. A warm turn with one
+  cell left goes first, but never twice in a row before cold turns.
+- Size: `pacing` and `step_costs` say how many cells a step takes, how long they are, and how many files it loads.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from inference_svc.engine.grid import cut_cell
+from inference_svc.engine.scheduling.company import Company, Namespace
+from inference_svc.engine.scheduling.pacing import SharedTime, StepPace
+from inference_svc.engine.scheduling.schedulable import RUNNING, Rules, Schedulable, Status
+from inference_svc.engine.scheduling.seats import Seats
+from inference_svc.engine.scheduling.step_costs import StepCosts
+from inference_svc.engine.scheduling.urgency import Urgency
+
+TurnT = TypeVar("TurnT", bound=Schedulable)
+
+
+@dataclass(frozen=True)
+class Grant(Generic[TurnT]):
+    """What the turn does next in this step: it computes a cell of so many tokens, or while its status is LOADING it
+    loads at most so many files.
+    """
+
+    turn: TurnT
+    size: int
+    position: int | None  # of the cell; None for files
+    began_s: float  # seconds of the step that were spent before
+
+
+class StepSchedule(Generic[TurnT]):
+    """Gives out one step after the other."""
+
+    def __init__(self, turns: Collection[TurnT], rules: Rules, company: Company) -> None:
+        """`turns`: all that are not over, whoever adds and removes them."""
+        self._turns = turns
+        self._rules = rules
+        self._company = company
+        self._time = SharedTime()
+        self._costs = StepCosts()
+        self._pace = StepPace(0.0)
+        self._began_s = 0.0
+        self._granted: Grant[TurnT] | None = None  # the step's last one
+        self._is_plain = False  # the step decodes, and nothing else was granted
+        self._served = 0  # twice the number of cells that all turns have got
+        self._seats: dict[Namespace, Seats[TurnT]] = {}
+        self._most_rows: int | None = None  # rows of one namespace in a step; None: all
+
+    def joins(self, turn: TurnT) -> None:
+        """The turn begins: it is served before the turn that was served last, behind all others."""
+        turn.schedule.served = self._served - 1
+
+    def begin(self, now: float, urgency: Urgency[TurnT]) -> tuple[TurnT, ...]:
+        """Begin a step. Returns the turns that decode one token now; other decoding turns sit out."""
+        if self._is_plain:
+            self._costs.stepped(now - self._began_s)
+        self._began_s = now
+        step_s = self._costs.step_s
+        most_s = self._rules.budget_s if step_s is None else self._rules.stalled_steps * step_s
+        self._pace = StepPace(min(self._rules.budget_s, most_s))
+        decoding = [turn for turn in self._turns if _is_decoding(turn)]
+        self._is_plain = bool(decoding)
+        self._time.begin_step(now, len({turn.namespace for turn in decoding}), self._company.places)
+        return tuple(self._seated(decoding, urgency))
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the step has granted something."""
+        return self._pace.has_begun
+
+    def learn(self, spent_s: float) -> None:
+        """The last grant was carried out, unless its turn is over. A prompt's few last tokens tell nothing: a pass
+        costs something by itself.
+        """
+        self._time.spent(spent_s)
+        last, self._granted = self._granted, None
+        if last is None or last.turn.status not in RUNNING:
+            return
+        if last.position is None or last.size >= self._rules.least_tokens:
+            self._costs.learn(last.position, last.size, spent_s - last.began_s)
+
+    def grant(self, spent_s: float, urgency: Urgency[TurnT]) -> Grant[TurnT] | None:
+        """The step's next cell, or the next files, for a turn that counts as served; None when that is over."""
+        turn = self._next_in_round(urgency)
+        if turn is None:
+            return None
+        decodes = any(map(_is_decoding, self._turns))
+        size = self._size(turn, self._pace.budget_s - spent_s if decodes else None)
+        loads = turn.status is Status.LOADING
+        position, tokens = (0, 0) if loads else (turn.computed, size)
+        if not size or not self._pace.allows(turn, position, tokens):
+            return None
+        self._pace.take(turn, position, tokens)
+        self._serve(turn, spent_s)
+        self._is_plain = False
+        self._granted = Grant(turn, size, None if loads else position, spent_s)
+        return self._granted
+
+    def _size(self, turn: TurnT, left_s: float | None) -> int:
+        """How many tokens or files the turn's next grant has; 0 if the step has no time for one. `left_s`: seconds that
+        are left of the step; None: nobody waits for it.
+        """
+        loads = turn.status is Status.LOADING
+        least = 1 if loads else self._rules.least_tokens
+        whole = turn.next_files if loads else turn.next_cell_tokens
+        if left_s is None:
+            return whole
+        if not loads and self._pace.has_begun and left_s < (self._costs.step_s or 0.0):
+            return 0  # however few its tokens, a pass costs what a step costs
+        fits = self._costs.files_within(left_s) if loads else self._costs.tokens_within(left_s, turn.computed)
+        if fits is None:
+            fits = least if left_s > 0 else 0
+        if not self._pace.has_begun:
+            fits = max(fits, least)
+        if fits < min(whole, least):
+            return 0
+        return min(whole, fits) if loads else cut_cell(turn.computed, whole, fits, least)
+
+    def _seated(self, decoding: Collection[TurnT], urgency: Urgency[TurnT]) -> list[TurnT]:
+        """The turns that decode in this step. A namespace that is alone again gets twice as many rows in each step,
+        until all decode.
+        """
+        rows = self._rules.rows_beside
+        most = rows if self._company.is_shared else 2 * (self._most_rows or len(decoding))
+        self._most_rows = most if self._company.is_shared or most < len(decoding) else None
+        if self._most_rows is None:
+            self._seats.clear()
+            return [*decoding]
+        chosen: set[TurnT] = set()
+        for namespace in {turn.namespace for turn in decoding}:
+            seats = self._seats.setdefault(namespace, Seats(self._rules.seat_steps))
+            mine = [turn for turn in decoding if turn.namespace == namespace]
+            chosen |= seats.seat(mine, self._most_rows, urgency.is_urgent, lambda turn: turn.is_ending)
+        for turn in chosen:
+            turn.schedule.waits_since_s = self._began_s
+        return [turn for turn in decoding if turn in chosen]
+
+    def _next_in_round(self, urgency: Urgency[TurnT]) -> TurnT | None:
+        """The turn that gets the next cell, or loads the next files. From the most urgent class choose the namespace
+        that was served longest ago. Of its turns choose one that loads, or a warm one with one cell left, unless its
+        last cell went to such a turn out of order; else the turn that was served longest ago.
+        """
+        able = (Status.PREFILLING, Status.LOADING)
+        prefilling = [turn for turn in self._turns if turn.status in able and not turn.is_cancelled]
+        prefilling = [turn for turn in prefilling if not self._owes(turn)]
+        pressing = {turn.namespace for turn in prefilling if urgency.is_pressing(turn)}
+        urgent = [turn for turn in prefilling if urgency.is_urgent(turn, pressing)]
+        if not prefilling:
+            return None
+        turns = urgent or prefilling
+        first = min(turns, key=lambda turn: self._company.of(turn.namespace).served)
+        turns = [turn for turn in turns if turn.namespace == first.namespace]
+        warm = [turn for turn in turns if self._is_nearly_there(turn)]
+        cold = [turn for turn in turns if turn not in warm]
+        lane = warm if warm and not (self._company.of(first.namespace).was_warm and cold) else cold
+        return min(lane, key=lambda turn: turn.schedule.served)
+
+    def _is_nearly_there(self, turn: TurnT) -> bool:
+        is_short = turn.is_warm and turn.rest_tokens <= self._rules.cell_tokens
+        return is_short or turn.status is Status.LOADING
+
+    def _owes(self, turn: TurnT) -> bool:
+        """Whether its namespace has taken more of others' time than it may, while they decode."""
+        return self._company.of(turn.namespace).owed_s > 0 and self._is_beside_others(turn)
+
+    def _is_beside_others(self, turn: TurnT) -> bool:
+        return any(_is_decoding(other) and other.namespace != turn.namespace for other in self._turns)
+
+    def _serve(self, turn: TurnT, spent_s: float) -> None:
+        self._served += 2
+        place = self._company.of(turn.namespace)
+        place.was_warm = self._is_nearly_there(turn)
+        place.served = self._served
+        if self._is_beside_others(turn):
+            self._time.owes_next(place)
+        record = turn.schedule
+        record.served = self._served
+        record.waits_since_s = self._began_s + spent_s
+
+
+def _is_decoding(turn: Schedulable) -> bool:
+    return turn.status is Status.DECODING and not turn.is_cancelled

@@ -1,0 +1,35 @@
+"""Which turns a person waits for, at one moment. Pure."""
+
+from collections.abc import Collection
+from typing import Generic, TypeVar
+
+from inference_svc.engine.api import Priority
+from inference_svc.engine.scheduling.company import Namespace
+from inference_svc.engine.scheduling.schedulable import NOT_BEGUN, Rules, Schedulable
+
+TurnT = TypeVar("TurnT", bound=Schedulable)
+
+
+class Urgency(Generic[TurnT]):
+    """The urgency of all turns."""
+
+    def __init__(self, turns: Collection[TurnT], awaited: Collection[TurnT], rules: Rules, now: float) -> None:
+        """`awaited`: running turns that an interactive turn waits for."""
+        self._awaited = awaited
+        self._rules = rules
+        self._now = now
+        # Agents of which an interactive turn waits: their earlier turns are urgent too.
+        self._agents = {
+            turn.agent_key
+            for turn in turns
+            if turn.status in NOT_BEGUN and turn.priority is Priority.INTERACTIVE and turn.agent_key is not None
+        }
+
+    def is_pressing(self, turn: TurnT) -> bool:
+        """Whether a person waits for the turn."""
+        return turn.priority is Priority.INTERACTIVE or turn.agent_key in self._agents or turn in self._awaited
+
+    def is_urgent(self, turn: TurnT, pressing: Collection[Namespace] = ()) -> bool:
+        """`pressing`: namespaces that have a turn for which a person waits. Age does not count against such others."""
+        is_aged = self._now - turn.schedule.waits_since_s >= self._rules.ageing_s
+        return self.is_pressing(turn) or (is_aged and not {*pressing} - {turn.namespace})
