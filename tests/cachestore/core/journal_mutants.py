@@ -40,7 +40,7 @@ JOURNAL_MUTANTS = (
         "journal.py",
         "            self._disk.write(self._descriptor, line)\n            self._disk.fsync(self._descriptor)\n",
         "            self._disk.write(self._descriptor, line)\n",
-        "index_damage",
+        "journaling",
     ),
     (
         "journal: a failed commit is not taken back",
@@ -131,7 +131,7 @@ JOURNAL_MUTANTS = (
         "collecting.py",
         "    if not log.is_long:\n",
         "    if True:\n",
-        "index_damage",
+        "journaling",
     ),
     (
         "journal: a cascade is not recorded",

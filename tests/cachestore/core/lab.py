@@ -2,6 +2,7 @@
 
 import hashlib
 import secrets
+import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -139,6 +140,15 @@ class Lab:
     def blob_files(self) -> dict[str, Path]:
         """Every blob's file by its hash, over all namespaces."""
         return {path.name: path for path in self.root.glob("namespaces/*/blobs/??/*") if path.suffix != ".part"}
+
+
+def run_sql(lab: Lab, *statements: str) -> None:
+    """Change the database of a store that is closed."""
+    connection = sqlite3.connect(lab.root / "kvasir.sqlite3")
+    for statement in statements:
+        connection.execute(statement)
+    connection.commit()
+    connection.close()
 
 
 def write(store: Store, digest: Digest, data: bytes, kind: BlobKind, namespace: str = NS, frame: int = MIB) -> None:

@@ -4,23 +4,18 @@ import contextlib
 import os
 import shutil
 import sqlite3
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kvasir.errors import Conflict, DataLoss, FailedPrecondition, KvasirError, NotFound, Unavailable
+from kvasir.errors import Conflict, DataLoss, FailedPrecondition, KvasirError
 from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.index.sqlite.journaling.recording import Recorder
 from cachestore_svc.index.sqlite.looking import looking_at
-from cachestore_svc.index.sqlite.sqlite_catalog import _Operation
-from cachestore_svc.journal.journal_lines import Parsed
 from cachestore_svc.records import Origin
 from cachestore_svc.store import Store
-from cachestore_svc.upkeep import collecting
-from tests.cachestore.core.lab import NS, Chance, Lab, assert_restores, publish, upload, write_all
+from tests.cachestore.core.lab import NS, Chance, Lab, assert_restores, publish, run_sql, upload, write_all
 from tests.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot
 
 DATABASE = "kvasir.sqlite3"
@@ -246,50 +241,6 @@ def test_what_takes_back_a_memory_at_the_next_start_shuts_out_its_late_writer(
         assert store.acquire_lease(NS, "a", kv_hash, "another").token.generation > late.generation + 1
 
 
-class OrderedDisk(Disk):
-    """Notes what happens to the journal, and when a commit begins."""
-
-    def __init__(self, log: Path) -> None:
-        self.effects: list[str] = []
-        self._log = log
-
-    def write(self, descriptor: int, data: bytes | memoryview) -> None:
-        super().write(descriptor, data)
-        self._note("write", descriptor)
-
-    def fsync(self, descriptor: int) -> None:
-        super().fsync(descriptor)
-        self._note("fsync", descriptor)
-
-    def reached(self, point: str) -> None:
-        self.effects.append(point)
-
-    def _note(self, what: str, descriptor: int) -> None:
-        if self._log.exists() and os.fstat(descriptor).st_ino == self._log.stat().st_ino:
-            self.effects.append(what)
-
-
-def test_a_group_is_synced_before_it_is_committed_and_only_one_that_changes_agents_is_told(lab: Lab) -> None:
-    disk = OrderedDisk(lab.root / JOURNAL)
-    content = SyntheticAgent(SMALL, 1).turn(30)
-    with lab.open(disk) as store:
-        disk.effects.clear()
-        upload(store, content)
-        store.acquire_lease(NS, "a", "ab" * 32, "engine")
-        assert set(disk.effects) == {"index: before commit", "index: after commit"}
-        disk.effects.clear()
-        store.commit(NS, "a", content.manifest_digest, 0)
-        assert disk.effects == ["write", "fsync", "index: before commit", "index: after commit"]
-
-
-def run_sql(lab: Lab, *statements: str) -> None:
-    connection = sqlite3.connect(lab.root / DATABASE)
-    for statement in statements:
-        connection.execute(statement)
-    connection.commit()
-    connection.close()
-
-
 @pytest.mark.long(3)
 @pytest.mark.parametrize(
     ("statement", "words"),
@@ -430,105 +381,6 @@ def test_what_is_set_aside_and_cannot_be_removed_ends_no_collection(lab: Lab) ->
         assert store.check().set_aside == 1
 
 
-def test_a_journal_stays_short_however_many_commits_there_were(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cachestore_svc.journal.journal._LEAST_BYTES", 2000)
-    agent = SyntheticAgent(SMALL, 1)
-    with lab.open(retained_versions=2, grace_period_s=0.0) as store:
-        longest = 0
-        for turn in range(60):
-            publish(store, "a", agent.turn(3), turn)
-            longest = max(longest, (lab.root / JOURNAL).stat().st_size)
-            store.collect_garbage()
-        head = store.get_snapshot(NS, "a")
-        assert longest < 8000
-        assert store.check().is_clean
-    with lab.open() as store:
-        assert store.get_snapshot(NS, "a") == head
-    # And every row is still held to it.
-    run_sql(lab, "UPDATE versions SET parent_version = 1")
-    with lab.open() as store, pytest.raises(DataLoss):
-        store.get_snapshot(NS, "a")
-
-
-class WaitingDisk(Disk):
-    """Stands still before a commit, which then fails."""
-
-    def __init__(self) -> None:
-        self.is_failing = False
-        self.stands, self.goes_on = threading.Event(), threading.Event()
-
-    def reached(self, point: str) -> None:
-        if self.is_failing and point == "index: before commit":
-            self.stands.set()
-            self.goes_on.wait(10)
-            raise Died
-
-
-def test_a_journal_shortened_beside_a_commit_that_fails_tells_nothing_of_it(
-    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cachestore_svc.journal.journal._LEAST_BYTES", 100)
-    agent, disk = SyntheticAgent(SMALL, 1), WaitingDisk()
-    with lab.open(disk, retained_versions=1) as store:
-        for turn in range(9):
-            publish(store, "a", agent.turn(3), turn)
-        core, is_read, shorter = store._core, threading.Event(), store._core.journal.shorter
-        assert core.journal.is_long
-
-        def read(size_bytes: int) -> Parsed:
-            told = shorter(size_bytes)
-            is_read.set()
-            return told
-
-        monkeypatch.setattr(core.journal, "shorter", read)
-
-        def fail() -> None:
-            with pytest.raises(Died):
-                store.update_agent(NS, "a", labels={"x": "y"})
-
-        disk.is_failing = True
-        failing = threading.Thread(target=fail)
-        failing.start()
-        assert disk.stands.wait(10)
-        shortening = threading.Thread(target=collecting.shorten, args=(core,))
-        shortening.start()
-        is_read.wait(0.5)
-        disk.goes_on.set()
-        for thread in (failing, shortening):
-            thread.join()
-        disk.is_failing = False
-        assert not core.journal.is_long
-        shutil.copytree(lab.root, tmp_path / "left")
-    with Lab(tmp_path / "left", chance=Chance(50)).open() as store:
-        assert store.check().is_clean
-        assert store.get_snapshot(NS, "a").version == 9
-
-
-def test_labels_pins_forks_rollbacks_and_deletions_are_told_to_the_journal(lab: Lab) -> None:
-    agent = SyntheticAgent(SMALL, 1)
-
-    def work(store: Store) -> None:
-        for turn in range(4):
-            publish(store, "a", agent.turn(30), turn)
-        store.update_agent(NS, "a", labels={"x": "y", "z": "w"}, is_pinned=True, retained_versions=3)
-        store.update_agent(NS, "a", labels={"x": "", "z": "v"}, is_pinned=False)
-        store.fork_agent(NS, "a", "f")
-        store.rollback_agent(NS, "a", 3)
-        store.fork_agent(NS, "a", "g")
-        store.delete_agent(NS, "g")
-        with pytest.raises(NotFound):
-            store.update_agent(NS, "nobody", labels={"x": "y"})
-
-    with lab.open(retained_versions=2) as store:
-        work(store)
-        assert store.check().is_clean
-        told = store._core.journal.shorter(store._core.journal.size_bytes).state[NS].agents
-    assert set(told) == {"a", "f"}
-    assert told["a"].labels == {"z": "v"}
-    assert told["a"].facts[:2] == (0, 3)
-    assert sorted(version for _, version in told["a"].versions) == [3, 4, 5]
-
-
 def test_a_start_of_an_earlier_store_begins_a_journal(lab: Lab) -> None:
     with lab.open() as store:
         publish(store, "a", SyntheticAgent(SMALL, 1).turn(30), 0)
@@ -540,41 +392,3 @@ def test_a_start_of_an_earlier_store_begins_a_journal(lab: Lab) -> None:
     (lab.root / DATABASE).unlink()
     with pytest.raises(FailedPrecondition):
         lab.open()
-
-
-def test_a_journal_that_takes_nothing_more_fails_only_what_it_must_be_told(lab: Lab) -> None:
-    with lab.open() as store:
-        publish(store, "a", SyntheticAgent(SMALL, 1).turn(30), 0)
-        index, goes_on = store._core.catalog, threading.Event()
-        store._core.journal._is_broken = True
-        index._submit(_Operation(NS, lambda _: goes_on.wait(10), is_write=False))
-        told = index._submit(_Operation(NS, lambda rows: rows.run("UPDATE agents SET is_pinned = 1"), is_write=True))
-        untold = index._submit(
-            _Operation(NS, lambda rows: rows.run("UPDATE lines SET used_unix_ms = 1"), is_write=True)
-        )
-        goes_on.set()
-        assert untold.result(10) == 1
-        with pytest.raises(Unavailable):
-            told.result(10)
-
-
-class _Stuck:
-    """A connection that cannot be rolled back."""
-
-    in_transaction = True
-
-    def execute(self, sql: str) -> None:
-        if sql in ("COMMIT", "ROLLBACK"):
-            raise sqlite3.OperationalError(sql)
-
-
-def test_a_group_is_taken_back_also_where_its_transaction_cannot_be(lab: Lab) -> None:
-    with lab.open() as store:
-        taken: list[bool] = []
-        journal = store._core.journal
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(journal, "take_back", lambda: taken.append(True))
-            patch.setattr(Recorder, "record", lambda self, rows: None)
-            with pytest.raises(sqlite3.OperationalError):
-                store._core.catalog._commit(_Stuck(), [])  # type: ignore[arg-type]
-        assert taken == [True]

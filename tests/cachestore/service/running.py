@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.clients import StoreClient, Tls
-from kvasir.credentials import ADMIN, CLIENT, ENGINE, PEER, Principal, write_credentials
+from kvasir.credentials import ADMIN, CLIENT, ENGINE, PEER, Principal, write_credentials, write_private_text
 
 from tests.programs import Program, run
 from tests.synthetic import SyntheticSnapshot
@@ -169,3 +169,16 @@ def assert_whole(client: StoreClient, agent_id: str, expected: SyntheticSnapshot
     _, manifest_bytes = client.get_snapshot(agent_id, version=version)
     assert manifest_bytes == expected.manifest_bytes
     assert [digest for digest, _ in client.get_blobs(expected.digests)] == expected.digests
+
+
+def peers_file(path: Path, **peers: str) -> Path:
+    """A peers file; each value is an address and further lines."""
+    text = "".join(f'[[peer]]\nname = "{name}"\naddress = {rest}\n' for name, rest in peers.items())
+    path.unlink(missing_ok=True)
+    write_private_text(path, text)
+    return path
+
+
+def start_here(home: StoreHome, tmp_path: Path, address: str, *options: str) -> RunningStore:
+    """A store whose only peer, "mac", is at an address."""
+    return home.start("--peers-file", str(peers_file(tmp_path / "peers.toml", mac=f'"{address}"')), *options)

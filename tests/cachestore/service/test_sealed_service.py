@@ -7,8 +7,7 @@ import pytest
 from kvasir.errors import FailedPrecondition
 
 from tests.cachestore.sealing.canaries import found_in, secrets_of
-from tests.cachestore.service.running import RunningStore, StoreHome, assert_whole, publish, store_home
-from tests.cachestore.service.test_pulling import start_here
+from tests.cachestore.service.running import RunningStore, StoreHome, assert_whole, publish, start_here, store_home
 from tests.cli.running import in_process
 from tests.programs import run
 from tests.synthetic import SMALL, SyntheticAgent
