@@ -1,1 +1,4 @@
-"""What agents remember, where it is kept, and how it gets to the store and back. `turns` and above import it."""
+"""What agents remember, where it is kept, and how it gets to the store (`publishing`) and back (`store`).
+
+`turns` and above import it.
+"""

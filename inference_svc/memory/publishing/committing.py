@@ -35,29 +35,23 @@ class PublishingLimits:
     """Time to ask for the newest version when a turn began without knowing it."""
 
 
+@dataclass(frozen=True, slots=True)
 class Committing:
-    """One memory on its way to be a version. `leases`: of its namespace, None if commits bring none."""
+    """One memory on its way to be a version."""
 
-    def __init__(
-        self,
-        key: AgentKey,
-        memory: AgentMemory,
-        store: RemoteCache,
-        engine: Engine,
-        copies: Copies,
-        leases: LineLeases | None,
-        limits: PublishingLimits,
-        clock: Callable[[], float],
-    ) -> None:
-        self._key = key
-        self._memory = memory
-        self._publication = memory.publication
-        self._store = store
-        self._engine = engine
-        self._copies = copies
-        self._leases = leases
-        self._limits = limits
-        self._clock = clock
+    key: AgentKey
+    memory: AgentMemory
+    store: RemoteCache
+    engine: Engine
+    copies: Copies
+    leases: LineLeases | None
+    """Of its namespace; None if commits bring no lease."""
+    limits: PublishingLimits
+    clock: Callable[[], float]
+
+    @property
+    def _publication(self) -> PublicationState:
+        return self.memory.publication
 
     async def follow(self, previous: PublicationState | None) -> None:
         """Wait for the publication of the memory that this one extends: its version is this one's parent. Raises
@@ -85,7 +79,7 @@ class Committing:
         Conflict if another writer was first, and other KvasirErrors and StoreMiss if it cannot be stored.
         """
         while True:
-            await self._store.until_reachable()
+            await self.store.until_reachable()
             try:
                 await self._know_lease()
                 await self._know_head()
@@ -93,7 +87,7 @@ class Committing:
             except (errors.Unavailable, errors.DeadlineExceeded):
                 continue
             except StoreMiss:
-                if self._store.is_reachable:
+                if self.store.is_reachable:
                     raise
 
     async def _know_lease(self) -> None:
@@ -102,10 +96,10 @@ class Committing:
         the store is asked about that.
         """
         publication = self._publication
-        if self._leases is None or publication.generation:
+        if self.leases is None or publication.generation:
             return
         try:
-            lease = await self._leases.obtain(self._key.agent_id, self._limits.commit_wait_s)
+            lease = await self.leases.obtain(self.key.agent_id, self.limits.commit_wait_s)
             if publication.head is not None and publication.head.version and await self._was_taken_back():
                 raise errors.Conflict("the agent was changed", metadata={"head_version": str(lease.newest.number)})
             publication.generation = lease.generation
@@ -131,38 +125,38 @@ class Committing:
         """
         publication = self._publication
         is_untouched = head == NO_HEAD and publication.generation == 1
-        if self._leases is None or is_untouched:
+        if self.leases is None or is_untouched:
             return False
         if publication.expected_version is not None:
             return await self._was_taken_back()
-        agent, line = self._key.agent_id, self._engine.model.kv_identity_hash
-        return await self._store.was_changed(agent, line, publication.event_cursor, publication.stored_before)
+        agent, line = self.key.agent_id, self.engine.model.kv_identity_hash
+        return await self.store.was_changed(agent, line, publication.event_cursor, publication.stored_before)
 
     async def _was_taken_back(self) -> bool:
-        return await self._store.was_taken_back(self._key.agent_id, self._publication.event_cursor)
+        return await self.store.was_taken_back(self.key.agent_id, self._publication.event_cursor)
 
     async def _newest(self) -> Head:
-        budget = Budget(self._limits.head_budget_s, 1.0, self._clock)
-        heads = await self._store.heads(self._key.agent_id, self._engine.model.kv_identity_hash, budget)
+        budget = Budget(self.limits.head_budget_s, 1.0, self.clock)
+        heads = await self.store.heads(self.key.agent_id, self.engine.model.kv_identity_hash, budget)
         return heads.ours if heads is not None else NO_HEAD
 
     async def _commit(
         self, snapshot: Snapshot | None, sent_bytes: int, *, is_second_try: bool = False
     ) -> SnapshotOutcome:
-        memory, publication, timeout_s = self._memory, self._publication, self._limits.timeout_s
+        memory, publication, timeout_s = self.memory, self._publication, self.limits.timeout_s
         if snapshot is None:
             raise errors.ResourceExhausted("the memory was dropped before it could be stored")
         files = files_of(snapshot)
-        digests, tensor_bytes = await self._store.write_tensors(files, timeout_s) if files else ([], 0)
+        digests, tensor_bytes = await self.store.write_tensors(files, timeout_s) if files else ([], 0)
         sent_bytes += tensor_bytes
         stored = stored_files(snapshot, digests, publication)
-        manifest = to_manifest(memory, self._engine.model, stored.blocks, stored.tail, stored.windows, stored.states)
+        manifest = to_manifest(memory, self.engine.model, stored.blocks, stored.tail, stored.windows, stored.states)
         digest = Digest.of(manifest)
         parent = publication.head.identity if publication.head is not None else NO_HEAD.identity
         publication.attempted = Version(parent.number + 1, digest)
         try:
-            head = await self._store.commit(
-                self._key.agent_id,
+            head = await self.store.commit(
+                self.key.agent_id,
                 manifest,
                 parent,
                 timeout_s,
@@ -184,25 +178,25 @@ class Committing:
             # A block that the store had is gone or damaged since: send all blocks that the engine still has.
             return await self._commit(await self._whole_snapshot(), sent_bytes, is_second_try=True)
         publication.head, publication.is_head, publication.attempted = head, True, None
-        if self._leases is not None:
-            self._leases.committed(self._key.agent_id, head, publication.generation)
+        if self.leases is not None:
+            self.leases.committed(self.key.agent_id, head, publication.generation)
         publication.blocks[:], publication.tail = stored.blocks, stored.tail
         publication.windows, publication.states = stored.windows, stored.states
         return SnapshotOutcome(SnapshotState.COMMITTED, head.version, "", head.manifest, sent_bytes + digest.size_bytes)
 
     async def _whole_snapshot(self) -> Snapshot | None:
         """Copies of all the memory's files; None if the engine has it no longer."""
-        memory = self._memory
-        hot = self._engine.hot_memory(self._key)
+        memory = self.memory
+        hot = self.engine.hot_memory(self.key)
         if hot is None or hot.tag is not memory:
             return None
-        first = await await_copy(self._copies.ask(self._key, 0, {}))
+        first = await await_copy(self.copies.ask(self.key, 0, {}))
         # A newer turn may have extended it meanwhile.
         if first is None or first.state.token_ids != memory.transcript.token_ids:
             return None
         memory.publication.blocks.clear()
         memory.publication.windows.clear()
-        whole, _ = await self._copies.rest(self._key, memory, first, self._store, self._limits.timeout_s)
+        whole, _ = await self.copies.rest(self.key, memory, first, self.store, self.limits.timeout_s)
         return whole
 
     async def _token(self) -> tuple[str, int] | None:
@@ -211,9 +205,9 @@ class Committing:
         For a first version that cannot be known.
         """
         publication = self._publication
-        if self._leases is None:
+        if self.leases is None:
             return None
-        lease, follows = self._leases.lease(self._key.agent_id), publication.claim.follows
+        lease, follows = self.leases.lease(self.key.agent_id), publication.claim.follows
         if (
             lease is not None
             and lease.generation != publication.generation
@@ -223,4 +217,4 @@ class Committing:
             and not await self._was_taken_back()
         ):
             publication.generation = lease.generation
-        return (self._leases.owner, publication.generation) if publication.generation else None
+        return (self.leases.owner, publication.generation) if publication.generation else None
