@@ -7,7 +7,7 @@ enqueued, and so is every step of a model with recurrent layers, whose states ca
 """
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -88,13 +88,14 @@ class Decoder:
     def launch(self, decoding: Collection[Sequence]) -> None:
         """Enqueue one more token of each sequence, and wait for nothing."""
         pending = self._launched[-1] if self._launched else None
-        order = self._joined([sequence for sequence in decoding if _next_place(sequence, pending) is not None])
+        next_places = ((sequence, _next_place(sequence, pending)) for sequence in decoding)
+        places = {sequence: place for sequence, place in next_places if place is not None}
+        order = self._joined(places)
         if not order:
             return
-        places = [_next_place(sequence, pending) for sequence in order]
         logits = self.batch.step(_inputs(order, places, pending))
         self.computed += len(order)
-        is_drawn = tuple(_is_drawn(sequence, place) for sequence, place in zip(order, places, strict=True))
+        is_drawn = tuple(places[sequence] >= len(sequence.token_ids) - 1 for sequence in order)
         samplers = [
             sequence.sampler if drawn and sequence.finish_reason is None and sequence.sampler else self._no_draw
             for sequence, drawn in zip(order, is_drawn, strict=True)
@@ -137,16 +138,11 @@ def _next_place(sequence: Sequence, pending: _Launched | None) -> int | None:
     return None if is_last and not sequence.plan.leaves_memory else place
 
 
-def _is_drawn(sequence: Sequence, place: int | None) -> bool:
-    """Whether the token behind this position is not known yet."""
-    return place is not None and place >= len(sequence.token_ids) - 1
-
-
-def _inputs(order: list[Sequence], places: list[int | None], pending: _Launched | None) -> list[int] | mx.array:
+def _inputs(order: list[Sequence], places: Mapping[Sequence, int], pending: _Launched | None) -> list[int] | mx.array:
     """Each row's next token: numbers if all are known, else an array that has those of the step before."""
     known = [
-        sequence.token_ids[place] if place is not None and place < len(sequence.token_ids) else None
-        for sequence, place in zip(order, places, strict=True)
+        sequence.token_ids[places[sequence]] if places[sequence] < len(sequence.token_ids) else None
+        for sequence in order
     ]
     if pending is None or None not in known:
         return [token for token in known if token is not None]

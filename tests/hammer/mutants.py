@@ -68,14 +68,14 @@ MUTANTS = (
     Mutant(
         "a sibling's prefix is used one cell too far",
         "prefix_sharing.py",
-        "limit = min(shareable, turn.prompt_tokens - 1)",
-        "limit = min(shareable + BLOCK_TOKENS, turn.prompt_tokens - 1)",
+        "most = min(shareable, turn.prompt_tokens - 1)",
+        "most = min(shareable + BLOCK_TOKENS, turn.prompt_tokens - 1)",
     ),
     Mutant(
         "a sibling's rows are taken for equal whatever their tokens",
         "prefix_sharing.py",
-        "common_blocks(turn.chain, chain)) * BLOCK_TOKENS",
-        "min(len(turn.chain), len(chain))) * BLOCK_TOKENS",
+        "common_blocks(turn.chain, source.chain)) * BLOCK_TOKENS",
+        "min(len(turn.chain), len(source.chain))) * BLOCK_TOKENS",
     ),
     Mutant(
         "the last word of a reply is never computed",

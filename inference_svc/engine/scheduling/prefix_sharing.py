@@ -60,11 +60,9 @@ def prefix_source_of(
     """The computed KV that `turn` should begin with now; None when no source has at least a block more than its plan
     reuses. `hot`: idle memories of its namespace. Of equals a running turn is preferred.
     """
-    if not _lacks_a_block(turn):
-        return None
     sources: list[TurnT | HotT] = [*_siblings(turn, running)]
     sources += hot
-    ready = [PrefixSource(one, _shared(turn, one.chain, one.shareable)) for one in sources]
+    ready = [PrefixSource(one, _shared(turn, one, one.shareable)) for one in sources]
     return _best(ready, turn.reusable_tokens)
 
 
@@ -72,18 +70,9 @@ def awaited_by(turn: TurnT, running: Collection[TurnT]) -> PrefixSource[TurnT] |
     """The running turn that is prefilling a block or more which `turn` needs and no turn has computed yet, and what
     they share once it is computed.
     """
-    if not _lacks_a_block(turn):
-        return None
     now = prefix_source_of(turn, running)
-    coming = [PrefixSource(one, _shared(turn, one.chain, one.final_shareable)) for one in _siblings(turn, running)]
+    coming = [PrefixSource(one, _shared(turn, one, one.final_shareable)) for one in _siblings(turn, running)]
     return _best(coming, max(turn.reusable_tokens, now.shared_tokens if now else 0))
-
-
-def _lacks_a_block(turn: Sharing) -> bool:
-    """Whether the turn could share a block that its plan does not reuse. Most hot turns could not: nobody needs to hash
-    their prompts.
-    """
-    return (turn.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS >= turn.reusable_tokens + BLOCK_TOKENS
 
 
 def _best(prefixes: Iterable[PrefixSource[SourceT]], have: int) -> PrefixSource[SourceT] | None:
@@ -92,12 +81,14 @@ def _best(prefixes: Iterable[PrefixSource[SourceT]], have: int) -> PrefixSource[
     return best if best is not None and best.shared_tokens >= have + BLOCK_TOKENS else None
 
 
-def _shared(turn: Sharing, chain: Sequence[str], shareable: int) -> int:
-    """Leading tokens, in whole blocks, that `turn` could begin with. It always computes its last token itself."""
-    if turn.namespace is None:
+def _shared(turn: Sharing, source: Sharing | ResidentMemory[Any], shareable: int) -> int:
+    """Leading tokens, in whole blocks, that `turn` could begin with. It always computes its last token itself. 0
+    without hashing a prompt where they cannot be a block more than its plan reuses.
+    """
+    most = min(shareable, turn.prompt_tokens - 1) // BLOCK_TOKENS
+    if turn.namespace is None or most * BLOCK_TOKENS < turn.reusable_tokens + BLOCK_TOKENS:
         return 0
-    limit = min(shareable, turn.prompt_tokens - 1)
-    return min(limit // BLOCK_TOKENS, common_blocks(turn.chain, chain)) * BLOCK_TOKENS
+    return min(most, common_blocks(turn.chain, source.chain)) * BLOCK_TOKENS
 
 
 def _siblings(turn: TurnT, running: Iterable[TurnT]) -> list[TurnT]:

@@ -161,7 +161,12 @@ class Scheduler(Generic[TurnT]):
             if chosen and self.room.can_swap_out(chosen):
                 if not may_preempt:
                     return Blocked(wants_preemption=True)
-                self._note_preempted(chosen)
+                for gives_way in chosen:
+                    # At its old place in the order, but it ages from now on, so that it does not take back at once the
+                    # room that it gave up.
+                    gives_way.schedule.preemptions += 1
+                    gives_way.schedule.waits_since_s = self._now
+                    self._waits.forget(gives_way)
                 return Preempt(chosen, turn)
         return Blocked()
 
@@ -173,15 +178,6 @@ class Scheduler(Generic[TurnT]):
         self._steps.joins(turn)
         self._company.began(turn.namespace)
         return Admit(turn, protected)
-
-    def _note_preempted(self, turns: Collection[TurnT]) -> None:
-        """These turns wait at their old places in the order, but age from now on, so that they do not take back at once
-        the room that they gave up.
-        """
-        for turn in turns:
-            turn.schedule.preemptions += 1
-            turn.schedule.waits_since_s = self._now
-            self._waits.forget(turn)
 
     def _preemptions(self, blocked: TurnT, missing_bytes: int) -> tuple[TurnT, ...]:
         """The turns to preempt so that `blocked` finds `missing_bytes` more. None if they would not give enough, or if

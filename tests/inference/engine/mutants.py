@@ -171,8 +171,8 @@ MUTANTS = (
     Mutant(
         "what was preempted is drawn again token by token",
         "decoding.py",
-        "return place is not None and place >= len(sequence.token_ids) - 1",
-        "return True",
+        "places[sequence] >= len(sequence.token_ids) - 1",
+        "True",
         "preempted_turns",
     ),
     Mutant(

@@ -318,10 +318,11 @@ def test_tensor_files_say_whose_tokens_they_hold(driver: Driver) -> None:
 def test_a_hot_turn_looks_at_its_new_tokens_and_at_none_that_it_remembers(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key, state = driver.remember(1_000)
+    driver.remember(1_300)  # another agent's, longer in whole blocks: only hashes say that it is of other tokens
+    key, state = driver.remember(1_010)
     prompt = state.token_ids + TokenIds(tokens_of(20, seed=3))
     penalty = SamplingParams(max_tokens=20, repetition_penalty=1.1, repetition_tokens=8)
-    plan = TurnPlan(prompt, (1,) * len(prompt), penalty, Hot(1_000), key, namespace=key.namespace)
+    plan = TurnPlan(prompt, (1,) * len(prompt), penalty, Hot(1_010), key, namespace=key.namespace)
     looked_at: list[int] = []
     hashed: list[int] = []
     look, name = TokenIds.__iter__, block_hash.block_hash
@@ -330,7 +331,7 @@ def test_a_hot_turn_looks_at_its_new_tokens_and_at_none_that_it_remembers(
     listener = Listener()
     driver.engine.submit(plan, listener)
     ended = listener.end()
-    assert ended.cached_tokens == 1_000
+    assert ended.cached_tokens == 1_010
     assert (looked_at, hashed) == ([8], [256])  # for the penalty; the block that became full
 
 

@@ -226,22 +226,22 @@ MUTANTS = (
     Mutant(
         "turns without a namespace share",
         "prefix_sharing.py",
-        "    if turn.namespace is None:",
-        "    if False:",
+        "turn.namespace is None or ",
+        "",
         PREFIX_WAIT,
     ),
     Mutant(
         "the last prompt token is shared",
         "prefix_sharing.py",
-        "limit = min(shareable, turn.prompt_tokens - 1)",
-        "limit = min(shareable, turn.prompt_tokens)",
+        "min(shareable, turn.prompt_tokens - 1)",
+        "min(shareable, turn.prompt_tokens)",
         PREFIX_WAIT,
     ),
     Mutant(
         "what is not computed yet is given away",
         "prefix_sharing.py",
-        "one.chain, one.shareable)",
-        'one.chain, getattr(one, "final_shareable", one.shareable))',
+        "one, one.shareable)",
+        'one, getattr(one, "final_shareable", one.shareable))',
         f"{PREFIX_WAIT} {HISTORY}",
     ),
     Mutant(
@@ -460,8 +460,8 @@ MUTANTS = (
     Mutant(
         "who gave way takes the room back",
         "scheduler.py",
-        "            turn.schedule.waits_since_s = self._now\n            self._waits.forget",
-        "            self._waits.forget",
+        "                    gives_way.schedule.waits_since_s = self._now\n",
+        "",
         MEMORY,
     ),
     # Between namespaces
