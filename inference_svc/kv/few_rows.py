@@ -23,6 +23,8 @@ _CHUNK_BYTES = 128  # of a row, as in few_rows.h
 _WARPS = 4  # they share a sum, so their number decides its order
 # For so many rows: columns of 8 rows, outputs of a block in sixteens, chunks on their way. What was fastest on an H200.
 _SHAPES = {8: (1, 2, 4), 16: (2, 2, 4), 32: (4, 2, 3), 64: (8, 4, 3)}
+_NARROW = (8, 2, 4)  # for matrices that would be too few blocks for a GPU's multiprocessors
+_FEW_BLOCKS = 66
 # What mlx-lm's models compute of one x.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -34,9 +36,10 @@ def few_rows(x: mx.array, matrices: Sequence[mx.array]) -> list[mx.array]:
     """
     rows, widths = x.shape[0], [w.shape[0] for w in matrices]
     tiles, height, stages = next(shape for most, shape in _SHAPES.items() if rows <= most)
+    if height > _NARROW[1] and _blocks(widths, height) <= _FEW_BLOCKS:
+        tiles, height, stages = _NARROW
     ring_bytes = stages * (16 * height + 8 * tiles) * _CHUNK_BYTES
     shared_bytes = _WARPS * max(ring_bytes, 16 * height * 8 * tiles * 4)
-    blocks = sum(-(-width // (16 * height)) for width in widths)
     return compiled(COMPILERS[Dialect.CUDA], few_rows_source(len(matrices)), shared_bytes)(
         inputs=[x, *matrices],
         template=[
@@ -48,11 +51,15 @@ def few_rows(x: mx.array, matrices: Sequence[mx.array]) -> list[mx.array]:
             ("STAGES", stages),
             ("WARPS", _WARPS),
         ],
-        grid=(blocks * _WARPS * LANES, 1, 1),
+        grid=(_blocks(widths, height) * _WARPS * LANES, 1, 1),
         threadgroup=(_WARPS * LANES, 1, 1),
         output_shapes=[(rows, width) for width in widths],
         output_dtypes=[x.dtype] * len(matrices),
     )
+
+
+def _blocks(widths: Sequence[int], height: int) -> int:
+    return sum(-(-width // (16 * height)) for width in widths)
 
 
 class _Together:

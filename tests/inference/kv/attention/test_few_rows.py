@@ -30,7 +30,7 @@ def error(found: mx.array, x: mx.array, w: mx.array) -> float:
 
 @pytest.mark.long(2)
 @pytest.mark.parametrize(("dtype", "most"), [(mx.bfloat16, 4e-3), (mx.float16, 5e-4)])
-@pytest.mark.parametrize(("widths", "depth"), [((48,), 1160), ((33, 16, 7), 256), ((64, 96), 40)])
+@pytest.mark.parametrize(("widths", "depth"), [((48,), 1160), ((33, 16, 7), 256), ((64, 96), 40), ((4290,), 40)])
 def test_products_are_near_and_a_row_has_the_same_bits_beside_any_others(
     widths: Sequence[int], depth: int, dtype: mx.Dtype, most: float
 ) -> None:
