@@ -23,7 +23,6 @@ from inference_svc.engine.api import (
     Listener,
     Preempted,
     Prefilled,
-    Priority,
     Restored,
     Resumed,
     Started,
@@ -85,6 +84,7 @@ class Sequence:
         listener: Listener = lambda _events: None,
     ) -> None:
         self.plan = plan
+        self.agent_key, self.namespace, self.priority = plan.key, plan.namespace, plan.priority
         self.listener = listener
         self.matcher = matcher  # of the plan's constraint; advanced by the sampler
         self.schedule = ScheduleRecord()
@@ -133,10 +133,6 @@ class Sequence:
         return self.finish_reason is not None or (self.plan.keep_partial and has_generated and is_own)
 
     @property
-    def agent_key(self) -> Hashable | None:
-        return self.plan.key
-
-    @property
     def prompt_tokens(self) -> int:
         return len(self.plan.token_ids)
 
@@ -150,14 +146,6 @@ class Sequence:
         return self.computed < self.prompt_tokens
 
     # --- as the scheduler sees it (`Schedulable`) ---
-
-    @property
-    def priority(self) -> Priority:
-        return self.plan.priority
-
-    @property
-    def namespace(self) -> str | None:
-        return self.plan.namespace
 
     @property
     def is_masked(self) -> bool:
@@ -178,7 +166,7 @@ class Sequence:
     def can_be_preempted(self) -> bool:
         """False also if a cancel must leave the reply so far."""
         is_allowed = self.plan.can_be_preempted and not self.plan.keep_partial
-        return is_allowed and self.finish_reason is None
+        return is_allowed and not self.is_ending
 
     @property
     def is_ending(self) -> bool:
@@ -211,10 +199,6 @@ class Sequence:
     def final_shareable(self) -> int:
         """The value of `shareable` once the prompt is computed: a turn that left the grid stays off it."""
         return _whole_blocks(self.prompt_tokens) if self._on_grid == self.computed else self.shareable
-
-    @property
-    def is_warm(self) -> bool:
-        return self.cached > 0
 
     @property
     def rest_tokens(self) -> int:

@@ -74,7 +74,7 @@ MUTANTS = (
     Mutant(
         "a sibling's rows are taken for equal whatever their tokens",
         "prefix_sharing.py",
-        "common_blocks(turn.chain, source.chain)) * BLOCK_TOKENS",
+        "common_prefix_length(turn.chain, source.chain)) * BLOCK_TOKENS",
         "min(len(turn.chain), len(source.chain))) * BLOCK_TOKENS",
     ),
     Mutant(

@@ -8,7 +8,7 @@ from inference_svc.bench.lab import Case, Lab
 from inference_svc.bench.prompts import user_turns
 from inference_svc.engine.api import Cold, Hot
 from inference_svc.model.prompting import Prompting
-from inference_svc.text.prefix_matching import NO_TEXT, RememberedText, match_prefix
+from inference_svc.text.prefix_matching import NO_TEXT, RememberedText, common_prefix_length, match_prefix
 
 _REPLY_TOKENS = 48
 
@@ -76,7 +76,7 @@ class _Agent:
         _, reply_chars = self._lab.engine.token_text.spell(ended.state.token_ids[len(tokens) :])
         chars = (*memory.token_chars[: match.kept_tokens], *suffix.chars, *reply_chars)
         self._memory = RememberedText(text + ended.generated_text, ended.state.token_ids, chars)
-        return ended.text, len(anew.ids), match.kept_tokens, common_tokens(memory.token_ids, anew.ids)
+        return ended.text, len(anew.ids), match.kept_tokens, common_prefix_length(memory.token_ids, anew.ids)
 
     def forget(self) -> None:
         self._lab.engine.drop_hot(self._key).result()
@@ -92,12 +92,6 @@ def run(lab: Lab) -> Case:
         rows += _rows(lab, prompting, name, chat, said)
     prompting.close()
     return Case("Tokens reused over a chat, by characters and by tokens", rows)
-
-
-def common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
-    """Leading tokens that two sequences have in common."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _rows(

@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from kvasir.formats.block_hash import BLOCK_TOKENS
 
 from inference_svc.engine.scheduling.hot_memories import ResidentMemory
+from inference_svc.text.prefix_matching import common_prefix_length
 
 
 class Sharing(Protocol):
@@ -88,20 +89,8 @@ def _shared(turn: Sharing, source: Sharing | ResidentMemory[Any], shareable: int
     most = min(shareable, turn.prompt_tokens - 1) // BLOCK_TOKENS
     if turn.namespace is None or most * BLOCK_TOKENS < turn.reusable_tokens + BLOCK_TOKENS:
         return 0
-    return min(most, common_blocks(turn.chain, source.chain)) * BLOCK_TOKENS
+    return min(most, common_prefix_length(turn.chain, source.chain)) * BLOCK_TOKENS
 
 
 def _siblings(turn: TurnT, running: Iterable[TurnT]) -> list[TurnT]:
     return [other for other in running if other.namespace == turn.namespace]
-
-
-def common_blocks(one: Sequence[str], other: Sequence[str]) -> int:
-    """Leading hashes that are equal. Each hash covers those before it, so that halving finds the last equal one."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[middle - 1] == other[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -75,8 +75,8 @@ class Schedulable(Sharing, Hashable, Protocol):
         """Its last token is sampled; only the KV of it is to be computed yet."""
 
     @property
-    def is_warm(self) -> bool:
-        """It began with a memory."""
+    def cached(self) -> int:
+        """Tokens that it began with."""
 
     @property
     def computed(self) -> int:

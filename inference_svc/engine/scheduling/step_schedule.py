@@ -161,7 +161,7 @@ class StepSchedule(Generic[TurnT]):
         return min(lane, key=lambda turn: turn.schedule.served)
 
     def _is_nearly_there(self, turn: TurnT) -> bool:
-        is_short = turn.is_warm and turn.rest_tokens <= self._rules.cell_tokens
+        is_short = turn.cached > 0 and turn.rest_tokens <= self._rules.cell_tokens
         return is_short or turn.status is Status.LOADING
 
     def _owes(self, turn: TurnT) -> bool:

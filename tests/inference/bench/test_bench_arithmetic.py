@@ -6,7 +6,6 @@ from itertools import islice
 import pytest
 
 from inference_svc.bench.arithmetic import Summary, Target, gaps, rate_of_all, rounded_row
-from inference_svc.bench.cases.matching import common_tokens
 from inference_svc.bench.prompts import mixed_lengths, shuffled, user_turns
 
 
@@ -63,12 +62,6 @@ def test_a_row_is_told_with_four_digits_and_whole_counts() -> None:
 def test_mixed_lengths_span_their_range_and_none_is_left_out(rows: int) -> None:
     lengths = mixed_lengths(rows)
     assert sorted(lengths) == [200 + 3800 * index // (rows - 1) for index in range(rows)]
-
-
-def test_tokens_have_in_common_what_stands_before_the_first_difference() -> None:
-    assert common_tokens((1, 2, 3, 4), (1, 2, 4, 4)) == 2
-    assert common_tokens((1, 2), (1, 2, 3)) == 2
-    assert common_tokens((), (1,)) == 0
 
 
 def test_texts_of_different_numbers_differ_and_the_same_number_gives_the_same_text() -> None:

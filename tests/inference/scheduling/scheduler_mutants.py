@@ -254,8 +254,8 @@ MUTANTS = (
     Mutant(
         "the shared prefix is a block too long",
         "prefix_sharing.py",
-        "    return low\n",
-        "    return low + 1\n",
+        "common_prefix_length(turn.chain, source.chain)",
+        "common_prefix_length(turn.chain, source.chain) + 1",
         PREFIX_WAIT,
     ),
     Mutant(

@@ -98,10 +98,6 @@ class Job:
         return False
 
     @property
-    def is_warm(self) -> bool:
-        return self.cached > 0
-
-    @property
     def next_cell_tokens(self) -> int:
         edge = (self.computed // self.cell_tokens + 1) * self.cell_tokens
         return min(edge, self.prompt_tokens) - self.computed

@@ -208,7 +208,7 @@ def hits(agents: list[int], room: int, at_once: int = 1) -> list[bool]:
             jobs.append(Job(CELL - 1, 1, key=key_of(agent), reusable_tokens=is_hot * CELL))
         world.submit(*jobs)
         world.run()
-        found += [job.is_warm for job in jobs]
+        found += [bool(job.cached) for job in jobs]
     return found
 
 
@@ -265,7 +265,7 @@ def test_a_turn_lets_those_begin_whose_memory_it_would_have_to_drop() -> None:
     world.submit(large)
     warm = [world.turn(agent, 10) for agent in (1, 2)]
     world.run()
-    assert [job.is_warm for job in warm] == [True, True]
+    assert [bool(job.cached) for job in warm] == [True, True]
     assert not any(job.lost_memory for job in warm)
     assert large.ended_s == max(job.ended_s for job in world.ended if job.ended_s is not None)
 

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.engine.scheduling.prefix_sharing import common_blocks, prefix_source_of
+from inference_svc.engine.scheduling.prefix_sharing import prefix_source_of
 from inference_svc.engine.scheduling.schedulable import Rules
 from tests.inference.scheduling.scheduling_world import BACKGROUND, CELL, Job, World, chain_of, key_of
 from tests.sampling import sampled
@@ -190,14 +190,6 @@ def test_a_waiting_sibling_always_goes_on(prompts: list[tuple[list[int], int]], 
         assert cells_computed(world) <= len(distinct) + rests
 
 
-@given(blocks, blocks)
-def test_two_prompts_share_their_common_beginning(one: list[int], other: list[int]) -> None:
-    same = 0
-    while same < min(len(one), len(other)) and one[same] == other[same]:
-        same += 1
-    assert common_blocks(chain_of(*one), chain_of(*other)) == same
-
-
 @given(
     st.lists(st.tuples(blocks, st.integers(0, 6)), max_size=5),
     blocks,
@@ -211,7 +203,8 @@ def test_the_prefix_source_is_the_one_that_has_most(
     turn = sibling(*wanted, reusable_tokens=min(own, len(wanted) * CELL + 8))
     best = 0
     for other in running:
-        common = common_blocks(other.chain, turn.chain) * CELL
+        same = [mine == its for mine, its in zip(turn.chain, other.chain, strict=False)]
+        common = (*same, False).index(False) * CELL
         best = max(best, min(common, other.shareable // CELL * CELL))
     prefix = prefix_source_of(turn, running)
     assert (prefix.shared_tokens if prefix else 0) == (best if best >= turn.reusable_tokens + CELL else 0)

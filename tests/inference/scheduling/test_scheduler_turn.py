@@ -131,7 +131,7 @@ def test_a_turn_that_was_preempted_within_a_block_shares_its_later_blocks_all_th
 def test_the_cell_that_ends_the_prompt_draws_the_first_token_and_no_other_does() -> None:
     one = turn(CELL + 10)
     one.began(0, 0)
-    assert (one.rest_tokens, one.next_cell_tokens, one.is_warm) == (CELL + 10, CELL, False)
+    assert (one.rest_tokens, one.next_cell_tokens, one.cached) == (CELL + 10, CELL, 0)
     assert not one.draws_after(CELL)
     one.prefilled(CELL)
     assert (one.rest_tokens, one.next_cell_tokens, one.draws_after(10)) == (10, 10, True)

@@ -104,6 +104,8 @@ def test_the_common_prefix_is_the_longest(one: str, other: str) -> None:
     length = common_prefix_length(one, other)
     assert one[:length] == other[:length]
     assert one[length : length + 1] != other[length : length + 1] or length == min(len(one), len(other))
+    assert length == common_prefix_length(tuple(one), tuple(other))
+    assert length == common_prefix_length(TokenIds(map(ord, one)), TokenIds(map(ord, other)))
 
 
 def test_a_memory_whose_offsets_do_not_add_up_is_refused() -> None:
