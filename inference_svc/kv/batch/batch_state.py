@@ -26,16 +26,18 @@ class BatchStateKV(StateTensors):
         return mx.array([row.offset for row in self.rows])
 
     def join(self, row: StateKV) -> None:
-        """Add a sequence in a new, last slot. Its tensors are the batch's until it is flushed."""
-        before = self.tensors or [None] * len(row.tensors)
-        self.tensors = [_joined(old, len(self.rows), new) for old, new in zip(before, row.tensors, strict=True)]
+        """Add a sequence, which has seen a token, in a new last slot. Until it is flushed the batch has its tensors."""
+        if self.rows:
+            self.tensors = [mx.concatenate(list(pair)) for pair in zip(self.state, row.state, strict=True)]
+        else:
+            self.tensors = list(row.tensors)
         row.tensors = [None] * len(row.tensors)
         self.rows.append(row)
 
     def flush(self, slot: int) -> StateKV:
         """Give a sequence its own tensors; returns it."""
         row = self.rows[slot]
-        row.tensors = [None if tensor is None else mx.contiguous(tensor[slot : slot + 1]) for tensor in self.tensors]
+        row.tensors = [mx.contiguous(tensor[slot : slot + 1]) for tensor in self.state]
         return row
 
     def leave(self, slot: int) -> StateKV:
@@ -44,16 +46,5 @@ class BatchStateKV(StateTensors):
         order = list(range(len(self.rows)))
         if last is not row:
             self.rows[slot], order[slot] = last, len(self.rows)
-        self.tensors = [None if each is None else each[mx.array(order)] for each in self.tensors] if order else []
+        self.tensors = [tensor[mx.array(order)] for tensor in self.state] if order else []
         return row
-
-
-def _joined(old: mx.array | None, slots: int, new: mx.array | None) -> mx.array | None:
-    """`old` [slots, …] with one more slot. A sequence that has seen no token has zeros, as in mlx-lm."""
-    like = old if new is None else new
-    if like is None:
-        return None
-    parts = [(old, slots), (new, 1)]
-    return mx.concatenate(
-        [mx.zeros((count, *like.shape[1:]), like.dtype) if part is None else part for part, count in parts if count]
-    )

@@ -223,7 +223,7 @@ class SequenceWorld:
             del member
 
     def join(self) -> None:
-        if (member := self._any()) is not None and len(self.decoding) < 4:
+        if (member := self._any()) is not None and member.tokens and len(self.decoding) < 4:
             with self._others_untouched():
                 self.batch.join(member.kv)
             self.members.remove(member)
@@ -231,7 +231,7 @@ class SequenceWorld:
 
     def branch(self) -> None:
         """A sequence and perhaps a fork of it go on together, in one batch, from a tail that others hold as well."""
-        if (member := self._any()) is None or len(self.members) >= 8 or len(self.decoding) >= 4:
+        if (member := self._any()) is None or not member.tokens or len(self.members) >= 8 or len(self.decoding) >= 4:
             return
         both = [Member(member.kv.fork(), list(member.tokens), list(member.points)) for _ in range(2)]
         self.members += both

@@ -44,10 +44,12 @@ def test_whatever_sequences_do_each_holds_and_sees_its_own_rows_alone(
     if pages == FEW:  # and sums in blocks, with rows that are decoded on read
         monkeypatch.setattr(row_exact, "_attention_step", lambda: 384)
     layers, policy = LAYOUTS[name]
+    done = set[str]()
     for seed in range(2):
         budget = NONE if pages == FEW and seed else ROOMY
         world = SequenceWorld(layers, policy, seed=seed, pages=pages, decoded_budget=budget)
         for _ in range(ACTS):
             world.act()
         world.end()
-        assert {"prefill", "step", "fork", "trim", "go_through_files"} <= world.acts.keys()
+        done |= world.acts.keys()
+    assert done >= {"prefill", "step", "fork", "trim", "go_through_files"}

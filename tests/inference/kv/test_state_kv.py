@@ -52,14 +52,6 @@ def test_sequences_join_and_leave_with_their_own_states() -> None:
     assert values(batch) == [7]
 
 
-def test_a_sequence_that_saw_nothing_yet_joins_with_zeros() -> None:
-    batch = batch_of([StateKV([None, None])])
-    assert batch[0] is None
-    batch.join(state(2))
-    batch.join(StateKV([None, None]))
-    assert values(batch) == [0, 2, 0]
-
-
 def test_neither_a_fork_nor_a_copy_nor_a_batch_of_forks_is_written_through() -> None:
     """In place or anew (LESSONS 6)."""
     layer = state(1)
