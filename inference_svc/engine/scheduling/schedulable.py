@@ -104,7 +104,7 @@ class Rules:
     """A cell is cut, while any turn decodes, but not to less; at multiples of this."""
     budget_s: float = 0.1
     """Beside decoding, a step prefills and loads for no longer than this, but for its first piece of work."""
-    stalled_steps: float = 1.0
+    stalled_steps: float = 1.25
     """Nor for longer than so many steps take that only decode. What is granted may take longer than was foreseen."""
     ageing_s: float = 5.0
     """A turn that has waited this long, to begin or for its next cell, counts as interactive in its own namespace,

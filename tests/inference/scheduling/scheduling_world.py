@@ -171,8 +171,8 @@ class Hot(HotMemories[Kv]):
 
 @dataclass
 class World:
-    """`cell_s`, `token_s` and `file_s`: how long a cell, a step's decoding and the load of a file take. `at_once`: the
-    most turns that find room together.
+    """`cell_s`, `token_s` and `file_s`: how long a cell, a step's decoding and the load of a file take, and `load_s` a
+    load of any number of files besides. `at_once`: the most turns that find room together.
     """
 
     budget_bytes: int = 1 << 40
@@ -180,6 +180,7 @@ class World:
     cell_s: float = 0.03
     token_s: float = 0.01
     file_s: float = 0.0
+    load_s: float = 0.0
     at_once: int = 1 << 40
     cost_s: Callable[[int, int], float] | None = None  # of a cell, by its position and tokens; else `cell_s`
     now: float = 0.0
@@ -402,7 +403,7 @@ class World:
             assert not job.is_cancelled
             decodes = any(other.status is Status.DECODING for other in self.scheduler.running)
             assert is_first or not decodes or spent < self.rules.budget_s, "more than the budget and one cell"
-            took_s = grant.size * self.file_s if loads else self._cell_s(job.computed, grant.size)
+            took_s = self.load_s + grant.size * self.file_s if loads else self._cell_s(job.computed, grant.size)
             spent, self.now, is_first = spent + took_s, self.now + took_s, False
             if loads:
                 assert grant.size <= job.next_files
