@@ -12,49 +12,13 @@ _PLAIN_STEPS = 9  # that are remembered: a few slow ones among them change nothi
 _WEIGHT = 0.25  # of the newest cost
 
 
-class LoadCost:
-    """Seconds of loads by their numbers of files: a line through the newest loads. On a GPU most of a load's time is
-    the same for one file as for ten.
-    """
-
-    def __init__(self) -> None:
-        self._weight = self._files = self._seconds = self._files_squared = self._product = 0.0
-        self._last: tuple[int, float] | None = None
-
-    def learn(self, files: int, took_s: float) -> None:
-        """So many files took so long. Earlier loads count less from now on."""
-        kept = 1 - _WEIGHT
-        self._weight = kept * self._weight + 1
-        self._files = kept * self._files + files
-        self._seconds = kept * self._seconds + took_s
-        self._files_squared = kept * self._files_squared + files * files
-        self._product = kept * self._product + files * took_s
-        self._last = files, took_s
-
-    def within(self, seconds: float) -> int | None:
-        """How many files fit; None if nothing is known. At most twice as many as the last time; one more than then if
-        that took less: what takes how long is known only of numbers that were tried.
-        """
-        if self._last is None:
-            return None
-        files, took_s = self._last
-        mean_files, mean_s = self._files / self._weight, self._seconds / self._weight
-        spread = self._files_squared / self._weight - mean_files**2
-        each_s = whole_s = mean_s / mean_files
-        if spread > 1e-6:  # else it was the same number each time
-            slope = (self._product / self._weight - mean_files * mean_s) / spread
-            each_s = min(slope, whole_s) if slope > 0 else whole_s
-        fits = int(mean_files + (seconds - mean_s) / max(each_s, 1e-9))
-        return max(0, min(max(fits, files + 1 if took_s < seconds else 0), 2 * files))
-
-
 class StepCosts:
     """Seconds of a step that only decodes, of a prompt's token, and of files that become KV."""
 
     def __init__(self) -> None:
         self._steps_s: deque[float] = deque(maxlen=_PLAIN_STEPS)
         self._token_s: dict[int, float] = {}  # by the bits of a cell's position
-        self._loads = LoadCost()
+        self._load: tuple[int, float] | None = None  # files of the newest load, and its seconds
 
     @property
     def step_s(self) -> float | None:
@@ -68,7 +32,7 @@ class StepCosts:
     def learn(self, position: int | None, size: int, took_s: float) -> None:
         """So many tokens of a prompt were computed, from `position` on; or so many files became KV."""
         if position is None:
-            self._loads.learn(size, took_s)
+            self._load = size, took_s
         else:
             depth = position.bit_length()
             self._token_s[depth] = _smoothed(self._token_s.get(depth), took_s / size)
@@ -81,8 +45,13 @@ class StepCosts:
         return _within(seconds, self._token_s[nearest])
 
     def files_within(self, seconds: float) -> int | None:
-        """How many files become KV in so many seconds; None if that is not known."""
-        return self._loads.within(seconds)
+        """How many files become KV in so many seconds; None if that is not known. One more than the last time if that
+        took less: on a GPU most of a load's time is the same for one file as for ten.
+        """
+        if self._load is None:
+            return None
+        files, took_s = self._load
+        return files + 1 if took_s < seconds else _within(seconds, took_s / files)
 
 
 def _smoothed(before: float | None, now: float) -> float:
