@@ -1,6 +1,6 @@
-"""Token ids in one buffer: to cut, join or compare them is to copy memory, or less.
+"""Token ids in one buffer: to cut, join or compare them takes as long as to copy it.
 
-A hot turn does so a dozen times with all tokens that its agent remembers. In tuples, each time would look at every
+A hot turn does that a dozen times with all tokens that its agent remembers. With tuples, each time looked at every
 single number: up to 2 ms for 32,768 of them.
 """
 

@@ -5,7 +5,7 @@ from typing import Generic, TypeVar
 
 from inference_svc.engine.api import Priority
 from inference_svc.engine.scheduling.prefix_sharing import awaited_by
-from inference_svc.engine.scheduling.schedulable import RUNNING, Rules, Schedulable
+from inference_svc.engine.scheduling.schedulable import RUNNING, WITH_KV, Rules, Schedulable
 
 TurnT = TypeVar("TurnT", bound=Schedulable)
 
@@ -17,9 +17,9 @@ class PrefixWaits(Generic[TurnT]):
         self.awaited: set[TurnT] = set()  # running turns that an interactive turn waits for
         self._wait_s = rules.prefix_wait_s
 
-    def look(self, turn: TurnT, with_kv: Collection[TurnT], now: float) -> bool:
-        """Note which turn prefills what this one needs; returns whether it waits for that. While it waits, look for
-        another one only when that is over.
+    def look(self, turn: TurnT, turns: Collection[TurnT], now: float) -> bool:
+        """Note which of these turns prefills what this one needs; returns whether it waits for that. While it waits,
+        look for another one only when that is over.
         """
         record = turn.schedule
         # A preempted turn goes on with its own KV.
@@ -27,7 +27,7 @@ class PrefixWaits(Generic[TurnT]):
             return False
         awaited = record.awaits
         if awaited is None or awaited.source.status not in RUNNING or awaited.source.shareable >= awaited.shared_tokens:
-            awaited = record.awaits = awaited_by(turn, with_kv)
+            awaited = record.awaits = awaited_by(turn, [each for each in turns if each.status in WITH_KV])
         if awaited is None:
             return False
         record.prefix_wait_since_s = now if record.prefix_wait_since_s is None else record.prefix_wait_since_s

@@ -134,7 +134,7 @@ class Scheduler(Generic[TurnT]):
             # A turn that extends a memory which the turn ahead protects takes no room from that turn.
             if turn.is_cancelled or (ahead is not None and self._takes_room_from(ahead[0], turn, shares, urgency)):
                 continue
-            if self._waits.look(turn, self._with_kv(), self._now):
+            if self._waits.look(turn, self.turns, self._now):
                 turn.schedule.found_no_room = False
                 continue
             claimed, protected = self._claimed(), frozenset[Hashable]()
@@ -308,6 +308,3 @@ class Scheduler(Generic[TurnT]):
 
     def _urgency(self) -> Urgency[TurnT]:
         return Urgency(self.turns, self._waits.awaited, self.rules, self._now)
-
-    def _with_kv(self) -> list[TurnT]:
-        return [turn for turn in self.turns if turn.status in WITH_KV]
