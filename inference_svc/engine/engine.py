@@ -15,11 +15,12 @@ from typing import Any, TypeVar
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import InvalidArgument, ResourceExhausted, Unavailable
 
-from inference_svc.engine.api import AgentKey, Failed, HeldTurn, HotMemory, Listener, Snapshot, TurnPlan
+from inference_svc.engine.api import AgentKey, CarriedTurn, Failed, HeldTurn, HotMemory, Listener, Snapshot, TurnPlan
 from inference_svc.engine.context import check_fits
 from inference_svc.engine.engine_worker import EngineWorker
 from inference_svc.engine.held_turns import check_carried
 from inference_svc.engine.mlx_thread import Letter, MlxThread
+from inference_svc.engine.reply_text import ReplyText
 from inference_svc.engine.scheduling.schedulable import Rules
 from inference_svc.engine.sequence import Sequence
 from inference_svc.engine.snapshots import memory_snapshot
@@ -203,6 +204,11 @@ class Engine:
         posted = self._thread.post(lambda worker: worker.submit(sequence))
         posted.add_done_callback(lambda done: on_events([Failed(_closed())]) if done.cancelled() else None)
         return TurnHandle(sequence, self._thread.post)
+
+    def told_text(self, plan: TurnPlan, carried: CarriedTurn) -> str:
+        """What a client has seen of a reply when its turn stands there."""
+        reply = ReplyText(self.token_text, plan.sampling, self.model.stop_token_ids)
+        return "".join(map(reply.push, carried.token_ids[len(plan.token_ids) :]))
 
     def hot_memory(self, key: AgentKey) -> HotMemory | None:
         """The key's memory as of its last whole turn. Counts as a use: it is evicted later."""

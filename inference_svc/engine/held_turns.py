@@ -47,10 +47,7 @@ def check_carried(plan: TurnPlan, carried: CarriedTurn, model: ModelInfo, vocabu
         ("rewind_points", list(carried.rewind_points) == sorted(set(carried.rewind_points))),
         ("rewind_points", all(0 < point <= carried.computed for point in carried.rewind_points)),
         ("first_blocks", tuple(carried.first_blocks) == row_groups(model.kv_identity)),
-        (
-            "first_blocks",
-            all(0 <= first <= last_block for first in carried.first_blocks.values()),
-        ),
+        ("first_blocks", all(0 <= first <= last_block for first in carried.first_blocks.values())),
     )
     if wrong := next((name for name, is_right in counts if not is_right), ""):
         raise InvalidArgument(f"carried.{wrong}: no turn of this prompt stands there", field=f"carried.{wrong}")

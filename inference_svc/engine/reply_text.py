@@ -10,10 +10,11 @@ from inference_svc.text.token_text import TokenText
 class ReplyText:
     """What the generated tokens spell. Text may be held back: half a character, or what may begin a stop string."""
 
-    def __init__(self, token_text: TokenText, sampling: SamplingParams, stop_token_ids: frozenset[int]) -> None:
+    def __init__(self, token_text: TokenText, sampling: SamplingParams, end_token_ids: Iterable[int]) -> None:
+        """`end_token_ids`: the model's own."""
         self.finish_reason: FinishReason | None = None
         self._max_tokens = sampling.max_tokens
-        self._stop_token_ids = stop_token_ids
+        self._stop_token_ids = {*end_token_ids, *sampling.stop_token_ids}
         self._stream = token_text.stream()
         self._scanner = StopScanner(sampling.stop)
         self._visible: list[str] = []
@@ -66,13 +67,3 @@ class ReplyText:
         rest = self._scanner.rest()
         self._visible.append(rest)
         return rest
-
-
-def told_text(
-    token_text: TokenText, sampling: SamplingParams, stop_token_ids: frozenset[int], token_ids: Iterable[int]
-) -> str:
-    """What a client has seen of a reply after these tokens."""
-    reply = ReplyText(token_text, sampling, stop_token_ids)
-    for token_id in token_ids:
-        reply.push(token_id)
-    return reply.visible

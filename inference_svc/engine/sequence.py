@@ -107,8 +107,7 @@ class Sequence:
         self._full_reported = self._prefilled_reported = 0
         self._clock = clock
         self._events: list[Event] = []
-        stop_token_ids = frozenset((*model.stop_token_ids, *plan.sampling.stop_token_ids))
-        self._reply = ReplyText(token_text, plan.sampling, stop_token_ids)
+        self._reply = ReplyText(token_text, plan.sampling, model.stop_token_ids)
         self._submitted_s = clock()
         self._begun_s = self._restored_s = self._first_token_s = self._submitted_s
         self._spent = Timings()  # by another engine, which began the turn

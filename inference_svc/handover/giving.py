@@ -18,7 +18,6 @@ from kvasir.formats.manifest import keeps_all_tokens
 
 from inference_svc.engine.api import HeldTurn
 from inference_svc.engine.engine import Engine
-from inference_svc.engine.reply_text import told_text
 from inference_svc.handover.passing import Opening, PeerLink, Promise, Stand, Surroundings
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.outcomes import Source
@@ -180,9 +179,7 @@ class TurnGiver:
 
     def stand(self, turn: TurnState, held: HeldTurn) -> Stand:
         assert turn.plan is not None
-        ends = frozenset((*self.engine.model.stop_token_ids, *turn.plan.sampling.stop_token_ids))
-        reply = held.carried.token_ids[len(turn.plan.token_ids) :]
-        told = told_text(self.engine.token_text, turn.plan.sampling, ends, reply)
+        told = self.engine.told_text(turn.plan, held.carried)
         return Stand(turn.request.choice, held.carried, len(told), len(held.files))
 
     async def _let_go(self, turn: TurnState, begun: BegunTurn, peer: str) -> None:

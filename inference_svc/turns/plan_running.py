@@ -14,7 +14,6 @@ from kvasir.server.shared_room import SharedRoom
 from inference_svc.engine.api import AgentKey, Cold, Ended, TurnPlan
 from inference_svc.engine.context import check_fits
 from inference_svc.engine.engine import Engine, TurnHandle
-from inference_svc.engine.reply_text import told_text
 from inference_svc.memory.outcomes import Miss, MissReason
 from inference_svc.memory.publishing.block_stream import BlockStream
 from inference_svc.memory.publishing.copies import Copies
@@ -225,9 +224,7 @@ class PlanRunner:
 
     def _told(self, taken: TakenTurn, plan: TurnPlan) -> str:
         """The reply as far as the other engine has sent it. Raises InvalidArgument if it has sent another text."""
-        ends = frozenset((*self._engine.model.stop_token_ids, *plan.sampling.stop_token_ids))
-        reply = taken.carried.token_ids[len(plan.token_ids) :]
-        told = told_text(self._engine.token_text, plan.sampling, ends, reply)
+        told = self._engine.told_text(plan, taken.carried)
         if len(told) != taken.told_chars:
             raise errors.InvalidArgument(
                 f"stand.told_chars: these tokens tell {len(told)} characters, not {taken.told_chars}",
