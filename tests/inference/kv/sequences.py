@@ -34,11 +34,18 @@ class PoisonedPool(KvPool):
             for array in self.arrays:
                 array[mx.array(freed)] = POISON
 
-    def _allocate(self, pages: int) -> None:
-        before = self.arrays[0].shape[0] if self.arrays else 0
-        super()._allocate(pages)
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._poison_from(0)
+
+    def _grow(self, pages: int) -> None:
+        before = self.arrays[0].shape[0]
+        super()._grow(pages)
+        self._poison_from(before)
+
+    def _poison_from(self, page: int) -> None:
         for array in self.arrays:
-            array[before:] = mx.full((pages - before, array.shape[1]), POISON, dtype=UNIT)
+            array[page:] = mx.full((array.shape[0] - page, array.shape[1]), POISON, dtype=UNIT)
         mx.eval(self.arrays)
 
 
