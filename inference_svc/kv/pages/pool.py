@@ -119,6 +119,7 @@ class KvPool:
         try:
             self.copy_pages([old for old, _ in copied], [page for _, page in copied])
         except BaseException:
+            self.forget_writes()  # pages that are free again may be another's when they would be written
             self.release(new)
             raise
         return pages
