@@ -89,7 +89,7 @@ def fused_attention(
     blocks, count = block_table.shape[1], queries.shape[2]
     seen_tokens = window + count - 1 if window else 0
     rows = queries.shape[1] // page_format.key.kv_heads * count
-    widest = min(seen_tokens or blocks * PAGE_TOKENS, blocks * PAGE_TOKENS)
+    widest = min(seen_tokens or blocks * PAGE_TOKENS, blocks * PAGE_TOKENS) if count > 1 else 0
     geometry = _geometry(page_format, rows, widest, dialect, queries.dtype, soft_cap is not None)
     asked = rotated(queries) if page_format.key.is_rotated else queries
     settings = settings_of(scale, soft_cap, window, geometry.split)

@@ -103,7 +103,8 @@ def split_geometry(
 ) -> SplitGeometry:
     """The geometry for `rows` queries (heads of a kv head times tokens) of a type: float32, float16 or bfloat16.
 
-    `seen_tokens`: of the widest sequence, or its window. `has_matrices`: the device multiplies fragments of halves,
+    `seen_tokens`: of the widest sequence, or its window; 0 where the splits must be the same beside others.
+    `has_matrices`: the device multiplies fragments of halves,
     which is too coarse for queries of fp32.
     """
     key = page_format.key

@@ -2,9 +2,10 @@
 
 A scatter of MLX's own makes a new array, and has to copy the whole pool whenever something that was enqueued still
 reads the old one: always, when a step is enqueued before the last one is over. So these kernels write into an array
-that MLX believes they only read. What makes that sound: a page that is written has one holder; kernels of one stream
-run in the order in which they were enqueued, and within one graph behind what they take as input. So a write gives an
-array back, and whatever reads the rows in the same pass takes that array as input.
+that MLX believes they only read. What makes that sound: a page that is written has one holder; within one graph
+kernels run behind what they take as input, so a write gives an array back, and whatever reads the rows in the same pass
+takes that array as input; and a CUDA stream runs one graph after the other. (Metal, where none of this has run, orders
+only what has an output in common.)
 """
 
 from functools import lru_cache

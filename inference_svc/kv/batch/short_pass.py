@@ -54,13 +54,12 @@ class ShortPass:
         self._compiled: Any = mx.compile(self._traced)
 
     def takes(self, kv: SequenceKV, count: int) -> bool:
-        """Whether it computes `count` tokens behind this sequence, in at most two parts."""
-        return (
-            self.pool.is_whole
-            and count <= self._most_tokens
-            and (count <= PAGE_TOKENS // 2 or kv.length <= _DEEP_TOKENS)
-            and len(_parts(kv, count)) <= 2
-        )
+        """Whether it computes `count` tokens behind this sequence, in one part or two."""
+        is_short = 0 < count <= self._most_tokens and (count <= PAGE_TOKENS // 2 or kv.length <= _DEEP_TOKENS)
+        if not (self.pool.is_whole and is_short):
+            return False
+        first = _first_part(kv, count)
+        return not first or _spare(count - first) <= first
 
     def logits(self, kv: SequenceKV, token_ids: Sequence[int], meanwhile: Callable[[mx.array], None]) -> mx.array:
         """Compute and store the KV of the next tokens; logits [1, vocabulary] for the token after them. Evaluates, and
@@ -74,9 +73,11 @@ class ShortPass:
             held = [table.pages | pages for table, pages in zip(kv.tables, room.pages, strict=True)]
             width = table_width(start + count)
             tables = [mx.array([BlockTable(0, pages).padded(width)], dtype=mx.int32) for pages in held]
-            for part in _parts(kv, count):
-                logits = self._part(token_ids[part.start : part.stop], start + part.start, tables)
-                mx.async_eval(logits)  # type: ignore[no-untyped-call]
+            first = _first_part(kv, count)
+            if first:  # waited for: what is enqueued later reads its rows, and need not be behind it on every device
+                mx.eval(self._part(token_ids[:first], start, tables))
+            logits = self._part(token_ids[first:], start + first, tables)
+            mx.async_eval(logits)  # type: ignore[no-untyped-call]
             meanwhile(logits)
             mx.eval(logits)
         except BaseException:
@@ -87,9 +88,7 @@ class ShortPass:
         return logits
 
     def _part(self, token_ids: Sequence[int], start: int, tables: list[mx.array]) -> mx.array:
-        """Logits of tokens that go to positions from `start` on. Whoever enqueues them has them stored before what is
-        enqueued later.
-        """
+        """Logits of tokens that go to positions from `start` on, not evaluated."""
         count, spare = len(token_ids), _spare(len(token_ids))
         tokens = mx.array([[0] * spare + list(token_ids)], dtype=mx.uint32)
         places = mx.array([[-1] * spare + list(range(start, start + count))], dtype=mx.int32)
@@ -102,19 +101,14 @@ class ShortPass:
         return self._forward(tokens, self._layers)[:, -1]  # type: ignore[no-any-return]
 
 
-def _parts(kv: SequenceKV, count: int) -> list[range]:
-    """Parts of so many tokens behind the sequence. What is filled up in front of one must see rows that are there: a
-    page of another sequence may hold what is no number.
+def _first_part(kv: SequenceKV, count: int) -> int:
+    """How many of so many tokens behind the sequence go first, because those that would be filled up in front of all
+    would not see rows that are there: a page of another sequence may hold what is no number. 0: none.
     """
-    parts, done = [], 0
-    windows = [table for table in kv.tables if table.window]
-    while done < count:
-        rest = count - done
-        is_whole = all(table.can_go_on_from(kv.length - max(0, _spare(rest) - done)) for table in windows)
-        part = rest if is_whole else max(kept for kept in _COUNTS if kept <= rest)
-        parts.append(range(done, done + part))
-        done += part
-    return parts
+    filled_from = kv.length - _spare(count)
+    if all(table.can_go_on_from(filled_from) for table in kv.tables if table.window):
+        return 0
+    return max(kept for kept in _COUNTS if kept <= count)
 
 
 def _spare(count: int) -> int:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inference_svc.kv.attention import fused, geometry
 from inference_svc.kv.attention.geometry import SplitGeometry, most_queries, split_geometry, why_not
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.page import PageFormat, RowFormat
@@ -113,8 +114,22 @@ def test_neighbours_and_the_width_of_the_table_change_no_bit(dialect: Dialect) -
         assert (np.array(attention(alone, dialect).astype(mx.float32))[0] == together[row]).all()
 
 
+@pytest.mark.parametrize("window", [None, 300])
+def test_longer_splits_are_the_same_attention(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a long sequence, whose launch needs no more blocks."""
+    monkeypatch.setattr(geometry, "_MANY_BLOCKS", 1)
+    made = split_geometry(page_format("q4", 1, 64), 68, 1792, has_matrices=True, query_type="bfloat16", is_capped=False)
+    assert made.split > 512
+    scene = Scene(page_format("q4", 1, 64), (1300, 40, 600), 4, 17, dtype=BFLOATS, blocks=7, window=window)
+    fused._geometry.cache_clear()
+    try:
+        assert scene.error(attention(scene, Dialect.CUDA)) < BOUNDS[BFLOATS]
+    finally:
+        fused._geometry.cache_clear()
+
+
 def test_many_queries_are_attended_to_together_with_the_same_bits_beside_others() -> None:
-    """In a table of the same width: in a wider one splits are longer."""
+    """Where the table is so narrow that splits are as short as they get: in a wide one they are longer."""
     many = Scene(page_format("q4", 1, 64), (1300, 40, 600), 4, 17, dtype=BFLOATS, blocks=7)
     together = attention(many, Dialect.CUDA)
     assert many.error(together) < BOUNDS[BFLOATS]
@@ -183,13 +198,13 @@ def test_any_lengths_queries_and_windows(
 def test_halves_are_multiplied_where_they_lose_nothing() -> None:
     quantized, exact = page_format("q4", 1, 64), page_format("exact", 1, 64, scale_type=BF16)
 
-    def geometry(form: PageFormat, query_type: str, *, has_matrices: bool = True, rows: int = 4) -> SplitGeometry:
+    def made(form: PageFormat, query_type: str, *, has_matrices: bool = True, rows: int = 4) -> SplitGeometry:
         return split_geometry(form, rows, 600, has_matrices=has_matrices, query_type=query_type, is_capped=False)
 
     def by_matrices(form: PageFormat, query_type: str, *, has_matrices: bool = True) -> bool:
-        assert not geometry(form, query_type, has_matrices=has_matrices, rows=32).by_tiles
-        assert not geometry(form, "float32", has_matrices=has_matrices, rows=64).by_tiles
-        return geometry(form, query_type, has_matrices=has_matrices).by_matrices
+        assert not made(form, query_type, has_matrices=has_matrices, rows=32).by_tiles
+        assert not made(form, "float32", has_matrices=has_matrices, rows=64).by_tiles
+        return made(form, query_type, has_matrices=has_matrices).by_matrices
 
     assert by_matrices(quantized, "bfloat16")
     assert by_matrices(quantized, "float16")
@@ -197,9 +212,9 @@ def test_halves_are_multiplied_where_they_lose_nothing() -> None:
     assert not by_matrices(quantized, "float32")
     assert not by_matrices(exact, "float16"), "a bfloat has fewer bits than the query"
     assert not by_matrices(quantized, "bfloat16", has_matrices=False)
-    assert geometry(quantized, "bfloat16", rows=33).by_tiles
-    assert not geometry(quantized, "float16", rows=33).by_tiles, "its values are bfloats"
-    wide = geometry(page_format("q4", 1, 256), "bfloat16", rows=256)
+    assert made(quantized, "bfloat16", rows=33).by_tiles
+    assert not made(quantized, "float16", rows=33).by_tiles, "its values are bfloats"
+    wide = made(page_format("q4", 1, 256), "bfloat16", rows=256)
     assert wide.queries == 64, "registers for more would be too many"
     mostly = [most_queries(quantized, kind, has_matrices=True) for kind in ("bfloat16", "float16", "float32")]
     assert mostly == [256, 64, 64]

@@ -19,6 +19,7 @@ from inference_svc.kv.attention.geometry import MAX_QUERIES
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.paged import Implementation
 from inference_svc.kv.batch.short_pass import ShortPass, most_kept_tokens
+from inference_svc.kv.pages import pool as pool_module
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.policy import Rung, policy_of
 from inference_svc.kv.prefill_layer import InPlaceLayer, PrefillLayer, commit, prefill_layers
@@ -341,9 +342,13 @@ def test_a_graph_is_kept_for_a_pass_of_at_most_two_parts() -> None:
     [table] = [each for each in kv.tables if each.window]
     kv.length = 1024 + 299  # the first position that a new token sees begins a block
     table.pages, table.valid_from = {4: 1, 5: 2}, 1024
-    assert passes.takes(kv, 64)
-    assert passes.takes(kv, 60)
-    assert not passes.takes(kv, 5), "one after the other"
+    for behind, taken in {0: (1, 2, 8, 9, 60, 64), 4: (1, 2, 4, 8, 9, 60, 64), 7: range(1, 65)}.items():
+        kv.length = 1024 + 299 + behind  # so many rows in front of what a new token sees
+        assert [count for count in range(1, 65) if passes.takes(kv, count) and count in taken] == list(taken)
+        assert not behind or passes.takes(kv, 8 - behind)
+    kv.length = 1024 + 299
+    assert not any(passes.takes(kv, count) for count in range(3, 8)), "one after the other"
+    assert not passes.takes(kv, 0)
     table.pages[3], table.valid_from = 3, 0
     assert passes.takes(kv, 5)
     kv.length = 40_000
@@ -355,6 +360,40 @@ def test_a_graph_is_kept_for_a_pass_of_at_most_two_parts() -> None:
 
 def windowed_identity(window: int) -> identity_pb2.KvIdentity:
     return identity_of([windowed(window), full()], policy_of(Rung.Q4, "bfloat16"))
+
+
+# --- pages that may be written ---
+
+
+def test_a_copy_that_fails_writes_nothing_later_and_keeps_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page that would have been written may be another agent's by then."""
+    here = pool([full(), full()], pages=8)  # two arrays
+    [page] = here.take(1)
+    here.allocator.share([page])
+    used, made, stores = here.allocator.used, [], pool_module.store_pages
+
+    def failing(*given: Any) -> mx.array:
+        made.append(given)
+        if len(made) == 2:
+            raise RuntimeError("no memory")
+        return stores(*given)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(pool_module, "store_pages", failing)
+        with pytest.raises(RuntimeError, match="no memory"):
+            here.private_pages([page])
+    assert here.allocator.used == used
+    assert not here._written
+
+
+def test_of_two_that_share_a_page_the_second_keeps_it() -> None:
+    here = pool(MIXED, pages=8)
+    [page] = here.take(1)
+    here.allocator.share([page])
+    others = here.take(here.allocator.free - 1)
+    one, two = here.private_pages([page, page])
+    assert two == page
+    assert one not in (page, *others)
 
 
 # --- decoding ---
