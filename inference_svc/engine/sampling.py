@@ -53,6 +53,9 @@ class Sampler:
         self._params = params
         self.constraint = constraint
         self._key = mx.random.key(params.seed) if key is None else mx.array(list(key), dtype=mx.uint32)
+        if params.logit_bias:
+            biased, biases = zip(*params.logit_bias, strict=True)
+            self._biased, self._biases = mx.array(biased, dtype=mx.uint32), mx.array(biases, dtype=mx.float32)
         self._recent: deque[int] | None = None
         if params.repetition_penalty != 1 and params.repetition_tokens:
             self._recent = deque(prompt_ids[-params.repetition_tokens :], maxlen=params.repetition_tokens)
@@ -100,8 +103,7 @@ class Sampler:
 
     def _shaped(self, row: mx.array) -> mx.array:
         if self._params.logit_bias:
-            biased, biases = zip(*self._params.logit_bias, strict=True)
-            row = row.at[mx.array(biased, dtype=mx.uint32)].add(mx.array(biases, dtype=mx.float32))
+            row = row.at[self._biased].add(self._biases)
         if self._recent:
             ids = mx.array(sorted(set(self._recent)), dtype=mx.uint32)
             penalty, chosen = self._params.repetition_penalty, row[ids]

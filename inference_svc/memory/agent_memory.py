@@ -27,8 +27,8 @@ class PublicationState:
     """How much of a memory the store holds, and which commits of it have no answer yet. On the event loop.
 
     `head` is the newest version in the store as far as this engine knows (None: the store could not be asked). The
-    memory either is that version or extends it. `Committing` changes this object; `Copies` adds the blocks that it sent
-    ahead, and `Recall` calls `learn`.
+    memory either is that version or extends it. `Committing` and `Publisher` change this object; `Copies` adds the
+    blocks that it sent ahead, and `Recall` calls `learn`.
     """
 
     head: Head | None

@@ -25,7 +25,7 @@ def block_hash(namespace: str, kv_identity_hash: str, parent: str, token_ids: Se
     """Hash of one block: H(namespace, KV identity, parent block hash, token ids).
 
     `parent` is the hash of the block before it, "" for the first. Token ids are 4 bytes little-endian each.
-    The namespace is its UTF-8 bytes as given, never normalised.
+    The namespace is its UTF-8 bytes as given, never normalised. Raises OverflowError for an id that has no 4 bytes.
     """
     tokens = array("I", token_ids)  # 50 times faster than token by token
     if sys.byteorder == "big":
