@@ -18,7 +18,7 @@ from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.clients.channel import with_agents
 from kvasir.credentials import Principal, write_credentials
-from kvasir.errors import Internal, InvalidArgument, PermissionDenied
+from kvasir.errors import Internal, InvalidArgument, PermissionDenied, Unauthenticated
 from kvasir.server import interceptors
 from kvasir.server.interceptors import MAX_RPCS_PER_PRINCIPAL, current_principal
 from kvasir.server.serving import EdgeServer, Listening
@@ -35,6 +35,7 @@ class Service(cachestore_pb2_grpc.CacheStoreServiceServicer, cachestore_pb2_grpc
     def __init__(self) -> None:
         self.ended = asyncio.Event()
         self.saw_cancel = False
+        self.edge: EdgeServer | None = None
 
     async def GetStats(self, request: Any, context: Any) -> Any:  # noqa: N802
         raise KeyError(SECRET)
@@ -79,10 +80,24 @@ ROWS = {
 }
 
 
+class Flood(Service):
+    """Says more than a reader that stands still takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said = 0
+
+    async def WatchEvents(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        answer = pb.WatchEventsResponse(cursor=pb.EventCursor(incarnation="x" * 100_000))
+        while True:
+            self.said += 1
+            yield answer
+
+
 @asynccontextmanager
-async def served(root: Path) -> AsyncIterator[tuple[Any, Service]]:
-    service = Service()
-    edge = EdgeServer(
+async def served(root: Path, service: Service | None = None) -> AsyncIterator[tuple[Any, Any]]:
+    service = service or Service()
+    service.edge = edge = EdgeServer(
         Listening(f"unix:{root}/s"),
         [NAME],
         {row: frozenset({"client"}) for row in ROWS},
@@ -106,6 +121,25 @@ def root(tmp_path: Path) -> Path:
 
 def run(test: Any) -> None:
     asyncio.run(asyncio.wait_for(test, 30))
+
+
+def test_who_is_removed_while_an_answer_is_on_its_way_is_told(root: Path) -> None:
+    async def test() -> None:
+        async with served(root, Flood()) as (stub, service):
+            answers = aiter(stub.WatchEvents(pb.WatchEventsRequest()))
+            await anext(answers)
+            said = 0
+            while said != service.said:  # until the reader's stillness is felt
+                said = service.said
+                await asyncio.sleep(0.3)
+            assert service.edge.authentication.end_calls(lambda _: True) == 1
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                [_ async for _ in answers]
+            error = from_rpc_error(caught.value)
+            assert type(error) is Unauthenticated
+            assert error.reason == "CREDENTIAL_REVOKED"
+
+    run(test())
 
 
 def test_a_bug_becomes_internal_with_a_request_id_and_no_text(root: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -147,8 +181,8 @@ def test_typed_errors_pass_from_every_kind_of_handler(root: Path) -> None:
 def test_a_cancel_reaches_the_handler_and_ends_it(root: Path) -> None:
     async def test() -> None:
         async with served(root) as (stub, service):
-            call = stub.WatchEvents(pb.WatchEventsRequest())
-            await call.read()
+            answers = aiter(stub.WatchEvents(pb.WatchEventsRequest()))
+            await anext(answers)
             call.cancel()
             await asyncio.wait_for(service.ended.wait(), 5)
             assert service.saw_cancel

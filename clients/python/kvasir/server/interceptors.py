@@ -384,10 +384,14 @@ def _guarded_coroutine(behaviour: Any, guard: Guard, take: Take) -> Any:
 
 
 def _guarded_generator(behaviour: Any, guard: Guard, take: Take) -> Any:
-    async def call(requests: Any, context: Any) -> AsyncIterator[Any]:
+    """Writes the answers itself. gRPC would write those of a generator outside of the guard, and a call that is ended
+    while an answer is on its way would send its caller no status.
+    """
+
+    async def call(requests: Any, context: Any) -> None:
         async with guard(context), take(requests) as taken, aclosing(behaviour(taken, context)) as responses:
             async for response in responses:
-                yield response
+                await context.write(response)
 
     return call
 
