@@ -362,7 +362,7 @@ SHARED = (
     Shared(
         "batch rows of a step",
         "engine",
-        "inference_svc/engine/scheduling/scheduler.py: _seats",
+        "inference_svc/engine/scheduling/step_schedule.py: _seats",
         ("inference_svc.engine.scheduling.schedulable:Rules.rows_beside", 4),
         "4 beside others",
         "turns of a namespace in turn, each for 16 steps",
