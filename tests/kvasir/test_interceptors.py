@@ -181,8 +181,8 @@ def test_typed_errors_pass_from_every_kind_of_handler(root: Path) -> None:
 def test_a_cancel_reaches_the_handler_and_ends_it(root: Path) -> None:
     async def test() -> None:
         async with served(root) as (stub, service):
-            answers = aiter(stub.WatchEvents(pb.WatchEventsRequest()))
-            await anext(answers)
+            call = stub.WatchEvents(pb.WatchEventsRequest())
+            await call.read()
             call.cancel()
             await asyncio.wait_for(service.ended.wait(), 5)
             assert service.saw_cancel
