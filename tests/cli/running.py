@@ -9,6 +9,7 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -133,3 +134,9 @@ def eventually(claim: Callable[[], Any], within_s: float = 30) -> Any:
 def answers(address: str, service: str) -> bool:
     """Whether a service says that it is ready."""
     return asyncio.run(is_ready(Endpoint(address), service))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

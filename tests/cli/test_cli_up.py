@@ -7,35 +7,20 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import get_args
 
-import kvasir_gateway.__main__
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from kvasir.address import parse_address
-from kvasir.cli import doctor
-from kvasir.cli.caller import Caller
-from kvasir.cli.running.checks import DEFAULT_HTTP, KvPolicy
-from kvasir.cli.running.group import service_states
+from kvasir.cli.running.checks import DEFAULT_HTTP
 from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE
-from kvasir.cli.running.holding import end_services, holders, is_led, named_openers
+from kvasir.cli.running.holding import holders, is_led
 from kvasir.cli.running.home import Home, Running
-from kvasir.cli.running.plan import make_credentials
 from kvasir.cli.running.supervisor import process_exists
-from kvasir.credentials import read_credentials, read_token
+from kvasir.credentials import read_token
 
-from inference_svc.config import EngineSettings
-from inference_svc.model import kvasir_tiny
-from tests.cli.running import Begun, Cli, answers, eventually, in_process
+from tests.cli.running import Begun, Cli, answers, eventually, free_port, in_process
 from tests.scraping import health, scrape
 from tests.trace_collector import collecting
 
@@ -68,7 +53,7 @@ def home() -> Iterator[Path]:
 def cli(home: Path) -> Iterator[Cli]:
     """A home with a running group."""
     cli = Cli(home)
-    addresses = ("--http", f"127.0.0.1:{_free_port()}", "--metrics-listen", f"127.0.0.1:{_three_free_ports()}")
+    addresses = ("--http", f"127.0.0.1:{free_port()}", "--metrics-listen", f"127.0.0.1:{_three_free_ports()}")
     with cli.running("up", *addresses, is_fresh=True) as up:
         # A service that still imports hears of a reload when it can, and does not end by it.
         eventually(lambda: (running := Home(home).running()) is not None and running.http_pid, within_s=90)
@@ -240,7 +225,7 @@ def test_up_over_tcp_asks_for_its_token_hands_its_kv_policy_on_and_ends_whole(tm
     """(LESSONS 17)"""
     home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
     cli = Cli(home)
-    ports = [_free_port(), _free_port()]
+    ports = [free_port(), free_port()]
     addresses = ("--listen", f"127.0.0.1:{ports[0]}", "--store-listen", f"127.0.0.1:{ports[1]}")
     ben = in_process("--home", home, "tokens", "new", "ben", "--namespace", "red", "--json").value["token_file"]
     with cli.running("up", "--no-http", *addresses, "--kv-policy", "q4-rotated", "--kv-exact-layers", "last") as up:
@@ -468,203 +453,11 @@ def test_the_logs_of_the_services_are_shown_and_followed(cli: Cli) -> None:
         eventually(lambda: followed.out.endswith("\na new line\n"))
 
 
-def test_down_touches_no_process_that_does_not_hold_the_lock(tmp_path: Path) -> None:
-    """A number in a file may be another program's by now."""
-    home = Home(tmp_path)
-    home.make()
-    for lock in (home.up_lock_file, home.services_lock_file):
-        lock.touch()
-    with subprocess.Popen(["sleep", "60"]) as other, home.services_lock_file.open() as reader:
-        home.write_running(Running(pid=other.pid, store="unix:/s", engine="unix:/e", engine_pid=other.pid))
-        assert in_process("--home", tmp_path, "down", "--json").value["ended"] == []
-        assert other.poll() is None
-        assert holders(home.services_lock_file) == [], reader
-        other.kill()
-
-
-def test_where_nobody_tells_who_holds_a_lock_both_number_and_file_must_be_ours(tmp_path: Path) -> None:
-    """macOS. Whoever only has the file open, or only has the number, was a process to end."""
-    home = Home(tmp_path)
-    home.make()
-    home.services_lock_file.touch()
-    argv = (sys.executable, "-c", "import sys, time; lock = open(sys.argv[1]); time.sleep(60)")
-    with (
-        subprocess.Popen([*argv, home.services_lock_file]) as ours,
-        subprocess.Popen([*argv, home.services_lock_file]) as reader,
-        subprocess.Popen([*argv, "/dev/null"]) as stranger,
-    ):
-        try:
-            assert named_openers(home.services_lock_file) == set()
-            home.write_running(
-                Running(pid=0, store="unix:/s", engine="unix:/e", store_pid=ours.pid, engine_pid=stranger.pid)
-            )
-            eventually(lambda: named_openers(home.services_lock_file) == {ours.pid})
-        finally:
-            for process in (ours, reader, stranger):
-                process.kill()
-
-
-# Asked to end, the one waits until the other has let go of the lock.
-HOLDER = """
-import fcntl, pathlib, signal, sys, time
-place, name = pathlib.Path(sys.argv[1]), sys.argv[2]
-def wait_for(file):
-    while not (place / file).exists(): time.sleep(0.01)
-def end(*_):
-    (place / "asked").touch()
-    wait_for("let_go")
-    sys.exit()
-if name == "ended": signal.signal(signal.SIGTERM, end)
-lock = open(place / "run" / "services.lock")
-fcntl.flock(lock, fcntl.LOCK_SH)
-if name == "other":
-    wait_for("asked")
-    lock.close()
-    (place / "let_go").touch()
-time.sleep(60)
-"""
-
-
-def test_what_an_up_of_another_version_wrote_is_read(tmp_path: Path) -> None:
-    home = Home(tmp_path)
-    home.make()
-    home.running_file.write_text('{"pid": 7, "store": "unix:/s", "engine": "unix:/e", "namespaces": ["red"]}')
-    assert home.running() == Running(pid=7, store="unix:/s", engine="unix:/e")
-
-
-def test_a_number_that_is_another_programs_by_now_is_not_killed(tmp_path: Path) -> None:
-    """It held the lock when the group was listed, and let go of it while another one was ended."""
-    home = Home(tmp_path)
-    home.make()
-    home.services_lock_file.touch()
-    argv = (sys.executable, "-c", HOLDER, tmp_path)
-    with subprocess.Popen([*argv, "other"]) as other, subprocess.Popen([*argv, "ended"]) as ended:
-        try:
-            eventually(lambda: set(holders(home.services_lock_file)) == {other.pid, ended.pid})
-            home.write_running(Running(pid=0, store="unix:/s", engine="unix:/e", store_pid=other.pid))
-            end_services(home, print)  # the store's number comes last
-            assert (ended.wait(10), other.poll()) == (0, None)
-        finally:
-            other.kill()
-            ended.kill()
-
-
-def test_what_a_killed_up_named_is_told_once_and_is_no_fault_of_each_service(tmp_path: Path) -> None:
-    caller = Caller(Home(tmp_path))
-    caller.home.make()
-    gone = Running(pid=1, store=f"unix:{tmp_path}/s", engine=f"unix:{tmp_path}/e", http=f"127.0.0.1:{_free_port()}")
-    caller.home.write_running(gone)
-    states = service_states(caller)
-    assert [(each.name, each.state) for each in states] == [(name, "stopped") for name in ("store", "engine", "http")]
-    [problem] = doctor.service_problems(caller, states)
-    assert "(pid 1) was killed here" in problem
-
-
-WRONG = {
-    "a policy": ("--kv-policy", "q3"),
-    "an address": ("--listen", "19552"),
-    "a socket": ("--listen", "unix:/tmp/x"),
-    "no port": ("--store-listen", "127.0.0.1:0"),
-    "one port twice": ("--listen", "127.0.0.1:7801", "--metrics-listen", "127.0.0.1:7801"),
-    "HTTP for all": ("--http", "0.0.0.0:7801"),
-    "HTTP and none": ("--http", "127.0.0.1:7801", "--no-http"),
-    "metrics for all": ("--metrics-listen", "0.0.0.0:7801"),
-    "metrics where HTTP is": ("--metrics-listen", "127.0.0.1:7801", "--http", "127.0.0.1:7803"),
-    "the last port": ("--metrics-listen", "127.0.0.1:65535"),
-    "traces in the clear": ("--traces-to", "http://192.0.2.1:4317"),
-    "no TLS": ("--store-listen", "0.0.0.0:7801"),
-    "half of TLS": ("--tls-cert", "/tmp/cert.pem"),
-    "no model": ("--model", "nonsense"),
-    "no configuration": ("--model", "/tmp"),
-    "layers": ("--kv-exact-layers", "1,x"),
-    "layers of fp": ("--kv-exact-layers", "1", "--kv-policy", "fp"),
-    "a far layer": ("--model", str(kvasir_tiny.path()), "--kv-exact-layers", "8"),
-    "one name twice": ("--model", f"a={kvasir_tiny.path()}", "--model", f"a={kvasir_tiny.path()}"),
-    "a time": ("--keep-alive", "10"),
-    "a level": ("--log-level", "loud"),
-    "memory": ("--memory-gib", "-1"),
-    "endless memory": ("--memory-gib", "inf"),
-}
-
-
-@pytest.mark.parametrize("options", WRONG.values(), ids=WRONG)
-def test_a_wrong_option_is_wrong_usage_before_anything_is_made(options: tuple[str, ...], tmp_path: Path) -> None:
-    refused = in_process("--home", tmp_path / "home", "up", *options, "--json")
-    assert (refused.code, refused.value["error"]["reason"]) == (2, "WRONG_USAGE")
-    assert refused.value["error"]["field"] in options
-    assert not (tmp_path / "home").exists()
-
-
-def test_credentials_appear_only_after_their_tokens(tmp_path: Path) -> None:
-    home = Home(tmp_path)
-    home.tokens.write_text("in the way: the first attempt ends between the files")
-    with pytest.raises(OSError):
-        make_credentials(home)
-    home.tokens.unlink()
-    make_credentials(home)
-    token = read_token(home.tokens / "client.token")
-    assert read_credentials(home.credentials_file).principal_of(token) is not None
-
-
-def test_the_gateways_usual_address_is_its_own() -> None:
-    assert kvasir_gateway.__main__.DEFAULT_LISTEN == DEFAULT_HTTP
-
-
-def test_the_policies_of_the_command_line_are_the_engines() -> None:
-    known = get_args(EngineSettings.model_fields["kv_policy"].annotation)
-    assert [policy.value for policy in KvPolicy] == list(known)
-
-
-def test_what_is_in_use_is_said_before_anything_starts() -> None:
-    home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
-    with socket.socket() as taken, socket.socket(socket.AF_UNIX) as other:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        for option in ("--listen", "--metrics-listen"):
-            refused = in_process("--home", home, "up", option, f"127.0.0.1:{port}", "--json")
-            assert (refused.code, refused.value["error"]["reason"]) == (4, "ADDRESS_IN_USE")
-        other.bind(f"{home}/run/engine.sock")
-        other.listen()
-        refused = in_process("--home", home, "up", "--json")
-        assert (refused.code, refused.value["error"]["reason"]) == (4, "ADDRESS_IN_USE")
-    certificate, key = home / "cert.pem", home / "key.pem"
-    make_certificate(certificate, key)
-    key.chmod(0o644)
-    refused = in_process("--home", home, "up", "--tls-cert", certificate, "--tls-key", key)
-    assert (refused.code, "chmod 600" in refused.err) == (4, True)
-    refused = in_process("--home", home, "up", "--tls-cert", certificate, "--tls-key", "/dev/null")
-    assert refused.code == 4
-    assert not list((home / "logs").iterdir())
-    shutil.rmtree(home)
-
-
-def make_certificate(certificate: Path, key: Path) -> None:
-    """What compose/README.md lets openssl make: a certificate that names the Mac and, for itself, localhost."""
-    private = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "studio.local")])
-    now = datetime.now(UTC)
-    names = x509.SubjectAlternativeName([x509.DNSName("studio.local"), x509.DNSName("localhost")])
-    builder = x509.CertificateBuilder(name, name, private.public_key(), x509.random_serial_number())
-    builder = (
-        builder.not_valid_before(now).not_valid_after(now + timedelta(days=1)).add_extension(names, critical=False)
-    )
-    certificate.write_bytes(builder.sign(private, hashes.SHA256()).public_bytes(Encoding.PEM))
-    key.write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    key.chmod(0o600)
-
-
 def _three_free_ports() -> int:
     """The first of them."""
     while True:
-        first = _free_port()
+        first = free_port()
         with socket.socket() as second, socket.socket() as third, contextlib.suppress(OSError, OverflowError):
             second.bind(("127.0.0.1", first + 1))
             third.bind(("127.0.0.1", first + 2))
             return first
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -1,4 +1,6 @@
-"""Which processes hold a home's lock: also one that opens and closes files all the time, as a program that starts."""
+"""What runs in a home: who holds its lock, also a program that opens and closes files all the time, and what its file
+of running services says.
+"""
 
 import fcntl
 import subprocess
@@ -6,7 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvasir.cli.running.holding import holders
+from kvasir.cli import doctor
+from kvasir.cli.caller import Caller
+from kvasir.cli.running.group import service_states
+from kvasir.cli.running.holding import end_services, holders, named_openers
+from kvasir.cli.running.home import Home, Running
+
+from tests.cli.running import eventually, free_port, in_process
 
 BUSY = "while True:\n    for file in [open('/dev/null') for _ in range(20)]: file.close()"
 
@@ -22,3 +30,95 @@ def test_a_holder_is_found_whatever_else_it_opens_and_closes(tmp_path: Path) -> 
     finally:
         process.kill()
         process.wait()
+
+
+def test_down_touches_no_process_that_does_not_hold_the_lock(tmp_path: Path) -> None:
+    """A number in a file may be another program's by now."""
+    home = Home(tmp_path)
+    home.make()
+    for lock in (home.up_lock_file, home.services_lock_file):
+        lock.touch()
+    with subprocess.Popen(["sleep", "60"]) as other, home.services_lock_file.open() as reader:
+        home.write_running(Running(pid=other.pid, store="unix:/s", engine="unix:/e", engine_pid=other.pid))
+        assert in_process("--home", tmp_path, "down", "--json").value["ended"] == []
+        assert other.poll() is None
+        assert holders(home.services_lock_file) == [], reader
+        other.kill()
+
+
+def test_where_nobody_tells_who_holds_a_lock_both_number_and_file_must_be_ours(tmp_path: Path) -> None:
+    """macOS. Whoever only has the file open, or only has the number, was a process to end."""
+    home = Home(tmp_path)
+    home.make()
+    home.services_lock_file.touch()
+    argv = (sys.executable, "-c", "import sys, time; lock = open(sys.argv[1]); time.sleep(60)")
+    with (
+        subprocess.Popen([*argv, home.services_lock_file]) as ours,
+        subprocess.Popen([*argv, home.services_lock_file]) as reader,
+        subprocess.Popen([*argv, "/dev/null"]) as stranger,
+    ):
+        try:
+            assert named_openers(home.services_lock_file) == set()
+            home.write_running(
+                Running(pid=0, store="unix:/s", engine="unix:/e", store_pid=ours.pid, engine_pid=stranger.pid)
+            )
+            eventually(lambda: named_openers(home.services_lock_file) == {ours.pid})
+        finally:
+            for process in (ours, reader, stranger):
+                process.kill()
+
+
+# Asked to end, the one waits until the other has let go of the lock.
+HOLDER = """
+import fcntl, pathlib, signal, sys, time
+place, name = pathlib.Path(sys.argv[1]), sys.argv[2]
+def wait_for(file):
+    while not (place / file).exists(): time.sleep(0.01)
+def end(*_):
+    (place / "asked").touch()
+    wait_for("let_go")
+    sys.exit()
+if name == "ended": signal.signal(signal.SIGTERM, end)
+lock = open(place / "run" / "services.lock")
+fcntl.flock(lock, fcntl.LOCK_SH)
+if name == "other":
+    wait_for("asked")
+    lock.close()
+    (place / "let_go").touch()
+time.sleep(60)
+"""
+
+
+def test_what_an_up_of_another_version_wrote_is_read(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    home.make()
+    home.running_file.write_text('{"pid": 7, "store": "unix:/s", "engine": "unix:/e", "namespaces": ["red"]}')
+    assert home.running() == Running(pid=7, store="unix:/s", engine="unix:/e")
+
+
+def test_a_number_that_is_another_programs_by_now_is_not_killed(tmp_path: Path) -> None:
+    """It held the lock when the group was listed, and let go of it while another one was ended."""
+    home = Home(tmp_path)
+    home.make()
+    home.services_lock_file.touch()
+    argv = (sys.executable, "-c", HOLDER, tmp_path)
+    with subprocess.Popen([*argv, "other"]) as other, subprocess.Popen([*argv, "ended"]) as ended:
+        try:
+            eventually(lambda: set(holders(home.services_lock_file)) == {other.pid, ended.pid})
+            home.write_running(Running(pid=0, store="unix:/s", engine="unix:/e", store_pid=other.pid))
+            end_services(home, print)  # the store's number comes last
+            assert (ended.wait(10), other.poll()) == (0, None)
+        finally:
+            other.kill()
+            ended.kill()
+
+
+def test_what_a_killed_up_named_is_told_once_and_is_no_fault_of_each_service(tmp_path: Path) -> None:
+    caller = Caller(Home(tmp_path))
+    caller.home.make()
+    gone = Running(pid=1, store=f"unix:{tmp_path}/s", engine=f"unix:{tmp_path}/e", http=f"127.0.0.1:{free_port()}")
+    caller.home.write_running(gone)
+    states = service_states(caller)
+    assert [(each.name, each.state) for each in states] == [(name, "stopped") for name in ("store", "engine", "http")]
+    [problem] = doctor.service_problems(caller, states)
+    assert "(pid 1) was killed here" in problem

@@ -1,0 +1,97 @@
+"""`kvasir up` before anything starts: options that are wrong, addresses that are taken, files that others can read."""
+
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+from typing import get_args
+
+import kvasir_gateway.__main__
+import pytest
+from kvasir.cli.running.checks import DEFAULT_HTTP, KvPolicy
+from kvasir.cli.running.home import Home
+from kvasir.cli.running.plan import make_credentials
+from kvasir.credentials import read_credentials, read_token
+
+from inference_svc.config import EngineSettings
+from inference_svc.model import kvasir_tiny
+from tests.cli.certificates import make_certificate
+from tests.cli.running import in_process
+
+WRONG = {
+    "a policy": ("--kv-policy", "q3"),
+    "an address": ("--listen", "19552"),
+    "a socket": ("--listen", "unix:/tmp/x"),
+    "no port": ("--store-listen", "127.0.0.1:0"),
+    "one port twice": ("--listen", "127.0.0.1:7801", "--metrics-listen", "127.0.0.1:7801"),
+    "HTTP for all": ("--http", "0.0.0.0:7801"),
+    "HTTP and none": ("--http", "127.0.0.1:7801", "--no-http"),
+    "metrics for all": ("--metrics-listen", "0.0.0.0:7801"),
+    "metrics where HTTP is": ("--metrics-listen", "127.0.0.1:7801", "--http", "127.0.0.1:7803"),
+    "the last port": ("--metrics-listen", "127.0.0.1:65535"),
+    "traces in the clear": ("--traces-to", "http://192.0.2.1:4317"),
+    "no TLS": ("--store-listen", "0.0.0.0:7801"),
+    "half of TLS": ("--tls-cert", "/tmp/cert.pem"),
+    "no model": ("--model", "nonsense"),
+    "no configuration": ("--model", "/tmp"),
+    "layers": ("--kv-exact-layers", "1,x"),
+    "layers of fp": ("--kv-exact-layers", "1", "--kv-policy", "fp"),
+    "a far layer": ("--model", str(kvasir_tiny.path()), "--kv-exact-layers", "8"),
+    "one name twice": ("--model", f"a={kvasir_tiny.path()}", "--model", f"a={kvasir_tiny.path()}"),
+    "a time": ("--keep-alive", "10"),
+    "a level": ("--log-level", "loud"),
+    "memory": ("--memory-gib", "-1"),
+    "endless memory": ("--memory-gib", "inf"),
+}
+
+
+@pytest.mark.parametrize("options", WRONG.values(), ids=WRONG)
+def test_a_wrong_option_is_wrong_usage_before_anything_is_made(options: tuple[str, ...], tmp_path: Path) -> None:
+    refused = in_process("--home", tmp_path / "home", "up", *options, "--json")
+    assert (refused.code, refused.value["error"]["reason"]) == (2, "WRONG_USAGE")
+    assert refused.value["error"]["field"] in options
+    assert not (tmp_path / "home").exists()
+
+
+def test_credentials_appear_only_after_their_tokens(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    home.tokens.write_text("in the way: the first attempt ends between the files")
+    with pytest.raises(OSError):
+        make_credentials(home)
+    home.tokens.unlink()
+    make_credentials(home)
+    token = read_token(home.tokens / "client.token")
+    assert read_credentials(home.credentials_file).principal_of(token) is not None
+
+
+def test_the_gateways_usual_address_is_its_own() -> None:
+    assert kvasir_gateway.__main__.DEFAULT_LISTEN == DEFAULT_HTTP
+
+
+def test_the_policies_of_the_command_line_are_the_engines() -> None:
+    known = get_args(EngineSettings.model_fields["kv_policy"].annotation)
+    assert [policy.value for policy in KvPolicy] == list(known)
+
+
+def test_what_is_in_use_is_said_before_anything_starts() -> None:
+    home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
+    with socket.socket() as taken, socket.socket(socket.AF_UNIX) as other:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for option in ("--listen", "--metrics-listen"):
+            refused = in_process("--home", home, "up", option, f"127.0.0.1:{port}", "--json")
+            assert (refused.code, refused.value["error"]["reason"]) == (4, "ADDRESS_IN_USE")
+        other.bind(f"{home}/run/engine.sock")
+        other.listen()
+        refused = in_process("--home", home, "up", "--json")
+        assert (refused.code, refused.value["error"]["reason"]) == (4, "ADDRESS_IN_USE")
+    certificate, key = home / "cert.pem", home / "key.pem"
+    make_certificate(certificate, key)
+    key.chmod(0o644)
+    refused = in_process("--home", home, "up", "--tls-cert", certificate, "--tls-key", key)
+    assert (refused.code, "chmod 600" in refused.err) == (4, True)
+    refused = in_process("--home", home, "up", "--tls-cert", certificate, "--tls-key", "/dev/null")
+    assert refused.code == 4
+    assert not list((home / "logs").iterdir())
+    shutil.rmtree(home)
