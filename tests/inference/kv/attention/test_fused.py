@@ -138,6 +138,18 @@ def test_many_queries_are_attended_to_together_with_the_same_bits_beside_others(
     assert mx.array_equal(attention(alone, Dialect.CUDA)[0], together[0])
 
 
+def test_a_decoding_row_of_many_heads_has_the_same_bits_beside_a_longer_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its queries share tiles, too, but its splits are fixed."""
+    monkeypatch.setattr(geometry, "_MANY_BLOCKS", 1)
+    fused._geometry.cache_clear()
+    many = Scene(page_format("q4", 1, 64), (600, 1300), 64, dtype=BFLOATS)
+    together = attention(many, Dialect.CUDA)
+    alone = replace(many, lengths=(600,))
+    alone.queries, alone.pages, alone.block_table = many.queries[:1], many.pages, many.block_table[:1, :3]
+    assert mx.array_equal(attention(alone, Dialect.CUDA)[0], together[0])
+    fused._geometry.cache_clear()
+
+
 def test_what_was_mixed_before_greater_scores_shrinks_with_them() -> None:
     """The first 64 keys are near zero, so that a query's greatest score rises far behind them."""
     scene = Scene(page_format("q4", 1, 64), (600, 300), 4, 17, dtype=BFLOATS)
