@@ -94,6 +94,24 @@ class Flood(Service):
             yield answer
 
 
+class Brief(Service):
+    """Its caller is removed while the first answer is on its way."""
+
+    async def WatchEvents(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        self.remove_soon()
+        yield pb.WatchEventsResponse()
+        await asyncio.sleep(60)
+
+    async def ReadBlobs(self, request: Any, context: Any) -> None:  # noqa: N802
+        self.remove_soon()
+        await context.write(pb.ReadBlobsResponse())
+        await asyncio.sleep(60)
+
+    def remove_soon(self) -> None:
+        assert self.edge is not None
+        asyncio.get_running_loop().call_soon(self.edge.authentication.end_calls, lambda _: True)
+
+
 @asynccontextmanager
 async def served(root: Path, service: Service | None = None) -> AsyncIterator[tuple[Any, Any]]:
     service = service or Service()
@@ -138,6 +156,18 @@ def test_who_is_removed_while_an_answer_is_on_its_way_is_told(root: Path) -> Non
             error = from_rpc_error(caught.value)
             assert type(error) is Unauthenticated
             assert error.reason == "CREDENTIAL_REVOKED"
+
+    run(test())
+
+
+@pytest.mark.parametrize("rpc", ["WatchEvents", "ReadBlobs"])
+def test_who_is_removed_while_the_first_answer_is_on_its_way_is_told(root: Path, rpc: str) -> None:
+    async def test() -> None:
+        async with served(root, Brief()) as (stub, _):
+            request = {"WatchEvents": pb.WatchEventsRequest(), "ReadBlobs": pb.ReadBlobsRequest()}[rpc]
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                [_ async for _ in getattr(stub, rpc)(request, timeout=10)]
+            assert from_rpc_error(caught.value).reason == "CREDENTIAL_REVOKED"
 
     run(test())
 

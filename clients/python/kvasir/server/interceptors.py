@@ -5,6 +5,7 @@
 id, and the log has no payload. Handlers are coroutines, or asynchronous generators of responses.
 """
 
+import asyncio
 import contextvars
 import gc
 import inspect
@@ -62,6 +63,7 @@ _ANSWERING_S = 0.05
 # The same for a stream, which may last for hours.
 _BEGINNING_S = 0.02
 _MAX_UNCOLLECTED_BYTES = 32 << 20
+_FIRST_ANSWER_S = 2.0
 
 # The caller that shows this certificate (PEM) and names this namespace, or None.
 CallerOfCertificate = Callable[[bytes, str], Principal | None]
@@ -377,6 +379,7 @@ async def _no_guard(_context: Any) -> AsyncIterator[None]:
 
 def _guarded_coroutine(behaviour: Any, guard: Guard, take: Take) -> Any:
     async def call(requests: Any, context: Any) -> Any:
+        context = _Answering(context)
         async with guard(context), take(requests) as taken:
             return await behaviour(taken, context)
 
@@ -389,11 +392,40 @@ def _guarded_generator(behaviour: Any, guard: Guard, take: Take) -> Any:
     """
 
     async def call(requests: Any, context: Any) -> None:
+        context = _Answering(context)
         async with guard(context), take(requests) as taken, aclosing(behaviour(taken, context)) as responses:
             async for response in responses:
                 await context.write(response)
 
     return call
+
+
+class _Answering:
+    """A call's context, whose first answer is not interrupted. With it go the initial metadata: to a caller who is to
+    be told of an end before these are out, gRPC sends nothing at all.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._is_first = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def write(self, response: Any) -> None:
+        """As gRPC's. A reader that stands still holds up a cancel for `_FIRST_ANSWER_S`."""
+        if not self._is_first:
+            await self._context.write(response)
+            return
+        self._is_first = False
+        writing = asyncio.ensure_future(self._context.write(response))
+        try:
+            await asyncio.shield(writing)
+        finally:
+            await asyncio.wait((writing,), timeout=_FIRST_ANSWER_S)
+            if writing.done() and not writing.cancelled():
+                writing.exception()  # it was raised, or who would hear it is gone
+            writing.cancel()
 
 
 def _log_bug(method: str, request_id: str, error: BaseException) -> None:
