@@ -33,7 +33,7 @@ class Service(cachestore_pb2_grpc.CacheStoreServiceServicer, cachestore_pb2_grpc
     """Fails in every way that a handler can."""
 
     def __init__(self) -> None:
-        self.ended = asyncio.Event()
+        self.waits, self.ended = asyncio.Event(), asyncio.Event()
         self.saw_cancel = False
         self.edge: EdgeServer | None = None
 
@@ -57,6 +57,7 @@ class Service(cachestore_pb2_grpc.CacheStoreServiceServicer, cachestore_pb2_grpc
     async def WatchEvents(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         try:
             yield pb.WatchEventsResponse()
+            self.waits.set()
             await asyncio.sleep(60)
         except asyncio.CancelledError:
             self.saw_cancel = True
@@ -213,6 +214,7 @@ def test_a_cancel_reaches_the_handler_and_ends_it(root: Path) -> None:
         async with served(root) as (stub, service):
             call = stub.WatchEvents(pb.WatchEventsRequest())
             await call.read()
+            await service.waits.wait()  # an answer on its way would end it by being closed
             call.cancel()
             await asyncio.wait_for(service.ended.wait(), 5)
             assert service.saw_cancel
