@@ -25,9 +25,15 @@ mx.eval(attention(scene, Dialect.{dialect}))
 
 
 def sanitized(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python so that every allocation has guarded surroundings."""
-    library = subprocess.run([cxx(), "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
-    environment = os.environ | {"LD_PRELOAD": library.stdout.strip(), "ASAN_OPTIONS": "detect_leaks=0"}
+    """Run Python so that every allocation has guarded surroundings. C++'s library comes with the sanitizer: one that a
+    module loads later would throw where the sanitizer knows no way on.
+    """
+    names = ("libasan.so", "libstdc++.so.6")
+    found = [
+        subprocess.run([cxx(), f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        for name in names
+    ]
+    environment = os.environ | {"LD_PRELOAD": ":".join(found), "ASAN_OPTIONS": "detect_leaks=0"}
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment, check=False
     )
