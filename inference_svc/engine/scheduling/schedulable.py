@@ -31,7 +31,6 @@ RUNNING = WITH_KV | {Status.RESTORING, Status.LOADING, Status.HELD}
 class ScheduleRecord:
     """What the scheduler notes about a turn. Nobody else reads or writes it."""
 
-    number: int = 0  # order of submission
     waits_since_s: float = 0.0  # since then it waits to begin, or for its next cell
     served: int = 0  # when it was last served: twice the number of cells that all turns had got by then
     awaits: PrefixSource[Any] | None = None

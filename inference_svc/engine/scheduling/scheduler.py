@@ -26,7 +26,6 @@ A namespace that is alone is bound by none of the second list.
 from collections import Counter
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
-from itertools import count
 from typing import Generic, TypeAlias, TypeVar
 
 from inference_svc.engine.api import Priority
@@ -74,14 +73,13 @@ class Scheduler(Generic[TurnT]):
     """Turns wait, run, and leave. Seconds come from any clock that never goes back."""
 
     def __init__(self, room: Room[TurnT], rules: Rules, turns: list[TurnT]) -> None:
-        """`turns`: all that are not over; it adds and removes them."""
+        """`turns`: all that are not over, in the order of submission; it adds and removes them."""
         self.room = room
         self.rules = rules
         self.turns = turns
         self._company = Company(rules.company_s)
         self._waits: PrefixWaits[TurnT] = PrefixWaits(rules)
         self._steps = StepSchedule(turns, rules, self._company)
-        self._numbers = count()
         self._now = 0.0
         self._is_disturbed = False  # a turn came during this step, or may begin now
 
@@ -97,7 +95,7 @@ class Scheduler(Generic[TurnT]):
 
     def submit(self, turn: TurnT, now: float) -> None:
         """The turn waits. Its bytes must fit the empty budget."""
-        turn.schedule.number, turn.schedule.waits_since_s = next(self._numbers), now
+        turn.schedule.waits_since_s = now
         self._company.came(turn.namespace)
         self.turns.append(turn)
         self._is_disturbed = True
@@ -232,27 +230,18 @@ class Scheduler(Generic[TurnT]):
         """Waiting turns whose agent has no earlier one: urgent turns first, among them one of each namespace after the
         other; in a namespace by order of submission.
         """
-        first: dict[Hashable, int] = {}
+        first: dict[Hashable, TurnT] = {}
         for turn in self.turns:
-            if turn.agent_key is not None:
-                number = turn.schedule.number
-                first[turn.agent_key] = min(first.get(turn.agent_key, number), number)
-        numbered = ((turn.schedule.number, turn) for turn in self.waiting)
-        able = [
-            (number, turn) for number, turn in numbered if turn.agent_key is None or first[turn.agent_key] == number
-        ]
-        pressing = {turn.namespace for _, turn in able if urgency.is_pressing(turn) and not turn.schedule.found_no_room}
-        by_class = sorted(
-            ((not urgency.is_urgent(turn, pressing), number, turn) for number, turn in able),
-            key=lambda one: one[:2],
-        )
+            first.setdefault(turn.agent_key, turn)
+        able = [turn for turn in self.waiting if turn.agent_key is None or first[turn.agent_key] is turn]
+        pressing = {turn.namespace for turn in able if urgency.is_pressing(turn) and not turn.schedule.found_no_room}
         rounds: Counter[tuple[bool, Namespace]] = Counter()
-        ordered = []
-        for is_later, number, turn in by_class:
-            place = (rounds[is_later, turn.namespace], self._company.of(turn.namespace).began)
-            ordered.append((is_later, *place, number, turn))
+        places = {}
+        for turn in able:
+            is_later = not urgency.is_urgent(turn, pressing)
+            places[turn] = is_later, rounds[is_later, turn.namespace], self._company.of(turn.namespace).began
             rounds[is_later, turn.namespace] += 1
-        return [turn for *_, turn in sorted(ordered, key=lambda one: one[:-1])]
+        return sorted(able, key=places.__getitem__)
 
     # --- room ---
 
@@ -287,8 +276,7 @@ class Scheduler(Generic[TurnT]):
     def _preemptible_for(self, blocked: TurnT) -> list[TurnT]:
         """Turns that may give way to `blocked`, in the order in which they do."""
         urgency = self._urgency()
-        turns = [turn for turn in self.running if self._is_preemptible(turn)]
-        turns.sort(key=lambda turn: turn.schedule.number, reverse=True)
+        turns = [turn for turn in reversed(self.running) if self._is_preemptible(turn)]
         own = [turn for turn in turns if turn.namespace == blocked.namespace and self._gives_way(turn, urgency)]
         others = [turn for turn in turns if turn.namespace != blocked.namespace]
         background = [turn for turn in others if turn.priority is Priority.BACKGROUND]

@@ -127,8 +127,8 @@ MUTANTS = (
     Mutant(
         "turns begin in order of submission alone",
         "scheduler.py",
-        "((not urgency.is_urgent(turn, pressing), number, turn) for number, turn in able)",
-        "((False, number, turn) for number, turn in able)",
+        "is_later = not urgency.is_urgent(turn, pressing)",
+        "is_later = False",
         ORDER,
     ),
     Mutant(
@@ -148,15 +148,15 @@ MUTANTS = (
     Mutant(
         "turns of one agent run beside each other",
         "scheduler.py",
-        "if turn.agent_key is None or first[turn.agent_key] == number",
+        "if turn.agent_key is None or first[turn.agent_key] is turn",
         "if True",
         ORDER,
     ),
     Mutant(
         "turns of one agent begin last first",
         "scheduler.py",
-        "min(first.get(turn.agent_key, number), number)",
-        "max(first.get(turn.agent_key, number), number)",
+        "first.setdefault(turn.agent_key, turn)",
+        "first[turn.agent_key] = turn",
         ORDER,
     ),
     Mutant(
@@ -382,8 +382,8 @@ MUTANTS = (
     Mutant(
         "the oldest gives way",
         "scheduler.py",
-        "turns.sort(key=lambda turn: turn.schedule.number, reverse=True)",
-        "turns.sort(key=lambda turn: turn.schedule.number)",
+        "for turn in reversed(self.running) if",
+        "for turn in self.running if",
         MEMORY,
     ),
     Mutant(
@@ -482,8 +482,8 @@ MUTANTS = (
     Mutant(
         "turns begin in order of submission across namespaces",
         "scheduler.py",
-        "place = (rounds[is_later, turn.namespace], self._company.of(turn.namespace).began)",
-        "place = (0, 0)",
+        "is_later, rounds[is_later, turn.namespace], self._company.of(turn.namespace).began",
+        "is_later, 0, 0",
         FAIRNESS,
     ),
     Mutant(
