@@ -6,30 +6,14 @@ that wants masks has a purse: every step puts an equal share in, every mask take
 known after it was made, so a purse may be overdrawn; its namespace then sits out steps until they have paid for it.
 """
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic
 
-
-class Masked(Hashable, Protocol):
-    """What the budget must know about a turn."""
-
-    @property
-    def namespace(self) -> str | None: ...
-
-    @property
-    def is_masked(self) -> bool:
-        """Its next token is sampled within a reply format."""
-
-    @property
-    def masks_s(self) -> float:
-        """Seconds that its masks have taken so far."""
-
+from inference_svc.engine.scheduling.schedulable import TurnT
 
 # The part of a step's other time that the masks of all namespaces may take together.
 PART = 0.25
-
-TurnT = TypeVar("TurnT", bound=Masked)
 
 
 @dataclass

@@ -2,57 +2,73 @@
 
 Two prompts share what the chain hashes of their blocks share, in whole blocks: equal hashes mean equal KV identity and
 equal tokens from position 0. Only rows that were computed on the grid are given away, so that a sibling begins with
-what it would have computed itself.
+what it would have computed itself. While a sibling prefills what a turn needs too, the turn waits for a limited time.
 """
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Collection, Iterable
+from typing import Any, Generic, TypeVar
 
 from kvasir.formats.block_hash import BLOCK_TOKENS
 
+from inference_svc.engine.api import Priority
 from inference_svc.engine.scheduling.hot_memories import ResidentMemory
+from inference_svc.engine.scheduling.schedulable import (
+    RUNNING,
+    WITH_KV,
+    PrefixSource,
+    Rules,
+    Schedulable,
+    SourceT,
+    TurnT,
+)
 from inference_svc.text.prefix_matching import common_prefix_length
 
-
-class Sharing(Protocol):
-    """What sharing must know about a turn."""
-
-    @property
-    def namespace(self) -> str | None:
-        """Turns of one namespace may share; a turn without a namespace shares with none."""
-
-    @property
-    def chain(self) -> Sequence[str]:
-        """Chain hashes of the prompt's full blocks."""
-
-    @property
-    def prompt_tokens(self) -> int: ...
-
-    @property
-    def reusable_tokens(self) -> int:
-        """Leading tokens that the turn's plan reuses by itself."""
-
-    @property
-    def shareable(self) -> int:
-        """Leading tokens whose KV exists and was computed on the grid."""
-
-    @property
-    def final_shareable(self) -> int:
-        """The value of `shareable` once the prompt is computed."""
-
-
-TurnT = TypeVar("TurnT", bound=Sharing)
 HotT = TypeVar("HotT", bound=ResidentMemory[Any])
-SourceT = TypeVar("SourceT")
 
 
-@dataclass(frozen=True)
-class PrefixSource(Generic[SourceT]):
-    """KV that a turn may begin with: its source (a running turn, or a hot memory) and its leading tokens."""
+class PrefixWaits(Generic[TurnT]):
+    """Which turns wait for which siblings."""
 
-    source: SourceT
-    shared_tokens: int
+    def __init__(self, rules: Rules) -> None:
+        self.awaited: set[TurnT] = set()  # running turns that an interactive turn waits for
+        self._wait_s = rules.prefix_wait_s
+
+    def look(self, turn: TurnT, turns: Collection[TurnT], now: float) -> bool:
+        """Note which of these turns prefills what this one needs; returns whether it waits for that. While it waits,
+        look for another one only when that is over.
+        """
+        record = turn.schedule
+        # A preempted turn goes on with its own KV.
+        if self._wait_s <= 0 or record.prefix_wait_is_over or record.preemptions:
+            return False
+        awaited = record.awaits
+        if awaited is None or awaited.source.status not in RUNNING or awaited.source.shareable >= awaited.shared_tokens:
+            awaited = record.awaits = awaited_by(turn, [each for each in turns if each.status in WITH_KV])
+        if awaited is None:
+            return False
+        record.prefix_wait_since_s = now if record.prefix_wait_since_s is None else record.prefix_wait_since_s
+        record.prefix_wait_is_over = now - record.prefix_wait_since_s >= self._wait_s
+        if turn.priority is Priority.INTERACTIVE and not record.prefix_wait_is_over:
+            self.awaited.add(awaited.source)
+        return not record.prefix_wait_is_over
+
+    def let_go(self, waiting: Iterable[TurnT]) -> bool:
+        """Let turns begin whose awaited prefix is there now. Returns whether there is one."""
+        served = [
+            turn
+            for turn in waiting
+            if (awaited := turn.schedule.awaits) is not None and awaited.source.shareable >= awaited.shared_tokens
+        ]
+        for turn in served:
+            turn.schedule.awaits = None
+        return bool(served)
+
+    def forget(self, turn: TurnT) -> None:
+        """The turn was preempted, or is over: it waits for none, and none for it."""
+        record = turn.schedule
+        record.awaits = record.prefix_wait_since_s = None
+        record.prefix_wait_is_over = False
+        self.awaited.discard(turn)
 
 
 def prefix_source_of(
@@ -82,7 +98,7 @@ def _best(prefixes: Iterable[PrefixSource[SourceT]], have: int) -> PrefixSource[
     return best if best is not None and best.shared_tokens >= have + BLOCK_TOKENS else None
 
 
-def _shared(turn: Sharing, source: Sharing | ResidentMemory[Any], shareable: int) -> int:
+def _shared(turn: Schedulable, source: Schedulable | ResidentMemory[Any], shareable: int) -> int:
     """Leading tokens, in whole blocks, that `turn` could begin with. It always computes its last token itself. 0
     without hashing a prompt where they cannot be a block more than its plan reuses.
     """

@@ -18,9 +18,8 @@ from collections.abc import Collection, Hashable
 from typing import Generic, Protocol, TypeVar
 
 from inference_svc.engine.scheduling.company import Namespace
-from inference_svc.engine.scheduling.schedulable import Schedulable
+from inference_svc.engine.scheduling.schedulable import TurnT
 
-TurnT = TypeVar("TurnT", bound=Schedulable)
 ContraT = TypeVar("ContraT", contravariant=True)
 
 

@@ -1,12 +1,13 @@
 """What the scheduler must know about a turn, what it notes about one, and the numbers of the schedule."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from inference_svc.engine.api import Priority
-from inference_svc.engine.scheduling.prefix_sharing import PrefixSource, Sharing
+
+SourceT = TypeVar("SourceT")
 
 
 class Status(Enum):
@@ -27,6 +28,14 @@ WITH_KV = frozenset({Status.PREFILLING, Status.DECODING})
 RUNNING = WITH_KV | {Status.RESTORING, Status.LOADING, Status.HELD}
 
 
+@dataclass(frozen=True)
+class PrefixSource(Generic[SourceT]):
+    """KV that a turn may begin with: its source (a running turn, or a hot memory) and its leading tokens."""
+
+    source: SourceT
+    shared_tokens: int
+
+
 @dataclass
 class ScheduleRecord:
     """What the scheduler notes about a turn. Nobody else reads or writes it."""
@@ -41,7 +50,7 @@ class ScheduleRecord:
     found_no_room: bool = False  # at the last try
 
 
-class Schedulable(Sharing, Hashable, Protocol):
+class Schedulable(Hashable, Protocol):
     """What the scheduler must know about a turn."""
 
     @property
@@ -49,6 +58,10 @@ class Schedulable(Sharing, Hashable, Protocol):
 
     @property
     def status(self) -> Status: ...
+
+    @property
+    def namespace(self) -> str | None:
+        """Turns of one namespace may share KV; a turn without a namespace shares with none."""
 
     @property
     def agent_key(self) -> Hashable | None:
@@ -74,6 +87,33 @@ class Schedulable(Sharing, Hashable, Protocol):
         """Its last token is sampled; only the KV of it is to be computed yet."""
 
     @property
+    def is_masked(self) -> bool:
+        """Its next token is sampled within a reply format."""
+
+    @property
+    def masks_s(self) -> float:
+        """Seconds that its masks have taken so far."""
+
+    @property
+    def chain(self) -> Sequence[str]:
+        """Chain hashes of the prompt's full blocks."""
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def reusable_tokens(self) -> int:
+        """Leading tokens that the turn's plan reuses by itself."""
+
+    @property
+    def shareable(self) -> int:
+        """Leading tokens whose KV exists and was computed on the grid."""
+
+    @property
+    def final_shareable(self) -> int:
+        """The value of `shareable` once the prompt is computed."""
+
+    @property
     def cached(self) -> int:
         """Tokens that it began with."""
 
@@ -92,6 +132,9 @@ class Schedulable(Sharing, Hashable, Protocol):
     @property
     def rest_tokens(self) -> int:
         """Prompt tokens left to compute."""
+
+
+TurnT = TypeVar("TurnT", bound=Schedulable)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ Rules within a namespace:
   `ageing_s`, or when an interactive turn depends on it (`urgency`).
 - Room: admission is head-of-line. If the first turn does not fit in memory, no turn behind it is admitted, so that
   large turns cannot starve.
-- Siblings: a turn waits while another prefills a prefix that both need (`prefix_waits`), for `prefix_wait_s` at most.
+- Siblings: a turn waits while another prefills a prefix that both need (`prefix_sharing`), for `prefix_wait_s` at most.
 
 Rules between namespaces:
 
@@ -26,17 +26,15 @@ A namespace that is alone is bound by none of the second list.
 from collections import Counter
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, TypeAlias
 
 from inference_svc.engine.api import Priority
 from inference_svc.engine.scheduling.company import Company, Namespace
-from inference_svc.engine.scheduling.prefix_waits import PrefixWaits
+from inference_svc.engine.scheduling.prefix_sharing import PrefixWaits
 from inference_svc.engine.scheduling.room_shares import Room, RoomShares
-from inference_svc.engine.scheduling.schedulable import NOT_BEGUN, RUNNING, WITH_KV, Rules, Schedulable
+from inference_svc.engine.scheduling.schedulable import NOT_BEGUN, RUNNING, WITH_KV, Rules, TurnT
 from inference_svc.engine.scheduling.step_schedule import Grant, StepSchedule
 from inference_svc.engine.scheduling.urgency import Urgency
-
-TurnT = TypeVar("TurnT", bound=Schedulable)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,11 @@
 """Which turns a person waits for, at one moment. Pure."""
 
 from collections.abc import Collection
-from typing import Generic, TypeVar
+from typing import Generic
 
 from inference_svc.engine.api import Priority
 from inference_svc.engine.scheduling.company import Namespace
-from inference_svc.engine.scheduling.schedulable import NOT_BEGUN, Rules, Schedulable
-
-TurnT = TypeVar("TurnT", bound=Schedulable)
+from inference_svc.engine.scheduling.schedulable import NOT_BEGUN, Rules, TurnT
 
 
 class Urgency(Generic[TurnT]):

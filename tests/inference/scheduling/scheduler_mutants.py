@@ -183,28 +183,28 @@ MUTANTS = (
     # Siblings
     Mutant(
         "siblings do not wait",
-        "prefix_waits.py",
+        "prefix_sharing.py",
         "return not record.prefix_wait_is_over\n",
         "return False\n",
         PREFIX_WAIT,
     ),
     Mutant(
         "siblings wait for ever",
-        "prefix_waits.py",
+        "prefix_sharing.py",
         "record.prefix_wait_is_over = now - record.prefix_wait_since_s >= self._wait_s",
         "record.prefix_wait_is_over = False",
         PREFIX_WAIT,
     ),
     Mutant(
         "a sibling that waits never looks again",
-        "prefix_waits.py",
+        "prefix_sharing.py",
         "if awaited is None or awaited.source.status not in RUNNING or ",
         "if awaited is None or False and ",
         PREFIX_WAIT,
     ),
     Mutant(
         "a sibling waits for the other's whole prompt",
-        "prefix_waits.py",
+        "prefix_sharing.py",
         "            turn.schedule.awaits = None\n        return bool(served)",
         "            pass\n        return False",
         PREFIX_WAIT,
