@@ -38,7 +38,7 @@ class Reuse:
     is_shared: bool = False  # another turn or memory of the namespace gave it
 
 
-def reuse_of_memory(sequence: Sequence, memory: ResidentMemory[SequenceKV] | None) -> Reuse | None:
+def reuse_of_memory(sequence: Sequence, memory: ResidentMemory | None) -> Reuse | None:
     """What the plan reuses of the key's hot memory; None if it reuses none. Raises FailedPrecondition (HOT_MEMORY_GONE)
     if that memory is not the one planned with.
     """
@@ -98,7 +98,7 @@ def begin(sequence: Sequence, taken: tuple[Reuse, SequenceKV] | None, pool: KvPo
         sequence.began(0, 0)
 
 
-def memory_left(sequence: Sequence, runner: ModelRunner, kv_identity_hash: str) -> ResidentMemory[SequenceKV]:
+def memory_left(sequence: Sequence, runner: ModelRunner, kv_identity_hash: str) -> ResidentMemory:
     """The memory that the turn leaves. Computes the last token, sampled but never fed, if it is remembered."""
     kv, length = sequence.kv, sequence.remembered
     assert kv is not None

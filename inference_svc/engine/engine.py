@@ -213,7 +213,8 @@ class Engine:
     def hot_memory(self, key: AgentKey) -> HotMemory | None:
         """The key's memory as of its last whole turn. Counts as a use: it is evicted later."""
         self._worker.memories.expect_use(key)
-        return self._worker.memories.described(key)
+        memory = self._worker.memories.get(key)
+        return HotMemory(memory.state, memory.tag) if memory is not None else None
 
     def hot_tag(self, key: AgentKey) -> object:
         """The tag of the key's hot memory; None if there is no memory. Does not count as a use."""
@@ -224,7 +225,8 @@ class Engine:
         """Attach an object to the key's hot memory: say, the store version that equals it. A turn that changes the
         memory removes the tag. Without effect if there is no memory.
         """
-        self._worker.memories.tag(key, tag)
+        if (memory := self._worker.memories.get(key)) is not None:
+            memory.tag = tag
 
     def drop_hot(self, key: AgentKey) -> "Future[bool]":
         """Forget the key's memory, once no turn of the key runs; True if there was one."""

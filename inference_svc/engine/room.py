@@ -34,7 +34,7 @@ class KvRoom:
 
     def __init__(self, pool: KvPool, model: ModelInfo, total_bytes: int, turns: Collection[Sequence]) -> None:
         """`turns`: all that are not over, whoever adds and removes them."""
-        self.memories: HotMemories[SequenceKV] = HotMemories(pool.allocator, pool.page_bytes, total_bytes)
+        self.memories = HotMemories(pool.allocator, pool.page_bytes, total_bytes)
         self.total_bytes = total_bytes
         self._pool = pool
         self._model = model

@@ -21,7 +21,7 @@ File: TypeAlias = tuple[FileIdentity, bytes]
 
 
 def memory_snapshot(
-    memory: ResidentMemory[SequenceKV] | None,
+    memory: ResidentMemory | None,
     model: ModelInfo,
     first_block: int,
     max_blocks: int | None,
@@ -78,7 +78,7 @@ def _pop_tail(files: list[File]) -> File | None:
     return files.pop() if files and files[-1][0].kind == "tail" else None
 
 
-def _window(memory: ResidentMemory[SequenceKV], model: ModelInfo, window: int, stored: Collection[int]) -> WindowFiles:
+def _window(memory: ResidentMemory, model: ModelInfo, window: int, stored: Collection[int]) -> WindowFiles:
     held = whole_blocks(memory.kv, window)
     missing = [block for block in held if block not in stored]
     files = _files(memory.kv, model, memory.state.token_ids, memory.chain, 0, window, (*missing, len(memory.chain)))
@@ -86,7 +86,7 @@ def _window(memory: ResidentMemory[SequenceKV], model: ModelInfo, window: int, s
     return WindowFiles(window, tuple(held), tuple(files), tail)
 
 
-def _states(memory: ResidentMemory[SequenceKV], model: ModelInfo) -> tuple[tuple[FileIdentity, bytes], ...]:
+def _states(memory: ResidentMemory, model: ModelInfo) -> tuple[tuple[FileIdentity, bytes], ...]:
     if not model.has_states:
         return ()
     tokens, hash_ = memory.state.token_ids, model.kv_identity_hash

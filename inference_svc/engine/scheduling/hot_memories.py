@@ -8,36 +8,25 @@ that a running turn extends is not dropped, and none is dropped if that would no
 """
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
-from inference_svc.engine.api import AgentKey, HotMemory, Priority
+from inference_svc.engine.api import AgentKey, Priority
 from inference_svc.engine.scheduling.expected_use import ExpectedUse
 from inference_svc.engine.scheduling.memory_ledger import MemoryLedger, Reservation
 from inference_svc.kv.pages.page_allocator import PageAllocator
 from inference_svc.text.sequence_state import SequenceState
 
-
-class HeldKV(Protocol):
-    """What the budget must know of KV."""
-
-    @property
-    def pages(self) -> Iterable[int]:
-        """The pages that it holds, some of them perhaps with others."""
-
-    def release(self) -> None:
-        """Give them back. Idempotent."""
-
-
-KvT = TypeVar("KvT", bound=HeldKV)
+if TYPE_CHECKING:  # so that the budget is tested where there is no MLX
+    from inference_svc.kv.sequence_kv import SequenceKV
 
 
 @dataclass
-class ResidentMemory(Generic[KvT]):
+class ResidentMemory:
     """An agent's KV and its tokens. `chain` holds the chain hashes of the full blocks. Only the tag ever changes."""
 
-    kv: KvT
+    kv: "SequenceKV"
     state: SequenceState
     chain: tuple[str, ...]
     tag: object = None
@@ -53,7 +42,7 @@ class ResidentMemory(Generic[KvT]):
         return self.state.shareable_tokens
 
 
-class HotMemories(Generic[KvT]):
+class HotMemories:
     """Memories by key, and the ledger of their bytes and of the running turns'. Only the MLX thread changes it, except
     for tags and expected uses.
 
@@ -63,36 +52,26 @@ class HotMemories(Generic[KvT]):
 
     def __init__(self, pages: PageAllocator, page_bytes: int, budget_bytes: int) -> None:
         self.ledger = MemoryLedger(pages, page_bytes, budget_bytes)
-        self._memories: dict[AgentKey, ResidentMemory[KvT]] = {}
+        self._memories: dict[AgentKey, ResidentMemory] = {}
         self._expected: ExpectedUse[AgentKey] = ExpectedUse()
 
     # --- memories ---
 
-    def get(self, key: AgentKey | None) -> ResidentMemory[KvT] | None:
+    def get(self, key: AgentKey | None) -> ResidentMemory | None:
+        """From any thread, for all but its KV."""
         return None if key is None else self._memories.get(key)
-
-    def described(self, key: AgentKey) -> HotMemory | None:
-        """The key's memory without its KV. From any thread."""
-        memory = self._memories.get(key)
-        return HotMemory(memory.state, memory.tag) if memory is not None else None
 
     def expect_use(self, key: AgentKey) -> None:
         """A turn of the key is being planned: drop its memory later than others. From any thread."""
         if key in self._memories:
             self._expected.plans(key)
 
-    def put(self, key: AgentKey, memory: ResidentMemory[KvT]) -> None:
+    def put(self, key: AgentKey, memory: ResidentMemory) -> None:
         """Make it the key's memory, instead of the one before."""
         self.drop(key)
         self._expected.took_turn(key)
         self._memories[key] = memory
         self.ledger.resident_state_bytes += memory.state_bytes
-
-    def tag(self, key: AgentKey, tag: object) -> None:
-        """From any thread. Without effect if there is no memory."""
-        memory = self._memories.get(key)
-        if memory is not None:
-            memory.tag = tag
 
     def drop(self, key: AgentKey) -> bool:
         """Forget the key's memory; True if there was one."""
@@ -116,7 +95,7 @@ class HotMemories(Generic[KvT]):
         """Bytes of each memory, with what it shares. From any thread."""
         return {key: self._size(memory) for key, memory in list(self._memories.items())}
 
-    def of_namespace(self, namespace: str | None) -> list[ResidentMemory[KvT]]:
+    def of_namespace(self, namespace: str | None) -> list[ResidentMemory]:
         return [memory for key, memory in self._memories.items() if key.namespace == namespace]
 
     # --- turns ---
@@ -138,7 +117,7 @@ class HotMemories(Generic[KvT]):
         missing = needed_bytes - self.ledger.free_bytes
         return 0 if missing <= 0 else max(0, missing - self._droppable_bytes(self._droppable(protected)))
 
-    def _size(self, memory: ResidentMemory[KvT]) -> int:
+    def _size(self, memory: ResidentMemory) -> int:
         return self.ledger.size_bytes(memory.page_count, memory.state_bytes)
 
     def _droppable(self, protected: Collection[Hashable] | None) -> list[AgentKey]:

@@ -6,7 +6,7 @@ what it would have computed itself. While a sibling prefills what a turn needs t
 """
 
 from collections.abc import Collection, Iterable
-from typing import Any, Generic, TypeVar
+from typing import Generic
 
 from kvasir.formats.block_hash import BLOCK_TOKENS
 
@@ -22,8 +22,6 @@ from inference_svc.engine.scheduling.schedulable import (
     TurnT,
 )
 from inference_svc.text.prefix_matching import common_prefix_length
-
-HotT = TypeVar("HotT", bound=ResidentMemory[Any])
 
 
 class PrefixWaits(Generic[TurnT]):
@@ -72,12 +70,12 @@ class PrefixWaits(Generic[TurnT]):
 
 
 def prefix_source_of(
-    turn: TurnT, running: Iterable[TurnT], hot: Iterable[HotT] = ()
-) -> PrefixSource[TurnT | HotT] | None:
+    turn: TurnT, running: Iterable[TurnT], hot: Iterable[ResidentMemory] = ()
+) -> PrefixSource[TurnT | ResidentMemory] | None:
     """The computed KV that `turn` should begin with now; None when no source has at least a block more than its plan
     reuses. `hot`: idle memories of its namespace. Of equals a running turn is preferred.
     """
-    sources: list[TurnT | HotT] = [*_siblings(turn, running)]
+    sources: list[TurnT | ResidentMemory] = [*_siblings(turn, running)]
     sources += hot
     ready = [PrefixSource(one, _shared(turn, one, one.shareable)) for one in sources]
     return _best(ready, turn.reusable_tokens)
@@ -98,7 +96,7 @@ def _best(prefixes: Iterable[PrefixSource[SourceT]], have: int) -> PrefixSource[
     return best if best is not None and best.shared_tokens >= have + BLOCK_TOKENS else None
 
 
-def _shared(turn: Schedulable, source: Schedulable | ResidentMemory[Any], shareable: int) -> int:
+def _shared(turn: Schedulable, source: Schedulable | ResidentMemory, shareable: int) -> int:
     """Leading tokens, in whole blocks, that `turn` could begin with. It always computes its last token itself. 0
     without hashing a prompt where they cannot be a block more than its plan reuses.
     """

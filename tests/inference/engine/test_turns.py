@@ -115,6 +115,16 @@ def test_turns_of_one_agent_run_in_order(driver: Driver) -> None:
     assert hot.state == second.end().state
 
 
+def test_a_tag_belongs_to_one_memory(driver: Driver) -> None:
+    key = driver.key()
+    driver.engine.tag_hot(key, "of nobody")
+    for _ in range(2):
+        driver.turn(tokens_of(20), key=key)
+        assert driver.engine.hot_tag(key) is None
+        driver.engine.tag_hot(key, "version 1")
+    assert driver.engine.hot_tag(key) == "version 1"
+
+
 @pytest.mark.cells_of_a_block
 @pytest.mark.parametrize("keep", [603, 400, 256, 601])
 @pytest.mark.parametrize("moment", ["in mid-prefill", "in mid-decode"])

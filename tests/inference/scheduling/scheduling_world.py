@@ -137,11 +137,11 @@ class Kv:
         self.pages = []
 
 
-def memory(kv: Kv, priority: Priority = INTERACTIVE, chain: tuple[str, ...] = ()) -> ResidentMemory[Kv]:
+def memory(kv: Kv, priority: Priority = INTERACTIVE, chain: tuple[str, ...] = ()) -> ResidentMemory:
     return ResidentMemory(kv, SequenceState(TokenIds(), (), len(chain) * CELL), chain, priority=priority)
 
 
-class Hot(HotMemories[Kv]):
+class Hot(HotMemories):
     """Memories of pages of one byte."""
 
     def __init__(self, budget_bytes: int) -> None:
@@ -210,8 +210,7 @@ class World:
     def turn(self, name: object, tokens: int, reply: int = 1, **fields: object) -> Job:
         """A turn of an agent that goes on where its hot memory ends, if it has one."""
         self.memories.expect_use(key_of(name))
-        described = self.memories.described(key_of(name))
-        known = self.memories.sizes()[key_of(name)] if described else 0
+        known = self.memories.sizes().get(key_of(name), 0)
         plan = {"prompt_tokens": known + tokens, "reply_tokens": reply, "reusable_tokens": known, "key": key_of(name)}
         job = Job(**(plan | fields))  # type: ignore[arg-type]
         self.submit(job)

@@ -182,20 +182,6 @@ def test_nothing_is_dropped_for_what_cannot_fit_anyway() -> None:
     assert names(memories) == {"running", "idle"}
 
 
-def test_a_tag_belongs_to_one_memory() -> None:
-    memories = hot(100)
-    memories.tag(key_of("a"), "of nobody")
-    memories.remember(key_of("a"), 1)
-    memories.tag(key_of("a"), "version 1")
-    described = memories.described(key_of("a"))
-    assert described is not None
-    assert described.tag == "version 1"
-    memories.remember(key_of("a"), 1)
-    described = memories.described(key_of("a"))
-    assert described is not None
-    assert described.tag is None
-
-
 def hits(agents: list[int], room: int, at_once: int = 1) -> list[bool]:
     """Which of these turns found its agent's memory hot; every memory is one cell, and `room` of them fit."""
     world = World(budget_bytes=room * CELL)
@@ -204,7 +190,7 @@ def hits(agents: list[int], room: int, at_once: int = 1) -> list[bool]:
         jobs = []
         for agent in agents[start : start + at_once]:
             world.memories.expect_use(key_of(agent))
-            is_hot = world.memories.described(key_of(agent)) is not None
+            is_hot = world.memories.get(key_of(agent)) is not None
             jobs.append(Job(CELL - 1, 1, key=key_of(agent), reusable_tokens=is_hot * CELL))
         world.submit(*jobs)
         world.run()
