@@ -11,7 +11,7 @@ from kvasir.errors import FailedPrecondition
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
 from kvasir.formats.layer_groups import first_touched_block
 
-from inference_svc.engine.api import Hot, Restored
+from inference_svc.engine.api import Restored
 from inference_svc.engine.sampling import Sampler
 from inference_svc.engine.scheduling.hot_memories import ResidentMemory
 from inference_svc.engine.sequence import Sequence
@@ -29,21 +29,19 @@ MOST_REWIND_POINTS = 4
 
 @dataclass(frozen=True)
 class Reuse:
-    """KV in the pool whose first `tokens` tokens a turn begins with."""
+    """KV in the pool whose first `tokens` tokens a turn begins with; an empty one where it reuses none of the pool."""
 
     kv: SequenceKV
-    tokens: int
-    chain: collections.abc.Sequence[str]
-    shareable_tokens: int
+    tokens: int = 0
+    chain: collections.abc.Sequence[str] = ()
+    shareable_tokens: int = 0
     is_shared: bool = False  # another turn or memory of the namespace gave it
 
 
-def reuse_of_memory(sequence: Sequence, memory: ResidentMemory | None) -> Reuse | None:
-    """What the plan reuses of the key's hot memory; None if it reuses none. Raises FailedPrecondition (HOT_MEMORY_GONE)
-    if that memory is not the one planned with.
+def reuse_of_memory(sequence: Sequence, memory: ResidentMemory | None) -> Reuse:
+    """What the plan reuses of the key's hot memory. Raises FailedPrecondition (HOT_MEMORY_GONE) if that memory is not
+    the one planned with.
     """
-    if not isinstance(sequence.plan.reuse, Hot):
-        return None
     keep = memory.kv.start_before(sequence.reusable_tokens) if memory is not None else 0
     if memory is None or not _begins_with(memory.state.token_ids, sequence.plan.token_ids, keep):
         raise hot_memory_gone()
@@ -55,12 +53,10 @@ def hot_memory_gone() -> FailedPrecondition:
     return FailedPrecondition("the agent's hot memory is not the one planned with", reason="HOT_MEMORY_GONE")
 
 
-def forked_for(sequence: Sequence, reuse: Reuse | None) -> SequenceKV | None:
-    """A fork of what a turn reuses; None if it reuses nothing. It inherits only the rewind points that the turn's
-    memory will keep: what windows hold for others would be the turn's own pages once their agent is gone.
+def forked_for(sequence: Sequence, reuse: Reuse) -> SequenceKV:
+    """A fork of what a turn reuses. It inherits only the rewind points that the turn's memory will keep: what windows
+    hold for others would be the turn's own pages once their agent is gone.
     """
-    if reuse is None:
-        return None
     forked = reuse.kv.fork(reuse.tokens)
     forked.keep_rewind_points({reuse.tokens} if sequence.plan.generates else _last_points(forked))
     return forked
@@ -77,25 +73,22 @@ def _last_points(kv: SequenceKV) -> tuple[int, ...]:
     return kv.rewind_points[-(MOST_REWIND_POINTS if kv.states else 2) :]
 
 
-def begin(sequence: Sequence, taken: tuple[Reuse, SequenceKV] | None, pool: KvPool, model: ModelInfo) -> None:
-    """Give the turn its KV: the fork of what it reuses, or none; what its plan restores is on its way then.
+def begin(sequence: Sequence, reuse: Reuse, forked: SequenceKV, model: ModelInfo) -> None:
+    """Give the turn its KV: the fork of what it reuses, unless its plan restores more, which is on its way then.
 
     Raises FailedPrecondition (RESTORED_TOKENS_DIFFER, STATE_MISSING) and DataLoss (BLOB_DAMAGED); nothing has changed
     then.
     """
     sequence.sampler = Sampler(sequence.plan.sampling, sequence.plan.token_ids, sequence.matcher)
     sequence.leave_queue()
-    if taken is not None:
-        reuse, sequence.kv = taken
-        if reuse.tokens:
-            mark(sequence.kv)  # a window may go on from where none was
-        sequence.known_chain = tuple(reuse.chain[: reuse.tokens // BLOCK_TOKENS])
-        sequence.began(reuse.tokens, reuse.shareable_tokens, is_shared=reuse.is_shared)
-    elif isinstance(sequence.plan.reuse, Restored):
-        sequence.arrives(_RestoredKV(sequence, sequence.plan.reuse, pool, model))
-    else:
-        sequence.kv = SequenceKV(pool)
-        sequence.began(0, 0)
+    if isinstance(sequence.plan.reuse, Restored) and not reuse.is_shared:
+        sequence.arrives(_RestoredKV(sequence, sequence.plan.reuse, forked.pool, model))
+        return
+    sequence.kv = forked
+    if reuse.tokens:
+        mark(forked)  # a window may go on from where none was
+    sequence.known_chain = tuple(reuse.chain[: reuse.tokens // BLOCK_TOKENS])
+    sequence.began(reuse.tokens, reuse.shareable_tokens, is_shared=reuse.is_shared)
 
 
 def memory_left(sequence: Sequence, runner: ModelRunner, kv_identity_hash: str) -> ResidentMemory:

@@ -190,9 +190,9 @@ class EngineWorker:
 
     def _begin(self, sequence: Sequence, protected: Collection[Hashable] | None) -> None:
         """Give the turn its reservation and its KV, or ask for a preempted turn's files."""
-        taken = self.room.take(sequence, protected)
+        reuse, forked = self.room.take(sequence, protected)
         if sequence.swapped is None:
-            begin(sequence, taken, self._pool, self._model)
+            begin(sequence, reuse, forked, self._model)
         else:
             if sequence.sampler is None:
                 sequence.sampler = sampler_of_carried(sequence)

@@ -9,13 +9,8 @@ from collections.abc import Collection, Hashable
 from kvasir.errors import FailedPrecondition
 from kvasir.formats.block_hash import BLOCK_TOKENS
 
-from inference_svc.engine.beginning import (
-    MOST_REWIND_POINTS,
-    Reuse,
-    forked_for,
-    hot_memory_gone,
-    reuse_of_memory,
-)
+from inference_svc.engine.api import Hot
+from inference_svc.engine.beginning import MOST_REWIND_POINTS, Reuse, forked_for, hot_memory_gone, reuse_of_memory
 from inference_svc.engine.scheduling.hot_memories import HotMemories
 from inference_svc.engine.scheduling.memory_ledger import Reservation
 from inference_svc.engine.scheduling.prefix_sharing import prefix_source_of
@@ -57,19 +52,18 @@ class KvRoom:
 
     # --- what turns take and give up ---
 
-    def take(self, sequence: Sequence, protected: Collection[Hashable] | None) -> tuple[Reuse, SequenceKV] | None:
-        """Reserve room for a turn, dropping memories for it; returns what it begins with and its fork, None for
-        nothing. Raises FailedPrecondition (HOT_MEMORY_GONE) if the memory that it was planned with is not there, or
-        does not fit beside what the turn adds to it: it is planned anew without it then.
+    def take(self, sequence: Sequence, protected: Collection[Hashable] | None) -> tuple[Reuse, SequenceKV]:
+        """Reserve room for a turn, dropping memories for it; returns what it begins with and its fork. Raises
+        FailedPrecondition (HOT_MEMORY_GONE) if the memory that it was planned with is not there, or does not fit beside
+        what the turn adds to it: it is planned anew without it then.
         """
         for reuse in self._reuses(sequence):
             forked = forked_for(sequence, reuse)
             reservation = self._reservation(sequence, reuse, forked)
             if self.memories.reserve(reservation, _kept(sequence, protected)):
                 sequence.reservation = reservation
-                return None if reuse is None or forked is None else (reuse, forked)
-            if forked is not None:
-                forked.release()
+                return reuse, forked
+            forked.release()
         assert sequence.swapped is None, "the scheduler admitted a turn without room"
         if sequence.plan.key is not None:
             self.memories.drop(sequence.plan.key)
@@ -105,10 +99,10 @@ class KvRoom:
             forked = forked_for(sequence, reuse)
             reservation = self._reservation(sequence, reuse, forked)
             missing.append(self._missing(reservation, _kept(sequence, protected)))
-            if forked is not None:
-                forked.release()
+            forked.release()
         if protected is None:  # nothing runs: its own memory may go, and the turn be planned anew
-            missing.append(self._missing(self._reservation(sequence, None, None), None))
+            nothing = self._nothing()
+            missing.append(self._missing(self._reservation(sequence, nothing, nothing.kv), None))
         return min(missing)
 
     def freed_bytes(self, sequence: Sequence) -> int:
@@ -129,13 +123,14 @@ class KvRoom:
 
     # --- what a turn begins with ---
 
-    def _reuses(self, sequence: Sequence) -> list[Reuse | None]:
+    def _reuses(self, sequence: Sequence) -> list[Reuse]:
         """What the turn may begin with, best first: a prefix of its namespace, if that saves more than its plan does,
         and its plan's hot memory, or nothing.
         """
         if sequence.swapped is not None:
-            return [None]
-        own = reuse_of_memory(sequence, self.memories.get(sequence.plan.key))
+            return [self._nothing()]
+        is_hot = isinstance(sequence.plan.reuse, Hot)
+        own = reuse_of_memory(sequence, self.memories.get(sequence.plan.key)) if is_hot else self._nothing()
         prefix = self._prefix_of(sequence)
         return [own] if prefix is None else [prefix, own]
 
@@ -152,12 +147,15 @@ class KvRoom:
         # All of it is shareable: the bits that the turn would compute itself.
         return Reuse(found.source.kv, tokens, sequence.chain, tokens, is_shared=True) if is_worth else None
 
-    def _reservation(self, sequence: Sequence, reuse: Reuse | None, forked: SequenceKV | None) -> Reservation:
-        def kept_pages() -> int:
-            kv = sequence.kv or (sequence.arrival.load.kv if sequence.arrival is not None else forked)
-            return 0 if kv is None else kv.kept_pages
+    def _nothing(self) -> Reuse:
+        return Reuse(SequenceKV(self._pool))
 
-        extends = sequence.memory_key if reuse is None or not reuse.is_shared else None
+    def _reservation(self, sequence: Sequence, reuse: Reuse, forked: SequenceKV) -> Reservation:
+        def kept_pages() -> int:
+            arriving = sequence.arrival.load.kv if sequence.arrival is not None else None
+            return (sequence.kv or arriving or forked).kept_pages
+
+        extends = None if reuse.is_shared else sequence.memory_key
         most_pages = self._pool.pages_for(sequence.most_tokens)
         return Reservation(sequence.namespace, most_pages, self._state_bytes, extends, kept_pages)
 

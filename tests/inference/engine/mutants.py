@@ -258,7 +258,7 @@ MUTANTS = (
         "            reservation = self._reservation(sequence, reuse, forked)\n            missing",
         "            reservation = self._reservation(sequence, reuse, forked)\n"
         "            reservation.kept_pages = lambda kept=reservation.kept_pages(): kept\n"
-        "            forked = forked and forked.release()\n            missing",
+        "            forked.release()\n            missing",
         "room",
     ),
     Mutant(
