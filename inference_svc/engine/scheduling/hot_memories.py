@@ -105,8 +105,10 @@ class HotMemories:
         that makes enough room; None: also memories that running turns extend. False, and nothing changed, if it does
         not.
         """
-        if not self._make_room(self.ledger.promised_to(reservation), protected, reservation.namespace):
+        needed_bytes = self.ledger.promised_to(reservation)
+        if self.missing_bytes(needed_bytes, protected):
             return False
+        self._make_room(needed_bytes, protected, reservation.namespace)
         self.ledger.reservations.append(reservation)
         return True
 
@@ -131,24 +133,18 @@ class HotMemories:
         states = sum(memory.state_bytes for memory in memories)
         return self.ledger.freed_bytes([list(memory.kv.pages) for memory in memories]) + states
 
-    def _make_room(self, needed_bytes: int, protected: Collection[Hashable] | None, namespace: str | None) -> bool:
-        """Drop memories until so many bytes are free for a namespace, if that can be."""
-        if needed_bytes <= self.ledger.free_bytes:
-            return True
-        keys = self._droppable(protected)
-        if needed_bytes > self.ledger.free_bytes + self._droppable_bytes(keys):
-            return False
-        held = self._held()
+    def _make_room(self, needed_bytes: int, protected: Collection[Hashable] | None, namespace: str | None) -> None:
+        """Drop memories until so many bytes are free for a namespace; `missing_bytes` said that there are enough."""
+        keys, held = self._droppable(protected), self._held()
         held[namespace] += needed_bytes - self.ledger.free_bytes
         share_bytes = self.ledger.total_bytes // len(held)
         for is_for_all in (False, True):
             for key in [key for key in keys if key in self._memories]:
                 if needed_bytes <= self.ledger.free_bytes:
-                    return True
+                    return
                 if is_for_all or held[key.namespace] > share_bytes:
                     held[key.namespace] -= self._size(self._memories[key])
                     self.drop(key)
-        return True
 
     def _held(self) -> Counter[str | None]:
         """Bytes by namespace, of running turns and memories; what memories share counts for each of them."""

@@ -269,8 +269,8 @@ MUTANTS = (
     Mutant(
         "a reservation is not asked for room",
         "hot_memories.py",
-        "if not self._make_room(self.ledger.promised_to(reservation), protected, reservation.namespace):",
-        "if False:",
+        "        self._make_room(needed_bytes, protected, reservation.namespace)\n",
+        "",
         MEMORY,
     ),
     Mutant(
@@ -311,7 +311,7 @@ MUTANTS = (
     Mutant(
         "memories are dropped for what cannot fit anyway",
         "hot_memories.py",
-        "if needed_bytes > self.ledger.free_bytes + self._droppable_bytes(keys):",
+        "if self.missing_bytes(needed_bytes, protected):",
         "if False:",
         MEMORY,
     ),
