@@ -99,7 +99,7 @@ class Sampler:
             logprobs = _filtered(shaped - mx.logsumexp(shaped), self._params)
             self._key, key = mx.random.split(self._key)
             token = mx.random.categorical(logprobs / self._params.temperature, key=key)
-        return _PlannedDraw(token.astype(mx.uint32), *self._logprobs_of(row, token))
+        return _PlannedDraw(token.astype(mx.uint32), self._logprobs_of(row, token))
 
     def _shaped(self, row: mx.array) -> mx.array:
         if self._params.logit_bias:
@@ -129,33 +129,22 @@ class Sampler:
             self.constraint.accept(token)
         if self._recent is not None:
             self._recent.append(token)
-        return Drawn(token, row.logprobs())
+        return Drawn(token, row.read_logprobs())
 
 
 @dataclass(frozen=True, slots=True)
 class _PlannedDraw:
-    """One row's draw, as arrays."""
+    """One row's draw, as arrays. `logprobs`: what `Sampler._logprobs_of` gives."""
 
     token: mx.array
-    logprob: mx.array | None = None
-    top_ids: mx.array | None = None
-    top_logprobs: mx.array | None = None
+    logprobs: tuple[mx.array, ...]
 
-    @property
-    def arrays(self) -> list[mx.array]:
-        parts = (self.token, self.logprob, self.top_ids, self.top_logprobs)
-        return [part for part in parts if part is not None]
-
-    def logprobs(self) -> TokenLogprobs | None:
-        if self.logprob is None:
+    def read_logprobs(self) -> TokenLogprobs | None:
+        if not self.logprobs:
             return None
-        top: list[tuple[int, float]] = []
-        if self.top_ids is not None and self.top_logprobs is not None:
-            ids: Any = self.top_ids.tolist()
-            values: Any = self.top_logprobs.tolist()
-            top = sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
-        value: Any = self.logprob.item()
-        return TokenLogprobs(value, tuple(top))
+        values: list[Any] = [array.tolist() for array in self.logprobs]
+        likeliest = sorted(zip(*values[1:], strict=True), key=lambda pair: (-pair[1], pair[0]))
+        return TokenLogprobs(values[0], tuple(likeliest))
 
 
 class Draws:
@@ -174,7 +163,8 @@ class Draws:
         self._is_sound = mx.isfinite(logits.max(axis=-1))
         self._planned = [None if each.is_plain else each._plan(logits[row]) for row, each in enumerate(samplers)]
         self.tokens = self._chosen()
-        arrays = [array for row in self._planned if isinstance(row, _PlannedDraw) for array in row.arrays]
+        planned = [row for row in self._planned if isinstance(row, _PlannedDraw)]
+        arrays = [array for row in planned for array in (row.token, *row.logprobs)]
         mx.async_eval(self.tokens, self._is_sound, *arrays)  # type: ignore[no-untyped-call]
 
     def read(self) -> list[Drawn | KvasirError]:

@@ -23,15 +23,8 @@ class Rung(Enum):
     Q8 = "q8"
     FP = "fp"
 
-    @property
-    def key_bits(self) -> int:
-        return _BITS[self][0]
 
-    @property
-    def value_bits(self) -> int:
-        return _BITS[self][1]
-
-
+# Of keys and values.
 _BITS = {Rung.Q4: (4, 4), Rung.Q4_ROTATED: (4, 4), Rung.K8V4: (8, 4), Rung.Q8: (8, 8), Rung.FP: (16, 16)}
 LADDER = tuple(Rung)
 NAMES = (*(rung.value for rung in LADDER), AUTO)
@@ -74,9 +67,10 @@ class PolicyRequest:
 def policy_of(rung: Rung, compute_type: str) -> identity_pb2.KvPolicy:
     """Groups of 64. Scales and exact values have the model's own 16-bit type, or float16 if it computes in 32 bits."""
     is_rotated = rung is Rung.Q4_ROTATED
+    key_bits, value_bits = _BITS[rung]
     return identity_pb2.KvPolicy(
-        key_bits=rung.key_bits,
-        value_bits=rung.value_bits,
+        key_bits=key_bits,
+        value_bits=value_bits,
         group_size=0 if rung is Rung.FP else GROUP_SIZE,
         scale_type=(
             identity_pb2.SCALE_TYPE_BFLOAT16 if compute_type == "bfloat16" else identity_pb2.SCALE_TYPE_FLOAT16

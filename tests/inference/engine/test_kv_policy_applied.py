@@ -60,18 +60,19 @@ def test_the_option_kv_policy_is_applied_in_the_live_cache(
     rung: Rung, exact_keys: np.ndarray, model_dir: Path, tmp_path: Path
 ) -> None:
     """(LESSONS 17)"""
+    policy = policy_of(rung, "float32")
     with opened(model_dir, tmp_path, policy=PolicyRequest.parse(rung.value)) as driver:
         key = told(driver)
         for layer in range(LAYERS):
             keys, values = live_parts(driver, key, layer)
-            assert (bits_of(keys), bits_of(values)) == (rung.key_bits, rung.value_bits)
+            assert (bits_of(keys), bits_of(values)) == (policy.key_bits, policy.value_bits)
         keys, _ = live_parts(driver, key, 0)
         if rung is not Rung.FP:
             codes, *others = keys
 
             def distances(_: EngineWorker) -> list[float]:
                 scales, biases = (part.astype(mx.float32) for part in others)
-                raw = mx.dequantize(codes, scales, biases, group_size=64, bits=rung.key_bits)
+                raw = mx.dequantize(codes, scales, biases, group_size=64, bits=policy.key_bits)
                 plain = mx.array(exact_keys)
                 return [
                     float((mx.abs(raw - each).mean() / mx.abs(plain).mean()).item())  # type: ignore[arg-type]
@@ -80,7 +81,7 @@ def test_the_option_kv_policy_is_applied_in_the_live_cache(
 
             from_plain, from_rotated = on_mlx(driver.engine, distances)
             near, far = (from_rotated, from_plain) if rung is Rung.Q4_ROTATED else (from_plain, from_rotated)
-            assert near < (0.12 if rung.key_bits == 4 else 0.01)
+            assert near < (0.12 if policy.key_bits == 4 else 0.01)
             assert far > 0.5
         model = driver.engine.model
         assert (model.policy_name, model.policy_why) == (rung.value, "asked for")
