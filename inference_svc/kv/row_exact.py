@@ -8,7 +8,8 @@ quantized KV.
 """
 
 import functools
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -23,21 +24,12 @@ _TRIALS = ((190, 1500), (280, 1500), (390, 3000), (430, 900), (500, 2300), (570,
 
 class _RowExactLinear(Linear):
     def __call__(self, x: mx.array) -> mx.array:
-        rows = _rows(x)
-        if rows >= _MIN_ROWS:
-            return Linear.__call__(self, x)
-        few: mx.array = Linear.__call__(self, _padded_to_min_rows(x, rows))[:rows]
-        return few.reshape(*x.shape[:-1], -1)
+        return _row_exact(super().__call__, x)
 
 
 class _RowExactEmbedding(Embedding):
     def as_linear(self, x: mx.array) -> mx.array:
-        rows = _rows(x)
-        as_linear: Any = super().as_linear
-        if rows >= _MIN_ROWS:
-            return cast("mx.array", as_linear(x))
-        few: mx.array = as_linear(_padded_to_min_rows(x, rows))[:rows]
-        return few.reshape(*x.shape[:-1], -1)
+        return _row_exact(super().as_linear, x)
 
 
 def make_row_exact(model: Module) -> None:
@@ -50,15 +42,17 @@ def make_row_exact(model: Module) -> None:
             module.__class__ = _RowExactEmbedding
 
 
-def _rows(x: mx.array) -> int:
-    return int(x.size // x.shape[-1])
-
-
-def _padded_to_min_rows(x: mx.array, rows: int) -> mx.array:
+def _row_exact(product: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
+    """The product of x [..., depth], of which few rows are padded."""
+    rows = x.size // x.shape[-1]
+    if rows >= _MIN_ROWS:
+        return product(x)
     flat = x.reshape(rows, -1)
     if rows == 1:
-        return mx.broadcast_to(flat, (_MIN_ROWS, flat.shape[1]))
-    return mx.concatenate([flat, *[flat[:1]] * (_MIN_ROWS - rows)])
+        padded = mx.broadcast_to(flat, (_MIN_ROWS, flat.shape[1]))
+    else:
+        padded = mx.concatenate([flat, *[flat[:1]] * (_MIN_ROWS - rows)])
+    return product(padded)[:rows].reshape(*x.shape[:-1], -1)
 
 
 def attention_width(rows: int) -> int:
