@@ -181,13 +181,15 @@ def test_a_cancel_between_two_looks_of_one_step_ends_that_turn_alone(driver: Dri
 
 
 @pytest.mark.long(5)
-def test_a_cancelled_turn_that_keeps_its_part_is_remembered_and_goes_on(driver: Driver) -> None:
+@pytest.mark.parametrize("penalty", [1.0, 1.1], ids=["a step is ahead", "each step is read first"])
+def test_a_cancelled_turn_that_keeps_its_part_is_remembered_and_goes_on(driver: Driver, penalty: float) -> None:
+    how = {"max_tokens": 200, "repetition_penalty": penalty}
     key, state = driver.remember(300)
     prompt = (*state.token_ids, *tokens_of(100, seed=4))
     undisturbed = driver.fork(key)
-    whole = driver.turn(prompt, Hot(300), undisturbed, max_tokens=200)
+    whole = driver.turn(prompt, Hot(300), undisturbed, **how)
     listener = Listener().cancel_at(Tokens, 20)
-    ended = driver.turn(prompt, Hot(300), key, listener=listener, keep_partial=True, max_tokens=200)
+    ended = driver.turn(prompt, Hot(300), key, listener=listener, keep_partial=True, **how)
     assert (ended.finish_reason, ended.completion_tokens) == (FinishReason.CANCELLED, 20)
     length = len(ended.state.token_ids)
     assert 400 < length <= 420, "half a character is not kept"
