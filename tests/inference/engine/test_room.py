@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kvasir.errors import FailedPrecondition
 
 from inference_svc.engine import mlx_thread
 from inference_svc.engine.api import Ended, Hot, Started, Tokens
@@ -35,6 +36,17 @@ def test_who_waits_for_room_begins_when_a_turn_that_says_nothing_has_ended(
     before_s = time.monotonic()
     waiting.wait_for(Started)
     assert time.monotonic() - before_s < 15
+
+
+def test_a_turn_that_does_not_fit_beside_what_it_was_planned_with_is_planned_anew_without_it(small: Driver) -> None:
+    """Its fork holds the page that it begins in, so dropping its own memory cannot free all six pages."""
+    key, state = small.remember(300)
+    prompt = (*state.token_ids[:10], *tokens_of(1_400, 3))
+    with pytest.raises(FailedPrecondition) as refused:
+        small.turn(prompt, Hot(10), key, max_tokens=100)
+    assert refused.value.reason == "HOT_MEMORY_GONE"
+    assert small.engine.hot_memory(key) is None
+    assert small.turn(prompt, key=key, max_tokens=100).cached_tokens == 0
 
 
 @pytest.mark.cells_of_a_block
