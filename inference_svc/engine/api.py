@@ -160,8 +160,6 @@ class TurnPlan:
 
 
 class FinishReason(Enum):
-    """Why generation ended."""
-
     STOP = "stop"  # an end token: the model's own or the request's
     LENGTH = "length"
     STOP_SEQUENCE = "stop_sequence"

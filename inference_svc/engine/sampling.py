@@ -158,12 +158,13 @@ class Draws:
         if any(sampler.constraint is not None for sampler in samplers):
             mx.async_eval(logits)  # type: ignore[no-untyped-call]  # the model computes while constraints say what may come
         self._samplers = samplers
-        self._likeliest = mx.argmax(logits, axis=-1).astype(mx.uint32)
+        likeliest = mx.argmax(logits, axis=-1).astype(mx.uint32)
         # If the maximum is NaN or infinite, the row's arg max and draws mean nothing, now and in later steps.
         self._is_sound = mx.isfinite(logits.max(axis=-1))
         self._planned = [None if each.is_plain else each._plan(logits[row]) for row, each in enumerate(samplers)]
-        self.tokens = self._chosen()
         planned = [row for row in self._planned if isinstance(row, _PlannedDraw)]
+        # Uint32 [rows]; of a row without a draw any token.
+        self.tokens = self._chosen(likeliest) if planned else likeliest
         arrays = [array for row in planned for array in (row.token, *row.logprobs)]
         mx.async_eval(self.tokens, self._is_sound, *arrays)  # type: ignore[no-untyped-call]
 
@@ -178,12 +179,10 @@ class Draws:
             for sampler, token, is_fine, row in zip(self._samplers, tokens, sound, self._planned, strict=True)
         ]
 
-    def _chosen(self) -> mx.array:
-        """The token of each row, uint32 [rows]; of a row without a draw any token."""
-        if not any(isinstance(row, _PlannedDraw) for row in self._planned):
-            return self._likeliest
-        drawn = [row.token if isinstance(row, _PlannedDraw) else None for row in self._planned]
-        return mx.stack([self._likeliest[row] if token is None else token for row, token in enumerate(drawn)])
+    def _chosen(self, likeliest: mx.array) -> mx.array:
+        """The token that each row draws, or the likeliest."""
+        rows = enumerate(self._planned)
+        return mx.stack([row.token if isinstance(row, _PlannedDraw) else likeliest[place] for place, row in rows])
 
 
 def _drawn(sampler: Sampler, token: int, is_sound: bool, row: _PlannedDraw | KvasirError | None) -> Drawn | KvasirError:

@@ -55,7 +55,6 @@ class Layout:
     reads_pages: bool = False
 
     def new_pool(self, identity: identity_pb2.KvIdentity, budget_bytes: int, *, is_allocated: bool = False) -> KvPool:
-        """A pool for sequences of this layout."""
         return KvPool(identity, budget_bytes, is_allocated=is_allocated, dialect=self.dialect(identity))
 
     def dialect(self, identity: identity_pb2.KvIdentity) -> Dialect | None:

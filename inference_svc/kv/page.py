@@ -68,14 +68,15 @@ class PageFormat:
     def of(cls, identity: identity_pb2.KvIdentity, layer: int) -> "PageFormat":
         """The page of one entry of a layout, which must be a layer with rows."""
         entry, policy = identity.layers[layer], identity.policy
-        is_exact = layer in policy.exact_layers
-        is_rotated = policy.key_rotation == identity_pb2.KEY_ROTATION_HADAMARD
-        key_bits, value_bits = (EXACT_BITS if is_exact else bits for bits in (policy.key_bits, policy.value_bits))
-        made = cls(
-            _row_format(entry.kv_heads, entry.key_dim, key_bits, policy.group_size, is_rotated=is_rotated),
-            _row_format(entry.kv_heads, entry.value_dim, value_bits, policy.group_size),
-            policy.scale_type,
-        )
+
+        def rows(dim: int, bits: int, *, is_rotated: bool) -> RowFormat:
+            if bits == EXACT_BITS or layer in policy.exact_layers:
+                return RowFormat(entry.kv_heads, dim, EXACT_BITS)
+            return RowFormat(entry.kv_heads, dim, bits, policy.group_size, is_rotated)
+
+        has_rotated_keys = policy.key_rotation == identity_pb2.KEY_ROTATION_HADAMARD
+        keys = rows(entry.key_dim, policy.key_bits, is_rotated=has_rotated_keys)
+        made = cls(keys, rows(entry.value_dim, policy.value_bits, is_rotated=False), policy.scale_type)
         assert made.bytes == sum(tensor.size_bytes for tensor in layer_tensors(identity, layer, PAGE_TOKENS))
         return made
 
@@ -97,9 +98,3 @@ class PageFormat:
     @property
     def bytes(self) -> int:
         return self.units * UNIT_BYTES
-
-
-def _row_format(kv_heads: int, dim: int, bits: int, group_size: int, *, is_rotated: bool = False) -> RowFormat:
-    if bits == EXACT_BITS:
-        return RowFormat(kv_heads, dim, bits)
-    return RowFormat(kv_heads, dim, bits, group_size, is_rotated)

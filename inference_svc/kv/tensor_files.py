@@ -25,6 +25,8 @@ from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
 from kvasir.formats.layer_groups import layers_of
 from kvasir.formats.token_files import file_identities, state_identity
 
+from inference_svc.kv.page import UNIT_BYTES
+
 # bfloat16 is unknown to numpy: its 16 bits travel as they are.
 _HOST_TYPES = {"U32": np.uint32, "F16": np.float16, "BF16": np.uint16, "F32": np.float32}
 # The bits of a number's exponent, all of them set in what is not finite.
@@ -33,7 +35,6 @@ _EXPONENTS: Mapping[str, np.uint16 | np.uint32] = {
     "F16": np.uint16(0x7C00),
     "F32": np.uint32(0x7F800000),
 }
-_UNIT_BYTES = 2
 
 Array: TypeAlias = npt.NDArray[np.generic]
 
@@ -142,7 +143,7 @@ def exponents(identity: identity_pb2.KvIdentity, group: int) -> Array:
     """For each unit of such a page the bits of a number's exponent; 0 for codes, of which any bits are valid."""
     specs = expected_tensors(identity, BLOCK_TOKENS, group)
     return np.concatenate(
-        [np.full(spec.size_bytes // _UNIT_BYTES, _EXPONENTS.get(spec.dtype, 0), np.uint16) for spec in specs]
+        [np.full(spec.size_bytes // UNIT_BYTES, _EXPONENTS.get(spec.dtype, 0), np.uint16) for spec in specs]
     )
 
 
@@ -185,11 +186,9 @@ def _is_finite(array: Array, dtype: str) -> bool:
 
 
 def _difference(expected: FileIdentity, found: FileIdentity) -> str:
-    for name in ("kind", "kv_identity_hash", "window", "start", "tokens", "chain"):
-        ours, theirs = getattr(expected, name), getattr(found, name)
-        if ours != theirs:
-            return f"{name}: expected {ours}, found {theirs}"
-    raise AssertionError("the identities are equal")
+    names = ("kind", "kv_identity_hash", "window", "start", "tokens", "chain")
+    wrong = next(name for name in names if getattr(expected, name) != getattr(found, name))
+    return f"{wrong}: expected {getattr(expected, wrong)}, found {getattr(found, wrong)}"
 
 
 def _damaged_state(identity: FileIdentity, what: str) -> DataLoss:

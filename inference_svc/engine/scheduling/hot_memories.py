@@ -84,7 +84,6 @@ class HotMemories:
 
     @property
     def pages(self) -> set[int]:
-        """The pages that memories hold."""
         return {page for memory in self._memories.values() for page in memory.kv.pages}
 
     def keys(self) -> set[AgentKey]:

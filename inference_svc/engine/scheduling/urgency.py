@@ -9,8 +9,6 @@ from inference_svc.engine.scheduling.schedulable import NOT_BEGUN, Rules, TurnT
 
 
 class Urgency(Generic[TurnT]):
-    """The urgency of all turns."""
-
     def __init__(self, turns: Collection[TurnT], awaited: Collection[TurnT], rules: Rules, now: float) -> None:
         """`awaited`: running turns that an interactive turn waits for."""
         self._awaited = awaited
