@@ -51,9 +51,7 @@ if TYPE_CHECKING:  # so that the schedule of sequences is tested where there is 
 class Arrival(Protocol):
     """A turn's KV on its way from tensor files, some at a time."""
 
-    @property
-    def load(self) -> "KvLoad":
-        """The KV that is made of them."""
+    load: "KvLoad"  # the KV that is made of them
 
     def advance(self, most_files: int, meanwhile: Callable[[], None]) -> None:
         """Load the next files, at most so many. When the last one is there, the turn gets its KV and goes on.

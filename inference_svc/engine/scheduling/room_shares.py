@@ -26,8 +26,7 @@ ContraT = TypeVar("ContraT", contravariant=True)
 class Room(Protocol[ContraT]):
     """What the scheduler may ask about the KV's bytes. To ask changes nothing."""
 
-    @property
-    def total_bytes(self) -> int: ...
+    total_bytes: int
 
     def held_bytes(self, turn: ContraT, /) -> int:
         """Bytes of a running turn's reservation."""

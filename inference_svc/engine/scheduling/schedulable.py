@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar
 
-from inference_svc.engine.api import Priority
+from inference_svc.engine.api import AgentKey, Priority
 
 SourceT = TypeVar("SourceT")
 
@@ -51,32 +51,22 @@ class ScheduleRecord:
 
 
 class Schedulable(Hashable, Protocol):
-    """What the scheduler must know about a turn."""
+    """What the scheduler must know about a turn. It changes `schedule` alone."""
 
-    @property
-    def schedule(self) -> ScheduleRecord: ...
+    schedule: ScheduleRecord
+    namespace: str | None  # turns of one namespace may share KV; a turn without a namespace shares with none
+    agent_key: AgentKey | None  # turns with one key run one after another; a turn without a key runs beside all others
+    priority: Priority
+    is_cancelled: bool  # it must end: it gets no more cells and tokens
+    cached: int  # tokens that it began with
+    computed: int  # position of the next cell
 
     @property
     def status(self) -> Status: ...
 
     @property
-    def namespace(self) -> str | None:
-        """Turns of one namespace may share KV; a turn without a namespace shares with none."""
-
-    @property
-    def agent_key(self) -> Hashable | None:
-        """Turns with one key run one after another; a turn without a key runs beside all others."""
-
-    @property
-    def priority(self) -> Priority: ...
-
-    @property
     def memory_key(self) -> Hashable | None:
         """The hot memory that the turn's plan extends."""
-
-    @property
-    def is_cancelled(self) -> bool:
-        """It must end: it gets no more cells and tokens."""
 
     @property
     def can_be_preempted(self) -> bool:
@@ -114,16 +104,7 @@ class Schedulable(Hashable, Protocol):
         """The value of `shareable` once the prompt is computed."""
 
     @property
-    def cached(self) -> int:
-        """Tokens that it began with."""
-
-    @property
-    def computed(self) -> int:
-        """Position of the next cell."""
-
-    @property
-    def next_cell_tokens(self) -> int:
-        """Size of the next cell."""
+    def next_cell_tokens(self) -> int: ...
 
     @property
     def next_files(self) -> int:
