@@ -83,6 +83,8 @@ class Sequence:
     ) -> None:
         self.plan = plan
         self.agent_key, self.namespace, self.priority = plan.key, plan.namespace, plan.priority
+        self.prompt_tokens = len(plan.token_ids)
+        self.most_tokens = self.prompt_tokens + plan.sampling.max_tokens  # if it generates all that it may
         self.listener = listener
         self.matcher = matcher  # of the plan's constraint; advanced by the sampler
         self.schedule = ScheduleRecord()
@@ -128,15 +130,6 @@ class Sequence:
         has_generated = len(self.token_ids) > self.prompt_tokens
         is_own = self.plan.carried is None  # what another engine began is its own until it gives it away
         return self.finish_reason is not None or (self.plan.keep_partial and has_generated and is_own)
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.plan.token_ids)
-
-    @property
-    def most_tokens(self) -> int:
-        """Tokens if it generates all that it may."""
-        return self.prompt_tokens + self.plan.sampling.max_tokens
 
     @property
     def is_prefilling(self) -> bool:

@@ -58,6 +58,7 @@ class Schedulable(Hashable, Protocol):
     agent_key: AgentKey | None  # turns with one key run one after another; a turn without a key runs beside all others
     priority: Priority
     is_cancelled: bool  # it must end: it gets no more cells and tokens
+    prompt_tokens: int
     cached: int  # tokens that it began with
     computed: int  # position of the next cell
 
@@ -87,9 +88,6 @@ class Schedulable(Hashable, Protocol):
     @property
     def chain(self) -> Sequence[str]:
         """Chain hashes of the prompt's full blocks."""
-
-    @property
-    def prompt_tokens(self) -> int: ...
 
     @property
     def reusable_tokens(self) -> int:
