@@ -107,7 +107,7 @@ def memory_left(sequence: Sequence, runner: ModelRunner, kv_identity_hash: str) 
     sequence.rewind_points = kv.rewind_points if kv.states else ()  # windows go on from wherever their blocks are
     known = sequence.known_chain[: length // BLOCK_TOKENS]
     chain = chain_hashes(kv_identity_hash, sequence.token_ids[:length], known)
-    return ResidentMemory(kv, sequence.state(), chain, priority=sequence.priority, state_bytes=kv.state_bytes)
+    return ResidentMemory(kv, sequence.state(), chain, priority=sequence.priority)
 
 
 class _RestoredKV:

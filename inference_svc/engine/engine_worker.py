@@ -146,8 +146,7 @@ class EngineWorker:
         memory = self.memories.get(source)
         if memory is None or self._begun(target) is not None:
             return False
-        forked = ResidentMemory(memory.kv.fork(), memory.state, memory.chain, state_bytes=memory.state_bytes)
-        self.memories.put(target, forked)
+        self.memories.put(target, ResidentMemory(memory.kv.fork(), memory.state, memory.chain))
         return True
 
     def running_blocks(self, key: AgentKey, first_block: int, max_blocks: int | None) -> Snapshot | None:

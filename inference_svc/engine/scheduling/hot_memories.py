@@ -31,10 +31,10 @@ class ResidentMemory:
     chain: tuple[str, ...]
     tag: object = None
     priority: Priority = Priority.INTERACTIVE  # of the turn that left it
-    state_bytes: int = 0  # of its recurrent layers
 
     def __post_init__(self) -> None:
-        self.page_count = sum(1 for _ in self.kv.pages)  # other threads ask for it while pages may be given back
+        # Counted once: other threads ask while pages may be given back.
+        self.page_count, self.state_bytes = sum(1 for _ in self.kv.pages), self.kv.state_bytes
 
     @property
     def shareable(self) -> int:

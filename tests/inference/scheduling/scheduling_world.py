@@ -119,6 +119,8 @@ class Job:
 class Kv:
     """Pages, one for each token."""
 
+    state_bytes = 0
+
     def __init__(self, allocator: PageAllocator, size: int = 0) -> None:
         self.allocator = allocator
         self.pages = allocator.take(size)
