@@ -57,38 +57,34 @@ def running_snapshot(sequence: Sequence, model: ModelInfo, first_block: int, max
 
 
 def _files(
-    kv: SequenceKV,
-    model: ModelInfo,
-    token_ids: Tokens[int],
-    chain: Tokens[str],
-    first_block: int,
-    group: int = 0,
-    blocks: Collection[int] | None = None,
+    kv: SequenceKV, model: ModelInfo, token_ids: Tokens[int], chain: Tokens[str], first_block: int
 ) -> list[File]:
-    """`blocks`: only these; None: all from `first_block` on."""
-    if not layers_of(model.kv_identity, group):
-        return []  # no layer is kept in blocks
-    identities = file_identities(model.kv_identity_hash, token_ids, chain, first_block, group)
-    if blocks is not None:
-        identities = [each for each in identities if each.start // BLOCK_TOKENS in blocks]
+    """Of the layers that keep all tokens."""
+    if not layers_of(model.kv_identity, 0):
+        return []
+    return _written(kv, file_identities(model.kv_identity_hash, token_ids, chain, first_block))
+
+
+def _window(memory: ResidentMemory, model: ModelInfo, window: int, stored: Collection[int]) -> WindowFiles:
+    held = whole_blocks(memory.kv, window)
+    wanted = {*held} - {*stored} | {len(memory.chain)}  # the tail's too
+    identities = file_identities(model.kv_identity_hash, memory.state.token_ids, memory.chain, 0, window)
+    files = _written(memory.kv, [each for each in identities if each.start // BLOCK_TOKENS in wanted])
+    tail = _pop_tail(files)
+    return WindowFiles(window, tuple(held), tuple(files), tail)
+
+
+def _states(memory: ResidentMemory, model: ModelInfo) -> tuple[File, ...]:
+    if not model.has_states:
+        return ()
+    tokens, hash_ = memory.state.token_ids, model.kv_identity_hash
+    points = memory.kv.rewind_points
+    return tuple(_written(memory.kv, [state_identity(hash_, tokens, point, memory.chain) for point in points]))
+
+
+def _written(kv: SequenceKV, identities: list[FileIdentity]) -> list[File]:
     return list(zip(identities, files_of(kv, identities), strict=True))
 
 
 def _pop_tail(files: list[File]) -> File | None:
     return files.pop() if files and files[-1][0].kind == "tail" else None
-
-
-def _window(memory: ResidentMemory, model: ModelInfo, window: int, stored: Collection[int]) -> WindowFiles:
-    held = whole_blocks(memory.kv, window)
-    missing = [block for block in held if block not in stored]
-    files = _files(memory.kv, model, memory.state.token_ids, memory.chain, 0, window, (*missing, len(memory.chain)))
-    tail = _pop_tail(files)
-    return WindowFiles(window, tuple(held), tuple(files), tail)
-
-
-def _states(memory: ResidentMemory, model: ModelInfo) -> tuple[tuple[FileIdentity, bytes], ...]:
-    if not model.has_states:
-        return ()
-    tokens, hash_ = memory.state.token_ids, model.kv_identity_hash
-    identities = [state_identity(hash_, tokens, point, memory.chain) for point in memory.kv.rewind_points]
-    return tuple(zip(identities, files_of(memory.kv, identities), strict=True))
