@@ -94,7 +94,12 @@ class MlxThread(Generic[WorkerT]):
 
     def _run(self, make_worker: Callable[[], WorkerT], made: "Future[None]") -> None:
         try:
-            self._make_and_serve(make_worker, made)
+            worker = make_worker()
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+            made.set_exception(error)
+        else:
+            made.set_result(None)
+            self._serve(worker)
         finally:
             self._has_ended.set()
             self._return_to_senders()
@@ -102,27 +107,18 @@ class MlxThread(Generic[WorkerT]):
             mx.synchronize()
             mx.clear_streams()
 
-    def _make_and_serve(self, make_worker: Callable[[], WorkerT], made: "Future[None]") -> None:
+    def _serve(self, worker: WorkerT) -> None:
+        is_busy = True
         try:
-            worker = make_worker()
-        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
-            made.set_exception(error)
-            return
-        made.set_result(None)
-        try:
-            self._serve(worker)
+            while not self._is_over():
+                if not is_busy:
+                    self._wait(worker)
+                self._deliver_all(worker)
+                is_busy = worker.step(lambda: self._deliver_all(worker))
+            self._deliver_all(worker)
         finally:
             # Even when a step failed: callers that wait for the worker must not wait for ever.
             worker.close()
-
-    def _serve(self, worker: WorkerT) -> None:
-        is_busy = True
-        while not self._is_over():
-            if not is_busy:
-                self._wait(worker)
-            self._deliver_all(worker)
-            is_busy = worker.step(lambda: self._deliver_all(worker))
-        self._deliver_all(worker)
 
     def _is_over(self) -> bool:
         # A program that ends without close() must not hang in its exit, which waits for this thread.
