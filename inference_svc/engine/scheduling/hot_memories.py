@@ -44,7 +44,7 @@ class ResidentMemory:
 
 class HotMemories:
     """Memories by key, and the ledger of their bytes and of the running turns'. Only the MLX thread changes it, except
-    for tags and expected uses.
+    for expected uses and memories' tags.
 
     A turn calls `reserve` before it takes a page. At its end its reservation is released, after `put` if it leaves a
     memory.
@@ -107,7 +107,8 @@ class HotMemories:
         needed_bytes = self.ledger.promised_to(reservation)
         if self.missing_bytes(needed_bytes, protected):
             return False
-        self._make_room(needed_bytes, protected, reservation.namespace)
+        if needed_bytes > self.ledger.free_bytes:
+            self._make_room(needed_bytes, protected, reservation.namespace)
         self.ledger.reservations.append(reservation)
         return True
 

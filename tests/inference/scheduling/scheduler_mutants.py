@@ -267,10 +267,10 @@ MUTANTS = (
     ),
     # Bytes
     Mutant(
-        "a reservation is not asked for room",
+        "nothing is dropped for a reservation",
         "hot_memories.py",
-        "        self._make_room(needed_bytes, protected, reservation.namespace)\n",
-        "",
+        "if needed_bytes > self.ledger.free_bytes:\n",
+        "if False:\n",
         MEMORY,
     ),
     Mutant(
