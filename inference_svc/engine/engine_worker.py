@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineWorker:
-    """The worker of the MLX thread. Other threads may use the tags and expected uses of `memories`, and the counts."""
+    """The worker of the MLX thread. Other threads may use the counts, and of `memories` all but the KV."""
 
     def __init__(
         self,

@@ -100,6 +100,7 @@ class MlxThread(Generic[WorkerT]):
         else:
             made.set_result(None)
             self._serve(worker)
+            del worker  # its arrays go before the streams do
         finally:
             self._has_ended.set()
             self._return_to_senders()

@@ -142,9 +142,12 @@ class _PlannedDraw:
     def read_logprobs(self) -> TokenLogprobs | None:
         if not self.logprobs:
             return None
-        values: list[Any] = [array.tolist() for array in self.logprobs]
-        likeliest = sorted(zip(*values[1:], strict=True), key=lambda pair: (-pair[1], pair[0]))
-        return TokenLogprobs(values[0], tuple(likeliest))
+        value: Any
+        value, *likeliest = (
+            array.tolist() for array in self.logprobs
+        )  # none, where only the token's own was asked for
+        pairs = sorted(zip(*likeliest, strict=True), key=lambda pair: (-pair[1], pair[0]))
+        return TokenLogprobs(value, tuple(pairs))
 
 
 class Draws:
