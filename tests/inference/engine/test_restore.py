@@ -177,3 +177,14 @@ def test_blocks_shared_by_another_agent_give_the_reply_of_a_cold_run(driver: Dri
     cold = driver.turn(prompt, key=driver.key())
     assert taken.cached_tokens == 768
     assert taken.state == cold.state
+
+
+def test_a_plan_that_restores_less_than_anothers_memory_has_begins_with_that_memory(driver: Driver) -> None:
+    prompt = tokens_of(900, seed=6)
+    giver = driver.key()
+    driver.turn(prompt[:800], key=giver, namespace="tests", max_tokens=1)
+    block = Restored(driver.restored(giver).blobs[:1], TokenIds(prompt[:256]), 256, 256)
+    taken = driver.turn(prompt, block, driver.key(), namespace="tests")
+    cold = driver.turn(prompt, key=driver.key())
+    assert taken.cached_tokens == 768
+    assert taken.state == cold.state

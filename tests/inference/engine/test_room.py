@@ -57,10 +57,16 @@ def test_a_turn_that_begins_with_anothers_prefix_is_accounted_beside_the_memory_
     driver.turn((*prefix, 7), key=driver.key(), namespace="tests", max_tokens=2)
     driver.turn((*prefix[:2], *tokens_of(1_500, 6)), key=own, namespace="tests", max_tokens=2)
     seen: list[tuple[int, int]] = []
-    decoding = Listener().at(Tokens, 3, lambda: seen.append(used_and_accounted(driver)))
+    extended: list[object] = []
+
+    def look() -> None:
+        seen.append(used_and_accounted(driver))
+        extended.extend(one.extends for one in driver.engine._worker.memories.ledger.reservations)
+
     prompt = (*prefix, *tokens_of(40, 8))
-    ended = driver.turn(prompt, Hot(2), own, namespace="tests", max_tokens=20, listener=decoding)
+    ended = driver.turn(prompt, Hot(2), own, namespace="tests", max_tokens=20, listener=Listener().at(Tokens, 3, look))
     assert ended.cached_tokens == 1_024
+    assert extended == [None]
     [(used, accounted)] = seen
     assert used <= accounted
 
