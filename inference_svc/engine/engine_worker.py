@@ -332,7 +332,7 @@ class EngineWorker:
         sequence.finish(failure)
         kv, sequence.kv, sequence.swapped = sequence.kv, None, None
         if sequence.arrival is not None:
-            sequence.arrival.load.kv.release()
+            sequence.arrival.load.release()
             sequence.arrival = None
         if failure is not None and kv is not None:
             kv.release()

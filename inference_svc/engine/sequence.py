@@ -222,6 +222,10 @@ class Sequence:
     def next_files(self) -> int:
         return 0 if self.arrival is None else self.arrival.load.next_files
 
+    @property
+    def awaits_bytes(self) -> bool:
+        return self.arrival is not None and self.arrival.load.awaits_bytes
+
     def draws_after(self, count: int) -> bool:
         """Whether the next `count` tokens end the prompt and the reply's first token is not sampled yet."""
         ends_prompt = self.computed + count == self.prompt_tokens

@@ -1,6 +1,7 @@
 """Makes a sequence's KV from tensor files, a few at a time, so that others can compute in between.
 
-Blocks become pages byte for byte; only a tail has to be spread over one. On the MLX thread.
+Blocks become pages byte for byte; only a tail has to be spread over one. Where files come to the device by themselves,
+some are on their way while those before them are written, and while others compute. On the MLX thread.
 """
 
 from collections import deque
@@ -14,24 +15,34 @@ import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.formats.layer_groups import layers_of
 
-from inference_svc.kv.attention.host_copy import to_device
-from inference_svc.kv.page import PAGE_TOKENS
+from inference_svc.kv.attention.host_copy import LANDING_BYTES, Sent, may_send, send
+from inference_svc.kv.page import PAGE_TOKENS, UNIT_BYTES
 from inference_svc.kv.pages.block_table import blocks_of
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import RewindPoint, SequenceKV
 from inference_svc.kv.state_kv import StateKV
 from inference_svc.kv.tensor_files import Array, CheckedFile, not_finite, page_units, state_arrays
 
-MOST_FILES = 32  # that reach the device at once
+MOST_FILES = 32  # that are sent to the device at once
 
 
 @dataclass
 class _GroupFiles:
-    """The files of one group of layers, which follow each other, and how many of them are loaded."""
+    """The files of one group of layers, which follow each other, and how many of them were sent."""
 
     group: int
     files: Sequence[CheckedFile]
-    loaded: int = 0
+    sent: int = 0
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Files of one group, from the `first` of its files on, that were sent to the device, and their blocks."""
+
+    group: int
+    first: int
+    blocks: Sequence[int]
+    content: Sent
 
 
 class KvLoad:
@@ -61,63 +72,102 @@ class KvLoad:
             window: [file for file in some if file.header.identity.start < keep] for window, some in windows.items()
         }
         self._left = deque(_GroupFiles(group, some) for group, some in kept.items() if some)
+        self._coming = deque[_Piece]()  # sent, and not written to pages yet
+        self._unchecked: list[tuple[_Piece, mx.array]] = []  # written, and which of their files hold what is no number
 
     @property
     def next_files(self) -> int:
-        """How many files can be loaded at once: of one group of layers. 1 if there are none."""
-        return min(MOST_FILES, len(self._left[0].files) - self._left[0].loaded) if self._left else 1
+        """How many files can be sent at once: of one group of layers. 1 if there are none."""
+        if not self._left:
+            return 1
+        files, pool = self._left[0], self.kv.pool
+        file_bytes = UNIT_BYTES * sum(pool.formats[layer].units for layer in layers_of(pool.identity, files.group))
+        return min(MOST_FILES, max(1, LANDING_BYTES // file_bytes), len(files.files) - files.sent)
+
+    @property
+    def awaits_bytes(self) -> bool:
+        """Whether `advance` would only wait for files that come by themselves."""
+        if self._coming:
+            return not self._coming[0].content.is_there
+        return bool(self._left) and not may_send()
 
     def advance(self, most_files: int = MOST_FILES, meanwhile: Callable[[], None] = lambda: None) -> bool:
-        """Load the next files, at most so many; returns whether the KV is whole. Evaluates; on a GPU it
-        calls `meanwhile` before it waits.
+        """Send the next files to the device, at most so many, and write those that were sent in the call before. Files
+        that do not come by themselves are written in the call that sends them. Returns whether the KV is whole.
+        Evaluates; on a GPU it calls `meanwhile` before it waits for what is enqueued.
 
         Raises DataLoss, which names the file, for a value that is not finite, and ResourceExhausted if the pool has no
         room; nothing is left of the load then.
         """
         try:
-            if self._left:
-                self._load_rows(self._left[0], min(most_files, MOST_FILES), meanwhile)
-            if not self._left:
-                self._finish()
-            self.kv.pool.evaluate()
+            were_sent = bool(self._coming)
+            if self._left and (not were_sent or may_send()):
+                self._coming.append(self._sent(self._left[0], min(most_files, MOST_FILES)))
+            if self._coming and (were_sent or not self._coming[0].content.comes_by_itself):
+                self._write(self._coming[0], meanwhile)
+                self._coming.popleft()
+            if self._left or self._coming:
+                return False
+            self._finish(meanwhile)
+            return True
         except BaseException:
             self.kv.pool.forget_writes()  # pages that are free again may be another's when they would be written
             self.release()  # now: an error that is kept holds these frames, and with them the sequence
             raise
-        return not self._left
 
     def release(self) -> None:
-        """Give all pages back. Idempotent."""
+        """Give all pages back, and the room of what was sent. Idempotent."""
+        while self._coming:
+            self._coming.popleft().content.release(())
+        self._unchecked.clear()
         self.kv.release()
 
-    def _load_rows(self, files: _GroupFiles, most: int, meanwhile: Callable[[], None]) -> None:
-        """Take pages for the next files of a group, and write them."""
-        pool, group, first = self.kv.pool, files.group, files.loaded
+    def _sent(self, files: _GroupFiles, most: int) -> _Piece:
+        """Take pages for the next files of a group, and send them."""
+        pool, group, first = self.kv.pool, files.group, files.sent
         some = files.files[first : first + most]
         blocks = [file.header.identity.start // PAGE_TOKENS for file in some]
-        files.loaded += len(some)
         for table in self.kv.tables:
             if table.window == group:
                 table.pages |= dict(zip(blocks, pool.take(len(blocks)), strict=True))
-        bits = pool.exponents(group)
-        units = to_device([page_units(file, bits.size) for file in some])
-        found: Any = ((bits != 0) & ((units & bits) == bits)).any(axis=1)
-        if pool.dialect is not None:
-            mx.async_eval(found)  # type: ignore[no-untyped-call]
-            meanwhile()
-        is_wrong = found.tolist()
-        if any(is_wrong):
-            raise not_finite(first + is_wrong.index(True), group)
-        offset = 0
-        for layer in layers_of(pool.identity, group):
-            pool.write_pages(layer, [self.kv.table_of(layer).pages[block] for block in blocks], units, offset)
-            offset += pool.formats[layer].units
-        if files.loaded == len(files.files):
+        units = pool.exponents(group).size
+        piece = _Piece(group, first, blocks, send([page_units(file, units) for file in some]))
+        files.sent += len(some)
+        if files.sent == len(files.files):
             self._left.popleft()
+        return piece
 
-    def _finish(self) -> None:
-        """All rows are there: set the length and the rewind points."""
+    def _write(self, piece: _Piece, meanwhile: Callable[[], None]) -> None:
+        """Write files to their pages. What came by itself is only enqueued, and checked at the end: nobody reads these
+        pages before.
+        """
+        pool, bits, units = self.kv.pool, self.kv.pool.exponents(piece.group), piece.content.rows()
+        found: mx.array = ((bits != 0) & ((units & bits) == bits)).any(axis=1)
+        if not piece.content.comes_by_itself:
+            if pool.dialect is not None:
+                mx.async_eval(found)  # type: ignore[no-untyped-call]
+                meanwhile()
+            _check(piece, found)
+        offset = 0
+        for layer in layers_of(pool.identity, piece.group):
+            pages = [self.kv.table_of(layer).pages[block] for block in piece.blocks]
+            pool.write_pages(layer, pages, units, offset)
+            offset += pool.formats[layer].units
+        if piece.content.comes_by_itself:
+            mx.async_eval(found)  # type: ignore[no-untyped-call]
+            piece.content.release([found, *pool.begin_writes()])
+            self._unchecked.append((piece, found))
+        else:
+            pool.evaluate()
+
+    def _finish(self, meanwhile: Callable[[], None]) -> None:
+        """All rows are written: check what was not checked yet, and set the length and the rewind points."""
         kv = self.kv
+        if self._unchecked:
+            meanwhile()
+        for piece, found in self._unchecked:
+            _check(piece, found)
+        self._unchecked.clear()
         kv.length = self._keep
         for file in self._states:
             kv.set_point(_rewind_point(file, kv.pool.identity))
@@ -126,6 +176,13 @@ class KvLoad:
                 kv.set_point(RewindPoint(point, ()))
         kv.keep_rewind_points(kv.rewind_points)  # and no page that neither they nor the next token needs
         mx.eval(kv.state_arrays)
+
+
+def _check(piece: _Piece, found: mx.array) -> None:
+    """Raise DataLoss for the first file of a piece that holds what is no number. Waits."""
+    is_wrong: Any = found.tolist()
+    if any(is_wrong):
+        raise not_finite(piece.first + is_wrong.index(True), piece.group)
 
 
 def _rewind_point(file: CheckedFile, identity: identity_pb2.KvIdentity) -> RewindPoint:

@@ -109,6 +109,10 @@ class Schedulable(Hashable, Protocol):
         """How many files it can load at once."""
 
     @property
+    def awaits_bytes(self) -> bool:
+        """Its files come to the device by themselves: to load now would be to wait for them."""
+
+    @property
     def rest_tokens(self) -> int:
         """Prompt tokens left to compute."""
 

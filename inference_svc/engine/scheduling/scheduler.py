@@ -212,8 +212,9 @@ class Scheduler(Generic[TurnT]):
         """Give the step's next cell, or the next files, to a turn, which counts as served; None when that is over.
 
         `spent_s`: seconds that the step's cells and files took so far. The first is always granted if there is a turn
-        whose namespace owes nothing. More follow while the time lasts (it binds only while turns decode), while the
-        table allows, and while no turn was submitted, was cancelled, or may begin with a sibling's prefix.
+        whose namespace owes nothing and that, while others decode, would not only wait for its files. More follow while
+        the time lasts (it binds only while turns decode), while the table allows, and while no turn was submitted, was
+        cancelled, or may begin with a sibling's prefix.
         """
         self._steps.learn(spent_s)
         if self._steps.has_begun:

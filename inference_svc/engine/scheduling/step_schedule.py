@@ -86,10 +86,10 @@ class StepSchedule(Generic[TurnT]):
 
     def grant(self, spent_s: float, urgency: Urgency[TurnT]) -> Grant[TurnT] | None:
         """The step's next cell, or the next files, for a turn that counts as served; None when that is over."""
-        turn = self._next_in_round(urgency)
+        decodes = any(map(_is_decoding, self._turns))
+        turn = self._next_in_round(urgency, decodes=decodes)
         if turn is None:
             return None
-        decodes = any(map(_is_decoding, self._turns))
         size = self._size(turn, self._pace.budget_s - spent_s if decodes else None)
         loads = turn.status is Status.LOADING
         position, tokens = (0, 0) if loads else (turn.computed, size)
@@ -140,14 +140,15 @@ class StepSchedule(Generic[TurnT]):
             turn.schedule.waits_since_s = self._began_s
         return [turn for turn in decoding if turn in chosen]
 
-    def _next_in_round(self, urgency: Urgency[TurnT]) -> TurnT | None:
-        """The turn that gets the next cell, or loads the next files. From the most urgent class choose the namespace
-        that was served longest ago. Of its turns choose one that loads, or a warm one with one cell left, unless its
-        last cell went to such a turn out of order; else the turn that was served longest ago.
+    def _next_in_round(self, urgency: Urgency[TurnT], *, decodes: bool) -> TurnT | None:
+        """The turn that gets the next cell, or loads the next files; while others decode, none that would only wait for
+        its files. From the most urgent class choose the namespace that was served longest ago. Of its turns choose one
+        that loads, or a warm one with one cell left, unless its last cell went to such a turn out of order; else the
+        turn that was served longest ago.
         """
         able = (Status.PREFILLING, Status.LOADING)
         prefilling = [turn for turn in self._turns if turn.status in able and not turn.is_cancelled]
-        prefilling = [turn for turn in prefilling if not self._owes(turn)]
+        prefilling = [turn for turn in prefilling if not self._owes(turn) and not (decodes and turn.awaits_bytes)]
         pressing = {turn.namespace for turn in prefilling if urgency.is_pressing(turn)}
         urgent = [turn for turn in prefilling if urgency.is_urgent(turn, pressing)]
         if not prefilling:

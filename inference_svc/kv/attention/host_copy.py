@@ -4,14 +4,21 @@ MLX keeps an array that it makes of host bytes in managed memory, and a kernel t
 a restore of 302 MB took 158 ms so, and 70 ms by CUDA's own copy (H200). CUDA's copy of ordinary memory is one thread's;
 several that fill pinned buffers are faster. On other devices host and device share their memory, and MLX's way is the
 only one.
+
+What is copied by threads needs neither the processor nor the GPU. So rows may be sent ahead (`send`), to room that is
+kept for them, while steps are enqueued and computed.
 """
 
 import ctypes
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
+from weakref import WeakSet
 
 import mlx.core as mx
 import numpy as np
@@ -21,8 +28,160 @@ Units = npt.NDArray[np.generic]
 _Piece: TypeAlias = tuple[int, int, int]  # an address on the device, one on the host, and bytes
 _PIECE_BYTES = 4 << 20
 _THREADS = 6
+LANDING_BYTES = 128 << 20  # that are sent at once
+_LANDINGS = 3
 
 _ADDRESS_SOURCE = "if (threadIdx.x == 0) { address[0] = (long long)given; }"
+
+
+class Sent(Protocol):
+    """Rows that were sent to the device."""
+
+    @property
+    def comes_by_itself(self) -> bool:
+        """Whether `send` did not wait for it."""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether `rows` waits for nothing."""
+
+    def rows(self) -> mx.array:
+        """The rows, [rows, units]. Waits for them."""
+
+    def release(self, readers: Sequence[mx.array]) -> None:
+        """From now on nothing reads the rows but what these arrays are computed from, and that is enqueued. Without
+        readers, copies that have not begun are not made. Idempotent.
+        """
+
+
+def send(rows: Sequence[Units]) -> Sent:
+    """Send equal rows of uint16 units ahead if this device has room for that, else copy them now."""
+    if rows and _has_cuda() and _is_sound() and (landing := _landings().take(len(rows) * rows[0].size)) is not None:
+        return _Coming(_landings(), landing, rows)
+    return _Copied(to_device(rows))
+
+
+def may_send() -> bool:
+    """Whether `send` has room for rows that come by themselves; True on a device where none do."""
+    return not (_has_cuda() and _is_sound()) or _landings().has_room
+
+
+def drop_room() -> None:
+    """Free the memory of this thread's landings that are not in use."""
+    _landings().drop_free()
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """Rows that are there already."""
+
+    array: mx.array
+    comes_by_itself: bool = False
+    is_there: bool = True
+
+    def rows(self) -> mx.array:
+        return self.array
+
+    def release(self, readers: Sequence[mx.array]) -> None:
+        """Nothing is kept for them."""
+
+
+class _Landing:
+    """Room on the device for rows, with the copies that are on their way there, and the arrays that read it last."""
+
+    def __init__(self) -> None:
+        self.array: mx.array | None = None
+        self.address = 0
+        self.copies: Sequence[Future[None]] = ()
+        self.readers: Sequence[mx.array] = ()
+
+    @property
+    def has_all(self) -> bool:
+        """No copy is on its way."""
+        return all(copy.done() for copy in self.copies)
+
+    def make_ready(self, units: int) -> None:
+        """Wait until nobody writes or reads it, and give it memory for so many units. Where a copy had failed, that is
+        other memory than before.
+        """
+        failed = [copy for copy in self.copies if not copy.cancelled() and copy.exception() is not None]
+        mx.eval(*self.readers)
+        self.copies = self.readers = ()
+        if self.array is None or self.array.size < units or failed:
+            self.array = None  # before there is another
+            self.array = mx.zeros((units,), dtype=mx.uint16)
+            self.address = _address(self.array)
+            mx.synchronize()  # other work may still read memory that was free when this array was made
+
+
+class Landings:
+    """A few of them, used in turn: the readers of the one that has been free for longest are done. Each MLX thread has
+    its own, because two threads must not evaluate one array.
+    """
+
+    def __init__(self) -> None:
+        self._free: deque[_Landing] = deque()
+        self._all: WeakSet[_Landing] = WeakSet()  # one that is not given back is gone, and may be made anew
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._all) < _LANDINGS or any(landing.has_all for landing in self._free)
+
+    def take(self, units: int) -> _Landing | None:
+        """One with room for so many units; None if all are in use, or if the device has no memory for it."""
+        landing = self._next()
+        if landing is not None:
+            with suppress(RuntimeError, MemoryError):
+                landing.make_ready(max(units, LANDING_BYTES // 2))
+                return landing
+        return None
+
+    def give_back(self, landing: _Landing) -> None:
+        self._free.append(landing)
+
+    def drop_free(self) -> None:
+        self._free.clear()
+
+    def _next(self) -> _Landing | None:
+        """One that no copy is on its way to: a free one, else a new one."""
+        landing = next((landing for landing in self._free if landing.has_all), None)
+        if landing is not None:
+            self._free.remove(landing)
+        elif len(self._all) < _LANDINGS:
+            self._all.add(landing := _Landing())
+        return landing
+
+
+class _Coming:
+    """Rows on their way to a landing, which is free again when it is said what reads them."""
+
+    comes_by_itself = True
+
+    def __init__(self, landings: Landings, landing: _Landing, rows: Sequence[Units]) -> None:
+        assert landing.array is not None
+        self._landings = landings
+        self._landing: _Landing | None = landing
+        self._shape = (len(rows), rows[0].size)
+        landing.copies = _begin_copies(rows, landing.array, landing.address)
+
+    @property
+    def is_there(self) -> bool:
+        return self._landing is None or self._landing.has_all
+
+    def rows(self) -> mx.array:
+        assert self._landing is not None
+        assert self._landing.array is not None
+        _wait_for(self._landing.copies)
+        count, units = self._shape
+        return self._landing.array[: count * units].reshape(count, units)
+
+    def release(self, readers: Sequence[mx.array]) -> None:
+        landing, self._landing = self._landing, None
+        if landing is not None:
+            for copy in landing.copies:
+                copy.cancel()  # which those that have begun do not do
+            landing.readers = readers
+            self._landings.give_back(landing)
 
 
 def to_device(rows: Sequence[Units]) -> mx.array:
@@ -37,9 +196,15 @@ def _copied_to_device(rows: Sequence[Units]) -> mx.array:
     first = _address(made)
     # Other work may still read memory that was free when this array was made.
     mx.synchronize()
-    kept = [np.ascontiguousarray(row) for row in rows]
-    _copiers().copy([piece for number, row in enumerate(kept) for piece in _pieces(first + number * row.nbytes, row)])
+    _wait_for(_begin_copies(rows, made, first))
     return made
+
+
+def _begin_copies(rows: Sequence[Units], target: mx.array, address: int) -> "list[Future[None]]":
+    """Begin to copy equal rows to an array that lies at this address."""
+    kept = [np.ascontiguousarray(row) for row in rows]
+    pieces = [piece for number, row in enumerate(kept) for piece in _pieces(address + number * row.nbytes, row)]
+    return _copiers().begin(pieces, (kept, target))
 
 
 def _pieces(address: int, row: Units) -> Iterator[_Piece]:
@@ -95,13 +260,9 @@ class _Copiers:
         self._here = threading.local()
         self._threads = ThreadPoolExecutor(_THREADS, "host-copy", self._begin, (context,))
 
-    def copy(self, pieces: Sequence[_Piece]) -> None:
-        """Returns when the device has all bytes. Raises RuntimeError if CUDA refuses one."""
-        shares = [self._threads.submit(self._copy, pieces[first::_THREADS]) for first in range(_THREADS)]
-        errors = [share.exception() for share in shares]  # waits for all: each still reads the host's bytes
-        for error in errors:
-            if error is not None:
-                raise RuntimeError(f"copy to the device: {error}") from error
+    def begin(self, pieces: Sequence[_Piece], kept: object) -> "list[Future[None]]":
+        """Begin to copy. `kept`: what holds the bytes of both sides until all copies are done."""
+        return [self._threads.submit(self._copy, pieces[first::_THREADS], kept) for first in range(_THREADS)]
 
     def _begin(self, context: ctypes.c_void_p) -> None:
         driver, self._here.ways = _driver(), []
@@ -112,20 +273,42 @@ class _Copiers:
             _check(driver.cuMemHostAlloc(ctypes.byref(buffer), ctypes.c_size_t(_PIECE_BYTES), 0))
             self._here.ways.append((stream, buffer))
 
-    def _copy(self, pieces: Sequence[_Piece]) -> None:
+    def _copy(self, pieces: Sequence[_Piece], _kept: object) -> None:
         ways, driver = self._here.ways, _driver()
-        for number, (target, source, size) in enumerate(pieces):
-            stream, buffer = ways[number % 2]
-            _check(driver.cuStreamSynchronize(stream))
-            ctypes.memmove(buffer, source, size)
-            _check(driver.cuMemcpyHtoDAsync_v2(ctypes.c_uint64(target), buffer, ctypes.c_size_t(size), stream))
-        for stream, _ in ways:
-            _check(driver.cuStreamSynchronize(stream))
+        try:
+            for number, (target, source, size) in enumerate(pieces):
+                stream, buffer = ways[number % 2]
+                _check(driver.cuStreamSynchronize(stream))
+                ctypes.memmove(buffer, source, size)
+                _check(driver.cuMemcpyHtoDAsync_v2(ctypes.c_uint64(target), buffer, ctypes.c_size_t(size), stream))
+        finally:  # after an error too: no byte may arrive when the memory is another's
+            states = [driver.cuStreamSynchronize(stream) for stream, _ in ways]
+        for state in states:
+            _check(state)
+
+
+def _wait_for(copies: "Sequence[Future[None]]") -> None:
+    """Returns when the device has all bytes. Raises RuntimeError if CUDA refused one."""
+    for error in [copy.exception() for copy in copies]:  # of all: each still reads the host's bytes
+        if error is not None:
+            raise RuntimeError(f"copy to the device: {error}") from error
 
 
 @cache
 def _copiers() -> _Copiers:
     return _Copiers()
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.landings = Landings()
+
+
+_here = _Here()
+
+
+def _landings() -> Landings:
+    return _here.landings
 
 
 @cache

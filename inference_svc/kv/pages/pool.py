@@ -168,6 +168,16 @@ class KvPool:
         mx.eval(self.arrays, self._written)
         self._written.clear()
 
+    def begin_writes(self) -> list[mx.array]:
+        """Enqueue all writes of kernels; returns arrays that are there once they are done. Waits where no kernels
+        write: whoever held an array would make the next write copy it.
+        """
+        if self.dialect is None:
+            self.evaluate()
+        begun, self._written = self._written, []
+        mx.async_eval(begun)  # type: ignore[no-untyped-call]
+        return begun
+
     def forget_writes(self) -> None:
         """Writes of kernels that were not evaluated will not happen."""
         self._written.clear()

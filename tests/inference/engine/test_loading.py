@@ -5,6 +5,7 @@ from kvasir.errors import Cancelled, DataLoss
 
 from inference_svc.engine.api import AgentKey, Hot, Restored, Started, Tokens
 from tests.inference.engine.driving import Driver, Listener, tokens_of
+from tests.inference.kv.attention.coming_files import play
 from tests.inference.kv.sequences import poison_free_pages
 
 LENGTH = 1_700  # seven files; beside a stream one is loaded a step, because the engines here have no budget
@@ -54,6 +55,29 @@ def test_a_restore_in_pieces_beside_streams_that_come_and_go_changes_nobody(
     assert driver.files(back) == driver.files(stayed)
     before, after = seen
     assert after - before >= 6, "the stream waited for more than a file"
+
+
+@pytest.mark.cpu_only("it plays CUDA's copies")
+def test_streams_speak_while_files_are_on_their_way(
+    driver: Driver, memory: tuple[AgentKey, Restored], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, files = memory
+    prompt, stream, returning, seen = (*files.token_ids, *SUFFIX), Listener(), Listener(), list[int]()
+    alone = driver.reply(driver.turn(tokens_of(60, 30), max_tokens=30))
+    expected = driver.turn(prompt, Hot(LENGTH), driver.fork(key), max_tokens=4)
+    played, back = play(monkeypatch), driver.key()
+
+    def begin() -> None:
+        played.gate.clear()
+        driver.submit(prompt, files, back, listener=returning, max_tokens=4)
+
+    stream.at(Tokens, 2, begin).at(Tokens, 12, played.gate.set)
+    returning.at(Started, 1, lambda: seen.append(stream.count(Tokens)))
+    driver.submit(tokens_of(60, 30), listener=stream, max_tokens=30)
+    assert driver.reply(stream.end()) == alone
+    assert returning.end().state == expected.state
+    assert driver.files(back)[: len(files.blobs) - 1] == files.blobs[:-1]
+    assert seen[0] >= 12, "it came while nothing could arrive"
 
 
 @pytest.mark.long(3)

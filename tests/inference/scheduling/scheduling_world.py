@@ -57,6 +57,8 @@ class Job:
     restored_s: float = 0.0  # when it has come back
     is_restoring: bool = False
     files: int = 0  # that become its KV before its first cell
+    awaits_bytes: bool = False
+    there_s: float = 0.0  # when the files that were sent are there, if they come by themselves
     cell_tokens: int = CELL
     kv: "Kv | None" = None
     reservation: Reservation | None = None
@@ -174,7 +176,8 @@ class Hot(HotMemories):
 @dataclass
 class World:
     """`cell_s`, `token_s` and `file_s`: how long a cell, a step's decoding and the load of a file take, and `load_s` a
-    load of any number of files besides. `at_once`: the most turns that find room together.
+    load of any number of files besides; `sent_s`: how long a file's bytes are on their way, which are granted then and
+    come by themselves. `at_once`: the most turns that find room together.
     """
 
     budget_bytes: int = 1 << 40
@@ -183,6 +186,7 @@ class World:
     token_s: float = 0.01
     file_s: float = 0.0
     load_s: float = 0.0
+    sent_s: float = 0.0
     at_once: int = 1 << 40
     cost_s: Callable[[int, int], float] | None = None  # of a cell, by its position and tokens; else `cell_s`
     now: float = 0.0
@@ -396,7 +400,8 @@ class World:
         spent, tokens = 0.0, 0
         starts: dict[Job, int] = {}
         able = (Status.PREFILLING, Status.LOADING)
-        waits = any(job.status in able and not job.is_cancelled for job in self.scheduler.running)
+        self._look_for_bytes()
+        waits = any(job.status in able and not (job.is_cancelled or job.awaits_bytes) for job in self.scheduler.running)
         is_first = True
         while (grant := self.scheduler.grant(spent)) is not None:
             job, loads = grant.turn, grant.turn.status is Status.LOADING
@@ -404,19 +409,27 @@ class World:
             assert not job.is_cancelled
             decodes = any(other.status is Status.DECODING for other in self.scheduler.running)
             assert is_first or not decodes or spent < self.rules.budget_s, "more than the budget and one cell"
+            assert not (decodes and job.awaits_bytes), "streams wait for bytes that come by themselves"
             took_s = self.load_s + grant.size * self.file_s if loads else self._cell_s(job.computed, grant.size)
+            took_s += max(0.0, job.there_s - self.now)
             spent, self.now, is_first = spent + took_s, self.now + took_s, False
             if loads:
                 assert grant.size <= job.next_files
                 job.files -= grant.size
+                job.there_s = self.now + grant.size * self.sent_s
             else:
                 starts.setdefault(job, job.computed)
                 tokens += grant.size
                 limit = min(most_tokens(start) for start in starts.values())
                 assert tokens <= max(limit, job.cell_tokens), "more tokens than the table says"
                 self._compute(job, grant.size)
+            self._look_for_bytes()
         assert not is_first or not waits or len(self.namespaces) > 1, "nobody prefilled"
         self.chunks.append(tokens)
+
+    def _look_for_bytes(self) -> None:
+        for job in self.scheduler.running:
+            job.awaits_bytes = bool(job.files) and self.now < job.there_s
 
     def _compute(self, job: Job, tokens: int) -> None:
         """A cell, whose time has passed."""

@@ -1,0 +1,71 @@
+"""CUDA's copies as far as a CPU can play them: threads copy to where an array lies, when they may."""
+
+import ctypes
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from inference_svc.kv.attention import host_copy
+
+
+class PlayedDriver(SimpleNamespace):
+    """The functions of `libcuda` that copies call. While `gate` is closed, nothing arrives."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error = 0  # what a copy answers
+        self.copies = 0
+        self._buffers: list[Any] = []
+        super().__init__(
+            cuCtxGetCurrent=lambda _context: 0,
+            cuCtxSetCurrent=lambda _context: 0,
+            cuStreamCreate=lambda _stream, _flags: 0,
+            cuStreamSynchronize=lambda _stream: 0,
+            cuMemHostAlloc=self._allocate,
+            cuMemcpyHtoDAsync_v2=self._copy,
+            cuMemcpyDtoH_v2=_back,
+        )
+
+    def _allocate(self, buffer: Any, size: Any, _flags: int) -> int:
+        self._buffers.append(ctypes.create_string_buffer(size.value))
+        buffer._obj.value = ctypes.addressof(self._buffers[-1])
+        return 0
+
+    def _copy(self, target: Any, source: Any, size: Any, _stream: object) -> int:
+        self.gate.wait(5)
+        self.copies += 1
+        ctypes.memmove(target.value, source.value, size.value)
+        return self.error
+
+
+def _back(target: int, source: Any, size: int) -> int:
+    ctypes.memmove(target, source.value, size)
+    return 0
+
+
+def play(monkeypatch: pytest.MonkeyPatch, landing_bytes: int = 1 << 20) -> PlayedDriver:
+    """Take this CPU for a GPU that CUDA copies to."""
+    driver, copiers, landings = PlayedDriver(), [], host_copy.Landings()
+    monkeypatch.setattr(host_copy, "_driver", lambda: driver)
+    monkeypatch.setattr(host_copy, "_has_cuda", lambda: True)
+    monkeypatch.setattr(host_copy, "_is_sound", lambda: True)
+    monkeypatch.setattr(host_copy, "_address", _address)
+    monkeypatch.setattr(host_copy, "LANDING_BYTES", landing_bytes)
+    monkeypatch.setattr(host_copy, "_landings", lambda: landings)
+
+    def only() -> Any:
+        copiers.extend([] if copiers else [host_copy._Copiers()])
+        return copiers[0]
+
+    monkeypatch.setattr(host_copy, "_copiers", only)
+    return driver
+
+
+def _address(array: mx.array) -> int:
+    mx.eval(array)
+    return int(np.asarray(array).ctypes.data)
