@@ -30,11 +30,14 @@ _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def few_rows(x: mx.array, matrices: Sequence[mx.array]) -> list[mx.array]:
-    """x [rows, depth] times each w [width, depth] transposed, all of one 16-bit type: [rows, width], summed in fp32.
+    """x [..., depth] times each w [width, depth] transposed, all of one 16-bit type: [..., width], summed in fp32.
 
-    At most MAX_ROWS rows and three matrices; the depth is a multiple of 8.
+    At most MAX_ROWS rows and three matrices; the depth is a multiple of 8. A model's own shape, [slots, n, depth], is
+    taken and given as it is: each change of shape would be one more node of a step's graph.
     """
-    rows, widths = x.shape[0], [w.shape[0] for w in matrices]
+    shape, widths = x.shape[:-1], [w.shape[0] for w in matrices]
+    x = x if x.ndim == 3 else x.reshape(1, -1, x.shape[-1])
+    rows = x.shape[0] * x.shape[1]
     tiles, height, stages = next(shape for most, shape in _SHAPES.items() if rows <= most)
     if height > _NARROW[1] and _blocks(widths, height) <= _FEW_BLOCKS:
         tiles, height, stages = _NARROW
@@ -53,7 +56,7 @@ def few_rows(x: mx.array, matrices: Sequence[mx.array]) -> list[mx.array]:
         ],
         grid=(_blocks(widths, height) * _WARPS * LANES, 1, 1),
         threadgroup=(_WARPS * LANES, 1, 1),
-        output_shapes=[(rows, width) for width in widths],
+        output_shapes=[(*shape, width) for width in widths],
         output_dtypes=[x.dtype] * len(matrices),
     )
 
@@ -71,10 +74,9 @@ class _Together:
         self._products: dict[int, mx.array] = {}
 
     def product(self, member: Linear, x: mx.array) -> mx.array:
-        """x [rows, depth] times the member's matrix."""
+        """x [..., depth] times the member's matrix."""
         if self._x is not x or id(member) not in self._products:
-            flat = x.reshape(-1, x.shape[-1])
-            found = few_rows(flat, [each.weight for each in self._members])
+            found = few_rows(x, [each.weight for each in self._members])
             self._x, self._products = x, {id(each): y for each, y in zip(self._members, found, strict=True)}
         y = self._products.pop(id(member))
         if not self._products:
@@ -88,7 +90,7 @@ class _FewRowsLinear(Linear):
     def __call__(self, x: mx.array) -> mx.array:
         if not _is_few(x, self.weight):
             return Linear.__call__(self, x)
-        y = self.together.product(self, x).reshape(*x.shape[:-1], -1)
+        y = self.together.product(self, x)
         return y + self.bias if "bias" in self else y
 
 
@@ -97,7 +99,7 @@ class _FewRowsEmbedding(Embedding):
         if not _is_few(x, self.weight):
             as_linear: Any = super().as_linear
             return cast("mx.array", as_linear(x))
-        return few_rows(x.reshape(-1, x.shape[-1]), [self.weight])[0].reshape(*x.shape[:-1], -1)
+        return few_rows(x, [self.weight])[0]
 
 
 def take_few_rows(model: Module) -> None:

@@ -1,7 +1,7 @@
 // A block makes 16 * HEIGHT outputs of up to 8 * TILES rows, of one of COUNT matrices. Its warps share the chunks; their
 // sums become one in order.
 constexpr int OUTPUTS = 16 * HEIGHT, ROWS = 8 * TILES, STAGE = (OUTPUTS + ROWS) * KV_CHUNK;
-const int depth = x_shape[1], rows = x_shape[0];
+const int depth = x_shape[2], rows = x_shape[0] * x_shape[1];
 int first_output = kv_block_x * OUTPUTS, width = widths[0];
 const kv_u16* my_w = matrices[0];
 T* y = results[0];

@@ -9,7 +9,7 @@ from mlx import nn
 
 from inference_svc.kv import few_rows as module
 from inference_svc.kv.attention.emulation.emulator import cuda_emulator
-from inference_svc.kv.attention.fused import COMPILERS
+from inference_svc.kv.attention.fused import COMPILERS, compiled
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.few_rows import MAX_ROWS, few_rows, take_few_rows
 from tests.inference.kv.attention.emulators import needs_compiler
@@ -42,6 +42,25 @@ def test_products_are_near_and_a_row_has_the_same_bits_beside_any_others(
         for y, w, all_rows in zip(few_rows(x[-rows:], matrices), matrices, whole, strict=True):
             assert error(y, x[-rows:], w) < most
             assert mx.array_equal(y, all_rows[-rows:])
+
+
+@pytest.mark.parametrize("shape", [(8,), (8, 1), (1, 8), (2, 4), (2, 2, 2)])
+def test_rows_of_any_shape_keep_it_and_a_models_own_needs_no_change(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mx.random.seed(5)
+    w, x = (mx.random.normal((rows, 64)).astype(mx.bfloat16) for rows in (33, 8))
+    (right,), given, taken = few_rows(x, [w]), x.reshape(*shape, 64), list[mx.array]()
+
+    def noted(*source: Any) -> Any:
+        kernel = compiled(*source)
+        return lambda inputs, **options: taken.append(inputs[0]) or kernel(inputs=inputs, **options)
+
+    monkeypatch.setattr(module, "compiled", noted)
+    (found,) = few_rows(given, [w])
+    assert found.shape == (*shape, 33)
+    assert mx.array_equal(found.reshape(8, 33), right)
+    assert len(shape) != 2 or taken[0] is given
 
 
 class Attention(nn.Module):
