@@ -12,8 +12,8 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from inference_svc.kv.few_rows import take_few_rows
+from inference_svc.kv.plain_norms import take_plain_norms
 from inference_svc.kv.row_exact import make_row_exact
-from inference_svc.model.plain_norms import take_plain_norms
 
 # MLX's CUDA back end commits a graph after 30 operations or 400 million values of input: an 8B model's step is more
 # than twenty graphs, each of which costs the processor 0.1 ms and the GPU a pause. With these it is six; more is no

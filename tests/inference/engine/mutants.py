@@ -29,8 +29,8 @@ MUTANTS = (
     Mutant(
         "numbers that are not finite are let through",
         "kv_load.py",
-        "        if any(is_wrong):\n",
-        "        if False:\n",
+        "    if any(is_wrong):\n",
+        "    if False:\n",
         "turns",
     ),
     Mutant(
@@ -271,7 +271,7 @@ MUTANTS = (
     Mutant(
         "who is cancelled while its files are loaded keeps their pages",
         "engine_worker.py",
-        "            sequence.arrival.load.kv.release()\n",
+        "            sequence.arrival.load.release()\n",
         "            globals().setdefault('_kept', []).append(sequence.arrival.load.kv)\n",
         "loading",
     ),

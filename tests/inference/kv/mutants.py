@@ -7,6 +7,7 @@ from tests.mutation.mutant import Mutant, Suite
 BATCH, WINDOW, STATES, WORLD = "kv/test_backends", "kv/test_window_kv", "kv/test_state_kv", "kv/test_sequence_world"
 ROWS, FILES, PREFILL, CODEC = "kv/test_rows", "kv/test_sequence_files", "kv/test_prefill", "kv/test_codec"
 BOOKS, BATCHING, MEMORY = "kv/test_page_bookkeeping", "engine/test_batching", "kv/test_pool_memory"
+COMING, COPIES = "kv/test_coming_files", "kv/attention/test_host_copy"
 
 MUTANTS = (
     Mutant(
@@ -297,8 +298,8 @@ MUTANTS = (
     Mutant(
         "numbers that are not finite are let through",
         "kv_load.py",
-        "        if any(is_wrong):\n",
-        "        if False:\n",
+        "    if any(is_wrong):\n",
+        "    if False:\n",
         FILES,
     ),
     Mutant(
@@ -314,6 +315,48 @@ MUTANTS = (
         "        blocks = [file.header.identity.start // PAGE_TOKENS for file in some]\n",
         "        blocks = [file.header.identity.start // PAGE_TOKENS - first for file in some]\n",
         FILES,
+    ),
+    Mutant(
+        "files that come by themselves are not checked",
+        "kv_load.py",
+        "            _check(piece, found)\n        self._unchecked",
+        "            pass\n        self._unchecked",
+        COMING,
+    ),
+    Mutant(
+        "room for files is used again while somebody reads it",
+        "host_copy.py",
+        "        mx.eval(*self.readers)\n",
+        "",
+        COPIES,
+    ),
+    Mutant(
+        "who sends files waits for those that were given up",
+        "host_copy.py",
+        "if landing.has_all), None)",
+        "if True), None)",
+        COPIES,
+    ),
+    Mutant(
+        "files that were given up are copied all the same",
+        "host_copy.py",
+        "                copy.cancel()",
+        "                pass",
+        COPIES,
+    ),
+    Mutant(
+        "memory that a failed copy may still write to is used again",
+        "host_copy.py",
+        "self.array.size < units or failed:",
+        "self.array.size < units:",
+        COPIES,
+    ),
+    Mutant(
+        "a copy that fails leaves those before it on their way",
+        "host_copy.py",
+        "        finally:  # after",
+        "        except ZeroDivisionError:\n            raise\n        else:  # after",
+        COPIES,
     ),
     Mutant(
         "a tail's rows are cut from the wrong head",

@@ -54,6 +54,20 @@ MUTANTS = (
         ORDER,
     ),
     Mutant(
+        "streams wait for bytes that come by themselves",
+        "step_schedule.py",
+        " and not (decodes and turn.awaits_bytes)",
+        "",
+        COSTS,
+    ),
+    Mutant(
+        "who is alone does not wait for bytes either",
+        "step_schedule.py",
+        "(decodes and turn.awaits_bytes)",
+        "turn.awaits_bytes",
+        COSTS,
+    ),
+    Mutant(
         "streams wait for the budget, however short their steps are",
         "step_schedule.py",
         "self._rules.budget_s if step_s is None else self._rules.stalled_steps * step_s",

@@ -28,5 +28,8 @@ def _adds_one(module: Any) -> bool:
         return False
     probe = mx.linspace(-2.0, 3.0, module.weight.size).astype(module.weight.dtype)[None]
     expected = mx.fast.rms_norm(probe, 1.0 + module.weight, module.eps)
-    found = module(probe)
+    try:
+        found = module(probe)
+    except Exception:  # noqa: BLE001 - a norm of that name that takes other inputs
+        return False
     return found.dtype == expected.dtype and bool(mx.array_equal(found, expected).item())

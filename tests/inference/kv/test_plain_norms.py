@@ -6,12 +6,13 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm.utils
 import pytest
+from mlx import nn
 from mlx.nn.layers.normalization import RMSNorm
 from mlx_lm.models import gemma3_text
 from mlx_lm.models.cache import make_prompt_cache
 
+from inference_svc.kv.plain_norms import take_plain_norms
 from inference_svc.model.loading import load
-from inference_svc.model.plain_norms import take_plain_norms
 from tests.inference.engine.families import ALL, GEMMA3, write_family
 
 TOKENS = mx.arange(40, dtype=mx.uint32)[None]
@@ -56,6 +57,19 @@ class _Doubled(gemma3_text.RMSNorm):
     def __call__(self, x: mx.array) -> mx.array:
         found: mx.array = 2 * super().__call__(x)
         return found
+
+
+class _Gated(gemma3_text.RMSNorm):
+    def __call__(self, x: mx.array, gate: mx.array) -> mx.array:
+        found: mx.array = gate * super().__call__(x)
+        return found
+
+
+def test_a_norm_of_that_name_that_takes_more_than_its_input_stays_what_it_is() -> None:
+    model: Any = nn.Module()
+    model.norm = type("RMSNorm", (_Gated,), {})(8)
+    take_plain_norms(model)
+    assert isinstance(model.norm, _Gated)
 
 
 def test_a_norm_of_that_name_that_computes_something_else_stays_what_it_is(tmp_path: Path) -> None:
