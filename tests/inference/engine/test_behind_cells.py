@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import llama
 
-from inference_svc.engine.api import Ended, Event, Prefilled, Tokens
+from inference_svc.engine.api import Ended, Event, Hot, Prefilled, Started, Tokens
 from inference_svc.engine.engine import Engine
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.kv import attention_hook
@@ -17,6 +17,7 @@ from inference_svc.kv.attention import in_place, paged
 from inference_svc.kv.attention.paged import Implementation
 from inference_svc.model.model_runner import ModelRunner
 from tests.inference.engine.driving import Driver, Listener, tokens_of
+from tests.inference.kv.attention.coming_files import play
 from tests.inference.kv.attention.emulators import EMULATORS, needs_compiler
 
 pytestmark = [
@@ -126,3 +127,23 @@ def test_who_waits_for_a_turn_that_ends_at_a_steps_beginning_begins_at_once(emul
         ended_s = time.monotonic()
         next_turn.end()
         assert next_turn.began_s - ended_s < 0.9, "the engine looks for work by itself once a second"
+
+
+def test_files_that_come_by_themselves_are_written_between_steps_and_change_nobody(
+    emulated: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, state = emulated.remember(600, seed=6)
+    files, alone = emulated.restored(key), emulated.reply(emulated.turn(SHORT, max_tokens=16))
+    expected = emulated.turn((*state.token_ids, *SHORT), Hot(len(state.token_ids)), key, max_tokens=3)
+    played, stream, returning, seen = play(monkeypatch), Listener(), Listener(), list[int]()
+
+    def begin() -> None:
+        played.gate.clear()
+        emulated.submit((*state.token_ids, *SHORT), files, listener=returning, max_tokens=3)
+
+    stream.at(Tokens, 2, begin).at(Tokens, 7, played.gate.set)
+    returning.at(Started, 1, lambda: seen.append(stream.count(Tokens)))
+    emulated.submit(SHORT, listener=stream, max_tokens=16)
+    assert emulated.reply(stream.end()) == alone
+    assert returning.end().state == expected.state
+    assert seen[0] >= 7
