@@ -75,13 +75,16 @@ class StepSchedule(Generic[TurnT]):
 
     def learn(self, spent_s: float) -> None:
         """The last grant was carried out, unless its turn is over. A prompt's few last tokens tell nothing: a pass
-        costs something by itself.
+        costs something by itself. Nor does the end of a load, which waits for what the pieces before it enqueued.
         """
         self._time.spent(spent_s)
         last, self._granted = self._granted, None
         if last is None or last.turn.status not in RUNNING:
             return
-        if last.position is None or last.size >= self._rules.least_tokens:
+        is_telling = last.size >= self._rules.least_tokens
+        if last.position is None:
+            is_telling = last.turn.status is Status.LOADING
+        if is_telling:
             self._costs.learn(last.position, last.size, spent_s - last.began_s)
 
     def grant(self, spent_s: float, urgency: Urgency[TurnT]) -> Grant[TurnT] | None:

@@ -68,6 +68,13 @@ MUTANTS = (
         COSTS,
     ),
     Mutant(
+        "the end of a load says how long files take",
+        "step_schedule.py",
+        "is_telling = last.turn.status is Status.LOADING",
+        "is_telling = True",
+        COSTS,
+    ),
+    Mutant(
         "streams wait for the budget, however short their steps are",
         "step_schedule.py",
         "self._rules.budget_s if step_s is None else self._rules.stalled_steps * step_s",

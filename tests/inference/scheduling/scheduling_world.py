@@ -175,9 +175,9 @@ class Hot(HotMemories):
 
 @dataclass
 class World:
-    """`cell_s`, `token_s` and `file_s`: how long a cell, a step's decoding and the load of a file take, and `load_s` a
-    load of any number of files besides; `sent_s`: how long a file's bytes are on their way, which are granted then and
-    come by themselves. `at_once`: the most turns that find room together.
+    """`cell_s`, `token_s` and `file_s`: how long a cell, a step's decoding and the load of a file take, `load_s` a load
+    of any number of files besides, and `load_end_s` the last of a turn's; `sent_s`: how long a file's bytes are on
+    their way, which are granted then and come by themselves. `at_once`: the most turns that find room together.
     """
 
     budget_bytes: int = 1 << 40
@@ -186,6 +186,7 @@ class World:
     token_s: float = 0.01
     file_s: float = 0.0
     load_s: float = 0.0
+    load_end_s: float = 0.0
     sent_s: float = 0.0
     at_once: int = 1 << 40
     cost_s: Callable[[int, int], float] | None = None  # of a cell, by its position and tokens; else `cell_s`
@@ -412,6 +413,7 @@ class World:
             assert not (decodes and job.awaits_bytes), "streams wait for bytes that come by themselves"
             took_s = self.load_s + grant.size * self.file_s if loads else self._cell_s(job.computed, grant.size)
             took_s += max(0.0, job.there_s - self.now)
+            took_s += self.load_end_s if loads and grant.size == job.files else 0.0
             spent, self.now, is_first = spent + took_s, self.now + took_s, False
             if loads:
                 assert grant.size <= job.next_files

@@ -98,6 +98,16 @@ def test_streams_do_not_wait_for_files_that_come_by_themselves() -> None:
     assert alone.now == pytest.approx(4 * (0.002 + 3 * STEP_S) + alone.cell_s), "who is alone waits for bytes"
 
 
+def test_what_the_end_of_a_load_takes_does_not_make_the_next_one_slow() -> None:
+    """1 ms for a piece, and 12 ms to wait for all of them at the end."""
+    world, took = streaming(load_s=0.001, load_end_s=0.012, sent_s=STEP_S / 64), []
+    for _ in range(2):
+        before = world.steps
+        longest_stall(world, Job(1, files=128))
+        took.append(world.steps - before)
+    assert took[1] <= took[0] - 3, "it need not learn again that many files go at once"
+
+
 def test_a_cell_goes_on_beside_files_that_are_on_their_way() -> None:
     world = streaming(load_s=0.001, sent_s=10.0)
     loading, cold = Job(1, files=128), Job(2_000, cell_tokens=CELL)
