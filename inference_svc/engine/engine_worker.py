@@ -26,6 +26,7 @@ from inference_svc.engine.scheduling.step_schedule import Grant
 from inference_svc.engine.sequence import Sequence
 from inference_svc.engine.snapshots import memory_snapshot, running_snapshot
 from inference_svc.engine.swapping import SwapIn, swap_out
+from inference_svc.kv.attention.host_copy import drop_room
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
 
@@ -104,6 +105,7 @@ class EngineWorker:
     def close(self) -> None:
         for sequence in list(self._turns):
             self._finish(sequence, Unavailable("the engine is shutting down", retry_after_s=1.0))
+        drop_room()
 
     def when_idle(self, key: AgentKey, work: Callable[[], None]) -> None:
         """Do `work` now, or as soon as no turn of the key runs or is preempted."""

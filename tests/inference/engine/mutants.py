@@ -269,6 +269,13 @@ MUTANTS = (
         "preempted_turns",
     ),
     Mutant(
+        "an engine that closes keeps its room for files",
+        "engine_worker.py",
+        "        drop_room()\n",
+        "",
+        "loading",
+    ),
+    Mutant(
         "who is cancelled while its files are loaded keeps their pages",
         "engine_worker.py",
         "            sequence.arrival.load.release()\n",

@@ -1,10 +1,13 @@
 """A memory that comes back while others speak: in pieces between their steps, changing nobody, and leaving nothing."""
 
+from pathlib import Path
+
 import pytest
 from kvasir.errors import Cancelled, DataLoss
 
 from inference_svc.engine.api import AgentKey, Hot, Restored, Started, Tokens
-from tests.inference.engine.driving import Driver, Listener, tokens_of
+from inference_svc.kv.attention import host_copy
+from tests.inference.engine.driving import Driver, Listener, driver_with_room_for, tokens_of
 from tests.inference.kv.attention.coming_files import play
 from tests.inference.kv.sequences import poison_free_pages
 
@@ -78,6 +81,18 @@ def test_streams_speak_while_files_are_on_their_way(
     assert returning.end().state == expected.state
     assert driver.files(back)[: len(files.blobs) - 1] == files.blobs[:-1]
     assert seen[0] >= 12, "it came while nothing could arrive"
+
+
+@pytest.mark.cpu_only("it plays CUDA's copies")
+def test_an_engine_that_closes_leaves_no_room_for_files_behind(
+    memory: tuple[AgentKey, Restored], model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, files = memory
+    play(monkeypatch)
+    with driver_with_room_for(2 * LENGTH, model_dir, tmp_path) as other:
+        other.turn((*files.token_ids, *SUFFIX), files, other.key(), max_tokens=1)
+        assert host_copy._landings()._all
+    assert not host_copy._landings()._all
 
 
 @pytest.mark.long(3)
