@@ -19,6 +19,7 @@ from inference_svc.kv.policy import Rung, policy_of
 from inference_svc.kv.sequence_files import files_of, first_whole_block
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.tensor_files import CheckedFile, check_files
+from inference_svc.model.loading import device
 from tests.inference.kv.sequences import (
     fed,
     four_bits,
@@ -256,8 +257,9 @@ def test_a_load_that_is_given_up_after_any_piece_gives_every_page_back(pieces: i
     pool = pool_of(MIXED, pages=40)
     load = KvLoad(pool, checked(kv.pool.identity, files(kv), 600), 600, windows=checked_windows(kv))
     whole = [load.advance(1) for _ in range(pieces)]
-    assert whole == [False] * min(pieces, 6) + [True] * (pieces - 6)
-    assert load.kv.length == (600 if pieces > 6 else 0)
+    before_last = 7 if device() == "cuda" else 6  # what comes by itself is written one call later
+    assert whole == [False] * min(pieces, before_last) + [True] * (pieces - before_last)
+    assert load.kv.length == (600 if pieces > before_last else 0)
     assert bool(pieces) == bool(pool.allocator.used)
     load.release()
     assert pool.allocator.used == 0

@@ -187,6 +187,7 @@ def test_a_copy_that_is_refused_ends_when_those_before_it_have_arrived(
     assert unwaited == [0], "both streams"
 
 
+@pytest.mark.cpu_only("a GPU has rows come by themselves")
 def test_a_cpu_copies_at_once() -> None:
     sent = host_copy.send(rows_of(1))
     assert (sent.comes_by_itself, sent.is_there, host_copy.may_send()) == (False, True, True)
