@@ -1,7 +1,7 @@
 """The kernels' one source, in words that each dialect defines: CUDA, Metal, and C++ that emulates either."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 from hashlib import blake2b
@@ -9,6 +9,7 @@ from pathlib import Path
 
 _HERE = Path(__file__).parent
 CUDA_INSTRUCTIONS = "cuda_instructions.h"
+HOPPER_INSTRUCTIONS = "hopper_instructions.h"
 
 CUDA_SHARED = """
 extern __shared__ float4 kv_shared_bytes[];
@@ -17,6 +18,11 @@ float* kv_shared = (float*)kv_shared_bytes;
 _CUDA_PROLOGUE = """
 const int kv_warp = threadIdx.x / 32, kv_lane = threadIdx.x % 32, kv_blocks_x = gridDim.x;
 const int kv_block_x = blockIdx.x, kv_block_y = blockIdx.y, kv_block_z = blockIdx.z;
+"""
+# Where blocks that differ in y begin one after the other.
+_Y_FIRST = """
+const int kv_warp = threadIdx.x / 32, kv_lane = threadIdx.x % 32, kv_blocks_x = gridDim.y;
+const int kv_block_x = blockIdx.y, kv_block_y = blockIdx.x, kv_block_z = blockIdx.z;
 """
 METAL_SHARED = """
 threadgroup float4 kv_shared_bytes[SHARED_BYTES / 16];
@@ -33,6 +39,12 @@ _BY_LANES = """
 """
 _BY_MATRICES = """
 #define KV_SPLIT kv_split_by_matrices<Query, K, V, IS_BFLOAT, IS_CAPPED, QUERIES / 8, WARPS, SPAN, TILE>
+"""
+_BY_TILES = """
+#define KV_SPLIT kv_split_by_tiles<Query, K, V, IS_BFLOAT, IS_CAPPED, WARPS, QUERIES / WARPS / 16, TILE>
+"""
+_BY_WARPGROUPS = """
+#define KV_SPLIT kv_split_by_warpgroups<Query, K, V, IS_BFLOAT, IS_CAPPED, QUERIES, TILE, STORES, STAGES>
 """
 
 
@@ -83,8 +95,17 @@ def split_source(dialect: Dialect, *, by_matrices: bool) -> KernelSource:
 def tiles_source() -> KernelSource:
     """As `split_source`, for many queries. No other dialect has matrix fragments."""
     inputs = ("queries", "pages", "block_table", "lengths", "settings")
-    parts = [CUDA_INSTRUCTIONS, "rows.h", "tile.h", "tiles.h"]
-    return _source(Dialect.CUDA, "tiles", parts, inputs, ("partial",), "", is_row_contiguous=True)
+    parts = [CUDA_INSTRUCTIONS, "rows.h", "tile.h", "values.h", "tiles.h"]
+    return _source(Dialect.CUDA, "tiles", parts, inputs, ("partial",), _BY_TILES, is_row_contiguous=True)
+
+
+@cache
+def warpgroups_source() -> KernelSource:
+    """As `tiles_source`, by instructions that only Hopper has."""
+    inputs = ("queries", "pages", "block_table", "lengths", "settings")
+    parts = [CUDA_INSTRUCTIONS, HOPPER_INSTRUCTIONS, "rows.h", "tile.h", "values.h", "warpgroups.h"]
+    made = _source(Dialect.CUDA, "tiles", parts, inputs, ("partial",), _BY_WARPGROUPS, is_row_contiguous=True)
+    return replace(made, source=made.source.replace(_CUDA_PROLOGUE, _Y_FIRST))
 
 
 @cache

@@ -12,7 +12,7 @@ if (first_token > any.high) return;
 const long first_query = (long(sequence) * query_heads + head * (query_heads / KV_HEADS)) * query_count + first_row;
 const int row_stride = kv_blocks_x * (VALUE_DIM + 4);
 float* mine = partial + first_query * row_stride + kv_block_x * (VALUE_DIM + 4);
-kv_split_by_tiles<Query, K, V, IS_BFLOAT, IS_CAPPED, WARPS, QUERIES / WARPS / 16, TILE>(
+KV_SPLIT(
     queries + first_query * KEY_DIM, pages, pages_shape[1], block_table + long(sequence) * block_table_shape[1], head,
     first_token, split, length, query_count, first_row, row_count, settings[0], settings[1], window, mine, row_stride,
     kv_warp, kv_lane, (kv_u16*)kv_shared);
