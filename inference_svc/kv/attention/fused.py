@@ -1,7 +1,7 @@
 """Attention over pages by two kernels: one mixes fixed splits of the tokens, one makes a result of the splits."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any, Protocol, cast
 
@@ -14,7 +14,15 @@ from inference_svc.kv.attention.geometry import (
     SplitGeometry,
     split_geometry,
 )
-from inference_svc.kv.attention.kernels import Dialect, KernelSource, reduce_source, split_source, tiles_source
+from inference_svc.kv.attention.hopper import HopperKernel, is_hopper, is_launched
+from inference_svc.kv.attention.kernels import (
+    Dialect,
+    KernelSource,
+    reduce_source,
+    split_source,
+    tiles_source,
+    warpgroups_source,
+)
 from inference_svc.kv.attention.reference import rotated
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat
 
@@ -84,13 +92,20 @@ def fused_attention(
     soft_cap: float | None = None,
     dialect: Dialect,
     compiler: Compiler | None = None,
+    has_warpgroups: bool | None = None,
 ) -> mx.array:
-    """As `paged_attention` says, of page formats for which `geometry.why_not` says nothing."""
+    """As `paged_attention` says, of page formats for which `geometry.why_not` says nothing. `has_warpgroups`: whether
+    Hopper's own instructions are used; None asks the device.
+    """
     blocks, count = block_table.shape[1], queries.shape[2]
     seen_tokens = window + count - 1 if window else 0
     rows = queries.shape[1] // page_format.key.kv_heads * count
     widest = min(seen_tokens or blocks * PAGE_TOKENS, blocks * PAGE_TOKENS) if count > 1 else 0
-    geometry = _geometry(page_format, rows, widest, dialect, queries.dtype, soft_cap is not None)
+    has_warpgroups = compiler is None and is_hopper() if has_warpgroups is None else has_warpgroups
+    shape = page_format, rows, widest, dialect, queries.dtype, soft_cap is not None
+    geometry = _geometry(*shape, has_warpgroups)
+    if geometry.by_warpgroups and compiler is None and not _is_launched(geometry, queries.dtype):
+        geometry = _geometry(*shape, False)
     asked = rotated(queries) if page_format.key.is_rotated else queries
     settings = settings_of(scale, soft_cap, window, geometry.split)
     sink_type = None if sinks is None else sinks.dtype
@@ -170,29 +185,72 @@ def plan_of(
         ("WARPS", REDUCE_WARPS),
         ("SHARED_BYTES", reduce_bytes),
     ]
-    by_tiles = geometry.by_tiles
-    source = tiles_source() if by_tiles else split_source(dialect, by_matrices=geometry.by_matrices)
     return Plan(
         geometry,
-        compiled(compiler, source, geometry.shared_bytes),
-        [("Query", query_type), *geometry.template.items()],
+        _split_kernel(geometry, dialect, compiler),
+        _split_template(geometry, query_type),
         compiled(compiler, reduce_source(dialect), reduce_bytes),
         reduce_template,
         out_type,
     )
 
 
+def _split_kernel(geometry: SplitGeometry, dialect: Dialect, compiler: Compiler) -> Kernel:
+    if geometry.by_warpgroups:
+        by_mlx = compiler is cuda_compiler
+        return compiled(HopperKernel if by_mlx else compiler, warpgroups_source(), geometry.shared_bytes)
+    source = tiles_source() if geometry.by_tiles else split_source(dialect, by_matrices=geometry.by_matrices)
+    return compiled(compiler, source, geometry.shared_bytes)
+
+
+def _split_template(geometry: SplitGeometry, query_type: mx.Dtype) -> Template:
+    return [("Query", query_type), *geometry.template.items()]
+
+
 @lru_cache(maxsize=256)
 def _geometry(
-    page_format: PageFormat, rows: int, seen_tokens: int, dialect: Dialect, dtype: mx.Dtype, is_capped: bool
+    page_format: PageFormat,
+    rows: int,
+    seen_tokens: int,
+    dialect: Dialect,
+    dtype: mx.Dtype,
+    is_capped: bool,
+    has_warpgroups: bool,
 ) -> SplitGeometry:
     return split_geometry(
         page_format,
         rows,
         seen_tokens,
         has_matrices=dialect is Dialect.CUDA,
+        has_warpgroups=has_warpgroups,
         query_type=TYPE_NAMES[dtype],
         is_capped=is_capped,
+    )
+
+
+@lru_cache(maxsize=256)
+def _is_launched(geometry: SplitGeometry, dtype: mx.Dtype) -> bool:
+    """Whether warpgroups can serve a geometry here. Splits of all lengths are one kernel's."""
+    return _is_program_launched(replace(geometry, split=geometry.tile), dtype)
+
+
+@lru_cache(maxsize=256)
+def _is_program_launched(geometry: SplitGeometry, dtype: mx.Dtype) -> bool:
+    """Launches a kernel for a sequence without tokens, which its blocks leave at once."""
+    key = geometry.format.key
+    asked = mx.float32 if key.is_rotated else dtype
+    kernel = compiled(HopperKernel, warpgroups_source(), geometry.shared_bytes)
+    queries, pages = mx.zeros((1, key.kv_heads, 1, key.dim), asked), mx.zeros((1, 1), mx.uint16)
+    table, lengths = mx.zeros((1, 1), mx.int32), mx.zeros(1, mx.int32)
+    return is_launched(
+        lambda: kernel(
+            inputs=[queries, pages, table, lengths, settings_of(1.0, None, None, geometry.split)],
+            template=_split_template(geometry, asked),
+            grid=geometry.grid(1, 1, 1),
+            threadgroup=(geometry.warps * LANES, 1, 1),
+            output_shapes=[(key.kv_heads, 1, geometry.format.value.dim + PARTIAL_EXTRA)],
+            output_dtypes=[mx.float32],
+        )
     )
 
 

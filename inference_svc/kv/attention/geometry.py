@@ -14,6 +14,14 @@ MANY_QUERIES = (64, 128)
 _MANY_BLOCKS = 256
 _MOST_SPLIT_TOKENS = 4096
 _LEAST_OF_MANY = 33
+# By Hopper's own products: 64 queries for each group of four warps that multiplies, and one such group beside them. A
+# block takes a whole multiprocessor, so a launch has about twice as many blocks as there are multiprocessors: tables of
+# sequences may be half empty. A block's beginning and end take as long as some hundred tokens.
+_WARPGROUP_QUERIES = (128, 192)
+_WARPGROUP_BLOCKS = 264
+_WARPGROUP_SPLIT_TOKENS = 512
+_LONG_TOKENS = 4096
+_STAGES = 3
 WARPS = 4
 REDUCE_WARPS = 8
 LANES = 32
@@ -34,10 +42,13 @@ class SplitGeometry:
     split: int = SPLIT_TOKENS
     warps: int = WARPS
     by_tiles: bool = False
+    by_warpgroups: bool = False
 
     @property
     def tile(self) -> int:
         """Tokens that a warp brings into shared memory at once."""
+        if self.by_warpgroups:
+            return 64
         if self.by_tiles:
             return 64 if _is_narrow(self.format) else 32
         return 64 if 64 * self._token_bytes <= _MAX_TILE_BYTES and self.split // self.warps >= 64 else 32
@@ -47,9 +58,18 @@ class SplitGeometry:
         return 2 * (sum(self.format.key.part_units) + sum(self.format.value.part_units))
 
     @property
+    def _stores(self) -> int:
+        """Stored tiles in shared memory at once, of warpgroups: three where there is room."""
+        return 3 if max(self.format.key.bits, self.format.value.bits) < EXACT_BITS else 2
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of a block."""
         value_dim, key = self.format.value.dim, self.format.key
+        if self.by_warpgroups:
+            panels = -(-key.dim // 64), -(-value_dim // 64)
+            values = _STAGES * self.tile * sum(panels) * 128 + self.queries * panels[0] * 128
+            return 1024 + values + self._stores * self.tile * self._token_bytes + 256 + _STAGES * 16
         if self.by_tiles:
             return self.tile * (self._token_bytes + 2 * (key.dim + value_dim)) + self.queries * 2 * key.dim
         if self.by_matrices:
@@ -69,12 +89,19 @@ class SplitGeometry:
             "WARPS": self.warps,
             "TILE": self.tile,
             "SHARED_BYTES": self.shared_bytes,
-            **({} if self.by_tiles else {"SPLIT": self.split}),  # tiles are told: one kernel for all lengths
+            # Tiles and warpgroups are told: one kernel for all lengths.
+            **({} if self.by_tiles or self.by_warpgroups else {"SPLIT": self.split}),
+            **({"STORES": self._stores, "STAGES": _STAGES} if self.by_warpgroups else {}),
         }
 
     def grid(self, batch: int, splits: int, rows: int) -> tuple[int, int, int]:
-        """Threads of a launch for `rows` queries of each kv head."""
-        return splits * self.warps * LANES, self.format.key.kv_heads * -(-rows // self.queries), batch
+        """Threads of a launch for `rows` queries of each kv head. Blocks begin in the order of x, then y: those of
+        warpgroups that have no tokens come last.
+        """
+        parts = self.format.key.kv_heads * -(-rows // self.queries)
+        if self.by_warpgroups:
+            return parts * self.warps * LANES, splits, batch
+        return splits * self.warps * LANES, parts, batch
 
     def splits(self, blocks: int, seen_tokens: int) -> int:
         """Of each sequence with so many blocks, from the first token that its queries see on: with a window at most
@@ -99,24 +126,49 @@ def format_template(page_format: PageFormat) -> dict[str, int | bool]:
 
 
 def split_geometry(
-    page_format: PageFormat, rows: int, seen_tokens: int, *, has_matrices: bool, query_type: str, is_capped: bool
+    page_format: PageFormat,
+    rows: int,
+    seen_tokens: int,
+    *,
+    has_matrices: bool,
+    query_type: str,
+    is_capped: bool,
+    has_warpgroups: bool = False,
 ) -> SplitGeometry:
     """The geometry for `rows` queries (heads of a kv head times tokens) of a type: float32, float16 or bfloat16.
 
     `seen_tokens`: of the widest sequence, or its window; 0 where the splits must be the same beside others.
     `has_matrices`: the device multiplies fragments of halves,
-    which is too coarse for queries of fp32.
+    which is too coarse for queries of fp32. `has_warpgroups`: it has Hopper's own instructions.
     """
     key = page_format.key
     takes_halves = query_type == "bfloat16" or (query_type == "float16" and not _holds_bfloats(page_format))
     if has_matrices and takes_halves:
         if rows >= _LEAST_OF_MANY and _has_tiles(page_format, query_type):
+            if has_warpgroups and seen_tokens and _suits_warpgroups(page_format):
+                return _by_warpgroups(page_format, rows, seen_tokens, is_capped=is_capped)
             queries = MANY_QUERIES[rows > MANY_QUERIES[0] and _is_narrow(page_format)]
             split = _many_split(seen_tokens, key.kv_heads * -(-rows // queries))
             return SplitGeometry(page_format, queries, False, is_capped, split, by_tiles=True)
         return SplitGeometry(page_format, 16 if rows > 8 and _is_narrow(page_format) else 8, True, is_capped)
     most = 8 if _is_narrow(page_format) else 4
     return SplitGeometry(page_format, min(most, 1 << (rows - 1).bit_length()), False, is_capped)
+
+
+def _suits_warpgroups(page_format: PageFormat) -> bool:
+    return _is_narrow(page_format) and min(page_format.key.dim, page_format.value.dim) >= 64
+
+
+def _by_warpgroups(page_format: PageFormat, rows: int, seen_tokens: int, *, is_capped: bool) -> SplitGeometry:
+    """Blocks of as many queries as fill them best."""
+    least, most = _WARPGROUP_QUERIES
+    blocks = -(-rows // most)
+    queries = least if rows <= blocks * least else most
+    wanted = max(1, _WARPGROUP_BLOCKS // (page_format.key.kv_heads * blocks))
+    least_tokens = SPLIT_TOKENS if seen_tokens < _LONG_TOKENS else _WARPGROUP_SPLIT_TOKENS
+    split = max(least_tokens, -(-seen_tokens // (64 * wanted)) * 64)
+    warps = queries // 16 + WARPS
+    return SplitGeometry(page_format, queries, False, is_capped, split, warps, by_warpgroups=True)
 
 
 def most_queries(page_format: PageFormat, query_type: str, *, has_matrices: bool) -> int:

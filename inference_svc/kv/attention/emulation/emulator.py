@@ -15,7 +15,14 @@ import numpy as np
 
 from inference_svc.kv.attention import kernels
 from inference_svc.kv.attention.fused import Kernel, Template
-from inference_svc.kv.attention.kernels import CUDA_INSTRUCTIONS, CUDA_SHARED, METAL_SHARED, Dialect, KernelSource
+from inference_svc.kv.attention.kernels import (
+    CUDA_INSTRUCTIONS,
+    CUDA_SHARED,
+    HOPPER_INSTRUCTIONS,
+    METAL_SHARED,
+    Dialect,
+    KernelSource,
+)
 
 _HERE = Path(__file__).parent
 # A CPU reads vectors from any address, a GPU does not: there such a read must fail here too.
@@ -133,7 +140,10 @@ class _EmulatedKernel:
         return "".join(parts)
 
     def _header(self) -> str:
-        return self._source.header.replace(kernels.text(CUDA_INSTRUCTIONS), _text(CUDA_INSTRUCTIONS))
+        header = self._source.header
+        for name in (CUDA_INSTRUCTIONS, HOPPER_INSTRUCTIONS):
+            header = header.replace(kernels.text(name), _text(name))
+        return header
 
 
 def _constant(name: str, given: int | bool | mx.Dtype, side: int) -> str:

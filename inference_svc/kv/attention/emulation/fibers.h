@@ -1,4 +1,5 @@
 // Runs the lanes of a block as fibers, one at a time; those of a warp, and of a block, wait for each other where they meet.
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -36,6 +37,7 @@ inline std::vector<Fiber> lanes;
 inline std::vector<Meeting> warps;
 inline std::vector<Slot> slots;  // two per lane: a lane may be one meeting ahead of another
 inline Meeting all;
+inline std::array<Meeting, 16> named;
 inline int current, moves;
 inline jmp_buf scheduler;
 inline std::function<void()> body;
@@ -43,6 +45,16 @@ inline char* shared;
 
 inline void leave() {
   if (!_setjmp(lanes[current].here)) _longjmp(scheduler, 1);
+}
+
+// Let others run for a while, of some turns of a block's life: so that those who do not wait for each other meet in
+// every order. Of two kinds of lanes now one is slow, now the other.
+inline void delay(bool is_first_kind) {
+  if ((moves >> 15 & 1) == is_first_kind) return;
+  for (int left = 40 + moves % 60; left; --left) {
+    ++moves;
+    leave();
+  }
 }
 
 inline void run_lane() {
@@ -79,6 +91,7 @@ inline void run_block() {
   for (Fiber& fiber : lanes) fiber.is_started = fiber.is_done = false;
   for (Meeting& warp : warps) warp = {0, 0};
   all = {0, 0};
+  named.fill({0, 0});
   for (size_t left = lanes.size(); left;) {
     int before = moves;
     left = 0;

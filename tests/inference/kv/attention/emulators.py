@@ -18,6 +18,7 @@ both_dialects = pytest.mark.parametrize("dialect", EMULATORS, ids=lambda dialect
 Attention = Callable[[Scene], mx.array]
 
 
-def attention(scene: Scene, dialect: Dialect) -> mx.array:
+def attention(scene: Scene, dialect: Dialect, *, has_warpgroups: bool = False) -> mx.array:
     """The scene's result by a dialect's kernels."""
-    return fused_attention(*scene.arguments(), **scene.options(), dialect=dialect, compiler=EMULATORS[dialect])
+    how = {"dialect": dialect, "compiler": EMULATORS[dialect], "has_warpgroups": has_warpgroups}
+    return fused_attention(*scene.arguments(), **scene.options(), **how)
