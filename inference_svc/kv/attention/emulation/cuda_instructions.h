@@ -1,4 +1,4 @@
-// kernels/cuda_instructions.h in C++: copies arrive as late as they may, fragments go the way that PTX says.
+// kernels/cuda_instructions.h in C++: copies arrive as late as they may, or at once; fragments go the way that PTX says.
 #include <deque>
 struct KvCopy {
   void* to;
@@ -11,11 +11,21 @@ KV_FN void kv_grow() {
   kv_begun.resize(fibers::lanes.size());
   kv_next.resize(fibers::lanes.size());
 }
+inline void kv_finish(KvCopy copy) {
+  if (copy.from)
+    std::memcpy(copy.to, copy.from, 16);
+  else
+    std::memset(copy.to, 0, 16);
+}
 KV_FN void kv_copy16(void* to, const void* from, bool is_read) {
   fibers::expect_aligned(to);
   fibers::expect_aligned(from);
   kv_grow();
-  kv_next[fibers::current].push_back({to, is_read ? from : nullptr});
+  const KvCopy copy = {to, is_read ? from : nullptr};
+  if (fibers::are_copies_early)
+    kv_finish(copy);
+  else
+    kv_next[fibers::current].push_back(copy);
 }
 KV_FN void kv_copies_begun() {
   kv_grow();
@@ -26,12 +36,7 @@ template <int PENDING>
 KV_FN void kv_copies_done() {
   auto& groups = kv_begun[fibers::current];
   while (groups.size() > PENDING) {
-    for (KvCopy copy : groups.front()) {
-      if (copy.from)
-        std::memcpy(copy.to, copy.from, 16);
-      else
-        std::memset(copy.to, 0, 16);
-    }
+    for (KvCopy copy : groups.front()) kv_finish(copy);
     groups.pop_front();
   }
   __syncwarp();

@@ -50,7 +50,9 @@ _TYPES = {
 # Sizes are of copies, made for each run: an address sanitizer then sees what lies beside each input. Inputs that the
 # kernel writes are copied back.
 _RUN = """extern "C" void kv_run(const void** inputs, const long* sizes, const bool* is_written, const int** shapes,
-                       const int64_t** strides, void** outputs, const int* grid, int lane_count, int shared_bytes) {
+                       const int64_t** strides, void** outputs, const int* grid, int lane_count, int shared_bytes,
+                       bool are_copies_early) {
+  fibers::are_copies_early = are_copies_early;
   std::vector<fibers::Copied> copies;
   for (int i = 0; i < %d; ++i) copies.emplace_back(inputs[i], sizes[i]);
   fibers::run(grid, lane_count, shared_bytes, [&] { kernel::kernel(%s); });
@@ -70,14 +72,22 @@ def cuda_emulator(source: KernelSource, shared_bytes: int) -> Kernel:
     return _EmulatedKernel(source, shared_bytes, Dialect.CUDA)
 
 
+def early_cuda_emulator(source: KernelSource, shared_bytes: int) -> Kernel:
+    """As `cuda_emulator`, but asynchronous copies arrive when they are begun."""
+    return _EmulatedKernel(source, shared_bytes, Dialect.CUDA, are_copies_early=True)
+
+
 def metal_emulator(source: KernelSource, shared_bytes: int) -> Kernel:
     """Compile a source of the Metal dialect for this CPU."""
     return _EmulatedKernel(source, shared_bytes, Dialect.METAL)
 
 
 class _EmulatedKernel:
-    def __init__(self, source: KernelSource, shared_bytes: int, dialect: Dialect) -> None:
+    def __init__(
+        self, source: KernelSource, shared_bytes: int, dialect: Dialect, *, are_copies_early: bool = False
+    ) -> None:
         self._source, self._dialect, self._shared_bytes = source, dialect, shared_bytes
+        self._are_copies_early = are_copies_early
 
     def __call__(
         self,
@@ -112,6 +122,7 @@ class _EmulatedKernel:
             (ctypes.c_int * 3)(*blocks),
             threadgroup[0],
             self._shared_bytes,
+            self._are_copies_early,
         )
         return [
             mx.array(each).view(dtype).reshape(shape)

@@ -39,6 +39,7 @@ inline std::vector<Slot> slots;  // two per lane: a lane may be one meeting ahea
 inline Meeting all;
 inline std::array<Meeting, 16> named;
 inline int current, moves;
+inline bool are_copies_early;  // asynchronous copies arrive as early as they may, or as late
 inline jmp_buf scheduler;
 inline std::function<void()> body;
 inline char* shared;

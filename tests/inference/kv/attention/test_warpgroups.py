@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.kv.attention import fused, geometry
+from inference_svc.kv.attention import fused, geometry, kernels
+from inference_svc.kv.attention.emulation.emulator import early_cuda_emulator
 from inference_svc.kv.attention.geometry import SplitGeometry, split_geometry
 from inference_svc.kv.attention.hopper import program_text
 from inference_svc.kv.attention.kernels import Dialect, warpgroups_source
@@ -81,13 +82,30 @@ def one_block(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @needs_compiler
 @pytest.mark.usefixtures("one_block")
 def test_more_tiles_than_places_for_values_have_the_same_bits_beside_others() -> None:
-    """Seven tiles go through three places; a sequence alone in a table of the same width has the same bits."""
+    """Seven tiles go through three places; a sequence alone in a table of the same width has the same bits. Copies of
+    tiles may come as they are begun, or when they are waited for.
+    """
     many = Scene(page_format("q4", 1, 128), (450, 40), 4, 45, dtype=BFLOATS, blocks=2)
     together = attention(many, Dialect.CUDA, has_warpgroups=True)
     assert many.error(together) < BOUNDS[BFLOATS]
+    how = {"dialect": Dialect.CUDA, "compiler": early_cuda_emulator, "has_warpgroups": True}
+    early = fused.fused_attention(*many.arguments(), **many.options(), **how)  # type: ignore[arg-type]
+    assert mx.array_equal(early, together)
     alone = replace(many, lengths=(450,))
     alone.queries, alone.pages, alone.block_table = many.queries[:1], many.pages, many.block_table[:1]
     assert mx.array_equal(attention(alone, Dialect.CUDA, has_warpgroups=True)[0], together[0])
+
+
+def test_what_products_read_is_fenced_before_it_is_handed_over() -> None:
+    """The emulation has no proxy whose writes need a fence, so this reads the text."""
+    fence, source = "kv_written_for_products();", kernels.text("warpgroups.h")
+    followers = [after.split(";")[0].strip() for after in source.split(fence)[1:]]
+    assert followers == [
+        "kv_barrier_arrive(work.full + stage)",
+        "kv_threads_barrier(2 + group_row / 64, 128)",
+        "kv_group_barrier()",
+    ]
+    assert source.count("kv_barrier_arrive(work.full") == 1, "no other way to hand a tile over"
 
 
 def test_this_devices_own_attention_of_many_queries() -> None:
