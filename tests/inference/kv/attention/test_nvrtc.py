@@ -50,11 +50,12 @@ int nvrtcGetCUBIN(void*, char* code) { std::memcpy(code, made.data(), made.size(
 int nvrtcDestroyProgram(void**) { return 0; }
 }
 """
+_NUMBERS = count()  # the loader keeps what it has loaded, by name
 
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
-    path = tmp_path / "libnvrtc.so"
+    path = tmp_path / f"libnvrtc{next(_NUMBERS)}.so"  # folders may have the name of an earlier test's
     subprocess.run([cxx(), "-shared", "-fPIC", "-x", "c++", "-", "-o", str(path)], input=LIBRARY.encode(), check=True)
     monkeypatch.setattr(nvrtc, "_LIBRARIES", (str(tmp_path / "absent.so"), str(path)))
     nvrtc._library.cache_clear()
@@ -135,7 +136,7 @@ def test_the_library_that_is_loaded_already_goes_before_another(
     library: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = tmp_path / "libother.so"
-    shutil.copy(tmp_path / "libnvrtc.so", other)
+    shutil.copy(library._name, other)
     monkeypatch.setattr(nvrtc, "_LIBRARIES", (str(other), library._name))
     assert nvrtc._library()._name == library._name
 
