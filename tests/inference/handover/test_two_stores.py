@@ -79,7 +79,9 @@ def test_the_agent_has_one_owner_and_its_reader_heard_nothing_of_it(pair: Macs) 
 
 @pytest.mark.long(17)
 def test_the_command_takes_the_turn_along(pair: Macs, tmp_path: Path) -> None:
-    """Agents that speak their first turn and their second, one that is silent, and one whose engine is not asked."""
+    """Agents that speak their first turn and their second, one that is silent, and one whose engine is not asked. They
+    speak for longer than a command takes to begin.
+    """
     (laptop, engine), (studio, other) = pair
 
     def move(agent: str, *asked: str) -> Ended:
@@ -103,7 +105,7 @@ def test_the_command_takes_the_turn_along(pair: Macs, tmp_path: Path) -> None:
     async def work() -> None:
         async with AioInferenceClient.connect(engine.address) as a, AioInferenceClient.connect(other.address) as b:
             a.peers[studio.name] = b
-            first = {"messages": [{"role": "user", "content": STORY}], "sampling": {**ON, "max_tokens": 400}}
+            first = {"messages": [{"role": "user", "content": STORY}], "sampling": {**ON, "max_tokens": 1_500}}
             more = {"append_messages": [{"role": "user", "content": "And then?"}], "sampling": first["sampling"]}
             for agent in ("second", "waits", "silent"):
                 await hear(a, agent_id=agent, **{**first, "sampling": {"max_tokens": 4}})
