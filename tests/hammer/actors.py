@@ -258,6 +258,7 @@ class Actor:
         record.began_s = self._arena.now_s()
         cut = ask.cut
         own = cut is not None and cut.how == "disconnect"
+        sends_messages = ask.prompt is None and ask.append is None
         client = AioInferenceClient.connect(self._arena.house.engine.address) if own else self._arena.client
         heard = _Heard()
         try:
@@ -265,8 +266,9 @@ class Actor:
                 agent_id=record.agent,
                 request_id=record.request_id,
                 prompt=ask.prompt,
-                messages=ask.messages if ask.prompt is None and ask.append is None else None,
+                messages=ask.messages if sends_messages else None,
                 append_messages=ask.append,
+                replace_memory=sends_messages and record.agent != "",  # with an edited beginning: another conversation
                 sampling=ask.sampling,
                 priority=pb.PRIORITY_BACKGROUND if ask.is_background else pb.PRIORITY_INTERACTIVE,
                 keep_partial=cut is not None and cut.keep_partial,
