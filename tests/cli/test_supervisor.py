@@ -34,6 +34,12 @@ LATE = f"""
 import pathlib, sys, time
 while not (pathlib.Path(sys.argv[2]) / "engine").exists(): time.sleep(0.02)
 {SERVER}"""
+# Ends when the store has begun: it might end before the store says anything.
+DIES = """
+import pathlib, sys, time
+while not (pathlib.Path(sys.argv[2]) / "store").exists(): time.sleep(0.02)
+raise SystemExit("the model is not there")
+"""
 # A service that can be told to reload only after its imports.
 HEARS = """
 import pathlib, sys, time
@@ -173,7 +179,7 @@ def test_a_service_that_hangs_is_told_and_left_alone(tmp_path: Path) -> None:
 
 def test_a_service_that_cannot_start_ends_the_group_with_its_last_words(tmp_path: Path) -> None:
     async def scenario() -> None:
-        group = Group(tmp_path, {"store": SERVER, "engine": "raise SystemExit('the model is not there')"})
+        group = Group(tmp_path, {"store": SERVER, "engine": DIES})
         with pytest.raises(Unavailable, match="the model is not there") as failed:
             await group.begin()
         assert failed.value.reason == "SERVICE_DID_NOT_START"
