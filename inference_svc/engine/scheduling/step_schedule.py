@@ -8,17 +8,15 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic
 
 from inference_svc.engine.grid import cut_cell
 from inference_svc.engine.scheduling.company import Company, Namespace
 from inference_svc.engine.scheduling.pacing import SharedTime, StepPace
-from inference_svc.engine.scheduling.schedulable import RUNNING, Rules, Schedulable, Status
+from inference_svc.engine.scheduling.schedulable import RUNNING, Rules, Schedulable, Status, TurnT
 from inference_svc.engine.scheduling.seats import Seats
 from inference_svc.engine.scheduling.step_costs import StepCosts
 from inference_svc.engine.scheduling.urgency import Urgency
-
-TurnT = TypeVar("TurnT", bound=Schedulable)
 
 
 @dataclass(frozen=True)
