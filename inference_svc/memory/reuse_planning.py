@@ -37,7 +37,7 @@ from inference_svc.text.token_ids import NO_TOKENS, TokenIds
 # Hashing more tokens than these takes the event loop more than a millisecond or two.
 _LONG_TOKENS = 8192
 # To compute fewer tokens than these takes less time than to ask the store for their block.
-_FEWEST_RESTORED = 16
+FEWEST_RESTORED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class ReusePlanner:
         # A generating turn computes at least one token, because its logits give the next token.
         most = len(tokens.ids) - (1 if generates else 0)
         keep = min(match.kept_tokens, most) if recollection.kv_from is not Source.COLD else 0
-        fewest = _FEWEST_RESTORED if recollection.kv_from is Source.WARM else 1
+        fewest = FEWEST_RESTORED if recollection.kv_from is Source.WARM else 1
         if memory is None or keep < fewest:
             return _Candidate(tokens, 0, Source.COLD, match)
         publication = memory.publication

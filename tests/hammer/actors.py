@@ -119,6 +119,8 @@ class Actor:
             return ask
         if heard.parent_version == self._version - 1 and not self._is_committed:
             arena.counts["lost before it was acknowledged"] += 1
+        elif record.miss.startswith("STORE_"):
+            arena.counts["answered without the store"] += 1
         else:
             what = f"extends version {heard.parent_version}, expected {self._version}"
             arena.problem("version", record, what)

@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from inference_svc.memory.reuse_planning import FEWEST_RESTORED
+
 
 @dataclass
 class TurnRecord:
@@ -75,10 +77,14 @@ def difference(record: TurnRecord, alone: Alone) -> str:
 
 
 def reuse_problem(record: TurnRecord, alone: Alone) -> str:
-    """What is wrong with what a turn said that it reused; "" if nothing. A miss of the store may cost any part."""
+    """What is wrong with what a turn said that it reused; "" if nothing. A miss of the store may cost any part, and so
+    few tokens of a memory that is not hot are computed.
+    """
     cached, expected = record.cached_tokens, alone.expected_cached
     if cached is None or record.source == "REPLAY" or record.miss.startswith(("STORE_", "BLOB_")):
         return ""
     if record.source == "SHARED":
         return "" if cached % 256 == 0 and cached < alone.prompt_tokens else f"{cached} tokens of shared blocks"
+    if record.source == "COLD" and expected < FEWEST_RESTORED:
+        return ""
     return "" if cached == expected else f"{cached} tokens reused ({record.source}), the memory has {expected} of them"
