@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from kvasir.cachestore.v1 import manifest_pb2
 
-from inference_svc.text.given_json import is_bounded
+from inference_svc.text.given_json import GivenJson, is_bounded
 
 # States of mlx-lm's machine. Its other states stand before a part and say only which part follows.
 _ANSWER, _REASONING, _TOOL = "normal", "reasoning", "tool"
@@ -138,9 +138,10 @@ def tool_calls(text: str, parse: ToolParser, id_prefix: str, first: int) -> list
 
 
 def _tool_call(call_id: str, fields: Any) -> manifest_pb2.ToolCall | None:
-    """May raise anything when the name or the arguments are no text."""
+    """May raise anything when the name is no text, or the arguments no JSON object, which no caller can send back."""
     if not isinstance(fields, Mapping) or not isinstance(fields.get("name"), str):
         return None
-    arguments = fields.get("arguments", {})
+    arguments = fields.get("arguments") or {}  # null and an empty text stand for none
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    GivenJson([("arguments", text)]).read()
     return manifest_pb2.ToolCall(id=call_id, name=fields["name"], arguments_json=text)
