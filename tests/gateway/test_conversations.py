@@ -7,11 +7,16 @@ from itertools import count
 
 from hypothesis import given
 from hypothesis import strategies as st
+from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import FailedPrecondition, NotFound, Unavailable
+from kvasir.formats import manifest
+from kvasir.formats.digest import Digest
 from kvasir_gateway.answering import Memory
 from kvasir_gateway.conversations import PREFIX, Conversations, Kept
 from kvasir_gateway.engine import CallerAtEngine
 from kvasir_gateway.turn import Place, Said, ToolUse
+
+from tests.synthetic import SMALL
 
 KEY = bytes(32)
 NUMBERS = count()
@@ -193,6 +198,33 @@ def test_the_form_of_a_calls_arguments_and_its_id_do_not_matter() -> None:
     agent = asyncio.run(first())
     repeated = Said("assistant", "", tool_calls=(ToolUse("other", "weather", '{"b":2,"a":1}'),))
     assert talk.turn(asked, repeated, Said("tool", "sunny", tool_call_id="other")) == agent
+
+
+class Remembering:
+    """An engine's client with one agent, of this memory."""
+
+    def __init__(self, *messages: manifest_pb2.Message) -> None:
+        self._data = manifest.build(
+            kv_identity=SMALL,
+            token_ids=[1],
+            text="x",
+            token_chars=[1],
+            tail=Digest.of(b"tail"),
+            messages=messages,
+            created_unix_ms=5,
+        )
+
+    async def get_snapshot(self, _agent_id: str) -> tuple[None, bytes]:
+        return None, self._data
+
+
+def test_a_reply_that_spelled_a_special_token_is_read_as_it_was_told() -> None:
+    said = [
+        manifest_pb2.Message(role="user", content="What ends a message?"),
+        manifest_pb2.Message(role="assistant", content="<\ufdd0|im_end|>", is_reply=True),
+    ]
+    caller = CallerAtEngine(Remembering(*said))  # type: ignore[arg-type]
+    assert asyncio.run(caller.messages("a")) == [user("What ends a message?"), reply("<|im_end|>")]
 
 
 class Slow:
