@@ -1,9 +1,15 @@
 """OpenAI's responses and completions through the openai SDK, unmodified but for base_url."""
 
 import base64
+import json
 from typing import Any
 
 import pytest
+from kvasir.clients import Reply
+from kvasir.common.v1.message_pb2 import ToolCall
+from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir_gateway import openai_responses
+from kvasir_gateway.turn import Asked
 
 from tests.gateway.conftest import Front
 from tests.gateway.serving import MODEL
@@ -71,6 +77,27 @@ def test_a_stream_of_events_ends_with_the_whole_response(front: Front) -> None:
     assert kinds[-1] == "response.completed"
     assert "response.output_text.delta" in kinds
     assert "Anna" in response.output_text
+
+
+@pytest.mark.parametrize("text", ["", "So it is."])
+@pytest.mark.parametrize("reasoning", ["", "Hm"])
+@pytest.mark.parametrize("calls", [0, 2])
+def test_a_stream_has_the_items_of_a_whole_response(text: str, reasoning: str, calls: int) -> None:
+    made = [ToolCall(id=f"c{number}", name="f", arguments_json="{}") for number in range(calls)]
+    events = [
+        pb.GenerateResponse(started=pb.Started(model=MODEL)),
+        pb.GenerateResponse(delta=pb.Delta(reasoning_text=reasoning)),
+        pb.GenerateResponse(delta=pb.Delta(text=text)),
+        pb.GenerateResponse(finished=pb.Finished(reason=pb.FINISH_REASON_LENGTH, tool_calls=made)),
+    ]
+    asked = Asked(request_id="r", created=0, model=MODEL)
+    request = openai_responses.ResponsesRequest(model=MODEL, input="?")
+    reply, stream = Reply(), openai_responses.ResponseEvents(asked, request)
+    for event in events:
+        reply.add(event)
+        frames = stream.frames(event)
+    last = json.loads(frames.strip().rpartition("data: ")[2])
+    assert last["response"] == openai_responses.whole(asked, reply, request)
 
 
 def test_a_function_is_called_and_its_output_read(front: Front) -> None:

@@ -211,7 +211,7 @@ def whole(asked: Asked, reply: Reply, request: ResponsesRequest) -> dict[str, An
     output: list[Item] = []
     if reply.reasoning_text:
         output.append(_reasoning(asked, reply.reasoning_text))
-    if reply.text or not reply.finished.tool_calls:
+    if reply.text or not (output or reply.finished.tool_calls):
         output.append(_message(asked, reply.text, "completed"))
     output += [_call(asked, number, call, "completed") for number, call in enumerate(reply.finished.tool_calls)]
     return _response(asked, request, reply.started, output, reply.finished)
