@@ -11,7 +11,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import Field
 
 from kvasir_gateway.openai_chat import ChatMessage, ChatTool, said
-from kvasir_gateway.turn import Asked, Body, FreeObject, Turn, function_tool, given, sse
+from kvasir_gateway.turn import Asked, Body, FreeObject, TokenCount, TopK, Turn, function_tool, given, sse
 
 _MAX_INT64 = (1 << 63) - 1
 Version = Annotated[int, Ge(1), Le(_MAX_INT64)]
@@ -20,10 +20,10 @@ Version = Annotated[int, Ge(1), Le(_MAX_INT64)]
 class AgentSampling(Body):
     """The settings of the contract's Sampling; what is absent takes the engine's default."""
 
-    max_tokens: Annotated[int, Ge(1), Le((1 << 31) - 1)] | None = None
+    max_tokens: TokenCount | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Annotated[int, Ge(0), Le((1 << 31) - 1)] | None = None
+    top_k: TopK | None = None
     min_p: float | None = None
     seed: Annotated[int, Ge(0), Le((1 << 64) - 1)] | None = None
     stop: Annotated[list[str], MaxLen(16)] | None = None

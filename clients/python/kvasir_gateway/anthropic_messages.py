@@ -17,7 +17,9 @@ from kvasir_gateway.turn import (
     FreeObject,
     Lenient,
     Said,
+    TokenCount,
     ToolUse,
+    TopK,
     Turn,
     finish_reason,
     function_tool,
@@ -118,12 +120,12 @@ class CountedMessages(Body):
 class MessagesRequest(CountedMessages):
     """The body of /v1/messages."""
 
-    max_tokens: Annotated[int, Ge(1)]
+    max_tokens: TokenCount
     stream: bool | None = None
     stop_sequences: Annotated[list[str], MaxLen(16)] | None = None
     temperature: Annotated[float, Ge(0), Le(1)] | None = None
     top_p: Annotated[float, Ge(0), Le(1)] | None = None
-    top_k: Annotated[int, Ge(0)] | None = None
+    top_k: TopK | None = None
     metadata: RequestMetadata | None = None
     service_tier: str | None = None
     inference_geo: str | None = None

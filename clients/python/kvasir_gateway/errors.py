@@ -180,7 +180,7 @@ def _path(location: tuple[int | str, ...]) -> str:
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part.isidentifier() and not part[:1].isupper():
+        elif part.isidentifier() and not part[:1].isupper() and part != "str":
             path += f".{part}" if path else part
     return path
 

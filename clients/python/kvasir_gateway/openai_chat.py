@@ -16,7 +16,9 @@ from kvasir_gateway.turn import (
     FreeObject,
     Lenient,
     Said,
+    TokenCount,
     ToolUse,
+    TopK,
     Turn,
     comment,
     finish_reason,
@@ -90,7 +92,7 @@ class SamplingFields(Body):
     model: Annotated[str, MinLen(1)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Ge(1)] | None = None
+    max_tokens: TokenCount | None = None
     temperature: Annotated[float, Ge(0), Le(2)] | None = None
     top_p: Annotated[float, Ge(0), Le(1)] | None = None
     n: Annotated[int, Ge(1), Le(8)] | None = None
@@ -101,7 +103,7 @@ class SamplingFields(Body):
     presence_penalty: float | None = Field(None, description="0 alone; see repetition_penalty.")
     user: str | None = None
     # Of this engine alone.
-    top_k: Annotated[int, Ge(0)] | None = None
+    top_k: TopK | None = None
     min_p: Annotated[float, Ge(0), Le(1)] | None = None
     repetition_penalty: float | None = None
 
@@ -129,7 +131,7 @@ class ChatRequest(SamplingFields):
     """The body of /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], MinLen(1)]
-    max_completion_tokens: Annotated[int, Ge(1)] | None = None
+    max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Ge(0), Le(20)] | None = None
     tools: Annotated[list[ChatTool], MaxLen(128)] | None = None

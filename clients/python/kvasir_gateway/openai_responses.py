@@ -25,6 +25,7 @@ from kvasir_gateway.turn import (
     FreeObject,
     Place,
     Said,
+    TokenCount,
     ToolUse,
     Turn,
     comment,
@@ -73,7 +74,7 @@ class ResponsesRequest(Body):
     previous_response_id: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_output_tokens: Annotated[int, Ge(1)] | None = None
+    max_output_tokens: TokenCount | None = None
     temperature: Annotated[float, Ge(0), Le(2)] | None = None
     top_p: Annotated[float, Ge(0), Le(1)] | None = None
     tools: Annotated[list[ResponseTool], MaxLen(128)] | None = None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
 
+from annotated_types import Ge, Le
 from kvasir.clients import Reply
 from kvasir.clients.generate_options import JsonSchema
 from kvasir.errors import Cancelled, InvalidArgument
@@ -102,6 +103,10 @@ def _finite(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+_MAX_INT32 = (1 << 31) - 1
+# Beyond these bounds the contract has no number, and its refusal no field's name.
+TokenCount = Annotated[int, Ge(1), Le(_MAX_INT32)]
+TopK = Annotated[int, Ge(0), Le(_MAX_INT32)]
 # An object of the caller's own: a schema, arguments, metadata.
 FreeObject = Annotated[dict[str, Any], AfterValidator(_finite)]
 
