@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+import uvicorn
 from hypothesis import HealthCheck, Phase, given, settings
 from kvasir.clients import Choice, Reply
 from kvasir.common.v1.message_pb2 import ToolCall
@@ -21,6 +22,7 @@ from kvasir_gateway.security import BodyRoom
 from kvasir_gateway.turn import Asked
 from starlette.requests import Request
 from starlette.responses import JSONResponse
+from uvicorn.server import ServerState
 
 from tests.gateway.conftest import ORIGIN, Front
 from tests.gateway.serving import MODEL
@@ -227,6 +229,60 @@ def test_what_is_no_http_is_answered_and_harms_nobody(front: Front) -> None:
             with contextlib.suppress(OSError):
                 connection.recv(100)
     assert httpx.get(f"{front.gateway.url}/healthz").json()["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nx: ",
+        b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\nGET /healthz HTTP/1.1\r\nx: ",
+        b"GET /",
+        b"POST /v1/messages HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx: ",
+    ],
+    ids=["header", "second", "line", "trailer"],
+)
+def test_what_no_body_holds_is_bounded(front: Front, begun: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", front.gateway.port), timeout=10) as connection:
+        connection.sendall(begun)
+        time.sleep(0.2)  # what is whole is answered
+        with pytest.raises(OSError, match=r"Broken pipe|reset"):
+            connection.sendall(b"a" * (8 << 20))
+    assert httpx.get(f"{front.gateway.url}/healthz").json()["status"] == "ok"
+
+
+def test_a_connection_on_which_no_request_comes_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has begun a request, before its first answer or after, is no better; one that is answered late is."""
+    monkeypatch.setattr(security, "_HEAD_S", 0.2)
+
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.6)
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_keep_alive=60)
+    config.load()
+    state = ServerState()
+    asked = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
+
+    async def answer_to(sent: bytes, port: int) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        answer = await reader.read()
+        writer.close()
+        return answer
+
+    async def answers() -> list[bytes]:
+        def connection() -> security.Connection:
+            return security.Connection(config, state, {})
+
+        server = await asyncio.get_running_loop().create_server(connection, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server, asyncio.timeout(10):
+            whole = asked + b"\r\n"
+            sent = (b"", asked, whole, whole + asked, whole + whole)
+            return await asyncio.gather(*(answer_to(each, port) for each in sent))
+
+    assert [answer.count(b"HTTP/1.1 204") for answer in asyncio.run(answers())] == [0, 0, 1, 1, 2]
 
 
 @pytest.mark.long(24)

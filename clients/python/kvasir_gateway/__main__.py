@@ -40,7 +40,7 @@ from kvasir_gateway.metrics import GatewayNumbers
 from kvasir_gateway.page.history import History
 from kvasir_gateway.page.routes import GatewayPage
 from kvasir_gateway.page.sessions import Sessions
-from kvasir_gateway.security import Gate
+from kvasir_gateway.security import Connection, Gate
 
 _log = logging.getLogger("kvasir_gateway")
 DEFAULT_LISTEN = "127.0.0.1:8642"
@@ -192,7 +192,7 @@ async def _serve(app: object, listener: socket.socket) -> None:
         date_header=False,
         limit_concurrency=_MAX_CONNECTIONS,
         timeout_graceful_shutdown=_STOP_GRACE_S,
-        h11_max_incomplete_event_size=64 << 10,
+        http=Connection,
     )
     server = _Server(config)
     host, port = listener.getsockname()[:2]

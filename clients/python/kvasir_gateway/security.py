@@ -1,4 +1,4 @@
-"""Who may call: Host and Origin, the size of a body, and API keys, which are the tokens of Kvasir's credential file.
+"""Who may call: Host and Origin, sizes of heads and bodies, and API keys, which are tokens of Kvasir's credential file.
 
 A browser that was led to another site may send requests to a server on its own machine. It says so in Host (DNS
 rebinding) or in Origin; both are refused unless they were named. So is a key that no credential has, in constant time.
@@ -9,6 +9,7 @@ import ipaddress
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from kvasir.credentials import ADMIN, CLIENT, OWNER, Credentials, Principal
 from kvasir.errors import DeadlineExceeded, KvasirError, PermissionDenied, ResourceExhausted, Unauthenticated
@@ -18,11 +19,14 @@ from kvasir.server.log_errors import StrangersLines
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvasir_gateway.errors import BodyTooLarge, refused
 
 _LOCAL_NAMES = frozenset({"localhost"})
 _MAX_KEY_CHARS = 4096
+_MAX_HEAD_BYTES = 64 << 10
+_HEAD_S = 30.0  # for a whole head, from the connection or from the answer before
 _SENDING_S = 60.0  # for a whole body
 _EXPOSED = ("x-request-id", "request-id", "x-agent-id", "x-agent-memory", "retry-after")
 
@@ -106,6 +110,64 @@ class Gate:
     def _is_own(self, origin: str) -> bool:
         scheme, _, rest = origin.partition("://")
         return scheme in ("http", "https") and self._is_known(_host_of(rest))
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's own keeps all of a head that has no end, and waits for it. Its option bounds another parser's."""
+
+    _late: asyncio.TimerHandle | None = None
+    # Since the last that was a whole head, or a body's: of a head, or of a trailer.
+    _unread_bytes = 0
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_waiting()
+
+    def data_received(self, data: bytes) -> None:
+        self._unread_bytes += len(data)
+        super().data_received(data)
+        if self._unread_bytes <= _MAX_HEAD_BYTES or self.transport.is_closing():
+            return
+        if self._is_answered:
+            self.send_400_response(f"The request's head has more than {_MAX_HEAD_BYTES} bytes.")
+        else:
+            self.transport.close()
+
+    def on_headers_complete(self) -> None:
+        self._unread_bytes = 0
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unread_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._unread_bytes = 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_answered:  # else the next request is here already
+            self._await_head()
+
+    @property
+    def _is_answered(self) -> bool:
+        """Whether no request is under way."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _await_head(self) -> None:
+        self._stop_waiting()
+        self._late = self.loop.call_later(_HEAD_S, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
 
 
 class BodyRoom:
