@@ -63,9 +63,29 @@ def test_a_tool_is_called_and_its_result_read(front: Front) -> None:
     assert (answer.usage.cache_read_input_tokens or 0) > 0
 
 
+def test_the_sdk_runs_tools_without_a_thread_of_the_servers(front: Front, anthropic: Any) -> None:
+    @anthropic.beta_tool  # type: ignore[untyped-decorator]
+    def weather(place: str) -> str:
+        """the weather of a place"""
+        return f"sunny in {place}"
+
+    talk = front.anthropic().beta.messages.tool_runner(
+        model=MODEL,
+        max_tokens=40,
+        messages=[{"role": "user", "content": "What is the weather in Paris?"}],
+        tools=[weather],
+    )
+    assert [answer.stop_reason for answer in talk] == ["tool_use", "end_turn"]
+
+
 @pytest.mark.parametrize(
     ("change", "error", "kind"),
     [
+        (
+            {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "It is"}]},
+            "BadRequestError",
+            "invalid_request_error",
+        ),
         ({"model": "claude-9"}, "NotFoundError", "not_found_error"),
         ({"max_tokens": 0}, "BadRequestError", "invalid_request_error"),
         ({"extra_body": {"temperature": "hot"}}, "BadRequestError", "invalid_request_error"),

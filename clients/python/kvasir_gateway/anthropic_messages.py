@@ -132,6 +132,10 @@ class MessagesRequest(CountedMessages):
 
     def turn(self) -> Turn:
         counted = super().turn()
+        if self.messages[-1].role == "assistant":
+            raise InvalidArgument(
+                "messages: expected the last to be the user's: no reply can be begun", field="messages"
+            )
         return Turn(
             model=counted.model,
             messages=counted.messages,

@@ -93,7 +93,10 @@ def anthropic(error: KvasirError, request_id: str) -> Refusal:
         529: "overloaded_error",
     }
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "api_error")
-    body = {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    said: dict[str, Any] = {"type": kind, "message": error.message}
+    if error.field == "thread":  # then its SDK leaves it out, and sends the whole conversation
+        said["details"] = {"error_code": "thread_unsupported_request"}
+    body = {"type": "error", "error": said, "request_id": request_id}
     return Refusal(status, body, {"request-id": request_id, **_retry_after(error)})
 
 
