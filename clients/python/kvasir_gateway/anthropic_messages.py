@@ -22,6 +22,7 @@ from kvasir_gateway.turn import (
     TopK,
     Turn,
     finish_reason,
+    format_without_tools,
     function_tool,
     given,
     refuse_unless,
@@ -98,12 +99,14 @@ class CountedMessages(Body):
         refuse_unless(([], {}), {"mcp_servers": self.mcp_servers, "context_management": self.context_management})
         system = _text(self.system, "system") if self.system else ""
         opening = (Said("system", system),) if system else ()
+        tools = tuple(self._tools())
         config = self.output_config
+        schema = json.dumps(config.format.schema_) if config is not None and config.format is not None else None
         return Turn(
             model=self.model,
             messages=(*opening, *said(self.messages)),
-            tools=tuple(self._tools()),
-            json_schema=json.dumps(config.format.schema_) if config is not None and config.format is not None else None,
+            tools=tools,
+            json_schema=format_without_tools(schema, tools, "output_config.format"),
         )
 
     def _tools(self) -> Iterator[pb.Tool]:

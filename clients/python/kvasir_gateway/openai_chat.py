@@ -22,6 +22,7 @@ from kvasir_gateway.turn import (
     Turn,
     comment,
     finish_reason,
+    format_without_tools,
     function_tool,
     given,
     refuse_unless,
@@ -158,15 +159,16 @@ class ChatRequest(SamplingFields):
         tools = [
             function_tool(t.function.name, t.function.description, t.function.parameters) for t in self.tools or ()
         ]
+        tools = offered(tools, self.tool_choice, self.parallel_tool_calls)
         return Turn(
             model=self.model,
             messages=said(self.messages),
-            tools=tuple(offered(tools, self.tool_choice, self.parallel_tool_calls)),
+            tools=tuple(tools),
             sampling={
                 **self.sampling(self.max_completion_tokens or self.max_tokens),
                 **given(logprobs=self.logprobs, top_logprobs=self.top_logprobs),
             },
-            json_schema=_schema(self.response_format),
+            json_schema=format_without_tools(_schema(self.response_format), tools, "response_format"),
             is_streamed=bool(self.stream),
             hint=self.prompt_cache_key or "",
         )

@@ -30,6 +30,7 @@ from kvasir_gateway.turn import (
     Turn,
     comment,
     finish_reason,
+    format_without_tools,
     function_tool,
     given,
     refuse_unless,
@@ -109,13 +110,14 @@ class ResponsesRequest(Body):
         if self.text is not None:
             refuse_unless(("medium",), {"text.verbosity": self.text.verbosity})
         system = (Said("system", self.instructions),) if self.instructions else ()
+        tools = offered(list(self._tools()), self.tool_choice, self.parallel_tool_calls)
         asked = (Said("user", self.input),) if isinstance(self.input, str) else said(self.input)
         return Turn(
             model=self.model,
             messages=(*system, *before, *asked),
-            tools=tuple(offered(list(self._tools()), self.tool_choice, self.parallel_tool_calls)),
+            tools=tuple(tools),
             sampling=given(max_tokens=self.max_output_tokens, temperature=self.temperature, top_p=self.top_p),
-            json_schema=self._schema(),
+            json_schema=format_without_tools(self._schema(), tools, "text.format"),
             is_streamed=bool(self.stream),
             hint=self.prompt_cache_key or "",
         )

@@ -185,6 +185,15 @@ def refuse_unless(neutral: Iterable[object], given: Mapping[str, object]) -> Non
             raise InvalidArgument(f"{name}: this engine cannot apply it; leave it out", field=name)
 
 
+def format_without_tools(schema: str | None, tools: Sequence[pb.Tool], field_name: str) -> str | None:
+    """The schema of the reply. Raises InvalidArgument where tools are offered too: a reply in a format calls none."""
+    if schema is not None and tools:
+        raise InvalidArgument(
+            f"{field_name}: with tools, none of them could be called; leave one out", field=field_name
+        )
+    return schema
+
+
 def given(**settings: Any) -> dict[str, Any]:
     """Sampling settings without those that were left out."""
     return {name: value for name, value in settings.items() if value is not None}
