@@ -392,7 +392,7 @@ ROOMS = {
     SDK: {
         "bench": "clients credentials errors formats",
         "cli": "address bench clients credentials errors expires_after formats on_full",
-        "clients": "address call_context errors formats status",
+        "clients": "address call_context errors formats status syncing",
         "server": "address call_context credentials errors status",
         "formats": "errors names",
         "on_full": "errors",

@@ -6,15 +6,14 @@ persists nor orders: F_FULLFSYNC does.
 
 import contextlib
 import errno
-import fcntl
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from kvasir.errors import KvasirError, ResourceExhausted, Unavailable
+from kvasir.syncing import sync
 
-_FULL_FSYNC = getattr(fcntl, "F_FULLFSYNC", None)
 _READ_CHUNK = 1 << 20
 # A name that something else has than a file. Opening a socket says so itself.
 NO_FILE = errno.ENXIO
@@ -71,16 +70,7 @@ class Disk:
 
     def fsync(self, descriptor: int) -> None:
         """The file's bytes survive a loss of power on return."""
-        if _FULL_FSYNC is not None:
-            try:
-                fcntl.fcntl(descriptor, _FULL_FSYNC)
-            except OSError as error:
-                # A file system without it (a network share) has fsync only; SQLite does the same.
-                if error.errno not in (errno.ENOTSUP, errno.EINVAL):
-                    raise
-            else:
-                return
-        os.fsync(descriptor)
+        sync(descriptor)
 
     def close(self, descriptor: int) -> None:
         os.close(descriptor)

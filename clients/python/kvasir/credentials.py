@@ -18,6 +18,7 @@ from blake3 import blake3
 from kvasir.errors import InvalidArgument
 from kvasir.formats.digest import is_hash
 from kvasir.names import check_namespace
+from kvasir.syncing import sync, sync_directory
 
 ENGINE, CLIENT, PEER, ADMIN = "engine", "client", "peer", "admin"
 ROLES = frozenset({ENGINE, CLIENT, PEER, ADMIN})
@@ -173,9 +174,9 @@ def write_private_text(path: Path, text: str) -> None:
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())
+        sync(file.fileno())
     for directory in named_in:
-        _sync_directory(directory)
+        sync_directory(directory)
 
 
 def replace_private_text(path: Path, text: str) -> None:
@@ -184,7 +185,7 @@ def replace_private_text(path: Path, text: str) -> None:
     new.unlink(missing_ok=True)
     write_private_text(new, text)
     new.replace(path)
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
 def read_private_text(path: Path) -> str:
@@ -208,14 +209,6 @@ def read_private_text(path: Path) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError:
         raise CredentialFileError(f"{path}: expected UTF-8") from None
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _parse(text: str, path: Path) -> dict[str, Any]:

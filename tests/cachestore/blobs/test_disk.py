@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+from kvasir.clients.archive_file import new_file
+from kvasir.credentials import replace_private_text
 
-from cachestore_svc.blobs import disk as disk_module
 from cachestore_svc.blobs.disk import Disk
 
 F_FULLFSYNC = 51  # its number on macOS
@@ -25,7 +26,7 @@ def test_a_sync_is_f_fullfsync_where_it_exists_and_fsync_where_a_file_system_lac
             raise OSError(error, os.strerror(error))
         return 0
 
-    monkeypatch.setattr(disk_module, "_FULL_FSYNC", F_FULLFSYNC)
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", F_FULLFSYNC, raising=False)
     monkeypatch.setattr(fcntl, "fcntl", full_sync)
     monkeypatch.setattr(os, "fsync", lambda descriptor: asked.append("fsync"))
     Disk().fsync_directory(tmp_path)
@@ -36,10 +37,22 @@ def test_a_full_sync_that_fails_is_a_failure(tmp_path: Path, monkeypatch: pytest
     def full_sync(descriptor: int, command: int) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(disk_module, "_FULL_FSYNC", F_FULLFSYNC)
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", F_FULLFSYNC, raising=False)
     monkeypatch.setattr(fcntl, "fcntl", full_sync)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         Disk().fsync_directory(tmp_path)
+
+
+def test_keys_and_exports_are_synced_as_blobs_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A master key that a loss of power takes opens nothing of what is sealed; what was exported may be deleted."""
+    asked: list[str] = []
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", F_FULLFSYNC, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", lambda descriptor, command: asked.append(f"fcntl {command}"))
+    monkeypatch.setattr(os, "fsync", lambda descriptor: asked.append("fsync"))
+    replace_private_text(tmp_path / "master.key", "key")
+    with new_file(tmp_path / "ada.kvasir") as file:
+        file.write(b"archive")
+    assert asked == [f"fcntl {F_FULLFSYNC}"] * 5  # the key, its name twice; the archive, its name
 
 
 def test_no_symbolic_link_is_followed_at_the_end_of_a_path(tmp_path: Path) -> None:

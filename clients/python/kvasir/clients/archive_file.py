@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kvasir.errors import AlreadyExists, InvalidArgument, NotFound
+from kvasir.syncing import sync, sync_directory
 
 _PIECE_BYTES = 1 << 20
 
@@ -28,10 +29,10 @@ def new_file(path: Path, *, replace: bool = True) -> Iterator[BinaryIO]:
         with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            sync(file.fileno())
         _check_target(path, replace)  # again: the transfer took its time
         part.replace(path)
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
     finally:
         part.unlink(missing_ok=True)
 
@@ -43,14 +44,6 @@ def _check_target(path: Path, replace: bool) -> None:
         )
     if path.exists() and not replace:
         raise AlreadyExists(f"{path}: exists already", field="file", reason="FILE_EXISTS")
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def pieces_of(path: Path) -> Iterator[bytes]:

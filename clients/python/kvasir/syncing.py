@@ -1,0 +1,29 @@
+"""What makes bytes and names survive a loss of power: fsync, and on macOS F_FULLFSYNC, where fsync alone does not."""
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+
+def sync(descriptor: int) -> None:
+    """The file's bytes, or the directory's names, survive a loss of power on return. Raises OSError."""
+    if (full_sync := getattr(fcntl, "F_FULLFSYNC", None)) is not None:
+        try:
+            fcntl.fcntl(descriptor, full_sync)
+        except OSError as error:
+            # A file system without it (a network share) has fsync only; SQLite does the same.
+            if error.errno not in (errno.ENOTSUP, errno.EINVAL):
+                raise
+        else:
+            return
+    os.fsync(descriptor)
+
+
+def sync_directory(path: Path) -> None:
+    """The directory's names survive a loss of power on return. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        sync(descriptor)
+    finally:
+        os.close(descriptor)
