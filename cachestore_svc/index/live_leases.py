@@ -88,9 +88,8 @@ class LiveLeases:
             self._grants.pop(line, None)
 
     def taken_back(self, line: LineKey) -> None:
-        """The change that waited for it is done."""
+        """The change that waited for its end takes place. That it ended stays known: the change may still be undone."""
         with self._lock:
-            self._grants.pop(line, None)
             self._barred.pop(line, None)
 
     def _put(self, line: LineKey, token: LeaseToken, ttl_s: float) -> _Grant:

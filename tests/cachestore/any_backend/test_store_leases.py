@@ -16,7 +16,7 @@ from cachestore_svc.records import HeldLease, LeaseToken, LeaseWanted, LineKey, 
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Clock, Lab, publish, upload
 from tests.sampling import sampled
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.synthetic import SMALL, TINY, SyntheticAgent
 
 KV = kv_identity_hash(SMALL)
 
@@ -225,6 +225,21 @@ def test_what_takes_a_memory_back_waits_for_its_lease_and_fences_the_late(
         publish(store, "a", late, 0 if how == "delete" else 1, lease=token)
     assert fenced.value.reason == "LEASE_FENCED"
     assert store.acquire_lease(NS, "a", KV, "engine-1", 10).token.generation > token.generation
+
+
+def test_a_lease_that_ended_stays_ended_while_a_lease_of_another_line_is_waited_for(lab: Lab, store: Store) -> None:
+    """Of an agent with two models: the engine of the one is gone, that of the other releases as soon as it is asked."""
+    for identity in (SMALL, TINY):
+        publish(store, "a", SyntheticAgent(identity, 1).turn(30), 0)
+    gone, live = sorted((KV, kv_identity_hash(TINY)))
+    store.acquire_lease(NS, "a", gone, "engine-1", 10)
+    lab.clock.pass_s(10)
+    token = store.acquire_lease(NS, "a", live, "engine-2", 10).token
+    with pytest.raises(FailedPrecondition) as refused:
+        store.delete_agent(NS, "a")
+    assert refused.value.metadata["owner"] == "engine-2"
+    store.release_lease(NS, "a", live, token)
+    store.delete_agent(NS, "a")
 
 
 def test_a_fork_over_a_name_waits_for_whoever_runs_its_first_turn(store: Store) -> None:

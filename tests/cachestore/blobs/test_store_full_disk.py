@@ -290,3 +290,16 @@ def test_a_write_that_found_no_room_goes_on_where_it_stopped(lab: Lab) -> None:
         assert [path.stat().st_size for path in lab.root.rglob("*.part")] == [8000]
         write(store, digest, data, BlobKind.TENSORS)
         assert bytes(store.read_blob(NS, digest)) == data
+
+
+@pytest.mark.parametrize("refuse_at", [1, 2, 3])
+def test_a_deletion_that_the_ballast_makes_room_for_waits_for_no_lease_that_has_ended(lab: Lab, refuse_at: int) -> None:
+    """The deletion runs twice: the try that found no room has fenced nobody, and has forgotten nothing."""
+    disk, agent = RefusingDisk(), SyntheticAgent(SMALL, 1)
+    with lab.open(disk) as store:
+        done = publish(store, "a", agent.turn(30), 0)
+        store.acquire_lease(NS, "a", done.kv_identity_hash, "engine-1", 10)
+        lab.clock.pass_s(10)
+        disk.arm(refuse_at)
+        store.delete_agent(NS, "a")
+        assert disk.effects > refuse_at

@@ -132,8 +132,8 @@ MUTANTS = (
     Mutant(
         "what takes a memory back does not wait",
         "leases.py",
-        "            raise held_by(found.token.owner, left_s)\n        fenced",
-        "            pass\n        fenced",
+        "            raise held_by(found.token.owner, left_s)\n    for line",
+        "            pass\n    for line",
         "leases",
     ),
     Mutant(

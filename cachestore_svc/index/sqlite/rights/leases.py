@@ -76,9 +76,11 @@ def fence_leases(rows: Rows, query: LineQuery, live: LiveLeases) -> None:
     """Shut out every writer of these lines that began before now. Raises FailedPrecondition (LEASE_HELD) while one has
     a live lease: it may still answer from what is to be taken back.
     """
-    for line, found in _rows_of(rows, query):
+    held = list(_rows_of(rows, query))
+    for line, found in held:
         if left_s := _left_s(live, line, found):
             raise held_by(found.token.owner, left_s)
+    for line, found in held:
         fenced = LeaseToken(found.token.owner, found.token.generation + 1)
         _write(rows, line, fenced, found.ttl_ms, is_released=True)
         live.taken_back(line)
