@@ -36,9 +36,12 @@ class BackgroundScrub:
 
     async def run(self) -> None:
         """Never ends by itself. When it is cancelled, it notes where it is."""
-        await self._threads.run(HOUSE, self._scrubbing.load)
+        is_loaded = False
         while True:
             try:
+                if not is_loaded:
+                    await self._threads.run(HOUSE, self._scrubbing.load)
+                    is_loaded = True
                 await self._pass_when_due()
             except KvasirError as error:
                 # A disk that fails or is full now: the pass goes on where it was.

@@ -11,6 +11,7 @@ from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.errors import DataLoss, Unavailable
 from kvasir.formats.digest import Digest
 
+from cachestore_svc import background_scrub
 from cachestore_svc.background_scrub import BackgroundScrub
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.threads import StoreThreads
@@ -196,3 +197,36 @@ def test_a_pass_keeps_its_pace(lab: Lab) -> None:
     with lab.open() as store:
         publish_in(store, "ada", TURN, 0)
         assert asyncio.run(scrub()) > 0.2
+
+
+class FullOnce(Disk):
+    """Has no room for the first commit."""
+
+    is_full = False
+
+    def reached(self, point: str) -> None:
+        if self.is_full and point == "index: before commit":
+            self.is_full = False
+            raise OSError(errno.ENOSPC, "no room")
+
+
+def test_a_store_that_starts_on_a_full_disk_is_scrubbed_all_the_same(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_scrub, "_REST_S", 0.01)
+
+    async def scrub() -> None:
+        threads = StoreThreads()
+        disk.is_full = True
+        task = asyncio.create_task(BackgroundScrub(store, threads, no_peer, bytes_per_s=1 << 30, every_s=0.001).run())
+        async with asyncio.timeout(10):
+            while not store.scrubbing.state.blobs_checked:
+                lab.clock.pass_s(1)
+                await asyncio.sleep(0.005)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        threads.close()
+
+    disk = FullOnce()
+    with lab.open(disk, ballast_bytes=0) as store:
+        publish_in(store, "ada", TURN, 0)
+        asyncio.run(scrub())
+        assert not disk.is_full
