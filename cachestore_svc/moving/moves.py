@@ -10,7 +10,7 @@ source whose destination is silent takes the agent back; a claim is told to whoe
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
@@ -31,6 +31,7 @@ from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
 
 _LOG = structlog.get_logger("moves")
+_Unfinished = tuple[str, str, Ownership]  # namespace, agent, and what is known of its owner
 _TRIES, _TRY_PAUSE_S, _ANSWER_S = 3, 0.3, 5.0
 _MOVE_ID_BYTES = 16
 _AGAIN_S = 1.0
@@ -231,28 +232,52 @@ class Moves:
             await self._threads.run(HOUSE, self._store.rename_peers, names)
 
     async def keep(self) -> None:
-        """Look after unfinished moves, for as long as the store serves."""
-        while True:
-            try:
-                for namespace, agent_id, known in await self._threads.run(HOUSE, self._store.unfinished_moves):
-                    await self._go_on(namespace, agent_id, known)
-            except KvasirError as error:
-                _LOG.warning("moves.not_looked_at", reason=error.reason)
-            except Exception:  # noqa: BLE001  a bug of ours must not leave agents without an owner for good
-                _LOG.exception("moves.failed")
-            await asyncio.sleep(_AGAIN_S)
-
-    async def _go_on(self, namespace: str, agent_id: str, known: Ownership) -> None:
-        if (namespace, agent_id) in self._locks:
-            return  # a running move does it
+        """Look after unfinished moves, for as long as the store serves. Each set of peers has a task of its own: a peer
+        that does not answer keeps only those agents waiting that need it."""
+        going: dict[tuple[str, frozenset[str]], asyncio.Task[None]] = {}
         try:
-            async with self._one_at_a_time(namespace, agent_id):
+            while True:
+                try:
+                    going = {key: task for key, task in going.items() if not task.done()}
+                    for key, moves in (await self._unfinished()).items():
+                        if key not in going:
+                            going[key] = asyncio.create_task(self._go_on(moves))
+                except KvasirError as error:
+                    _LOG.warning("moves.not_looked_at", reason=error.reason)
+                except Exception:  # noqa: BLE001  a bug of ours must not leave agents without an owner for good
+                    _LOG.exception("moves.failed")
+                await asyncio.sleep(_AGAIN_S)
+        finally:
+            for task in going.values():
+                task.cancel()
+            await asyncio.gather(*going.values(), return_exceptions=True)
+
+    async def _unfinished(self) -> dict[tuple[str, frozenset[str]], list[_Unfinished]]:
+        """Unfinished moves, by namespace and the known peers that they wait for. What needs no peer is done first."""
+        found: dict[tuple[str, frozenset[str]], list[_Unfinished]] = {}
+        for namespace, agent_id, known in await self._threads.run(HOUSE, self._store.unfinished_moves):
+            try:
                 await self._handing_over.undo_if_silent(namespace, agent_id, known)
-                await self._finished(namespace, agent_id)
-                if known.tells:
-                    await self._tell(namespace, agent_id, known)
-        except KvasirError as error:
-            _LOG.info("move.unfinished", peers=known.tells or known.peer, reason=error.reason)
+            except KvasirError as error:
+                _LOG.info("move.unfinished", peers=known.peer, reason=error.reason)
+            wanted = {*known.tells, *([known.peer] if known.state is OwnerState.ARRIVING else [])}
+            if peers := wanted.intersection(self._peers.names(namespace)):
+                found.setdefault((namespace, frozenset(peers)), []).append((namespace, agent_id, known))
+        return found
+
+    async def _go_on(self, moves: Sequence[_Unfinished]) -> None:
+        for namespace, agent_id, known in moves:
+            if (namespace, agent_id) in self._locks:
+                continue  # a running move does it
+            try:
+                async with self._one_at_a_time(namespace, agent_id):
+                    await self._finished(namespace, agent_id)
+                    if known.tells:
+                        await self._tell(namespace, agent_id, known)
+            except KvasirError as error:
+                _LOG.info("move.unfinished", peers=known.tells or known.peer, reason=error.reason)
+            except Exception:  # noqa: BLE001  as in `keep`
+                _LOG.exception("moves.failed")
 
     async def _finished(self, namespace: str, agent_id: str) -> Ownership:
         """What is known of the owner, once an earlier move to here is at its end. Raises Unavailable."""

@@ -1,0 +1,78 @@
+"""Unfinished moves are looked after on a store in this process, also while a peer of some of them does not answer."""
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvasir.server.shared_room import SharedRoom
+from structlog.testing import capture_logs
+
+from cachestore_svc.moving.handing_over import HandingOver
+from cachestore_svc.moving.moves import Moves
+from cachestore_svc.moving.outbound import BlobReader
+from cachestore_svc.moving.peers import Peers
+from cachestore_svc.moving.transfer import Transfers
+from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings
+from cachestore_svc.store import Store
+from cachestore_svc.threads import StoreThreads
+from tests.cachestore.core.lab import NS, Lab
+from tests.cachestore.core.lab import publish as publish_in
+from tests.cachestore.service.running import publish, store_home
+from tests.synthetic import SMALL, SyntheticAgent
+
+TURN = SyntheticAgent(SMALL, 1).turn(30)
+
+
+@contextmanager
+def silent_peer() -> Iterator[str]:
+    """Where connections are taken, and nothing is ever said."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+async def kept(store: Store, lab: Lab, addresses: dict[str, str], until: Callable[[], bool], within_s: float) -> None:
+    """Look after the store's moves until that holds."""
+    threads = StoreThreads()
+    peers = Peers(lambda: PeerBook({name: PeerSettings(name=name, address=at) for name, at in addresses.items()}))
+    copies = Transfers(store, threads, BlobReader(store, threads, SharedRoom(1)), peers, 5.0).copies
+    handing_over = HandingOver(store, threads, peers, patience_s=0.2, steady=time.monotonic)
+    task = asyncio.create_task(Moves(store, threads, copies, peers, handing_over, lab.chance).keep())
+    async with asyncio.timeout(within_s):
+        while not until():  # noqa: ASYNC110  what it waits for is in the store
+            await asyncio.sleep(0.02)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    threads.close()
+
+
+def test_a_peer_that_does_not_answer_keeps_no_agent_of_others_waiting(lab: Lab, tmp_path: Path) -> None:
+    """Neither one that is to come back from a silent destination, nor one of which another peer is to hear."""
+    with lab.open() as store, silent_peer() as gone, store_home(tmp_path / "there") as home:
+        there = home.start()
+        with there.client() as client:
+            publish(client, "told", TURN, 0)
+        for name in ("a1", "a2", "a3", "a4", "told", "zed"):
+            publish_in(store, name, TURN, 0)
+        for name in ("a1", "a2", "a3", "a4"):
+            store.claim(NS, name, 1, tells=["gone"])
+        store.claim(NS, "told", 1, tells=["there"])
+        store.offer(NS, "zed", "gone", "ab" * 8, 0)
+        addresses = {"gone": gone, "there": there.address}
+
+        def is_done() -> bool:
+            return store.ownership(NS, "zed").is_owned and not store.ownership(NS, "told").tells
+
+        asyncio.run(kept(store, lab, addresses, is_done, 10))
+
+
+def test_a_peer_that_was_removed_is_not_asked_and_not_complained_about_every_second(lab: Lab) -> None:
+    with lab.open() as store, capture_logs() as lines:
+        publish_in(store, "ada", TURN, 0)
+        store.claim(NS, "ada", 1, tells=["gone"])
+        began = time.monotonic()
+        asyncio.run(kept(store, lab, {}, lambda: time.monotonic() - began > 2.5, 10))
+        assert store.ownership(NS, "ada").tells == ("gone",)  # it hears of it if it is paired again
+    assert [line for line in lines if line["event"] == "move.unfinished"] == []
