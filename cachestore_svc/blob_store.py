@@ -27,6 +27,11 @@ class BlobStore:
         self._core = opened.core
 
     @property
+    def grace_period_s(self) -> float:
+        """How long a blob that nothing names stays after a caller relied on it."""
+        return self._core.config.grace_period_s
+
+    @property
     def sealed_namespaces(self) -> tuple[str, ...]:
         """Namespaces with a key record, sorted; also those that are shut."""
         return self._core.seals.namespaces

@@ -9,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvasir.clients import AioStoreClient
 from kvasir.errors import AlreadyExists, FailedPrecondition, KvasirError, NotFound, Unavailable
+from kvasir.formats.digest import Digest
 from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 
 from cachestore_svc import ownership
@@ -105,6 +106,7 @@ class Arrival:
         self._heads: dict[str, SnapshotVersion] = {}
         self._labels: Mapping[str, str] = {}
         self._offered: dict[str, Offered] = {}
+        self._named: list[Digest] = []  # by what was offered; nothing here names it yet
         self._progress: dict[str, Progress] = {}
 
     async def steps(self) -> AsyncGenerator[Progress | Waiting, None]:
@@ -116,6 +118,7 @@ class Arrival:
         if ownership.are_two(self._labels, there.labels):
             raise ownership.owned_here(order.agent_id)
         _check_there(order, there)
+        await self._room.enter_async_context(self._copies.kept(order.namespace, self._named))
         async with aclosing(self._copied(there)) as ahead:
             async for progress in ahead:
                 yield progress
@@ -177,6 +180,7 @@ class Arrival:
         is_newer = ours is not None and ours.manifest.hash in (offered.manifest.hash, offered.parent_manifest)
         if self._known.is_owned and ours is not None and not is_newer:
             await self._copies.check_ancestor(self._remote, wanted, offered.kv_identity_hash, ours)
+        self._named += offered.everything
         async with aclosing(self._copies.fetch(self._remote, wanted, offered.digests)) as steps:
             async for progress in steps:
                 self._progress[line.kv_identity_hash] = progress

@@ -6,13 +6,14 @@ byte is verified here, and bytes for which a caller would be refused count as th
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import TypeVar
 
 from kvasir.clients import AioStoreClient
-from kvasir.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument, Unavailable
+from kvasir.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument, KvasirError, Unavailable
 from kvasir.formats import manifest as manifests
 from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.digest import Digest
@@ -28,6 +29,8 @@ _MAX_CUTS = 4
 # Of a thousand versions each. A peer whose list goes on is given up.
 MAX_PEER_PAGES = 100
 _CUT_PAUSE_S, _OTHERS_PAUSE_S = 0.3, 0.1
+# A copy relies on its blobs anew so many times in a grace period, and not more often than this.
+_TIMES_A_GRACE, _LEAST_RENEWAL_S = 4, 0.05
 T = TypeVar("T")
 
 
@@ -67,6 +70,10 @@ class Offered:
     kv_identity_hash: str
     parent_manifest: str
     digests: Sequence[Digest]
+
+    @property
+    def everything(self) -> Sequence[Digest]:
+        return (self.manifest, *self.digests)
 
 
 class LineCopies:
@@ -150,6 +157,24 @@ class LineCopies:
                 await others.wait(error, await self._arrived(order.namespace, missing))
                 missing = await self.missing(order.namespace, missing)
                 progress.count(missing)
+
+    @contextlib.asynccontextmanager
+    async def kept(self, namespace: str, digests: Sequence[Digest]) -> AsyncGenerator[None, None]:
+        """Keep those of these blobs that are here for the block, and for most of a grace period after it: it may last
+        for longer, and nothing names them before the commit. There may be more of them meanwhile."""
+
+        async def renew() -> None:
+            while True:
+                await asyncio.sleep(max(self._store.grace_period_s / _TIMES_A_GRACE, _LEAST_RENEWAL_S))
+                with contextlib.suppress(KvasirError):  # the commit says what is missing
+                    await self.missing(namespace, digests)
+
+        renewing = asyncio.create_task(renew())
+        try:
+            yield
+        finally:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
 
     async def missing(self, namespace: str, digests: Sequence[Digest]) -> list[Digest]:
         missing: list[Digest] = []

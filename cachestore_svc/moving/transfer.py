@@ -106,7 +106,8 @@ class Transfers:
             is_grown = is_copy and bool(here.move_id)
             if ours is not None and not is_grown and ours.manifest.hash != offered.parent_manifest:
                 await self.copies.check_ancestor(remote, line, offered.kv_identity_hash, ours)
-            async with aclosing(self.copies.fetch(remote, line, offered.digests)) as steps:
+            kept = self.copies.kept(order.namespace, offered.everything)
+            async with kept, aclosing(self.copies.fetch(remote, line, offered.digests)) as steps:
                 async for progress in steps:
                     yield progress
                     if order.is_dry_run:
@@ -203,6 +204,8 @@ class Transfers:
             if isinstance(part, Described):
                 self.manifests.keep_list(room, namespace, len(part.digests))
                 await self.copies.store_bytes(namespace, part.manifest_digest, part.manifest_bytes, BlobKind.MANIFEST)
+                everything = (part.manifest_digest, *part.digests)
+                await room.enter_async_context(self.copies.kept(namespace, everything))
                 kv_hash = kv_identity_hash(part.manifest.kv_identity)
                 described = _Described(part.agent_id, part.manifest_digest, kv_hash)
             else:

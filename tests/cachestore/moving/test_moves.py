@@ -232,6 +232,27 @@ def test_a_move_waits_for_the_engine_that_holds_the_lease_and_says_so(
     assert_whole(studio, name, last)
 
 
+@pytest.mark.long(5)
+def test_a_move_that_lasts_for_longer_than_the_grace_period_keeps_what_has_come(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    ada = SyntheticAgent(SMALL, 22).turn(600)
+    hasty = ("--grace-period-s", "2", "--gc-interval-s", "0.1")
+    with macs(tmp_path_factory.mktemp("g"), *hasty) as (here, there):
+        here.start()
+        there.start()
+        with here.client() as laptop, there.client() as studio:
+            publish(laptop, "ada", ada, 0)
+            lease = laptop.acquire_lease("ada", KV, "engine", ttl_s=60).lease
+            waits = 0
+            for step in studio.moving_agent("ada", from_peer="laptop"):
+                if step.HasField("waiting"):  # after seconds, in which all that was copied is garbage
+                    waits += 1
+                    laptop.release_lease("ada", KV, lease)
+            assert waits
+            assert_whole(studio, "ada", ada)
+
+
 @pytest.mark.long(4)
 def test_a_move_that_its_caller_leaves_is_undone_at_once(laptop: StoreClient, studio: StoreClient, name: str) -> None:
     ada = SyntheticAgent(SMALL, 10)

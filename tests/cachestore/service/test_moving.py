@@ -1,7 +1,9 @@
 """Transfers on a store in this process, where a part or a piece can be just so."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings
 from cachestore_svc.records import BlobKind, SnapshotVersion
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
-from tests.cachestore.core.lab import NS, Lab, write_all
+from tests.cachestore.core.lab import NS, Clock, Lab, write_all
 from tests.cachestore.service.running import RunningStore, publish
 from tests.synthetic import SMALL, SyntheticAgent
 
@@ -74,3 +76,58 @@ def test_an_import_takes_any_number_of_known_blobs_in_one_piece(store: Store) ->
 
     version = asyncio.run(asyncio.wait_for(transfers(store).import_archive(NS, "ada", False, archive()), 60))
     assert version.manifest == turn.manifest_digest
+
+
+@dataclass
+class RealClock(Clock):
+    """The machine's own."""
+
+    def __call__(self) -> float:
+        return time.time()
+
+
+@pytest.fixture
+def hasty(tmp_path: Path) -> Iterator[Store]:
+    """A store that keeps what nothing names for two seconds."""
+    with Lab(tmp_path / "hasty", RealClock()).open(grace_period_s=2.0) as opened:
+        yield opened
+
+
+async def collected(store: Store) -> None:
+    """The next part takes its time."""
+    await asyncio.sleep(0.3)
+    await asyncio.to_thread(store.collect_garbage)
+
+
+@pytest.mark.long(5)
+def test_a_pull_that_lasts_for_longer_than_the_grace_period_keeps_what_has_come(
+    hasty: Store, shared_store: RunningStore
+) -> None:
+    turn = SyntheticAgent(SMALL, 33).turn(256 * 15)
+    with shared_store.client() as theirs:
+        publish(theirs, "long", turn, 0)
+
+    async def pulled_slowly() -> SnapshotVersion:
+        async for step in transfers(hasty, shared_store.address).pull(PullOrder(NS, "mac", "long", "ada", "")):
+            if isinstance(step, SnapshotVersion):
+                return step
+            await collected(hasty)
+        raise AssertionError("it ended without a version")
+
+    assert asyncio.run(asyncio.wait_for(pulled_slowly(), 30)).manifest == turn.manifest_digest
+    assert hasty.check().is_clean
+
+
+@pytest.mark.long(5)
+def test_an_import_that_lasts_for_longer_than_the_grace_period_keeps_what_has_come(hasty: Store) -> None:
+    turn = SyntheticAgent(SMALL, 34).turn(256 * 15)
+
+    async def archive() -> AsyncIterator[bytes]:
+        whole = b"".join(pack(turn.manifest, turn.new_blobs, agent_id="ada"))
+        for start in range(0, len(whole), -(-len(whole) // 15)):
+            yield whole[start : start + -(-len(whole) // 15)]
+            await collected(hasty)
+
+    version = asyncio.run(asyncio.wait_for(transfers(hasty).import_archive(NS, "ada", False, archive()), 30))
+    assert version.manifest == turn.manifest_digest
+    assert hasty.check().is_clean
