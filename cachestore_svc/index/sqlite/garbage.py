@@ -17,10 +17,12 @@ from cachestore_svc.records import AgentDeleted, AgentUpdated, EventBody
 
 
 def mark_unheld(rows: Rows, namespace: str, now_unix_ms: int) -> int:
-    """Mark the blobs that nothing holds; how many were not marked before."""
+    """Mark the blobs that nothing holds; how many were not marked before. A mark or a promise of a time that is still
+    to come was made under a wrong clock: it counts from now."""
     return rows.run(
-        f"""UPDATE blobs SET marked_unix_ms = ?
-            WHERE namespace_id = ? AND marked_unix_ms IS NULL AND NOT {versions.IS_REFERENCED}""",  # noqa: S608
+        f"""UPDATE blobs SET marked_unix_ms = ?1, promised_unix_ms = MIN(promised_unix_ms, ?1)
+            WHERE namespace_id = ?2 AND (marked_unix_ms IS NULL OR MAX(marked_unix_ms, promised_unix_ms) > ?1)
+            AND NOT {versions.IS_REFERENCED}""",  # noqa: S608
         now_unix_ms,
         find_namespace(rows, namespace),
     )

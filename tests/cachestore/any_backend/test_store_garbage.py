@@ -173,6 +173,26 @@ def test_deleting_an_agent_says_when_its_bytes_go_and_they_do(lab: Lab) -> None:
         assert store.stats(NS).blob_bytes == before - deletion.unshared_bytes
 
 
+@pytest.mark.parametrize("is_promised", [False, True])
+def test_garbage_of_a_time_when_the_clock_was_ahead_goes_a_rest_after_it_was_set_right(
+    lab: Lab, is_promised: bool
+) -> None:
+    """A machine that starts with a wrong clock must not keep it for as many years."""
+    with opened(lab) as store:
+        content = SyntheticAgent(SMALL, 1).turn(300)
+        upload(store, content)
+        lab.clock.set_by_s = 20 * 365 * 86_400
+        store.collect_garbage()
+        if is_promised:
+            assert store.find_missing(NS, content.digests) == []
+        lab.clock.set_by_s = 0
+        store.collect_garbage()
+        lab.clock.pass_s(GRACE_S - 1)
+        assert store.collect_garbage().blobs_swept == 0
+        lab.clock.pass_s(REST_S - GRACE_S + 2)
+        assert store.collect_garbage().blobs_swept == 3
+
+
 @pytest.mark.long(4)
 def test_a_pass_over_more_blobs_than_a_batch_sweeps_them_all(lab: Lab) -> None:
     with lab.open(grace_period_s=0.0) as store:
