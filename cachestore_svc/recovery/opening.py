@@ -236,12 +236,15 @@ def _lock(path: Path) -> int:
         raise OSError(NO_FILE, "the lock is no regular file")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "another process"
         os.close(descriptor)
         raise Unavailable(
             f"the data directory {path.parent} is in use by process {holder}", reason="LOCKED", metadata={"pid": holder}
         ) from None
+    except OSError:  # of a file system that has no locks
+        os.close(descriptor)
+        raise
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     return descriptor

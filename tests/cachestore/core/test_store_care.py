@@ -1,5 +1,7 @@
 """The store looks after itself: opening, locking, migrating, events that outlive restarts, check and repair."""
 
+import errno
+import fcntl
 import os
 import signal
 import sqlite3
@@ -52,6 +54,18 @@ def test_a_directory_has_one_store_and_the_refusal_names_its_process(lab: Lab) -
         assert refused.value.reason == "LOCKED"
         assert refused.value.metadata == {"pid": str(os.getpid())}
     lab.open().close()
+
+
+def test_a_file_system_that_locks_nothing_is_no_other_process(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On some network shares: who looks for a process that holds the directory finds none."""
+
+    def no_locks(_descriptor: int, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(Unavailable, match="ENOLCK on the data directory") as refused:
+        lab.open()
+    assert refused.value.reason == "DISK_FAILED"
 
 
 def test_a_dead_process_holds_no_lock(lab: Lab) -> None:
