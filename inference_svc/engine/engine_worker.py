@@ -76,9 +76,11 @@ class EngineWorker:
         """One step of all running turns; False if there was no work. `take_mail` is called between cells, so that a new
         turn or a cancel does not wait for a whole step.
         """
-        for sequence in self._scheduler.cancelled():
+        for sequence in (ending := self._scheduler.cancelled()):
             cancelled = Cancelled("the turn was cancelled; the agent remembers what it did before")
             self._finish(sequence, None if sequence.keeps_its_part else cancelled)
+        if ending:
+            take_mail()  # the snapshot of a part that is kept, before its memory may be dropped for another
         before_s = self._clock()
         self._admit(take_mail)
         spent_s = self._clock() - before_s

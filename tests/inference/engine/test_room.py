@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 from kvasir.errors import FailedPrecondition
 
 from inference_svc.engine import mlx_thread
-from inference_svc.engine.api import Ended, Hot, Started, Tokens
+from inference_svc.engine.api import Ended, FinishReason, Hot, Snapshot, Started, Tokens
 from tests.inference.engine.driving import Driver, Listener, driver_with_room_for, tokens_of
 
 BUDGET_TOKENS = 1_536
@@ -115,3 +116,17 @@ def test_a_turn_finds_its_room_also_where_the_memory_whose_beginning_it_shares_c
         driver.submit(tokens_of(700, 3), namespace="tests", max_tokens=300, listener=running).end()
         assert waiting.end().cached_tokens == 1024
         assert order == ["ended", "started"]
+
+
+def test_a_part_that_a_cancel_keeps_is_copied_before_its_room_is_given_to_another(small: Driver) -> None:
+    """As every turn's end: the listener asks for the copy at once, on the thread that would drop the memory."""
+    key, copies, waiting = small.key(), list[Future[Snapshot | None]](), Listener()
+    kept = Listener()
+    kept.at(Tokens, 3, lambda: small.submit(tokens_of(1_400, 9), listener=waiting, max_tokens=2))
+    kept.at(Tokens, 8, lambda: kept.handle.result(60).cancel())
+    kept.at(Ended, 1, lambda: copies.append(small.engine.snapshot(key, 0)))
+    ended = small.submit(tokens_of(600, 3), None, key, kept, keep_partial=True, max_tokens=300).end()
+    assert (ended.finish_reason, waiting.end().completion_tokens) == (FinishReason.CANCELLED, 2)
+    copy = copies[0].result(60)
+    assert copy is not None
+    assert copy.state == ended.state
