@@ -19,6 +19,7 @@ from inference_svc.engine.scheduling.schedulable import (
     Rules,
     Schedulable,
     SourceT,
+    Status,
     TurnT,
 )
 from inference_svc.text.prefix_matching import common_prefix_length
@@ -36,8 +37,8 @@ class PrefixWaits(Generic[TurnT]):
         look for another one only when that is over.
         """
         record = turn.schedule
-        # A preempted turn goes on with its own KV.
-        if self._wait_s <= 0 or record.prefix_wait_is_over or record.preemptions:
+        # A turn that stopped, here or in another engine, goes on with its own KV.
+        if self._wait_s <= 0 or record.prefix_wait_is_over or turn.status is Status.PREEMPTED:
             return False
         awaited = record.awaits
         if awaited is None or awaited.source.status not in RUNNING or awaited.source.shareable >= awaited.shared_tokens:

@@ -148,6 +148,17 @@ def test_a_sibling_begins_when_the_one_that_it_waits_for_is_cancelled() -> None:
     assert second.begun_s is not None
 
 
+def test_a_turn_that_comes_from_another_engine_waits_for_no_sibling() -> None:
+    """It brings its own KV, and its giver does not wait for long."""
+    world = World(rules=Rules(budget_s=0.0))
+    taken = sibling(*range(20), preemptions=1)
+    world.submit(Job(1, 1000, namespace="home"), sibling(*range(20)))
+    world.step()
+    world.submit(taken)
+    world.step()
+    assert taken.begun_s is not None
+
+
 def test_the_prefix_wait_can_be_off() -> None:
     world = World(rules=Rules(prefix_wait_s=0.0))
     world.submit(sibling("a", "b"), sibling("a", "b"))
