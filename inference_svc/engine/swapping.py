@@ -97,6 +97,8 @@ class SwapIn:
             self.load = self._begun()
             return
         sequence, kept = self._sequence, self.load.kv.length
+        # Not where it stopped: the turn has no room for the pages and states of one more.
+        self.load.kv.keep_rewind_points({sequence.cached, sequence.prompt_rewind_point})
         sequence.kv, sequence.swapped = self.load.kv, None
         sequence.known_chain = sequence.known_chain[: kept // BLOCK_TOKENS]
         sequence.resumed(kept)

@@ -15,6 +15,7 @@ from inference_svc.engine.api import (
     Ended,
     Event,
     HeldTurn,
+    Hot,
     Prefilled,
     Resumed,
     SamplingParams,
@@ -280,5 +281,36 @@ def test_windows_and_recurrent_states_go_along(name: str, tmp_path: Path) -> Non
         assert moved.cells == expected.cells
         assert moved.told == expected.told
         assert moved.ended.state.token_ids == expected.ended.state.token_ids
+    for driver in drivers:
+        driver.engine.close()
+
+
+@pytest.mark.long(6)
+@pytest.mark.parametrize("name", ["gemma3", "granite_hybrid"])
+def test_where_a_turn_stopped_is_no_rewind_point_for_which_it_has_room(name: str, tmp_path: Path) -> None:
+    """Each would hold pages of windows, or a copy of the states, beyond the turn's reservation."""
+    directory = write_family(tmp_path / name, ALL[name])
+    drivers = [
+        Driver(Engine.open(directory, cache_dir=tmp_path / "digests", memory_budget_bytes=64 << 20)) for _ in range(2)
+    ]
+    two, points, over = Two(*drivers), list[tuple[int, ...]](), list[int]()
+    key, state = two.source.remember(300)
+    prompt, settings = (*state.token_ids, *tokens_of(700, 5)), {"max_tokens": 600, "logit_bias": ((0, -1000.0),)}
+    plan = replace(two.plan(key, prompt, **settings), reuse=Hot(300))
+
+    def look() -> None:
+        [turn] = two.destination.engine._worker._scheduler.turns
+        assert turn.kv is not None
+        assert turn.reservation is not None
+        points.append(turn.kv.rewind_points)
+        over.append(turn.reservation.kept_pages() - turn.reservation.most_pages)
+
+    before, held, ahead = two.held(plan, Tokens, 50)
+    after = two.taken_up(plan, held, (*ahead, *held.files))
+    before.handle.result(60).give_away()
+    after.at(Tokens, 536, look).handle.result(60).release()
+    after.end()
+    assert over[0] <= 0
+    assert points == [(300, 999 if name == "granite_hybrid" else 768)]
     for driver in drivers:
         driver.engine.close()
