@@ -258,9 +258,9 @@ class TurnFlow:
                 f"opening.prompt_token_chars: the prompt has {len(text)} characters", field="opening.prompt_token_chars"
             )
         prepared = Prepared(text, begun.prompt, Cold(), Source.COLD, Outcome.NONE, None, ())
-        plan = replace(
-            self._plans.plan(turn, prepared), carried=taken.carried, rewind_point_tokens=begun.rewind_point_tokens
-        )
+        # Brought rows serve their own agent: what a peer says of them lends them to no other.
+        carried = replace(taken.carried, shareable=0) if begun.is_brought else taken.carried
+        plan = replace(self._plans.plan(turn, prepared), carried=carried, rewind_point_tokens=begun.rewind_point_tokens)
         plan = replace(plan, sampling=replace(plan.sampling, max_tokens=begun.max_tokens))
         prepared, ended = await self._plans.run(turn, prepared, plan)
         assert turn.recollection is not None

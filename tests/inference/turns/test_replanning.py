@@ -14,7 +14,18 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.formats.digest import Digest
 
 from inference_svc.config import EngineSettings
-from inference_svc.engine.api import Cold, Ended, Event, Failed, FinishReason, SamplingParams, Started, Timings
+from inference_svc.engine.api import (
+    CarriedTurn,
+    Cold,
+    Ended,
+    Event,
+    Failed,
+    FinishReason,
+    SamplingParams,
+    Started,
+    Timings,
+    TurnPlan,
+)
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.outcomes import Miss, MissReason, SnapshotOutcome, SnapshotState, Source
@@ -33,6 +44,7 @@ from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.admission import Admission
 from inference_svc.turns.turn_data import MessagesInput, TurnFinished, TurnRequest
 from inference_svc.turns.turn_service import TurnService
+from inference_svc.turns.turn_state import BegunTurn, TakenTurn
 
 OURS, THEIRS = Head(5, Digest.of(b"5"), 4), Head(6, Digest.of(b"6"), 5)
 SETTINGS = EngineSettings(listen="unix:/nowhere")
@@ -285,3 +297,54 @@ def test_blocks_that_the_engine_computes_anew_are_copied_anew_and_the_manifest_n
     assert around.committed is not None
     assert len(around.committed.stored_blocks) == 2
     assert around.committed.stored_windows == windows
+
+
+class Taking(Surroundings):
+    """An engine to which another engine's turn comes, and what it is told of it."""
+
+    def __init__(self) -> None:
+        super().__init__([remembered(OURS, "ours")], losses=0)
+        self.carried: list[CarriedTurn | None] = []
+
+    def told_text(self, plan: TurnPlan, carried: CarriedTurn) -> str:
+        return ""
+
+    def submit(self, plan: Any, on_events: Callable[[list[Event]], None]) -> object:
+        self.carried.append(plan.carried)
+        on_events([ENDED])
+        return SimpleNamespace(cancel=lambda: None, release=lambda: None)
+
+
+def take(around: Taking, *, is_brought: bool) -> None:
+    begun = BegunTurn(
+        seed=0,
+        max_tokens=4,
+        prompt=Tokenized(TokenIds((1, 2)), (1, 2)),
+        rewind_point_tokens=None,
+        messages=(manifest_pb2.Message(role="user", content="new"),),
+        parent_manifest=OURS.manifest,
+        is_brought=is_brought,
+        continuation=None,
+        shortened=None,
+        shortening=None,
+        age_s=30.0,
+        first_token_s=1.0,
+    )
+    carried = CarriedTurn(TokenIds((1, 2, 3)), 2, 0, 2, (0, 1), (), {0: 0}, Timings(queue_s=0.25))
+
+    async def to_the_end() -> None:
+        taken = TakenTurn(begun, carried, 0, ())
+        async for _ in service(around).take_over(request(None), {0: taken}).events():
+            pass
+
+    asyncio.run(to_the_end())
+
+
+@pytest.mark.parametrize(("is_brought", "shareable"), [(False, 2), (True, 0)])
+def test_kv_that_a_peer_brought_serves_its_own_turn_and_no_sibling(is_brought: bool, shareable: int) -> None:
+    """Its rows are another credential's word. A sibling in RAM would begin with them, as it would in the store."""
+    around = Taking()
+    take(around, is_brought=is_brought)
+    [carried] = around.carried
+    assert carried is not None
+    assert carried.shareable == shareable
