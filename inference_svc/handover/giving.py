@@ -9,14 +9,14 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import structlog
 from kvasir.errors import Cancelled, DeadlineExceeded, FailedPrecondition, KvasirError, Unavailable
 from kvasir.formats.manifest import keeps_all_tokens
 
-from inference_svc.engine.api import HeldTurn
+from inference_svc.engine.api import HeldTurn, Timings
 from inference_svc.engine.engine import Engine
 from inference_svc.handover.passing import Opening, PeerLink, Promise, Stand, Surroundings
 from inference_svc.memory.line_leases import LineLeases
@@ -180,7 +180,8 @@ class TurnGiver:
     def stand(self, turn: TurnState, held: HeldTurn) -> Stand:
         assert turn.plan is not None
         told = self.engine.told_text(turn.plan, held.carried)
-        return Stand(turn.request.choice, held.carried, len(told), len(held.files))
+        carried = replace(held.carried, spent=_as_callers_count(turn, held.carried.spent))
+        return Stand(turn.request.choice, carried, len(told), len(held.files))
 
     async def _let_go(self, turn: TurnState, begun: BegunTurn, peer: str) -> None:
         """Give the agent's line back: the other engine will take it, from its store if that is another one. After an
@@ -326,6 +327,13 @@ class _Giving:
                     turn.running.handle.give_away()
             if (key := self.turns[0].key) is not None and self.turns[0].is_kept:
                 self.giver.engine.drop_hot(key)
+
+
+def _as_callers_count(turn: TurnState, spent: Timings) -> Timings:
+    """With what the turn waited before the engine had it: the other engine does not know of that."""
+    first_token_s = spent.first_token_s if turn.first_token_at is None else turn.first_token_at - turn.arrived
+    queue_s, restore_s = turn.queue_s + spent.queue_s, turn.restore_s + spent.restore_s
+    return replace(spent, queue_s=queue_s, restore_s=restore_s, first_token_s=first_token_s)
 
 
 @contextlib.asynccontextmanager

@@ -116,7 +116,8 @@ class TurnFlow:
                     raise errors.Cancelled("the turn was cancelled")
                 async with self._in_order(request):
                     await self._prompting.read(request.namespace, request.objects)
-                    turn.queue_s = self._clock() - turn.arrived
+                    if turn.taken is None:  # else the engine that began it has told how long it waited
+                        turn.queue_s = self._clock() - turn.arrived
                     with self._lines.using(turn):
                         await (self._serve(turn) if turn.taken is None else self._go_on(turn, turn.taken))
                         if turn.shorter is not None:

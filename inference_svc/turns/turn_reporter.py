@@ -138,6 +138,8 @@ class TurnReporter:
         turn.has_begun, turn.computed, turn.prepared = True, carried.computed, self.prepared
         turn.prompt_tokens, turn.cached_tokens = len(self.prepared.tokens.ids), carried.cached
         turn.completion_tokens = len(carried.token_ids) - turn.prompt_tokens
+        if turn.completion_tokens and turn.first_token_at is None:  # it came while files went ahead
+            turn.first_token_at = turn.arrived + carried.spent.first_token_s
 
     def _tokens(self, event: Tokens) -> None:
         self._time(len(event.ids))

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -12,7 +13,8 @@ from kvasir.inference.v1 import inference_pb2
 
 from inference_svc.config import ConfigError, EngineSettings, read_settings
 from inference_svc.edge import handover_messages as wire
-from inference_svc.engine.api import CarriedTurn, Timings
+from inference_svc.engine.api import CarriedTurn, HeldTurn, Timings
+from inference_svc.handover.giving import TurnGiver
 from inference_svc.handover.passing import Opening, Stand, Surroundings
 from inference_svc.handover.resume_tokens import LIVES_S, ResumeTokens, WaitingReply
 from inference_svc.model.prompting import Tokenized
@@ -99,6 +101,18 @@ def test_what_is_written_is_what_is_read() -> None:
     carried = CarriedTurn(TokenIds((5, 6, 7)), 2, 1, 0, (1, 2**32 - 1), (2,), {0: 0, 512: 1}, Timings(queue_s=0.5))
     stand = Stand(2, carried, 4, 3)
     assert wire.read_stand(wire.write_stand(stand, 2).stand, opening.begun.prompt) == stand
+
+
+def test_what_a_turn_waited_before_its_engine_had_it_goes_along() -> None:
+    engine: Any = SimpleNamespace(told_text=lambda *_given: "told")
+    giver = TurnGiver(engine, {}, {}, {}, cast("Any", None), "0.1", Clock())
+    turn: Any = SimpleNamespace(
+        plan=object(), request=SimpleNamespace(choice=0), queue_s=1.0, restore_s=0.5, arrived=10.0, first_token_at=14.0
+    )
+    spent = Timings(queue_s=0.25, restore_s=0.125, prefill_s=2.0, first_token_s=2.5, decode_s=7.0)
+    carried = CarriedTurn(TokenIds((5, 6, 7)), 2, 1, 0, (1, 2), (), {0: 0}, spent)
+    stand = giver.stand(turn, HeldTurn(carried, ()))
+    assert stand.carried.spent == Timings(1.25, 0.625, 2.0, 4.0, 7.0)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from inference_svc.engine.api import (
     Event,
     Failed,
     FinishReason,
+    Resumed,
     SamplingParams,
     Started,
     Timings,
@@ -305,17 +306,24 @@ class Taking(Surroundings):
     def __init__(self) -> None:
         super().__init__([remembered(OURS, "ours")], losses=0)
         self.carried: list[CarriedTurn | None] = []
+        self.waited: list[tuple[float, float | None]] = []  # in the queue, and until the first token
 
     def told_text(self, plan: TurnPlan, carried: CarriedTurn) -> str:
         return ""
 
     def submit(self, plan: Any, on_events: Callable[[list[Event]], None]) -> object:
         self.carried.append(plan.carried)
+        on_events([Resumed(2, 0)])
         on_events([ENDED])
-        return SimpleNamespace(cancel=lambda: None, release=lambda: None)
+        return SimpleNamespace(cancel=lambda: None)
+
+    async def finish(
+        self, turn: Any, recollection: Recollection, prepared: Prepared, ended: Ended, memory: None
+    ) -> None:
+        self.waited.append((turn.queue_s, turn.first_token_at and round(turn.first_token_at - turn.arrived, 3)))
 
 
-def take(around: Taking, *, is_brought: bool) -> None:
+def take(around: Taking, *, is_brought: bool = False, first_token_s: float | None = None) -> None:
     begun = BegunTurn(
         seed=0,
         max_tokens=4,
@@ -328,9 +336,10 @@ def take(around: Taking, *, is_brought: bool) -> None:
         shortened=None,
         shortening=None,
         age_s=30.0,
-        first_token_s=1.0,
+        first_token_s=first_token_s,
     )
-    carried = CarriedTurn(TokenIds((1, 2, 3)), 2, 0, 2, (0, 1), (), {0: 0}, Timings(queue_s=0.25))
+    spent = Timings(queue_s=0.25, first_token_s=2.5)
+    carried = CarriedTurn(TokenIds((1, 2, 3)), 2, 0, 2, (0, 1), (), {0: 0}, spent)
 
     async def to_the_end() -> None:
         taken = TakenTurn(begun, carried, 0, ())
@@ -348,3 +357,13 @@ def test_kv_that_a_peer_brought_serves_its_own_turn_and_no_sibling(is_brought: b
     [carried] = around.carried
     assert carried is not None
     assert carried.shareable == shareable
+
+
+@pytest.mark.parametrize(("heard_s", "expected_s"), [(1.5, 1.5), (None, 2.5)], ids=["before", "while files went ahead"])
+def test_a_turn_that_moved_did_not_wait_for_as_long_as_it_ran_elsewhere(
+    heard_s: float | None, expected_s: float
+) -> None:
+    """What it waited there is in what the other engine tells with its tokens."""
+    around = Taking()
+    take(around, first_token_s=heard_s)
+    assert around.waited == [(0.0, expected_s)]
