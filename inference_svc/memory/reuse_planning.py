@@ -60,7 +60,10 @@ class Prepared:
         only where that was prefilled.
         """
         kept = min(started.cached_tokens, self.shareable_tokens) if started.is_shared else started.cached_tokens
-        blocks = kept // BLOCK_TOKENS
+        return self.kept(kept // BLOCK_TOKENS)
+
+    def kept(self, blocks: int) -> "Prepared":
+        """The same plan with so many of the stored blocks at most: rows behind them are computed anew."""
         windows = {window: stored.before(blocks) for window, stored in self.stored_windows.items()}
         return replace(self, stored_blocks=self.stored_blocks[:blocks], stored_windows=windows)
 

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable
 
 from kvasir import errors
+from kvasir.formats.block_hash import BLOCK_TOKENS
 
 from inference_svc.engine.api import BlocksFull, Ended, Event, Failed, Prefilled, Resumed, Started, Tokens
 from inference_svc.memory.outcomes import Source
@@ -47,10 +48,15 @@ class TurnReporter:
         memory for another.
         """
         stream = self._stream
-        if isinstance(events[0], Started):
-            self.prepared = self.prepared.begun(events[0])
-            if stream is not None:
-                stream.began(self.prepared.stored_blocks)
+        for event in events:
+            if isinstance(event, Started):
+                self.prepared = self.prepared.begun(event)
+                if stream is not None:
+                    stream.keeps(len(self.prepared.stored_blocks))
+            elif isinstance(event, Resumed) and event.lost_tokens:
+                self.prepared = self.prepared.kept(event.tokens // BLOCK_TOKENS)
+                if stream is not None:
+                    stream.keeps(event.tokens // BLOCK_TOKENS)
         if stream is not None and isinstance(events[-1], Ended):
             self._turn.snapshot = stream.ask_for_rest(self.prepared.stored_windows)
         self._handoff.send(self._take, events)

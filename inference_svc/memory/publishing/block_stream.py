@@ -39,10 +39,12 @@ class BlockStream:
         self.stored = list(stored)
         self.sent_bytes = 0
 
-    def began(self, stored: Sequence[Digest]) -> None:
-        """The turn's KV has these of the blocks planned with. On the MLX thread, before any block is full."""
-        self.stored[len(stored) :] = []
-        self._full = len(stored)
+    def keeps(self, blocks: int) -> None:
+        """The turn's KV has so many of the stored blocks at most; others are computed anew. On the MLX thread. A piece
+        on its way has blocks from before: it goes on with the list that it began with.
+        """
+        self.stored = self.stored[:blocks]
+        self._full = len(self.stored)
 
     def blocks_full(self, count: int) -> None:
         """The turn's sequence now has `count` full blocks."""
@@ -91,11 +93,12 @@ class BlockStream:
 
     async def _send_piece(self) -> bool:
         """Send one piece; False when there was none."""
-        first, most = len(self.stored), self._copies.piece_blocks
+        stored = self.stored
+        first, most = len(stored), self._copies.piece_blocks
         snapshot = await await_copy(self._engine.snapshot(self.key, first, blocks_only=True, max_blocks=most))
         if snapshot is None or not snapshot.blocks:
             return False
         digests, sent_bytes = await self._store.write_tensors(files_of(snapshot), self._timeout_s)
-        self.stored += digests
+        stored += digests
         self.sent_bytes += sent_bytes
         return True

@@ -257,15 +257,16 @@ def test_what_the_engine_refused_is_not_planned_with_again() -> None:
 
 
 class Storing(Surroundings):
-    """An engine that begins further back than planned, and a store that has all blocks of the plan."""
+    """An engine that tells these events of a turn, and a store that has all blocks of its plan."""
 
     is_reachable = True
     piece_blocks = 1
     held = None
 
-    def __init__(self) -> None:
+    def __init__(self, *told: Event) -> None:
         super().__init__([remembered(OURS, "ours")], losses=0)
         self.copies = self
+        self.told = told
         self.asked: list[tuple[int, Mapping[int, StoredWindow]]] = []
         self.committed: Prepared | None = None
 
@@ -275,8 +276,8 @@ class Storing(Surroundings):
         return replace(found, stored_blocks=tuple(blocks.values()), stored_windows={300: StoredWindow(blocks)})
 
     def submit(self, plan: object, on_events: Callable[[list[Event]], None]) -> object:
-        on_events([Started(700)])
-        on_events([ENDED])
+        for event in self.told:
+            on_events([event])
         return SimpleNamespace(cancel=lambda: None)
 
     def ask(self, key: object, first_block: int, stored: Mapping[int, StoredWindow]) -> object:
@@ -289,9 +290,16 @@ class Storing(Surroundings):
         self.committed = prepared
 
 
-def test_blocks_that_the_engine_computes_anew_are_copied_anew_and_the_manifest_names_those() -> None:
-    """The store's blocks behind the place where the turn truly began are of other rows: a reply's, say."""
-    around = Storing()
+@pytest.mark.parametrize(
+    "told", [(Started(700), ENDED), (Started(1000), Resumed(700, 324), ENDED)], ids=["begun", "resumed"]
+)
+def test_blocks_that_the_engine_computes_anew_are_copied_anew_and_the_manifest_names_those(
+    told: tuple[Event, ...],
+) -> None:
+    """The store's blocks behind the place where the turn truly began, or went on, are of other rows: a reply's, say.
+    Other agents would be lent them: what is computed anew is on the grid.
+    """
+    around = Storing(*told)
     serve(around, expected_version=5, stores={"default": around})
     [(first_block, windows)] = around.asked
     assert (first_block, windows[300].full) == (2, {0, 1})
