@@ -84,6 +84,8 @@ class AgentLines:
         if turn.key is None:
             turn.recollection = NOTHING_REMEMBERED
             return
+        if (store := self._stores.get(turn.key.namespace)) is not None:
+            turn.event_cursor = store.event_cursor
         found = await self._recall.newest(turn.key, budget)
         if found.head is None:
             raise errors.Unavailable(

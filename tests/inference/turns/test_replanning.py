@@ -33,7 +33,7 @@ from inference_svc.memory.outcomes import Miss, MissReason, SnapshotOutcome, Sna
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.reuse_planning import Prepared
 from inference_svc.memory.service_stats import ServiceStats
-from inference_svc.memory.store.answers import Head
+from inference_svc.memory.store.answers import EventCursor, Head
 from inference_svc.memory.stored_windows import StoredWindow
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.given_json import GivenJson
@@ -311,10 +311,13 @@ def test_blocks_that_the_engine_computes_anew_are_copied_anew_and_the_manifest_n
 class Taking(Surroundings):
     """An engine to which another engine's turn comes, and what it is told of it."""
 
+    copies = SimpleNamespace(ask=lambda *_asked: None)
+
     def __init__(self) -> None:
         super().__init__([remembered(OURS, "ours")], losses=0)
         self.carried: list[CarriedTurn | None] = []
         self.waited: list[tuple[float, float | None]] = []  # in the queue, and until the first token
+        self.cursors: list[EventCursor | None] = []
 
     def told_text(self, plan: TurnPlan, carried: CarriedTurn) -> str:
         return ""
@@ -328,10 +331,17 @@ class Taking(Surroundings):
     async def finish(
         self, turn: Any, recollection: Recollection, prepared: Prepared, ended: Ended, memory: None
     ) -> None:
+        self.cursors.append(turn.event_cursor)
         self.waited.append((turn.queue_s, turn.first_token_at and round(turn.first_token_at - turn.arrived, 3)))
 
 
-def take(around: Taking, *, is_brought: bool = False, first_token_s: float | None = None) -> None:
+def take(
+    around: Taking,
+    *,
+    is_brought: bool = False,
+    first_token_s: float | None = None,
+    stores: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     begun = BegunTurn(
         seed=0,
         max_tokens=4,
@@ -351,7 +361,7 @@ def take(around: Taking, *, is_brought: bool = False, first_token_s: float | Non
 
     async def to_the_end() -> None:
         taken = TakenTurn(begun, carried, 0, ())
-        async for _ in service(around).take_over(request(None), {0: taken}).events():
+        async for _ in service(around, stores).take_over(request(None), {0: taken}).events():
             pass
 
     asyncio.run(to_the_end())
@@ -375,3 +385,10 @@ def test_a_turn_that_moved_did_not_wait_for_as_long_as_it_ran_elsewhere(
     around = Taking()
     take(around, first_token_s=heard_s)
     assert around.waited == [(0.0, expected_s)]
+
+
+def test_a_turn_that_moved_knows_from_when_on_a_change_of_its_agent_counts() -> None:
+    """Else its memory, made while the store was away, is taken for one that somebody changed, and is lost."""
+    around, now = Taking(), EventCursor("store", 7)
+    take(around, stores={"default": SimpleNamespace(event_cursor=now, is_reachable=True)})
+    assert around.cursors == [now]
