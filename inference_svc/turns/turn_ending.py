@@ -65,7 +65,8 @@ class TurnEnding:
                 continue
             publication, store = hot.tag.publication, self._stores.get(key.namespace)
             if not publication.is_safe and not publication.lost_to and store is not None and self._clock() < give_up:
-                if store.is_reachable or await store.answers():
+                answers = store.is_reachable or await store.answers()
+                if answers and not publication.is_being_published:  # twice would be two versions
                     asked = self.copies.ask(key, len(publication.blocks), publication.windows)
                     await self._publish(key, hot.tag, store, None, asked, None)
                 await self._publisher.drain(max(give_up - self._clock(), 0))

@@ -24,6 +24,7 @@ from inference_svc.memory.publishing.publisher import Publisher
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.memory.store.answers import NO_HEAD, AgentHeads, Head
 from inference_svc.memory.trust import Lease, Version, is_current
+from inference_svc.model.model_host import MemoriesLeft
 from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.token_ids import TokenIds
@@ -364,6 +365,31 @@ def test_turns_of_one_outage_are_all_stored_in_their_order() -> None:
         house.store.up.set()
         outcomes = await asyncio.gather(*turns)
         assert [outcome.version for outcome in outcomes] == [8, 9, 10, 11]
+
+    run(scenario)
+
+
+def test_a_memory_that_is_on_its_way_when_its_model_goes_is_stored_once() -> None:
+    """A second version of the same turn would make a caller that names the first one lose."""
+
+    async def scenario() -> None:
+        house, memory, may_write = House(), remembered("one", NO_HEAD), asyncio.Event()
+        write_tensors = house.store.write_tensors
+
+        async def slow(files: list[bytes], timeout_s: float) -> tuple[list[Digest], int]:
+            await may_write.wait()
+            return cast("tuple[list[Digest], int]", await write_tensors(files, timeout_s))
+
+        house.store.write_tensors = slow
+        house.engine.hot, house.engine.hot_sizes = SimpleNamespace(tag=memory), lambda: {KEY: 1}
+        house.engine.taken.set_result(taken(memory))
+        first = house.publish(memory)
+        ending = TurnEnding(house.engine, cast("Any", None), house.publisher, {KEY.namespace: house.store}, lambda: 0.0)
+        storing = asyncio.create_task(ending.store_hot(9))
+        await asyncio.sleep(0.05)
+        may_write.set()
+        assert await storing == MemoriesLeft(stored=1)
+        assert (first.result().version, house.store.head.version) == (1, 1)
 
     run(scenario)
 
