@@ -103,7 +103,7 @@ async def open_served(
     turns = TurnService(
         engine,
         prompting,
-        Recall(engine, stores, leases=leases),
+        Recall(engine, stores, leases=leases, publication_of=publisher.running),
         ReusePlanner(engine, prompting, stores),
         TurnEnding(engine, prompting, publisher, stores, clock, leases),
         stores,

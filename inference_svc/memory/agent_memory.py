@@ -7,6 +7,7 @@ engine or in the store, under the digests that are here.
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.formats import manifest as manifests
@@ -20,6 +21,8 @@ from inference_svc.model.model_info import ModelInfo
 from inference_svc.text.conversation import of_caller
 from inference_svc.text.prefix_matching import NO_TEXT, RememberedText
 from inference_svc.text.token_ids import TokenIds
+
+Publication: TypeAlias = asyncio.Task[SnapshotOutcome]
 
 
 @dataclass(slots=True)
@@ -58,7 +61,7 @@ class PublicationState:
     lost_to: str = ""
     # Set at the first attempt to publish. Retries reuse it, so that the manifest's bytes and digest stay the same.
     created_unix_ms: int = 0
-    task: "asyncio.Task[SnapshotOutcome] | None" = None  # the publication that runs, or the last one
+    task: Publication | None = None  # the publication that runs, or the last one
 
     @property
     def is_safe(self) -> bool:

@@ -17,7 +17,7 @@ from kvasir.formats.block_hash import BLOCK_TOKENS, differing_field
 
 from inference_svc.engine.api import AgentKey
 from inference_svc.engine.engine import Engine
-from inference_svc.memory.agent_memory import AgentMemory, PublicationState, from_manifest
+from inference_svc.memory.agent_memory import AgentMemory, Publication, PublicationState, from_manifest
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.store.answers import NO_HEAD, Head, StoreMiss
@@ -67,13 +67,16 @@ class Recall:
         stores: Mapping[str, RemoteCache],
         *,
         leases: Mapping[str, LineLeases] | None = None,
+        publication_of: Callable[[AgentKey], Publication | None] = lambda _key: None,
     ) -> None:
         """`stores`: the cache store by namespace; a namespace without one has hot memory only. `leases`: by namespace;
-        without them hot memory is used only with the store's answer.
+        without them hot memory is used only with the store's answer. `publication_of`: an agent's last one that still
+        runs.
         """
         self._engine = engine
         self._stores = stores
         self._leases = {} if leases is None else leases  # an empty one may be filled
+        self._publication_of = publication_of
 
     async def newest(self, key: AgentKey, budget: Budget) -> Recollection:
         """The agent's newest memory. The hot memory is used if it is the store's newest version or extends it, or, when
@@ -89,8 +92,10 @@ class Recall:
                 if hot
                 else Recollection(None, Source.COLD, NO_HEAD, miss)
             )
-        if hot is not None and hot.publication.is_being_published and store.is_reachable:
-            await _wait(hot.publication, budget)
+        # Of a memory that had to leave RAM, too.
+        running = hot.publication.task if hot is not None else self._publication_of(key)
+        if running is not None and store.is_reachable:
+            await _wait(running, budget)
         try:
             heads = await store.heads(key.agent_id, self._engine.model.kv_identity_hash, budget)
             ours, on_full = (heads.ours, heads.on_full) if heads is not None else (NO_HEAD, "")
@@ -98,10 +103,8 @@ class Recall:
                 if not hot.publication.is_being_published:
                     hot.publication.learn(ours)
                 return Recollection(hot, Source.HOT, ours, on_full=on_full)
-            is_undecided = hot is not None and (
-                hot.publication.head is None or (hot.publication.is_begun and ours == NO_HEAD)
-            )
-            if hot is not None and hot.publication.is_being_published and is_undecided:
+            is_undecided = hot is None or hot.publication.head is None or (hot.publication.is_begun and ours == NO_HEAD)
+            if running is not None and not running.done() and is_undecided:
                 # It may soon become the newest version: a turn without it now would lose it.
                 detail = "the agent's turn before this one is being stored"
                 return Recollection(None, Source.COLD, None, Miss(MissReason.STORE_TIMEOUT, detail))
@@ -235,8 +238,7 @@ async def off_loop(is_long: bool, work: Callable[[], T]) -> T:
     return await asyncio.to_thread(work) if is_long else work()
 
 
-async def _wait(publication: PublicationState, budget: Budget) -> None:
-    """Wait for a running publication with the rest of the turn's budget; the memory is hot either way."""
-    if publication.task is not None:
-        with budget.spending():
-            await asyncio.wait({publication.task}, timeout=budget.remaining_s)
+async def _wait(running: Publication, budget: Budget) -> None:
+    """Wait for a publication with the rest of the turn's budget."""
+    with budget.spending():
+        await asyncio.wait({running}, timeout=budget.remaining_s)

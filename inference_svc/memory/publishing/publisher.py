@@ -15,7 +15,7 @@ from kvasir.formats.digest import Digest
 
 from inference_svc.engine.api import AgentKey, Snapshot
 from inference_svc.engine.engine import Engine
-from inference_svc.memory.agent_memory import AgentMemory, PublicationState
+from inference_svc.memory.agent_memory import AgentMemory, Publication, PublicationState
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
 from inference_svc.memory.publishing.block_stream import BlockStream
@@ -45,14 +45,14 @@ class Publisher:
         """`leases`: by namespace; commits without a lease are protected by compare-and-swap alone."""
         self.copies = copies
         self._leases = {} if leases is None else leases  # an empty one may be filled
-        self._latest: dict[AgentKey, asyncio.Task[SnapshotOutcome]] = {}
+        self._latest: dict[AgentKey, Publication] = {}
         self._stored: dict[AgentKey, deque[Digest]] = {}  # manifests that were stored last, of so many agents
         self._engine = engine
         self._limits = limits
         self._stats = stats
         self._clock = clock
         self._now_ms = now_ms
-        self._running: set[asyncio.Task[SnapshotOutcome]] = set()
+        self._running: set[Publication] = set()
 
     def publish(
         self,
@@ -63,7 +63,7 @@ class Publisher:
         previous: PublicationState | None,
         stream: BlockStream | None,
         sent_bytes: int = 0,
-    ) -> "asyncio.Task[SnapshotOutcome]":
+    ) -> Publication:
         """Begin to publish the agent's newest memory. `taken`: its files from the first block that the store lacks, or
         the error of copying them. `previous`: state of the memory that the turn extended, whose publication may still
         run. `stream`: the blocks that were sent while the turn ran. `sent_bytes`: bytes that were sent since.
@@ -76,7 +76,7 @@ class Publisher:
         task.add_done_callback(lambda _: self._ended(key, task))
         return task
 
-    def _ended(self, key: AgentKey, task: "asyncio.Task[SnapshotOutcome]") -> None:
+    def _ended(self, key: AgentKey, task: Publication) -> None:
         self._running.discard(task)
         if self._latest.get(key) is task:
             del self._latest[key]
@@ -85,6 +85,10 @@ class Publisher:
             stored.append(manifest)
             if len(self._stored) > _MOST_STORED:
                 del self._stored[next(iter(self._stored))]
+
+    def running(self, key: AgentKey) -> Publication | None:
+        """The agent's last publication, if it has not ended; its memory may have left RAM."""
+        return self._latest.get(key)
 
     @property
     def commit_wait_s(self) -> float:
@@ -128,7 +132,7 @@ class Publisher:
         previous: PublicationState | None,
         stream: BlockStream | None,
         sent_bytes: int,
-        before: "asyncio.Task[SnapshotOutcome] | None",
+        before: Publication | None,
     ) -> SnapshotOutcome:
         publication = memory.publication
         began_s = self._clock()

@@ -111,10 +111,10 @@ def test_without_an_answer_only_a_lease_that_counts_says_what_is_newest(
 
 
 class Engine:
-    """One hot memory."""
+    """One hot memory, or none."""
 
-    def __init__(self, memory: AgentMemory) -> None:
-        self.hot: Any = SimpleNamespace(tag=memory)
+    def __init__(self, memory: AgentMemory | None) -> None:
+        self.hot: Any = SimpleNamespace(tag=memory) if memory is not None else None
         self.model = SimpleNamespace(kv_identity_hash="kv")
 
     def hot_memory(self, _key: AgentKey) -> Any:
@@ -198,6 +198,31 @@ def test_a_memory_that_is_being_stored_after_nobody_knows_what_is_neither_used_n
     found, engine = recalled(FIRST, PublicationState(None, is_head=False), is_being_published=True)
     assert (found.kv_from, found.memory, found.head) == (Source.COLD, None, None)
     assert engine.hot is not None
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_turn_after_one_that_left_ram_before_it_was_stored_does_not_go_on_without_it(ends: bool) -> None:
+    """From the store's newest version it would answer as if the last turn had not been, and lose to its commit."""
+
+    async def scenario() -> tuple[Head, Recollection]:
+        engine: Any = Engine(None)
+        store: Any = Store(FIRST)
+
+        async def publish() -> None:
+            await asyncio.sleep(0.01 if ends else 60)
+            store.head = Head(SECOND.number, SECOND.manifest, 1)
+
+        running: Any = asyncio.create_task(publish())
+        recall = Recall(engine, {"default": store}, publication_of=lambda key: running if key == KEY else None)
+        found = await recall.newest(KEY, Budget(5.0 if ends else 0.05, 1.0, asyncio.get_running_loop().time))
+        running.cancel()
+        return store.head, found
+
+    newest, found = asyncio.run(scenario())
+    assert found.head == (newest if ends else None)
+    if not ends:
+        assert found.miss is not None
+        assert found.miss.reason is MissReason.STORE_TIMEOUT
 
 
 @pytest.mark.parametrize(
