@@ -4,13 +4,17 @@ import asyncio
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import count
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.credentials import CredentialFileError
 from kvasir.errors import FailedPrecondition, NotFound, Unavailable
 from kvasir.formats import manifest
 from kvasir.formats.digest import Digest
+from kvasir_gateway.__main__ import _key
 from kvasir_gateway.answering import Memory
 from kvasir_gateway.conversations import PREFIX, Conversations, Kept
 from kvasir_gateway.engine import CallerAtEngine
@@ -278,3 +282,14 @@ def test_no_turn_extends_an_agent_that_remembers_something_else(steps: list[tupl
         known.answered("n", agent, asked, reply("r" + text), "", 0)
         known.left("n", agent)
         lines.append(records.remembered[agent])
+
+
+def test_a_key_that_others_can_read_is_kept_and_what_mends_it_is_said(tmp_path: Path) -> None:
+    """Another key would find no conversation again."""
+    key = _key(tmp_path)
+    file = tmp_path / "conversations.key"
+    file.chmod(0o644)
+    with pytest.raises(CredentialFileError, match="chmod 600"):
+        _key(tmp_path)
+    file.chmod(0o600)
+    assert _key(tmp_path) == key

@@ -218,8 +218,9 @@ def _key(state_dir: Path) -> bytes:
     path = state_dir / "conversations.key"
     with contextlib.suppress(FileExistsError):
         write_private_text(path, secrets.token_hex(32))
+    text = read_private_text(path).strip()
     try:
-        key = bytes.fromhex(read_private_text(path).strip())
+        key = bytes.fromhex(text)
     except ValueError:
         key = b""
     if len(key) != 32:
