@@ -118,11 +118,19 @@ async def join(address: str, run: Joining, card: Card) -> Card:
         try:
             return await _join(call, run, card)
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+            raise _refusal(address, error) from None
         except asyncio.InvalidStateError:  # the stream ended while we wrote: its status says why
-            raise from_rpc_error(await _ended(call)) from None
+            raise _refusal(address, await _ended(call)) from None
         finally:
             call.cancel()
+
+
+def _refusal(address: str, error: grpc.RpcError) -> KvasirError:
+    """What the host says; where it says nothing, gRPC's own words are of no use to who typed the address."""
+    refusal = from_rpc_error(error)
+    if isinstance(refusal, Unavailable | DeadlineExceeded) and refusal.reason == type(refusal).reason:
+        return Unavailable(f"no `kvasir pair` answers at {address}", reason="PEER_UNAVAILABLE")
+    return refusal
 
 
 async def _join(call: Any, run: Joining, card: Card) -> Card:

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -72,6 +73,15 @@ def test_two_that_know_the_code_get_each_others_card() -> None:
         assert (host.pinned, host.refused) == ([card_of(JOINER, "joiner")], [told.value.reason])
 
     asyncio.run(run())
+
+
+def test_where_nobody_waits_the_address_is_said_and_not_grpcs_own_words() -> None:
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{deaf.getsockname()[1]}"
+        with pytest.raises(Unavailable) as told:
+            asyncio.run(join(address, joining(), card_of(JOINER, "joiner")))
+    assert (told.value.message, told.value.reason) == (f"no `kvasir pair` answers at {address}", "PEER_UNAVAILABLE")
 
 
 def test_a_joiner_that_leaves_while_it_is_pinned_is_a_peer_that_the_host_knows() -> None:
