@@ -59,6 +59,27 @@ def test_of_a_server_without_usage_events_are_counted_and_refusals_by_status() -
     assert found["tokens_counted_by"] == {"events": steady - (steady + 1) // 3}
 
 
+def test_a_server_that_is_no_such_server_is_refused_by_its_address() -> None:
+    with _serving(_Page) as url:
+        told = load(url, "any", "--model", "other", code=4)
+    assert told["error"]["field"] == "--http"
+    assert f"{url}/v1/chat/completions answers with what is no chat completion" in told["error"]["message"]
+
+
+class _Page(BaseHTTPRequestHandler):
+    """Answers everything with a page, as some servers do."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-length", "6")
+        self.end_headers()
+        self.wfile.write(b"<html>")
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
 @contextmanager
 def _meagre_server() -> Iterator[str]:
     """Answers in turn: a stream without an end, 429, a whole stream; and never with usage."""
@@ -85,7 +106,13 @@ def _meagre_server() -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             """Nothing."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Meagre) as server:
+    with _serving(Meagre) as url:
+        yield url
+
+
+@contextmanager
+def _serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         serving = threading.Thread(target=server.serve_forever)
         serving.start()
         yield f"http://127.0.0.1:{server.server_address[1]}"

@@ -71,7 +71,11 @@ class HttpTarget:
         if answer.status_code != 200:
             told = f"{self._client.base_url}chat/completions answers {answer.status_code}: {answer.text[:300]}"
             raise Unavailable(told) if answer.status_code >= 500 else InvalidArgument(told, field="--http")
-        return _usage(_object(answer.text), "prompt_tokens") or 0
+        try:
+            return _usage(_object(answer.text), "prompt_tokens") or 0
+        except (TurnFailed, AttributeError):
+            told = f"--http: {self._client.base_url}chat/completions answers with what is no chat completion"
+            raise InvalidArgument(told, field="--http") from None
 
     def _body(self, prompt: str, max_tokens: int) -> dict[str, Any]:
         return {
