@@ -42,6 +42,11 @@ WRONG = {
     "a level": ("--log-level", "loud"),
     "memory": ("--memory-gib", "-1"),
     "endless memory": ("--memory-gib", "inf"),
+    "no certificate": ("--tls-cert", "/tmp/kv-nowhere.pem", "--tls-key", "/dev/null"),
+    "a peer at no address": ("--peer", "b=nonsense"),
+    "a peer without its token": ("--peer", "b=127.0.0.1:7801"),
+    "a peer without its certificate": ("--peer", "b=192.0.2.1:7801", "--peer-token-file", f"b={__file__}"),
+    "a peer's token that is not there": ("--peer", "b=unix:/tmp/x", "--peer-token-file", "b=/tmp/kv-nowhere"),
 }
 
 

@@ -121,7 +121,7 @@ def test_tokens_for_other_engines_are_read_again_with_a_reload(engines: Engines)
 
 
 def test_up_tells_the_engine_and_the_gateway_of_peers() -> None:
-    given = {"--peer": ["b=unix:/nowhere/b"], "--peer-store": ["b=studio"], "--peer-token-file": ["team/b=/t"]}
+    given = {"--peer": ["b=unix:/nowhere/b"], "--peer-store": ["b=studio"], "--peer-token-file": [f"team/b={__file__}"]}
     engine, gateway = peer_arguments({**given, "--peer-ca-file": None})
     settings = read_settings(["--listen", "unix:/nowhere/s", *engine])
     assert (settings.peer, settings.peer_store) == ({"b": "unix:/nowhere/b"}, {"b": "studio"})

@@ -163,15 +163,33 @@ def check_sizes(sizes: Mapping[str, float | None]) -> None:
 
 def peer_arguments(given: Mapping[str, Sequence[str] | None]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What the engine and the gateway are told of peers: by option, values as NAME=VALUE. Raises WrongUsage for another
-    form, and for a name without an address (--peer)."""
+    form, for a name without an address (--peer), and for a peer that no turn could be given to."""
     every = [(option, *text.partition("=")) for option, texts in given.items() for text in texts or ()]
     names = {name for option, name, _, _ in every if option == "--peer"}
     for option, name, _, value in every:
         if not value or name.rpartition("/")[2] not in names:  # tokens may be of a NAMESPACE/NAME
             raise WrongUsage(f"{option}: expected NAME=…, with --peer NAME=ADDRESS; got {name}={value}", field=option)
+    _check_peers([(option, name, value) for option, name, _, value in every])
     told = [(option, f"{name}={value}") for option, name, _, value in every]
     of_gateway = [each for each in told if each[0] in ("--peer", "--peer-ca-file")]
     return tuple(word for each in told for word in each), tuple(word for each in of_gateway for word in each)
+
+
+def _check_peers(given: Sequence[tuple[str, str, str]]) -> None:
+    has = {(option, name.rpartition("/")[2]) for option, name, _ in given}
+    for option, name, value in given:
+        if option.endswith("-file") and not Path(value).is_file():
+            raise WrongUsage(f"{option}: {value}: there is no such file", field=option)
+        if option != "--peer":
+            continue
+        try:
+            address = parse_address(value)
+        except AddressError as error:
+            raise WrongUsage(f"{option}: {error}", field=option) from None
+        if address.socket_path is None and ("--peer-token-file", name) not in has:
+            raise WrongUsage(f"{option}: {value} wants a token: --peer-token-file {name}=FILE", field=option)
+        if not address.is_loopback and ("--peer-ca-file", name) not in has:
+            raise WrongUsage(f"{option}: {value} is another machine: --peer-ca-file {name}=FILE", field=option)
 
 
 def metrics_addresses(text: str) -> dict[str, str]:
@@ -235,7 +253,10 @@ def _check_tls(cert: Path | None, key: Path | None) -> None:
         return
     if cert is None or key is None:
         raise WrongUsage("--tls-cert and --tls-key: give both or neither", field="--tls-cert" if cert else "--tls-key")
-    if key.exists() and key.stat().st_mode & 0o077:
+    for option, path in (("--tls-cert", cert), ("--tls-key", key)):
+        if not path.exists():
+            raise WrongUsage(f"{option}: {path}: there is no such file", field=option)
+    if key.stat().st_mode & 0o077:
         raise FailedPrecondition(f"--tls-key: others can read {key}; run: chmod 600 {key}", reason="KEY_READABLE")
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key)
