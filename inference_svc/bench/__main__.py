@@ -122,7 +122,10 @@ def _arguments() -> argparse.Namespace:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    parts = [part.strip() for part in text.split(",")]
+    if any(not (part.isascii() and part.isdigit() and int(part)) for part in parts):
+        raise argparse.ArgumentTypeError(f"expected numbers above 0 with commas between, got {text!r}")
+    return tuple(map(int, parts))
 
 
 def main() -> int:

@@ -48,6 +48,7 @@ def test_a_typer_that_names_types_in_another_way_keeps_its_own_words(monkeypatch
     assert not hasattr(TyperOption, "display_type")
 
 
+
 def test_times_are_whole_in_a_terminal_of_80_columns(tmp_path: Path) -> None:
     about = {"service": "store", "who": "owner", "what": "AgentService/CommitSnapshot", "agent": "a" * 40}
     file = Home(tmp_path).audit_file("store")
@@ -57,6 +58,7 @@ def test_times_are_whole_in_a_terminal_of_80_columns(tmp_path: Path) -> None:
     assert "2026-11-23 05:24:55" in shown, shown
 
 
+SEVERAL = str(Path(__file__).parents[2] / "tools/measured/h200-2026-11.json")
 REFUSED: dict[str, tuple[tuple[str, ...], int, str]] = {
     "a peer without an address": (("up", "--peer-store", "b=studio"), 2, "--peer-store: expected NAME=…, with --peer"),
     "a user that is none": (("--home", "~kvasir-nobody/x", "status"), 2, "--home: ~kvasir-nobody/x: there is no such"),
@@ -64,6 +66,14 @@ REFUSED: dict[str, tuple[tuple[str, ...], int, str]] = {
     "a version that is none": (("agents", "rollback", "ada", str(1 << 63)), 2, "is larger than"),
     "a label that is none": (("agents", "label", "ada", "red"), 2, "label: expected KEY=VALUE, got 'red'"),
     "a late option": (("agents", "ls", "--home", "/tmp/x"), 2, "before the command: kvasir --home … agents ls"),
+    "a time before all": (("audit", "--since", "0001-01-01"), 2, "--since: expected 30m"),
+    "results that are none": (("bench", "engine", "--results", __file__), 2, "expected what one run of `kvasir bench"),
+    "results of several runs": (("bench", "engine", "--results", SEVERAL), 2, "expected what one run of `kvasir bench"),
+    "pictures nowhere": (("bench", "quality", "--quick", "--plots", "/proc/kv-nowhere"), 5, "/proc/kv-nowhere: "),
+    "a demo nowhere": (("demo", "--out", "/proc/kv-nowhere"), 5, "/proc/kv-nowhere: "),
+    "endless memory": (("doctor", "--memory-gib", "inf"), 2, "--memory-gib: expected a number of GiB, got inf"),
+    "layers that are none": (("doctor", "--kv-exact-layers", "x"), 2, "--kv-exact-layers: expected"),
+    "no memory": (("bench", "engine", "--memory-gib", "-1"), 2, "--memory-gib"),
     "no directory": (("agents", "export", "ada", "/tmp/kv-nowhere/ada.kva"), 5, "/tmp/kv-nowhere: there is no such"),
 }
 
@@ -89,3 +99,12 @@ def test_libraries_older_than_the_messages_are_told_in_a_line_and_not_by_a_trace
     )
     assert (ended.returncode, len(ended.stderr.splitlines())) == (4, 1), ended.stderr
     assert "run `make install`" in ended.stderr
+
+
+
+
+
+
+def test_a_file_of_results_is_not_looked_for_in_the_store(tmp_path: Path) -> None:
+    ended = in_process("--home", tmp_path, "bench", "memory", "--results", __file__)
+    assert (ended.code, "store scrub" in ended.err) == (6, False), ended.err

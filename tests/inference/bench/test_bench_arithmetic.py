@@ -1,12 +1,21 @@
 """What `kvasir bench engine` makes of measured times: with fixed numbers, so that a wrong ratio is found."""
 
+import argparse
 from dataclasses import dataclass
 from itertools import islice
 
 import pytest
 
+from inference_svc.bench.__main__ import _counts
 from inference_svc.bench.arithmetic import Summary, Target, gaps, rate_of_all, rounded_row
 from inference_svc.bench.prompts import mixed_lengths, shuffled, user_turns
+
+
+def test_lengths_and_batches_are_numbers_above_0() -> None:
+    assert _counts("128, 2048") == (128, 2048)
+    for text in ("-5", "0", "1,", "x"):
+        with pytest.raises(argparse.ArgumentTypeError, match="numbers above 0"):
+            _counts(text)
 
 
 def test_a_rate_counts_only_while_all_rows_decode() -> None:

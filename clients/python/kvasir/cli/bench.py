@@ -18,7 +18,7 @@ from kvasir.bench import store as store_bench
 from kvasir.bench.program import run_program
 from kvasir.cli import quality as quality_report
 from kvasir.cli.caller import Caller, JsonOption, caller_of
-from kvasir.cli.failures import PROBLEMS
+from kvasir.cli.failures import PROBLEMS, WrongUsage
 from kvasir.cli.rows import size
 from kvasir.clients import AioInferenceClient
 from kvasir.credentials import read_token
@@ -86,7 +86,7 @@ def engine(
         str, typer.Option(help="Rows that decode together, with commas between. Left out: each case's own.")
     ] = "",
     kv_policy: Annotated[str, typer.Option(help="As for `kvasir up`.")] = "",
-    memory_gib: Annotated[float | None, typer.Option(help="For KV, in GiB. Left out: 4.")] = None,
+    memory_gib: Annotated[float | None, typer.Option(min=0.001, help="For KV, in GiB. Left out: 4.")] = None,
     time_limit_s: Annotated[
         float | None, typer.Option(help="Begin nothing new after so many seconds; what is known is shown.")
     ] = None,
@@ -119,8 +119,9 @@ def engine(
         time_limit_s=time_limit_s,
         is_quick=quick,
     )
+    _make(plots)
     if results_file is not None:
-        results = json.loads(results_file.read_text())
+        results = _kept(results_file)
     else:
         with _progress(caller, "measuring the engine; minutes at full size") as say:
             results = engine_bench.run(scope, say)
@@ -130,6 +131,17 @@ def engine(
     caller.result(results, lambda out: out.print(show(results)))
     if not results["settings"]["is_quick"] and not all(target["is_met"] for target in results["targets"]):
         raise typer.Exit(PROBLEMS)
+
+
+def _kept(file: Path) -> dict[str, Any]:
+    """A run that was kept. Raises WrongUsage for any other file."""
+    try:
+        results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        engine_bench.table(results)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        text = f"--results: {file}: expected what one run of `kvasir bench engine --json` printed"
+        raise WrongUsage(text, field="--results") from None
+    return results
 
 
 @app.command("attention", epilog=attention_bench.KEYS)
@@ -201,6 +213,7 @@ def quality(
     if text is None and (kv_policy or kv_bytes):
         raise InvalidArgument("--kv-policy and --kv-bytes belong to --text", field="text")
     caller = caller_of(context, as_json)
+    _make(plots)
     options = [
         *(("--model", model), ("--kv-exact-layers", kv_exact_layers), ("--compute-type", compute_type)),
         *(("--text", text), ("--kv-policy", kv_policy and kv_policy.value), ("--kv-bytes", kv_bytes)),
@@ -346,6 +359,7 @@ def memory(
             raise
         text = "bench memory needs the extra `orchestrator`: pip install 'kvasir[all]'"
         raise FailedPrecondition(text, reason="EXTRA_MISSING") from None
+    _make(plots)
     if played_files:
         results = measured.of_files(played_files, is_quick=quick)
     else:
@@ -400,6 +414,12 @@ def _progress(caller: Caller, title: str) -> Iterator[Callable[[str], None]]:
     else:
         caller.say(f"{title} …")
         yield caller.say
+
+
+def _make(directory: Path | None) -> None:
+    """Make the pictures' directory before anything is measured: an error after hours would lose the results."""
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
 
 
 def _plot(caller: Caller, write: Callable[[], list[Path]]) -> None:

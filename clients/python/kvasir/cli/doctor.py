@@ -24,7 +24,7 @@ from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.demo.self_test import self_test
 from kvasir.cli.failures import PROBLEMS
 from kvasir.cli.rows import size, stats_row
-from kvasir.cli.running.checks import KvPolicy
+from kvasir.cli.running.checks import KvPolicy, check_exact_layers, check_sizes
 from kvasir.cli.running.group import ServiceState, service_states
 from kvasir.cli.running.health import Health
 from kvasir.cli.running.holding import is_led
@@ -58,6 +58,8 @@ def doctor(
 ) -> None:
     """Say which layers of a model are kept, what computes, what runs, and what to do about problems."""
     caller = caller_of(context, as_json)
+    check_sizes({"--memory-gib": memory_gib})
+    check_exact_layers(kv_exact_layers, kv_policy, [])
     given = [("--kv-policy", kv_policy), ("--kv-exact-layers", kv_exact_layers), ("--memory-gib", memory_gib)]
     report = examined(caller, model, [str(part) for option in given if option[1] for part in option])
     if does_self_test:

@@ -71,6 +71,8 @@ HINTS_BY_REASON: dict[str, str] = {
     "MODEL_NOT_LOADED": "`kvasir models load NAME` loads one.",
     "AGENT_EXISTS": "Choose another name.",
     "FILE_EXISTS": "Say --force to replace it.",
+    "JOURNAL_DAMAGED": "",
+    "RESULTS_DAMAGED": "",
     "COMMAND_FAILED": "Please report it, with that file.",
 }
 

@@ -9,6 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from kvasir_orchestrator.measuring.accounting import Batch, Played
 
+_REASON = "RESULTS_DAMAGED"
 _LINE = TypeAdapter(tuple[Batch, list[Played]])
 
 
@@ -29,13 +30,16 @@ def read(paths: Iterable[Path], ways: Sequence[str]) -> tuple[list[Played], list
             by_way = engines.setdefault((each.scenario, each.variant), {})
             if each.way in by_way:
                 raise DataLoss(
-                    f"{each.scenario}, variant {each.variant}, was played twice: expected other --first", field="first"
+                    f"{each.scenario}, variant {each.variant}, was played twice: expected other --first",
+                    field="first",
+                    reason=_REASON,
                 )
             by_way[each.way] = batch.engine
     counted = {key for key, by_way in engines.items() if by_way.keys() >= set(ways)}
     for scenario, variant in sorted(counted):
         if len(found := {engine for engine in engines[scenario, variant].values() if engine}) > 1:
-            raise DataLoss(f"{scenario}, variant {variant}: expected one engine, got {' and '.join(sorted(found))}")
+            text = f"{scenario}, variant {variant}: expected one engine, got {' and '.join(sorted(found))}"
+            raise DataLoss(text, reason=_REASON)
     parts = [_part(batch, played, counted) for batch, played in lines]
     return [each for _, played in parts for each in played], [batch for batch, played in parts if played]
 
@@ -59,5 +63,5 @@ def _lines(path: Path) -> list[tuple[Batch, list[Played]]]:
         return [_LINE.validate_json(line) for line in lines]
     except ValidationError as error:
         raise DataLoss(
-            f"{path}: expected lines of `kvasir bench memory --played`: {error.errors()[0]['msg']}"
+            f"{path}: expected lines of `kvasir bench memory --played`: {error.errors()[0]['msg']}", reason=_REASON
         ) from None

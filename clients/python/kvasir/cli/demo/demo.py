@@ -54,6 +54,7 @@ def demo(
     """
     caller = caller_of(context, as_json)
     began = time.monotonic()
+    out.mkdir(parents=True, exist_ok=True)  # two minutes later is too late to hear that it cannot be
     # Short, and not the system's own choice: a socket's path must fit into a hundred bytes.
     root = Path(tempfile.mkdtemp(prefix="kvasir-", dir="/tmp"))
     show = Show(caller)
@@ -291,7 +292,6 @@ def _keep_a_secret(show: Show, mac: Mac, one: Story, two: Story) -> None:
 def _picture(show: Show, mac: Mac, timings: list[Timing], out: Path) -> None:
     capabilities, model = mac.engine_facts()
     path = out / "demo.png"
-    out.mkdir(parents=True, exist_ok=True)
     computed_by = f"{capabilities.device} {capabilities.blas}".strip()
     plot(timings, path, f"{model.name}, {model.compute_type} on {computed_by}; 4-bit KV; best of three; one run")
     show.claims.check(f"{path} shows the three times", path.read_bytes().startswith(b"\x89PNG"))

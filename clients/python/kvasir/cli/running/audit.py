@@ -77,11 +77,10 @@ def _time(given: str, now: datetime) -> str:
     if match := re.fullmatch(r"(\d{1,5})(s|min|m|h|d)", given):
         return (now - timedelta(seconds=int(match[1]) * _UNITS[match[2]])).isoformat(timespec="milliseconds")
     try:
-        at = datetime.fromisoformat(given)
-    except ValueError:
+        # Without a zone it is the time of this machine.
+        return datetime.fromisoformat(given).astimezone(UTC).isoformat(timespec="milliseconds")
+    except (ValueError, OverflowError):  # no time, or one before the year 1
         raise WrongUsage(f"--since: expected 30m, 2d, or 2026-11-22T18:00, got {given!r}", field="--since") from None
-    # Without a zone it is the time of this machine.
-    return at.astimezone(UTC).isoformat(timespec="milliseconds")
 
 
 def _show(out: Console, lines: list[dict[str, Any]]) -> None:
