@@ -48,6 +48,16 @@ def test_a_typer_that_names_types_in_another_way_keeps_its_own_words(monkeypatch
     assert not hasattr(TyperOption, "display_type")
 
 
+def test_what_is_wider_than_its_column_is_whole_in_a_terminal_of_80_columns(tmp_path: Path) -> None:
+    names = {"agent": "a" * 40, "source_agent": "b" * 40}
+    line = {"at": "2026-11-23T05:24:55.123+00:00", "service": "engine", "who": "owner", "reason": "MODEL_NOT_FOUND"}
+    file = Home(tmp_path).audit_file("store")
+    file.parent.mkdir()
+    file.write_text(json.dumps({**line, **names, "what": "AgentService/CollectGarbage", "outcome": "refused"}))
+    shown = run("kvasir", "--home", str(tmp_path), "audit", env={**QUIET, "COLUMNS": "80"}).stdout
+    assert "…" not in shown
+    assert (shown.count("a" * 6) > 0, sum(shown.count(letter) for letter in "b") >= 40) == (True, True), shown
+
 
 def test_times_are_whole_in_a_terminal_of_80_columns(tmp_path: Path) -> None:
     about = {"service": "store", "who": "owner", "what": "AgentService/CommitSnapshot", "agent": "a" * 40}

@@ -352,7 +352,7 @@ def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         is_number = column in ("version", "tokens", "bytes", "parent")
-        table.add_column(column, justify="right" if is_number else "left", overflow="fold")
+        table.add_column(column, justify="right" if is_number else "left")
     return table
 
 

@@ -32,7 +32,7 @@ def show(out: Console, results: dict[str, Any]) -> None:
     for index, title in enumerate(_titles(results)):
         # What does not fit a pipe's 80 columns folds its title, never its values.
         widest = max(len(row[index]) for row in _rows(results))
-        table.add_column(title, justify="right" if index else "left", min_width=widest, overflow="fold")
+        table.add_column(title, justify="right" if index else "left", min_width=widest)
     for row in _rows(results):
         table.add_row(*row)
     out.print(table)

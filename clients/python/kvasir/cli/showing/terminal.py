@@ -2,9 +2,11 @@
 
 import re
 import sys
+from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
 
 # C0 and C1 but for newline and tab; and Unicode's marks that turn the direction of writing.
@@ -27,6 +29,12 @@ class PlainConsole(Console):
 
     def __init__(self, **where: Any) -> None:
         super().__init__(highlight=False, soft_wrap=True, markup=False, emoji=False, **where)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """A cell that is wider than its column goes on in the next line. Tables cut it, and names are copied."""
+        if options is not None and options.overflow == "ellipsis":
+            options = options.update(overflow="fold")
+        return super().render(renderable, options)
 
     def render_str(self, text: str, **how: Any) -> Text:
         """Every text passes here: lines, and the cells of tables."""
