@@ -111,7 +111,17 @@ def test_libraries_older_than_the_messages_are_told_in_a_line_and_not_by_a_trace
     assert "run `make install`" in ended.stderr
 
 
+def test_a_script_that_asks_for_one_log_is_told_whose_it_is(tmp_path: Path) -> None:
+    _write_log(tmp_path, "a line")
+    assert in_process("--home", tmp_path, "logs", "store").out == "a line\n"
+    told = in_process("--home", tmp_path, "logs", "store", "--json").value
+    assert told == {"service": "store", "line": "a line"}
 
+
+
+def _write_log(home: Path, line: str) -> None:
+    (home / "logs").mkdir()
+    (home / "logs" / "store.log").write_text(f"{line}\n", encoding="utf-8")
 
 
 

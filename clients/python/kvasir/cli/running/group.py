@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.failures import UNREACHABLE, WrongUsage
@@ -142,27 +142,27 @@ def logs(
     growing = {name: GrowingLog(path) for name, path in files.items()}
     for name, path in files.items():
         for line in last_lines(path, lines) if lines else ():
-            _show_line(caller, "" if service else name, line)
+            _show_line(caller, name, line, is_named=not service)
     while follow:
         time.sleep(_FOLLOW_S)
         for name, log in growing.items():
             for line in log.new_lines():
-                _show_line(caller, "" if service else name, line)
+                _show_line(caller, name, line, is_named=not service)
 
 
-def _show_line(caller: Caller, name: str, line: str) -> None:
+def _show_line(caller: Caller, name: str, line: str, *, is_named: bool) -> None:
+    """People who ask for one service's log know whose it is; scripts are told."""
     if caller.as_json:
         caller.line({"service": name, "line": line})
     else:
-        caller.out.file.write(f"{name + ': ' if name else ''}{visible(line)}\n")
+        caller.out.file.write(f"{name + ': ' if is_named else ''}{visible(line)}\n")
         caller.out.file.flush()
 
 
 def _show_status(out: Console, value: dict[str, Any]) -> None:
     led = f"`kvasir up` runs here (pid {value['pid']})" if value["pid"] else "no `kvasir up` runs here"
     out.print(f"{value['home']}: {led}")
-    # An address is copied: it may take another line, and is whole.
-    table = Table("", "", "", Column(overflow="fold"), "", box=None, pad_edge=False, show_header=False)
+    table = Table("", "", "", "", "", box=None, pad_edge=False, show_header=False)
     for row in value["services"]:
         metrics = f"metrics at {row['metrics']}" if row["metrics"] else ""
         table.add_row(row["name"], row["state"], f"pid {row['pid']}" if row["pid"] else "", row["address"], metrics)
