@@ -118,6 +118,17 @@ def test_a_script_that_asks_for_one_log_is_told_whose_it_is(tmp_path: Path) -> N
     assert told == {"service": "store", "line": "a line"}
 
 
+def test_letters_that_the_output_lacks_are_shown_as_escapes_and_end_nothing(tmp_path: Path) -> None:
+    text = "Małgorzata, café, 😀"
+    _write_log(tmp_path, text)
+    command = [sys.executable, "-m", "kvasir.cli", "--home", str(tmp_path), "logs", "store"]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    for_people = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    for_scripts = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, env=env)
+    assert (for_people.returncode, for_people.stderr) == (0, "")
+    assert for_people.stdout == "Ma\\u0142gorzata, caf\\xe9, \\U0001f600\n"
+    assert json.loads(for_scripts.stdout)["line"] == text
+
 
 def _write_log(home: Path, line: str) -> None:
     (home / "logs").mkdir()

@@ -61,14 +61,18 @@ class Caller:
     def result(self, value: object, show: Callable[[Console], None]) -> None:
         """Print a command's result: as JSON for scripts, else by `show`."""
         if self.as_json:
-            self.out.file.write(json.dumps(value, ensure_ascii=False, indent=2) + "\n")
+            self.out.file.write(self._json(value, indent=2) + "\n")
         else:
             show(self.out)
 
     def line(self, value: object) -> None:
         """Print one object of a stream on a line of its own."""
-        self.out.file.write(json.dumps(value, ensure_ascii=False) + "\n")
+        self.out.file.write(self._json(value) + "\n")
         self.out.file.flush()
+
+    def _json(self, value: object, indent: int | None = None) -> str:
+        """Escapes of JSON's own for letters that the output's encoding may lack."""
+        return json.dumps(value, ensure_ascii=not self.out.encoding.startswith("utf"), indent=indent)
 
     def note(self, text: str) -> None:
         """Print a line about what goes on, for people and for the log of a program that starts this one."""

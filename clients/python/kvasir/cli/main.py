@@ -1,5 +1,6 @@
 """`kvasir`: every command in one tree. Start here for the command line."""
 
+import io
 import signal
 import sys
 from pathlib import Path
@@ -85,6 +86,8 @@ def everywhere(
 def main() -> None:
     """Run the command line and end the process with its exit code."""
     _end_at_signals()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that the terminal lacks ends no reply
+        sys.stdout.reconfigure(errors="backslashreplace")
     # A command that cannot be understood is refused as JSON too.
     caller = Caller(as_json="--json" in sys.argv)
     sys.exit(failures.code_of(lambda: app(obj=caller, prog_name="kvasir", standalone_mode=False), caller))
