@@ -1,5 +1,6 @@
 """What the command line says: help in plain words, refusals that name the thing and what to do."""
 
+import io
 import json
 import os
 import subprocess
@@ -9,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvasir.cli.failures import WrongUsage
 from kvasir.cli.main import app
 from kvasir.cli.running.home import Home
 from kvasir.cli.showing import help_words
+from kvasir.cli.talking import typed
 from typer.core import TyperArgument, TyperOption
 from typer.main import get_command
 
@@ -134,6 +137,15 @@ def _write_log(home: Path, line: str) -> None:
     (home / "logs").mkdir()
     (home / "logs" / "store.log").write_text(f"{line}\n", encoding="utf-8")
 
+
+def test_a_text_of_several_lines_that_has_no_end_is_not_dropped_without_a_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO('first\n"""\nI like tea.\n'))
+    said = typed.texts(lambda: "", lambda _text: None)
+    assert next(said) == "first"
+    with pytest.raises(WrongUsage, match="is not said"):
+        next(said)
 
 
 def test_a_file_of_results_is_not_looked_for_in_the_store(tmp_path: Path) -> None:

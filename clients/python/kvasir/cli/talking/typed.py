@@ -4,6 +4,8 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
+from kvasir.cli.failures import WrongUsage
+
 _QUOTES = '"""'
 
 
@@ -41,8 +43,11 @@ def _text(prompt: str, continued: str) -> str:
     if not line.startswith(_QUOTES):
         return line
     lines = [line.removeprefix(_QUOTES)]
-    while not lines[-1].endswith(_QUOTES):
-        lines.append(input(continued).rstrip())
+    try:
+        while not lines[-1].endswith(_QUOTES):
+            lines.append(input(continued).rstrip())
+    except EOFError:
+        raise WrongUsage(f"the input ends before the {_QUOTES} that ends a text; it is not said") from None
     lines[-1] = lines[-1].removesuffix(_QUOTES)
     return "\n".join(lines).strip()
 
