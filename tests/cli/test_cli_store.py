@@ -143,6 +143,7 @@ def test_a_pinned_agent_is_not_forgotten_without_force(cli: Cli, ada: SyntheticA
     refused = cli("agents", "rm", "ada")
     assert refused.code == 4
     assert "agent 'ada' is pinned" in refused.err
+    assert "--force deletes it" in refused.err
     assert cli.done("agents", "pin", "ada", "--off", "--json").value["is_pinned"] is False
     cli.done("agents", "pin", "ada")
     answer = cli.done("agents", "rm", "ada", "--force", "--json").value

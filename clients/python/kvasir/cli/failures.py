@@ -70,6 +70,7 @@ HINTS_BY_REASON: dict[str, str] = {
     "CANNOT_RECOVER": "A running store is stopped by `kvasir down`.",
     "MODEL_NOT_LOADED": "`kvasir models load NAME` loads one.",
     "AGENT_EXISTS": "Choose another name.",
+    "AGENT_PINNED": "`kvasir agents pin AGENT --off` ends that; --force deletes it all the same.",
     "FILE_EXISTS": "Say --force to replace it.",
     "JOURNAL_DAMAGED": "",
     "RESULTS_DAMAGED": "",
