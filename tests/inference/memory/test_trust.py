@@ -204,21 +204,23 @@ def test_a_memory_that_is_being_stored_after_nobody_knows_what_is_neither_used_n
 def test_a_turn_after_one_that_left_ram_before_it_was_stored_does_not_go_on_without_it(ends: bool) -> None:
     """From the store's newest version it would answer as if the last turn had not been, and lose to its commit."""
 
-    async def scenario() -> tuple[Head, Recollection]:
+    newest = Head(SECOND.number, SECOND.manifest, 1)
+
+    async def scenario() -> Recollection:
         engine: Any = Engine(None)
         store: Any = Store(FIRST)
 
         async def publish() -> None:
             await asyncio.sleep(0.01 if ends else 60)
-            store.head = Head(SECOND.number, SECOND.manifest, 1)
+            store.head = newest
 
         running: Any = asyncio.create_task(publish())
         recall = Recall(engine, {"default": store}, publication_of=lambda key: running if key == KEY else None)
         found = await recall.newest(KEY, Budget(5.0 if ends else 0.05, 1.0, asyncio.get_running_loop().time))
         running.cancel()
-        return store.head, found
+        return found
 
-    newest, found = asyncio.run(scenario())
+    found = asyncio.run(scenario())
     assert found.head == (newest if ends else None)
     if not ends:
         assert found.miss is not None
