@@ -151,3 +151,16 @@ def test_a_text_of_several_lines_that_has_no_end_is_not_dropped_without_a_word(
 def test_a_file_of_results_is_not_looked_for_in_the_store(tmp_path: Path) -> None:
     ended = in_process("--home", tmp_path, "bench", "memory", "--results", __file__)
     assert (ended.code, "store scrub" in ended.err) == (6, False), ended.err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("as_json", [(), ("--json",)])
+def test_a_full_disk_is_named_with_what_to_do(tmp_path: Path, as_json: tuple[str, ...]) -> None:
+    _write_log(tmp_path, "a line")
+    command = [sys.executable, "-m", "kvasir.cli", "--home", str(tmp_path), "logs", "store", *as_json]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=env)
+    assert "the disk is full: make room" in ended.stderr, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert ended.returncode not in (0, 1)

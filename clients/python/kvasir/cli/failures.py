@@ -1,5 +1,6 @@
 """How a command ends: with an exit code and, if it failed, one line that says what happened and what to do next."""
 
+import errno
 import json
 import os
 import sys
@@ -121,6 +122,11 @@ def refusal_of(error: Exception) -> errors.KvasirError:
             return errors.InvalidArgument(str(error), field="--token-file", reason="TOKEN_FILE_UNUSABLE")
         case UnicodeError():
             return WrongUsage("an argument or the input is not valid UTF-8")
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):  # it says neither file nor remedy
+            where = f" ({os.fsdecode(error.filename)})" if error.filename else ""
+            return errors.ResourceExhausted(
+                f"the disk is full{where}: make room, and run the command again", reason="DISK_FULL"
+            )
         case FileNotFoundError(filename=str() | bytes() as name):
             return errors.NotFound(f"{os.fsdecode(name)}: {error.strerror}", reason="FILE_NOT_FOUND")
         case OSError(filename=str() | bytes() as name):
@@ -187,7 +193,7 @@ def report(error: errors.KvasirError, caller: Caller) -> int:
             caller.out.file.write(json.dumps({"error": value}) + "\n")
             caller.out.file.flush()
             return exit_code(error)
-        except BrokenPipeError:  # a `kvasir up -d` that was ready is read by nobody; its log is
+        except OSError:  # a `kvasir up -d` that was ready is read by nobody, but its log is; or a full disk
             pass
     line = " ".join(part for part in (f"kvasir: {error.message.rstrip('.')}.", hint(error)) if part)
     sys.stderr.write(visible(" ".join(line.split())) + "\n")

@@ -44,7 +44,8 @@ def reload(context: typer.Context, as_json: JsonOption = False) -> None:
     caller.result(told, lambda out: out.print("\n".join(f"{name}: {_words(line)}" for name, line in told.items())))
     problems = {
         "refused": "what is wrong there was not taken; `kvasir logs` says why, and what is in force",
-        "silent": "the old set stays until it runs again",
+        "silent": "one that hangs keeps the old set until it runs again; one whose audit finds no room (is the disk "
+        "full?) has the new one, and cannot say so",
     }
     named = {outcome: [name for name, line in told.items() if line["outcome"] == outcome] for outcome in problems}
     if text := "; ".join(f"{', '.join(names)}: {problems[outcome]}" for outcome, names in named.items() if names):
@@ -98,5 +99,5 @@ def _words(line: dict[str, Any]) -> str:
         case "ended":
             return "has ended; it reads the new set when it is started again"
         case "silent":
-            return "does not answer; it reads the new set once it runs"
+            return "notes nothing in its audit; if it hangs, it reads the new set once it runs"
     return str(line.get("reason"))
