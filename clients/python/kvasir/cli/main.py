@@ -86,7 +86,8 @@ def everywhere(
 def main() -> None:
     """Run the command line and end the process with its exit code."""
     _end_at_signals()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that the terminal lacks ends no reply
+    if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.encoding.lower().startswith("utf"):
+        # A letter that the terminal lacks ends no reply.
         sys.stdout.reconfigure(errors="backslashreplace")
     # A command that cannot be understood is refused as JSON too.
     caller = Caller(as_json="--json" in sys.argv)
