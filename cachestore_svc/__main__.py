@@ -47,6 +47,7 @@ from cachestore_svc.edge.roles import (
 )
 from cachestore_svc.edge.service import CacheStoreService
 from cachestore_svc.index.catalog import HOUSE
+from cachestore_svc.moving.claim_polling import ClaimPolling
 from cachestore_svc.moving.handing_over import HandingOver
 from cachestore_svc.moving.moves import Moves
 from cachestore_svc.moving.outbound import BlobReader
@@ -166,7 +167,7 @@ async def serve(settings: StoreSettings) -> None:
         print(f"listening on {edge.address}", flush=True)
         log.info("store.started", address=edge.address, ms=round((time.monotonic() - began) * 1000))
         caring.append(asyncio.create_task(collect_regularly(store, threads, settings.gc_interval_s)))
-        caring.append(asyncio.create_task(services.moves.hear_of_claims()))
+        caring.append(asyncio.create_task(services.claims.run()))
         caring.append(asyncio.create_task(services.moves.keep()))
         if settings.scrub_bytes_per_s:
             scrub = BackgroundScrub(
@@ -198,6 +199,7 @@ class _Services:
     agents: AgentService
     moving: MovingService
     moves: Moves
+    claims: ClaimPolling
 
 
 def _services(
@@ -225,7 +227,8 @@ def _services(
     handing_over = HandingOver(store, threads, peers, patience_s=settings.move_patience_s, steady=time.monotonic)
     moves = Moves(store, threads, transfers.copies, peers, handing_over, secrets.token_hex)
     agents = AgentService(store, threads, transfers, moves, stall_timeout_s=settings.stall_timeout_s)
-    return _Services(service, agents, MovingService(handing_over), moves)
+    claims = ClaimPolling(store, threads, peers, handing_over, uptime_s)
+    return _Services(service, agents, MovingService(handing_over), moves, claims)
 
 
 def _page(store: Store, threads: StoreThreads, rpcs: RpcCounts, audit: Audit, reloading: Reloading) -> OperatorPage:
@@ -240,14 +243,17 @@ def _page(store: Store, threads: StoreThreads, rpcs: RpcCounts, audit: Audit, re
     return OperatorPage(About("store", _PROTOCOL), StoreNumbers(store, rpcs, audit).metrics, asked)
 
 
+def uptime_s() -> float:
+    """Seconds that the machine runs, sleep included: on macOS CLOCK_MONOTONIC counts them, on Linux CLOCK_BOOTTIME."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
 async def collect_regularly(store: Store, threads: StoreThreads, interval_s: float) -> None:
     """Expire agents and collect garbage now and then. A failure is logged and waits for the next time."""
     run = secrets.token_hex(8)
-    # On Linux the second says how long the machine runs, sleep included; elsewhere (macOS) the first does.
-    clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
     def clocks() -> ClockReading:
-        return ClockReading(time.time(), time.clock_gettime(clock), run)
+        return ClockReading(time.time(), uptime_s(), run)
 
     log = structlog.get_logger("cachestore")
     while True:

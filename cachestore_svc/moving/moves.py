@@ -35,8 +35,6 @@ _Unfinished = tuple[str, str, Ownership]  # namespace, agent, and what is known 
 _TRIES, _TRY_PAUSE_S, _ANSWER_S = 3, 0.3, 5.0
 _MOVE_ID_BYTES = 16
 _AGAIN_S = 1.0
-# How often a peer that did not answer is asked about claims; how long a claim that it tells of waits for a lease.
-_ASK_AGAIN_S, _LEASE_WAIT_S = 10.0, 30.0
 
 
 class Moves:
@@ -179,52 +177,6 @@ class Moves:
         ownership.check_writable(agent_id, known)
 
     # --- what a crash, a cut, or another name left ---
-
-    async def hear_of_claims(self) -> None:
-        """Ask the peers whether another store claimed an agent while this one was away: the new owner tells it, too,
-        but may not reach this store. A peer that cannot be asked is asked again later."""
-        owned: dict[str, list[tuple[str, Ownership]]] = {}
-        for namespace, agent_id, known in await self._threads.run(HOUSE, self._store.owners):
-            if known.is_owned:
-                owned.setdefault(namespace, []).append((agent_id, known))
-        left = [(namespace, peer) for namespace in owned for peer in self._peers.names(namespace)]
-        while left:
-            left = [each for each in left if not await self._has_told(*each, owned[each[0]])]
-            if left:
-                await asyncio.sleep(_ASK_AGAIN_S)
-
-    async def _has_told(self, namespace: str, peer: str, owned: list[tuple[str, Ownership]]) -> bool:
-        """Whether the peer could be asked about these agents, or is none any more."""
-        try:
-            async with self._peers.connect(peer, namespace) as remote:
-                for agent_id, known in owned:
-                    await self._hear_of_claim(remote, peer, namespace, agent_id, known)
-        except NotFound:
-            return True
-        except Unavailable as error:
-            _LOG.info("moves.not_asked", peer=peer, reason=error.reason)
-            return False
-        except Exception:  # noqa: BLE001  one peer's answers keep no other peer from being asked
-            _LOG.exception("moves.not_asked", peer=peer)
-        return True
-
-    async def _hear_of_claim(
-        self, remote: AioStoreClient, peer: str, namespace: str, agent_id: str, known: Ownership
-    ) -> None:
-        try:
-            with answers_of_peer(peer):
-                agent = await remote.get_agent(agent_id)
-            if ownership.are_two(await self._labels(namespace, agent_id), agent.labels):
-                return
-            there = _believed(agent.ownership)
-            # Without this store's word only a claim makes another one the owner: below, it is another agent's history.
-            is_claim = there is not None and there.generation >= ownership.CLAIM_STEP
-            if is_claim and int(there.state) == OwnerState.OWNED and there.generation > known.generation:
-                await self._handing_over.fence(namespace, agent_id, peer, there.generation, _LEASE_WAIT_S)
-        except Unavailable:
-            raise
-        except KvasirError as error:  # NotFound, or something about this agent alone
-            _LOG.info("moves.not_heard", peer=peer, reason=error.reason)
 
     async def rename_peers(self) -> None:
         """Note agents' owners under the names that the peers have now."""

@@ -205,10 +205,40 @@ MUTANTS = (
     ),
     Mutant(
         "an owner that was away believes a namesake's",
-        "moves.py",
-        "            if ownership.are_two(await self._labels(namespace, agent_id), agent.labels):\n",
-        "            if False:\n",
+        "claim_polling.py",
+        "        return 0 if ownership.are_two(ours, agent.labels) else int(there.generation)\n",
+        "        return int(there.generation)\n",
         "knowing_owners",
+    ),
+    Mutant(
+        "an owner that slept does not ask",
+        "claim_polling.py",
+        "                return True\n",
+        "                pass\n",
+        "knowing_owners",
+    ),
+    Mutant(
+        "an owner asks only once",
+        "claim_polling.py",
+        "            if await self._stood_still_in(pause_s):\n",
+        "            if await self._stood_still_in(86_400.0):\n",
+        "claim_polling",
+    ),
+    Mutant(
+        "a turn under way keeps the other claims waiting",
+        "claim_polling.py",
+        "        await asyncio.gather(*(self._fence(asked, *claim) for claim in claims.items() if claim[1]))\n",
+        "        for claim in claims.items():\n"
+        "            if claim[1]:\n"
+        "                await self._fence(asked, *claim)\n",
+        "claim_polling",
+    ),
+    Mutant(
+        "a peer that is away fills the log",
+        "claim_polling.py",
+        "        elif asked not in self._unsure:",
+        "        else:",
+        "claim_polling",
     ),
     Mutant(
         "an older copy is replaced by a namesake",

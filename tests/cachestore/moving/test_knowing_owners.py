@@ -1,6 +1,7 @@
 """What is known of owners is found again: by a store that was away, and under a peer's new name."""
 
 import signal
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -47,6 +48,25 @@ def test_an_owner_that_was_away_asks_whether_it_still_is_one(pair: tuple[Mac, Ma
     with studio.client() as client:
         eventually(lambda: state(client, "ada") == (pb.OWNER_STATE_MOVED, "laptop"))
         assert state(client, "a namesake")[0] == pb.OWNER_STATE_OWNED  # it was asked for before ada
+    laptop.cables["studio"].heal()
+
+
+def test_an_owner_that_slept_asks_at_once_whether_it_still_is_one(pair: tuple[Mac, Mac]) -> None:
+    """Its process lived on, and the new owner cannot tell it."""
+    laptop, studio = pair
+    assert studio.running is not None
+    with laptop.client() as client:
+        publish(client, "sleeper", SyntheticAgent(SMALL, 1).turn(300), 0)
+        client.move_agent("sleeper", to_peer="studio")
+        studio.running.process.send_signal(signal.SIGSTOP)
+        laptop.cables["studio"].part()
+        slept = time.monotonic()
+        client.claim_agent("sleeper", force=True)
+        time.sleep(max(0.0, slept + 8 - time.monotonic()))
+    studio.running.process.send_signal(signal.SIGCONT)
+    with studio.client() as client:
+        eventually(lambda: state(client, "sleeper") == (pb.OWNER_STATE_MOVED, "laptop"))
+        refused(lambda: publish(client, "sleeper", SyntheticAgent(SMALL, 2).turn(30), 1), "AGENT_MOVED", "laptop")
     laptop.cables["studio"].heal()
 
 

@@ -1,0 +1,141 @@
+"""Asks the peers whether another store claimed agents of this one: the new owner tells it, too, but may not reach it.
+
+A Mac that sleeps hears nothing, and its process lives on. So the peers are asked at the start, every minute, and at
+once after a sleep.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+import structlog
+from kvasir.clients import AioStoreClient
+from kvasir.errors import DataLoss, FailedPrecondition, KvasirError, NotFound, Unavailable
+
+from cachestore_svc import ownership
+from cachestore_svc.index.catalog import HOUSE
+from cachestore_svc.moving.arrivals import answers_of_peer
+from cachestore_svc.moving.handing_over import HandingOver
+from cachestore_svc.moving.peers import Peers
+from cachestore_svc.ownership import Ownership, OwnerState
+from cachestore_svc.store import Store
+from cachestore_svc.threads import StoreThreads
+
+_LOG = structlog.get_logger("moves")
+_Peer = tuple[str, str]  # namespace, name
+# How soon a peer that did not answer is asked again at first: after a sleep the network comes back a little later.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+# The machine, or this process, stood still if a wait of one tick took so much longer.
+_TICK_S, _STOOD_STILL_S = 1.0, 3.0
+# How long a claim waits for an engine's lease until it is asked for again.
+_LEASE_WAIT_S = 30.0
+
+
+class ClaimPolling:
+    """On one event loop."""
+
+    def __init__(
+        self,
+        store: Store,
+        threads: StoreThreads,
+        peers: Peers,
+        handing_over: HandingOver,
+        uptime: Callable[[], float],
+        *,
+        every_s: float = _LONGEST_PAUSE_S,
+    ) -> None:
+        """`uptime` gives seconds, monotonic, which pass while the machine sleeps, too."""
+        self._store = store
+        self._threads = threads
+        self._peers = peers
+        self._handing_over = handing_over
+        self._uptime = uptime
+        self._every_s = every_s
+        self._unsure: set[_Peer] = set()  # whose claims are not all known
+
+    async def run(self) -> None:
+        """Ask for as long as the store serves. A peer that does not answer delays a round by a call's deadline."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                await self.ask()
+            except KvasirError as error:
+                _LOG.warning("moves.claims_not_asked_for", reason=error.reason)
+            except Exception:  # noqa: BLE001  a bug of ours must not leave agents with two owners for good
+                _LOG.exception("moves.claims_not_asked_for")
+            pause_s = min(2 * pause_s, self._every_s) if self._unsure else self._every_s
+            if await self._stood_still_in(pause_s):
+                pause_s = _FIRST_PAUSE_S
+
+    async def ask(self) -> None:
+        """Ask every peer once about every agent that is owned here and ever changed hands."""
+        owned: dict[str, list[tuple[str, Ownership]]] = {}
+        for namespace, agent_id, known in await self._threads.run(HOUSE, self._store.owners):
+            if known.is_owned:
+                owned.setdefault(namespace, []).append((agent_id, known))
+        asked = [(namespace, peer) for namespace in owned for peer in self._peers.names(namespace)]
+        self._unsure.intersection_update(asked)
+        await asyncio.gather(*(self._ask_peer(each, owned[each[0]]) for each in asked))
+
+    async def _ask_peer(self, asked: _Peer, owned: Sequence[tuple[str, Ownership]]) -> None:
+        namespace, peer = asked
+        claims, why = dict[str, int](), ""
+        try:
+            async with self._peers.connect(peer, namespace) as remote:
+                for agent_id, known in owned:
+                    try:
+                        claims[agent_id] = await self._claimed_there(remote, peer, namespace, agent_id, known)
+                    except (FailedPrecondition, DataLoss) as error:  # may be about this agent alone
+                        why = error.reason
+        except KvasirError as error:
+            why = error.reason
+        if not why:
+            self._unsure.discard(asked)
+        elif asked not in self._unsure:  # said once, and not every minute of the days that a peer may be away
+            _LOG.info("moves.not_asked", peer=peer, reason=why)
+            self._unsure.add(asked)
+        # Beside each other: each may wait for the end of a turn.
+        await asyncio.gather(*(self._fence(asked, *claim) for claim in claims.items() if claim[1]))
+
+    async def _claimed_there(
+        self, remote: AioStoreClient, peer: str, namespace: str, agent_id: str, known: Ownership
+    ) -> int:
+        """The generation in which a peer has claimed an agent; 0 if it has not. Raises Unavailable, FailedPrecondition,
+        DataLoss."""
+        try:
+            with answers_of_peer(peer):
+                agent = await remote.get_agent(agent_id)
+        except NotFound:
+            return 0
+        there = agent.ownership
+        # Without this store's word only a claim makes another one the owner: below, it is another agent's history.
+        is_claim = ownership.CLAIM_STEP <= there.generation <= ownership.MAX_TOLD_GENERATION
+        if not is_claim or int(there.state) != OwnerState.OWNED or there.generation <= known.generation:
+            return 0
+        ours = await self._labels(namespace, agent_id)
+        return 0 if ownership.are_two(ours, agent.labels) else int(there.generation)
+
+    async def _fence(self, asked: _Peer, agent_id: str, generation: int) -> None:
+        namespace, peer = asked
+        try:
+            await self._handing_over.fence(namespace, agent_id, peer, generation, _LEASE_WAIT_S)
+        except KvasirError as error:  # its lease, or a newer owner of which this store heard meanwhile
+            _LOG.info("moves.not_heard", peer=peer, reason=error.reason)
+            if isinstance(error, Unavailable):
+                self._unsure.add(asked)
+
+    async def _labels(self, namespace: str, agent_id: str) -> Mapping[str, str]:
+        try:
+            agent = await self._threads.run(namespace, self._store.get_agent, namespace, agent_id)
+        except NotFound:
+            return {}
+        return agent.labels
+
+    async def _stood_still_in(self, seconds: float) -> bool:
+        """Wait so long, and no longer than until the machine wakes from a sleep; whether it slept."""
+        while seconds > 0:
+            began, tick_s = self._uptime(), min(seconds, _TICK_S)
+            await asyncio.sleep(tick_s)
+            if self._uptime() - began > tick_s + _STOOD_STILL_S:
+                return True
+            seconds -= tick_s
+        return False

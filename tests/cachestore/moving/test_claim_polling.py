@@ -1,0 +1,117 @@
+"""A store that serves hears of claims by itself: now and then, whatever else its peers and its agents do."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvasir.clients import StoreClient
+from structlog.testing import capture_logs
+
+from cachestore_svc.moving.claim_polling import ClaimPolling
+from cachestore_svc.moving.handing_over import HandingOver
+from cachestore_svc.moving.peers import Peers
+from cachestore_svc.ownership import OwnerState
+from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings
+from cachestore_svc.store import Store
+from cachestore_svc.threads import StoreThreads
+from tests.cachestore.core.lab import NS, Lab
+from tests.cachestore.core.lab import publish as publish_in
+from tests.cachestore.moving.test_keeping import TURN
+from tests.cachestore.service.running import publish, store_home
+
+
+@contextmanager
+def peer(root: Path) -> Iterator[tuple[str, StoreClient]]:
+    with store_home(root) as home:
+        running = home.start()
+        with running.client() as client:
+            yield running.address, client
+
+
+def owned_by_both(store: Store, there: StoreClient, name: str) -> None:
+    """An agent that came back here from a move, and an older copy of it there."""
+    publish_in(store, name, TURN, 0)
+    store.offer(NS, name, "there", "ab" * 8, 0)
+    store.undo_move(NS, name, "there", "ab" * 8)
+    publish(there, name, TURN, 0)
+
+
+def has_moved(store: Store, name: str) -> bool:
+    return store.ownership(NS, name).state is OwnerState.MOVED
+
+
+async def polled(
+    store: Store, addresses: dict[str, str], steps: Sequence[tuple[Callable[[], object], Callable[[], bool]]]
+) -> None:
+    """Ask every 0.2 s. Each step is done, and what it leads to is waited for."""
+    threads = StoreThreads()
+    peers = Peers(lambda: PeerBook({name: PeerSettings(name=name, address=at) for name, at in addresses.items()}))
+    handing_over = HandingOver(store, threads, peers, patience_s=60.0, steady=time.monotonic)
+    polling = ClaimPolling(store, threads, peers, handing_over, time.monotonic, every_s=0.2)
+    task = asyncio.create_task(polling.run())
+    try:
+        for do, until in steps:
+            await asyncio.sleep(0.5)
+            await asyncio.to_thread(do)
+            async with asyncio.timeout(15):
+                while not until():  # noqa: ASYNC110  what it waits for is in the store
+                    await asyncio.sleep(0.02)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        threads.close()
+
+
+def test_an_owner_hears_of_claims_for_as_long_as_it_serves(lab: Lab, tmp_path: Path) -> None:
+    with lab.open() as store, peer(tmp_path / "there") as (address, there):
+        for name in ("ada", "bob"):
+            owned_by_both(store, there, name)
+        steps = [
+            (lambda name=name: there.claim_agent(name, force=True), lambda name=name: has_moved(store, name))
+            for name in ("ada", "bob")
+        ]
+        asyncio.run(polled(store, {"there": address}, steps))
+
+
+def test_a_turn_under_way_delays_the_claim_of_its_own_agent_alone(lab: Lab, tmp_path: Path) -> None:
+    """Its engine does not let go, so that agent waits for the lease's end."""
+    with lab.open() as store, peer(tmp_path / "there") as (address, there):
+        for name in ("ada", "bob"):
+            owned_by_both(store, there, name)
+            there.claim_agent(name, force=True)
+        line = store.get_snapshot(NS, "ada")
+        lease = store.acquire_lease(NS, "ada", line.kv_identity_hash, "engine").token
+
+        def end_turn() -> None:
+            assert not has_moved(store, "ada")
+            store.release_lease(NS, "ada", line.kv_identity_hash, lease)
+
+        steps = [
+            (lambda: None, lambda: has_moved(store, "bob")),
+            (end_turn, lambda: has_moved(store, "ada")),
+        ]
+        asyncio.run(polled(store, {"there": address}, steps))
+
+
+def test_peers_that_are_away_are_asked_again_and_are_one_line_each_in_the_log(lab: Lab, tmp_path: Path) -> None:
+    """Away: one that does not run, and one without an address."""
+    with lab.open() as store, store_home(tmp_path / "there") as home, capture_logs() as lines:
+        publish_in(store, "ada", TURN, 0)
+        store.offer(NS, "ada", "there", "ab" * 8, 0)
+        store.undo_move(NS, "ada", "there", "ab" * 8)
+        began = time.monotonic()
+
+        def come_back() -> None:
+            with home.start().client() as client:
+                publish(client, "ada", TURN, 0)
+                client.claim_agent("ada", force=True)
+
+        steps = [
+            (lambda: None, lambda: time.monotonic() > began + 3),
+            (come_back, lambda: has_moved(store, "ada")),
+        ]
+        asyncio.run(polled(store, {"there": home.socket, "elsewhere": ""}, steps))
+    told = [(line["peer"], line["reason"]) for line in lines if line["event"] == "moves.not_asked"]
+    assert sorted(told) == [("elsewhere", "PEER_CONFIGURATION"), ("there", "PEER_UNAVAILABLE")]
