@@ -106,11 +106,14 @@ class _Recovery:
         self._disk = disk
         self._say = say
         self._database = config.data_dir / DATABASE
+        self._log = config.data_dir / journal.NAME
+        self._new_log = config.data_dir / (journal.NAME + _NEW_SUFFIX)
         self._sealed = blobs
         self._blobs = blobs.sealed
         self._store = token_hex(8)
 
     def run(self, namespaces: Sequence[str]) -> RecoverReport:
+        self._end_unfinished()
         evidence = salvage.gather_evidence(self._database, self._blobs, self._disk)
         if not evidence.is_whole:
             known = {*namespaces, *_USUAL, *self._config.namespace_quota_bytes, *evidence.namespaces}
@@ -248,19 +251,37 @@ class _Recovery:
     # --- taking its place ---
 
     def _put_in_place(self, new: Path, built: "tuple[journal_lines.Position, dict[str, Namespace]]") -> tuple[str, ...]:
-        """The database first and the journal last: until then a start refuses, and this can be done again."""
+        """The database first and the journal last: until then a start refuses, and this can be done again. While the
+        old database is away, the new one has its name's suffix, by which the next recovery finds it."""
         position, state = built
-        log, disk = self._database.with_name(journal.NAME), self._disk
-        new_log = log.with_name(log.name + _NEW_SUFFIX)
-        Journal.begin(new_log, disk, self._store, position, state).close()
+        log, new_log, disk = self._log, self._new_log, self._disk
         old = self._free_suffix()
+        ready = new.with_name(new.name + old)
+        disk.rename(new, ready)
+        Journal.begin(new_log, disk, self._store, position, state).close()
         kept = [self._move_away(Path(f"{self._database}{suffix}"), old, suffix) for suffix in _DATABASE_SUFFIXES]
-        disk.rename(new, self._database)
+        disk.rename(ready, self._database)
         disk.fsync_directory(self._data_dir)
         kept.append(self._move_away(log, old, ""))
         disk.rename(new_log, log)
         disk.fsync_directory(self._data_dir)
         return tuple(name for name in kept if name)
+
+    def _end_unfinished(self) -> None:
+        """What a recovery that died had moved away is evidence for this one, too: without its new database in place the
+        old one comes back, and its new journal takes its place where only that was missing."""
+        disk, names = self._disk, set(self._disk.names(self._data_dir))
+        for ready in (name for name in names if name.startswith(f"{DATABASE}{_NEW_SUFFIX}.")):
+            old = ready.removeprefix(DATABASE + _NEW_SUFFIX)
+            for suffix in reversed(_DATABASE_SUFFIXES):  # the database last: until it is back, this is done again
+                kept = f"{DATABASE}{old}{suffix}"
+                if DATABASE not in names and kept in names:
+                    disk.rename(self._data_dir / kept, self._data_dir / f"{DATABASE}{suffix}")
+            disk.remove(self._new_log)
+            disk.remove(self._data_dir / ready)
+        if DATABASE in names and not disk.has(self._log) and disk.has(self._new_log):
+            disk.rename(self._new_log, self._log)
+        disk.fsync_directory(self._data_dir)
 
     def _free_suffix(self) -> str:
         when = datetime.fromtimestamp(self._now / 1000, UTC).strftime("%Y%m%dT%H%M%SZ")
@@ -305,9 +326,9 @@ def _held(facts: tuple[Any, ...] | None, now_unix_ms: int) -> tuple[Any, ...]:
     if facts is not None and facts[0] == OwnerState.MOVED:
         return facts
     # A move that was under way may have been decided since: it is neither undone nor taken up again. Its generation is
-    # the other store's, if that owns the agent now.
+    # the other store's, if that owns the agent now. One to nobody is of an earlier recovery, and is as this makes it.
     generation, tells = (facts[1], facts[6]) if facts is not None else (0, "")
-    if facts is not None and facts[0] in (OwnerState.MOVING, OwnerState.ARRIVING):
+    if facts is not None and facts[0] in (OwnerState.MOVING, OwnerState.ARRIVING) and facts[2]:
         generation -= 1
     return int(OwnerState.MOVING), generation, "", "", now_unix_ms, 0, tells
 

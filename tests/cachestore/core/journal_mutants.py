@@ -180,6 +180,27 @@ JOURNAL_MUTANTS = (
         "recovering",
     ),
     (
+        "journal: a recovery does without the index that one which died moved away",
+        "recovering.py",
+        "                if DATABASE not in names and kept in names:\n",
+        "                if False:\n",
+        "recovering",
+    ),
+    (
+        "journal: a recovery does without the journal that one which died had written",
+        "recovering.py",
+        "        if DATABASE in names and not disk.has(self._log) and disk.has(self._new_log):\n",
+        "        if False:\n",
+        "recovering",
+    ),
+    (
+        "journal: a second recovery lowers the generations of owners that wait for a claim",
+        "recovering.py",
+        "OwnerState.ARRIVING) and facts[2]:\n",
+        "OwnerState.ARRIVING):\n",
+        "recovering",
+    ),
+    (
         "journal: what is no file is read",
         "disk.py",
         "    if not stat.S_ISREG(os.fstat(descriptor).st_mode):\n",
