@@ -72,7 +72,7 @@ class ClaimPolling:
         for namespace, agent_id, known in await self._threads.run(HOUSE, self._store.owners):
             if known.is_owned:
                 owned.setdefault(namespace, []).append((agent_id, known))
-        asked = [(namespace, peer) for namespace in owned for peer in self._peers.names(namespace)]
+        asked = [(namespace, peer) for namespace in owned for peer in self._peers.with_address(namespace)]
         self._unsure.intersection_update(asked)
         await asyncio.gather(*(self._ask_peer(each, owned[each[0]]) for each in asked))
 

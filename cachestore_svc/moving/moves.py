@@ -205,7 +205,7 @@ class Moves:
             await asyncio.gather(*going.values(), return_exceptions=True)
 
     async def _unfinished(self) -> dict[tuple[str, frozenset[str]], list[_Unfinished]]:
-        """Unfinished moves, by namespace and the known peers that they wait for. What needs no peer is done first."""
+        """Unfinished moves, by namespace and the peers to be asked or told. What needs no peer is done first."""
         found: dict[tuple[str, frozenset[str]], list[_Unfinished]] = {}
         for namespace, agent_id, known in await self._threads.run(HOUSE, self._store.unfinished_moves):
             try:
@@ -213,7 +213,7 @@ class Moves:
             except KvasirError as error:
                 _LOG.info("move.unfinished", peers=known.peer, reason=error.reason)
             wanted = {*known.tells, *([known.peer] if known.state is OwnerState.ARRIVING else [])}
-            if peers := wanted.intersection(self._peers.names(namespace)):
+            if peers := wanted.intersection(self._peers.with_address(namespace)):
                 found.setdefault((namespace, frozenset(peers)), []).append((namespace, agent_id, known))
         return found
 

@@ -57,6 +57,10 @@ class Peers:
         """The peers that callers of this namespace may name, in order."""
         return sorted(name for name, peer in self._book.peers.items() if peer.serves(namespace))
 
+    def with_address(self, namespace: str) -> list[str]:
+        """Those of them that listen to other machines."""
+        return [name for name in self.names(namespace) if self._book.peers[name].address]
+
     def renamed(self) -> dict[str, str]:
         """Today's name for every earlier name of a peer that no other peer has now."""
         peers = self._book.peers

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from kvasir.server.shared_room import SharedRoom
 from structlog.testing import capture_logs
 
@@ -68,11 +69,14 @@ def test_a_peer_that_does_not_answer_keeps_no_agent_of_others_waiting(lab: Lab, 
         asyncio.run(kept(store, lab, addresses, is_done, 10))
 
 
-def test_a_peer_that_was_removed_is_not_asked_and_not_complained_about_every_second(lab: Lab) -> None:
+@pytest.mark.parametrize("addresses", [{}, {"gone": ""}])
+def test_a_peer_that_was_removed_or_has_no_address_is_not_complained_about_every_second(
+    lab: Lab, addresses: dict[str, str]
+) -> None:
     with lab.open() as store, capture_logs() as lines:
         publish_in(store, "ada", TURN, 0)
         store.claim(NS, "ada", 1, tells=["gone"])
         began = time.monotonic()
-        asyncio.run(kept(store, lab, {}, lambda: time.monotonic() - began > 2.5, 10))
+        asyncio.run(kept(store, lab, addresses, lambda: time.monotonic() - began > 2.5, 10))
         assert store.ownership(NS, "ada").tells == ("gone",)  # it hears of it if it is paired again
     assert [line for line in lines if line["event"] == "move.unfinished"] == []
