@@ -24,7 +24,8 @@ class PeerService(pairing_pb2_grpc.PeerServiceServicer):
         self._edge = edge
         self._opened = ""  # the address that was asked for
         self.address = ""  # where paired peers are listened to
-        self.reloaded: Callable[[], Awaitable[None]] | None = None  # called after each reload
+        # Called after each reload. None: the store still starts.
+        self.reloaded: Callable[[], Awaitable[None]] | None = None
 
     async def ReloadPeers(self, request: pb.ReloadPeersRequest, context: Any) -> pb.ReloadPeersResponse:
         try:
@@ -40,8 +41,8 @@ class PeerService(pairing_pb2_grpc.PeerServiceServicer):
         lost = self._peers.reload()
         ended = self._edge.authentication.end_calls(lambda caller: peer_name(caller) in lost)
         ended += await self._peers.hang_up()
-        await self.settle()
-        if self.reloaded is not None:
+        if self.reloaded is not None:  # a store that still starts settles when the door has all its services
+            await self.settle()
             await self.reloaded()
         _LOG.info("peers.reloaded", peers=len(self._peers.book.peers), ended_calls=ended, address=self.address)
         return ended

@@ -356,3 +356,18 @@ def test_pairing_works_beside_a_store_that_does_not_run_and_holds_after_its_star
             publish(theirs, "ada", ada, 0)
             ours.pull_agent("a", "ada")
             assert_whole(ours, "ada", ada)
+
+
+def test_a_door_that_a_hangup_opens_while_the_store_starts_has_its_services(tmp_path: Path) -> None:
+    with mac(tmp_path / "a") as one, mac(tmp_path / "b") as other:
+        pair(one, other)
+        one.store.stop()
+        # As `kvasir up` starts it: a SIGHUP is held back until the store can hear it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+        try:
+            starting = one.home.start("--peers-file", str(one.peers_file), is_fresh=True, hangs_up=True)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+        assert starting.log.count("peers.reloaded") == 1
+        with one.caller_at_door(other.identity) as peer:
+            assert set(peer.get_capabilities().roles) == {"peer"}

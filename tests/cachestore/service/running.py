@@ -73,9 +73,15 @@ class StoreHome:
         return self.root / "data"
 
     def start(
-        self, *options: str, listen: str | None = None, env: Mapping[str, str] | None = None, is_fresh: bool = False
+        self,
+        *options: str,
+        listen: str | None = None,
+        env: Mapping[str, str] | None = None,
+        is_fresh: bool = False,
+        hangs_up: bool = False,
     ) -> RunningStore:
         """Start a store and wait until it listens; a fresh one has an interpreter begun in that environment.
+        `hangs_up`: with a SIGHUP at once, which the caller holds back as `kvasir up` does.
 
         Fails with its log when it does not.
         """
@@ -87,6 +93,8 @@ class StoreHome:
             process = _fresh(arguments, out, log, env or {})
         else:
             process = Program(self.program, arguments, out=out, err=log, env=env)
+        if hangs_up:
+            process.send_signal(signal.SIGHUP)
         running = RunningStore(process, _address(process, out, log), self.data_dir, log)
         self.started.append(running)
         return running
