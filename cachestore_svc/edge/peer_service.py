@@ -1,5 +1,6 @@
 """Peers over gRPC: the door for paired stores, and the RPC that lets a running store read its file of peers again."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ class PeerService(pairing_pb2_grpc.PeerServiceServicer):
     def __init__(self, peers: Peers, edge: EdgeServer) -> None:
         self._peers = peers
         self._edge = edge
+        self._settling = asyncio.Lock()
         self._opened = ""  # the address that was asked for
         self.address = ""  # where paired peers are listened to
         # Called after each reload. None: the store still starts.
@@ -50,6 +52,10 @@ class PeerService(pairing_pb2_grpc.PeerServiceServicer):
     async def settle(self) -> None:
         """Open the door where the book says, and none without paired peers. A taken address is logged, not raised: the
         store serves its own machine all the same."""
+        async with self._settling:  # of two at once, the one that read an older book may end last
+            await self._settle()
+
+    async def _settle(self) -> None:
         book = self._peers.book
         wanted = book.listen if book.paired else ""
         if wanted == self._opened:

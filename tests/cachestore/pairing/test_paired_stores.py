@@ -22,7 +22,10 @@ from kvasir.errors import (
     Unauthenticated,
     Unavailable,
 )
+from kvasir.server.serving import EdgeServer, Listening
 
+from cachestore_svc.edge.peer_service import PeerService
+from cachestore_svc.moving.peers import Peers
 from cachestore_svc.pairing.finding import WaitingMac, announced, find
 from cachestore_svc.pairing.identity import (
     SERVER_NAME,
@@ -32,9 +35,10 @@ from cachestore_svc.pairing.identity import (
     read_identity,
     read_or_make_identity,
 )
-from cachestore_svc.pairing.peers_file import PeerSettings, change_peers, read_peers
+from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings, change_peers, read_peers
 from tests.cachestore.service.running import RunningStore, StoreHome, assert_whole, publish, store_home
 from tests.programs import Program, run
+from tests.scraping import free_port
 from tests.synthetic import SMALL, SyntheticAgent, full_layers, kv_identity
 
 LARGE = kv_identity("large", full_layers(24, 8, 128))
@@ -371,3 +375,26 @@ def test_a_door_that_a_hangup_opens_while_the_store_starts_has_its_services(tmp_
         assert starting.log.count("peers.reloaded") == 1
         with one.caller_at_door(other.identity) as peer:
             assert set(peer.get_capabilities().roles) == {"peer"}
+
+
+def test_after_two_reloads_at_once_the_door_is_where_the_last_book_says(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    own, other = new_identity(), new_identity()
+    peer = PeerSettings(name="b", certificate=other.certificate.text, namespaces=("default",))
+    doors = [f"127.0.0.1:{free_port()}" for _ in range(3)]
+    books = iter([PeerBook({"b": peer}, door, own) for door in doors])
+
+    async def opened() -> str:
+        edge = EdgeServer(Listening(f"unix:{tmp_path}/s"), ["x"], {}, new_request_id=lambda: "x")
+        service = PeerService(Peers(lambda: next(books)), edge)
+        service.reloaded = lambda: asyncio.sleep(0)
+        await edge.start()
+        try:
+            await service.settle()
+            await asyncio.gather(service.reload(), service.reload())
+            return service.address
+        finally:
+            await edge.close_door(0)
+            await edge.grpc.stop(0)
+
+    assert asyncio.run(opened()) == doors[-1]
