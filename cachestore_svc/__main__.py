@@ -163,7 +163,7 @@ async def serve(settings: StoreSettings) -> None:
         peer_service.reloaded = services.moves.rename_peers
         await edge.start()
         await peer_service.settle()
-        await edge.set_ready(True)
+        edge.set_ready(True)
         print(f"listening on {edge.address}", flush=True)
         log.info("store.started", address=edge.address, ms=round((time.monotonic() - began) * 1000))
         caring.append(asyncio.create_task(collect_regularly(store, threads, settings.gc_interval_s)))

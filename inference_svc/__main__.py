@@ -213,7 +213,7 @@ def _neighbour() -> ModuleType:
 @contextlib.asynccontextmanager
 async def _listening(server: EdgeServer) -> AsyncIterator[None]:
     await server.start()
-    await server.set_ready(True)
+    server.set_ready(True)
     yield
 
 

@@ -6,11 +6,14 @@ so names no agent and no namespace: labels are words of this program and names o
 
 import asyncio
 import json
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import metadata
+from pathlib import Path
 from typing import Any, cast
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
@@ -18,7 +21,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from kvasir.address import Address, AddressTaken, parse_address
-from kvasir.server import build
 from kvasir.server.audit import Audit
 from kvasir.server.durations import Durations
 from kvasir.server.rpc_counts import RpcCounts
@@ -27,6 +29,8 @@ from kvasir.server.wellness import Ailment, Wellness
 _READER_S = 10.0
 _LOOP_S = 3.0
 _INFINITE = float("inf")
+_PACKAGE = "kvasir"
+_GIT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class OperatorPage(Collector):
         self._about = about
         self._numbers = numbers
         self._wellness = wellness
-        self._build = {"service": about.service, "version": build.version(), "commit": build.commit()}
+        self._build = {"service": about.service, "version": metadata.version(_PACKAGE), "commit": _commit()}
 
     def serve(self, address: str) -> Callable[[], None]:
         """Serve at host:port of loopback. Returns what ends it. Raises AddressTaken."""
@@ -173,6 +177,25 @@ def rpc_metrics(prefix: str, counts: RpcCounts) -> Iterator[Metric]:
 def audit_metric(prefix: str, audit: Audit) -> Metric:
     """Lines of the audit; the lost ones found no room, or a disk that did not take them in time."""
     return counter(f"{prefix}_audit_lines", "Lines of the audit.", audit.counts, "what")
+
+
+def _commit() -> str:
+    """The commit that was installed from a repository, or the one of the checkout that runs; else empty."""
+    try:
+        told = json.loads(metadata.distribution(_PACKAGE).read_text("direct_url.json") or "{}")
+    except ValueError:
+        told = {}
+    return str(told.get("vcs_info", {}).get("commit_id", "")) or _of_checkout(Path(__file__).parents[4])
+
+
+def _of_checkout(root: Path) -> str:
+    if not (root / ".git").exists():
+        return ""
+    try:
+        argv = ["git", "-C", str(root), "rev-parse", "HEAD"]
+        return subprocess.run(argv, capture_output=True, text=True, timeout=_GIT_S, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def _family(

@@ -22,11 +22,12 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from kvasir.address import Address, AddressError, parse_address
 from kvasir.credentials import CredentialFileError, Credentials, read_credentials, read_private_text
+from kvasir.server import health
 from kvasir.server.audit import Audit
 from kvasir.server.interceptors import MAX_RPCS_PER_PRINCIPAL, Authentication, CallerOfCertificate, Errors
 from kvasir.server.rpc_counts import RpcCounts
@@ -137,7 +138,7 @@ class EdgeServer:
         self._servers = [self._new_server() for _ in range(1 if self._second_path is None else 2)]
         self.grpc = self._servers[0]
         self._door: grpc.aio.Server | None = None
-        self._health = health.aio.HealthServicer()
+        self._health = health.HealthService()
         self.add(health_pb2_grpc.add_HealthServicer_to_server, self._health)
         for server in self._servers:
             _add_reflection((*self._service_names, health.SERVICE_NAME), server)
@@ -157,7 +158,7 @@ class EdgeServer:
 
         Raises RefusedToStart if the address is taken.
         """
-        await self.set_ready(False)
+        self.set_ready(False)
         try:
             self._bind()
             for server in self._servers:
@@ -165,7 +166,7 @@ class EdgeServer:
         except BaseException:
             await self._close(0)  # an address that takes connections and never answers is worse than none
             raise
-        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        self._health.set([""], serve=True)
 
     async def reload_credentials(self) -> int:
         """Read the credential file again, if there is one; returns how many calls ended by it. Raises
@@ -173,11 +174,9 @@ class EdgeServer:
         file = self._listening.credentials_file
         return 0 if file is None else self.authentication.take(await asyncio.to_thread(read_credentials, file))
 
-    async def set_ready(self, is_ready: bool) -> None:
+    def set_ready(self, is_ready: bool) -> None:
         """What health answers for the service names: a supervisor and load balancers wait for it."""
-        serving = health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in self._service_names:
-            await self._health.set(name, serving)
+        self._health.set(self._service_names, serve=is_ready)
 
     async def run_until_stopped(self, grace_s: float) -> None:
         """Serve until SIGTERM, SIGINT or stop(); then let running RPCs end for `grace_s`, and cancel the rest."""
@@ -187,7 +186,7 @@ class EdgeServer:
         try:
             await self.stopping.wait()
         finally:
-            await self._health.enter_graceful_shutdown()
+            self._health.end()
             await self._close(grace_s)
 
     async def open_door(self, tls: MutualTls) -> str:
