@@ -1,4 +1,4 @@
-"""How a service stops: whoever watches its health delays nobody."""
+"""How a service stops: whoever watches its health delays nobody, and its successor keeps its address."""
 
 import asyncio
 import contextlib
@@ -42,6 +42,12 @@ async def served(address: str) -> AsyncIterator[tuple[EdgeServer, "asyncio.Task[
 
 def watch(channel: grpc.aio.Channel, service: str = NAME) -> "grpc.aio.UnaryStreamCall[object, object]":
     return health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=service))  # type: ignore[no-untyped-call]
+
+
+async def is_healthy(address: str) -> bool:
+    async with grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)  # type: ignore[no-untyped-call]
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def test_a_watch_of_health_is_told_of_the_stop_and_does_not_delay_it(address: str) -> None:
@@ -91,3 +97,30 @@ def test_a_watch_that_reads_nothing_keeps_no_service_from_stopping(address: str)
                     await asyncio.shield(running)
 
     asyncio.run(test())
+
+
+def test_a_service_that_stops_leaves_its_successors_socket_alone(address: str) -> None:
+    async def test() -> None:
+        async with served(address) as (edge, running), grpc.aio.insecure_channel(address) as channel:
+            reading = reflecting(channel)
+            await reading.read()  # a call that is under way
+            edge.stop()
+            await asyncio.sleep(0.2)
+            async with served(address):
+                assert not running.done()
+                reading.cancel()
+                await running
+                assert await is_healthy(address)
+
+    asyncio.run(test())
+
+
+def reflecting(channel: grpc.aio.Channel) -> "grpc.aio.StreamStreamCall[object, object]":
+    """A call that lasts as long as its caller wants."""
+    from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+    async def asked() -> AsyncIterator[object]:
+        yield reflection_pb2.ServerReflectionRequest(list_services="")
+        await asyncio.sleep(60)
+
+    return reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(asked())  # type: ignore[no-untyped-call,no-any-return]

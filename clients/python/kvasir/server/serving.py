@@ -222,9 +222,9 @@ class EdgeServer:
         self.stopping.set()
 
     async def _close(self, grace_s: float) -> None:
-        await asyncio.gather(*(server.stop(grace_s) for server in self._servers), self.close_door(grace_s))
-        while self._sockets:
+        while self._sockets:  # first: later they may be those of the next service here
             self._sockets.pop().unlink(missing_ok=True)
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers), self.close_door(grace_s))
 
     def _new_server(self) -> grpc.aio.Server:
         return grpc.aio.server(
