@@ -134,10 +134,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             new_seed=new_seed,
         )
         name_call(checked.request_id)
-        served = await self._host.awake(request.model)
-        await self._formats.check(caller.namespace, checked.sampling.constraint, served.engine.grammars)
-        running = (await self._host.awake(request.model)).turns.begin(checked)
-        await self._tell(running, checked.request_id, served, context)
+        served, tried = await self._host.awake(request.model), None
+        while served is not tried:  # models may change while a format is tried, and each has its own tokens
+            tried = served
+            await self._formats.check(caller.namespace, checked.sampling.constraint, served.engine.grammars)
+            served = await self._host.awake(request.model)
+        await self._tell(served.turns.begin(checked), checked.request_id, served, context)
 
     async def _resume(self, request: pb.GenerateRequest, caller: Principal, context: Any) -> None:
         """The rest of a reply that another engine began."""

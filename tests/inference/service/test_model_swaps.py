@@ -5,8 +5,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from kvasir import errors
 from kvasir.clients import InferenceClient, Reply
@@ -290,3 +292,46 @@ def wait_for(claim: Callable[[], bool]) -> None:
     while not claim():
         assert time.monotonic() < give_up
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("house", ["60"], indirect=True)
+def test_a_turn_whose_format_is_checked_while_models_change_is_told_of_the_model_that_answers(house: House) -> None:
+    with house.client() as client, house.client() as admin, ThreadPoolExecutor() as pool, ExitStack() as exits:
+        client.reply(prompt="hello", regex="a", sampling=GREEDY)  # there is a process that tries formats
+        halting = exits.enter_context(formats_halted(house.engine.pid))
+        first = [pool.submit(client.reply, prompt="hello", regex=f"b{number}", sampling=GREEDY) for number in range(3)]
+        time.sleep(0.2)
+        waiting = pool.submit(client.reply, prompt="hello", regex="[cd]{3}", sampling=GREEDY)
+        time.sleep(0.2)
+        admin.load_model("second")
+        assert not waiting.done(), "it waits for its format"
+        halting.set()
+        reply = waiting.result(60)
+        assert (reply.started.model, len(reply.text)) == ("second", 3)
+        for each in first:
+            each.exception(60)
+
+
+@contextmanager
+def formats_halted(engine_pid: int) -> Iterator[threading.Event]:
+    """No format is tried until the event is set: each waits as long as one may take."""
+    over, halted = threading.Event(), set[psutil.Process]()
+
+    def halt() -> None:
+        while not over.wait(0.005):
+            for each in set(psutil.Process(engine_pid).children()) - halted:
+                with suppress(psutil.Error):
+                    if any("grammar_trial_process" in word for word in each.cmdline()):
+                        each.suspend()
+                        halted.add(each)
+        for each in halted:
+            with suppress(psutil.Error):
+                each.resume()
+
+    thread = threading.Thread(target=halt)
+    thread.start()
+    try:
+        yield over
+    finally:
+        over.set()
+        thread.join()
