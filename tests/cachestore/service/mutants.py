@@ -245,8 +245,8 @@ _OF_ALL_SERVICES = (
     Mutant(
         "a file that is wrong keeps the others from being read",
         "server/reloading.py",
-        "                problems.append(part)\n",
-        "                problems.append(part)\n                break\n",
+        "part, stays, error)\n                problems.append(part)\n",
+        "part, stays, error)\n                problems.append(part)\n                break\n",
         "reloading",
     ),
     Mutant(

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvasir.credentials import OWNER
 from kvasir.server.audit import ALLOWED, REFUSED, Audit
+from kvasir.server.log_errors import places
 
 _LOG = logging.getLogger("kvasir.reload")
 
@@ -55,6 +56,9 @@ class Reloading:
                 # It names a file of the operator's and what is wrong there, never a token.
                 stays = "" if isinstance(error, TakenInPart) else "the old set stays: "
                 _LOG.error("reload.refused part=%s %s%s", part, stays, error)
+                problems.append(part)
+            except Exception as error:  # noqa: BLE001 - whoever asked for the reload waits for its line in the audit
+                _LOG.error("reload.failed part=%s error=%s at=%s", part, type(error).__name__, places(error))
                 problems.append(part)
             else:
                 parts.append(part)
