@@ -164,7 +164,8 @@ async def serve(settings: StoreSettings) -> None:
         await edge.start()
         await peer_service.settle()
         edge.set_ready(True)
-        print(f"listening on {edge.address}", flush=True)
+        with contextlib.suppress(OSError):  # a full disk takes no line of its log
+            print(f"listening on {edge.address}", flush=True)
         log.info("store.started", address=edge.address, ms=round((time.monotonic() - began) * 1000))
         caring.append(asyncio.create_task(collect_regularly(store, threads, settings.gc_interval_s)))
         caring.append(asyncio.create_task(services.claims.run()))

@@ -196,7 +196,8 @@ async def _serve(app: object, listener: socket.socket) -> None:
     )
     server = _Server(config)
     host, port = listener.getsockname()[:2]
-    print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    with contextlib.suppress(OSError):  # a full disk takes no line of its log
+        print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: setattr(server, "should_exit", True))
