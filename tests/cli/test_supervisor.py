@@ -1,11 +1,12 @@
 """The supervisor with real processes: starts in waves, restarts what crashes, says why it gives up, stops together."""
 
 import asyncio
+import errno
 import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -73,6 +74,7 @@ class Group:
         waves: Mapping[str, int] = MappingProxyType({}),
         ready_within_s: float = 10,
         grace_s: float = 5,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         self.place = place
         self.said: list[str] = []
@@ -88,7 +90,7 @@ class Group:
             for name, script in scripts.items()
         ]
         self.supervisor = Supervisor(
-            services, say=self.said.append, clock=time.monotonic, policy=QUICK, grace_s=grace_s
+            services, say=say or self.said.append, clock=time.monotonic, policy=QUICK, grace_s=grace_s
         )
         self.started = asyncio.Event()
 
@@ -98,8 +100,8 @@ class Group:
 
         return is_ready
 
-    def begin(self) -> asyncio.Task[None]:
-        return asyncio.create_task(self.supervisor.run(self.started.set, lambda: None))
+    def begin(self, changed: Callable[[], None] = lambda: None) -> asyncio.Task[None]:
+        return asyncio.create_task(self.supervisor.run(self.started.set, changed))
 
     def order(self) -> list[str]:
         return (self.place / "order").read_text().splitlines()
@@ -155,6 +157,52 @@ def test_a_hangup_that_comes_while_a_service_begins_is_heard_when_it_can_be(tmp_
         group.supervisor.stop()
         await run
         assert not any("SIGHUP" in line for line in group.said), group.said
+
+    asyncio.run(scenario())
+
+
+def test_a_crash_while_the_disk_is_full_is_mended_like_any_other(tmp_path: Path) -> None:
+    """Neither the line about it nor the file of the new pids can be written then."""
+
+    async def scenario() -> None:
+        is_full = False
+
+        written = []
+
+        def write(*_: object) -> None:
+            written.append(group.supervisor.pid("engine"))
+            if is_full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        group = Group(tmp_path, {"store": SERVER, "engine": SERVER}, say=write)
+        run = group.begin(write)
+        await asyncio.wait_for(group.started.wait(), 20)
+        is_full = True
+        first = group.supervisor.pid("engine")
+        os.kill(first, signal.SIGKILL)
+        await eventually(lambda: group.supervisor.pid("engine") not in (0, first) or run.done())
+        await asyncio.sleep(0.2)
+        assert not run.done()
+        is_full = False
+        written.clear()
+        await eventually(lambda: group.supervisor.pid("engine") in written)
+        group.supervisor.stop()
+        await run
+
+    asyncio.run(scenario())
+
+
+def test_a_service_that_cannot_be_begun_again_ends_the_group_in_words(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        group = Group(tmp_path, {"store": SERVER})
+        run = group.begin()
+        await asyncio.wait_for(group.started.wait(), 20)
+        log = tmp_path / "store.log"
+        log.unlink()
+        log.mkdir()  # no process gets it as its log
+        os.kill(group.supervisor.pid("store"), signal.SIGKILL)
+        with pytest.raises(Unavailable, match="times within"):
+            await run
 
     asyncio.run(scenario())
 

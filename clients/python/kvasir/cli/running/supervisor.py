@@ -75,13 +75,14 @@ class Supervisor:
     ) -> None:
         """`keep_descriptor` is inherited by the services: a lock on it lasts as long as any of the group lives."""
         self._children = [_Child(service) for service in services]
-        self._say = say
+        self._tell = say
         self._clock = clock
         self._policy = policy or RestartPolicy()
         self._grace_s = grace_s
         self._keep = () if keep_descriptor is None else (keep_descriptor,)
         self._stopping = asyncio.Event()
         self._changed: Callable[[], None] = lambda: None
+        self._is_change_told = True
 
     def pid(self, name: str) -> int:
         """The process of a service; 0 when it does not run."""
@@ -95,8 +96,9 @@ class Supervisor:
     async def run(self, started: Callable[[], None], changed: Callable[[], None]) -> None:
         """Start all services, in their order, call `started` when all are ready, and keep them running until stop().
 
-        `changed` is called after each start of a process, which has a new pid. If a service does not start or crashes
-        too often, the others are stopped, and run() raises Unavailable with the last lines of that service's log.
+        `changed` is called after each start of a process, which has a new pid, and again while it raises OSError. If a
+        service does not start or crashes too often, the others are stopped, and run() raises Unavailable with the last
+        lines of that service's log.
         """
         self._changed = changed
         watching = asyncio.create_task(self._watch_logs())
@@ -120,6 +122,8 @@ class Supervisor:
         logs = [(child.service.name, GrowingLog(child.service.log_file)) for child in self._children]
         while True:
             await asyncio.sleep(_LOG_POLL_S)
+            if not self._is_change_told:
+                self._tell_change()
             for name, log in logs:
                 for line in filter(is_important, log.new_lines()):
                     self._say(f"{name}: {line}")
@@ -180,7 +184,20 @@ class Supervisor:
                 pass_fds=self._keep,
                 umask=0o077,
             )
-        self._changed()
+        self._tell_change()
+
+    def _tell_change(self) -> None:
+        """A full disk ends no group: the change is told when there is room."""
+        try:
+            self._changed()
+        except OSError:
+            self._is_change_told = False
+        else:
+            self._is_change_told = True
+
+    def _say(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # a full disk takes no line of a log
+            self._tell(line)
 
     async def _until_ready(self, child: _Child) -> None:
         service, process = child.service, child.process
@@ -204,7 +221,7 @@ class Supervisor:
             delay_s = self._next_delay_s(child, f"{child.service.name} ended with {ending(code)}")
             self._say(f"{child.service.name} ended with {ending(code)}; starting it again in {delay_s:g} s")
             await asyncio.sleep(delay_s)
-            with contextlib.suppress(Unavailable):  # counted as one more crash when the loop comes round
+            with contextlib.suppress(Unavailable, OSError):  # counted as one more crash when the loop comes round
                 await self._begin(child)
                 await self._until_ready(child)
 
