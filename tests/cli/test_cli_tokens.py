@@ -5,10 +5,11 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kvasir.cli.running.home import Home, Running
-from kvasir.cli.running.plan import plan_of
+from kvasir.cli.running.plan import make_credentials, plan_of
 from kvasir.credentials import Principal, further_engine_tokens, read_credentials, read_token
 
 from tests.cli.running import Ended, in_process
@@ -133,3 +134,21 @@ def test_names_that_are_taken_or_no_words_or_the_homes_own_are_refused(tmp_path:
     names = [each["name"] for each in tokens(tmp_path, "ls").value["tokens"]]
     assert names == ["client", "engine", "peer", "ben", "engine@team"]
     assert {file.name: file.read_bytes() for file in Home(tmp_path).tokens.iterdir()} == made
+
+
+def test_the_first_tokens_of_a_home_are_made_once_though_two_commands_want_them(tmp_path: Path) -> None:
+    for number in range(20):
+        home = Home(tmp_path / str(number))
+        home.make()
+        at_once = threading.Barrier(2)
+
+        def make(home: Home = home, at_once: threading.Barrier = at_once) -> None:
+            at_once.wait()
+            make_credentials(home)
+
+        with ThreadPoolExecutor() as pool:
+            for done in [pool.submit(make), pool.submit(make)]:
+                done.result()
+        known = read_credentials(home.credentials_file)
+        for each in known.principals:
+            assert known.principal_of(read_token(home.tokens / f"{each.name}.token")) == each

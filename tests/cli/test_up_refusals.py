@@ -60,10 +60,12 @@ def test_a_wrong_option_is_wrong_usage_before_anything_is_made(options: tuple[st
 
 def test_credentials_appear_only_after_their_tokens(tmp_path: Path) -> None:
     home = Home(tmp_path)
-    home.tokens.write_text("in the way: the first attempt ends between the files")
+    home.make()
+    (home.tokens / "peer.token").mkdir()  # in the way: the first attempt ends between the files
     with pytest.raises(OSError):
         make_credentials(home)
-    home.tokens.unlink()
+    assert not home.credentials_file.exists()
+    (home.tokens / "peer.token").rmdir()
     make_credentials(home)
     token = read_token(home.tokens / "client.token")
     assert read_credentials(home.credentials_file).principal_of(token) is not None

@@ -1,4 +1,7 @@
-"""A home has one group: the lock of its `kvasir up`, and the one that its services inherit and hold while any lives."""
+"""A home has one group: the lock of its `kvasir up`, and the one that its services inherit and hold while any lives.
+
+Its tokens have a lock of their own: they are made and changed beside a `kvasir up` that starts or runs.
+"""
 
 import contextlib
 import fcntl
@@ -40,6 +43,17 @@ def locked(home: Home, say: Callable[[str], None]) -> Iterator[int]:
                 raise FailedPrecondition(text, reason="ALREADY_RUNNING")
         os.set_inheritable(descriptor, True)
         yield descriptor
+
+
+@contextlib.contextmanager
+def tokens_locked(home: Home) -> Iterator[None]:
+    """While no other command changes the home's credentials and tokens. Waits for one that does."""
+    directory = os.open(home.tokens, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(directory)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvasir.address import parse_address
 from kvasir.cli.running.home import Endpoint, Home
+from kvasir.cli.running.locks import tokens_locked
 from kvasir.cli.running.processes import EngineProcess, GatewayProcess, StoreProcess
 from kvasir.credentials import (
     ADMIN,
@@ -110,8 +111,12 @@ def plan_of(
 
 def make_credentials(home: Home) -> None:
     """Write credentials and tokens, once per home. The credentials get their name last: then all tokens are there."""
-    if home.credentials_file.exists():
-        return
+    with tokens_locked(home):
+        if not home.credentials_file.exists():
+            _make_credentials(home)
+
+
+def _make_credentials(home: Home) -> None:
     new = home.credentials_file.with_suffix(".new")
     new.unlink(missing_ok=True)
     tokens = write_credentials(new, _PRINCIPALS, lambda: secrets.token_urlsafe(32))

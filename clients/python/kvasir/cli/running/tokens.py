@@ -1,7 +1,5 @@
 """`kvasir tokens …`: who may call this home's services, each with a namespace, roles, and a token in a file."""
 
-import fcntl
-import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator
@@ -14,6 +12,7 @@ import typer
 from kvasir.cli.caller import JsonOption, caller_of
 from kvasir.cli.running.holding import is_led
 from kvasir.cli.running.home import Home
+from kvasir.cli.running.locks import tokens_locked
 from kvasir.cli.running.plan import make_credentials
 from kvasir.credentials import (
     ADMIN,
@@ -123,13 +122,9 @@ def rm(
 def _changing(home: Home) -> Iterator[Credentials]:
     """What there is, while no other command changes it. A home that has none yet gets its first ones."""
     home.make()
-    directory = os.open(home.tokens, os.O_RDONLY)
-    try:
-        fcntl.flock(directory, fcntl.LOCK_EX)
-        make_credentials(home)
+    make_credentials(home)
+    with tokens_locked(home):
         yield _known(home)
-    finally:
-        os.close(directory)
 
 
 def _known(home: Home) -> Credentials:
