@@ -1,11 +1,14 @@
 """Each service says on /healthz whether it is well, and if not, why: killed, hung and full are told apart."""
 
+import os
+import signal
 import time
 from collections.abc import Callable
 
 import pytest
 
 from tests.operating.conftest import Watched
+from tests.scraping import health
 
 
 def eventually(is_so: Callable[[], bool], within_s: float = 20.0) -> None:
@@ -27,6 +30,27 @@ def test_a_killed_store_turns_engine_and_gateway_unwell_and_back(watched: Watche
     house.store.start()
     eventually(lambda: watched.problems("engine") == (200, []))
     eventually(lambda: watched.problems("gateway") == (200, []))
+
+
+def test_each_service_says_what_it_could_not_read_again(watched: Watched) -> None:
+    house = watched.front.house
+    file = house.root / "credentials.toml"
+    pids = {"store": house.store.pid, "engine": house.engine.pid, "gateway": watched.front.gateway.pid}
+
+    def all_say(problems: list[str]) -> bool:
+        for pid in pids.values():
+            os.kill(pid, signal.SIGHUP)
+        time.sleep(0.1)
+        said = [health(watched.ports[name])[1]["not_reloaded"] for name in pids]
+        return said == [problems] * len(pids)
+
+    right = file.read_text()
+    try:
+        file.write_text("[[credential")
+        eventually(lambda: all_say(["credentials"]))
+    finally:
+        file.write_text(right)
+    eventually(lambda: all_say([]))
 
 
 @pytest.mark.long(3)

@@ -31,6 +31,7 @@ from kvasir.server.audit import Audit, AuditFile
 from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
 from kvasir.server.reloading import Reloading
 from kvasir.server.traces import Traces
+from kvasir.server.wellness import Wellness
 
 from kvasir_gateway.answering import Turns
 from kvasir_gateway.app import Gateway, GatewayLimits, Surroundings
@@ -135,7 +136,7 @@ async def serve(options: Options) -> int:
     sampling = asyncio.create_task(history.follow(engine))
     try:
         if options.metrics_listen:
-            wellness = asked_of_loop(asyncio.get_running_loop(), engine.wellness)
+            wellness = asked_of_loop(asyncio.get_running_loop(), partial(_wellness, engine, reloading))
             page = OperatorPage(About("gateway", "http"), around.numbers.metrics, wellness)
             stop_page = page.serve(options.metrics_listen)
         await _serve(Gateway(around).app(), listener)
@@ -167,6 +168,12 @@ def _named(text: str) -> tuple[str, str]:
     if not (name and equals and value):
         raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
     return name, value
+
+
+async def _wellness(engine: EngineLink, reloading: Reloading) -> Wellness:
+    """For operators: the engine's and the store's, and what this process could not read again."""
+    found = await engine.wellness()
+    return Wellness(found.ailments, {**found.facts, **reloading.facts})
 
 
 async def _reload_keys(gate: Gate, file: Path) -> int:
