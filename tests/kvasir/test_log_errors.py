@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 FAILS = """
 import logging, structlog, sys
 from kvasir.server.logs import configure_logs
@@ -34,3 +36,37 @@ def test_a_logged_failure_tells_its_place_and_no_prompt_or_credential() -> None:
         assert "fail_here <string>" in logged
         assert "wudrothi" not in logged
         assert "kv_token" not in logged
+
+
+LOSES = """
+import asyncio, gc
+{configure}
+async def lost(prompt):
+    raise ValueError(prompt)
+async def main():
+    task = asyncio.create_task(lost("the wudrothi " + "secret"))
+    await asyncio.sleep(0.01)
+    del task
+    gc.collect()
+    asyncio.get_running_loop().call_soon(lambda prompt: 1 / 0, "the wudrothi " + "prompt")
+    await asyncio.sleep(0.01)
+asyncio.run(main())
+"""
+CONFIGURATIONS = {
+    "console": "from kvasir.server.logs import configure_logs; configure_logs('console')",
+    "json": "from kvasir.server.logs import configure_logs; configure_logs('json')",
+    "gateway": "from kvasir_gateway.__main__ import configure_logs; configure_logs()",
+}
+
+
+@pytest.mark.parametrize("form", CONFIGURATIONS)
+def test_what_asyncio_says_of_a_lost_error_tells_its_place_and_nothing_that_it_held(form: str) -> None:
+    program = LOSES.format(configure=CONFIGURATIONS[form])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    lost, called = done.stderr.splitlines()
+    for line, words in (
+        (lost, ("never retrieved", "ValueError", "lost <string>")),
+        (called, ("in callback", "ZeroDiv")),
+    ):
+        assert all(word in line for word in words), line
+        assert "wudrothi" not in line

@@ -28,6 +28,7 @@ from kvasir.credentials import (
 )
 from kvasir.errors import InvalidArgument, KvasirError
 from kvasir.server.audit import Audit, AuditFile
+from kvasir.server.log_errors import LineWithoutPayload
 from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
 from kvasir.server.reloading import Reloading
 from kvasir.server.traces import Traces
@@ -73,7 +74,7 @@ class Options:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 2 for wrong usage, 3 when an address cannot be had."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    configure_logs()
     try:
         return asyncio.run(serve(_options(arguments)))
     except AddressTaken as error:
@@ -85,6 +86,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KvasirError, OSError) as error:
         print(f"kvasir_gateway: {error}", file=sys.stderr)
         return 3
+
+
+def configure_logs() -> None:
+    """Send records to stderr, a line each."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineWithoutPayload("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 async def serve(options: Options) -> int:

@@ -3,6 +3,9 @@
 And how often they log those of strangers.
 """
 
+import copy
+import logging
+import re
 import sys
 import traceback
 from collections.abc import Callable, MutableMapping
@@ -10,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 _STRANGERS_LINES_PER_S = 10
+_ASYNCIO = "asyncio"
 
 
 class StrangersLines:
@@ -50,4 +54,23 @@ def without_payload(_logger: object, _method: str, event: MutableMapping[str, An
     error = carried[1] if isinstance(carried, tuple) else carried
     if isinstance(error, BaseException):
         event["error"], event["at"] = type(error).__name__, places(error)
+    if event.get("logger") == _ASYNCIO:
+        event["event"] = _without_reprs(str(event["event"]))
     return event
+
+
+class LineWithoutPayload(logging.Formatter):
+    """The same for a program without structlog."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        record = copy.copy(record)
+        error = record.exc_info[1] if record.exc_info else None
+        words = _without_reprs(record.getMessage()) if record.name == _ASYNCIO else record.getMessage()
+        told = f" error={type(error).__name__} at={places(error)}" if error is not None else ""
+        record.msg, record.args, record.exc_info, record.exc_text = words + told, (), None, None
+        return super().format(record)
+
+
+def _without_reprs(words: str) -> str:
+    """What asyncio says, but for its reprs of tasks and callbacks: they show errors' texts and arguments."""
+    return re.split(r"[(\n]", words, maxsplit=1)[0]
