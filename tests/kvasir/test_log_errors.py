@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from kvasir.cli.running.logs import is_important
 
 FAILS = """
 import logging, structlog, sys
@@ -70,3 +71,4 @@ def test_what_asyncio_says_of_a_lost_error_tells_its_place_and_nothing_that_it_h
     ):
         assert all(word in line for word in words), line
         assert "wudrothi" not in line
+        assert is_important(line)

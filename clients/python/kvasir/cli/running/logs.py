@@ -8,8 +8,11 @@ _MAX_BYTES = 16 << 20
 _LAST_LINES = 12
 _FIRST_READ_BYTES = 8 << 10
 _MAX_READ_BYTES = 64 << 10
-# Levels as structlog's console and JSON renderers write them, and the first line of Python's tracebacks.
-_IMPORTANT = re.compile(r"\[(?:warning|error|critical)\s*\]|\"level\": \"(?:warning|error|critical)\"|^Traceback ")
+# Levels as structlog's console and JSON renderers and the gateway write them, and the first line of a traceback.
+_IMPORTANT = re.compile(
+    r"\[(?:warning|error|critical)\s*\]|\"level\": \"(?:warning|error|critical)\"|^Traceback "
+    r"|^[\d-]+ [\d:,]+ (?:WARNING|ERROR|CRITICAL) "
+)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
