@@ -46,9 +46,7 @@ class StoreThreads:
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            await asyncio.wait((future,))
-            if not future.cancelled():
-                future.exception()  # looked at, so that the loop does not report it
+            await ended(future)
             raise
 
     async def run_long(self, namespace: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -63,3 +61,16 @@ class StoreThreads:
     def close(self) -> None:
         """Wait for what runs."""
         self._pool.shutdown(wait=True)
+
+
+async def ended(future: "asyncio.Future[T]") -> None:
+    """Wait until it is done, however often the waiting task is cancelled: its caller goes away, and is removed too. A
+    cancel passes on then, and what the future raised counts as heard."""
+    try:
+        await asyncio.wait((future,))
+    except asyncio.CancelledError:
+        await ended(future)
+        raise
+    finally:
+        if future.done() and not future.cancelled():
+            future.exception()

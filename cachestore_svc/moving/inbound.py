@@ -15,7 +15,7 @@ from kvasir.formats.digest import Digest
 
 from cachestore_svc.records import MAX_FRAME_BYTES, BlobKind
 from cachestore_svc.store import BlobWriter, Store
-from cachestore_svc.threads import StoreThreads
+from cachestore_svc.threads import StoreThreads, ended
 
 # Blobs that are being made durable at once: they share one commit of the index.
 _MAX_FINISHING = 8
@@ -205,5 +205,5 @@ class BlobIntake:
             try:
                 await asyncio.shield(writing)
             except asyncio.CancelledError:
-                await asyncio.wait((writing,))
+                await ended(writing)
                 raise

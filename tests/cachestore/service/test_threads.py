@@ -105,3 +105,28 @@ def test_a_thread_is_given_back_whatever_its_call_comes_to() -> None:
         threads.close()
 
     asyncio.run(test())
+
+
+def test_a_call_that_is_cancelled_twice_is_waited_for_all_the_same() -> None:
+    """A caller who goes away, and then is removed: what the call holds is closed by neither before its end."""
+    ended, go_on = threading.Event(), threading.Event()
+
+    def work() -> None:
+        assert go_on.wait(20)
+        ended.set()
+
+    async def test() -> None:
+        threads = StoreThreads(1)
+        calling = asyncio.create_task(threads.run("a", work))
+        for _ in range(3):
+            await asyncio.sleep(0.05)
+            calling.cancel()
+        await asyncio.sleep(0.05)
+        assert not calling.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+        assert ended.is_set()
+        threads.close()
+
+    asyncio.run(test())
