@@ -7,6 +7,8 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 from kvasir.address import AddressError, check_endpoint
+from kvasir.call_context import onward
+from kvasir.server.traces import Traces
 
 from tests.gateway.conftest import Front, running_front
 from tests.gateway.serving import MODEL
@@ -88,3 +90,12 @@ def test_traces_go_in_the_clear_to_this_machine_only(endpoint: str) -> None:
         check_endpoint(endpoint)
     assert check_endpoint("https://collector.example:4317")
     assert check_endpoint("http://127.0.0.1:4317")
+
+
+def test_a_call_without_a_trace_is_none_of_the_one_before_it() -> None:
+    """Requests that share a connection may share a context: uvicorn begins one where the one before was answered."""
+    traces = Traces()
+    with traces.serving("first", f"00-{TRACE}-b7ad6b7169203331-01"):
+        assert [name for name, _ in onward()] == ["traceparent"]
+    with traces.serving("second", ""):
+        assert onward() == ()

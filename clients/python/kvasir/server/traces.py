@@ -54,9 +54,10 @@ class Traces:
     def serving(self, name: str, traceparent: str) -> Iterator[None]:
         """A span around a call; `traceparent`: what came with it, or nothing."""
         given = traceparent if _TRACEPARENT.fullmatch(traceparent) else ""
+        # Also if it is none: a request may begin in the context of the one before it on its connection.
+        place_call(given)
+        _place.set(None)
         if self._tracer is None or not (given or self._roots is None or name in self._roots):
-            if given:
-                place_call(given)
             yield
             return
         from opentelemetry import trace
