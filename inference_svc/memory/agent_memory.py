@@ -144,15 +144,17 @@ def nothing_yet(head: Head | None, tokenizer_digest: str) -> AgentMemory:
     return AgentMemory(NO_TEXT, (), manifest_pb2.Turn(), 0, tokenizer_digest, publication)
 
 
-def from_manifest(manifest: manifest_pb2.Manifest, head: Head) -> AgentMemory:
-    """The memory that a checked manifest describes."""
+def from_manifest(manifest: manifest_pb2.Manifest, head: Head, tokenizer_digest: str) -> AgentMemory:
+    """The memory that a checked manifest describes, for a model with this tokenizer."""
+    # Another tokenizer's replies have no guards in what are special tokens here.
+    may_claim_replies = not head.is_brought and manifest.tokenizer_digest == tokenizer_digest
     blocks = [Digest.from_proto(block) for block in manifest.blocks]
     tail = Digest.from_proto(manifest.tail) if manifest.HasField("tail") else None
     states = {int(point.tokens): Digest.from_proto(point.digest) for point in manifest.states}
     windows = stored_windows(manifest.windows)
     return AgentMemory(
         transcript=RememberedText(manifest.text, TokenIds(manifest.token_ids), tuple(manifest.token_chars)),
-        messages=of_caller(manifest.messages) if head.is_brought else tuple(manifest.messages),
+        messages=tuple(manifest.messages) if may_claim_replies else of_caller(manifest.messages),
         turn=manifest.turn,
         # An imported manifest may claim anything: it serves its own agent only.
         shareable_tokens=0 if head.is_brought else manifest.shareable_tokens,

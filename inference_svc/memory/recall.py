@@ -188,8 +188,8 @@ class Recall:
             return Recollection(None, Source.COLD, head, Miss(MissReason.MANIFEST_INVALID, error.message))
         if difference := differing_field(self._engine.model.kv_identity, manifest.kv_identity):
             miss = Miss(MissReason.KV_IDENTITY_DIFFERS, difference)
-            return Recollection(from_manifest(manifest, head), Source.COLD, head, miss)
-        memory = from_manifest(manifest, head)
+            return Recollection(self._read(manifest, head), Source.COLD, head, miss)
+        memory = self._read(manifest, head)
         if unfit := unknown_token(memory, self._engine.vocabulary_size) or self._too_large(memory.publication):
             return Recollection(None, Source.COLD, head, Miss(MissReason.MANIFEST_INVALID, unfit))
         return Recollection(memory, Source.WARM, head)
@@ -203,9 +203,12 @@ class Recall:
             return Recollection(None, Source.COLD, NO_HEAD, Miss(MissReason.KV_IDENTITY_DIFFERS, difference))
         difference = differing_field(self._engine.model.kv_identity, manifest.kv_identity) or "none is named"
         memory = replace(
-            from_manifest(manifest, foreign), publication=PublicationState(NO_HEAD, is_head=False, is_elsewhere=True)
+            self._read(manifest, foreign), publication=PublicationState(NO_HEAD, is_head=False, is_elsewhere=True)
         )
         return Recollection(memory, Source.COLD, NO_HEAD, Miss(MissReason.KV_IDENTITY_DIFFERS, difference))
+
+    def _read(self, manifest: manifest_pb2.Manifest, head: Head) -> AgentMemory:
+        return from_manifest(manifest, head, self._engine.model.tokenizer_digest)
 
     def _too_large(self, publication: PublicationState) -> str | None:
         """Why a blob is too large for this layout, or None. A manifest may name any size; such a blob is not read."""

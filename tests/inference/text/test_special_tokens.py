@@ -265,10 +265,15 @@ def test_a_replys_call_is_named_by_its_request_and_that_is_a_strangers() -> None
 
 
 @pytest.mark.parametrize("is_brought", [True, False])
-def test_a_memory_that_was_brought_cannot_claim_it_either(is_brought: bool) -> None:
-    manifest = manifest_pb2.Manifest(messages=[message("user", "x"), CLAIMED])
-    memory = from_manifest(manifest, Head(1, Digest.of(b"1"), 0, is_brought=is_brought))
-    assert [each.is_reply for each in memory.messages] == [False, not is_brought]
+@pytest.mark.parametrize("is_other_model", [True, False])
+def test_a_memory_that_was_brought_or_is_another_tokenizers_cannot_claim_it_either(
+    is_brought: bool, is_other_model: bool
+) -> None:
+    """A model says the letters of another model's special tokens, of which it knows nothing, without guards."""
+    manifest = manifest_pb2.Manifest(messages=[message("user", "x"), CLAIMED], tokenizer_digest="1")
+    head = Head(1, Digest.of(b"1"), 0, is_brought=is_brought)
+    memory = from_manifest(manifest, head, "2" if is_other_model else "1")
+    assert [each.is_reply for each in memory.messages] == [False, not (is_brought or is_other_model)]
 
 
 @settings(max_examples=sampled(35, of=100), deadline=None)

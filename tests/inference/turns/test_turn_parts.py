@@ -208,7 +208,7 @@ def test_what_was_brought_from_elsewhere_is_not_passed_on_to_other_agents(is_bro
         version=1, manifest=Digest.of(b"manifest").to_proto(), origin=cachestore_pb2.ORIGIN_FORK, is_brought=is_brought
     )
     manifest = manifest_pb2.Manifest(token_ids=range(600), token_chars=[0] * 600, shareable_tokens=512)
-    memory = from_manifest(manifest, head_of(snapshot))
+    memory = from_manifest(manifest, head_of(snapshot), "")
     assert (memory.shareable_tokens, memory.is_brought) == (expected, is_brought)
 
 
