@@ -177,7 +177,7 @@ class ReusePlanner:
             match = PrefixMatch(Outcome.EXACT, len(transcript.token_ids), len(text), len(text))
             tokens = Tokenized(transcript.token_ids, tuple(transcript.token_chars))
         else:
-            match, tokens = await self._prompting.run(namespace, lambda: self._match(transcript, text))
+            match, tokens = await self._prompting.run(namespace, lambda: matched(self._prompting, transcript, text))
         # A generating turn computes at least one token, because its logits give the next token.
         most = len(tokens.ids) - (1 if generates else 0)
         keep = min(match.kept_tokens, most) if recollection.kv_from is not Source.COLD else 0
@@ -197,15 +197,6 @@ class ReusePlanner:
             publication.states,
             publication.windows,
         )
-
-    def _match(self, transcript: RememberedText, text: str) -> tuple[PrefixMatch, Tokenized]:
-        match = (
-            match_prefix(transcript, text, ends_whole=self._prompting.ends_whole) if transcript.token_ids else NO_MATCH
-        )
-        kept, rest = match.kept_tokens, text[match.kept_chars :]
-        suffix = self._prompting.tokenize(rest) if rest else Tokenized(NO_TOKENS, ())
-        known = Tokenized(transcript.token_ids[:kept], tuple(transcript.token_chars[:kept]))
-        return match, known + suffix
 
     async def _by_block_hashes(
         self,
@@ -302,6 +293,15 @@ class ReusePlanner:
             state=next(rest, None),
             windows=windows,
         )
+
+
+def matched(prompting: Prompting, transcript: RememberedText, text: str) -> tuple[PrefixMatch, Tokenized]:
+    """A prompt beside a memory, and its tokens: those of the memory that are kept, and of the text behind them."""
+    match = match_prefix(transcript, text, ends_whole=prompting.ends_whole) if transcript.token_ids else NO_MATCH
+    kept, rest = match.kept_tokens, text[match.kept_chars :]
+    known = Tokenized(transcript.token_ids[:kept], tuple(transcript.token_chars[:kept]))
+    last = known.ids[-1] if kept else None
+    return match, known + (prompting.tokenize(rest, last) if rest else Tokenized(NO_TOKENS, ()))
 
 
 def _lengths(candidate: _Candidate, has_states: bool) -> list[int]:

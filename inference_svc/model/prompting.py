@@ -35,6 +35,7 @@ from inference_svc.text.token_text import TokenText
 
 T = TypeVar("T")
 _REPLACEMENT = "\ufffd"
+_BORDER = "\n"  # a text that no token joins with what follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ class Prompting:
         """The spellings of tokens that are structure and not text, such as the end of a message."""
         unknown = getattr(tokenizer, "unk_token_id", None)  # stands for characters that the tokenizer does not know
         self._structure = frozenset(self._special_ids.values()) - {unknown}
+        self._spellings = {token_id: spelling for spelling, token_id in self._special_ids.items()}
         self._reply_machine = reply_machine(tokenizer)
         self._longest_token = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
 
@@ -128,13 +130,13 @@ class Prompting:
         )
         return str(text)
 
-    def tokenize(self, text: str) -> Tokenized:
+    def tokenize(self, text: str, last: int | None = None) -> Tokenized:
         """Tokens of exactly this text, with nothing before or behind it. Only spellings without a guard become special
-        tokens.
+        tokens. `last`: the token before the text, if it stands behind others.
         """
-        return self._in_pieces(text.split(GUARD), between=len(GUARD))
+        return self._in_pieces(text.split(GUARD), len(GUARD), last)
 
-    def _in_pieces(self, pieces: Sequence[str], between: int) -> Tokenized:
+    def _in_pieces(self, pieces: Sequence[str], between: int, last: int | None) -> Tokenized:
         """Tokenize pieces of a text, each by itself. The `between` characters after a piece count to its last token."""
         ids: list[int] = []
         chars: list[int] = []
@@ -144,7 +146,7 @@ class Prompting:
             if chars:
                 chars[-1] += unclaimed
                 unclaimed = 0
-            tokens = self._piece(piece)
+            tokens = self._piece(piece, ids[-1] if ids else last)
             if tokens.ids:
                 ids += tokens.ids
                 chars += [unclaimed + tokens.chars[0], *tokens.chars[1:]]
@@ -155,19 +157,35 @@ class Prompting:
             chars[-1] += unclaimed
         return Tokenized(TokenIds(ids), tuple(chars))
 
-    def _piece(self, text: str) -> Tokenized:
+    def _piece(self, text: str, last: int | None) -> Tokenized:
         """Tokens of a text without guards."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False) if text else []
-        found = [token_id for token_id in ids if token_id in self._structure]
+        before, head = self._before(last)
+        ids = self._encoded(before + text) if text else head
+        if ids[: len(head)] != head:
+            before, head, ids = "", [], self._encoded(text)
+        own = ids[len(head) :]
+        found = [token_id for token_id in own if token_id in self._structure]
         is_right = not found or found == [self._special_ids[spelling] for spelling in self.specials.spelled(text)]
         # A tokenizer that normalizes may make a special token of what does not spell it ("＜s＞").
         if not is_right and (parts := self._parts(text)) != [text]:
-            return self._in_pieces(parts, between=0)
-        spelled, chars = self._token_text.spell(ids)
+            return self._in_pieces(parts, 0, last)
+        spelled, chars = self._token_text.spell(own, is_behind=bool(before))
         if spelled != text:
             # This tokenizer normalizes: its own offsets show which characters a token stands for.
-            return self._by_offsets(text)
-        return Tokenized(TokenIds(ids), tuple(chars))
+            return self._by_offsets(before, text, len(head))
+        return Tokenized(TokenIds(own), tuple(chars))
+
+    def _before(self, last: int | None) -> tuple[str, list[int]]:
+        """What a text is tokenized behind, and its tokens, so that no space comes before the text where the tokenizer
+        puts one before all that it is given: the token before it if that is special, else a line's end.
+        """
+        if last is None or not self._token_text.strips_leading_space:
+            return "", []
+        before = self._spellings.get(last, _BORDER)
+        return before, self._encoded(before)
+
+    def _encoded(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def spelled(self, token_ids: Sequence[int]) -> tuple[str, Tokenized]:
         """The text of tokens that a caller sent, with guards in the letters that spell a special token and are none."""
@@ -236,15 +254,16 @@ class Prompting:
                 begin = start + 1
         return [*parts, text[begin:]]
 
-    def _by_offsets(self, text: str) -> Tokenized:
-        encoded = self._tokenizer._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        starts = [start for start, _ in encoded["offset_mapping"]] + [len(text)]
+    def _by_offsets(self, before: str, text: str, head: int) -> Tokenized:
+        """Tokens of a text behind another of `head` tokens."""
+        encoded = self._tokenizer._tokenizer(before + text, add_special_tokens=False, return_offsets_mapping=True)
+        starts = [start - len(before) for start, _ in encoded["offset_mapping"][head:]] + [len(text)]
         # A token completes the characters before the next token's first one; the last token completes the rest.
         ends = [0, *(max(min(begin, len(text)), 0) for begin in starts[1:])]
         for index in range(1, len(ends)):
             ends[index] = max(ends[index], ends[index - 1])
-        chars = [end - before for before, end in pairwise(ends)]
-        return Tokenized(TokenIds(encoded["input_ids"]), tuple(chars))
+        chars = [end - begin for begin, end in pairwise(ends)]
+        return Tokenized(TokenIds(encoded["input_ids"][head:]), tuple(chars))
 
 
 def _special_ids(tokenizer: Any) -> dict[str, int]:

@@ -39,7 +39,8 @@ class TokenText:
         self._open_stream = open_stream
         # The bytes of one token by itself; they may be a part of a character.
         self.bytes_of = bytes_of
-        self._strips_leading_space = strips_leading_space
+        self.strips_leading_space = strips_leading_space
+        """Whether the tokenizer puts a space before a text, which is none of the text's."""
 
     @classmethod
     def of_tokenizer(cls, tokenizer_json: str, decode: Callable[[Sequence[int]], str]) -> "TokenText":
@@ -64,15 +65,15 @@ class TokenText:
             bytes_of=lambda token_id: pieces[token_id] if token_id < len(pieces) else b"",
         )
 
-    def spell(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
+    def spell(self, token_ids: Sequence[int], *, is_behind: bool = False) -> tuple[str, list[int]]:
         """Text of the tokens, special ones spelled, and the code points that each completes (manifest.proto
-        `token_chars`).
+        `token_chars`). `is_behind`: the tokens stand behind others.
 
         The counts add up to the text's length. Bytes of a character that never completes are left out of the text.
         """
         stream = self._open_stream()
         parts = [stream.push(token_id) for token_id in token_ids]
-        if self._strips_leading_space and parts and parts[0].startswith(" "):
+        if self.strips_leading_space and not is_behind and parts and parts[0].startswith(" "):
             parts[0] = parts[0][1:]  # the tokenizer put it there
         return "".join(parts), [len(part) for part in parts]
 
