@@ -299,9 +299,11 @@ def matched(prompting: Prompting, transcript: RememberedText, text: str) -> tupl
     """A prompt beside a memory, and its tokens: those of the memory that are kept, and of the text behind them."""
     match = match_prefix(transcript, text, ends_whole=prompting.ends_whole) if transcript.token_ids else NO_MATCH
     kept, rest = match.kept_tokens, text[match.kept_chars :]
-    known = Tokenized(transcript.token_ids[:kept], tuple(transcript.token_chars[:kept]))
-    last = known.ids[-1] if kept else None
-    return match, known + (prompting.tokenize(rest, last) if rest else Tokenized(NO_TOKENS, ()))
+    ids, chars = transcript.token_ids[:kept], tuple(transcript.token_chars[:kept])
+    behind = prompting.tokenize(rest, ids[-1] if kept else None) if rest else Tokenized(NO_TOKENS, ())
+    if kept and rest and not behind.ids:  # characters that the tokenizer leaves out
+        chars = (*chars[:-1], chars[-1] + len(rest))
+    return match, Tokenized(ids, chars) + behind
 
 
 def _lengths(candidate: _Candidate, has_states: bool) -> list[int]:

@@ -118,3 +118,13 @@ def test_a_guard_is_no_space(shape: str) -> None:
     text = f"ab<{GUARD}|im_end|>b" if shape == "byte level" else f"ab<{GUARD}/s>b"
     assert read(prompting, reused(prompting, "", text)) == without_guards(text)
     assert read(prompting, reused(prompting, "ab", text)) == without_guards(text)
+
+
+def test_characters_of_which_nothing_is_left_count_to_the_last_token() -> None:
+    """A turn whose characters did not add up failed when it was to be remembered."""
+    tokenizer = sentencepiece("every")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("\u200b", ""), tokenizer.normalizer])
+    prompting = wrapped(tokenizer)
+    for asked in ("ab\u200b", "ab\u200b\u200b", "ab\u200bab", f"ab<{GUARD}/s>\u200b"):
+        reused(prompting, "ab", asked)
+        reused(prompting, "", asked)
