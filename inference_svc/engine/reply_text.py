@@ -19,7 +19,7 @@ class ReplyText:
         self._scanner = StopScanner(sampling.stop)
         self._visible: list[str] = []
         self._spelled: list[str] = []  # by generated token
-        self._whole_tokens = 0  # generated tokens up to the last that ended a character
+        self._is_whole: list[bool] = []  # by generated token: whether a character ends with it
 
     @property
     def visible(self) -> str:
@@ -35,19 +35,18 @@ class ReplyText:
         """What each token spells that is remembered if the reply ends now: no half character, and no token that only
         spells a stop string.
         """
-        kept = self._whole_tokens
-        if self.finish_reason is FinishReason.STOP_SEQUENCE:
-            reply_chars = len(self.visible)
-            while sum(map(len, self._spelled[:kept])) > reply_chars:
-                kept -= 1
+        kept, chars = len(self._spelled), sum(map(len, self._spelled))
+        most_chars = len(self.visible) if self.finish_reason is FinishReason.STOP_SEQUENCE else chars
+        while kept and (chars > most_chars or not self._is_whole[kept - 1]):
+            kept -= 1
+            chars -= len(self._spelled[kept])
         return self._spelled[:kept]
 
     def push(self, token_id: int) -> str:
         """Add a token; returns the text that the client may see now. Sets `finish_reason` if it is the last."""
         text = self._stream.push(token_id)
         self._spelled.append(text)
-        if self._stream.is_whole:
-            self._whole_tokens = len(self._spelled)
+        self._is_whole.append(self._stream.is_whole)
         if token_id in self._stop_token_ids:
             self.finish_reason = FinishReason.STOP
             visible = self._scanner.rest()

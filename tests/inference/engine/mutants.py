@@ -85,8 +85,8 @@ MUTANTS = (
     Mutant(
         "a stop string is remembered",
         "reply_text.py",
-        "        if self.finish_reason is FinishReason.STOP_SEQUENCE:\n            reply_chars",
-        "        if False:\n            reply_chars",
+        "while kept and (chars > most_chars or not self._is_whole[kept - 1]):",
+        "while kept and not self._is_whole[kept - 1]:",
         "turns",
     ),
     Mutant(
