@@ -203,7 +203,7 @@ class Prompting:
         """The text before a tool call in a reply."""
         return self._tokenizer.tool_call_start or TOOL_CALL_START
 
-    def reader(self, prompt: str, tools: Sequence[dict[str, Any]], id_prefix: str) -> ReplyReader:
+    def reader(self, prompt: str, tools: Sequence[dict[str, Any]], reply_id: str) -> ReplyReader:
         """A reader of the reply to a prompt that the chat template made; that prompt may already begin the reasoning.
         `tools`: as templates take them.
         """
@@ -216,7 +216,7 @@ class Prompting:
             tokenizer.tool_call_end if tokenizer.has_tool_calling else TOOL_CALL_END,
             tokenizer.response_initial_state or ("reasoning" if is_thinking else "normal"),
         )
-        return ReplyReader(markup, id_prefix)
+        return ReplyReader(markup, reply_id)
 
     def remembered_reply(
         self, prompt: str, prompt_tokens: int, generated: str, reply: str, state: SequenceState

@@ -4,11 +4,13 @@ No text of a reply is lost: a call that turns out to be invalid is answer, with 
 not depend on how the reply was split.
 """
 
+import base64
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from blake3 import blake3
 from kvasir.cachestore.v1 import manifest_pb2
 
 from inference_svc.text.given_json import GivenJson, is_bounded
@@ -50,11 +52,11 @@ class ReplyPart:
 class ReplyReader:
     """Reads one reply. Without markup, all of it is answer."""
 
-    def __init__(self, markup: Markup | None = None, id_prefix: str = "") -> None:
-        """The id of a call is `id_prefix` and the call's number."""
+    def __init__(self, markup: Markup | None = None, reply_id: str = "") -> None:
+        """`reply_id`: by which the reply's calls get the same ids again, and another reply's do not."""
         self.calls: list[manifest_pb2.ToolCall] = []
         self._markup = markup
-        self._id_prefix = id_prefix
+        self._reply_id = reply_id
         self._state = markup.machine.make_state(markup.initial) if markup is not None else None
         self._unread = ""  # may be the beginning of a marker
         self._answer = self._reasoning = ""
@@ -111,7 +113,7 @@ class ReplyReader:
 
     def _close_call(self, marker: str) -> None:
         assert self._markup is not None
-        calls = tool_calls(self._inner, self._markup.parse, self._id_prefix, len(self.calls))
+        calls = tool_calls(self._inner, self._markup.parse, self._reply_id, len(self.calls))
         if calls:
             self.calls += calls
         else:
@@ -124,24 +126,29 @@ class ReplyReader:
         return part
 
 
-def tool_calls(text: str, parse: ToolParser, id_prefix: str, first: int) -> list[manifest_pb2.ToolCall]:
+def tool_calls(text: str, parse: ToolParser, reply_id: str, first: int) -> list[manifest_pb2.ToolCall]:
     """The calls in a text between markers; empty unless all of the text is calls."""
     if not is_bounded(text):
         return []
     try:
         parsed = parse(text)
         every = parsed if isinstance(parsed, list) else [parsed]
-        calls = [_tool_call(f"{id_prefix}{first + number}", fields) for number, fields in enumerate(every)]
+        calls = [_tool_call(call_id(reply_id, first + number), fields) for number, fields in enumerate(every)]
     except Exception:  # noqa: BLE001 - a model may write anything, and a parser may raise and give anything on it
         return []
     return [call for call in calls if call is not None] if None not in calls else []
 
 
-def _tool_call(call_id: str, fields: Any) -> manifest_pb2.ToolCall | None:
+def call_id(reply_id: str, number: int) -> str:
+    """Nine letters and digits: the templates of Mistral's models refuse the messages of any other id."""
+    return base64.b32encode(blake3(f"{reply_id}-{number}".encode()).digest())[:9].decode()
+
+
+def _tool_call(own_id: str, fields: Any) -> manifest_pb2.ToolCall | None:
     """May raise anything when the name is no text, or the arguments no JSON object, which no caller can send back."""
     if not isinstance(fields, Mapping) or not isinstance(fields.get("name"), str):
         return None
     arguments = fields.get("arguments") or {}  # null and an empty text stand for none
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     GivenJson([("arguments", text)]).read()
-    return manifest_pb2.ToolCall(id=call_id, name=fields["name"], arguments_json=text)
+    return manifest_pb2.ToolCall(id=own_id, name=fields["name"], arguments_json=text)

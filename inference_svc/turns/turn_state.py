@@ -344,6 +344,5 @@ def reply_reader(request: TurnRequest, prompting: Prompting, prompt: str) -> Rep
     """Reads the reply. A reply to a raw prompt, or in a requested format, is all answer."""
     if not isinstance(request.input, MessagesInput) or request.sampling.constraint is not None:
         return ReplyReader()
-    choice = f"{request.choice}-" if request.choice else ""
     tools = tool_fields(request.tools, request.objects)
-    return prompting.reader(prompt, tools, f"{request.request_id}-{choice}")
+    return prompting.reader(prompt, tools, f"{request.request_id}-{request.choice}")

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.model.reply_machine import reply_machine
-from inference_svc.text.reply_parts import Markup, ReplyReader, ToolParser
+from inference_svc.text.reply_parts import Markup, ReplyReader, ToolParser, call_id
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"place": "Oslo"}}</tool_call>'
 NO_MARKERS: dict[str, Any] = {
@@ -25,6 +25,7 @@ NO_MARKERS: dict[str, Any] = {
     "structural_markers": (),
 }
 THINKING = {"has_thinking": True, "think_start": "<think>", "think_end": "</think>"}
+FIRST, SECOND = (call_id("r", number) for number in range(2))
 settings.register_profile("a busy machine is no failure", deadline=None)
 settings.load_profile("a busy machine is no failure")
 PARSERS = [module.name for module in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__) if module.name != "laguna"]
@@ -35,7 +36,7 @@ REPLIES = st.lists(st.sampled_from([*PIECES, CALL, '{"name": "x"}', "ab\n", "Ã©æ
 def reader(parse: ToolParser = json.loads, initial: str = "normal", tool_end: str = "", **markers: Any) -> ReplyReader:
     machine = reply_machine(SimpleNamespace(**{**NO_MARKERS, **markers}))
     known_end = markers.get("tool_call_end", "</tool_call>")
-    return ReplyReader(Markup(machine, parse, tool_end or known_end, initial), "r-")
+    return ReplyReader(Markup(machine, parse, tool_end or known_end, initial), "r")
 
 
 def read(
@@ -77,7 +78,7 @@ def is_call(text: str, parse: ToolParser) -> bool:
 
 def test_reasoning_answer_and_calls_are_told_apart() -> None:
     told = read(reader(**THINKING), [f"<think>hm</think>It is {CALL}."])
-    assert told == ("It is .", "hm", [("r-0", "weather", '{"place": "Oslo"}')])
+    assert told == ("It is .", "hm", [(FIRST, "weather", '{"place": "Oslo"}')])
 
 
 def test_a_prompt_may_have_begun_the_reasoning() -> None:
@@ -89,12 +90,12 @@ def test_calls_are_read_in_order_and_what_is_none_is_text() -> None:
     open_end = '<tool_call>{"name": '
     answer, _, calls = read(reader(), [f"{CALL} then {wrong} {CALL}{open_end}"])
     assert answer == f" then {wrong} {open_end}"
-    assert [call[0] for call in calls] == ["r-0", "r-1"]
+    assert [call[0] for call in calls] == [FIRST, SECOND]
 
 
 def test_markers_cut_anywhere_are_markers() -> None:
     reply = f"a<think>b<thin</think>c{CALL}d</think><tool_cal<tool_call>[1]</tool_call>"
-    expected = ("acd</think><tool_cal<tool_call>[1]</tool_call>", "b<thin", [("r-0", "weather", '{"place": "Oslo"}')])
+    expected = ("acd</think><tool_cal<tool_call>[1]</tool_call>", "b<thin", [(FIRST, "weather", '{"place": "Oslo"}')])
     for cut in range(len(reply)):
         assert read(reader(**THINKING), [reply[:cut], reply[cut:]]) == expected
     assert read(reader(**THINKING), reply) == expected
@@ -142,13 +143,21 @@ def test_arguments_that_no_caller_could_send_back_make_no_call(arguments: str) -
 @pytest.mark.parametrize("arguments", ["null", '""', "{}", '"{}"'])
 def test_a_call_without_arguments_has_an_empty_object(arguments: str) -> None:
     call = f'<tool_call>{{"name": "x", "arguments": {arguments}}}</tool_call>'
-    assert read(reader(), [call]) == ("", "", [("r-0", "x", "{}")])
+    assert read(reader(), [call]) == ("", "", [(FIRST, "x", "{}")])
+
+
+def test_calls_have_ids_that_every_template_takes() -> None:
+    """Nine letters and digits: with any other, Mistral's templates refuse the conversation from then on."""
+    ids = [call_id(f"{request}-{choice}", number) for request in "ab" for choice in range(3) for number in range(100)]
+    assert all(re.fullmatch("[A-Za-z0-9]{9}", each) for each in ids)
+    assert len(set(ids)) == len(ids)
+    assert call_id("a-1", 1) == call_id("a-1", 1), "a retry tells the same"
 
 
 def test_an_end_token_may_be_a_calls_end() -> None:
     """Its text is no part of the reply, and yet the call is whole."""
     open_call = CALL.removesuffix("</tool_call>")
-    assert read(reader(), [open_call], "</tool_call>")[2] == [("r-0", "weather", '{"place": "Oslo"}')]
+    assert read(reader(), [open_call], "</tool_call>")[2] == [(FIRST, "weather", '{"place": "Oslo"}')]
     assert read(reader(), [open_call], "<|im_end|>") == (open_call, "", [])
 
 
