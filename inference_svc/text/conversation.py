@@ -152,8 +152,9 @@ def reply_message(
     """The assistant's message to remember: the form that the template renders back to `rendered_text`.
 
     Structured tool calls where they render to the same characters; else the reply as it was, so that the next turn
-    extends the memory instead of diverging from it. `tool_start` stands before the calls. `is_trusted`: whether the
-    message may count as a reply later; no message of a line that was imported does.
+    extends the memory instead of diverging from it, if the template takes the calls' results behind it. `tool_start`
+    stands before the calls. `is_trusted`: whether the message may count as a reply later; no message of a line that
+    was imported does.
     """
     plain = manifest_pb2.Message(role="assistant", content=reply, is_reply=True)
     if not is_trusted:
@@ -166,10 +167,31 @@ def reply_message(
         objects = GivenJson(json_of_messages([structured], "reply"))
         objects.check_size()
         objects.read()
-        rendered = render(template, conversation.with_message(structured, objects), add_generation_prompt=False)
+        as_calls = conversation.with_message(structured, objects)
+        rendered = render(template, as_calls, add_generation_prompt=False)
     except InvalidArgument:
         return plain  # the arguments are no JSON object, or the template refuses them
-    return structured if rendered.startswith(rendered_text) else plain
+    if rendered.startswith(rendered_text):
+        return structured
+    as_text = conversation.with_message(plain, objects)
+    is_refused = not _goes_on(template, as_text, tool_calls) and _goes_on(template, as_calls, tool_calls)
+    # Its arguments lost the guards that the reply has, so it does not count as one.
+    return _unclaimed(structured) if is_refused else plain
+
+
+def _goes_on(template: ChatTemplate, called: Dialogue, tool_calls: Sequence[manifest_pb2.ToolCall]) -> bool:
+    """Whether the template takes the results of calls, an answer and a question behind a conversation."""
+    results = [
+        manifest_pb2.Message(role="tool", content="x", name=call.name, tool_call_id=call.id) for call in tool_calls
+    ]
+    said = [manifest_pb2.Message(role=role, content="x") for role in ("assistant", "user")]
+    for message in (*results, *said):
+        called = called.with_message(message, GivenJson())
+    try:
+        render(template, called)
+    except InvalidArgument:
+        return False
+    return True
 
 
 def input_digest(
@@ -231,7 +253,7 @@ def _message_fields(message: manifest_pb2.Message, objects: GivenJson, specials:
         fields["tool_calls"] = [
             {
                 "type": "function",
-                "id": guarded(call.id),  # a reply's too: it begins with its request's id
+                "id": guarded(call.id),  # a reply's too: it once began with its request's id, a caller's words
                 "function": {"name": said(call.name), "arguments": said(objects.object(call.arguments_json))},
             }
             for call in message.tool_calls

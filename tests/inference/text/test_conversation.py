@@ -92,6 +92,54 @@ def test_a_tool_call_written_in_another_form_is_remembered_as_it_was_said(prompt
     assert (remembered.content, len(remembered.tool_calls)) == (spaced, 0)
 
 
+def mistral(messages: Sequence[dict[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
+    """As the template of Mistral 7B v0.3 and its like: refuses ids of other lengths, and two of one side in a row."""
+    sides = [each["role"] for each in messages if each["role"] != "tool" and not each.get("tool_calls")]
+    if any((role == "user") != (index % 2 == 0) for index, role in enumerate(sides)):
+        raise ValueError("After the optional system message, conversation roles must alternate user/assistant")
+    ids = [call["id"] for each in messages for call in each.get("tool_calls", ())]
+    if any(len(each) != 9 for each in (*ids, *(each["tool_call_id"] for each in messages if each["role"] == "tool"))):
+        raise ValueError("Tool call IDs should be alphanumeric strings with length 9!")
+    return "".join(f"[{each['role']}]{each.get('tool_calls') or each['content']}" for each in messages)
+
+
+def test_a_call_is_remembered_in_a_form_that_its_template_takes_later(prompting: Prompting) -> None:
+    """What the model said is no form of the template's. Remembered as it was said, the call counted as an answer, and
+    the question after the next one was refused for good.
+    """
+    messages = [message("user", "Weather?")]
+    remembered = reply_message(
+        mistral,
+        told(messages, [WEATHER]),
+        reply=CALL,
+        rendered_text=render(mistral, told(messages, [WEATHER])) + CALL,
+        tool_calls=calls_of(CALL, prompting),
+        tool_start=prompting.tool_start,
+    )
+    assert (len(remembered.tool_calls), remembered.is_reply) == (1, False)
+    result = message("tool", "sunny", tool_call_id=remembered.tool_calls[0].id)
+    for following in ([], [message("assistant", "It is sunny."), message("user", "And then?")]):
+        assert render(mistral, told([*messages, remembered, result, *following], [WEATHER]))
+
+
+def test_where_no_form_of_a_call_is_taken_later_it_is_remembered_as_it_was_said(prompting: Prompting) -> None:
+    def alternating(messages: Sequence[dict[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
+        if any((each["role"] == "user") != (index % 2 == 0) for index, each in enumerate(messages)):
+            raise ValueError("Conversation roles must alternate user/assistant")
+        return "".join(f"[{each['role']}] {each['content']}" for each in messages)
+
+    messages = [message("user", "Weather?")]
+    remembered = reply_message(
+        alternating,
+        told(messages, [WEATHER]),
+        reply=CALL,
+        rendered_text=render(alternating, told(messages, [WEATHER])) + CALL,
+        tool_calls=calls_of(CALL, prompting),
+        tool_start=prompting.tool_start,
+    )
+    assert (remembered.content, len(remembered.tool_calls)) == (CALL, 0)
+
+
 def test_a_template_that_refuses_names_the_field_and_quotes_nothing(prompting: Prompting) -> None:
     def template(messages: list[dict[str, Any]], tools: object, add_generation_prompt: bool) -> str:
         raise RuntimeError(messages[0]["content"])
