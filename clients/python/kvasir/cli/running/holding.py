@@ -13,7 +13,8 @@ from pathlib import Path
 
 from kvasir.cli.running.home import Home
 
-_GRACE_S = 20.0
+# A service is killed after so long. An engine gives calls 10 s, and the store 10 s more for what it has in RAM alone.
+GRACE_S = 30.0
 _HELPERS_S = 5.0
 _POLL_S = 0.05
 
@@ -37,7 +38,7 @@ def end_group(home: Home, say: Callable[[str], None]) -> list[int]:
     """End `kvasir up`, which ends its services, and what is left of it. Returns the processes that were ended."""
     led = holders(home.up_lock_file)
     for pid in led:
-        _end(pid, home.up_lock_file, say, 3 * _GRACE_S)  # its services have their own grace, one after the other
+        _end(pid, home.up_lock_file, say, 3 * GRACE_S)  # its services have their own grace, one after the other
     if led:
         _wait_for_helpers(home.services_lock_file)
     return [*led, *end_services(home, say)]
@@ -56,7 +57,7 @@ def end_services(home: Home, say: Callable[[str], None]) -> list[int]:
     last = running.store_pid if running is not None else 0
     ended = sorted(holders(home.services_lock_file), key=lambda pid: (pid == last, -pid))
     for pid in ended:
-        _end(pid, home.services_lock_file, say, _GRACE_S)
+        _end(pid, home.services_lock_file, say, GRACE_S)
     return ended
 
 

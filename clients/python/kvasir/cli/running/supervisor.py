@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvasir.cli.running.holding import GRACE_S
 from kvasir.cli.running.logs import GrowingLog, is_important, last_lines, rotate_log
 from kvasir.errors import Unavailable
 
@@ -70,7 +71,7 @@ class Supervisor:
         say: Callable[[str], None],
         clock: Callable[[], float],
         policy: RestartPolicy | None = None,
-        grace_s: float = 20.0,
+        grace_s: float = GRACE_S,
         keep_descriptor: int | None = None,
     ) -> None:
         """`keep_descriptor` is inherited by the services: a lock on it lasts as long as any of the group lives."""
