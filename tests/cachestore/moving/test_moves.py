@@ -417,6 +417,23 @@ def run(mac: Mac, *words: str, code: int = 0) -> Any:
     return json.loads(done.out or done.err)
 
 
+def test_sync_counts_what_it_sends_of_every_line(pair: tuple[Mac, Mac], laptop: StoreClient, name: str) -> None:
+    small, tiny = SyntheticAgent(SMALL, 22), SyntheticAgent(TINY, 23)
+    turns = [small.turn(600), tiny.turn(300)]
+    for turn in turns:
+        publish(laptop, name, turn, 0)
+    [planned] = run(pair[0], "sync", name, "--to", "studio", "--dry-run")
+    [copied] = run(pair[0], "sync", name, "--to", "studio")
+    blobs = [digest for turn in turns for digest in turn.digests]
+    for row in (planned, copied):
+        assert (row["blobs"], row["blobs_skipped"]) == (len(blobs), 0)
+        assert row["bytes_sent"] == row["bytes"] == sum(digest.size_bytes for digest in blobs)
+    new = small.turn(300)
+    publish(laptop, name, new, 1)  # the other line has nothing new
+    [renewed] = run(pair[0], "sync", name, "--to", "studio")
+    assert renewed["bytes_sent"] == sum(digest.size_bytes for digest in new.new_blobs)
+
+
 def test_the_commands_move_copy_and_take_back(
     pair: tuple[Mac, Mac], laptop: StoreClient, studio: StoreClient, name: str
 ) -> None:

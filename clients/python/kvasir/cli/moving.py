@@ -232,8 +232,9 @@ def _synced(
     client: StoreClient, agent: pb.Agent, from_peer: str, to_peer: str, dry_run: bool, on_progress: OnProgress
 ) -> dict[str, Any]:
     """Copy every line; one that is refused is told and does not end the others."""
-    sent, error, message = _Sent(), "", ""
+    sent, error, message = list[_Sent](), "", ""
     for line in agent.lines:
+        sent.append(_Sent())
         try:
             steps = client.pulling_agent(
                 from_peer,
@@ -244,14 +245,16 @@ def _synced(
             )
             for step in steps:
                 if step.HasField("progress"):
-                    sent.take(step.progress)
+                    sent[-1].take(step.progress)
                     on_progress(step.progress)
         except KvasirError as refused:
             if not refused.reason or refused.reason in ("PEER_UNAVAILABLE", "PEER_UNKNOWN", "PEER_REFUSED"):
                 raise
             error, message = error or refused.reason, message or refused.message
     told = {"error": error, "message": message}
-    return {"agent_id": agent.agent_id, **told, "dry_run": dry_run, **_sent_row(sent, dry_run)}
+    of_lines = [_sent_row(each, dry_run) for each in sent]
+    total = {name: sum(row[name] for row in of_lines) for name in _sent_row(_Sent(), dry_run)}
+    return {"agent_id": agent.agent_id, **told, "dry_run": dry_run, **total}
 
 
 def _chosen(client: StoreClient, names: Iterable[str], labels: dict[str, str]) -> list[pb.Agent]:
