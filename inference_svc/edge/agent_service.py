@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 from google.protobuf import message_factory
 from kvasir.cachestore.v1 import cachestore_pb2
+from kvasir.clients.made_requests import MadeRequests
 from kvasir.credentials import ADMIN, CLIENT, ENGINE
 from kvasir.errors import FailedPrecondition, PermissionDenied, Unauthenticated, Unavailable
 from kvasir.server.interceptors import current_principal
@@ -51,8 +52,11 @@ class AgentForwarding:
         """The gRPC handler of one RPC of the descriptor."""
 
         async def one(request: Any, context: Any) -> Any:
+            made = MadeRequests()
+            requests = made.aio_of(request) if method.client_streaming else request
             try:
-                answer = await self._store().client.call_rpc(method.name, request, context.time_remaining())
+                with made.told():
+                    answer = await self._store().client.call_rpc(method.name, requests, context.time_remaining())
                 self._tell_context(answer)
                 return answer
             except (Unauthenticated, PermissionDenied) as error:

@@ -1,9 +1,10 @@
 """Every RPC of the contract, over a real socket, does what its comment says."""
 
+import asyncio
 import json
 import tarfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from io import BytesIO
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from google.protobuf import field_mask_pb2
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
-from kvasir.clients import StoreClient
+from kvasir.clients import AioStoreClient, StoreClient
 from kvasir.errors import AlreadyExists, Conflict, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from kvasir.formats import manifest as manifests
 from kvasir.formats.block_hash import block_hash_chain, kv_identity_hash
@@ -316,6 +317,29 @@ def test_an_exported_agent_is_imported_the_same_and_is_a_plain_tar(client: Store
     client.export_to_file("imported", tmp_path / "again.kvasir")
     with tarfile.open(tmp_path / "again.kvasir") as archive:
         assert archive.getnames() == names
+
+
+def test_an_archive_that_cannot_be_read_ends_its_import_with_its_own_error(
+    shared_store: RunningStore, client: StoreClient, tmp_path: Path
+) -> None:
+    def broken() -> Iterator[bytes]:
+        yield bytes(100)
+        raise ValueError("the disk has gone")
+
+    async def by_coroutine() -> None:
+        async with AioStoreClient.connect(shared_store.address) as aio:
+            with pytest.raises(ValueError, match="the disk has gone"):
+                await aio.import_agent("unread", broken())
+            with pytest.raises(FileNotFoundError):
+                await aio.import_from_file("unread", tmp_path / "absent")
+
+    with pytest.raises(ValueError, match="the disk has gone"):
+        client.import_agent("unread", broken())
+    with pytest.raises(FileNotFoundError):
+        client.import_from_file("unread", tmp_path / "absent")
+    asyncio.run(by_coroutine())
+    with pytest.raises(NotFound):
+        client.get_agent("unread")
 
 
 def test_what_is_imported_binds_no_block_hash(client: StoreClient) -> None:

@@ -5,11 +5,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import grpc
 import pytest
 from kvasir import errors
+from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients import InferenceClient, Reply
 from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.status import from_rpc_error
 
+from inference_svc.edge.agent_service import AGENT_SERVICE_NAME
 from tests.system_fixtures import House
 
 GREEDY = {"max_tokens": 6}
@@ -246,3 +250,16 @@ def test_agents_are_asked_for_at_the_engines_address(
     with pytest.raises(errors.NotFound) as gone:
         client.get_agent(agent)
     assert (gone.value.reason, gone.value.metadata["agent_id"]) == ("AGENT_NOT_FOUND", agent)
+
+
+def test_an_import_at_the_engines_address_is_refused_as_the_store_refuses_it(house: House) -> None:
+    header = cachestore_pb2.ImportAgentRequest(header=cachestore_pb2.ImportAgentHeader(agent_id="unread"))
+    refusals = []
+    for address in (house.store.address, house.engine.address):
+        with grpc.insecure_channel(address) as channel:
+            call = channel.stream_unary(f"/{AGENT_SERVICE_NAME}/ImportAgent")  # type: ignore[no-untyped-call]
+            with pytest.raises(grpc.RpcError) as refused:
+                call(iter([header.SerializeToString(), b"\xff no message"]), timeout=20)
+            refusals.append(from_rpc_error(refused.value))
+    assert [type(each) for each in refusals] == [errors.InvalidArgument] * 2
+    assert [each.reason for each in refusals] == ["UNREADABLE"] * 2

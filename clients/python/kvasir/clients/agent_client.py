@@ -11,6 +11,7 @@ from google.protobuf import field_mask_pb2
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.clients.archive_file import new_file, pieces_of
+from kvasir.clients.made_requests import MadeRequests
 from kvasir.clients.service_client import ServiceClient
 from kvasir.clients.store_client_transfers import OnProgress, import_requests
 from kvasir.errors import Internal
@@ -225,9 +226,12 @@ class AgentClient(ServiceClient):
     def import_agent(
         self, agent_id: str, archive: Iterable[bytes], *, replace: bool = False, timeout_s: float | None = None
     ) -> pb.SnapshotVersion:
-        """Read an archive into a new version of a line. Raises InvalidArgument, AlreadyExists, ResourceExhausted."""
-        requests = import_requests(agent_id, replace, archive)
-        return (self._call(pb.ImportAgentResponse, requests, timeout_s, has_deadline=False)).snapshot
+        """Read an archive into a new version of a line. Raises InvalidArgument, AlreadyExists, ResourceExhausted, and
+        what reading the archive raises."""
+        made = MadeRequests()
+        requests = made.of(import_requests(agent_id, replace, archive))
+        with made.told():
+            return (self._call(pb.ImportAgentResponse, requests, timeout_s, has_deadline=False)).snapshot
 
     def import_from_file(self, agent_id: str, path: Path, *, replace: bool = False) -> pb.SnapshotVersion:
         """Send an archive that export_to_file saved."""
