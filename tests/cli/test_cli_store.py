@@ -211,6 +211,24 @@ def test_a_sealed_export_comes_back_with_its_key_and_is_refused_by_name_without(
     assert cli("agents", "export", "ada", tmp_path / "x", "--key-file", key, "--passphrase-file", words).code == 2
 
 
+def test_what_opens_a_sealed_file_is_refused_for_another_file(cli: Cli, ada: SyntheticAgent, tmp_path: Path) -> None:
+    words, key, plain, by_words = (tmp_path / name for name in ("words", "key", "plain", "by-words"))
+    write_private_text(words, "correct horse\n")
+    write_private_text(key, "ab" * 32 + "\n")
+    cli.done("agents", "export", "ada", plain)
+    cli.done("agents", "export", "ada", by_words, "--passphrase-file", words)
+    for file, *options in (
+        (plain, "--key-file", key),  # somebody may have put it in the place of the sealed one
+        (plain, "--passphrase-file", words),
+        (plain, "--passphrase-file", words, "--format", "seed"),
+        (by_words, "--key-file", key),
+        (by_words, "--passphrase-file", words, "--key-file", key),
+    ):
+        refused = cli("agents", "import", file, "new", *options, "--json")
+        assert (refused.code, refused.value["error"]["reason"]) == (2, "WRONG_USAGE"), (file, options)
+    assert cli("agents", "show", "new").code == 5
+
+
 def test_an_export_keeps_an_older_file_unless_it_is_told_to_replace_it(
     cli: Cli, ada: SyntheticAgent, tmp_path: Path
 ) -> None:

@@ -297,8 +297,9 @@ def import_(
     """Read an agent's memory from a file, as a new version. A sealed file says what opens it."""
     caller = caller_of(context, as_json)
     with store_client(caller) as client, carrying.source(file) as read:
+        header = carrying.header_of(read) if form is carrying.Form.ARCHIVE else None
+        carrying.check_opens(header, file, key_file, passphrase_file)
         if form is carrying.Form.ARCHIVE:
-            header = carrying.header_of(read)
             pieces: Callable[[], Iterator[bytes]] = partial(pieces_of, read)
             if header is not None:
                 lock = carrying.lock_for(header, file, caller.home, key_file, passphrase_file)

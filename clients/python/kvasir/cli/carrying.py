@@ -115,6 +115,18 @@ def lock_of(key_file: Path | None, passphrase_file: Path | None) -> Lock:
     return Lock(PASSPHRASE, text.encode())
 
 
+def check_opens(
+    header: SealedHeader | None, file: Path, key_file: Path | None, passphrase_file: Path | None
+) -> None:
+    """Raises WrongUsage for an option that does not open this file: whoever gives it wants a file that needs it."""
+    sealed_with = "" if header is None else header.locked_by
+    given = {"--key-file": (key_file, MASTER_KEY), "--passphrase-file": (passphrase_file, PASSPHRASE)}
+    for option, (path, kind) in given.items():
+        if path is not None and kind != sealed_with:
+            state = f"sealed with a {sealed_with}" if sealed_with else "not sealed"
+            raise WrongUsage(f"{option}: {file} is {state}", field=option)
+
+
 def lock_for(header: SealedHeader, file: Path, home: Home, key_file: Path | None, passphrase_file: Path | None) -> Lock:
     """What opens this archive. Raises FailedPrecondition (ARCHIVE_SEALED), which says by name what is needed."""
     if header.locked_by == PASSPHRASE:
