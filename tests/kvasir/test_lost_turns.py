@@ -1,6 +1,7 @@
 """A turn whose engine cannot say whether its peer got it: the rest comes from there, or the first one's error."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from concurrent import futures
 from contextlib import contextmanager
@@ -19,13 +20,17 @@ NEVER_HEARD = NotFound("resume_token: no turn waits", reason="RESUME_TOKEN_UNKNO
 
 
 class _Breaking(inference_pb2_grpc.InferenceServiceServicer):
-    """An engine whose turns say one word and end with an error."""
+    """An engine whose turns say one word and end with an error, after a while."""
 
-    def __init__(self, error: KvasirError, text: str) -> None:
+    def __init__(self, error: KvasirError, text: str, pause_s: float, left_s: list[float]) -> None:
         self._error = error
         self._text = text
+        self._pause_s = pause_s
+        self._left_s = left_s
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:  # noqa: N802
+        self._left_s.append(context.time_remaining())
+        time.sleep(self._pause_s)
         if self._text:
             yield pb.GenerateResponse(delta=pb.Delta(text=self._text))
         details = to_status(self._error).SerializeToString()
@@ -34,9 +39,13 @@ class _Breaking(inference_pb2_grpc.InferenceServiceServicer):
 
 
 @contextmanager
-def breaking(error: KvasirError, text: str = "") -> Iterator[str]:
+def breaking(
+    error: KvasirError, text: str = "", *, pause_s: float = 0.0, left_s: list[float] | None = None
+) -> Iterator[str]:
+    """Its address. `left_s` gets what is left of each turn's deadline."""
     server = grpc.server(futures.ThreadPoolExecutor(1))
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(_Breaking(error, text), server)  # type: ignore[no-untyped-call]
+    engine = _Breaking(error, text, pause_s, [] if left_s is None else left_s)
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(engine, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
@@ -50,7 +59,7 @@ def heard_by_blocking(a: str, b: str) -> tuple[str, KvasirError]:
     with InferenceClient.connect(a) as client, InferenceClient.connect(b) as peer:
         client.peers["b"] = peer
         try:
-            for event in client.generate(prompt="x"):
+            for event in client.generate(prompt="x", timeout_s=30.0):
                 text += event.delta.text
         except KvasirError as error:
             return text, error
@@ -63,7 +72,7 @@ def heard_by_async(a: str, b: str) -> tuple[str, KvasirError]:
         async with AioInferenceClient.connect(a) as client, AioInferenceClient.connect(b) as peer:
             client.peers["b"] = peer
             try:
-                async for event in client.generate(prompt="x"):
+                async for event in client.generate(prompt="x", timeout_s=30.0):
                     text += event.delta.text
             except KvasirError as error:
                 return text, error
@@ -87,3 +96,14 @@ def test_another_refusal_there_is_told_as_it_is(heard: Any) -> None:
     with breaking(LOST, "one") as a, breaking(NEVER_HEARD, "two") as b:
         text, error = heard(a, b)
     assert (text, error.reason) == ("onetwo", "RESUME_TOKEN_UNKNOWN")
+
+
+@pytest.mark.parametrize("heard", [heard_by_blocking, heard_by_async])
+def test_a_turn_that_goes_on_elsewhere_has_what_is_left_of_its_deadline(heard: Any) -> None:
+    here_s, there_s = list[float](), list[float]()
+    with (
+        breaking(LOST, "one", pause_s=0.5, left_s=here_s) as a,
+        breaking(NEVER_HEARD, left_s=there_s) as b,
+    ):
+        heard(a, b)
+    assert there_s[0] < here_s[0] - 0.25  # calls take their own milliseconds

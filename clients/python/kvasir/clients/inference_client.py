@@ -6,6 +6,7 @@ Every turn has a request id: after a break a caller asks again with it, and the 
 broken turn says which version the agent remembers.
 """
 
+import time
 import uuid
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
@@ -106,6 +107,7 @@ class InferenceClient(AgentClient):
 
     def _turn(self, request: pb.GenerateRequest, timeout_s: float | None) -> Generator[pb.GenerateResponse, None, None]:
         """A turn's events, wherever it goes."""
+        ends_s = None if timeout_s is None else time.monotonic() + timeout_s
         moved: Moved | None = None
         lost: Unavailable | None = None
         try:
@@ -122,8 +124,9 @@ class InferenceClient(AgentClient):
             return
         if moved.peer not in self.peers:
             raise moved.unknown()
+        left_s = None if ends_s is None else max(0.0, ends_s - time.monotonic())
         try:
-            with closing(self.peers[moved.peer].resume(moved.resume_token, timeout_s=timeout_s)) as rest:
+            with closing(self.peers[moved.peer].resume(moved.resume_token, timeout_s=left_s)) as rest:
                 for response in rest:
                     lost = None
                     yield response

@@ -6,6 +6,7 @@ Every turn has a request id: after a break a caller asks again with it, and the 
 broken turn says which version the agent remembers.
 """
 
+import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -110,6 +111,7 @@ class AioInferenceClient(AioAgentClient):
         self, request: pb.GenerateRequest, timeout_s: float | None
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """A turn's events, wherever it goes."""
+        ends_s = None if timeout_s is None else time.monotonic() + timeout_s
         moved: Moved | None = None
         lost: Unavailable | None = None
         try:
@@ -126,8 +128,9 @@ class AioInferenceClient(AioAgentClient):
             return
         if moved.peer not in self.peers:
             raise moved.unknown()
+        left_s = None if ends_s is None else max(0.0, ends_s - time.monotonic())
         try:
-            async with aclosing(self.peers[moved.peer].resume(moved.resume_token, timeout_s=timeout_s)) as rest:
+            async with aclosing(self.peers[moved.peer].resume(moved.resume_token, timeout_s=left_s)) as rest:
                 async for response in rest:
                     lost = None
                     yield response
