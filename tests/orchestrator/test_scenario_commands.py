@@ -56,6 +56,21 @@ def test_a_run_that_sigterm_ends_says_how_to_go_on(tmp_path: Path) -> None:
         assert "stopped after 0 turns; run it again, without --fresh, to go on" in run.err
 
 
+def test_a_damaged_journal_is_said_and_fresh_begins_beside_it(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    damaged = home / "scenarios" / "gossip.1.jsonl"
+    with Journal.begin(damaged, Scenario.shipped("gossip"), "run-1"):
+        pass
+    damaged.write_text("no journal\n")
+    run = ("--home", home, "scenario", "run", "gossip", "--retries", "0")
+    refused = in_process(*run)
+    assert (refused.code, "--fresh" in refused.err, "scrub" in refused.err) == (6, True, False)
+    ended = in_process(*run, "--fresh", "--json")
+    assert ended.value["error"]["reason"] == "UNAVAILABLE", "it began, and no engine is here"
+    assert Journal.read(home / "scenarios" / "gossip.2.jsonl").answers == {}
+    assert damaged.read_text() == "no journal\n"
+
+
 def test_a_report_is_written_of_the_newest_run(tmp_path: Path) -> None:
     home, page = tmp_path / "home", tmp_path / "page.html"
     assert in_process("--home", home, "scenario", "report", "gossip", "--out", page).code == 5

@@ -73,7 +73,7 @@ HINTS_BY_REASON: dict[str, str] = {
     "AGENT_EXISTS": "Choose another name.",
     "AGENT_PINNED": "`kvasir agents pin AGENT --off` ends that; --force deletes it all the same.",
     "FILE_EXISTS": "Say --force to replace it.",
-    "JOURNAL_DAMAGED": "",
+    "JOURNAL_DAMAGED": "`kvasir scenario run --fresh` begins a new one.",
     "RESULTS_DAMAGED": "",
     "COMMAND_FAILED": "Please report it, with that file.",
 }

@@ -17,7 +17,7 @@ from kvasir.cli.caller import Caller
 from kvasir.cli.scenarios.showing import ShownRun, dry_rows, event_row, show_dry_rows, table_of
 from kvasir.clients import AioInferenceClient, InferenceClient
 from kvasir.credentials import read_token
-from kvasir.errors import KvasirError, NotFound
+from kvasir.errors import DataLoss, KvasirError, NotFound
 
 
 def show_shipped(caller: Caller) -> None:
@@ -73,8 +73,8 @@ def journal_of(caller: Caller, scenario: Scenario, path: Path | None, *, fresh: 
     """The journal of a run that was stopped, or a new one; with `fresh`, one that forgets all agents first."""
     if path is None:
         before = _journals(caller, scenario)
-        is_open = bool(before) and not Journal.read(before[-1]).is_finished
-        path = before[-1] if is_open and not fresh else _next(caller, scenario)
+        is_open = not fresh and bool(before) and not Journal.read(before[-1]).is_finished
+        path = before[-1] if is_open else _next(caller, scenario)
     if path.exists() and not fresh:
         return Journal.resume(path, scenario)
     return Journal.begin(path, scenario, uuid.uuid4().hex, forgets=fresh)
@@ -106,8 +106,13 @@ async def run(
 async def _forget_earlier(caller: Caller, scenario: Scenario, memory: EngineMemory, journal: Journal) -> None:
     """Delete the permanent agents, and the ephemeral ones of runs that were never finished."""
     for path in _journals(caller, scenario):
-        if not Journal.read(path).is_finished:
-            await forget(scenario, memory, Journal.read(path).run_id, permanent=False)
+        try:
+            before = Journal.read(path)
+        except DataLoss as damaged:
+            caller.say(f"{damaged.message}; ephemeral agents of that run stay")
+            continue
+        if not before.is_finished:
+            await forget(scenario, memory, before.run_id, permanent=False)
     for agent_id in await forget(scenario, memory, journal.run_id, permanent=True):
         caller.say(f"{agent_id} remembers nothing now")
     for agent_id in [agent.id for agent in scenario.agents.values() if agent.id]:
