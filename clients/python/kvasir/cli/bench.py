@@ -20,6 +20,7 @@ from kvasir.cli import quality as quality_report
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.failures import PROBLEMS, WrongUsage
 from kvasir.cli.rows import size
+from kvasir.cli.running.checks import check_installed
 from kvasir.clients import AioInferenceClient
 from kvasir.credentials import read_token
 from kvasir.errors import FailedPrecondition, InvalidArgument
@@ -60,6 +61,7 @@ def store(
 ) -> None:
     """Put, get, pull, find and start, beside raw TCP, write + fsync and BLAKE3. Ends with 1 when a target is missed."""
     caller = caller_of(context, as_json)
+    check_installed("store")
     said: list[str] = []
     with caller.busy("measuring the store; minutes at full size"):
         results = store_bench.run(as_json, directory=directory, is_quick=quick, say=said.append)

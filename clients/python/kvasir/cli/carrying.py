@@ -115,9 +115,7 @@ def lock_of(key_file: Path | None, passphrase_file: Path | None) -> Lock:
     return Lock(PASSPHRASE, text.encode())
 
 
-def check_opens(
-    header: SealedHeader | None, file: Path, key_file: Path | None, passphrase_file: Path | None
-) -> None:
+def check_opens(header: SealedHeader | None, file: Path, key_file: Path | None, passphrase_file: Path | None) -> None:
     """Raises WrongUsage for an option that does not open this file: whoever gives it wants a file that needs it."""
     sealed_with = "" if header is None else header.locked_by
     given = {"--key-file": (key_file, MASTER_KEY), "--passphrase-file": (passphrase_file, PASSPHRASE)}

@@ -54,7 +54,7 @@ def _checked(name: str) -> str:
 
 
 def _hub(caller: Caller, *words: str) -> Any:
-    check_installed()
+    check_installed("engine")
     argv = [sys.executable, "-m", "inference_svc.model.hub", *words]
     # Its bars are drawn by itself, where somebody sees them.
     shown = caller.shows_progress

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.rows import size
+from kvasir.cli.running.checks import check_installed
 from kvasir.errors import FailedPrecondition
 
 app = typer.Typer(help="Seal namespaces: encrypt what the store keeps of them.", no_args_is_help=True)
@@ -92,6 +93,7 @@ def erase(
 
 
 def _run(caller: Caller, action: str, data_dir: Path | None, *arguments: str) -> None:
+    check_installed("store")
     argv = [sys.executable, "-m", "cachestore_svc", "keys", action, "--json", *arguments]
     argv += ["--data-dir", str(data_dir or caller.home.store_data)]
     argv += ["--audit-file", str(caller.home.audit_file("store"))]

@@ -204,7 +204,7 @@ def _only(caller: Caller, *words: str) -> dict[str, Any]:
 @contextmanager
 def _program(caller: Caller, *words: str) -> Iterator[Iterator[dict[str, Any]]]:
     """The lines of the store's program, as they come. Raises its refusal."""
-    check_installed()
+    check_installed("store")
     store = caller.store
     argv = [sys.executable, "-m", "cachestore_svc", *words, "--peers-file", str(caller.home.peers_file)]
     argv += ["--audit-file", str(caller.home.audit_file("store"))]

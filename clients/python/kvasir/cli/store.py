@@ -17,6 +17,7 @@ from kvasir.cli.agents import store_client
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.failures import DAMAGED, NOT_FOUND
 from kvasir.cli.rows import scrub_row, scrub_text, size, stats_row
+from kvasir.cli.running.checks import check_installed
 from kvasir.cli.showing.progress import counting_progress
 from kvasir.errors import FailedPrecondition, KvasirError, NotFound
 from kvasir.formats.digest import Digest
@@ -30,6 +31,7 @@ app = typer.Typer(help="Look after the store.", no_args_is_help=True)
 def serve(context: typer.Context) -> None:
     """Run a cache store alone. Takes the options of `python -m cachestore_svc serve`, --help too."""
     caller = caller_of(context)
+    check_installed("store")
     arguments = list(context.args)
     if not any(argument.split("=")[0] == "--data-dir" for argument in arguments):
         arguments += ["--data-dir", str(caller.home.store_data), *caller.home.sealed_options()]
@@ -50,6 +52,7 @@ def check(
 ) -> None:
     """Compare index and files both ways. The store must not run meanwhile."""
     caller = caller_of(context, as_json)
+    check_installed("store")
     argv = [sys.executable, "-m", "cachestore_svc", "check", "--json"]
     argv += ["--data-dir", str(data_dir or caller.home.store_data), *(["--repair"] if repair else [])]
     argv += [*caller.home.seal_options(), *caller.home.sealed_options(data_dir)]
@@ -80,6 +83,7 @@ def recover(
     If even the journal is lost, memories come back as agents named recovered-..., in the namespaces of --namespace.
     """
     caller = caller_of(context, as_json)
+    check_installed("store")
     argv = [sys.executable, "-m", "cachestore_svc", "recover", "--json"]
     argv += ["--data-dir", str(data_dir or caller.home.store_data)]
     argv += [word for name in namespace or () for word in ("--namespace", name)]

@@ -25,6 +25,7 @@ from kvasir.cli.demo.run import AnsweredTurn, Life
 from kvasir.cli.demo.script import Story, ask, told_story
 from kvasir.cli.failures import PROBLEMS
 from kvasir.cli.rows import size
+from kvasir.cli.running.checks import check_installed
 from kvasir.errors import Internal
 
 
@@ -53,6 +54,7 @@ def demo(
     --json: claims (a list: text, holds, found) and seconds, on standard output.
     """
     caller = caller_of(context, as_json)
+    check_installed("store", "engine")
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)  # two minutes later is too late to hear that it cannot be
     # Short, and not the system's own choice: a socket's path must fit into a hundred bytes.

@@ -20,8 +20,8 @@ from kvasir.errors import FailedPrecondition, InvalidArgument
 # As the engine names them.
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# One package of each service; whoever has the command line alone has neither.
-_PACKAGES = ("structlog", "sqlite_utils", "mlx")
+# Of each service what the command line and the other one do not need; its extra has its name.
+_PACKAGES = {"store": ("structlog", "sqlite_utils"), "engine": ("structlog", "mlx")}
 _GATEWAY_PACKAGES = ("kvasir_gateway", "starlette", "uvicorn")
 _NEIGHBOUR_PACKAGE = "smg_grpc_proto"
 # The gateway's own, where neither --http nor --no-http was said.
@@ -79,14 +79,16 @@ def has_gateway() -> bool:
     return all(importlib.util.find_spec(name) is not None for name in _GATEWAY_PACKAGES)
 
 
-def check_installed(*, gateway: bool = False, neighbour: bool = False) -> None:
-    """Raise FailedPrecondition where only the command line was installed, or no `gateway` or `neighbour` where one is
-    wanted.
+def check_installed(*services: str, gateway: bool = False, neighbour: bool = False) -> None:
+    """Raise FailedPrecondition where one of the services (store, engine) that are run as programs is not installed, or
+    no `gateway` or `neighbour` where one is wanted.
     """
-    wanted = (*_PACKAGES, *(_GATEWAY_PACKAGES if gateway else ()))
+    wanted = dict.fromkeys(name for service in services for name in _PACKAGES[service])
+    wanted |= dict.fromkeys(_GATEWAY_PACKAGES if gateway else ())
     missing = [name for name in wanted if importlib.util.find_spec(name) is None]
     if missing:
-        text = f"the services are not installed ({', '.join(missing)} missing); install kvasir[all]"
+        what, extra = (f"the {services[0]} is", services[0]) if len(services) == 1 else ("the services are", "all")
+        text = f"{what} not installed ({', '.join(missing)} missing); install kvasir[{extra}]"
         raise FailedPrecondition(text, reason="NOT_INSTALLED")
     if neighbour and importlib.util.find_spec(_NEIGHBOUR_PACKAGE) is None:
         raise FailedPrecondition(

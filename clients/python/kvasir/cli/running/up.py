@@ -178,7 +178,7 @@ def up(
     home = caller.home
     if http and no_http:
         raise WrongUsage("--http and --no-http: say one of them", field="--no-http")
-    checks.check_installed(gateway=bool(http), neighbour=neighbour)
+    checks.check_installed("store", "engine", gateway=bool(http), neighbour=neighbour)
     models = checks.check_models(model or [])
     keep_alive_s = checks.seconds(keep_alive, "--keep-alive")
     expires_after_s = checks.expiry_seconds(expire_agents, "--expire-agents")

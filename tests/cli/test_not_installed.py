@@ -1,0 +1,56 @@
+"""Commands where only a part of Kvasir is installed: what is there works, and what lacks is said by its extra."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvasir.cli import store
+
+from tests.cli.running import in_process
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *absent: str) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in absent else find(name, *more))
+
+
+OF_THE_STORE = (
+    ("pair",),
+    ("peers", "ls"),
+    ("keys", "ls"),
+    ("store", "check"),
+    ("store", "recover"),
+    ("store", "serve"),
+    ("bench", "store", "--quick"),
+)
+OF_THE_ENGINE = (("models", "pull", "an/owner"), ("models", "ls", "--fetched"))
+OF_BOTH = (("up",), ("demo", "--quick"))
+
+
+@pytest.mark.parametrize(
+    ("words", "absent", "extra"),
+    [
+        *((words, "sqlite_utils", "store") for words in OF_THE_STORE),
+        *((words, "mlx", "engine") for words in OF_THE_ENGINE),
+        *((words, absent, "all") for words in OF_BOTH for absent in ("sqlite_utils", "mlx")),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else value,
+)
+def test_a_command_says_which_extra_it_needs(
+    words: tuple[str, ...], absent: str, extra: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def no_program(*_: Any) -> None:
+        raise AssertionError("it was not looked at first")
+
+    without(monkeypatch, absent)
+    monkeypatch.setattr(store.os, "execv", no_program)
+    ended = in_process("--home", tmp_path / "home", *words)
+    assert ended.code == 4, ended.err
+    assert f"({absent} missing); install kvasir[{extra}]" in ended.err
+
+
+def test_a_store_alone_is_paired_without_what_an_engine_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    without(monkeypatch, "mlx")
+    ended = in_process("--home", tmp_path / "home", "peers", "ls", "--json")
+    assert (ended.code, ended.value["peers"]) == (0, []), ended.err
