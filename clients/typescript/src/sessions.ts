@@ -1,5 +1,6 @@
 /** One HTTP/2 connection at a time, made anew when the one before is gone: calls fail with it, the process goes on. */
 import * as http2 from "node:http2";
+import { Code, ConnectError } from "@connectrpc/connect";
 
 // A service that froze or a machine that vanished ends the calls on the connection after 20 s.
 const PING_EVERY_MS = 10_000;
@@ -13,6 +14,7 @@ export class Sessions {
   readonly authority: string;
   readonly #options: http2.SecureClientSessionOptions;
   #current: WatchedSession | undefined;
+  #isClosed = false;
 
   constructor(authority: string, options: http2.SecureClientSessionOptions) {
     this.authority = authority;
@@ -25,6 +27,7 @@ export class Sessions {
     headers: http2.OutgoingHttpHeaders,
     options: Omit<http2.ClientSessionRequestOptions, "signal">,
   ): Promise<http2.ClientHttp2Stream> {
+    if (this.#isClosed) throw closed();
     if (!this.#current?.isUsable) this.#current = new WatchedSession(http2.connect(this.authority, this.#options));
     return this.#current.request({ ...headers, ":method": method, ":path": path }, options);
   }
@@ -33,7 +36,8 @@ export class Sessions {
   notifyResponseByteRead(): void {}
 
   close(): void {
-    this.#current?.destroy();
+    this.#isClosed = true;
+    this.#current?.destroy(closed());
   }
 }
 
@@ -69,8 +73,9 @@ class WatchedSession {
     return stream;
   }
 
-  destroy(): void {
-    this.#session.destroy();
+  /** Without a reason, calls that have no answer yet would wait for one. */
+  destroy(reason: Error): void {
+    this.#session.destroy(reason, http2.constants.NGHTTP2_NO_ERROR);
   }
 
   #ping(): void {
@@ -91,4 +96,8 @@ class WatchedSession {
     clearTimeout(this.#pong);
     this.#pong = undefined;
   }
+}
+
+function closed(): ConnectError {
+  return new ConnectError("the client is closed", Code.Canceled);
 }

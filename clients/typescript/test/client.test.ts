@@ -1,5 +1,7 @@
 // What the client refuses by itself, and what its errors have.
 import assert from "node:assert/strict";
+import { once } from "node:events";
+import { createServer } from "node:http2";
 import { test } from "node:test";
 import { create } from "@bufbuild/protobuf";
 import { Code, ConnectError } from "@connectrpc/connect";
@@ -54,4 +56,18 @@ test("turns that are refused here", async () => {
   await refused({ prompt: "a", regex: "b", jsonSchema: {} }, "response_format");
   await refused({ prompt: "a", maxTokens: 2 ** 40 }, "request");
   client.close();
+});
+
+test("a closed client stays closed: a read that was under way is not asked again", async () => {
+  let sessions = 0;
+  const server = createServer().on("session", () => sessions++).listen(0, "127.0.0.1");
+  await once(server, "listening");
+  const client = new Client(`127.0.0.1:${(server.address() as { port: number }).port}`);
+  const reading = assert.rejects(client.getAgent("ada"), { name: "KvasirError", code: "CANCELLED" });
+  await once(server, "stream");
+  client.close();
+  await reading;
+  await assert.rejects(client.getAgent("ada"), { name: "KvasirError", code: "CANCELLED" });
+  assert.equal(sessions, 1);
+  server.close();
 });
