@@ -1,5 +1,6 @@
 """Every command about memories and the store, once, against a real store: tables, JSON, exit codes."""
 
+import io
 import json
 import os
 import shutil
@@ -10,16 +11,20 @@ from pathlib import Path
 
 import kvasir
 import pytest
+from kvasir.cachestore.v1.identity_pb2 import KvIdentity
 from kvasir.cli import failures
 from kvasir.cli.caller import Caller
 from kvasir.cli.running.health import STORE_SERVICE
-from kvasir.clients import StoreClient
+from kvasir.cli.running.home import Home
+from kvasir.cli.showing.terminal import PlainConsole
+from kvasir.cli.talking.chat import Conversation
+from kvasir.clients import GenerateOptions, InferenceClient, StoreClient
 from kvasir.credentials import write_private_text
 from kvasir.formats.digest import Digest
 from safetensors.numpy import load_file
 
 from tests.cli.running import KVASIR, Cli, answers, eventually
-from tests.synthetic import SyntheticAgent, SyntheticSnapshot
+from tests.synthetic import SMALL, TINY, SyntheticAgent, SyntheticSnapshot
 
 SNAPSHOT_KEYS = {
     "agent_id",
@@ -175,6 +180,28 @@ def test_an_archive_carries_a_memory_to_another_name(cli: Cli, ada: SyntheticAge
     taken = cli("agents", "import", file)
     assert taken.code == 4
     assert "--replace" not in cli.done("agents", "import", file, "--replace").out
+
+
+@pytest.mark.parametrize("identities", [(TINY, SMALL), (SMALL, TINY)], ids=["tiny first", "small first"])
+def test_a_chat_tells_of_the_line_that_was_used_last(
+    cli: Cli, client: StoreClient, identities: tuple[KvIdentity, KvIdentity]
+) -> None:
+    earlier, later = (SyntheticAgent(identity, seed=3) for identity in identities)
+    for version in range(3):
+        publish(client, "two models", earlier.turn(20), version)
+    for version in range(2):
+        publish(client, "two models", later.turn(300), version)
+    said = io.StringIO()
+    caller = Caller(home=Home(cli.home), err=PlainConsole(file=said, width=200))
+    with InferenceClient.connect(f"unix:{cli.home}/nobody") as engine:
+        talk = Conversation(caller, engine, "two models", "", GenerateOptions())
+        talk.command("/memory")
+        talk.command("/rollback")
+    memory, rollback = said.getvalue().splitlines()[-2:]
+    assert memory.startswith("600 tokens, ")
+    assert memory.endswith("; versions: 1 (turn), 2 (turn)")
+    assert rollback == "/rollback N, of versions: 1 (turn), 2 (turn)"
+    client.delete_agent("two models")
 
 
 @pytest.mark.long(5)

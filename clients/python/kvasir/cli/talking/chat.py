@@ -4,7 +4,7 @@ import contextlib
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, TypeVar
 
@@ -20,7 +20,7 @@ from kvasir.cli.running.holding import is_led
 from kvasir.cli.showing import terminal
 from kvasir.cli.talking import typed
 from kvasir.cli.talking.turn import TurnResult, follow_turn
-from kvasir.clients import GenerateOptions, InferenceClient, message
+from kvasir.clients import GenerateOptions, InferenceClient, StoreClient, message
 from kvasir.common.v1 import message_pb2
 from kvasir.errors import Conflict, KvasirError, Unavailable
 from kvasir.formats import manifest as manifests
@@ -110,7 +110,7 @@ class Conversation:
                 if text == "/quit":
                     return
                 if text.startswith("/"):
-                    self._command(text)
+                    self.command(text)
                 else:
                     self.say(text)
             except KvasirError as error:
@@ -240,7 +240,8 @@ class Conversation:
                 f"the memory is {share:.0%} full; chat --on-full drop_oldest or summarize goes on after that"
             )
 
-    def _command(self, line: str) -> None:
+    def command(self, line: str) -> None:
+        """What a line with a slash asks for."""
         name, _, argument = line.partition(" ")
         argument = argument.strip()
         if name == "/memory":
@@ -256,21 +257,21 @@ class Conversation:
             self.caller.say(f"{self.agent} is at version {made.version}, which is version {argument} again.")
         elif name == "/rollback":
             with store_client(self.caller) as store:
-                self.caller.say(f"/rollback N, of {_versions(store.list_snapshots(self.agent).snapshots)}")
+                newest, _ = store.get_snapshot(self.agent)
+                self.caller.say(f"/rollback N, of {_versions(store, newest)}")
         else:
             self.caller.say(_HELP)
 
     def _show_memory(self) -> None:
         with store_client(self.caller) as store:
-            versions = store.list_snapshots(self.agent).snapshots
-            _, manifest_bytes = store.get_snapshot(self.agent)
+            newest, manifest_bytes = store.get_snapshot(self.agent)
+            versions = _versions(store, newest)
         manifest = manifests.parse(manifest_bytes)
         table = Table(box=None, pad_edge=False, show_header=False)
         for said in manifest.messages:
             table.add_row(said.name or said.role, said.content)
         self.caller.err.print(table)
-        newest = versions[0]
-        self.caller.say(f"{newest.token_count} tokens, {size(newest.total_bytes)}; {_versions(versions)}")
+        self.caller.say(f"{newest.token_count} tokens, {size(newest.total_bytes)}; {versions}")
 
 
 def _not_durable(result: TurnResult) -> str:
@@ -278,5 +279,7 @@ def _not_durable(result: TurnResult) -> str:
     return f"{state}: {result.snapshot_reason}" if result.snapshot_reason else state
 
 
-def _versions(snapshots: Sequence[cachestore_pb2.SnapshotVersion]) -> str:
+def _versions(store: StoreClient, newest: cachestore_pb2.SnapshotVersion) -> str:
+    """Those of its line: of another model's line none is meant."""
+    snapshots = store.list_snapshots(newest.agent_id, newest.kv_identity_hash).snapshots
     return "versions: " + ", ".join(f"{each.version} ({origin(each.origin)})" for each in reversed(snapshots))
