@@ -77,7 +77,7 @@ class EngineMemory:
     def _kept(self, request_id: str, answer: Answer, snapshot: pb.SnapshotOutcome) -> Answer:
         """The answer of a turn that is durable; else Unavailable."""
         if before := self._unstored.pop(request_id, None):
-            answer = replace(before, version=answer.version)
+            answer = replace(before, text=answer.text, version=answer.version)
         if snapshot.state in (pb.SNAPSHOT_STATE_PENDING, pb.SNAPSHOT_STATE_FAILED):
             self._unstored[request_id] = answer
             state = pb.SnapshotState.Name(snapshot.state).removeprefix("SNAPSHOT_STATE_").lower()
