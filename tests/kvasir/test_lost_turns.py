@@ -22,17 +22,22 @@ NEVER_HEARD = NotFound("resume_token: no turn waits", reason="RESUME_TOKEN_UNKNO
 class _Breaking(inference_pb2_grpc.InferenceServiceServicer):
     """An engine whose turns say one word and end with an error, after a while."""
 
-    def __init__(self, error: KvasirError, text: str, pause_s: float, left_s: list[float]) -> None:
+    def __init__(
+        self, error: KvasirError, text: str, pause_s: float, left_s: list[float], moved: pb.Moved | None
+    ) -> None:
         self._error = error
         self._text = text
         self._pause_s = pause_s
         self._left_s = left_s
+        self._moved = moved
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:  # noqa: N802
         self._left_s.append(context.time_remaining())
         time.sleep(self._pause_s)
         if self._text:
             yield pb.GenerateResponse(delta=pb.Delta(text=self._text))
+        if self._moved is not None:
+            yield pb.GenerateResponse(moved=self._moved)
         details = to_status(self._error).SerializeToString()
         context.set_trailing_metadata(((DETAILS_KEY, details),))
         context.abort(answer_to(self._error).code, self._error.message)
@@ -40,11 +45,16 @@ class _Breaking(inference_pb2_grpc.InferenceServiceServicer):
 
 @contextmanager
 def breaking(
-    error: KvasirError, text: str = "", *, pause_s: float = 0.0, left_s: list[float] | None = None
+    error: KvasirError,
+    text: str = "",
+    *,
+    pause_s: float = 0.0,
+    left_s: list[float] | None = None,
+    moved: pb.Moved | None = None,
 ) -> Iterator[str]:
     """Its address. `left_s` gets what is left of each turn's deadline."""
     server = grpc.server(futures.ThreadPoolExecutor(1))
-    engine = _Breaking(error, text, pause_s, [] if left_s is None else left_s)
+    engine = _Breaking(error, text, pause_s, [] if left_s is None else left_s, moved)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(engine, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -107,3 +117,11 @@ def test_a_turn_that_goes_on_elsewhere_has_what_is_left_of_its_deadline(heard: A
     ):
         heard(a, b)
     assert there_s[0] < here_s[0] - 0.25  # calls take their own milliseconds
+
+
+@pytest.mark.parametrize("heard", [heard_by_blocking, heard_by_async])
+def test_a_turn_that_moved_is_followed_though_its_engine_is_killed_right_after(heard: Any) -> None:
+    moved = pb.Moved(peer="b", resume_token="t")
+    with breaking(Unavailable("killed"), "one", moved=moved) as a, breaking(NEVER_HEARD, "two") as b:
+        text, error = heard(a, b)
+    assert (text, error.reason) == ("onetwo", "RESUME_TOKEN_UNKNOWN")

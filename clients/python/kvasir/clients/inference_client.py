@@ -116,10 +116,11 @@ class InferenceClient(AgentClient):
                     yield response
                     moved = moved_by(response)
         except Unavailable as error:
-            moved = lost_by(error)
-            if moved is None or moved.peer not in self.peers:
-                raise
-            lost = error
+            if moved is None:  # else the engine ended after it had told where the turn is
+                moved = lost_by(error)
+                if moved is None or moved.peer not in self.peers:
+                    raise
+                lost = error
         if moved is None:
             return
         if moved.peer not in self.peers:
