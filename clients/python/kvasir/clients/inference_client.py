@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from typing import Self, Unpack, cast
+from typing import Self, Unpack
 
 import grpc
 
@@ -231,13 +231,16 @@ class InferenceClient(AgentClient):
         Raises NotFound, and FailedPrecondition when hot memories could not be stored.
         """
         request = pb.LoadModelRequest(model=name, drop_unstored=drop_unstored)
+        done: pb.LoadedModel | None = None
         with closing(self._responses(self._stub.LoadModel, request, timeout_s)) as responses:
             for response in responses:
                 if response.HasField("done"):
-                    return cast("pb.LoadedModel", response.done)
-                if on_progress is not None:
+                    done = response.done  # read on: a stream that is left before its end is a cancelled call
+                elif on_progress is not None:
                     on_progress(response.progress)
-        raise Internal("the load ended without saying how")
+        if done is None:
+            raise Internal("the load ended without saying how")
+        return done
 
     def unload_model(
         self, name: str = "", *, drop_unstored: bool = False, timeout_s: float | None = None

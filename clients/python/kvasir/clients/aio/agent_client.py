@@ -128,13 +128,16 @@ class AioAgentClient(AioServiceClient):
         steps = self.pulling_agent(
             peer, agent_id, local_agent_id=local_agent_id, kv_identity_hash=kv_identity_hash, timeout_s=timeout_s
         )
+        done = None
         async with aclosing(steps):
             async for response in steps:
                 if response.HasField("done"):
-                    return response.done
-                if on_progress is not None:
+                    done = response.done  # read on: a stream that is left before its end is a cancelled call
+                elif on_progress is not None:
                     on_progress(response.progress)
-        raise Internal("the pull ended without saying how")
+        if done is None:
+            raise Internal("the pull ended without saying how")
+        return done
 
     async def pulling_agent(
         self,
@@ -194,13 +197,16 @@ class AioAgentClient(AioServiceClient):
     ) -> pb.Agent:
         """The same in one call: the agent as its new owner has it."""
         steps = self.moving_agent(agent_id, from_peer=from_peer, to_peer=to_peer, timeout_s=timeout_s)
+        done = None
         async with aclosing(steps):
             async for step in steps:
                 if step.HasField("done"):
-                    return step.done
-                if step.HasField("progress") and on_progress is not None:
+                    done = step.done  # read on, as above
+                elif step.HasField("progress") and on_progress is not None:
                     on_progress(step.progress)
-        raise Internal("the move ended without saying how")
+        if done is None:
+            raise Internal("the move ended without saying how")
+        return done
 
     async def claim_agent(self, agent_id: str, *, force: bool = False, timeout_s: float | None = None) -> pb.Agent:
         """Say that this store owns an agent: `force` for one whose owner is gone. Raises NotFound, FailedPrecondition
