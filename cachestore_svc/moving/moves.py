@@ -212,7 +212,8 @@ class Moves:
                 await self._handing_over.undo_if_silent(namespace, agent_id, known)
             except KvasirError as error:
                 _LOG.info("move.unfinished", peers=known.peer, reason=error.reason)
-            wanted = {*known.tells, *([known.peer] if known.state is OwnerState.ARRIVING else [])}
+            today = ownership.renamed(known, self._peers.renamed())  # a move notes the name with which it began
+            wanted = {*today.tells, *([today.peer] if today.state is OwnerState.ARRIVING else [])}
             if peers := wanted.intersection(self._peers.with_address(namespace)):
                 found.setdefault((namespace, frozenset(peers)), []).append((namespace, agent_id, known))
         return found

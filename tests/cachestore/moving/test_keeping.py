@@ -34,10 +34,18 @@ def silent_peer() -> Iterator[str]:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-async def kept(store: Store, lab: Lab, addresses: dict[str, str], until: Callable[[], bool], within_s: float) -> None:
-    """Look after the store's moves until that holds."""
+async def kept(
+    store: Store,
+    lab: Lab,
+    addresses: dict[str, str],
+    until: Callable[[], bool],
+    within_s: float,
+    formerly: tuple[str, ...] = (),
+) -> None:
+    """Look after the store's moves until that holds. `formerly`: earlier names of each peer."""
     threads = StoreThreads()
-    peers = Peers(lambda: PeerBook({name: PeerSettings(name=name, address=at) for name, at in addresses.items()}))
+    book = {name: PeerSettings(name=name, address=at, formerly=formerly) for name, at in addresses.items()}
+    peers = Peers(lambda: PeerBook(book))
     copies = Transfers(store, threads, BlobReader(store, threads, SharedRoom(1)), peers, 5.0).copies
     handing_over = HandingOver(store, threads, peers, patience_s=0.2, steady=time.monotonic)
     task = asyncio.create_task(Moves(store, threads, copies, peers, handing_over, lab.chance).keep())
@@ -67,6 +75,21 @@ def test_a_peer_that_does_not_answer_keeps_no_agent_of_others_waiting(lab: Lab, 
             return store.ownership(NS, "zed").is_owned and not store.ownership(NS, "told").tells
 
         asyncio.run(kept(store, lab, addresses, is_done, 10))
+
+
+def test_a_peer_is_told_under_the_name_that_it_had_when_the_claim_was_made(lab: Lab, tmp_path: Path) -> None:
+    """A claim or a move that runs while its peer is renamed notes the earlier name after all others were changed."""
+    with lab.open() as store, store_home(tmp_path / "there") as home:
+        there = home.start()
+        with there.client() as client:
+            publish(client, "ada", TURN, 0)
+        publish_in(store, "ada", TURN, 0)
+        store.claim(NS, "ada", 1, tells=["there"])
+
+        def is_told() -> bool:
+            return not store.ownership(NS, "ada").tells
+
+        asyncio.run(kept(store, lab, {"studio": there.address}, is_told, 10, formerly=("there",)))
 
 
 @pytest.mark.parametrize("addresses", [{}, {"gone": ""}])
