@@ -3,6 +3,7 @@
 A retry begins and ends here: its reply is replayed from memory.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -66,7 +67,10 @@ class TurnEnding:
             publication, store = hot.tag.publication, self._stores.get(key.namespace)
             if not publication.is_safe and not publication.lost_to and store is not None and self._clock() < give_up:
                 answers = store.is_reachable or await store.answers()
-                if answers and not publication.is_being_published:  # twice would be two versions
+                if publication.task is not None:  # twice at once would be two versions
+                    await asyncio.wait({publication.task}, timeout=max(give_up - self._clock(), 0))
+                is_decided = publication.is_safe or publication.lost_to or publication.is_being_published
+                if answers and not is_decided:
                     asked = self.copies.ask(key, len(publication.blocks), publication.windows)
                     await self._publish(key, hot.tag, store, None, asked, None)
                 await self._publisher.drain(max(give_up - self._clock(), 0))

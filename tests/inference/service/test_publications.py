@@ -369,8 +369,11 @@ def test_turns_of_one_outage_are_all_stored_in_their_order() -> None:
     run(scenario)
 
 
-def test_a_memory_that_is_on_its_way_when_its_model_goes_is_stored_once() -> None:
-    """A second version of the same turn would make a caller that names the first one lose."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_memory_that_is_on_its_way_when_its_model_goes_is_stored_once(fails: bool) -> None:
+    """A second version of the same turn would make a caller that names the first one lose. If that fails, it is stored
+    after it: RAM has its only copy.
+    """
 
     async def scenario() -> None:
         house, memory, may_write = House(), remembered("one", NO_HEAD), asyncio.Event()
@@ -381,6 +384,7 @@ def test_a_memory_that_is_on_its_way_when_its_model_goes_is_stored_once() -> Non
             return cast("tuple[list[Digest], int]", await write_tensors(files, timeout_s))
 
         house.store.write_tensors = slow
+        house.store.refusals = [errors.ResourceExhausted("no room now")] if fails else []
         house.engine.hot, house.engine.hot_sizes = SimpleNamespace(tag=memory), lambda: {KEY: 1}
         house.engine.taken.set_result(taken(memory))
         first = house.publish(memory)
@@ -389,7 +393,7 @@ def test_a_memory_that_is_on_its_way_when_its_model_goes_is_stored_once() -> Non
         await asyncio.sleep(0.05)
         may_write.set()
         assert await storing == MemoriesLeft(stored=1)
-        assert (first.result().version, house.store.head.version) == (1, 1)
+        assert (first.result().state is SnapshotState.FAILED, house.store.head.version) == (fails, 1)
 
     run(scenario)
 
