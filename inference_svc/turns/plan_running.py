@@ -253,8 +253,12 @@ def _same_version(planned: Recollection, found: Recollection) -> Recollection:
     the turn's prompt was made from the planned version, and its parent was checked against that version.
     """
     if found.head is None:
-        # The store cannot be asked now. The turn extends the planned version; compare-and-swap decides at the end.
-        return replace(found, head=planned.head, base=planned.base)
+        # The store cannot be asked now. The turn extends the planned version, or what the planned memory has become
+        # since: while that is on its way, it is asked for when the turn is stored. Compare-and-swap decides at the end.
+        head, publication = planned.head, planned.memory.publication if planned.memory is not None else None
+        if publication is not None and (publication.is_being_published or publication.is_head):
+            head = None if publication.is_being_published else publication.head
+        return replace(found, head=head, base=planned.base)
     if planned.head is None or (found.head.version, found.head.manifest) != (
         planned.head.version,
         planned.head.manifest,

@@ -73,7 +73,7 @@ class Surroundings:
     def __init__(self, found: list[Recollection], losses: int) -> None:
         self.found, self.losses = found, losses
         self.planned: list[str] = []
-        self.finished: list[tuple[int, str]] = []
+        self.finished: list[tuple[int | None, str]] = []
 
     async def newest(self, key: object, budget: object) -> Recollection:
         return self.found.pop(0) if len(self.found) > 1 else self.found[0]
@@ -100,8 +100,8 @@ class Surroundings:
     async def finish(
         self, turn: Any, recollection: Recollection, prepared: Prepared, ended: Ended, memory: None
     ) -> None:
-        assert recollection.head is not None
-        self.finished.append((recollection.head.version, prepared.text))
+        version = recollection.head.version if recollection.head is not None else None
+        self.finished.append((version, prepared.text))
 
     def stopped(self, turn: Any) -> TurnFinished:
         return TurnFinished(
@@ -219,6 +219,29 @@ def test_a_store_that_cannot_be_asked_any_more_leaves_the_turn_on_the_version_it
     around = Surroundings([remembered(OURS, "ours", Source.HOT), unasked], losses=1)
     serve(around, expected_version=5)
     assert around.finished == [(5, "ours new")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "follows"),
+    [
+        ({"task": SimpleNamespace(done=lambda: False)}, None),  # asked for when the turn is stored, which is in order
+        ({"head": THEIRS, "is_head": True}, 6),
+        ({"task": SimpleNamespace(done=lambda: True)}, 5),
+    ],
+    ids=["on its way", "stored meanwhile", "failed"],
+)
+def test_a_turn_on_a_memory_that_left_ram_unstored_follows_what_that_became(
+    changes: dict[str, Any], follows: int | None
+) -> None:
+    """Not the version before: that memory's commit comes first, and the turn would lose against it."""
+    ours = remembered(OURS, "ours", Source.HOT)
+    assert ours.memory is not None
+    publication = replace(ours.memory.publication, **{"is_head": False, **changes})
+    unstored = replace(ours, memory=replace(ours.memory, publication=publication))
+    waiting = Recollection(None, Source.COLD, None, Miss(MissReason.STORE_TIMEOUT, "the turn before is being stored"))
+    around = Surroundings([unstored, waiting], losses=1)
+    serve(around, expected_version=None)
+    assert around.finished == [(follows, "ours new")]
 
 
 def test_a_memory_that_keeps_moving_ends_the_turn() -> None:
