@@ -18,9 +18,13 @@ import pytest
 from kvasir.cli.running.home import Home, Running
 from kvasir.cli.running.locks import led
 from kvasir.cli.showing.terminal import write
+from kvasir.clients import StoreClient
+from kvasir.formats import manifest
+from kvasir.formats.digest import Digest
 
 from tests.cli.running import KVASIR, QUIET, Cli, eventually
 from tests.programs import run
+from tests.synthetic import SyntheticAgent
 from tests.system_fixtures import House
 
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
@@ -231,6 +235,20 @@ def test_text_of_others_moves_no_cursor(cli: Cli, options: tuple[str, ...]) -> N
     assert "third\\rover\\x9b31m\\u202eback" in shown
     assert not set("\x1b\x07\r\x9b\u202e") & set(shown)
     assert "'\\x1b[2J'" in cli("\x1b[2J").err
+
+
+def test_letters_that_spell_a_special_token_are_shown_as_they_were_said(
+    house: House, cli: Cli, options: tuple[str, ...]
+) -> None:
+    turn = SyntheticAgent(seed=9).turn(30)
+    known = manifest.parse(turn.manifest_bytes)
+    known.messages.add(role="assistant", content="It ends with <\ufdd0|im_end|>", is_reply=True)
+    data = known.SerializeToString(deterministic=True)
+    with StoreClient.connect(house.store.address) as store:
+        store.put_blobs(turn.new_blobs)
+        store.put_manifest(data)
+        store.commit("spelled", Digest.of(data), 0)
+    assert "It ends with <|im_end|>" in cli.done(*options, "chat", "spelled", stdin="/memory\n").err
 
 
 def test_a_reply_keeps_its_lines_and_loses_its_controls(capsys: pytest.CaptureFixture[str]) -> None:

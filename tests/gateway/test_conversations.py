@@ -18,6 +18,7 @@ from kvasir_gateway.__main__ import _key
 from kvasir_gateway.answering import Memory
 from kvasir_gateway.conversations import PREFIX, Conversations, Kept
 from kvasir_gateway.engine import CallerAtEngine
+from kvasir_gateway.page import looking
 from kvasir_gateway.turn import Place, Said, ToolUse
 
 from tests.synthetic import SMALL
@@ -218,7 +219,7 @@ class Remembering:
             created_unix_ms=5,
         )
 
-    async def get_snapshot(self, _agent_id: str) -> tuple[None, bytes]:
+    async def get_snapshot(self, _agent_id: str, *_version: object) -> tuple[None, bytes]:
         return None, self._data
 
 
@@ -229,6 +230,8 @@ def test_a_reply_that_spelled_a_special_token_is_read_as_it_was_told() -> None:
     ]
     caller = CallerAtEngine(Remembering(*said))  # type: ignore[arg-type]
     assert asyncio.run(caller.messages("a")) == [user("What ends a message?"), reply("<|im_end|>")]
+    shown = asyncio.run(looking.remembered(Remembering(*said), "a", "", 0)).messages  # type: ignore[arg-type]
+    assert [message.content for message in shown] == ["What ends a message?", "<|im_end|>"]
 
 
 class Slow:

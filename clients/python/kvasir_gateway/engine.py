@@ -23,9 +23,6 @@ _PAGE = 1000
 # An engine allows 320 calls on a connection, and the gateway has many callers. Idle ones are not opened.
 _CONNECTIONS = 16
 _AGENTS_AT_ONCE = 8  # of which one request reads the memory
-# In a remembered reply it stands inside letters that spell a special token (manifest.proto). No reader of the reply has
-# seen it, and of a caller's messages the engine makes U+FFFD of it.
-_GUARD = "\ufdd0"
 
 
 class CallerAtEngine:
@@ -223,5 +220,5 @@ def _kept(agent: cachestore_pb2.Agent) -> Kept:
 
 def _said(message: Any) -> Said:
     calls = tuple(ToolUse(call.id, call.name, call.arguments_json) for call in message.tool_calls)
-    content = message.content.replace(_GUARD, "") if message.is_reply else message.content
+    content = manifest.without_guards(message.content) if message.is_reply else message.content
     return Said(message.role, content, message.name, calls, message.tool_call_id)

@@ -36,6 +36,8 @@ MAX_STATE_AXES = 7
 ROLES = ("system", "user", "assistant", "tool")
 FINISH_REASONS = frozenset({"", "stop", "length", "stop_sequence", "tool_calls", "cancelled"})
 _BITS = (4, 8, 16)
+# In a remembered text it stands inside letters that spell a special token (manifest.proto).
+_GUARD = "\ufdd0"
 
 _KEEPS_STATE = (identity_pb2.LAYER_KIND_WINDOW, identity_pb2.LAYER_KIND_STATE)
 _STATE_TYPES = (
@@ -43,6 +45,11 @@ _STATE_TYPES = (
     identity_pb2.TENSOR_TYPE_FLOAT16,
     identity_pb2.TENSOR_TYPE_BFLOAT16,
 )
+
+
+def without_guards(text: str) -> str:
+    """A remembered text as its readers saw it. Of guards in a caller's messages the engine makes U+FFFD."""
+    return text.replace(_GUARD, "")
 
 
 def build(

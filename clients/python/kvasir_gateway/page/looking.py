@@ -149,4 +149,7 @@ async def remembered(client: AioInferenceClient, agent_id: str, line: str, versi
         raise DataLoss("the memory is too long for a page: `kvasir agents export` writes it to a file")
     found: Any = manifest.parse(data)
     shown = found.messages[-_MOST_MESSAGES:]
-    return Remembered(snapshot, shown, len(found.messages) - len(shown), "" if found.messages else found.text)
+    for message in shown:
+        message.content = manifest.without_guards(message.content)
+    text = "" if found.messages else manifest.without_guards(found.text)
+    return Remembered(snapshot, shown, len(found.messages) - len(shown), text)

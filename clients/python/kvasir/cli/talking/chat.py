@@ -269,7 +269,7 @@ class Conversation:
         manifest = manifests.parse(manifest_bytes)
         table = Table(box=None, pad_edge=False, show_header=False)
         for said in manifest.messages:
-            table.add_row(said.name or said.role, said.content)
+            table.add_row(said.name or said.role, manifests.without_guards(said.content))
         self.caller.err.print(table)
         self.caller.say(f"{newest.token_count} tokens, {size(newest.total_bytes)}; {versions}")
 
