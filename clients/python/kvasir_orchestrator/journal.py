@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvasir.errors import DataLoss, FailedPrecondition, InvalidArgument
+from kvasir.syncing import sync, sync_directory
 from pydantic import TypeAdapter
 
 from kvasir_orchestrator.memory import Answer
@@ -45,6 +46,7 @@ class Journal:
         try:
             journal._write({"kvasir_scenario_journal": head})
             os.link(nameless, path)
+            sync_directory(path.parent)
         except BaseException as error:
             journal.close()
             if isinstance(error, FileExistsError):
@@ -118,7 +120,7 @@ class Journal:
         try:
             while line:
                 line = line[os.write(self._descriptor, line) :]
-            os.fsync(self._descriptor)
+            sync(self._descriptor)
         except OSError:
             os.ftruncate(self._descriptor, whole_bytes)  # half a line before another one would be damage
             raise

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from kvasir.clients.archive_file import new_file
 from kvasir.credentials import replace_private_text
+from kvasir_orchestrator.journal import Journal
+from kvasir_orchestrator.scenario import Scenario
 
 from cachestore_svc.blobs.disk import Disk
 
@@ -43,8 +45,9 @@ def test_a_full_sync_that_fails_is_a_failure(tmp_path: Path, monkeypatch: pytest
         Disk().fsync_directory(tmp_path)
 
 
-def test_keys_and_exports_are_synced_as_blobs_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A master key that a loss of power takes opens nothing of what is sealed; what was exported may be deleted."""
+def test_keys_exports_and_journals_are_synced_as_blobs_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A master key that a loss of power takes opens nothing of what is sealed; what was exported may be deleted; a turn
+    that a journal has lost is made twice."""
     asked: list[str] = []
     monkeypatch.setattr(fcntl, "F_FULLFSYNC", F_FULLFSYNC, raising=False)
     monkeypatch.setattr(fcntl, "fcntl", lambda descriptor, command: asked.append(f"fcntl {command}"))
@@ -53,6 +56,9 @@ def test_keys_and_exports_are_synced_as_blobs_are(tmp_path: Path, monkeypatch: p
     with new_file(tmp_path / "ada.kvasir") as file:
         file.write(b"archive")
     assert asked == [f"fcntl {F_FULLFSYNC}"] * 5  # the key, its name twice; the archive, its name
+    with Journal.begin(tmp_path / "gossip.jsonl", Scenario.shipped("gossip"), "1") as journal:
+        journal.finish()
+    assert asked[5:] == [f"fcntl {F_FULLFSYNC}"] * 3  # its first line, its name, its last line
 
 
 def test_no_symbolic_link_is_followed_at_the_end_of_a_path(tmp_path: Path) -> None:
