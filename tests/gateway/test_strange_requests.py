@@ -5,7 +5,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import httpx2 as httpx
@@ -274,9 +274,6 @@ def test_a_connection_on_which_no_request_comes_is_closed(monkeypatch: pytest.Mo
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body"})
 
-    config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_keep_alive=60)
-    config.load()
-    state = ServerState()
     asked = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
 
     async def answer_to(sent: bytes, port: int) -> bytes:
@@ -287,17 +284,63 @@ def test_a_connection_on_which_no_request_comes_is_closed(monkeypatch: pytest.Mo
         return answer
 
     async def answers() -> list[bytes]:
-        def connection() -> security.Connection:
-            return security.Connection(config, state, {})
-
-        server = await asyncio.get_running_loop().create_server(connection, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        async with server, asyncio.timeout(10):
+        async with connections_to(app) as (port, _state):
             whole = asked + b"\r\n"
             sent = (b"", asked, whole, whole + asked, whole + whole)
             return await asyncio.gather(*(answer_to(each, port) for each in sent))
 
     assert [answer.count(b"HTTP/1.1 204") for answer in asyncio.run(answers())] == [0, 0, 1, 1, 2]
+
+
+@contextlib.asynccontextmanager
+async def connections_to(app: Any) -> AsyncIterator[tuple[int, ServerState]]:
+    """The port of a server of this app, and what is open there."""
+    config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_keep_alive=60)
+    config.load()
+    state = ServerState()
+
+    def connection() -> security.Connection:
+        return security.Connection(config, state, {})
+
+    server = await asyncio.get_running_loop().create_server(connection, "127.0.0.1", 0)
+    async with server, asyncio.timeout(20):
+        yield server.sockets[0].getsockname()[1], state
+
+
+@pytest.mark.long(6)
+@pytest.mark.parametrize(
+    ("ends", "pieces"), [(b"", 256), (b"", 1), (b"connection: close\r\n", 1)], ids=["running", "over", "closed"]
+)
+def test_a_reader_who_takes_nothing_of_an_answer_is_cut_off_and_a_slow_one_is_not(
+    monkeypatch: pytest.MonkeyPatch, ends: bytes, pieces: int
+) -> None:
+    """Each would keep its connection for good, and 2,000 of them would shut everybody out."""
+    monkeypatch.setattr(security, "_HEAD_S", 0.2)
+    monkeypatch.setattr(security, "_READING_S", 0.7)
+    length = 24 << 20
+
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
+        headers = [(b"content-length", str(length).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for left in reversed(range(pieces)):
+            await send({"type": "http.response.body", "body": bytes(length // pieces), "more_body": left > 0})
+
+    async def slow_and_none() -> int:
+        async with connections_to(app) as (port, state):
+            streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+            for _, writer in streams:
+                writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\n" + ends + b"\r\n")
+            taken = 0
+            while piece := await streams[0][0].read(1 << 20):
+                taken += len(piece)
+                await asyncio.sleep(0.02)
+            while state.connections:  # noqa: ASYNC110  of the one who takes nothing
+                await asyncio.sleep(0.02)
+            for _, writer in streams:
+                writer.close()
+            return taken
+
+    assert asyncio.run(slow_and_none()) > length
 
 
 @pytest.mark.long(24)

@@ -6,6 +6,7 @@ rebinding) or in Origin; both are refused unless they were named. So is a key th
 
 import asyncio
 import ipaddress
+import math
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ _MAX_KEY_CHARS = 4096
 _MAX_HEAD_BYTES = 64 << 10
 _HEAD_S = 30.0  # for a whole head, from the connection or from the answer before
 _SENDING_S = 60.0  # for a whole body
+_READING_S = 60.0  # in which the reader of an answer takes some of it
 _EXPOSED = ("x-request-id", "request-id", "x-agent-id", "x-agent-memory", "retry-after")
 
 
@@ -116,6 +118,7 @@ class Connection(HttpToolsProtocol):
     """uvicorn's own keeps all of a head that has no end, and waits for it. Its option bounds another parser's."""
 
     _late: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
     # Since the last that was a whole head, or a body's: of a head, or of a trailer.
     _unread_bytes = 0
 
@@ -126,6 +129,16 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._stop_waiting()
+        self._stop_watching()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._check_reader(math.inf)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._stop_watching()
 
     def data_received(self, data: bytes) -> None:
         self._unread_bytes += len(data)
@@ -162,12 +175,29 @@ class Connection(HttpToolsProtocol):
 
     def _await_head(self) -> None:
         self._stop_waiting()
-        self._late = self.loop.call_later(_HEAD_S, self.transport.close)
+        self._late = self.loop.call_later(_HEAD_S, self._close)
 
     def _stop_waiting(self) -> None:
         if self._late is not None:
             self._late.cancel()
             self._late = None
+
+    def _close(self) -> None:
+        """It stays until its reader has taken all of the answer before."""
+        self.transport.close()
+        self._stop_watching()
+        self._check_reader(math.inf)
+
+    def _check_reader(self, unsent_before: float) -> None:
+        if (unsent := self.transport.get_write_buffer_size()) >= unsent_before:
+            self.transport.abort()
+        else:
+            self._stalled = self.loop.call_later(_READING_S, self._check_reader, unsent)
+
+    def _stop_watching(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
 
 
 class BodyRoom:
