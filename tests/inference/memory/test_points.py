@@ -55,7 +55,7 @@ class Surroundings:
     def ends_whole(self, ids: Sequence[int]) -> bool:
         return True
 
-    def tokenize(self, text: str) -> Tokenized:
+    def tokenize(self, text: str, _last: int | None = None) -> Tokenized:
         return Tokenized(TokenIds(map(ord, text)), (1,) * len(text))
 
 
