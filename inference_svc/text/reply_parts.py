@@ -148,7 +148,9 @@ def _tool_call(own_id: str, fields: Any) -> manifest_pb2.ToolCall | None:
     """May raise anything when the name is no text, or the arguments no JSON object, which no caller can send back."""
     if not isinstance(fields, Mapping) or not isinstance(fields.get("name"), str):
         return None
-    arguments = fields.get("arguments") or {}  # null and an empty text stand for none
+    arguments = fields.get("arguments")
+    if arguments in (None, ""):  # they stand for none
+        arguments = {}
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     GivenJson([("arguments", text)]).read()
     return manifest_pb2.ToolCall(id=own_id, name=fields["name"], arguments_json=text)
