@@ -133,7 +133,9 @@ def test_a_call_that_is_no_text_is_told_as_it_was_written_and_harms_no_other() -
     assert [name for _, name, _ in calls] == ["weather"]
 
 
-@pytest.mark.parametrize("arguments", ['"Oslo"', "[1]", "7", "true", "[]", "0", "false", '"[1]"', '"{"', r'"{\"a\": \"\\ud800\"}"'])
+@pytest.mark.parametrize(
+    "arguments", ['"Oslo"', "[1]", "7", "true", "[]", "0", "false", '"[1]"', '"{"', r'"{\"a\": \"\\ud800\"}"']
+)
 def test_arguments_that_no_caller_could_send_back_make_no_call(arguments: str) -> None:
     """The engine refuses them in the messages of the next turn, and the conversation could never go on."""
     wrong = f'<tool_call>{{"name": "x", "arguments": {arguments}}}</tool_call>'
