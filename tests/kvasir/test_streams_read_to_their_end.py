@@ -1,4 +1,6 @@
-"""Calls that end with `done` read on: a stream that is left before its end is a cancelled call to its service."""
+"""Calls that end with `done` read on: a stream that is left before its end is a cancelled call to its service. What is
+done is not undone by what happens to the stream behind it.
+"""
 
 import asyncio
 import time
@@ -21,15 +23,18 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 
 
 class _Service(cachestore_pb2_grpc.AgentServiceServicer, inference_pb2_grpc.InferenceServiceServicer):
-    """Its calls end a moment after they said `done`; notes whether somebody listened until then."""
+    """Its calls end a moment after they said `done`, or break; notes whether somebody listened until then."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, breaks: bool) -> None:
+        self._breaks = breaks
         self.was_heard: list[bool] = []
 
     def _told(self, done: Any, context: Any) -> Iterator[Any]:
         yield done
         time.sleep(0.2)
         self.was_heard.append(context.is_active())
+        if self._breaks:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "it ends")
 
     def PullAgent(self, request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
         return self._told(cachestore_pb2.PullAgentResponse(done=cachestore_pb2.SnapshotVersion(version=1)), context)
@@ -42,8 +47,8 @@ class _Service(cachestore_pb2_grpc.AgentServiceServicer, inference_pb2_grpc.Infe
 
 
 @contextmanager
-def served() -> Iterator[tuple[_Service, str]]:
-    service, server = _Service(), grpc.server(futures.ThreadPoolExecutor(1))
+def served(*, breaks: bool) -> Iterator[tuple[_Service, str]]:
+    service, server = _Service(breaks=breaks), grpc.server(futures.ThreadPoolExecutor(1))
     cachestore_pb2_grpc.add_AgentServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
@@ -54,14 +59,17 @@ def served() -> Iterator[tuple[_Service, str]]:
         server.stop(1).wait()
 
 
+@pytest.mark.parametrize("breaks", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_that_is_done_is_not_cancelled(name: str) -> None:
+def test_a_call_that_is_done_is_not_cancelled_and_does_not_fail_any_more(name: str, breaks: bool) -> None:
+    """The service may be stopped, or be gone, between `done` and the end of the stream."""
+
     async def call(address: str) -> None:
         async with AioInferenceClient.connect(address) as client:
-            await CALLS[name](client)
+            assert await CALLS[name](client) is not None
 
-    with served() as (service, address):
+    with served(breaks=breaks) as (service, address):
         with InferenceClient.connect(address) as client:
-            CALLS[name](client)
+            assert CALLS[name](client) is not None
         asyncio.run(call(address))
     assert service.was_heard == [True, True]

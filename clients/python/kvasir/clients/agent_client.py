@@ -160,7 +160,7 @@ class AgentClient(ServiceClient):
             to_peer=to_peer,
             dry_run=dry_run,
         )
-        with closing(self._responses(self._stub.PullAgent, request, timeout_s)) as responses:
+        with closing(self._steps(self._stub.PullAgent, request, timeout_s)) as responses:
             yield from responses
 
     def moving_agent(
@@ -181,7 +181,7 @@ class AgentClient(ServiceClient):
         request = pb.MoveAgentRequest(
             agent_id=agent_id, from_peer=from_peer or None, to_peer=to_peer or None, dry_run=dry_run
         )
-        with closing(self._responses(self._stub.MoveAgent, request, timeout_s)) as responses:
+        with closing(self._steps(self._stub.MoveAgent, request, timeout_s)) as responses:
             yield from responses
 
     def move_agent(

@@ -232,7 +232,7 @@ class InferenceClient(AgentClient):
         """
         request = pb.LoadModelRequest(model=name, drop_unstored=drop_unstored)
         done: pb.LoadedModel | None = None
-        with closing(self._responses(self._stub.LoadModel, request, timeout_s)) as responses:
+        with closing(self._steps(self._stub.LoadModel, request, timeout_s)) as responses:
             for response in responses:
                 if response.HasField("done"):
                     done = response.done  # read on: a stream that is left before its end is a cancelled call

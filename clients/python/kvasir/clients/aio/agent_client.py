@@ -160,7 +160,7 @@ class AioAgentClient(AioServiceClient):
             to_peer=to_peer,
             dry_run=dry_run,
         )
-        async with aclosing(self._responses(self._stub.PullAgent, request, timeout_s)) as responses:
+        async with aclosing(self._steps(self._stub.PullAgent, request, timeout_s)) as responses:
             async for response in responses:
                 yield response
 
@@ -182,7 +182,7 @@ class AioAgentClient(AioServiceClient):
         request = pb.MoveAgentRequest(
             agent_id=agent_id, from_peer=from_peer or None, to_peer=to_peer or None, dry_run=dry_run
         )
-        async with aclosing(self._responses(self._stub.MoveAgent, request, timeout_s)) as responses:
+        async with aclosing(self._steps(self._stub.MoveAgent, request, timeout_s)) as responses:
             async for response in responses:
                 yield response
 

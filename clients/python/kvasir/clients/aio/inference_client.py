@@ -236,7 +236,7 @@ class AioInferenceClient(AioAgentClient):
         """
         request = pb.LoadModelRequest(model=name, drop_unstored=drop_unstored)
         done: pb.LoadedModel | None = None
-        async with aclosing(self._responses(self._stub.LoadModel, request, timeout_s)) as responses:
+        async with aclosing(self._steps(self._stub.LoadModel, request, timeout_s)) as responses:
             async for response in responses:
                 if response.HasField("done"):
                     done = response.done  # read on: a stream that is left before its end is a cancelled call

@@ -14,7 +14,7 @@ import grpc.aio
 
 from kvasir.call_context import NAMESPACE_KEY, onward
 from kvasir.clients.channel import Metadata, bearer
-from kvasir.errors import Unavailable
+from kvasir.errors import KvasirError, Unavailable
 from kvasir.status import from_rpc_error
 
 _Response = TypeVar("_Response")
@@ -95,6 +95,18 @@ class AioServiceClient:
             raise from_rpc_error(error) from None
         finally:
             call.cancel()
+
+    async def _steps(self, method: Any, request: Any, timeout_s: float | None) -> AsyncGenerator[Any, None]:
+        """The responses of a stream that ends with `done`. What breaks it behind that undoes nothing."""
+        is_done = False
+        try:
+            async with aclosing(self._responses(method, request, timeout_s)) as responses:
+                async for response in responses:
+                    is_done = response.HasField("done")
+                    yield response
+        except KvasirError:
+            if not is_done:
+                raise
 
 
 def _parsed(response: Any) -> Any:
