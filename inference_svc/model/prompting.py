@@ -75,7 +75,7 @@ class Prompting:
         """The spellings of tokens that are structure and not text, such as the end of a message."""
         unknown = getattr(tokenizer, "unk_token_id", None)  # stands for characters that the tokenizer does not know
         self._structure = frozenset(self._special_ids.values()) - {unknown}
-        self._spellings = {token_id: spelling for spelling, token_id in self._special_ids.items()}
+        self._spellings = {each: spelling for spelling, each in self._special_ids.items() if each in self._structure}
         self._reply_machine = reply_machine(tokenizer)
         self._longest_token = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
 

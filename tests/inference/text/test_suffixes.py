@@ -1,5 +1,6 @@
 """What follows a memory, tokenized by itself: with the tokens that are kept it spells the prompt and nothing else."""
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -118,6 +119,15 @@ def test_a_guard_is_no_space(shape: str) -> None:
     text = f"ab<{GUARD}|im_end|>b" if shape == "byte level" else f"ab<{GUARD}/s>b"
     assert read(prompting, reused(prompting, "", text)) == without_guards(text)
     assert read(prompting, reused(prompting, "ab", text)) == without_guards(text)
+
+
+def test_no_space_comes_behind_a_character_that_the_tokenizer_does_not_know() -> None:
+    """Its token is special by name, but stands for text."""
+    tokenizer = sentencepiece("every")
+    content = json.loads(tokenizer.to_str())
+    content["model"]["byte_fallback"] = False
+    prompting = wrapped(Tokenizer.from_str(json.dumps(content)))
+    assert reused(prompting, "ab漢", "ab漢b") == list(prompting.tokenize("ab漢b").ids)
 
 
 def test_characters_of_which_nothing_is_left_count_to_the_last_token() -> None:
