@@ -7,11 +7,11 @@ spell a special token differ from the token itself by a guard (literal_text).
 Pure: no tokenizer, no MLX; the caller says which tokens spell whole characters.
 """
 
-import bisect
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+
+from kvasir.formats.manifest import tokens_within_chars
 
 from inference_svc.text.literal_text import GUARD
 from inference_svc.text.token_ids import NO_TOKENS, TokenIds
@@ -111,9 +111,9 @@ def _tokens_inside(
     """Longest run of leading tokens inside the first `matched` code points that ends between two characters."""
     kept, kept_chars = len(memory.token_ids), len(memory.text)
     if matched < kept_chars:
-        ends = [0, *accumulate(memory.token_chars)]
-        kept = bisect.bisect_right(ends, matched) - 1
-        kept_chars = ends[kept]
+        # Also without the first tokens of a character that is not kept: a letter in NFC may be two.
+        kept = tokens_within_chars(memory.token_chars, matched)
+        kept_chars = sum(memory.token_chars[:kept])
     # A token may complete a character and begin the next (GPT-2's " âĢ" is a space and two thirds of a quotation
     # mark), so counting completed characters is not enough: such a token is given back too.
     while kept and not ends_whole(memory.token_ids[max(0, kept - _CHARACTER_WINDOW) : kept]):

@@ -121,6 +121,14 @@ def test_a_guard_is_no_space(shape: str) -> None:
     assert read(prompting, reused(prompting, "ab", text)) == without_guards(text)
 
 
+@pytest.mark.parametrize(("known", "asked"), [("x\u0958", "xb"), ("x\u0958 y", "x y")])
+def test_nothing_is_kept_of_a_character_that_the_prompt_does_not_have(known: str, asked: str) -> None:
+    """Tokenizers like Qwen's make two letters of it (NFC). The first one's token was read in the prompt, too."""
+    prompting = tiny()
+    prompting._tokenizer._tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    assert reused(prompting, known, asked) == list(prompting.tokenize(asked).ids)
+
+
 def test_no_space_comes_behind_a_character_that_the_tokenizer_does_not_know() -> None:
     """Its token is special by name, but stands for text."""
     tokenizer = sentencepiece("every")
