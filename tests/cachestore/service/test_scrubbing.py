@@ -14,6 +14,7 @@ from kvasir.formats.digest import Digest
 from cachestore_svc import background_scrub
 from cachestore_svc.background_scrub import BackgroundScrub
 from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
 from tests.cachestore.core.lab import Lab
 from tests.cachestore.core.lab import publish as publish_in
@@ -128,20 +129,22 @@ def test_a_pass_goes_on_where_it_was_after_a_restart_and_begins_when_it_is_due(l
         assert store.scrubbing.due_in_s(DAY) <= DAY
 
 
-def test_a_pass_that_is_ended_in_the_middle_notes_where_it_was(lab: Lab) -> None:
-    async def scrub() -> None:
-        threads = StoreThreads()
-        task = asyncio.create_task(BackgroundScrub(store, threads, no_peer, bytes_per_s=1, every_s=0.001).run())
+async def scrub_until_a_blob_is_checked(lab: Lab, store: Store, bytes_per_s: int) -> None:
+    threads = StoreThreads()
+    task = asyncio.create_task(BackgroundScrub(store, threads, no_peer, bytes_per_s=bytes_per_s, every_s=0.001).run())
+    async with asyncio.timeout(10):
         while not store.scrubbing.state.blobs_checked:
             lab.clock.pass_s(1)
             await asyncio.sleep(0.005)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        threads.close()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    threads.close()
 
+
+def test_a_pass_that_is_ended_in_the_middle_notes_where_it_was(lab: Lab) -> None:
     with lab.open() as store:
         publish_in(store, "ada", TURN, 0)
-        asyncio.run(scrub())
+        asyncio.run(scrub_until_a_blob_is_checked(lab, store, bytes_per_s=1))
         at = store.scrubbing.state
     with lab.open() as store:
         assert store.scrubbing.load() == at
@@ -212,21 +215,9 @@ class FullOnce(Disk):
 
 def test_a_store_that_starts_on_a_full_disk_is_scrubbed_all_the_same(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background_scrub, "_REST_S", 0.01)
-
-    async def scrub() -> None:
-        threads = StoreThreads()
-        disk.is_full = True
-        task = asyncio.create_task(BackgroundScrub(store, threads, no_peer, bytes_per_s=1 << 30, every_s=0.001).run())
-        async with asyncio.timeout(10):
-            while not store.scrubbing.state.blobs_checked:
-                lab.clock.pass_s(1)
-                await asyncio.sleep(0.005)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        threads.close()
-
     disk = FullOnce()
     with lab.open(disk, ballast_bytes=0) as store:
         publish_in(store, "ada", TURN, 0)
-        asyncio.run(scrub())
+        disk.is_full = True
+        asyncio.run(scrub_until_a_blob_is_checked(lab, store, bytes_per_s=1 << 30))
         assert not disk.is_full

@@ -12,6 +12,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.prompting import Prompting
 from inference_svc.text.conversation import (
+    ChatTemplate,
     Dialogue,
     Tool,
     check_counts,
@@ -103,19 +104,25 @@ def mistral(messages: Sequence[dict[str, Any]], tools: Any, add_generation_promp
     return "".join(f"[{each['role']}]{each.get('tool_calls') or each['content']}" for each in messages)
 
 
+def remembered_call(template: ChatTemplate, prompting: Prompting, asked: manifest_pb2.Message) -> manifest_pb2.Message:
+    """What is remembered of a reply that is a call."""
+    conversation = told([asked], [WEATHER])
+    return reply_message(
+        template,
+        conversation,
+        reply=CALL,
+        rendered_text=render(template, conversation) + CALL,
+        tool_calls=calls_of(CALL, prompting),
+        tool_start=prompting.tool_start,
+    )
+
+
 def test_a_call_is_remembered_in_a_form_that_its_template_takes_later(prompting: Prompting) -> None:
     """What the model said is no form of the template's. Remembered as it was said, the call counted as an answer, and
     the question after the next one was refused for good.
     """
     messages = [message("user", "Weather?")]
-    remembered = reply_message(
-        mistral,
-        told(messages, [WEATHER]),
-        reply=CALL,
-        rendered_text=render(mistral, told(messages, [WEATHER])) + CALL,
-        tool_calls=calls_of(CALL, prompting),
-        tool_start=prompting.tool_start,
-    )
+    remembered = remembered_call(mistral, prompting, messages[0])
     assert (len(remembered.tool_calls), remembered.is_reply) == (1, False)
     result = message("tool", "sunny", tool_call_id=remembered.tool_calls[0].id)
     for following in ([], [message("assistant", "It is sunny."), message("user", "And then?")]):
@@ -128,15 +135,7 @@ def test_where_no_form_of_a_call_is_taken_later_it_is_remembered_as_it_was_said(
             raise ValueError("Conversation roles must alternate user/assistant")
         return "".join(f"[{each['role']}] {each['content']}" for each in messages)
 
-    messages = [message("user", "Weather?")]
-    remembered = reply_message(
-        alternating,
-        told(messages, [WEATHER]),
-        reply=CALL,
-        rendered_text=render(alternating, told(messages, [WEATHER])) + CALL,
-        tool_calls=calls_of(CALL, prompting),
-        tool_start=prompting.tool_start,
-    )
+    remembered = remembered_call(alternating, prompting, message("user", "Weather?"))
     assert (remembered.content, len(remembered.tool_calls)) == (CALL, 0)
 
 
