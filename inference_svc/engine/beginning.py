@@ -16,7 +16,6 @@ from inference_svc.engine.sampling import Sampler
 from inference_svc.engine.scheduling.hot_memories import ResidentMemory
 from inference_svc.engine.sequence import Sequence
 from inference_svc.kv.kv_load import KvLoad
-from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.tensor_files import CheckedFile, check_files, check_state
 from inference_svc.model.model_info import ModelInfo
@@ -35,7 +34,7 @@ class Reuse:
     tokens: int = 0
     chain: collections.abc.Sequence[str] = ()
     shareable_tokens: int = 0
-    is_shared: bool = False  # another turn or memory of the namespace gave it
+    is_shared: bool = False  # another turn or memory of the namespace gave it, and it is all that the turn reuses
 
 
 def reuse_of_memory(sequence: Sequence, memory: ResidentMemory | None) -> Reuse:
@@ -74,7 +73,7 @@ def _last_points(kv: SequenceKV) -> tuple[int, ...]:
 
 
 def begin(sequence: Sequence, reuse: Reuse, forked: SequenceKV, model: ModelInfo) -> None:
-    """Give the turn its KV: the fork of what it reuses, unless its plan restores more, which is on its way then.
+    """Give the turn its KV: the fork of what it reuses. If its plan restores more, the files behind that are loaded.
 
     Raises FailedPrecondition (RESTORED_TOKENS_DIFFER, STATE_MISSING) and DataLoss (BLOB_DAMAGED); nothing has changed
     then.
@@ -82,7 +81,7 @@ def begin(sequence: Sequence, reuse: Reuse, forked: SequenceKV, model: ModelInfo
     sequence.sampler = Sampler(sequence.plan.sampling, sequence.plan.token_ids, sequence.matcher)
     sequence.leave_queue()
     if isinstance(sequence.plan.reuse, Restored) and not reuse.is_shared:
-        sequence.arrives(_RestoredKV(sequence, sequence.plan.reuse, forked.pool, model))
+        sequence.arrives(_RestoredKV(sequence, sequence.plan.reuse, forked, model))
         return
     sequence.kv = forked
     if reuse.tokens:
@@ -111,9 +110,11 @@ def memory_left(sequence: Sequence, runner: ModelRunner, kv_identity_hash: str) 
 
 
 class _RestoredKV:
-    """What a plan restores, on its way (`Arrival`). The headers of all files are checked before the first is loaded."""
+    """What a plan restores, on its way (`Arrival`). The headers of all files are checked before the first is loaded.
+    `begun`: KV of its first blocks, which need no files.
+    """
 
-    def __init__(self, sequence: Sequence, restored: Restored, pool: KvPool, model: ModelInfo) -> None:
+    def __init__(self, sequence: Sequence, restored: Restored, begun: SequenceKV, model: ModelInfo) -> None:
         keep = sequence.reusable_tokens
         if not _begins_with(restored.token_ids, sequence.plan.token_ids, keep):
             raise FailedPrecondition("the restored tokens are not the prompt's", reason="RESTORED_TOKENS_DIFFER")
@@ -126,7 +127,7 @@ class _RestoredKV:
                 )
             kept_ids = restored.token_ids[:keep]
             states = [check_state(model.kv_identity, model.kv_identity_hash, restored.state, kept_ids)]
-        self.load = KvLoad(pool, files, keep, states, _windows(restored, keep, model))
+        self.load = KvLoad(begun, files, keep, states, _windows(restored, keep, model))
         self._chain = tuple(file.header.identity.chain for file in files[: keep // BLOCK_TOKENS])
         self._shareable = restored.shareable_tokens
         self._sequence = sequence

@@ -110,7 +110,7 @@ class SwapIn:
                 return self._whole() if self._model.has_rewind_points else self._leading()
             except DataLoss as error:
                 self._leave_out(error)
-        return KvLoad(self._pool, (), 0)
+        return KvLoad(SequenceKV(self._pool), (), 0)
 
     def _leave_out(self, error: DataLoss) -> None:
         """What is damaged, and all that needs it."""
@@ -132,7 +132,8 @@ class SwapIn:
             raise DataLoss(f"expected {len(points)} state files, got {len(rest)}")
         states = [check_state(identity, name, blob, tokens[:point]) for blob, point in zip(rest, points, strict=True)]
         files = groups.pop(0, [])
-        return KvLoad(self._pool, files, swapped.tokens, states, groups, points=swapped.rewind_points)
+        kv = SequenceKV(self._pool)
+        return KvLoad(kv, files, swapped.tokens, states, groups, points=swapped.rewind_points)
 
     def _leading(self) -> KvLoad:
         """As many leading tokens as the files cover. Raises DataLoss."""
@@ -142,4 +143,5 @@ class SwapIn:
         files = check_files(model.kv_identity, model.kv_identity_hash, self._blobs, tokens)
         # The last position from which the rest of the prompt gets the same bits: an edge of the grid.
         is_whole = covered == self._swapped.tokens or covered >= sequence.prompt_tokens
-        return KvLoad(self._pool, files, covered if is_whole else covered // model.cell_tokens * model.cell_tokens)
+        keep = covered if is_whole else covered // model.cell_tokens * model.cell_tokens
+        return KvLoad(SequenceKV(self._pool), files, keep)

@@ -18,7 +18,6 @@ from kvasir.formats.layer_groups import layers_of
 from inference_svc.kv.attention.host_copy import LANDING_BYTES, Sent, may_send, send
 from inference_svc.kv.page import PAGE_TOKENS, UNIT_BYTES
 from inference_svc.kv.pages.block_table import blocks_of
-from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import RewindPoint, SequenceKV
 from inference_svc.kv.state_kv import StateKV
 from inference_svc.kv.tensor_files import Array, CheckedFile, not_finite, page_units, state_arrays
@@ -48,7 +47,8 @@ class _Piece:
 class KvLoad:
     """KV that is being made from files. If it is released or dropped before it is whole, its pages go back to the pool.
 
-    The files cover the first `keep` tokens from position 0, which are kept, with the rewind points of `states`. If the
+    `kv`: of whole leading blocks, which need no files, or empty. The files, those blocks' too, cover the first `keep`
+    tokens from position 0, which are kept, with the rewind points of `states`. If the
     model has recurrent layers, the last one is at `keep`. `windows`: files of each window, without a gap from a block
     that the token at `keep` sees, or earlier, to the last. `points`: rewind points of a model without states, beside
     `keep`, whose blocks are among these.
@@ -56,14 +56,14 @@ class KvLoad:
 
     def __init__(
         self,
-        pool: KvPool,
+        kv: SequenceKV,
         files: Sequence[CheckedFile],
         keep: int,
         states: Sequence[CheckedFile] = (),
         windows: Mapping[int, Sequence[CheckedFile]] = MappingProxyType({}),
         points: Collection[int] = (),
     ) -> None:
-        self.kv = SequenceKV(pool)  # empty, but for pages, until it is whole
+        self.kv = kv  # but for pages as it was until it is whole
         self._keep = keep
         self._states = states
         self._points = points
@@ -71,7 +71,9 @@ class KvLoad:
         kept |= {
             window: [file for file in some if file.header.identity.start < keep] for window, some in windows.items()
         }
-        self._left = deque(_GroupFiles(group, some) for group, some in kept.items() if some)
+        begun = {0: kv.length // PAGE_TOKENS}
+        left = (_GroupFiles(group, some, begun.get(group, 0)) for group, some in kept.items())
+        self._left = deque(files for files in left if files.sent < len(files.files))
         self._coming = deque[_Piece]()  # sent, and not written to pages yet
         self._unchecked: list[tuple[_Piece, mx.array]] = []  # written, and which of their files hold what is no number
 
