@@ -20,7 +20,7 @@ from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recollection, off_loop, unknown_token
 from inference_svc.memory.store.answers import StoreMiss
 from inference_svc.memory.store.patience import Budget
-from inference_svc.memory.store.reading import Reading
+from inference_svc.memory.store.reading import BackgroundRead
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.stored_windows import FoundPrefix, StoredWindow, blocks_seen, covers
 from inference_svc.model.prompting import Prompting, Tokenized
@@ -54,7 +54,7 @@ class Prepared:
     stored_blocks: tuple[Digest, ...]  # the leading full blocks of the prompt that the store already holds
     stored_windows: Mapping[int, StoredWindow] = field(default_factory=dict)  # and, by window, blocks of those layers
     shareable_tokens: int = 0  # of these blocks' tokens, leading ones whose rows every prefill makes
-    reading: Reading | None = None  # of the files that are reused
+    reading: BackgroundRead | None = None  # of the files that are reused
 
     def stop_reading(self) -> None:
         """The turn has its KV, or is over."""
@@ -257,7 +257,7 @@ class ReusePlanner:
         store: RemoteCache | None,
         budget: Budget,
         hold: Callable[[int], Awaitable[None]],
-    ) -> tuple[Reuse, Reading | None, Miss | None]:
+    ) -> tuple[Reuse, BackgroundRead | None, Miss | None]:
         """The KV that can be reused: of the store's files, as many leading ones as arrive whole."""
         if candidate.source is Source.HOT:
             return Hot(candidate.keep), None, None
@@ -292,14 +292,14 @@ class ReusePlanner:
 
     async def _arriving(
         self, candidate: _Candidate, wanted: Sequence[Digest], store: RemoteCache, budget: Budget
-    ) -> tuple[Reuse, Reading | None, Miss | None]:
+    ) -> tuple[Reuse, BackgroundRead | None, Miss | None]:
         """Files of which the engine takes those that came while others are read. The turn takes no room in the engine
         before the first one came.
         """
         keep = min(candidate.keep, len(wanted) * BLOCK_TOKENS)
         if not keep:
             return Cold(), None, None
-        reading = Reading(store, wanted, budget)
+        reading = BackgroundRead(store, wanted, budget)
         if not await reading.begun():
             return Cold(), None, reading.miss
         known_ids = candidate.known_ids[: len(wanted) * BLOCK_TOKENS]

@@ -14,7 +14,7 @@ from inference_svc.memory.store.remote_cache import RemoteCache
 _LOG = structlog.get_logger(__name__)
 
 
-class Reading:
+class BackgroundRead:
     """Reads blobs in the background, from now until they are all there, one fails, or it is stopped."""
 
     def __init__(self, store: RemoteCache, digests: Sequence[Digest], budget: Budget) -> None:
