@@ -12,6 +12,7 @@ from kvasir.errors import KvasirError
 from kvasir.formats.block_file import FileIdentity
 from kvasir.formats.block_hash import BLOCK_TOKENS
 
+from inference_svc.engine.incoming import Incoming
 from inference_svc.formats.constraint import Constraint
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.token_ids import TokenIds
@@ -84,6 +85,8 @@ class Restored:
     shareable_tokens: int = 0
     state: bytes | None = None  # state file of exactly `keep_tokens` tokens; models with states need it
     windows: tuple["RestoredWindow", ...] = ()  # one for each window of the layout
+    # Instead of `blobs`, where all layers keep all tokens: if not all of them come, fewer tokens are reused.
+    incoming: Incoming | None = None
 
 
 @dataclass(frozen=True, slots=True)

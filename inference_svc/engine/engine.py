@@ -15,10 +15,21 @@ from typing import Any, TypeVar
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import InvalidArgument, ResourceExhausted, Unavailable
 
-from inference_svc.engine.api import AgentKey, CarriedTurn, Failed, HeldTurn, HotMemory, Listener, Snapshot, TurnPlan
+from inference_svc.engine.api import (
+    AgentKey,
+    CarriedTurn,
+    Failed,
+    HeldTurn,
+    HotMemory,
+    Listener,
+    Restored,
+    Snapshot,
+    TurnPlan,
+)
 from inference_svc.engine.context import check_fits
 from inference_svc.engine.engine_worker import EngineWorker
 from inference_svc.engine.held_turns import check_carried
+from inference_svc.engine.incoming import Incoming
 from inference_svc.engine.mlx_thread import Letter, MlxThread
 from inference_svc.engine.reply_text import ReplyText
 from inference_svc.engine.scheduling.schedulable import Rules
@@ -45,17 +56,19 @@ class TurnHandle:
     def cancel(self) -> None:
         """End the turn before its next cell or token. Idempotent; without effect once the turn is over."""
         self._sequence.is_cancelled = True
-        self._post(lambda _worker: None)  # wakes it
+        self._post(_nothing)  # wakes it
 
     def files_stored(self) -> None:
         """The files of `Preempted` have left RAM: other turns may be preempted."""
         self._post(lambda worker: worker.files_stored(self._sequence))
 
-    def resume(self, blobs: Iterable[bytes]) -> None:
+    def resume(self, files: Iterable[bytes] | Incoming) -> None:
         """The answer to `Wanted`: the files of `Preempted`, or as many leading ones as could be read. They are checked;
         KV of missing or damaged files is computed again. Without effect once the turn is over.
         """
-        self._post(lambda worker: worker.resume(self._sequence, tuple(blobs)))
+        incoming = files if isinstance(files, Incoming) else Incoming.of(files)
+        self._post(lambda worker: worker.resume(self._sequence, incoming))
+        incoming.watch(lambda: self._post(_nothing))
 
     def full_blocks(self, first_block: int, max_blocks: int) -> "Future[tuple[bytes, ...]]":
         """Files of the turn's full blocks from `first_block` on, of the layers that keep all tokens: for another engine
@@ -202,6 +215,8 @@ class Engine:
         if sequence.finish_reason is not None:
             raise InvalidArgument("carried.token_ids: the reply has ended", field="carried.token_ids")
         posted = self._thread.post(lambda worker: worker.submit(sequence))
+        if isinstance(plan.reuse, Restored) and plan.reuse.incoming is not None:
+            plan.reuse.incoming.watch(lambda: self._thread.post(_nothing))
         posted.add_done_callback(lambda done: on_events([Failed(_closed())]) if done.cancelled() else None)
         return TurnHandle(sequence, self._thread.post)
 
@@ -307,6 +322,10 @@ class Engine:
                 reason="MEMORY_EXCEEDED",
                 metadata={"needed_bytes": str(needed_bytes), "budget_bytes": str(self.memory_budget_bytes)},
             )
+
+
+def _nothing(_worker: EngineWorker) -> None:
+    """A letter that only wakes the thread."""
 
 
 def _rules(model: ModelInfo, step_budget_s: float, least_tokens: int | None) -> Rules:

@@ -66,6 +66,42 @@ def _schema(identity: bytes, rows: int, group: int) -> _Schema:
     return _Schema.of(expected_tensors(identity_pb2.KvIdentity.FromString(identity), rows, group))
 
 
+class FileChecks:
+    """What the files of exactly these tokens must be under this identity: of one group of layers (0: those that keep
+    all tokens, else a window), from a block on.
+    """
+
+    def __init__(
+        self,
+        identity: identity_pb2.KvIdentity,
+        kv_identity_hash: str,
+        token_ids: Sequence[int],
+        group: int = 0,
+        first_block: int = 0,
+    ) -> None:
+        self.chain = chain_hashes(kv_identity_hash, token_ids)
+        self._expected = file_identities(kv_identity_hash, token_ids, self.chain, first_block, group)
+        if not layers_of(identity, group):
+            self._expected = []  # nothing is in blocks
+        self._identity = identity
+        self._group = group
+        layout = identity.SerializeToString(deterministic=True)
+        self._schemas = {rows: _schema(layout, rows, group) for rows in {file.tokens for file in self._expected}}
+
+    def check_count(self, files: int) -> None:
+        """Raises DataLoss unless there are as many files as there must be."""
+        if files != (expected := len(self._expected)):
+            raise _damaged(min(files, expected), f"expected {expected} tensor files, got {files}", self._group)
+
+    def checked(self, index: int, data: bytes) -> CheckedFile:
+        """A file whose header names, and whose tensors fit, what must be there. Raises DataLoss that names the file."""
+        expected = self._expected[index]
+        try:
+            return _checked(self._identity, self._schemas[expected.tokens], expected, data)
+        except HeaderError as error:
+            raise _damaged(index, str(error), self._group) from None
+
+
 def check_files(
     identity: identity_pb2.KvIdentity,
     kv_identity_hash: str,
@@ -74,28 +110,10 @@ def check_files(
     group: int = 0,
     first_block: int = 0,
 ) -> list[CheckedFile]:
-    """Check that the headers of `blobs` name, and their tensors fit, KV of exactly these tokens under this identity: of
-    one group of layers (0: those that keep all tokens, else a window), from a block on.
-
-    Raises DataLoss that names the first blob which does not.
-    """
-    expected = file_identities(
-        kv_identity_hash, token_ids, chain_hashes(kv_identity_hash, token_ids), first_block, group
-    )
-    if not layers_of(identity, group):
-        expected = []  # nothing is in blocks
-    if len(blobs) != len(expected):
-        what = f"expected {len(expected)} tensor files, got {len(blobs)}"
-        raise _damaged(min(len(blobs), len(expected)), what, group)
-    layout = identity.SerializeToString(deterministic=True)
-    schemas = {rows: _schema(layout, rows, group) for rows in {file.tokens for file in expected}}
-    files: list[CheckedFile] = []
-    for index, (file_identity, data) in enumerate(zip(expected, blobs, strict=True)):
-        try:
-            files.append(_checked(identity, schemas[file_identity.tokens], file_identity, data))
-        except HeaderError as error:
-            raise _damaged(index, str(error), group) from None
-    return files
+    """Check all files of a run, as `FileChecks` does. Raises DataLoss that names the first wrong one."""
+    checks = FileChecks(identity, kv_identity_hash, token_ids, group, first_block)
+    checks.check_count(len(blobs))
+    return [checks.checked(index, data) for index, data in enumerate(blobs)]
 
 
 def check_state(

@@ -20,6 +20,7 @@ from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recollection, off_loop, unknown_token
 from inference_svc.memory.store.answers import StoreMiss
 from inference_svc.memory.store.patience import Budget
+from inference_svc.memory.store.reading import BackgroundRead
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.stored_windows import FoundPrefix, StoredWindow, blocks_seen, covers
 from inference_svc.model.prompting import Prompting, Tokenized
@@ -53,6 +54,12 @@ class Prepared:
     stored_blocks: tuple[Digest, ...]  # the leading full blocks of the prompt that the store already holds
     stored_windows: Mapping[int, StoredWindow] = field(default_factory=dict)  # and, by window, blocks of those layers
     shareable_tokens: int = 0  # of these blocks' tokens, leading ones whose rows every prefill makes
+    reading: BackgroundRead | None = None  # of the files that are reused
+
+    def stop_reading(self) -> None:
+        """The turn has its KV, or is over."""
+        if self.reading is not None:
+            self.reading.stop()
 
     def begun(self, started: Started) -> "Prepared":
         """The same plan with only the stored blocks that the turn's KV still has. The engine may begin further back
@@ -60,7 +67,8 @@ class Prepared:
         only where that was prefilled.
         """
         kept = min(started.cached_tokens, self.shareable_tokens) if started.is_shared else started.cached_tokens
-        return self.kept(kept // BLOCK_TOKENS)
+        read_miss = self.reading.miss if self.reading is not None else None
+        return replace(self.kept(kept // BLOCK_TOKENS), miss=read_miss or self.miss)
 
     def kept(self, blocks: int) -> "Prepared":
         """The same plan with so many of the stored blocks at most: rows behind them are computed anew."""
@@ -141,7 +149,7 @@ class ReusePlanner:
         if store is not None and usable_files is None and usable_windows and not self._engine.model.has_states:
             candidate, shared_miss = await self._by_block_hashes(store, candidate, text, given, namespace, budget)
             miss = miss or shared_miss
-        reuse, read_miss = await self._reuse(candidate, usable_files, store, budget, hold)
+        reuse, reading, read_miss = await self._reuse(candidate, usable_files, store, budget, hold)
         kept = 0 if isinstance(reuse, Cold) else reuse.keep_tokens
         return Prepared(
             text=text,
@@ -155,6 +163,7 @@ class ReusePlanner:
                 window: stored.before(kept // BLOCK_TOKENS) for window, stored in candidate.windows.items()
             },
             shareable_tokens=candidate.shareable_tokens,
+            reading=reading,
         )
 
     async def _by_text(
@@ -248,12 +257,12 @@ class ReusePlanner:
         store: RemoteCache | None,
         budget: Budget,
         hold: Callable[[int], Awaitable[None]],
-    ) -> tuple[Reuse, Miss | None]:
+    ) -> tuple[Reuse, BackgroundRead | None, Miss | None]:
         """The KV that can be reused: of the store's files, as many leading ones as arrive whole."""
         if candidate.source is Source.HOT:
-            return Hot(candidate.keep), None
+            return Hot(candidate.keep), None, None
         if candidate.source is Source.COLD or store is None:
-            return Cold(), None
+            return Cold(), None, None
         named = [*candidate.blocks, *((candidate.tail,) if candidate.tail else ())]
         wanted = named[: -(-candidate.keep // BLOCK_TOKENS)][:usable_files]
         # All room is asked for at once: turns that hold room and wait for more could wait for each other.
@@ -261,7 +270,11 @@ class ReusePlanner:
         beside = {keep: _beside_blocks(candidate, keep, has_states) for keep in _lengths(candidate, has_states)}
         rest_bytes = [sum(digest.size_bytes for digest in named) for named in beside.values()]
         await hold(sum(digest.size_bytes for digest in wanted) + max(rest_bytes, default=0))
-        blobs, miss = await store.read_blobs(wanted, budget) if wanted else ([], None)
+        if not self._engine.model.has_rewind_points:
+            return await self._arriving(candidate, wanted, store, budget)
+        blobs: list[bytes] = []
+        miss = await store.read_blobs(wanted, budget, blobs.append) if wanted else None
+        # Which files of windows are read, and which state, depends on how many of these came.
         if manifests.keeps_all_tokens(self._engine.model.kv_identity):
             # The last file is full, or a tail that holds all the rest.
             candidate = replace(candidate, keep=min(candidate.keep, len(blobs) * BLOCK_TOKENS))
@@ -269,12 +282,29 @@ class ReusePlanner:
         for keep in _lengths(candidate, has_states):
             named = beside.get(keep, [])
             if gone.isdisjoint(named):
-                found, rest_miss = await store.read_blobs(named, budget) if named else ([], None)
+                found: list[bytes] = []
+                rest_miss = await store.read_blobs(named, budget, found.append) if named else None
                 miss = miss or rest_miss
                 if len(found) == len(named):
-                    return self._restored(candidate, keep, blobs, found), miss
+                    return self._restored(candidate, keep, blobs, found), None, miss
                 gone.add(named[len(found)])
-        return Cold(), miss
+        return Cold(), None, miss
+
+    async def _arriving(
+        self, candidate: _Candidate, wanted: Sequence[Digest], store: RemoteCache, budget: Budget
+    ) -> tuple[Reuse, BackgroundRead | None, Miss | None]:
+        """Files of which the engine takes those that came while others are read. The turn takes no room in the engine
+        before the first one came.
+        """
+        keep = min(candidate.keep, len(wanted) * BLOCK_TOKENS)
+        if not keep:
+            return Cold(), None, None
+        reading = BackgroundRead(store, wanted, budget)
+        if not await reading.begun():
+            return Cold(), None, reading.miss
+        known_ids = candidate.known_ids[: len(wanted) * BLOCK_TOKENS]
+        restored = Restored((), known_ids, keep, candidate.shareable_tokens, incoming=reading.incoming)
+        return restored, reading, None
 
     def _restored(self, candidate: _Candidate, keep: int, blobs: Sequence[bytes], beside: Sequence[bytes]) -> Restored:
         """The first `keep` tokens, of which all files were read: those of `_beside_blocks` are in its order."""

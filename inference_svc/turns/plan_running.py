@@ -121,6 +121,7 @@ class PlanRunner:
                     usable_windows=usable_windows,
                     generates=not turn.request.is_warming,
                 )
+                turn.restoring.callback(prepared.stop_reading)
                 await self._lines.check(turn, budget)
                 if turn.spoken is not None:
                     prepared = replace(prepared, tokens=prepared.tokens + turn.spoken)

@@ -5,10 +5,8 @@ arrive earn more. Every failed read is a miss with its reason. Bytes that were r
 before they are used.
 """
 
-import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 from kvasir import errors, on_full
@@ -91,34 +89,36 @@ class RemoteCache(StoreConnection):
             raise StoreMiss(Miss(MissReason.BLOB_DAMAGED, f"manifest {head.manifest}: other bytes were received"))
         return data
 
-    async def read_blobs(self, digests: Sequence[Digest], budget: Budget) -> tuple[list[bytes], Miss | None]:
-        """The longest prefix of the blobs that arrived whole and correct within the budget, and why it is not all."""
-        blobs: list[bytes] = []
+    async def read_blobs(self, digests: Sequence[Digest], budget: Budget, take: Callable[[bytes], None]) -> Miss | None:
+        """Give `take` the blobs in their order, as they arrive whole and correct within the budget. Returns why not all
+        of them did.
+        """
         try:
-            await self._read_files(digests, blobs, budget)
-            if len(blobs) == len(digests):
-                return blobs, None
-            async with contextlib.aclosing(self.client.get_blobs(digests[len(blobs) :])) as arriving:
-                while len(blobs) < len(digests):
+            taken = await self._read_files(digests, budget, take)
+            if taken == len(digests):
+                return None
+            async with contextlib.aclosing(self.client.get_blobs(digests[taken:])) as arriving:
+                for _ in digests[taken:]:
                     _, data = await self._read(lambda: anext(arriving), budget)
                     budget.earn(len(data))
-                    blobs.append(bytes(data))
+                    take(bytes(data))
         except StoreMiss as error:
-            return blobs, error.miss
+            return error.miss
         except errors.KvasirError as error:
-            return blobs, miss_of(error)
-        return blobs, None
+            return miss_of(error)
+        return None
 
-    async def _read_files(self, digests: Sequence[Digest], blobs: list[bytes], budget: Budget) -> None:
-        """Add the first blobs, up to one that the store has to be asked for."""
-        files = self._files
-        for digest in digests if files is not None else ():
-            assert files is not None
-            data = await self._read(partial(asyncio.to_thread, files.read, digest), budget)
-            if data is None:
-                return
-            budget.earn(len(data))
-            blobs.append(data)
+    async def _read_files(self, digests: Sequence[Digest], budget: Budget, take: Callable[[bytes], None]) -> int:
+        """Read the store's files up to one for which the store has to be asked. Returns how many were read."""
+        if self._files is None:
+            return 0
+        taken = 0
+        async with contextlib.aclosing(self._files.read_in_order(digests)) as arriving:
+            while taken < len(digests) and (data := await self._read(lambda: anext(arriving), budget)) is not None:
+                budget.earn(len(data))
+                take(data)
+                taken += 1
+        return taken
 
     async def find_prefix(
         self, kv_identity_hash: str, block_hashes: Sequence[str], groups: Sequence[int], budget: Budget

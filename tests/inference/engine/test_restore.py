@@ -10,6 +10,7 @@ import pytest
 from kvasir.errors import DataLoss
 
 from inference_svc.engine.api import AgentKey, Hot, Restored, Tokens
+from inference_svc.engine.incoming import Incoming
 from inference_svc.text.token_ids import TokenIds
 from tests.inference.engine.driving import GENERATED, Driver, Listener, tokens_of
 
@@ -240,6 +241,25 @@ def test_a_damaged_file_behind_a_shared_prefix_is_named_and_leaves_no_page(drive
         driver.turn(following, damaged, driver.key(), namespace="tests")
     assert caught.value.metadata["blob"] == "3"
     assert driver.engine._thread.post(lambda worker: worker.memories.ledger.used_pages).result(60) == used
+
+
+@pytest.mark.cells_of_a_block
+@pytest.mark.parametrize(("came", "cached"), [(1, 768), (4, 1_024)])
+def test_where_files_stop_coming_a_shared_prefix_stays(driver: Driver, came: int, cached: int) -> None:
+    prompt, giver = tokens_of(1_300, seed=62 + came), driver.key()
+    driver.turn(prompt, key=giver, max_tokens=1)
+    plan = driver.restored(giver, len(prompt))
+    driver.engine.drop_hot(giver).result(60)
+    driver.turn((*prompt[:768], 7), key=driver.key(), namespace="tests", max_tokens=1)
+    files = Incoming(len(plan.blobs))
+    for data in plan.blobs[:came]:
+        files.add(data)
+    files.end()
+    following = (*prompt, *tokens_of(30, seed=8))
+    shared = driver.turn(following, replace(plan, blobs=(), incoming=files), driver.key(), namespace="tests")
+    cold = driver.turn(following, key=driver.key())
+    assert shared.cached_tokens == cached
+    assert shared.state == cold.state
 
 
 def pages_of_its_own(driver: Driver, key: AgentKey) -> int:

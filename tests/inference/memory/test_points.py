@@ -1,7 +1,7 @@
 """Prompts held against memories of models with states: back to a point, or to nothing, and what that loses is said."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,21 +30,26 @@ class Surroundings:
     """A store that has files by their digests, an engine of a model with states, and a tokenizer of characters."""
 
     model = SimpleNamespace(
-        kv_identity=MIXED, kv_identity_hash="x", tokenizer_digest="t", cell_tokens=256, has_states=True, state_bytes=9
+        kv_identity=MIXED,
+        kv_identity_hash="x",
+        tokenizer_digest="t",
+        cell_tokens=256,
+        has_states=True,
+        has_rewind_points=True,
+        state_bytes=9,
     )
 
     def __init__(self) -> None:
         self.missing: set[Digest] = set()
         self.asked: list[Digest] = []
 
-    async def read_blobs(self, digests: Sequence[Digest], budget: object) -> tuple[list[bytes], Miss | None]:
+    async def read_blobs(self, digests: Sequence[Digest], budget: object, take: Callable[[bytes], None]) -> Miss | None:
         self.asked += digests
-        found = []
         for digest in digests:
             if digest in self.missing:
-                return found, Miss(MissReason.BLOB_MISSING, "gone")
-            found.append(digest.hash.encode())
-        return found, None
+                return Miss(MissReason.BLOB_MISSING, "gone")
+            take(digest.hash.encode())
+        return None
 
     async def find_prefix(self, *_: object) -> list[Digest]:
         raise AssertionError("blocks of others have no states")

@@ -37,7 +37,12 @@ STORED = {300: window("300", 2, 3), 512: window("512", 1, 2, 3)}
 
 class Windowed(Surroundings):
     model = SimpleNamespace(
-        kv_identity=WINDOWED, kv_identity_hash="0" * 64, tokenizer_digest="t", cell_tokens=256, has_states=False
+        kv_identity=WINDOWED,
+        kv_identity_hash="0" * 64,
+        tokenizer_digest="t",
+        cell_tokens=256,
+        has_states=False,
+        has_rewind_points=True,
     )
 
     held = 0

@@ -37,7 +37,8 @@ def read(store: RunningStore, *digests: Digest) -> tuple[list[bytes], MissReason
         client = AioStoreClient.connect(store.address, retry_reads=False)
         cache = RemoteCache(client, "default", StoreFiles(store.data_dir, "default"))
         assert await cache.answers()
-        blobs, miss = await cache.read_blobs(digests, Budget(5.0, 1.0, time.monotonic))
+        blobs: list[bytes] = []
+        miss = await cache.read_blobs(digests, Budget(5.0, 1.0, time.monotonic), blobs.append)
         await cache.close()
         return blobs, miss.reason if miss is not None else None
 
