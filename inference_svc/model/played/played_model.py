@@ -4,6 +4,7 @@ It keeps the layout, page sizes and context of the real model, has kvasir-tiny's
 identity is no real model's. Only `inference_svc.bench.played_engine` opens it.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,17 @@ _LIKELY = 20.0  # a logit beside which all others, of 0, have no chance
 class PlayedRunner(ModelRunner):
     """What the engine uses of a runner, without a model. MLX's own operations write the pages, on every device."""
 
-    def __init__(self, layers: Sequence[identity_pb2.LayerLayout], vocabulary_size: int, words: Sequence[int]) -> None:
-        """`words`: the tokens that a reply consists of."""
+    def __init__(
+        self,
+        layers: Sequence[identity_pb2.LayerLayout],
+        vocabulary_size: int,
+        words: Sequence[int],
+        tokens_per_s: float,
+        sleep: Callable[[float], None],
+    ) -> None:
+        """`words`: the tokens that a reply consists of. `tokens_per_s`: how long prompts are to take; 0: not longer."""
+        self._tokens_per_s = tokens_per_s
+        self._sleep = sleep
         self.is_on_gpu = False
         self.layers = tuple(layers)
         self.compute_type = _COMPUTE_TYPE
@@ -90,6 +100,8 @@ class PlayedRunner(ModelRunner):
             raise
         room.move_in()
         kv.advanced(len(token_ids))
+        if self._tokens_per_s:
+            self._sleep(len(token_ids) / self._tokens_per_s)
 
     def last_logits(
         self,
@@ -157,9 +169,13 @@ def open_played(
     *,
     policy: identity_pb2.KvPolicy | PolicyRequest | None,
     context_tokens: int | None,
+    tokens_per_s: float = 0.0,
+    sleep: Callable[[float], None] = time.sleep,
     **_options: Any,
 ) -> tuple[OpenedModel, PlayedRunner]:
-    """As `open_model`, for a geometry's name. Only q4 is played: it is the policy whose sizes are to be seen."""
+    """As `open_model`, for a geometry's name; `tokens_per_s` as `PlayedRunner` has it. Raises InvalidArgument for a
+    shape or a policy that is not played.
+    """
     shape = str(name)
     layers, most_tokens = played_layers(shape)
     request = policy if isinstance(policy, PolicyRequest) else PolicyRequest(Rung.Q4)
@@ -173,7 +189,7 @@ def open_played(
         (directory / "tokenizer.json").read_text(encoding="utf-8"), lambda ids: str(tokenizer.decode(list(ids)))
     )
     vocabulary_size = len(tokenizer)
-    runner = PlayedRunner(layers, vocabulary_size, _plain_words(tokenizer, vocabulary_size))
+    runner = PlayedRunner(layers, vocabulary_size, _plain_words(tokenizer, vocabulary_size), tokens_per_s, sleep)
     chosen = request.policy(Rung.Q4, _COMPUTE_TYPE, len(layers))
     identity = kv_identity(blake3(f"kvasir.played.v1 {shape}".encode()).hexdigest(), layers, chosen)
     info = ModelInfo(
