@@ -5,7 +5,7 @@ CONSTRAINTS := constraints.txt
 # The tests start hundreds of processes: each would compile all modules anew where this is set, as images of containers do.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-whole test-clients test-gpu check demo try-wheel bench lint check-generated generate install campaigns campaign-fairness campaign-history campaign-moves bench-moves campaign-handover hammer mutants fresh help
+.PHONY: test test-whole test-clients test-gpu check demo try-wheel bench lint check-generated generate install campaigns campaign-fairness campaign-history campaign-moves campaign-sizes bench-moves campaign-handover hammer mutants fresh help
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -105,6 +105,9 @@ campaign-history: install ## Random lives over two engines and one store: no tur
 
 campaign-moves: install ## Agents move among three stores that are cut, killed and forced: one owner, nothing lost; half an hour
 	$(BIN)/python -m tests.moves.campaign --moves $(or $(MOVES),2000)
+
+campaign-sizes: install ## Memories of gigabytes by a store that is slow, stalled and killed; half an hour, 30 GB of disk
+	$(BIN)/python -m tests.sizes.campaign $(SIZES)
 
 bench-moves: install ## 100 MB of memory move between two network namespaces over 1 Gbit/s and 2 ms, beside raw TCP; Linux, root
 	$(BIN)/python -m tests.moves.link

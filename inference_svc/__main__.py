@@ -6,7 +6,7 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from types import ModuleType
@@ -68,11 +68,16 @@ _PROTOCOL = "kvasir.inference.v1"
 
 
 def main() -> int:
+    return serve_as_told(sys.argv[1:], Engine.open)
+
+
+def serve_as_told(arguments: Sequence[str], open_engine: Callable[..., Engine]) -> int:
+    """Serve as the arguments say, with engines that `open_engine` opens. Returns the exit code."""
     try:
-        settings = read_settings(sys.argv[1:])
+        settings = read_settings(arguments)
         configure_logs(settings.log_format, settings.log_level)
         logging.getLogger("httpx").setLevel(logging.WARNING)
-        run(serve(settings))
+        run(serve(settings, open_engine))
     except (ConfigError, RefusedToStart, AddressError, CredentialFileError) as error:
         print(f"inference_svc: {error}", file=sys.stderr)
         return _EX_CONFIG
@@ -82,7 +87,7 @@ def main() -> int:
     return 0
 
 
-async def serve(settings: EngineSettings) -> None:
+async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) -> None:
     """Load, be ready, serve until a signal comes, let turns and publications end, store hot memories, and exit."""
     neighbour = _neighbour() if settings.neighbour else None
     traces = Traces(settings.traces_to, "engine", _BEGIN_TRACES)
@@ -113,7 +118,7 @@ async def serve(settings: EngineSettings) -> None:
 
     def open_model(name: str, path: str) -> Awaitable[ServedModel]:
         return open_served(
-            name, path, settings, stores, owner.name, admission, stats, new_giver, time.monotonic, _now_ms
+            name, path, settings, stores, owner.name, admission, stats, new_giver, time.monotonic, _now_ms, open_engine
         )
 
     host = ModelHost(settings.model, open_model)

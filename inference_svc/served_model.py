@@ -76,12 +76,13 @@ async def open_served(
     new_giver: Callable[[Engine, Mapping[str, LineLeases]], TurnGiver],
     clock: Callable[[], float],
     now_ms: Callable[[], int],
+    open_engine: Callable[..., Engine] = Engine.open,
 ) -> ServedModel:
     """Load a model. Takes seconds to minutes, off the event loop. `clock` gives seconds, monotonic; `now_ms` Unix time.
     `stores` may get further namespaces later: see `add_store`. Raises what Engine.open raises.
     """
     engine = await asyncio.to_thread(
-        Engine.open,
+        open_engine,
         path,
         name=name,
         cache_dir=settings.state_dir,

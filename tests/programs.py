@@ -28,6 +28,7 @@ _MAINS = {
     "cachestore_svc": "cachestore_svc.__main__",
     "kvasir": "kvasir.cli.main",
     "kvasir_gateway": "kvasir_gateway.__main__",
+    "played_engine": "inference_svc.bench.played_engine",
     "store_with_a_clock": "tests.moves.store_with_a_clock",
 }
 # What `kvasir` starts with `python -m`, beside the services.

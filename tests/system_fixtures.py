@@ -28,6 +28,7 @@ class Service:
 
     def __init__(self, name: str, module: str, health_name: str, socket: Path, log_file: Path) -> None:
         self.name = name
+        self.socket = socket
         self.address = f"unix:{socket}"
         self.log_file = log_file
         self.options: list[str] = []

@@ -375,7 +375,7 @@ ROOMS = {
         "formats": "",
         "kv": "",
         "text": "",
-        "bench": "engine model kv text",
+        "bench": "__main__ engine model kv text",
     },
     "cachestore_svc": {
         "commands": "store edge pairing recovery sealing records config",

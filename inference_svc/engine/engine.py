@@ -39,9 +39,11 @@ from inference_svc.formats.grammars import GrammarMatcher
 from inference_svc.kv.policy import PolicyRequest
 from inference_svc.model.blas import load_optimized_blas
 from inference_svc.model.model_info import ModelInfo
+from inference_svc.model.model_runner import ModelRunner
 from inference_svc.model.open_model import OpenedModel, open_model
 
 ResultT = TypeVar("ResultT")
+ModelOpener = Callable[..., tuple[OpenedModel, ModelRunner]]  # takes what `open_model` takes
 # Decoded copies of what is being decoded may take this part of the budget, beside it.
 _DECODED_PART = 2
 
@@ -125,6 +127,7 @@ class Engine:
         step_budget_s: float = Rules.budget_s,
         name: str = "",
         batch_invariant: bool = False,
+        opener: ModelOpener = open_model,
     ) -> "Engine":
         """Start the MLX thread and load a model on it; blocks until it can serve.
 
@@ -134,9 +137,9 @@ class Engine:
         unless its choice is known, and asks it from `conversations_file` if that is written for its tokenizer.
         `compute_type`: None for float32 on a CPU, else the model's own. `step_budget_s`: while other turns decode, a
         step computes prompts and loads KV for so long at most, or for less (`Rules`). `name`: the model's name for
-        callers; empty: the name in its path. `batch_invariant`: see `ModelRunner`. Raises NotFound (no such model),
-        FailedPrecondition (reason LAYER_NOT_KEPT, the layer and its class named; MODEL_NOT_LOADABLE), InvalidArgument
-        (policy, compute type).
+        callers; empty: the name in its path. `batch_invariant`: see `ModelRunner`. `opener`: loads the model. Raises
+        NotFound (no such model), FailedPrecondition (reason LAYER_NOT_KEPT, the layer and its class named;
+        MODEL_NOT_LOADABLE), InvalidArgument (policy, compute type).
         """
         load_optimized_blas()
         opened: OpenedModel
@@ -144,7 +147,7 @@ class Engine:
 
         def make_worker() -> EngineWorker:
             nonlocal opened, worker
-            opened, runner = open_model(
+            opened, runner = opener(
                 model,
                 cache_dir=cache_dir,
                 policy=policy,

@@ -15,10 +15,13 @@ from kvasir.bench import engine as engine_bench
 from kvasir.bench import engine_keys, engine_plots, quality_plots
 from kvasir.bench import load as load_bench
 from kvasir.bench import store as store_bench
+from kvasir.bench.memory_path import findings as memory_findings
+from kvasir.bench.memory_path.campaign import PathScope, measure
 from kvasir.bench.program import run_program
 from kvasir.cli import quality as quality_report
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.failures import PROBLEMS, WrongUsage
+from kvasir.cli.own_services.measured_services import measured_services, memory_gib_for
 from kvasir.cli.rows import size
 from kvasir.cli.running.checks import check_installed
 from kvasir.clients import AioInferenceClient
@@ -303,6 +306,84 @@ async def _loaded_http(
         raise FailedPrecondition("--http needs an HTTP library: install kvasir[gateway]") from None
     async with load_http.connected(url, model, key) as target:
         return await load_bench.run(target, scope, say)
+
+
+@app.command("memory-path", epilog=memory_findings.KEYS)
+def memory_path(
+    context: typer.Context,
+    lengths: Annotated[str, typer.Option(help="Of agents' memories in tokens, with commas between.")] = (
+        "2048,8192,32768"
+    ),
+    model: Annotated[
+        str, typer.Option(help="A directory or name of an mlx-lm model. Left out: the shipped model, or --shape.")
+    ] = "",
+    shape: Annotated[
+        str,
+        typer.Option(help="Instead: pages of this model's shape that are filled, not computed; llama-3.1-8b."),
+    ] = "",
+    prefill_tokens_per_s: Annotated[
+        float,
+        typer.Option(min=1, help="With --shape: how fast prompts are computed, which a restore is weighed against."),
+    ] = 2000,
+    repeats: Annotated[int, typer.Option(min=1, help="Agents of each length.")] = 3,
+    memory_gib: Annotated[
+        float | None, typer.Option(min=0.01, help="Of the engine. Left out: half more than --shape's longest memory.")
+    ] = None,
+    home: Annotated[
+        Path, typer.Option(exists=True, file_okay=False, help="A directory on the disk that is measured.")
+    ] = Path("/tmp"),  # noqa: S108 - short: a socket's path must fit into a hundred bytes
+    engine_option: Annotated[
+        list[str] | None, typer.Option(help="Of `python -m inference_svc`, as --store-budget-ms=250. May be repeated.")
+    ] = None,
+    time_limit_s: Annotated[
+        float | None, typer.Option(min=1, help="Begin no more repeats after so many seconds.")
+    ] = None,
+    kept: Annotated[
+        Path | None, typer.Option("--keep", dir_okay=False, help="Write the results into this file after each step.")
+    ] = None,
+    plots: Annotated[Path | None, typer.Option(help="Write PNGs into this directory.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure agents' memories on their way to the store and back: cold, hot, restored from RAM and after kill -9.
+
+    It starts a store and an engine of its own, and asks each agent the same question from the same memory, hot and
+    after each loss: the replies must be the same. Beside it: this disk, hash, socket and device. Ends with 1 when a
+    target is missed.
+    """
+    caller = caller_of(context, as_json)
+    check_installed("store", "engine")
+    if model and shape:
+        raise InvalidArgument("expected --model or --shape, got both", field="shape")
+    tokens = _token_counts(lengths)
+    scope = PathScope(tokens, repeats, time_limit_s or 0.0)
+    _make(plots)
+    results: dict[str, Any] = {}
+
+    def keep(found: dict[str, Any]) -> None:
+        if kept is not None:
+            kept.write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+    room = memory_gib or memory_gib_for(max(tokens))
+    played = ("--shape", shape, "--prefill-tokens-per-s", str(prefill_tokens_per_s)) if shape else ()
+    with (
+        _progress(caller, "measuring the memory path; minutes") as say,
+        measured_services(home, model=model, played=played, memory_gib=room, options=engine_option or ()) as services,
+    ):
+        results = memory_findings.complete(measure(scope, services, say, keep))
+    keep(results)
+    if plots is not None:
+        _plot(caller, lambda: memory_findings.plot(results, plots))
+    caller.result(results, lambda out: out.print(memory_findings.table(results), soft_wrap=True, highlight=False))
+    if not all(target["is_met"] for target in results["targets"]):
+        raise typer.Exit(PROBLEMS)
+
+
+def _token_counts(text: str) -> list[int]:
+    """Raises InvalidArgument."""
+    counts = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
+    if not all(counts):
+        raise InvalidArgument(f"lengths: expected numbers of tokens with commas between, got {text!r}", field="lengths")
+    return counts
 
 
 @app.command("memory")

@@ -1,28 +1,21 @@
 """One Mac of the demo and the self-test: a store and an engine as real processes, in a home of their own."""
 
-import asyncio
 import contextlib
-import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from kvasir.cli.own_services.own_processes import OwnProcesses
 from kvasir.cli.running.home import Endpoint, Home
-from kvasir.cli.running.logs import last_lines
 from kvasir.cli.running.plan import make_credentials
 from kvasir.cli.running.processes import EngineProcess, StoreProcess
-from kvasir.cli.running.supervisor import Service, ending
 from kvasir.cli.talking.turn import TurnResult, follow_turn
 from kvasir.clients import InferenceClient, StoreClient
 from kvasir.common.v1 import message_pb2
 from kvasir.credentials import write_private_text
-from kvasir.errors import Unavailable
 from kvasir.inference.v1 import inference_pb2
 
-_POLL_S = 0.05
-_GRACE_S = 20.0
 # On a busy machine the demo must show memory, not time limits. The times are measured and shown.
 _PATIENCE = ("--store-budget-ms", "3000", "--commit-wait-s", "20")
 
@@ -34,7 +27,7 @@ class Mac:
         self.home = Home(root)
         self.home.make()
         make_credentials(self.home)
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes = OwnProcesses()
         tokens = self.home.tokens
         address = f"127.0.0.1:{_free_port()}" if is_shared else self.home.socket_address("store")
         self._store = StoreProcess(
@@ -70,21 +63,16 @@ class Mac:
         """Start the store, then the engine; seconds until both were ready. Raises Unavailable with last log lines."""
         began = time.monotonic()
         for service in (self._store.service(), self._engine.service()):
-            self._start(service)
+            self._processes.start([service])
         return time.monotonic() - began
 
     def kill(self) -> list[int]:
         """`kill -9` both, now; returns the exit statuses."""
-        for process in self._processes.values():
-            process.send_signal(signal.SIGKILL)
-        return [process.wait() for process in self._processes.values()]
+        return self._processes.kill(("store", "engine"))
 
     def stop(self) -> None:
-        """End both in order, whatever comes between: the engine may still have something to store."""
-        with contextlib.ExitStack() as stack:
-            for name in ("store", "engine"):
-                if (process := self._processes.get(name)) is not None:
-                    stack.callback(_end, process)
+        """End both in order."""
+        self._processes.end()
 
     def store_client(self) -> StoreClient:
         return StoreClient.connect(self.store.address, token=self.store.token())
@@ -114,35 +102,6 @@ class Mac:
     def stored_blob_bytes(self) -> int:
         """Bytes of the files below the store's namespaces, as the disk has them."""
         return sum(path.stat().st_size for path in self.home.store_data.glob("namespaces/*/blobs/*/*"))
-
-    def _start(self, service: Service) -> None:
-        with service.log_file.open("ab") as log:
-            log_start = log.tell()
-            process = subprocess.Popen(
-                service.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, umask=0o077
-            )
-        self._processes[service.name] = process
-        end = time.monotonic() + service.ready_within_s
-        while not asyncio.run(_is_ready(service)):
-            if process.poll() is not None or time.monotonic() > end:
-                what = "is not ready" if process.poll() is None else f"ended with {ending(process.returncode)}"
-                words = " | ".join(last_lines(service.log_file, since=log_start))
-                raise Unavailable(f"{service.name} {what}: {words}", reason="SERVICE_DID_NOT_START")
-            time.sleep(_POLL_S)
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    try:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE_S)
-    finally:
-        process.kill()
-        process.wait()
-
-
-async def _is_ready(service: Service) -> bool:
-    return await service.is_ready()
 
 
 @contextlib.contextmanager

@@ -68,6 +68,7 @@ class EngineProcess:
     store_data_dir: Path | None = None  # of a store of this home
     model: str = ""  # the shipped model when empty
     options: tuple[str, ...] = ()  # of the service, beside these
+    program: tuple[str, ...] = ("inference_svc",)  # what Python runs, and what stands before the service's own words
     metrics_listen: str = ""  # HOST:PORT of loopback
     audit_file: Path | None = None
     credentials_file: Path | None = None
@@ -77,7 +78,7 @@ class EngineProcess:
 
     def argv(self) -> tuple[str, ...]:
         return (
-            *(sys.executable, "-m", "inference_svc", "serve"),
+            *(sys.executable, "-m", *self.program, "serve"),
             *("--listen", self.listen, "--store", self.store.address, "--state-dir", str(self.state_dir)),
             *("--store-wait-s", str(_ENGINE_WAITS_S)),
             *_option("--store-data-dir", self.store_data_dir),

@@ -1,0 +1,125 @@
+"""One turn of an agent as its caller sees it: when tokens and the last event came, and when its memory was stored."""
+
+import time
+from contextlib import closing
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from kvasir.clients import InferenceClient
+from kvasir.errors import DeadlineExceeded
+
+PATIENCE_S = 900.0
+_POLL_S = 0.005
+_QUESTION = "What did I say, and what of it is left? Take your time, and leave nothing out that you still know."
+
+
+@dataclass(slots=True)
+class SeenTurn:
+    """Seconds since the request; what the engine says of the turn."""
+
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+    last_event_s: float = 0.0
+    prefill_s: float = 0.0
+    restore_s: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    source: str = ""
+    reason: str = ""
+    snapshot: str = ""
+    why: str = ""  # it was not stored with the turn
+    token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def lag_s(self) -> float:
+        """From the last token to the last event."""
+        return self.last_event_s - self.last_token_s
+
+
+class Agent:
+    """An agent of one length. Its texts differ from their first word on, so that it shares no block with others."""
+
+    def __init__(self, client: InferenceClient, name: str, words: int, reply_tokens: int) -> None:
+        self.name = name
+        self._client = client
+        self._reply_tokens = reply_tokens
+        self._text = text_of(name, words)
+        self._began_s = 0.0
+
+    def cold(self) -> SeenTurn:
+        """The first turn, which computes all of its prompt."""
+        return self._turn(messages=[{"role": "user", "content": self._text}])
+
+    def goes_on(self) -> SeenTurn:
+        """A turn that is remembered."""
+        return self._turn(append_messages=[{"role": "user", "content": _QUESTION}])
+
+    def asked(self, client: InferenceClient) -> SeenTurn:
+        """The same question at the same memory, each time: what is said is not remembered. `client`: of the engine that
+        runs now.
+        """
+        self._client = client
+        return self._turn(append_messages=[{"role": "user", "content": _QUESTION}], memory_mode=_READ_ONLY)
+
+    def stored_s(self, within_s: float = PATIENCE_S) -> float:
+        """Wait until the store has the memory as it is. Seconds since the last request. Raises DeadlineExceeded."""
+        while True:
+            memories = self._client.list_hot_memories([self.name])
+            elapsed_s = time.monotonic() - self._began_s
+            if memories and memories[0].is_stored:
+                return elapsed_s
+            if elapsed_s > within_s:
+                raise DeadlineExceeded(f"{self.name} was not stored within {within_s:g} s", reason="NOT_STORED")
+            time.sleep(_POLL_S)
+
+    def _turn(self, **given: Any) -> SeenTurn:
+        turn = SeenTurn()
+        self._began_s = time.monotonic()
+        sampling = {"max_tokens": self._reply_tokens}
+        events = self._client.generate(agent_id=self.name, sampling=sampling, timeout_s=PATIENCE_S, **given)
+        with closing(events):
+            for event in events:
+                elapsed_s = time.monotonic() - self._began_s
+                if event.delta.token_ids:
+                    turn.first_token_s = turn.first_token_s or elapsed_s
+                    turn.last_token_s = elapsed_s
+                    turn.token_ids += event.delta.token_ids
+                elif event.HasField("started"):
+                    _note_start(turn, event.started)
+                elif event.HasField("finished"):
+                    turn.last_event_s = elapsed_s
+                    _note_end(turn, event.finished)
+        return turn
+
+
+_READ_ONLY: Any = 2  # MEMORY_MODE_READ_ONLY
+
+
+def text_of(name: str, words: int) -> str:
+    """So many words of five digits."""
+    random = Random(name)  # noqa: S311 - a text that can be said again
+    return " ".join(str(random.randrange(10_000, 100_000)) for _ in range(words))
+
+
+def words_per_token(client: InferenceClient) -> float:
+    """Of such texts, as the loaded model counts them."""
+    words = 400
+    return words / client.count_tokens(prompt=text_of("counted", words))
+
+
+def _note_start(turn: SeenTurn, started: Any) -> None:
+    turn.prompt_tokens, turn.cached_tokens = started.prompt_tokens, started.cached_tokens
+    turn.source, turn.reason = _name(started, "source", "CACHE_SOURCE_"), started.reason
+
+
+def _note_end(turn: SeenTurn, finished: Any) -> None:
+    turn.prefill_s = finished.timings.prefill.ToTimedelta().total_seconds()
+    turn.restore_s = finished.timings.restore.ToTimedelta().total_seconds()
+    turn.snapshot, turn.why = _name(finished.snapshot, "state", "SNAPSHOT_STATE_"), finished.snapshot.reason
+
+
+def _name(message: Any, enum_field: str, prefix: str) -> str:
+    """The value of an enum field in small letters: this room does not import messages."""
+    values = message.DESCRIPTOR.fields_by_name[enum_field].enum_type.values_by_number
+    return str(values[getattr(message, enum_field)].name.removeprefix(prefix).lower())
