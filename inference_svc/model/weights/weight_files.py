@@ -1,10 +1,10 @@
 """The safetensors files of a model's weights: which they are, that they are whole, and where each tensor lies."""
 
 import json
-import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def weight_file(path: Path) -> WeightFile:
             header: Any = json.loads(file.read(length))
         start = _LENGTH.size + length
         return WeightFile(path, size, dict(_places(header, start, size)))
-    except (OSError, ValueError, TypeError, KeyError, RecursionError, struct.error, _Damaged) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error, _Damaged) as error:
         raise FailedPrecondition(
             f"model: {path.name} is cut short or damaged: {error}", reason="MODEL_NOT_LOADABLE", field="model"
         ) from None
@@ -68,7 +68,7 @@ def _places(header: Mapping[str, Any], start: int, size: int) -> Iterator[tuple[
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        begin, end = (start + math.trunc(offset) for offset in entry["data_offsets"])
+        begin, end = (start + index(offset) for offset in entry["data_offsets"])
         if not start <= begin <= end:
             raise _Damaged(f"tensor {name!r} ends before it begins")
         if end > size:
