@@ -22,6 +22,7 @@ from inference_svc.model.loading import LoadedModel, device, find_model, load
 from inference_svc.model.model_identity import kv_identity, template_digest, tokenizer_digest, weights_digest
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
+from inference_svc.model.probe_memory import ProbeMemory
 from inference_svc.model.quality import exam
 from inference_svc.model.quality.conversations import Conversations
 from inference_svc.text.token_text import TokenText
@@ -63,12 +64,13 @@ def open_model(
     directory = find_model(name)
     loaded = load(directory, compute_type, copies_weights=copies_weights)
     _LOG.info("weights.loaded", how=loaded.placement.in_words)
-    begin_phase("probing")
-    keep_for_computing(_SPARE_BYTES)
-    runner = ModelRunner(loaded.model, batch_invariant=batch_invariant)
     begin_phase("identity")
     digest = weights_digest(directory, cache_dir)
     begin_phase("probing")
+    keep_for_computing(_SPARE_BYTES)
+    probes = ProbeMemory(cache_dir, digest, compute_type)
+    known = probes.read()
+    runner = ModelRunner(loaded.model, batch_invariant=batch_invariant, known=known)
     if isinstance(policy, identity_pb2.KvPolicy):
         chosen = ChosenPolicy(policy, "asked for")
     else:
@@ -108,6 +110,8 @@ def open_model(
         compute_type=runner.compute_type,
         stop_token_ids=tuple(sorted(loaded.tokenizer.eos_token_ids)),
     )
+    if known != runner.probed:
+        probes.write(runner.probed)
     opened = OpenedModel(
         info=info,
         tokenizer=loaded.tokenizer,
