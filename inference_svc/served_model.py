@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from inference_svc.config import EngineSettings
 from inference_svc.engine.engine import Engine
+from inference_svc.engine.warming import warm_up
 from inference_svc.handover.giving import TurnGiver
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.line_leases import LineLeases
@@ -77,9 +78,11 @@ async def open_served(
     clock: Callable[[], float],
     now_ms: Callable[[], int],
     open_engine: Callable[..., Engine] = Engine.open,
+    begin_phase: Callable[[str], None] = lambda _: None,
 ) -> ServedModel:
     """Load a model. Takes seconds to minutes, off the event loop. `clock` gives seconds, monotonic; `now_ms` Unix time.
-    `stores` may get further namespaces later: see `add_store`. Raises what Engine.open raises.
+    `begin_phase`: see `Engine.open`. `stores` may get further namespaces later: see `add_store`. Raises what
+    Engine.open raises.
     """
     engine = await asyncio.to_thread(
         open_engine,
@@ -92,7 +95,11 @@ async def open_served(
         compute_type=settings.compute_type,
         conversations_file=kvasir_tiny.conversations_path(),
         batch_invariant=settings.batch_invariant,
+        copies_weights=settings.copy_weights,
+        begin_phase=begin_phase,
     )
+    begin_phase("kernels")
+    await asyncio.to_thread(warm_up, engine)
     prompting = Prompting(engine.tokenizer, engine.token_text)
 
     def new_leases(namespace: str, store: RemoteCache) -> LineLeases:

@@ -112,6 +112,7 @@ class Engine:
         self._thread = thread
         self._worker = worker
         self._is_closed = False
+        self._uncounted_tokens = 0
 
     @classmethod
     def open(
@@ -128,6 +129,8 @@ class Engine:
         name: str = "",
         batch_invariant: bool = False,
         opener: ModelOpener = open_model,
+        copies_weights: bool = False,
+        begin_phase: Callable[[str], None] = lambda _: None,
     ) -> "Engine":
         """Start the MLX thread and load a model on it; blocks until it can serve.
 
@@ -137,8 +140,9 @@ class Engine:
         unless its choice is known, and asks it from `conversations_file` if that is written for its tokenizer.
         `compute_type`: None for float32 on a CPU, else the model's own. `step_budget_s`: while other turns decode, a
         step computes prompts and loads KV for so long at most, or for less (`Rules`). `name`: the model's name for
-        callers; empty: the name in its path. `batch_invariant`: see `ModelRunner`. `opener`: loads the model. Raises
-        NotFound (no such model), FailedPrecondition (reason LAYER_NOT_KEPT, the layer and its class named;
+        callers; empty: the name in its path. `batch_invariant`: see `ModelRunner`. `opener`: loads the model.
+        `copies_weights`: see `load`. `begin_phase` is called with the name of each part of the work, on the MLX thread.
+        Raises NotFound (no such model), FailedPrecondition (reason LAYER_NOT_KEPT, the layer and its class named;
         MODEL_NOT_LOADABLE), InvalidArgument (policy, compute type).
         """
         load_optimized_blas()
@@ -155,7 +159,10 @@ class Engine:
                 compute_type=compute_type,
                 conversations_file=conversations_file,
                 batch_invariant=batch_invariant,
+                copies_weights=copies_weights,
+                begin_phase=begin_phase,
             )
+            begin_phase("pool")
             opened = replace(opened, info=replace(opened.info, name=name or opened.info.name))
             least_tokens = None if batch_invariant else runner.least_cell_tokens(opened.info.kv_identity.policy)
             rules = _rules(opened.info, step_budget_s, least_tokens)
@@ -178,8 +185,12 @@ class Engine:
 
     @property
     def computed_tokens(self) -> int:
-        """Prompt and reply tokens that went through the model since it was loaded."""
-        return self._worker.computed_tokens
+        """Prompt and reply tokens that went through the model since it was loaded, or the counts restarted."""
+        return self._worker.computed_tokens - self._uncounted_tokens
+
+    def restart_counts(self) -> None:
+        """What was computed so far was nobody's."""
+        self._uncounted_tokens = self._worker.computed_tokens
 
     @property
     def preemptions(self) -> int:
