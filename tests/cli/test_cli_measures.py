@@ -1,12 +1,13 @@
 """The commands that measure and examine: the self-test tells, kills and asks; the bench says rates and targets."""
 
+import json
 import tempfile
 from pathlib import Path
 
 import pytest
 from kvasir.bench.text_quality import lines
 
-from tests.cli.running import Cli
+from tests.cli.running import Cli, in_process
 from tests.inference.engine.tiny_models import LLAMA, write_model
 
 
@@ -35,6 +36,32 @@ def test_the_bench_says_rates_and_targets_as_json() -> None:
     assert results["startup"]["blobs"] == 500
     assert {"what", "found", "wanted", "is_met"} == set(results["targets"][0])
     assert len(results["targets"]) == 6
+
+
+def test_a_memory_path_of_no_tokens_or_of_two_models_is_refused() -> None:
+    wrong = in_process("bench", "memory-path", "--lengths", "1024,many", "--json")
+    both = in_process("bench", "memory-path", "--model", ".", "--shape", "llama-3.1-8b", "--json")
+    assert (wrong.code, both.code) == (2, 2)
+    assert ("--lengths" in wrong.out + wrong.err, "--shape" in both.out + both.err) == (True, True)
+
+
+@pytest.mark.long(20)
+def test_the_memory_path_is_measured_from_cold_to_a_page_cache_that_was_dropped(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as home:
+        command = ("bench", "memory-path", "--shape", "llama-3.1-8b-2l", "--lengths", "600,900", "--repeats", "1")
+        options = ("--quick", "--prefill-tokens-per-s", "500", "--home", home, "--keep", str(kept), "--json")
+        results = Cli(Path(home))(*command, *options, timeout_s=240).value
+    assert results == json.loads(kept.read_text())
+    assert [row["length"] for row in results["rows"]] == [600, 900]
+    for row in results["rows"]:
+        assert (row["is_exact"], row["not_stored"], row["failed_at_first"]) == (True, 0, 0)
+    for agent in results["agents"]:
+        sources = [agent[phase]["source"] for phase in ("cold", "hot", "from_ram", "engine_killed", "both_killed")]
+        assert sources == ["cold", "hot", "warm", "warm", "warm"]
+    assert set(results["ready"]) == {"first", "from_ram", "engine_killed", "both_killed"}
+    assert len(results["first_turns"]) == 3
+    assert (tmp_path / "kept.json.engine.log").exists()
 
 
 @pytest.mark.long(19)

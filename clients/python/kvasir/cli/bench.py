@@ -339,9 +339,13 @@ def memory_path(
         float | None, typer.Option(min=1, help="Begin no more repeats after so many seconds.")
     ] = None,
     kept: Annotated[
-        Path | None, typer.Option("--keep", dir_okay=False, help="Write the results into this file after each step.")
+        Path | None,
+        typer.Option("--keep", dir_okay=False, help="Write the results into FILE after each step, and logs beside it."),
     ] = None,
     plots: Annotated[Path | None, typer.Option(help="Write PNGs into this directory.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure the machine with less. No target counts then.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure agents' memories on their way to the store and back: cold, hot, restored from RAM and after kill -9.
@@ -353,36 +357,37 @@ def memory_path(
     caller = caller_of(context, as_json)
     check_installed("store", "engine")
     if model and shape:
-        raise InvalidArgument("expected --model or --shape, got both", field="shape")
+        raise WrongUsage("--shape: expected --model or --shape, got both", field="--shape")
     tokens = _token_counts(lengths)
-    scope = PathScope(tokens, repeats, time_limit_s or 0.0)
+    scope = PathScope(tokens, repeats, time_limit_s or 0.0, is_quick=quick)
     _make(plots)
     results: dict[str, Any] = {}
 
     def keep(found: dict[str, Any]) -> None:
         if kept is not None:
-            kept.write_text(json.dumps(found, indent=1), encoding="utf-8")
+            kept.write_text(json.dumps(memory_findings.complete(found), indent=1), encoding="utf-8")
 
     room = memory_gib or memory_gib_for(max(tokens))
     played = ("--shape", shape, "--prefill-tokens-per-s", str(prefill_tokens_per_s)) if shape else ()
     with (
         _progress(caller, "measuring the memory path; minutes") as say,
-        measured_services(home, model=model, played=played, memory_gib=room, options=engine_option or ()) as services,
+        measured_services(
+            home, model=model, played=played, memory_gib=room, options=engine_option or (), logs_to=kept
+        ) as services,
     ):
         results = memory_findings.complete(measure(scope, services, say, keep))
-    keep(results)
     if plots is not None:
         _plot(caller, lambda: memory_findings.plot(results, plots))
     caller.result(results, lambda out: out.print(memory_findings.table(results), soft_wrap=True, highlight=False))
-    if not all(target["is_met"] for target in results["targets"]):
+    if not quick and not all(target["is_met"] for target in results["targets"]):
         raise typer.Exit(PROBLEMS)
 
 
 def _token_counts(text: str) -> list[int]:
-    """Raises InvalidArgument."""
+    """Raises WrongUsage."""
     counts = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
     if not all(counts):
-        raise InvalidArgument(f"lengths: expected numbers of tokens with commas between, got {text!r}", field="lengths")
+        raise WrongUsage(f"--lengths: expected tokens with commas between, got {text!r}", field="--lengths")
     return counts
 
 

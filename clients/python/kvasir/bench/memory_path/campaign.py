@@ -82,8 +82,8 @@ def measure(
             for number, agent in enumerate(agents):
                 say(f"{phase.replace('_', ' ')}: agent {number + 1} of {len(agents)}")
                 results["agents"][number][phase] = _found(agent.asked(client), results["agents"][number])
+        results["elapsed_s"] = round(time.monotonic() - began_s, 1)
         keep(results)
-    results["elapsed_s"] = round(time.monotonic() - began_s, 1)
     return results
 
 

@@ -71,10 +71,16 @@ def memory_gib_for(longest_tokens: int) -> float:
 
 @contextmanager
 def measured_services(
-    home: Path, *, model: str, played: Sequence[str], memory_gib: float, options: Sequence[str] = ()
+    home: Path,
+    *,
+    model: str,
+    played: Sequence[str],
+    memory_gib: float,
+    options: Sequence[str] = (),
+    logs_to: Path | None = None,
 ) -> Iterator[MeasuredServices]:
     """The services, in a directory below `home` that is gone afterwards. `played`: what the played engine is told, if
-    it is one.
+    it is one. `logs_to`: a file's name; the logs are kept beside it.
     """
     root = Path(tempfile.mkdtemp(prefix="kvasir-", dir=home))
     own = Home(root / "h")
@@ -89,4 +95,6 @@ def measured_services(
         yield services
     finally:
         services.end()
+        for log in own.logs.glob("*.log") if logs_to is not None else ():
+            shutil.copyfile(log, f"{logs_to}.{log.name}")
         shutil.rmtree(root, ignore_errors=True)
