@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
+import structlog
 from kvasir.formats import manifest as manifests
 from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain
 from kvasir.formats.digest import Digest
@@ -18,6 +19,7 @@ from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory, as_hot
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recollection, off_loop, unknown_token
+from inference_svc.memory.restore_costs import RestoreCosts
 from inference_svc.memory.store.answers import StoreMiss
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.store.reading import BackgroundRead
@@ -35,6 +37,7 @@ from inference_svc.text.prefix_matching import (
 )
 from inference_svc.text.token_ids import NO_TOKENS, TokenIds
 
+_LOG = structlog.get_logger(__name__)
 # Hashing more tokens than these takes the event loop more than a millisecond or two.
 _LONG_TOKENS = 8192
 # To compute fewer tokens than these takes less time than to ask the store for their block.
@@ -96,8 +99,11 @@ class _Candidate:
 class ReusePlanner:
     """Plans prompts for one engine: which KV they reuse."""
 
-    def __init__(self, engine: Engine, prompting: Prompting, stores: Mapping[str, RemoteCache]) -> None:
+    def __init__(
+        self, engine: Engine, prompting: Prompting, stores: Mapping[str, RemoteCache], costs: RestoreCosts
+    ) -> None:
         """`stores`: the cache store by namespace; a namespace without one has hot memory only."""
+        self.costs = costs
         self._engine = engine
         self._prompting = prompting
         self._stores = stores
@@ -149,6 +155,8 @@ class ReusePlanner:
         if store is not None and usable_files is None and usable_windows and not self._engine.model.has_states:
             candidate, shared_miss = await self._by_block_hashes(store, candidate, text, given, namespace, budget)
             miss = miss or shared_miss
+        candidate, cheaper = self._cheaper(namespace, candidate)
+        miss = cheaper or miss
         reuse, reading, read_miss = await self._reuse(candidate, usable_files, store, budget, hold)
         kept = 0 if isinstance(reuse, Cold) else reuse.keep_tokens
         return Prepared(
@@ -249,6 +257,21 @@ class ReusePlanner:
             shareable_tokens=keep,
             windows=found.windows,
         ), None
+
+    def _cheaper(self, namespace: str, candidate: _Candidate) -> tuple[_Candidate, Miss | None]:
+        """The candidate, or one without KV where computing is expected to be faster. Only rows that every prefill makes
+        are computed: those that a reply's tokens got one by one would have other bits.
+        """
+        is_stored = candidate.source in (Source.WARM, Source.SHARED)
+        is_exact = candidate.keep <= candidate.shareable_tokens and not self._engine.model.has_rewind_points
+        if not is_stored or not is_exact:
+            return candidate, None
+        size_bytes = sum(digest.size_bytes for digest in candidate.blocks[: -(-candidate.keep // BLOCK_TOKENS)])
+        why = self.costs.reason_to_compute(namespace, candidate.keep, size_bytes)
+        if why is None:
+            return candidate, None
+        _LOG.info("restore.not_chosen", reason=why.detail)
+        return _Candidate(candidate.tokens, 0, Source.COLD, candidate.match), why
 
     async def _reuse(
         self,

@@ -19,6 +19,8 @@ class BackgroundRead:
 
     def __init__(self, store: RemoteCache, digests: Sequence[Digest], budget: Budget) -> None:
         self.incoming = Incoming(len(digests))
+        self.size_bytes = sum(digest.size_bytes for digest in digests)
+        self.first_s = 0.0  # until the first blob came
         self.miss: Miss | None = None  # why not all came; known once `incoming` has ended
         self._has_begun = asyncio.Event()
         self._task = asyncio.create_task(self._read(store, digests, budget))
@@ -39,11 +41,13 @@ class BackgroundRead:
         self.incoming = Incoming(0)
 
     async def _read(self, store: RemoteCache, digests: Sequence[Digest], budget: Budget) -> None:
-        incoming = self.incoming
+        incoming, before_s = self.incoming, budget.spent_s
 
         def take(data: bytes) -> None:
             incoming.add(data)
-            self._has_begun.set()
+            if not self._has_begun.is_set():
+                self.first_s = budget.spent_s - before_s
+                self._has_begun.set()
 
         try:
             self.miss = await store.read_blobs(digests, budget, take)

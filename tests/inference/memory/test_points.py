@@ -14,6 +14,7 @@ from inference_svc.engine.api import Cold, Hot, Restored
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recollection
+from inference_svc.memory.restore_costs import RestoreCosts
 from inference_svc.memory.reuse_planning import Prepared, ReusePlanner
 from inference_svc.memory.store.answers import NO_HEAD
 from inference_svc.memory.store.patience import Budget
@@ -80,7 +81,7 @@ def planned(
     text: str, source: Source, around: Surroundings, points: Sequence[int] = POINTS, **usable: int | None
 ) -> Prepared:
     parts: Any = around
-    planner = ReusePlanner(parts, parts, {"ns": parts})
+    planner = ReusePlanner(parts, parts, {"ns": parts}, RestoreCosts(lambda: 0.0))
 
     async def hold(size_bytes: int) -> None:
         assert size_bytes > 0
@@ -166,7 +167,7 @@ def test_a_memory_without_points_is_words_only() -> None:
 def test_turns_that_read_files_and_a_state_never_wait_for_each_other() -> None:
     """Each asks for all of its room at once: two that hold some and wait for more would wait for ever."""
     around: Any = Surroundings()
-    planner = ReusePlanner(around, around, {"ns": around})
+    planner = ReusePlanner(around, around, {"ns": around}, RestoreCosts(lambda: 0.0))
     room = SharedRoom(sum(digest.size_bytes for digest in (*BLOCKS, TAIL)) + 1)
 
     async def turn() -> None:
