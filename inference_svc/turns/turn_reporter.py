@@ -142,14 +142,17 @@ class TurnReporter:
         )
 
     def _learn_restore(self, event: Started) -> None:
-        """What it cost to restore all files, unless much of them was read while the turn waited."""
-        reading, namespace = self.prepared.reading, self._turn.request.namespace
-        if reading is None or event.is_shared or reading.miss is not None:
+        """What it costs to restore all files, unless much of them was read while the turn waited. Of a store for which
+        the turn did not wait to the end, what it would have cost.
+        """
+        reading = self.prepared.reading
+        if reading is None or event.is_shared or not event.cached_tokens:
             return
         took_s = reading.first_s + event.restore_s
-        _LOG.info("memory.restored", tokens=event.cached_tokens, bytes=reading.size_bytes, ms=round(1e3 * took_s))
+        _LOG.info("memory.restored", tokens=event.cached_tokens, bytes=reading.came_bytes, ms=round(1e3 * took_s))
         if event.queue_s < event.restore_s:
-            self._costs.restored(namespace, reading.size_bytes, took_s)
+            whole_s = took_s * reading.size_bytes / reading.came_bytes
+            self._costs.restored(self._turn.request.namespace, reading.size_bytes, whole_s)
 
     def _taken_up(self) -> None:
         """A turn that another engine began and reported: it runs here now."""

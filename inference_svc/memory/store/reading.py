@@ -20,6 +20,7 @@ class BackgroundRead:
     def __init__(self, store: RemoteCache, digests: Sequence[Digest], budget: Budget) -> None:
         self.incoming = Incoming(len(digests))
         self.size_bytes = sum(digest.size_bytes for digest in digests)
+        self.came_bytes = 0
         self.first_s = 0.0  # until the first blob came
         self.miss: Miss | None = None  # why not all came; known once `incoming` has ended
         self._has_begun = asyncio.Event()
@@ -45,6 +46,7 @@ class BackgroundRead:
 
         def take(data: bytes) -> None:
             incoming.add(data)
+            self.came_bytes += len(data)
             if not self._has_begun.is_set():
                 self.first_s = budget.spent_s - before_s
                 self._has_begun.set()

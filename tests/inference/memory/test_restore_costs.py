@@ -76,15 +76,15 @@ def test_the_cheaper_way_is_taken_wherever_it_is_clearly_cheaper(world: World, s
 def test_while_nothing_changes_the_choice_for_a_prefix_does_not_either(
     world: World, seen: list[int], tokens: int
 ) -> None:
-    """Each turn is measured and learned from. What was learned of other lengths may be wrong for this one: then the
-    first measurement corrects it, and the choice changes once.
+    """Each turn is measured and learned from. What was learned of other lengths may be wrong for this one, of each way:
+    its first measurement corrects that, so the choice may change twice, and no more.
     """
     for each in seen:
         world.costs.restored("store", each * TOKEN_BYTES, world.restore_s(each))
         world.costs.computed(0, each, world.compute_s(0, each))
     made = [world.turn(tokens) for _ in range(20)]
     changes = sum(one != other for one, other in pairwise(made))
-    assert changes <= 1
+    assert changes <= 2
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e9), st.floats(0, 1e3)), max_size=6), st.data())
