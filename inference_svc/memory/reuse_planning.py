@@ -16,13 +16,14 @@ from kvasir.formats.layer_groups import row_groups
 
 from inference_svc.engine.api import Cold, Hot, Restored, RestoredWindow, Reuse, Started
 from inference_svc.engine.engine import Engine
+from inference_svc.kv.tensor_files import Buffer
 from inference_svc.memory.agent_memory import AgentMemory, as_hot
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recollection, off_loop, unknown_token
 from inference_svc.memory.restore_costs import RestoreCosts
 from inference_svc.memory.store.answers import StoreMiss
 from inference_svc.memory.store.patience import Budget
-from inference_svc.memory.store.reading import BackgroundRead
+from inference_svc.memory.store.reading import MOST_BYTES, BackgroundRead
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.stored_windows import FoundPrefix, StoredWindow, blocks_seen, covers
 from inference_svc.model.prompting import Prompting, Tokenized
@@ -292,11 +293,12 @@ class ReusePlanner:
         has_states = self._engine.model.has_states
         beside = {keep: _beside_blocks(candidate, keep, has_states) for keep in _lengths(candidate, has_states)}
         rest_bytes = [sum(digest.size_bytes for digest in named) for named in beside.values()]
-        await hold(sum(digest.size_bytes for digest in wanted) + max(rest_bytes, default=0))
+        size_bytes = sum(digest.size_bytes for digest in wanted) + max(rest_bytes, default=0)
         if not self._engine.model.has_rewind_points:
+            await hold(min(size_bytes, MOST_BYTES))
             return await self._arriving(candidate, wanted, store, budget)
-        blobs: list[bytes] = []
-        miss = await store.read_blobs(wanted, budget, blobs.append) if wanted else None
+        await hold(size_bytes)
+        blobs, miss = await store.read_blobs(wanted, budget) if wanted else ([], None)
         # Which files of windows are read, and which state, depends on how many of these came.
         if manifests.keeps_all_tokens(self._engine.model.kv_identity):
             # The last file is full, or a tail that holds all the rest.
@@ -305,8 +307,7 @@ class ReusePlanner:
         for keep in _lengths(candidate, has_states):
             named = beside.get(keep, [])
             if gone.isdisjoint(named):
-                found: list[bytes] = []
-                rest_miss = await store.read_blobs(named, budget, found.append) if named else None
+                found, rest_miss = await store.read_blobs(named, budget) if named else ([], None)
                 miss = miss or rest_miss
                 if len(found) == len(named):
                     return self._restored(candidate, keep, blobs, found), None, miss
@@ -329,7 +330,9 @@ class ReusePlanner:
         restored = Restored((), known_ids, keep, candidate.shareable_tokens, incoming=reading.incoming)
         return restored, reading, None
 
-    def _restored(self, candidate: _Candidate, keep: int, blobs: Sequence[bytes], beside: Sequence[bytes]) -> Restored:
+    def _restored(
+        self, candidate: _Candidate, keep: int, blobs: Sequence[Buffer], beside: Sequence[Buffer]
+    ) -> Restored:
         """The first `keep` tokens, of which all files were read: those of `_beside_blocks` are in its order."""
         rest = iter(beside)
         places = {window: blocks_seen(window, keep) for window in candidate.windows}

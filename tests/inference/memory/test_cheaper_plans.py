@@ -1,6 +1,7 @@
 """Plans of prompts whose KV is stored: read, or computed where that is cheaper and gives the same bits."""
 
 import asyncio
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,13 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.formats.digest import Digest
 
 from inference_svc.engine.api import Cold, Restored, Started
+from inference_svc.memory import reuse_planning
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.restore_costs import RestoreCosts
 from inference_svc.memory.reuse_planning import Prepared, ReusePlanner
+from inference_svc.memory.store import reading
 from inference_svc.memory.store.answers import NO_HEAD
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.stored_windows import FoundPrefix
@@ -54,21 +57,20 @@ def costs(compute_s: float) -> RestoreCosts:
     return known
 
 
-def plan(around: Plain, known: RestoreCosts, text: str, shareable: int | None) -> Prepared:
+def plan(around: Plain, known: RestoreCosts, text: str, shareable: int | None, most_held: int = 1 << 30) -> Prepared:
     """`shareable`: tokens of the agent's memory that any prefill makes; None: it remembers nothing."""
     publication = PublicationState(NO_HEAD, is_head=True, blocks=list(BLOCKS), tail=TAIL)
     transcript = RememberedText(TEXT, TokenIds(map(ord, TEXT)), (1,) * len(TEXT))
     memory = AgentMemory(transcript, (), manifest_pb2.Turn(), shareable or 0, "t", publication)
 
     async def hold(size_bytes: int) -> None:
-        assert size_bytes > 0
+        assert 0 < size_bytes <= most_held
 
     async def planned() -> Prepared:
         parts: Any = around
         recollection = Recollection(memory if shareable is not None else None, Source.WARM, NO_HEAD)
         planner, budget = ReusePlanner(parts, parts, {"ns": parts}, known), Budget(1.0, 1.0, lambda: 0.0)
         found = await planner.plan(recollection, text, namespace="ns", budget=budget, hold=hold)
-        await asyncio.sleep(0)
         if isinstance(found.reuse, Restored) and found.reuse.incoming is not None:
             assert found.reuse.incoming.has_ended
             assert found.reuse.incoming.expected == -(-found.reuse.keep_tokens // 256)
@@ -117,3 +119,31 @@ def test_without_a_first_file_nothing_is_reused() -> None:
     around.missing = {BLOCKS[0]}
     found = plan(around, RestoreCosts(lambda: 0.0), TEXT + "y", 1_024)
     assert (found.reuse, found.reading, found.miss) == (Cold(), None, Miss(MissReason.BLOB_MISSING, "gone"))
+
+
+def test_files_are_read_no_further_ahead_of_the_engine_than_they_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also from another thread, which is the engine's."""
+    monkeypatch.setattr(reading, "AHEAD_BYTES", 100)  # a file of the double has 64
+    around: Any = Plain()
+    budget = Budget(1.0, 1.0, time.monotonic)
+
+    async def read() -> None:
+        background = reading.BackgroundRead(around, [*BLOCKS, TAIL], budget)
+        assert await background.begun()
+        incoming, seen = background.incoming, []
+        for index in range(5):
+            await asyncio.sleep(0.02)
+            seen.append(incoming.ready)
+            await asyncio.to_thread(incoming.take, index)
+        await asyncio.sleep(0.02)
+        assert (seen, incoming.has_ended, background.came_bytes) == ([2, 3, 4, 5, 5], True, 5 * 64)
+        background.stop()
+
+    asyncio.run(asyncio.wait_for(read(), 20))
+    assert budget.spent_s < 0.02, "the store is not to blame"
+
+
+def test_a_large_memory_takes_no_more_room_than_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reuse_planning, "MOST_BYTES", BLOB_BYTES)
+    found = plan(Plain(), RestoreCosts(lambda: 0.0), TEXT + "y", 1_024, most_held=BLOB_BYTES)
+    assert isinstance(found.reuse, Restored)

@@ -1,7 +1,7 @@
 """Prompts held against memories of models with states: back to a point, or to nothing, and what that loses is said."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +11,7 @@ from kvasir.formats.digest import Digest
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import Cold, Hot, Restored
+from inference_svc.kv.tensor_files import Buffer
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recollection
@@ -44,12 +45,22 @@ class Surroundings:
         self.missing: set[Digest] = set()
         self.asked: list[Digest] = []
 
-    async def read_blobs(self, digests: Sequence[Digest], budget: object, take: Callable[[bytes], None]) -> Miss | None:
+    async def read_blobs(self, digests: Sequence[Digest], budget: object) -> tuple[list[Buffer], Miss | None]:
+        found: list[Buffer] = []
+
+        async def take(data: Buffer) -> None:
+            found.append(data)
+
+        return found, await self.give_blobs(digests, budget, take)
+
+    async def give_blobs(
+        self, digests: Sequence[Digest], budget: object, take: Callable[[Buffer], Awaitable[None]]
+    ) -> Miss | None:
         self.asked += digests
         for digest in digests:
             if digest in self.missing:
                 return Miss(MissReason.BLOB_MISSING, "gone")
-            take(digest.hash.encode())
+            await take(digest.hash.encode())
         return None
 
     async def find_prefix(self, *_: object) -> list[Digest]:
