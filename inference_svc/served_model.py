@@ -13,6 +13,7 @@ from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.publishing.copies import Copies
 from inference_svc.memory.publishing.publisher import Publisher
 from inference_svc.memory.recall import Recall
+from inference_svc.memory.restore_costs import RestoreCosts
 from inference_svc.memory.reuse_planning import ReusePlanner
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.memory.store.answers import EventCursor
@@ -112,7 +113,7 @@ async def open_served(
         engine,
         prompting,
         Recall(engine, stores, leases=leases, publication_of=publisher.running),
-        ReusePlanner(engine, prompting, stores),
+        ReusePlanner(engine, prompting, stores, RestoreCosts(clock)),
         TurnEnding(engine, prompting, publisher, stores, clock, leases),
         stores,
         leases,

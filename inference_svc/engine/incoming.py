@@ -6,7 +6,7 @@ One thread adds files while the MLX thread takes those that came. An append to a
 
 from collections.abc import Callable, Iterable, Sequence
 
-from inference_svc.kv.tensor_files import CheckedFile, FileChecks
+from inference_svc.kv.tensor_files import Buffer, CheckedFile, FileChecks
 
 
 class Incoming:
@@ -16,12 +16,14 @@ class Incoming:
         """`is_kept`: files that were taken may be taken again."""
         self.expected = expected
         self.has_ended = False
-        self._files: list[bytes | None] = []
+        self._files: list[Buffer | None] = []
         self._is_kept = is_kept
+        self._came_bytes = self._taken_bytes = 0
         self._wake: Callable[[], object] = lambda: None
+        self._was_taken: Callable[[], object] = lambda: None
 
     @classmethod
-    def of(cls, files: Iterable[bytes]) -> "Incoming":
+    def of(cls, files: Iterable[Buffer]) -> "Incoming":
         """Files that are all there."""
         found = list(files)
         made = cls(len(found), is_kept=True)
@@ -34,7 +36,13 @@ class Incoming:
         """How many files came."""
         return len(self._files)
 
-    def add(self, data: bytes) -> None:
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of the files that came and were not taken."""
+        return self._came_bytes - self._taken_bytes
+
+    def add(self, data: Buffer) -> None:
+        self._came_bytes += len(data)
         self._files.append(data)
         self._wake()
 
@@ -44,20 +52,26 @@ class Incoming:
         self._wake()
 
     def watch(self, wake: Callable[[], object]) -> None:
-        """Call `wake` now, and after each change from now on."""
+        """Call `wake` now, and after each file that comes, and at the end."""
         self._wake = wake
         wake()
+
+    def watch_taking(self, was_taken: Callable[[], object]) -> None:
+        """Call `was_taken` after each file that is taken, on the thread that takes it."""
+        self._was_taken = was_taken
 
     def leading(self, count: int) -> "Incoming":
         """The first files alone, which must have been kept."""
         return Incoming.of(map(self.take, range(count)))
 
-    def take(self, index: int) -> bytes:
+    def take(self, index: int) -> Buffer:
         """One of the files that came."""
         data = self._files[index]
         assert data is not None, "it was taken"
         if not self._is_kept:
             self._files[index] = None
+            self._taken_bytes += len(data)
+            self._was_taken()
         return data
 
 

@@ -37,6 +37,7 @@ _EXPONENTS: Mapping[str, np.uint16 | np.uint32] = {
 }
 
 Array: TypeAlias = npt.NDArray[np.generic]
+Buffer: TypeAlias = bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class CheckedFile:
     """A tensor file whose header is the expected one."""
 
     header: Header
-    data: bytes
+    data: Buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class FileChecks:
         if files != (expected := len(self._expected)):
             raise _damaged(min(files, expected), f"expected {expected} tensor files, got {files}", self._group)
 
-    def checked(self, index: int, data: bytes) -> CheckedFile:
+    def checked(self, index: int, data: Buffer) -> CheckedFile:
         """A file whose header names, and whose tensors fit, what must be there. Raises DataLoss that names the file."""
         expected = self._expected[index]
         try:
@@ -105,7 +106,7 @@ class FileChecks:
 def check_files(
     identity: identity_pb2.KvIdentity,
     kv_identity_hash: str,
-    blobs: Sequence[bytes],
+    blobs: Sequence[Buffer],
     token_ids: Sequence[int],
     group: int = 0,
     first_block: int = 0,
@@ -117,7 +118,7 @@ def check_files(
 
 
 def check_state(
-    identity: identity_pb2.KvIdentity, kv_identity_hash: str, blob: bytes, token_ids: Sequence[int]
+    identity: identity_pb2.KvIdentity, kv_identity_hash: str, blob: Buffer, token_ids: Sequence[int]
 ) -> CheckedFile:
     """Check that the header of `blob` names, and its tensors fit, the recurrent layers' state after exactly these
     tokens.
@@ -183,10 +184,10 @@ def _checked(
     identity: identity_pb2.KvIdentity,
     schema: _Schema,
     expected: FileIdentity,
-    data: bytes,
+    data: Buffer,
 ) -> CheckedFile:
     header = header_with(expected, schema.entries)
-    if data.startswith(header) and len(header) + schema.size_bytes == len(data):
+    if data[: len(header)] == header and len(header) + schema.size_bytes == len(data):
         # Our own writer's header, byte for byte: nothing is left to parse, which saves half of a restore.
         return CheckedFile(Header(expected, schema.tensors, len(header)), data)
     parsed = parse_header(data, len(data))

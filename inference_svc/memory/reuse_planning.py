@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
+import structlog
 from kvasir.formats import manifest as manifests
 from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain
 from kvasir.formats.digest import Digest
@@ -15,12 +16,14 @@ from kvasir.formats.layer_groups import row_groups
 
 from inference_svc.engine.api import Cold, Hot, Restored, RestoredWindow, Reuse, Started
 from inference_svc.engine.engine import Engine
+from inference_svc.kv.tensor_files import Buffer
 from inference_svc.memory.agent_memory import AgentMemory, as_hot
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recollection, off_loop, unknown_token
+from inference_svc.memory.restore_costs import RestoreCosts
 from inference_svc.memory.store.answers import StoreMiss
 from inference_svc.memory.store.patience import Budget
-from inference_svc.memory.store.reading import BackgroundRead
+from inference_svc.memory.store.reading import MOST_BYTES, BackgroundRead
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.stored_windows import FoundPrefix, StoredWindow, blocks_seen, covers
 from inference_svc.model.prompting import Prompting, Tokenized
@@ -35,6 +38,7 @@ from inference_svc.text.prefix_matching import (
 )
 from inference_svc.text.token_ids import NO_TOKENS, TokenIds
 
+_LOG = structlog.get_logger(__name__)
 # Hashing more tokens than these takes the event loop more than a millisecond or two.
 _LONG_TOKENS = 8192
 # To compute fewer tokens than these takes less time than to ask the store for their block.
@@ -96,8 +100,11 @@ class _Candidate:
 class ReusePlanner:
     """Plans prompts for one engine: which KV they reuse."""
 
-    def __init__(self, engine: Engine, prompting: Prompting, stores: Mapping[str, RemoteCache]) -> None:
+    def __init__(
+        self, engine: Engine, prompting: Prompting, stores: Mapping[str, RemoteCache], costs: RestoreCosts
+    ) -> None:
         """`stores`: the cache store by namespace; a namespace without one has hot memory only."""
+        self.costs = costs
         self._engine = engine
         self._prompting = prompting
         self._stores = stores
@@ -149,6 +156,8 @@ class ReusePlanner:
         if store is not None and usable_files is None and usable_windows and not self._engine.model.has_states:
             candidate, shared_miss = await self._by_block_hashes(store, candidate, text, given, namespace, budget)
             miss = miss or shared_miss
+        candidate, cheaper = self._cheaper(namespace, candidate)
+        miss = cheaper or miss
         reuse, reading, read_miss = await self._reuse(candidate, usable_files, store, budget, hold)
         kept = 0 if isinstance(reuse, Cold) else reuse.keep_tokens
         return Prepared(
@@ -250,6 +259,21 @@ class ReusePlanner:
             windows=found.windows,
         ), None
 
+    def _cheaper(self, namespace: str, candidate: _Candidate) -> tuple[_Candidate, Miss | None]:
+        """The candidate, or one without KV where computing is expected to be faster. Only rows that every prefill makes
+        are computed: those that a reply's tokens got one by one would have other bits.
+        """
+        is_stored = candidate.source in (Source.WARM, Source.SHARED)
+        is_exact = candidate.keep <= candidate.shareable_tokens and not self._engine.model.has_rewind_points
+        if not is_stored or not is_exact:
+            return candidate, None
+        size_bytes = sum(digest.size_bytes for digest in candidate.blocks[: -(-candidate.keep // BLOCK_TOKENS)])
+        why = self.costs.reason_to_compute(namespace, candidate.keep, size_bytes)
+        if why is None:
+            return candidate, None
+        _LOG.info("restore.not_chosen", reason=why.detail)
+        return _Candidate(candidate.tokens, 0, Source.COLD, candidate.match), why
+
     async def _reuse(
         self,
         candidate: _Candidate,
@@ -269,11 +293,12 @@ class ReusePlanner:
         has_states = self._engine.model.has_states
         beside = {keep: _beside_blocks(candidate, keep, has_states) for keep in _lengths(candidate, has_states)}
         rest_bytes = [sum(digest.size_bytes for digest in named) for named in beside.values()]
-        await hold(sum(digest.size_bytes for digest in wanted) + max(rest_bytes, default=0))
+        size_bytes = sum(digest.size_bytes for digest in wanted) + max(rest_bytes, default=0)
         if not self._engine.model.has_rewind_points:
+            await hold(min(size_bytes, MOST_BYTES))
             return await self._arriving(candidate, wanted, store, budget)
-        blobs: list[bytes] = []
-        miss = await store.read_blobs(wanted, budget, blobs.append) if wanted else None
+        await hold(size_bytes)
+        blobs, miss = await store.read_blobs(wanted, budget) if wanted else ([], None)
         # Which files of windows are read, and which state, depends on how many of these came.
         if manifests.keeps_all_tokens(self._engine.model.kv_identity):
             # The last file is full, or a tail that holds all the rest.
@@ -282,8 +307,7 @@ class ReusePlanner:
         for keep in _lengths(candidate, has_states):
             named = beside.get(keep, [])
             if gone.isdisjoint(named):
-                found: list[bytes] = []
-                rest_miss = await store.read_blobs(named, budget, found.append) if named else None
+                found, rest_miss = await store.read_blobs(named, budget) if named else ([], None)
                 miss = miss or rest_miss
                 if len(found) == len(named):
                     return self._restored(candidate, keep, blobs, found), None, miss
@@ -306,7 +330,9 @@ class ReusePlanner:
         restored = Restored((), known_ids, keep, candidate.shareable_tokens, incoming=reading.incoming)
         return restored, reading, None
 
-    def _restored(self, candidate: _Candidate, keep: int, blobs: Sequence[bytes], beside: Sequence[bytes]) -> Restored:
+    def _restored(
+        self, candidate: _Candidate, keep: int, blobs: Sequence[Buffer], beside: Sequence[Buffer]
+    ) -> Restored:
         """The first `keep` tokens, of which all files were read: those of `_beside_blocks` are in its order."""
         rest = iter(beside)
         places = {window: blocks_seen(window, keep) for window in candidate.windows}

@@ -17,6 +17,7 @@ from kvasir.server.shared_room import SharedRoom
 from inference_svc.engine.api import Event, Hot, Preempted, Resumed, Reuse, Wanted
 from inference_svc.engine.engine import TurnHandle
 from inference_svc.engine.incoming import Incoming
+from inference_svc.kv.tensor_files import Buffer
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.outcomes import Miss, MissReason
 from inference_svc.memory.service_stats import NamespaceCounters
@@ -129,11 +130,15 @@ class SwapStore:
             self._handle.resume(self._files)
             return
         incoming = Incoming(len(self._digests), is_kept=True)
+
+        async def take(data: Buffer) -> None:
+            incoming.add(data)
+
         self._handle.resume(incoming)
         try:
             self._hold(self._restoring, sum(digest.size_bytes for digest in self._digests))
             budget = Budget(self._limits.read_budget_s, self._limits.min_bytes_per_s, self._clock)
-            self._miss = await self._store.read_blobs(self._digests, budget, incoming.add)
+            self._miss = await self._store.give_blobs(self._digests, budget, take)
         except Exception:  # noqa: BLE001 - whatever failed, the turn holds room and must go on
             _LOG.exception("swap.read_failed")
         finally:

@@ -198,7 +198,7 @@ class PlanRunner:
             raise errors.Cancelled("the turn was cancelled")
         needed_bytes = self._engine.needed_bytes(plan)
         turn.reader = reply_reader(turn.request, self._prompting, prepared.text)
-        reporter = TurnReporter(turn, prepared, stream, counters, self._handoff, self._clock)
+        reporter = TurnReporter(turn, prepared, stream, counters, self._planner.costs, self._handoff, self._clock)
         if turn.taken is not None:
             turn.reader.push(self._told(turn.taken, plan))  # its reader was told
         try:

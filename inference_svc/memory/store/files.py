@@ -8,12 +8,16 @@ store, which can deal with that. Files are read, not mapped: a file that is cut 
 import asyncio
 import os
 import stat
+import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 from kvasir.formats.blob_place import blob_place
 from kvasir.formats.digest import Digest
 
@@ -22,6 +26,8 @@ _THREADS = min(8, os.cpu_count() or 1)
 # Files that a turn has read ahead of the one that is wanted next. So many turns share the threads as the room for bytes
 # that become KV allows.
 _AHEAD = 2 * _THREADS
+# Free memory that is kept for files to come.
+_KEPT_BYTES = 256 << 20
 
 
 class StoreFiles:
@@ -31,9 +37,9 @@ class StoreFiles:
         self._data_dir = data_dir
         self._namespace = namespace
 
-    async def read_in_order(self, digests: Sequence[Digest]) -> AsyncGenerator[bytes | None, None]:
+    async def read_in_order(self, digests: Sequence[Digest]) -> AsyncGenerator[memoryview | None, None]:
         """As `read`, several at once."""
-        loop, left, coming = asyncio.get_running_loop(), deque(digests), deque[asyncio.Future[bytes | None]]()
+        loop, left, coming = asyncio.get_running_loop(), deque(digests), deque[asyncio.Future[memoryview | None]]()
         try:
             while left or coming:
                 while left and len(coming) < _AHEAD:
@@ -43,7 +49,7 @@ class StoreFiles:
             for each in coming:
                 each.cancel()
 
-    def read(self, digest: Digest) -> bytes | None:
+    def read(self, digest: Digest) -> memoryview | None:
         """The blob's bytes, verified; None where the store has to be asked."""
         try:
             path = blob_place(self._data_dir, self._namespace, digest.hash)
@@ -54,10 +60,38 @@ class StoreFiles:
                     return None
                 if status.st_size != digest.size_bytes:
                     return None
-                data = file.read(digest.size_bytes)
+                data = _buffers.take(digest.size_bytes)
+                if file.readinto(data) != digest.size_bytes:
+                    return None
         except OSError:
             return None
-        return data if data is not None and Digest.of(data) == digest else None
+        return data.toreadonly() if Digest.of(data) == digest else None
+
+
+class _Buffers:
+    """Memory for files, used again once nothing refers to their bytes: to read into new memory takes twice as long."""
+
+    def __init__(self) -> None:
+        self._free = deque[npt.NDArray[np.uint8]]()
+
+    def take(self, size_bytes: int) -> memoryview:
+        """Bytes that are all overwritten by the caller. From any thread."""
+        buffer = None
+        with suppress(IndexError):  # another thread took the last one
+            buffer = self._free.pop()
+        if buffer is None or buffer.size < size_bytes:
+            buffer = np.empty(size_bytes, np.uint8)
+        lent = buffer[:size_bytes]
+        # Whatever is made of the view below refers to `lent`, and not to the buffer alone.
+        weakref.finalize(lent, self._give_back, buffer).atexit = False
+        return lent.data
+
+    def _give_back(self, buffer: npt.NDArray[np.uint8]) -> None:
+        if sum(free.size for free in list(self._free)) + buffer.size <= _KEPT_BYTES:
+            self._free.append(buffer)
+
+
+_buffers = _Buffers()
 
 
 @cache

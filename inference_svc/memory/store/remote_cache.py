@@ -6,7 +6,7 @@ before they are used.
 """
 
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from kvasir import errors, on_full
@@ -14,6 +14,7 @@ from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients import AioStoreClient
 from kvasir.formats.digest import Digest
 
+from inference_svc.kv.tensor_files import Buffer
 from inference_svc.memory.outcomes import Miss, MissReason
 from inference_svc.memory.store.answers import (
     NO_HEAD,
@@ -89,9 +90,20 @@ class RemoteCache(StoreConnection):
             raise StoreMiss(Miss(MissReason.BLOB_DAMAGED, f"manifest {head.manifest}: other bytes were received"))
         return data
 
-    async def read_blobs(self, digests: Sequence[Digest], budget: Budget, take: Callable[[bytes], None]) -> Miss | None:
-        """Give `take` the blobs in their order, as they arrive whole and correct within the budget. Returns why not all
-        of them did.
+    async def read_blobs(self, digests: Sequence[Digest], budget: Budget) -> tuple[list[Buffer], Miss | None]:
+        """The longest prefix of the blobs that arrived whole and correct within the budget, and why it is not all."""
+        blobs: list[Buffer] = []
+
+        async def take(data: Buffer) -> None:
+            blobs.append(data)
+
+        return blobs, await self.give_blobs(digests, budget, take)
+
+    async def give_blobs(
+        self, digests: Sequence[Digest], budget: Budget, take: Callable[[Buffer], Awaitable[None]]
+    ) -> Miss | None:
+        """Give `take` the blobs in their order, as they arrive whole and correct within the budget; the time that it
+        takes does not count. Returns why not all of them did.
         """
         try:
             taken = await self._read_files(digests, budget, take)
@@ -101,14 +113,16 @@ class RemoteCache(StoreConnection):
                 for _ in digests[taken:]:
                     _, data = await self._read(lambda: anext(arriving), budget)
                     budget.earn(len(data))
-                    take(bytes(data))
+                    await take(data)
         except StoreMiss as error:
             return error.miss
         except errors.KvasirError as error:
             return miss_of(error)
         return None
 
-    async def _read_files(self, digests: Sequence[Digest], budget: Budget, take: Callable[[bytes], None]) -> int:
+    async def _read_files(
+        self, digests: Sequence[Digest], budget: Budget, take: Callable[[Buffer], Awaitable[None]]
+    ) -> int:
         """Read the store's files up to one for which the store has to be asked. Returns how many were read."""
         if self._files is None:
             return 0
@@ -116,7 +130,7 @@ class RemoteCache(StoreConnection):
         async with contextlib.aclosing(self._files.read_in_order(digests)) as arriving:
             while taken < len(digests) and (data := await self._read(lambda: anext(arriving), budget)) is not None:
                 budget.earn(len(data))
-                take(data)
+                await take(data)
                 taken += 1
         return taken
 

@@ -1,7 +1,7 @@
 """Prompts held against memories of models with states: back to a point, or to nothing, and what that loses is said."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +11,11 @@ from kvasir.formats.digest import Digest
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import Cold, Hot, Restored
+from inference_svc.kv.tensor_files import Buffer
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recollection
+from inference_svc.memory.restore_costs import RestoreCosts
 from inference_svc.memory.reuse_planning import Prepared, ReusePlanner
 from inference_svc.memory.store.answers import NO_HEAD
 from inference_svc.memory.store.patience import Budget
@@ -43,12 +45,22 @@ class Surroundings:
         self.missing: set[Digest] = set()
         self.asked: list[Digest] = []
 
-    async def read_blobs(self, digests: Sequence[Digest], budget: object, take: Callable[[bytes], None]) -> Miss | None:
+    async def read_blobs(self, digests: Sequence[Digest], budget: object) -> tuple[list[Buffer], Miss | None]:
+        found: list[Buffer] = []
+
+        async def take(data: Buffer) -> None:
+            found.append(data)
+
+        return found, await self.give_blobs(digests, budget, take)
+
+    async def give_blobs(
+        self, digests: Sequence[Digest], budget: object, take: Callable[[Buffer], Awaitable[None]]
+    ) -> Miss | None:
         self.asked += digests
         for digest in digests:
             if digest in self.missing:
                 return Miss(MissReason.BLOB_MISSING, "gone")
-            take(digest.hash.encode())
+            await take(digest.hash.encode())
         return None
 
     async def find_prefix(self, *_: object) -> list[Digest]:
@@ -80,7 +92,7 @@ def planned(
     text: str, source: Source, around: Surroundings, points: Sequence[int] = POINTS, **usable: int | None
 ) -> Prepared:
     parts: Any = around
-    planner = ReusePlanner(parts, parts, {"ns": parts})
+    planner = ReusePlanner(parts, parts, {"ns": parts}, RestoreCosts(lambda: 0.0))
 
     async def hold(size_bytes: int) -> None:
         assert size_bytes > 0
@@ -166,7 +178,7 @@ def test_a_memory_without_points_is_words_only() -> None:
 def test_turns_that_read_files_and_a_state_never_wait_for_each_other() -> None:
     """Each asks for all of its room at once: two that hold some and wait for more would wait for ever."""
     around: Any = Surroundings()
-    planner = ReusePlanner(around, around, {"ns": around})
+    planner = ReusePlanner(around, around, {"ns": around}, RestoreCosts(lambda: 0.0))
     room = SharedRoom(sum(digest.size_bytes for digest in (*BLOCKS, TAIL)) + 1)
 
     async def turn() -> None:

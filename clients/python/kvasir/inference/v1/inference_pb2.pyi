@@ -71,6 +71,7 @@ class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MISS_REASON_MANIFEST_INVALID: _ClassVar[MissReason]
     MISS_REASON_NO_MEMORY: _ClassVar[MissReason]
     MISS_REASON_NO_STATE_POINT: _ClassVar[MissReason]
+    MISS_REASON_COMPUTED: _ClassVar[MissReason]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -149,6 +150,7 @@ MISS_REASON_BLOB_DAMAGED: MissReason
 MISS_REASON_MANIFEST_INVALID: MissReason
 MISS_REASON_NO_MEMORY: MissReason
 MISS_REASON_NO_STATE_POINT: MissReason
+MISS_REASON_COMPUTED: MissReason
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason

@@ -391,6 +391,8 @@ const (
 	MissReason_MISS_REASON_NO_MEMORY           MissReason = 10
 	// The text matched further than the model's states can go back to.
 	MissReason_MISS_REASON_NO_STATE_POINT MissReason = 11
+	// Computing was expected to be faster than reading from the store; the reason says by how much.
+	MissReason_MISS_REASON_COMPUTED MissReason = 12
 )
 
 // Enum value maps for MissReason.
@@ -408,6 +410,7 @@ var (
 		9:  "MISS_REASON_MANIFEST_INVALID",
 		10: "MISS_REASON_NO_MEMORY",
 		11: "MISS_REASON_NO_STATE_POINT",
+		12: "MISS_REASON_COMPUTED",
 	}
 	MissReason_value = map[string]int32{
 		"MISS_REASON_UNSPECIFIED":         0,
@@ -422,6 +425,7 @@ var (
 		"MISS_REASON_MANIFEST_INVALID":    9,
 		"MISS_REASON_NO_MEMORY":           10,
 		"MISS_REASON_NO_STATE_POINT":      11,
+		"MISS_REASON_COMPUTED":            12,
 	}
 )
 
@@ -4883,7 +4887,7 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x11PREFIX_MATCH_NONE\x10\x01\x12\x16\n" +
 	"\x12PREFIX_MATCH_EXACT\x10\x02\x12\x17\n" +
 	"\x13PREFIX_MATCH_EXTEND\x10\x03\x12\x18\n" +
-	"\x14PREFIX_MATCH_DIVERGE\x10\x04*\x81\x03\n" +
+	"\x14PREFIX_MATCH_DIVERGE\x10\x04*\x9b\x03\n" +
 	"\n" +
 	"MissReason\x12\x1b\n" +
 	"\x17MISS_REASON_UNSPECIFIED\x10\x00\x12\x19\n" +
@@ -4898,7 +4902,8 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x1cMISS_REASON_MANIFEST_INVALID\x10\t\x12\x19\n" +
 	"\x15MISS_REASON_NO_MEMORY\x10\n" +
 	"\x12\x1e\n" +
-	"\x1aMISS_REASON_NO_STATE_POINT\x10\v*\xbb\x01\n" +
+	"\x1aMISS_REASON_NO_STATE_POINT\x10\v\x12\x18\n" +
+	"\x14MISS_REASON_COMPUTED\x10\f*\xbb\x01\n" +
 	"\fFinishReason\x12\x1d\n" +
 	"\x19FINISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12FINISH_REASON_STOP\x10\x01\x12\x18\n" +
