@@ -135,18 +135,20 @@ class RemoteCache(StoreConnection):
         except errors.NotFound as error:
             raise StoreMiss(miss_of(error)) from error
 
-    # --- writing: a failure is a KvasirError, and each call has a timeout ---
+    # --- writing: a failure is a KvasirError, and each call has a timeout; of bulk data, one without progress ---
 
-    async def write_tensors(self, files: Sequence[bytes], timeout_s: float) -> tuple[list[Digest], int]:
-        """Make tensor files durable. Returns their digests in order, and the number of bytes that had to be sent."""
+    async def write_tensors(self, files: Sequence[bytes], stall_timeout_s: float) -> tuple[list[Digest], int]:
+        """Make tensor files durable, however long that takes while bytes move. Returns their digests in order, and the
+        number of bytes that had to be sent. Raises DeadlineExceeded after so long without progress.
+        """
         client = self.client  # before work is done in vain
-        digests = [Digest.of(data) for data in files]
+        digests = await asyncio.to_thread(lambda: [Digest.of(data) for data in files])
         there: list[int] = []
         progress = await self._noting(
             client.put_blobs(
                 dict(zip(digests, files, strict=True)),
                 on_progress=lambda now: there.append(now.bytes_done),
-                timeout_s=timeout_s,
+                stall_timeout_s=stall_timeout_s,
             )
         )
         return digests, progress.bytes_total - there[0]
@@ -170,7 +172,7 @@ class RemoteCache(StoreConnection):
         earlier version that it goes on from; 0: its parent. Raises Conflict when the head is not its parent, or when
         the lease is fenced.
         """
-        digest = await self._noting(self.client.put_manifest(manifest, timeout_s=timeout_s))
+        digest = await self._noting(self.client.put_manifest(manifest, stall_timeout_s=timeout_s))
         version = await self._noting(
             self.client.commit(
                 agent_id,
