@@ -48,7 +48,7 @@ def test_an_upload_that_is_slow_for_longer_than_the_timeout_is_stored(home: Stor
 
 @pytest.mark.parametrize("put", [put, aio_put])
 def test_an_upload_that_stands_still_is_given_up(home: StoreHome, put: Put) -> None:
-    turn = SyntheticAgent(TINY, 2).turn(256 * 4)
+    turn = SyntheticAgent(TINY, 2).turn(256 * 40)
     with proxy_to(home.start().address) as proxy, pytest.raises(DeadlineExceeded, match="made no progress"):
         put(proxy.address, turn.new_blobs, STALL_S, lambda progress: _part_once_begun(proxy, progress))
 

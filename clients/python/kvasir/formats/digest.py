@@ -58,8 +58,9 @@ def _threads_for(size_bytes: int) -> int:
 class Hasher:
     """Takes bytes piece by piece and gives the digest of all of them."""
 
-    def __init__(self) -> None:
-        self._blake3 = blake3()
+    def __init__(self, piece_bytes: int = 0) -> None:
+        """`piece_bytes`: a size that the pieces have, where it is known; large ones are hashed on all cores."""
+        self._blake3 = blake3(max_threads=_threads_for(piece_bytes))
         self._size_bytes = 0
 
     def update(self, data: bytes | memoryview) -> None:
