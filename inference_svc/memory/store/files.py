@@ -1,4 +1,5 @@
-"""Reads blobs from the files of this user's store on this machine: eight times as fast as through its socket.
+"""Reads blobs from the files of this user's store on this machine: eight times as fast as through its socket. New blobs
+are handed over as files, too.
 
 The directory comes from this engine's own configuration, and a blob's place in it from its digest: no path from the
 wire is used. Bytes are used only if they have the digest. A blob that is sealed, gone or damaged is requested from the
@@ -9,6 +10,7 @@ import os
 import stat
 from pathlib import Path
 
+from kvasir.clients.handed_files import HandedFiles
 from kvasir.formats.blob_place import blob_place
 from kvasir.formats.digest import Digest
 
@@ -19,6 +21,7 @@ class StoreFiles:
     def __init__(self, data_dir: Path, namespace: str) -> None:
         self._data_dir = data_dir
         self._namespace = namespace
+        self.handed = HandedFiles(data_dir, namespace)
 
     def read(self, digest: Digest) -> bytes | None:
         """The blob's bytes, verified; None where the store has to be asked."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from kvasir import errors, on_full
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients import AioStoreClient
+from kvasir.clients.aio.handed_upload import FEATURE, put_by_files
 from kvasir.formats.digest import Digest
 
 from inference_svc.memory.outcomes import Miss, MissReason
@@ -141,16 +142,22 @@ class RemoteCache(StoreConnection):
         """Make tensor files durable, however long that takes while bytes move. Returns their digests in order, and the
         number of bytes that had to be sent. Raises DeadlineExceeded after so long without progress.
         """
-        client = self.client  # before work is done in vain
+        client, local = self.client, self._files  # before work is done in vain
         digests = await asyncio.to_thread(lambda: [Digest.of(data) for data in files])
+        blobs = dict(zip(digests, files, strict=True))
         there: list[int] = []
-        progress = await self._noting(
-            client.put_blobs(
-                dict(zip(digests, files, strict=True)),
-                on_progress=lambda now: there.append(now.bytes_done),
-                stall_timeout_s=stall_timeout_s,
-            )
-        )
+
+        def note(now: cachestore_pb2.TransferProgress) -> None:
+            there.append(now.bytes_done)
+
+        async def put() -> cachestore_pb2.TransferProgress:
+            if local is not None and FEATURE in (await client.get_capabilities(timeout_s=stall_timeout_s)).features:
+                return await put_by_files(
+                    client, blobs, local.handed, on_progress=note, stall_timeout_s=stall_timeout_s
+                )
+            return await client.put_blobs(blobs, on_progress=note, stall_timeout_s=stall_timeout_s)
+
+        progress = await self._noting(put())
         return digests, progress.bytes_total - there[0]
 
     async def renew(self, digests: Sequence[Digest], timeout_s: float) -> None:

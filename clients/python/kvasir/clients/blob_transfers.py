@@ -55,14 +55,17 @@ class BlobTransfers(ServiceClient):
         Unavailable (cut too often), DeadlineExceeded (no progress).
         """
         upload = Upload(blobs, kind, self.find_missing(list(blobs), timeout_s=stall_timeout_s), on_progress)
+        return self.send_all(upload, stall_timeout_s=stall_timeout_s)
+
+    def send_all(self, upload: Upload, *, stall_timeout_s: float | None = None) -> pb.TransferProgress:
+        """Send an upload's blobs. Raises as `put_blobs`."""
         cuts = waits = 0
         while upload.pending:
             before = len(upload.pending)
             try:
                 self._send(upload, stall_timeout_s)
             except (Unavailable, InvalidArgument) as error:
-                # The store may drop a part for other callers' blobs after it reported the part's size.
-                if isinstance(error, InvalidArgument) and error.reason != "OFFSET_UNEXPECTED":
+                if isinstance(error, InvalidArgument) and not upload.goes_on_after(error):
                     raise
                 cuts = cuts + 1 if len(upload.pending) == before else 0
                 if cuts >= self._max_cuts:

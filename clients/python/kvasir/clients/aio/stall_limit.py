@@ -1,7 +1,7 @@
 """The time that a stream may go without progress; `stall_limit.py` is the blocking client's."""
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -23,11 +23,16 @@ class AioStallLimit:
         if self._is_running and self._seconds is not None and not self._timeout.expired():
             self._timeout.reschedule(asyncio.get_running_loop().time() + self._seconds)
 
-    def counting(self, items: Iterable[_Item]) -> Iterator[_Item]:
+    async def counting(self, items: Iterable[_Item] | AsyncIterable[_Item]) -> AsyncGenerator[_Item, None]:
         """The same items; each that is taken is progress."""
-        for item in items:
-            self.progress()
-            yield item
+        if isinstance(items, AsyncIterable):
+            async for item in items:
+                self.progress()
+                yield item
+        else:
+            for item in items:
+                self.progress()
+                yield item
 
     def watched(self, method: Any) -> Any:
         """The method as it is: cancelling the task ends its call."""
