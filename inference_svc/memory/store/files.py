@@ -1,4 +1,5 @@
-"""Reads blobs from the files of this user's store on this machine: eight times as fast as through its socket.
+"""Reads blobs from the files of this user's store on this machine: eight times as fast as through its socket. New blobs
+are handed over as files, too.
 
 The directory comes from this engine's own configuration, and a blob's place in it from its digest: no path from the
 wire is used. Bytes are used only if they have the digest. A blob that is sealed, gone or damaged is requested from the
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from kvasir.clients.handed_files import HandedFiles
 from kvasir.formats.blob_place import blob_place
 from kvasir.formats.digest import Digest
 
@@ -36,6 +38,7 @@ class StoreFiles:
     def __init__(self, data_dir: Path, namespace: str) -> None:
         self._data_dir = data_dir
         self._namespace = namespace
+        self.handed = HandedFiles(data_dir, namespace)
 
     async def read_in_order(self, digests: Sequence[Digest]) -> AsyncGenerator[memoryview | None, None]:
         """As `read`, several at once."""

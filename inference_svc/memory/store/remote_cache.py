@@ -12,6 +12,7 @@ from pathlib import Path
 from kvasir import errors, on_full
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients import AioStoreClient
+from kvasir.clients.aio.handed_upload import FEATURE, put_by_files
 from kvasir.formats.digest import Digest
 
 from inference_svc.kv.tensor_files import Buffer
@@ -149,20 +150,28 @@ class RemoteCache(StoreConnection):
         except errors.NotFound as error:
             raise StoreMiss(miss_of(error)) from error
 
-    # --- writing: a failure is a KvasirError, and each call has a timeout ---
+    # --- writing: a failure is a KvasirError, and each call has a timeout; of bulk data, one without progress ---
 
-    async def write_tensors(self, files: Sequence[bytes], timeout_s: float) -> tuple[list[Digest], int]:
-        """Make tensor files durable. Returns their digests in order, and the number of bytes that had to be sent."""
-        client = self.client  # before work is done in vain
-        digests = [Digest.of(data) for data in files]
+    async def write_tensors(self, files: Sequence[bytes], stall_timeout_s: float) -> tuple[list[Digest], int]:
+        """Make tensor files durable, however long that takes while bytes move. Returns their digests in order, and the
+        number of bytes that had to be sent. Raises DeadlineExceeded after so long without progress.
+        """
+        client, local = self.client, self._files  # before work is done in vain
+        digests = await asyncio.to_thread(lambda: [Digest.of(data) for data in files])
+        blobs = dict(zip(digests, files, strict=True))
         there: list[int] = []
-        progress = await self._noting(
-            client.put_blobs(
-                dict(zip(digests, files, strict=True)),
-                on_progress=lambda now: there.append(now.bytes_done),
-                timeout_s=timeout_s,
-            )
-        )
+
+        def note(now: cachestore_pb2.TransferProgress) -> None:
+            there.append(now.bytes_done)
+
+        async def put() -> cachestore_pb2.TransferProgress:
+            if local is not None and FEATURE in (await client.get_capabilities(timeout_s=stall_timeout_s)).features:
+                return await put_by_files(
+                    client, blobs, local.handed, on_progress=note, stall_timeout_s=stall_timeout_s
+                )
+            return await client.put_blobs(blobs, on_progress=note, stall_timeout_s=stall_timeout_s)
+
+        progress = await self._noting(put())
         return digests, progress.bytes_total - there[0]
 
     async def renew(self, digests: Sequence[Digest], timeout_s: float) -> None:
@@ -184,7 +193,7 @@ class RemoteCache(StoreConnection):
         earlier version that it goes on from; 0: its parent. Raises Conflict when the head is not its parent, or when
         the lease is fenced.
         """
-        digest = await self._noting(self.client.put_manifest(manifest, timeout_s=timeout_s))
+        digest = await self._noting(self.client.put_manifest(manifest, stall_timeout_s=timeout_s))
         version = await self._noting(
             self.client.commit(
                 agent_id,
