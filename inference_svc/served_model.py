@@ -21,6 +21,7 @@ from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.model_host import MemoriesLeft
 from inference_svc.model.prompting import Prompting
+from inference_svc.model.weights.digest_check import DigestCheck
 from inference_svc.turns.admission import Admission
 from inference_svc.turns.turn_ending import TurnEnding
 from inference_svc.turns.turn_service import TurnService
@@ -38,6 +39,7 @@ class ServedModel:
     new_leases: Callable[[str, RemoteCache], LineLeases]
     giver: TurnGiver
     grace_s: float
+    digest_check: DigestCheck
 
     @property
     def is_idle(self) -> bool:
@@ -63,6 +65,7 @@ class ServedModel:
     async def close(self) -> None:
         """End the MLX thread, which frees weights and KV."""
         self.prompting.close()
+        await asyncio.to_thread(self.digest_check.close)
         await asyncio.gather(*(leases.close() for leases in self.leases.values()))
         await asyncio.to_thread(self.engine.close)
 
@@ -125,4 +128,5 @@ async def open_served(
     for each in leases.values():
         each.start()
     giver = new_giver(engine, leases)
-    return ServedModel(name, engine, prompting, turns, leases, new_leases, giver, settings.stop_grace_s)
+    check = DigestCheck(engine.directory, settings.state_dir)
+    return ServedModel(name, engine, prompting, turns, leases, new_leases, giver, settings.stop_grace_s, check)

@@ -15,27 +15,28 @@ from inference_svc.text.token_ids import TokenIds
 _TIME_LIMIT_S = 120.0
 _DECODED_TOKENS = 3  # the first looks ahead at nothing, the others do
 _SHORT_TOKENS = 16
+_FEWEST = (4, 2)  # tokens of a prompt, and of a reply: each pass reads all weights, which a CPU takes long for
 
 
 def warm_up(engine: Engine) -> None:
     """Blocks until it is done. A turn that fails is no reason not to serve: the same one of a caller says why."""
     for group in _groups(engine):
-        wait([_run(engine, tokens) for tokens in group], _TIME_LIMIT_S)
+        wait([_run(engine, *tokens) for tokens in group], _TIME_LIMIT_S)
     engine.restart_counts()
 
 
-def _groups(engine: Engine) -> Iterator[list[int]]:
-    """Prompt lengths of turns that run at once. A CPU compiles nothing: there one short turn shows all."""
+def _groups(engine: Engine) -> Iterator[list[tuple[int, int]]]:
+    """Lengths of prompts and replies of turns that run at once. A CPU compiles nothing: one short turn is enough."""
     if engine.device == "cpu":
-        yield [_SHORT_TOKENS]
+        yield [_FEWEST]
         return
     longest = engine.model.context_tokens - _DECODED_TOKENS
     cell = engine.model.cell_tokens
-    yield [min(cell + _SHORT_TOKENS, longest)]  # a whole cell, and a short one behind it
-    yield [min(_SHORT_TOKENS, longest)] * 4
+    yield [(min(cell + _SHORT_TOKENS, longest), _DECODED_TOKENS)]  # a whole cell, and a short one behind it
+    yield [(min(_SHORT_TOKENS, longest), _DECODED_TOKENS)] * 4
 
 
-def _run(engine: Engine, prompt_tokens: int) -> "Future[None]":
+def _run(engine: Engine, prompt_tokens: int, reply_tokens: int) -> "Future[None]":
     over: Future[None] = Future()
 
     def on_events(events: list[Event]) -> None:
@@ -45,7 +46,7 @@ def _run(engine: Engine, prompt_tokens: int) -> "Future[None]":
     plan = TurnPlan(
         token_ids=TokenIds([index % engine.vocabulary_size for index in range(1, prompt_tokens + 1)]),
         token_chars=(0,) * prompt_tokens,
-        sampling=SamplingParams(max_tokens=_DECODED_TOKENS),
+        sampling=SamplingParams(max_tokens=reply_tokens),
     )
     try:
         engine.submit(plan, on_events)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -48,7 +47,7 @@ class ModelRunner:
         self.is_on_gpu = mx.default_device().type == mx.DeviceType.gpu
         if known is not None:
             _take_probed(model, known)
-        self.probed = replace(known, applied={**known.applied}) if known is not None else _probed(model)
+        self.probed = known or _probed(model)
         self._layout = self.probed.layout
         self._pass_rows = _INVARIANT_ROWS if batch_invariant and self.is_on_gpu else 0
         if self._pass_rows and not self._layout.reads_pages:
@@ -201,12 +200,6 @@ class ModelRunner:
 
     def applied_layers(self, identity: identity_pb2.KvIdentity) -> int:
         """Layers with K and V whose live KV, after a probe, is stored exactly as the identity's policy says."""
-        policy = identity.policy.SerializeToString(deterministic=True).hex()
-        if policy not in self.probed.applied:
-            self.probed.applied[policy] = self._applied_layers(identity)
-        return self.probed.applied[policy]
-
-    def _applied_layers(self, identity: identity_pb2.KvIdentity) -> int:
         kv = SequenceKV(self.new_pool(identity.policy))
         self.prefill(kv, PROBE_TOKENS)
         keys = own_keys(self._model, PROBE_TOKENS)

@@ -3,7 +3,7 @@
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from inference_svc.model.loading import LoadedModel, device, find_model, load
 from inference_svc.model.model_identity import kv_identity, template_digest, tokenizer_digest, weights_digest
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
-from inference_svc.model.probe_memory import ProbeMemory
+from inference_svc.model.probe_memory import Probed, ProbeMemory
 from inference_svc.model.quality import exam
 from inference_svc.model.quality.conversations import Conversations
 from inference_svc.text.token_text import TokenText
@@ -95,7 +95,7 @@ def open_model(
             if layer.kind in (identity_pb2.LAYER_KIND_FULL, identity_pb2.LAYER_KIND_LATENT)
         ),
         layer_count=sum(layer.kind != identity_pb2.LAYER_KIND_STATE for layer in identity.layers),
-        policy_applied_layers=runner.applied_layers(identity),
+        policy_applied_layers=_applied_layers(runner, identity, probes, known),
         has_states=has_recurrent_layers(identity),
         state_bytes=sum(tensor.size_bytes for tensor in expected_state_tensors(identity)),
         window_bytes_per_token={
@@ -110,8 +110,6 @@ def open_model(
         compute_type=runner.compute_type,
         stop_token_ids=tuple(sorted(loaded.tokenizer.eos_token_ids)),
     )
-    if known != runner.probed:
-        probes.write(runner.probed)
     opened = OpenedModel(
         info=info,
         tokenizer=loaded.tokenizer,
@@ -122,6 +120,18 @@ def open_model(
         directory=directory,
     )
     return opened, runner
+
+
+def _applied_layers(
+    runner: ModelRunner, identity: identity_pb2.KvIdentity, probes: ProbeMemory, known: Probed | None
+) -> int:
+    """As an earlier start found them, or as a probe finds them now, which is then kept with the rest."""
+    policy, before = identity.policy.SerializeToString(deterministic=True).hex(), known.applied if known else {}
+    if policy in before:
+        return before[policy]
+    found = runner.applied_layers(identity)
+    probes.write(replace(runner.probed, applied={**before, policy: found}))
+    return found
 
 
 def _shown_name(name: str | Path, directory: Path) -> str:

@@ -5,6 +5,7 @@ arrive earn more. Every failed read is a miss with its reason. Bytes that were r
 before they are used.
 """
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path

@@ -31,10 +31,10 @@ class Service:
     log_file: Path
     is_ready: Callable[[], Awaitable[bool]]
     ready_within_s: float
-    start_in_words: Callable[[], str] = lambda: ""
-    """What its start took, asked once it is ready."""
     wave: int = 0
     """Services of one wave start together, each importing for seconds, once all of the wave before are ready."""
+    start_in_words: Callable[[], str] = lambda: ""
+    """What its start took, asked once it is ready."""
 
 
 @dataclass(frozen=True, slots=True)
