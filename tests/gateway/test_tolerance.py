@@ -45,6 +45,7 @@ def ask(front: Front, path: str, **change: Any) -> httpx.Response:
         (CHAT, {"magic": 1, "reasoning_effort": "high", "verbosity": "low"}, "magic, reasoning_effort, verbosity"),
         (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}, "magic": 1}]}, "tools[0].magic"),
         (CHAT, {"not a\nfield": 1}, "(unnamed)"),
+        (CHAT, {"magic": None}, None),
         (COMPLETIONS, {"metadata": {}}, "metadata"),
         (RESPONSES, {"reasoning": {"summary": "auto", "effort": None}}, "reasoning.summary"),
         (RESPONSES, {"tools": [{"type": "web_search", "external_web_access": False}]}, "tools[0]"),

@@ -45,7 +45,8 @@ class Reading:
         for name, value in unknown_fields(body):
             if name in MEANINGFUL and value not in _NEUTRAL:
                 refuse_unless((), {name: value})
-            self._ignore(name, "this server does not know it; leave it out", reason="UNKNOWN_PARAMETER")
+            if value is not None or self.is_strict:
+                self._ignore(name, "this server does not know it; leave it out", reason="UNKNOWN_PARAMETER")
 
     def ignore_unless(self, neutral: Iterable[object], **given: object) -> None:
         """Note settings that this engine cannot apply, unless they say what it does anyway. Raises InvalidArgument."""
