@@ -5,6 +5,7 @@ from any thread, do not block, and touch no tensor. They return plain data (`api
 """
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -213,6 +214,13 @@ class Engine:
     def needed_bytes(self, plan: TurnPlan) -> int:
         """KV bytes that a turn needs if it generates all of its tokens. Known before any byte is allocated."""
         return self._worker.room.most_bytes(len(plan.token_ids) + plan.sampling.max_tokens)
+
+    def most_new_tokens(self, prompt_tokens: int) -> int:
+        """Tokens for which the context and the empty KV budget have room behind a prompt; below 0: not even for it."""
+        left, room = self.model.context_tokens - prompt_tokens, self._worker.room
+        counts = range(max(left, 0) + 1)
+        fitting = bisect_right(counts, self.memory_budget_bytes, key=lambda new: room.most_bytes(prompt_tokens + new))
+        return min(left, fitting - 1)
 
     def submit(self, plan: TurnPlan, on_events: Listener) -> TurnHandle:
         """Queue a turn. `on_events` is called on the MLX thread, after every token and every cell, with all events
