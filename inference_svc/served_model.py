@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from inference_svc.config import EngineSettings
 from inference_svc.engine.engine import Engine
-from inference_svc.engine.warming import warm_up
 from inference_svc.handover.giving import TurnGiver
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.line_leases import LineLeases
@@ -25,6 +24,7 @@ from inference_svc.model.weights.digest_check import DigestCheck
 from inference_svc.turns.admission import Admission
 from inference_svc.turns.turn_ending import TurnEnding
 from inference_svc.turns.turn_service import TurnService
+from inference_svc.warming import warm_up
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from typing import TypeAlias
 from kvasir.errors import KvasirError
 from kvasir.formats.block_file import FileIdentity
 from kvasir.formats.block_hash import BLOCK_TOKENS
+from kvasir.formats.digest import Buffer
 
 from inference_svc.engine.incoming import Incoming
 from inference_svc.formats.constraint import Constraint
-from inference_svc.kv.tensor_files import Buffer
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.token_ids import TokenIds
 

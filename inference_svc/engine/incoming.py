@@ -6,7 +6,9 @@ One thread adds files while the MLX thread takes those that came. An append to a
 
 from collections.abc import Callable, Iterable, Sequence
 
-from inference_svc.kv.tensor_files import Buffer, CheckedFile, FileChecks
+from kvasir.formats.digest import Buffer
+
+from inference_svc.kv.tensor_files import CheckedFile, FileChecks
 
 
 class Incoming:

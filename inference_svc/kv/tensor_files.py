@@ -22,6 +22,7 @@ from kvasir.formats.block_file import (
     tensor_entries,
 )
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
+from kvasir.formats.digest import Buffer
 from kvasir.formats.layer_groups import layers_of
 from kvasir.formats.token_files import file_identities, state_identity
 
@@ -37,7 +38,6 @@ _EXPONENTS: Mapping[str, np.uint16 | np.uint32] = {
 }
 
 Array: TypeAlias = npt.NDArray[np.generic]
-Buffer: TypeAlias = bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True)

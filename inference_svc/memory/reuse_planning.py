@@ -11,12 +11,11 @@ from itertools import islice
 import structlog
 from kvasir.formats import manifest as manifests
 from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain
-from kvasir.formats.digest import Digest
+from kvasir.formats.digest import Buffer, Digest
 from kvasir.formats.layer_groups import row_groups
 
 from inference_svc.engine.api import Cold, Hot, Restored, RestoredWindow, Reuse, Started
 from inference_svc.engine.engine import Engine
-from inference_svc.kv.tensor_files import Buffer
 from inference_svc.memory.agent_memory import AgentMemory, as_hot
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recollection, off_loop, unknown_token

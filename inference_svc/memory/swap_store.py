@@ -11,13 +11,12 @@ from dataclasses import dataclass
 
 import structlog
 from kvasir.errors import KvasirError
-from kvasir.formats.digest import Digest
+from kvasir.formats.digest import Buffer, Digest
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import Event, Hot, Preempted, Resumed, Reuse, Wanted
 from inference_svc.engine.engine import TurnHandle
 from inference_svc.engine.incoming import Incoming
-from inference_svc.kv.tensor_files import Buffer
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.outcomes import Miss, MissReason
 from inference_svc.memory.service_stats import NamespaceCounters

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import structlog
-from kvasir.formats.digest import Digest
+from kvasir.formats.digest import Buffer, Digest
 
 from inference_svc.engine.incoming import Incoming
-from inference_svc.kv.tensor_files import Buffer
 from inference_svc.memory.outcomes import Miss, MissReason
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.store.remote_cache import RemoteCache

@@ -14,9 +14,8 @@ from kvasir import errors, on_full
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients import AioStoreClient
 from kvasir.clients.aio.handed_upload import FEATURE, put_by_files
-from kvasir.formats.digest import Digest
+from kvasir.formats.digest import Buffer, Digest
 
-from inference_svc.kv.tensor_files import Buffer
 from inference_svc.memory.outcomes import Miss, MissReason
 from inference_svc.memory.store.answers import (
     NO_HEAD,

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from inference_svc.engine.engine import Engine
-from inference_svc.engine.warming import warm_up
 from inference_svc.model.model_runner import ModelRunner
 from inference_svc.start_phases import StartPhases
+from inference_svc.warming import warm_up
 from tests.inference.engine.families import ALL, BUDGET, write_family
 
 

@@ -13,9 +13,9 @@ import grpc
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.clients.service_client import ServiceClient
 from kvasir.clients.stall_limit import StallLimit
-from kvasir.clients.store_client_transfers import Buffer, OnProgress, Upload, batches
+from kvasir.clients.store_client_transfers import OnProgress, Upload, batches
 from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
-from kvasir.formats.digest import Digest
+from kvasir.formats.digest import Buffer, Digest
 from kvasir.formats.frames import FrameAssembler
 
 _TENSORS, _MANIFEST = pb.BLOB_KIND_TENSORS, pb.BLOB_KIND_MANIFEST

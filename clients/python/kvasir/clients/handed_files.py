@@ -11,11 +11,10 @@ import threading
 from pathlib import Path
 
 from kvasir.formats.blob_place import handed_place
+from kvasir.formats.digest import Buffer
 
 # The store reserves no room for a file before it is named to it, so this many bytes at most wait, of all uploads.
 _MAX_WAITING_BYTES = 256 << 20
-
-Buffer = bytes | bytearray | memoryview
 
 
 class HandedFiles:

@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.errors import DataLoss, InvalidArgument
-from kvasir.formats.digest import Digest
+from kvasir.formats.digest import Buffer, Digest
 from kvasir.formats.frames import FRAME_BYTES, frames_of
 from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 
-Buffer = bytes | bytearray | memoryview
 OnProgress = Callable[[pb.TransferProgress], None]
 
 AGENT_READS = tuple(

@@ -6,10 +6,13 @@ text may pass (LESSONS: a "digest" used as a path).
 
 import re
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from blake3 import blake3
 
 from kvasir.cachestore.v1 import manifest_pb2
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _HASH = re.compile(r"[0-9a-f]{64}")
 # From this size on, several threads hash faster than one.
@@ -35,7 +38,7 @@ class Digest:
             raise ValueError(f"digest size_bytes: expected 0 or more, got {self.size_bytes}")
 
     @classmethod
-    def of(cls, data: bytes | bytearray | memoryview) -> "Digest":
+    def of(cls, data: Buffer) -> "Digest":
         """The digest of these bytes. Large ones are hashed on all cores, without the interpreter's lock."""
         view = memoryview(data).cast("B")
         return cls(blake3(view, max_threads=_threads_for(len(view))).hexdigest(), len(view))

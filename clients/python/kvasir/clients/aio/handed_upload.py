@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Mapping
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.clients.aio.blob_transfers import AioBlobTransfers
 from kvasir.clients.handed_files import HandedFiles
-from kvasir.clients.store_client_transfers import Buffer, OnProgress, Upload
+from kvasir.clients.store_client_transfers import OnProgress, Upload
 from kvasir.errors import InvalidArgument
-from kvasir.formats.digest import Digest
+from kvasir.formats.digest import Buffer, Digest
 from kvasir.formats.frames import frames_of
 
 # A store takes them only for an engine, and where nothing has to be encrypted.
