@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import structlog
 from kvasir.errors import KvasirError
+from kvasir.formats.block_file import FileBytes
 from kvasir.formats.digest import Digest
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import Event, Hot, Preempted, Resumed, Reuse, Wanted
 from inference_svc.engine.engine import TurnHandle
 from inference_svc.engine.incoming import Incoming
-from inference_svc.kv.tensor_files import Buffer
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.outcomes import Miss, MissReason
 from inference_svc.memory.service_stats import NamespaceCounters
@@ -131,7 +131,7 @@ class SwapStore:
             return
         incoming = Incoming(len(self._digests), is_kept=True)
 
-        async def take(data: Buffer) -> None:
+        async def take(data: FileBytes) -> None:
             incoming.add(data)
 
         self._handle.resume(incoming)

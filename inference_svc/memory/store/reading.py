@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import structlog
+from kvasir.formats.block_file import FileBytes
 from kvasir.formats.digest import Digest
 
 from inference_svc.engine.incoming import Incoming
-from inference_svc.kv.tensor_files import Buffer
 from inference_svc.memory.outcomes import Miss, MissReason
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.store.remote_cache import RemoteCache
@@ -55,7 +55,7 @@ class BackgroundRead:
             with suppress(RuntimeError):  # the loop has ended, and nobody reads any more
                 loop.call_soon_threadsafe(was_taken.set)
 
-        async def take(data: Buffer) -> None:
+        async def take(data: FileBytes) -> None:
             incoming.add(data)
             self.came_bytes += len(data)
             if not self._has_begun.is_set():
