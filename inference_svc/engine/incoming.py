@@ -6,7 +6,7 @@ One thread adds files while the MLX thread takes those that came. An append to a
 
 from collections.abc import Callable, Iterable, Sequence
 
-from kvasir.formats.digest import Buffer
+from kvasir.formats.block_file import FileBytes
 
 from inference_svc.kv.tensor_files import CheckedFile, FileChecks
 
@@ -18,14 +18,14 @@ class Incoming:
         """`is_kept`: files that were taken may be taken again."""
         self.expected = expected
         self.has_ended = False
-        self._files: list[Buffer | None] = []
+        self._files: list[FileBytes | None] = []
         self._is_kept = is_kept
         self._came_bytes = self._taken_bytes = 0
         self._wake: Callable[[], object] = lambda: None
         self._was_taken: Callable[[], object] = lambda: None
 
     @classmethod
-    def of(cls, files: Iterable[Buffer]) -> "Incoming":
+    def of(cls, files: Iterable[FileBytes]) -> "Incoming":
         """Files that are all there."""
         found = list(files)
         made = cls(len(found), is_kept=True)
@@ -43,7 +43,7 @@ class Incoming:
         """Bytes of the files that came and were not taken."""
         return self._came_bytes - self._taken_bytes
 
-    def add(self, data: Buffer) -> None:
+    def add(self, data: FileBytes) -> None:
         self._came_bytes += len(data)
         self._files.append(data)
         self._wake()
@@ -66,7 +66,7 @@ class Incoming:
         """The first files alone, which must have been kept."""
         return Incoming.of(map(self.take, range(count)))
 
-    def take(self, index: int) -> Buffer:
+    def take(self, index: int) -> FileBytes:
         """One of the files that came."""
         data = self._files[index]
         assert data is not None, "it was taken"

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import DataLoss
 from kvasir.formats.block_file import (
+    FileBytes,
     FileIdentity,
     Header,
     HeaderError,
@@ -22,7 +23,6 @@ from kvasir.formats.block_file import (
     tensor_entries,
 )
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
-from kvasir.formats.digest import Buffer
 from kvasir.formats.layer_groups import layers_of
 from kvasir.formats.token_files import file_identities, state_identity
 
@@ -45,7 +45,7 @@ class CheckedFile:
     """A tensor file whose header is the expected one."""
 
     header: Header
-    data: Buffer
+    data: FileBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class FileChecks:
         if files != (expected := len(self._expected)):
             raise _damaged(min(files, expected), f"expected {expected} tensor files, got {files}", self._group)
 
-    def checked(self, index: int, data: Buffer) -> CheckedFile:
+    def checked(self, index: int, data: FileBytes) -> CheckedFile:
         """A file whose header names, and whose tensors fit, what must be there. Raises DataLoss that names the file."""
         expected = self._expected[index]
         try:
@@ -106,7 +106,7 @@ class FileChecks:
 def check_files(
     identity: identity_pb2.KvIdentity,
     kv_identity_hash: str,
-    blobs: Sequence[Buffer],
+    blobs: Sequence[FileBytes],
     token_ids: Sequence[int],
     group: int = 0,
     first_block: int = 0,
@@ -118,7 +118,7 @@ def check_files(
 
 
 def check_state(
-    identity: identity_pb2.KvIdentity, kv_identity_hash: str, blob: Buffer, token_ids: Sequence[int]
+    identity: identity_pb2.KvIdentity, kv_identity_hash: str, blob: FileBytes, token_ids: Sequence[int]
 ) -> CheckedFile:
     """Check that the header of `blob` names, and its tensors fit, the recurrent layers' state after exactly these
     tokens.
@@ -184,7 +184,7 @@ def _checked(
     identity: identity_pb2.KvIdentity,
     schema: _Schema,
     expected: FileIdentity,
-    data: Buffer,
+    data: FileBytes,
 ) -> CheckedFile:
     header = header_with(expected, schema.entries)
     if data[: len(header)] == header and len(header) + schema.size_bytes == len(data):

@@ -10,8 +10,9 @@ from itertools import islice
 
 import structlog
 from kvasir.formats import manifest as manifests
+from kvasir.formats.block_file import FileBytes
 from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain
-from kvasir.formats.digest import Buffer, Digest
+from kvasir.formats.digest import Digest
 from kvasir.formats.layer_groups import row_groups
 
 from inference_svc.engine.api import Cold, Hot, Restored, RestoredWindow, Reuse, Started
@@ -330,7 +331,7 @@ class ReusePlanner:
         return restored, reading, None
 
     def _restored(
-        self, candidate: _Candidate, keep: int, blobs: Sequence[Buffer], beside: Sequence[Buffer]
+        self, candidate: _Candidate, keep: int, blobs: Sequence[FileBytes], beside: Sequence[FileBytes]
     ) -> Restored:
         """The first `keep` tokens, of which all files were read: those of `_beside_blocks` are in its order."""
         rest = iter(beside)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import structlog
 from kvasir.errors import KvasirError
-from kvasir.formats.digest import Buffer, Digest
+from kvasir.formats.block_file import FileBytes
+from kvasir.formats.digest import Digest
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import Event, Hot, Preempted, Resumed, Reuse, Wanted
@@ -130,7 +131,7 @@ class SwapStore:
             return
         incoming = Incoming(len(self._digests), is_kept=True)
 
-        async def take(data: Buffer) -> None:
+        async def take(data: FileBytes) -> None:
             incoming.add(data)
 
         self._handle.resume(incoming)

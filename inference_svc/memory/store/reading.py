@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import structlog
-from kvasir.formats.digest import Buffer, Digest
+from kvasir.formats.block_file import FileBytes
+from kvasir.formats.digest import Digest
 
 from inference_svc.engine.incoming import Incoming
 from inference_svc.memory.outcomes import Miss, MissReason
@@ -54,7 +55,7 @@ class BackgroundRead:
             with suppress(RuntimeError):  # the loop has ended, and nobody reads any more
                 loop.call_soon_threadsafe(was_taken.set)
 
-        async def take(data: Buffer) -> None:
+        async def take(data: FileBytes) -> None:
             incoming.add(data)
             self.came_bytes += len(data)
             if not self._has_begun.is_set():

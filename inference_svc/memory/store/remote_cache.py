@@ -14,7 +14,8 @@ from kvasir import errors, on_full
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients import AioStoreClient
 from kvasir.clients.aio.handed_upload import FEATURE, put_by_files
-from kvasir.formats.digest import Buffer, Digest
+from kvasir.formats.block_file import FileBytes
+from kvasir.formats.digest import Digest
 
 from inference_svc.memory.outcomes import Miss, MissReason
 from inference_svc.memory.store.answers import (
@@ -91,17 +92,17 @@ class RemoteCache(StoreConnection):
             raise StoreMiss(Miss(MissReason.BLOB_DAMAGED, f"manifest {head.manifest}: other bytes were received"))
         return data
 
-    async def read_blobs(self, digests: Sequence[Digest], budget: Budget) -> tuple[list[Buffer], Miss | None]:
+    async def read_blobs(self, digests: Sequence[Digest], budget: Budget) -> tuple[list[FileBytes], Miss | None]:
         """The longest prefix of the blobs that arrived whole and correct within the budget, and why it is not all."""
-        blobs: list[Buffer] = []
+        blobs: list[FileBytes] = []
 
-        async def take(data: Buffer) -> None:
+        async def take(data: FileBytes) -> None:
             blobs.append(data)
 
         return blobs, await self.give_blobs(digests, budget, take)
 
     async def give_blobs(
-        self, digests: Sequence[Digest], budget: Budget, take: Callable[[Buffer], Awaitable[None]]
+        self, digests: Sequence[Digest], budget: Budget, take: Callable[[FileBytes], Awaitable[None]]
     ) -> Miss | None:
         """Give `take` the blobs in their order, as they arrive whole and correct within the budget; the time that it
         takes does not count. Returns why not all of them did.
@@ -122,7 +123,7 @@ class RemoteCache(StoreConnection):
         return None
 
     async def _read_files(
-        self, digests: Sequence[Digest], budget: Budget, take: Callable[[Buffer], Awaitable[None]]
+        self, digests: Sequence[Digest], budget: Budget, take: Callable[[FileBytes], Awaitable[None]]
     ) -> int:
         """Read the store's files up to one for which the store has to be asked. Returns how many were read."""
         if self._files is None:

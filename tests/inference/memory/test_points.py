@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.formats.block_file import FileBytes
 from kvasir.formats.digest import Digest
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import Cold, Hot, Restored
-from inference_svc.kv.tensor_files import Buffer
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recollection
@@ -45,16 +45,16 @@ class Surroundings:
         self.missing: set[Digest] = set()
         self.asked: list[Digest] = []
 
-    async def read_blobs(self, digests: Sequence[Digest], budget: object) -> tuple[list[Buffer], Miss | None]:
-        found: list[Buffer] = []
+    async def read_blobs(self, digests: Sequence[Digest], budget: object) -> tuple[list[FileBytes], Miss | None]:
+        found: list[FileBytes] = []
 
-        async def take(data: Buffer) -> None:
+        async def take(data: FileBytes) -> None:
             found.append(data)
 
         return found, await self.give_blobs(digests, budget, take)
 
     async def give_blobs(
-        self, digests: Sequence[Digest], budget: object, take: Callable[[Buffer], Awaitable[None]]
+        self, digests: Sequence[Digest], budget: object, take: Callable[[FileBytes], Awaitable[None]]
     ) -> Miss | None:
         self.asked += digests
         for digest in digests:
