@@ -25,6 +25,7 @@ from inference_svc.model.weights.weight_files import TensorPlace, WeightFile
 
 Tensors = dict[str, mx.array]
 _UNIT_BYTES = 2  # of what host_copy copies
+_MOST_BYTES = _UNIT_BYTES * (2**31 - 1)  # MLX counts an axis in 32 bits
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def _send(path: Path, places: Mapping[str, TensorPlace], weights: Tensors) -> in
     sent = 0
     for name, place in places.items():
         lazy = weights.get(name)
-        if lazy is None or not _is_as_said(lazy, place) or lazy.itemsize < _UNIT_BYTES:
+        if lazy is None or not _is_as_said(lazy, place) or lazy.itemsize < _UNIT_BYTES or lazy.nbytes > _MOST_BYTES:
             continue
         row = content[place.offset : place.offset + place.size_bytes].view(np.uint16)  # at any address
         weights[name] = to_device([row])[0].view(lazy.dtype).reshape(lazy.shape)
