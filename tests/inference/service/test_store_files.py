@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kvasir.clients import AioStoreClient
+from kvasir.formats import manifest as manifests
 from kvasir.formats.blob_place import blob_place
 from kvasir.formats.digest import Digest
+from kvasir.inference.v1 import inference_pb2 as pb
 
 from inference_svc.memory.outcomes import MissReason
 from inference_svc.memory.store.files import StoreFiles
@@ -18,7 +20,9 @@ from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.store.remote_cache import RemoteCache
 from tests.cachestore.service.running import RunningStore, publish, store_home
 from tests.synthetic import SMALL, SyntheticAgent
+from tests.system_fixtures import House
 
+GREEDY = {"max_tokens": 8}
 TURN = SyntheticAgent(SMALL, 1).turn(256 * 3 + 10, is_prompt=True)
 
 
@@ -96,3 +100,42 @@ def test_memory_of_a_file_is_used_again_once_nothing_refers_to_its_bytes(store: 
     del rows
     again = files.read(first)
     assert np.frombuffer(again or b"", np.uint16)[8:].ctypes.data == address
+
+
+@pytest.mark.long(6)
+def test_a_killed_engines_memory_comes_back_from_the_files_up_to_one_that_is_damaged(
+    model: Path, tmp_path: Path
+) -> None:
+    house = House(tmp_path, model)
+    house.engine.options += ["--store-data-dir", str(house.data_dir)]
+    prompt = "<|im_start|>" * 1_500
+    try:
+        house.start()
+        with house.client() as client:
+            said = {name: client.reply(agent_id=name, prompt=prompt, sampling=GREEDY).text for name in ("ada", "bob")}
+            more = {name: prompt + text + " Go on." for name, text in said.items()}
+            stayed = client.reply(agent_id="ada", prompt=more["ada"], sampling=GREEDY)
+        with house.store_client() as client:
+            before = client.get_stats().counters["blobs_read"]
+        house.engine.kill()
+        house.engine.start()
+        with house.client() as client:
+            back = client.reply(agent_id="bob", prompt=more["bob"], sampling=GREEDY)
+        assert (back.started.source, back.token_ids) == (pb.CACHE_SOURCE_WARM, stayed.token_ids)
+        assert back.started.cached_tokens == stayed.started.cached_tokens > 1_500
+        with house.store_client() as client:
+            sent = client.get_stats().counters["blobs_read"] - before
+            assert sent < 1_500 // 256, "manifests alone are asked for"
+            [line] = client.get_agent("bob").lines
+            manifest = manifests.parse(client.get_snapshot("bob", line.kv_identity_hash)[1])
+        house.engine.kill()
+        path = blob_place(house.data_dir, "default", manifest.blocks[3].hash)
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        house.engine.start()
+        with house.client() as client:
+            again = client.reply(agent_id="bob", prompt=more["bob"] + back.text, sampling=GREEDY)
+        assert (again.started.cached_tokens, again.started.miss) == (3 * 256, pb.MISS_REASON_BLOB_DAMAGED)
+    finally:
+        house.close()
