@@ -7,13 +7,13 @@ before they are used.
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from kvasir import errors, on_full
 from kvasir.cachestore.v1 import cachestore_pb2
-from kvasir.clients import AioStoreClient
 from kvasir.formats.digest import Digest
 
 from inference_svc.memory.outcomes import Miss, MissReason
@@ -34,7 +34,7 @@ from inference_svc.memory.store.answers import (
     moves,
     takes_back,
 )
-from inference_svc.memory.store.connection import StoreConnection
+from inference_svc.memory.store.connection import StoreClients, StoreConnection
 from inference_svc.memory.store.files import StoreFiles
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.stored_windows import FoundPrefix
@@ -47,10 +47,15 @@ class RemoteCache(StoreConnection):
     """One namespace of one cache store, seen from the engine."""
 
     def __init__(
-        self, client: AioStoreClient, namespace: str, files: StoreFiles | None = None, token_file: Path | None = None
+        self,
+        clients: StoreClients,
+        namespace: str,
+        files: StoreFiles | None = None,
+        token_file: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """As `StoreConnection`. `files`: those of the store, if they may be read."""
-        super().__init__(client, namespace, token_file)
+        super().__init__(clients, namespace, token_file, clock)
         self._files = files
         self._cursor: cachestore_pb2.EventCursor | None = None
 
@@ -98,10 +103,11 @@ class RemoteCache(StoreConnection):
             await self._read_files(digests, blobs, budget)
             if len(blobs) == len(digests):
                 return blobs, None
-            async with contextlib.aclosing(self.client.get_blobs(digests[len(blobs) :])) as arriving:
+            async with contextlib.aclosing(self.clients.reading.get_blobs(digests[len(blobs) :])) as arriving:
                 while len(blobs) < len(digests):
                     _, data = await self._read(lambda: anext(arriving), budget)
                     budget.earn(len(data))
+                    self.moved()
                     blobs.append(bytes(data))
         except StoreMiss as error:
             return blobs, error.miss
@@ -141,16 +147,22 @@ class RemoteCache(StoreConnection):
         """Make tensor files durable, however long that takes while bytes move. Returns their digests in order, and the
         number of bytes that had to be sent. Raises DeadlineExceeded after so long without progress.
         """
-        client = self.client  # before work is done in vain
+        client = self.clients.writing  # before work is done in vain
         digests = await asyncio.to_thread(lambda: [Digest.of(data) for data in files])
         there: list[int] = []
-        progress = await self._noting(
-            client.put_blobs(
-                dict(zip(digests, files, strict=True)),
-                on_progress=lambda now: there.append(now.bytes_done),
-                stall_timeout_s=stall_timeout_s,
+
+        def noted(now: cachestore_pb2.TransferProgress) -> None:
+            there.append(now.bytes_done)
+            self.moved()
+
+        with self.bulk():
+            progress = await self._noting(
+                client.put_blobs(
+                    dict(zip(digests, files, strict=True)),
+                    on_progress=noted,
+                    stall_timeout_s=stall_timeout_s,
+                )
             )
-        )
         return digests, progress.bytes_total - there[0]
 
     async def renew(self, digests: Sequence[Digest], timeout_s: float) -> None:
