@@ -134,12 +134,13 @@ class EngineSettings(BaseSettings):
     commit_wait_s: Annotated[float, Field(ge=0)] = 2.0
     """How long the last message of a turn waits for the commit before it reports: pending."""
     publish_timeout_s: Annotated[float, Field(gt=0)] = 30.0
-    """After this a publication fails; the memory stays hot, and the agent's next turn publishes it too."""
+    """After so long without progress a publication fails; the memory stays hot, and is tried again."""
     keep_alive_s: Annotated[float, Field(gt=0)] | None = None
     """A model that no turn has used for so long, or up to twice as long, is unloaded; the next turn loads it again.
     Default: it stays."""
     stop_grace_s: Annotated[float, Field(ge=0)] = 10.0
-    """How long running turns may go on after SIGTERM."""
+    """How long running turns may go on after SIGTERM; then hot memories are stored until nothing has moved for so
+    long."""
     neighbour: bool = False
     """Also serve mlx.grpc.engine.MlxEngine, at the same address, for gateways that speak it.
     Needs kvasir[neighbour]."""

@@ -12,6 +12,7 @@ from kvasir.errors import KvasirError
 from kvasir.server.reloading import TakenInPart
 
 from inference_svc.config import EngineSettings
+from inference_svc.memory.store.connection import StoreClients
 from inference_svc.memory.store.files import StoreFiles
 from inference_svc.memory.store.patience import PROBE_TIMEOUT_S
 from inference_svc.memory.store.remote_cache import RemoteCache
@@ -87,8 +88,11 @@ async def _take(
 
 
 def _new_store(settings: EngineSettings, namespace: str, token: str | None) -> RemoteCache:
+    def connected() -> AioStoreClient:
+        return AioStoreClient.connect(settings.store, token=token, tls=settings.store_tls, retry_reads=False)
+
     return RemoteCache(
-        AioStoreClient.connect(settings.store, token=token, tls=settings.store_tls, retry_reads=False),
+        StoreClients(connected(), connected(), connected()),
         namespace,
         StoreFiles(settings.store_data_dir, namespace) if settings.store_data_dir is not None else None,
         {**_further_files(settings), **settings.store_token_file}.get(namespace),

@@ -65,6 +65,7 @@ class ServedModel:
     async def close(self) -> None:
         """End the MLX thread, which frees weights and KV."""
         self.prompting.close()
+        self.turns.close()
         await asyncio.to_thread(self.digest_check.close)
         await asyncio.gather(*(leases.close() for leases in self.leases.values()))
         await asyncio.to_thread(self.engine.close)
@@ -110,7 +111,7 @@ async def open_served(
         return LineLeases(namespace, store, engine, lease_owner, clock)
 
     leases = {namespace: new_leases(namespace, store) for namespace, store in stores.items()}
-    copies = Copies(engine, admission.publishing, clock)
+    copies = Copies(engine, admission.publishing)
     publisher = Publisher(engine, copies, settings.publishing, stats, clock, now_ms, leases)
     turns = TurnService(
         engine,

@@ -1,8 +1,9 @@
 """Collects the numbers that a service reports at one moment."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 
-from inference_svc.memory.service_stats import EngineFacts, ServiceStats, ServiceStatus
+from inference_svc.memory.agent_memory import AgentMemory
+from inference_svc.memory.service_stats import EngineFacts, OwedCount, ServiceStats, ServiceStatus
 from inference_svc.model.model_host import ModelHost
 from inference_svc.served_model import ServedModel
 from inference_svc.turns.admission import Admission
@@ -29,13 +30,19 @@ def _engine_facts(served: ServedModel | None) -> EngineFacts:
         return EngineFacts()
     engine, sizes = served.engine, served.engine.hot_sizes()
     hot_bytes: Counter[str] = Counter()
+    owed: defaultdict[str, OwedCount] = defaultdict(OwedCount)
     for key, size_bytes in sizes.items():
         hot_bytes[key.namespace] += size_bytes
+        tag = engine.hot_tag(key)
+        if isinstance(tag, AgentMemory) and tag.publication.owing is not None and tag.publication.owing.is_owed:
+            owed[key.namespace].memories += 1
+            owed[key.namespace].size_bytes += tag.unstored_tokens * engine.model.kv_bytes_per_token
     return EngineFacts(
         model=served.name,
         kv_memory_used_bytes=engine.memory_used_bytes,
         hot_bytes=hot_bytes,
         hot_memories=len(sizes),
+        owed=owed,
         computed_tokens=engine.computed_tokens,
         preemptions=engine.preemptions,
     )

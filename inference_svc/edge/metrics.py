@@ -19,6 +19,7 @@ from inference_svc.memory.service_stats import NamespaceCounters, ServiceStatus,
 
 # As TurnFlow counts them.
 _ENDS = ("finished", "cancelled", "moved", "refused", "failed")
+_MADE_GOOD = (SnapshotState.PENDING, SnapshotState.FAILED)
 _PUBLISHED = (SnapshotState.PENDING, SnapshotState.COMMITTED, SnapshotState.FAILED)
 
 
@@ -40,6 +41,7 @@ def _times(times: TurnTimes) -> Iterator[Metric]:
     yield histogram("kvasir_first_token_seconds", "From a request's arrival to its first token.", times.first_token)
     yield histogram("kvasir_token_gap_seconds", "From one token of a reply to the next.", times.token_gap)
     yield histogram("kvasir_commit_seconds", "From a turn's end until its memory was durable.", times.commit)
+    yield histogram("kvasir_last_event_seconds", "From a turn's last token to its last event.", times.last_event)
 
 
 def _turns(counters: list[NamespaceCounters]) -> Iterator[Metric]:
@@ -69,12 +71,15 @@ def _tokens(counters: list[NamespaceCounters]) -> Iterator[Metric]:
 def _publications(counters: list[NamespaceCounters]) -> Iterator[Metric]:
     outcomes = [each.publications for each in counters]
     yield _by_word("kvasir_publications", "Publications by what came of them.", "state", outcomes, _PUBLISHED)
+    made_good = [each.made_good for each in counters]
+    help_text = "Publications committed after they had been reported so."
+    yield _by_word("kvasir_publications_made_good", help_text, "was", made_good, _MADE_GOOD)
     published = sum(each.published_bytes for each in counters)
     yield counter("kvasir_published_bytes", "Bytes sent to the store.", published)
 
 
 def _engine(status: ServiceStatus) -> Iterator[Metric]:
-    engine = status.engine
+    engine, owed = status.engine, status.engine.owed.values()
     loaded = {engine.model: 1} if engine.model else {}
     yield gauge("kvasir_model_loaded", "1 for the model that is loaded.", loaded, "model")
     gauges = (
@@ -82,6 +87,8 @@ def _engine(status: ServiceStatus) -> Iterator[Metric]:
         ("kvasir_kv_memory_limit_bytes", "KV that may be allocated.", status.kv_memory_bytes),
         ("kvasir_kv_memory_used_bytes", "KV that is allocated, hot and running.", engine.kv_memory_used_bytes),
         ("kvasir_hot_memories", "Agents whose memory is hot.", engine.hot_memories),
+        ("kvasir_owed_memories", "Hot memories that the store lacks.", sum(each.memories for each in owed)),
+        ("kvasir_owed_bytes", "What the store lacks of them.", sum(each.size_bytes for each in owed)),
         ("kvasir_prompt_bytes", "Prompts of turns that wait or run.", status.prompt_bytes),
         ("kvasir_restoring_bytes", "Memory read from the store that is not KV yet.", status.restoring_bytes),
         ("kvasir_publishing_bytes", "Copies of KV that wait for the store.", status.publishing_bytes),

@@ -8,7 +8,7 @@ from kvasir.names import check_agent_id
 
 from inference_svc.edge.messages import duration
 from inference_svc.memory.agent_memory import AgentMemory
-from inference_svc.memory.service_stats import NamespaceCounters, ServiceStatus
+from inference_svc.memory.service_stats import NamespaceCounters, OwedCount, ServiceStatus
 from inference_svc.model.model_host import MemoriesLeft
 
 _MAX_AGENTS = 1000
@@ -20,7 +20,7 @@ def stats(status: ServiceStatus, namespace: str | None, *, store_is_reachable: b
         model=status.engine.model,
         uptime=duration(status.uptime_s),
         namespaces=[
-            _namespace(name, counters, status.engine.hot_bytes.get(name, 0))
+            _namespace(name, counters, status.engine.hot_bytes.get(name, 0), status.engine.owed.get(name, OwedCount()))
             for name, counters in sorted(_visible(status, namespace).items())
         ],
         engine=_engine(status) if namespace is None else None,
@@ -55,7 +55,7 @@ def _visible(status: ServiceStatus, namespace: str | None) -> Mapping[str, Names
     return {namespace: status.namespaces.get(namespace, NamespaceCounters())}
 
 
-def _namespace(name: str, counters: NamespaceCounters, hot_bytes: int) -> pb.NamespaceStats:
+def _namespace(name: str, counters: NamespaceCounters, hot_bytes: int, owed: OwedCount) -> pb.NamespaceStats:
     return pb.NamespaceStats(
         namespace=name,
         turns=counters.turns,
@@ -71,6 +71,9 @@ def _namespace(name: str, counters: NamespaceCounters, hot_bytes: int) -> pb.Nam
         waiting_turns=counters.waiting_turns,
         running_turns=counters.running_turns,
         kv_memory_used_bytes=hot_bytes,
+        made_good={state.value: count for state, count in counters.made_good.items()},
+        owed_memories=owed.memories,
+        owed_bytes=owed.size_bytes,
     )
 
 

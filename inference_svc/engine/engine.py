@@ -33,6 +33,7 @@ from inference_svc.engine.held_turns import check_carried
 from inference_svc.engine.incoming import Incoming
 from inference_svc.engine.mlx_thread import Letter, MlxThread
 from inference_svc.engine.reply_text import ReplyText
+from inference_svc.engine.scheduling.hot_memories import Owed, ResidentMemory
 from inference_svc.engine.scheduling.schedulable import Rules
 from inference_svc.engine.sequence import Sequence
 from inference_svc.engine.snapshots import memory_snapshot
@@ -42,6 +43,7 @@ from inference_svc.model.blas import load_optimized_blas
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
 from inference_svc.model.open_model import OpenedModel, open_model
+from inference_svc.text.sequence_state import SequenceState
 
 ResultT = TypeVar("ResultT")
 ModelOpener = Callable[..., tuple[OpenedModel, ModelRunner]]  # takes what `open_model` takes
@@ -93,6 +95,52 @@ class TurnHandle:
     def give_away(self) -> None:
         """A held turn goes on in another engine: here it fails with Unavailable (TURN_MOVED) and leaves no memory."""
         self._post(lambda worker: worker.give_away(self._sequence))
+
+
+class PinnedMemory:
+    """A memory as a turn left it, kept for its publication whatever its agent does next. Its room is given back by
+    `release`, or once nobody refers to it; under pressure it goes as `owed` says.
+    """
+
+    def __init__(
+        self,
+        pinned: ResidentMemory,
+        first: Snapshot,
+        post: Callable[[Callable[[EngineWorker], Any]], "Future[Any]"],
+    ) -> None:
+        self._pinned = pinned
+        self._first: Snapshot | None = first
+        self._post = post
+
+    def __del__(self) -> None:
+        self.release()
+
+    @property
+    def state(self) -> SequenceState:
+        return self._pinned.state
+
+    def take_first(self) -> Snapshot | None:
+        """The piece that was copied with the pin, once."""
+        first, self._first = self._first, None
+        return first
+
+    def goes_as(self, owed: Owed) -> None:
+        self._pinned.owed = owed
+
+    def piece(
+        self,
+        first_block: int,
+        max_blocks: int,
+        stored_windows: Mapping[int, Collection[int]],
+    ) -> "Future[Snapshot | None]":
+        """As `Engine.pin` takes the first one. None if the room was wanted, or given back."""
+        pinned = self._pinned
+        return self._post(lambda worker: worker.pinned_piece(pinned, first_block, max_blocks, stored_windows))
+
+    def release(self) -> None:
+        """Idempotent."""
+        pinned = self._pinned
+        self._post(lambda worker: worker.memories.unpin(pinned))
 
 
 class Engine:
@@ -258,12 +306,12 @@ class Engine:
         memory = self._worker.memories.get(key)
         return memory.tag if memory is not None else None
 
-    def tag_hot(self, key: AgentKey, tag: object) -> None:
+    def tag_hot(self, key: AgentKey, tag: object, owed: Owed | None = None) -> None:
         """Attach an object to the key's hot memory: say, the store version that equals it. A turn that changes the
-        memory removes the tag. Without effect if there is no memory.
+        memory removes the tag. `owed`: its way to the store. Without effect if there is no memory.
         """
         if (memory := self._worker.memories.get(key)) is not None:
-            memory.tag = tag
+            memory.tag, memory.owed = tag, owed
 
     def drop_hot(self, key: AgentKey) -> "Future[bool]":
         """Forget the key's memory, once no turn of the key runs; True if there was one."""
@@ -287,9 +335,8 @@ class Engine:
         """Tensor files of the key's memory from block `first_block` on; None if there is no memory. Waits until no turn
         of the key runs.
 
-        `max_blocks`: at most so many blocks, and the tail only with the last of the memory. So a long memory is taken
-        in pieces, and other turns go on between them. `stored_windows`: by window, blocks of these tokens that the
-        caller has. `blocks_only`: full blocks alone, at once, of the running turn if
+        `max_blocks`: at most so many, and the tail only with the memory's last block. `stored_windows`: by window,
+        blocks of these tokens that the caller has. `blocks_only`: full blocks alone, at once, of the running turn if
         there is one. Bytes are copies: later turns do not change them. Rows from a turn's `cached_tokens` on may differ
         from those before it, even for equal tokens: publish from block `cached_tokens // 256`.
         """
@@ -301,6 +348,25 @@ class Engine:
                 worker.memories.get(key), self.model, first_block, max_blocks, stored_windows
             ),
         )
+
+    def pin(
+        self,
+        key: AgentKey,
+        first_block: int,
+        max_blocks: int,
+        stored_windows: Mapping[int, Collection[int]] = MappingProxyType({}),
+    ) -> "Future[PinnedMemory | None]":
+        """Keep the key's memory as its last turn left it, and take its first piece: at most `max_blocks` from
+        `first_block` on. The tail, windows and states come with the last block. None if there is no memory.
+        `stored_windows`: by window, blocks of these tokens that the caller has. A turn that is submitted later changes
+        nothing of it.
+        """
+
+        def pinned(worker: EngineWorker) -> PinnedMemory | None:
+            taken = worker.pin(key, first_block, max_blocks, stored_windows)
+            return None if taken is None else PinnedMemory(*taken, self._thread.post)
+
+        return self._thread.post(pinned)
 
     def close(self) -> None:
         """Fail all open turns with Unavailable, free the model, and end the thread; blocks until then. Idempotent."""

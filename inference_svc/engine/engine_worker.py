@@ -7,7 +7,7 @@ cancelled changes no memory.
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 
 import mlx.core as mx
 from kvasir.errors import Cancelled, Internal, KvasirError, Unavailable
@@ -168,6 +168,24 @@ class EngineWorker:
         self._decoder.batch.flush(sequence.kv)
         return running_snapshot(sequence, self._model, first_block, max_blocks)
 
+    def pin(
+        self, key: AgentKey, first_block: int, max_blocks: int, stored_windows: Mapping[int, Collection[int]]
+    ) -> tuple[ResidentMemory, Snapshot] | None:
+        """Keep the key's memory for its publication, and take its first piece."""
+        first = memory_snapshot(self.memories.get(key), self._model, first_block, max_blocks, stored_windows)
+        pinned = self.memories.pin(key)
+        return None if pinned is None or first is None else (pinned, first)
+
+    def pinned_piece(
+        self,
+        pinned: ResidentMemory,
+        first_block: int,
+        max_blocks: int,
+        stored_windows: Mapping[int, Collection[int]],
+    ) -> Snapshot | None:
+        found = pinned if self.memories.is_pinned(pinned) else None
+        return memory_snapshot(found, self._model, first_block, max_blocks, stored_windows)
+
     # --- beginning ---
 
     def _admit(self, take_mail: Callable[[], None]) -> None:
@@ -176,6 +194,8 @@ class EngineWorker:
         while True:
             # A preempted turn must not lose a token that was drawn and not read.
             may_preempt_now = may_preempt and not self._decoder.is_ahead
+            if self._scheduler.waiting:
+                self.memories.look_at_owed()
             match self._scheduler.admit(self._clock(), may_preempt=may_preempt_now):
                 case Admit(sequence, protected):
                     with self._guarding(sequence):
@@ -190,6 +210,8 @@ class EngineWorker:
                     self._settle()
                     take_mail()  # the snapshot of a turn that just ended, before its memory may be dropped for another
                 case Blocked():
+                    if self._scheduler.waiting:
+                        self.memories.want_room()
                     return
 
     def _begin(self, sequence: Sequence, protected: Collection[Hashable] | None) -> None:

@@ -80,7 +80,7 @@ def _row_files(kv: SequenceKV, group: int, identities: Sequence[FileIdentity]) -
         units = to_host(mx.concatenate(pages, axis=1))
         for identity, page in zip(identities[some], units, strict=True):
             if identity.tokens == PAGE_TOKENS:
-                yield header_with(identity, whole) + page.tobytes()
+                yield b"".join((header_with(identity, whole), memoryview(page)))  # copied once
             else:
                 cut = _cut(kv.pool, layers, page, identity.tokens)
                 yield encode(identity, list(zip(schemas[identity.tokens], cut, strict=True)))

@@ -11,9 +11,11 @@ from typing import TypeAlias
 
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.formats import manifest as manifests
+from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.formats.digest import Digest
 
-from inference_svc.memory.outcomes import SnapshotOutcome
+from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
+from inference_svc.memory.owing import Owing
 from inference_svc.memory.store.answers import EventCursor, Head
 from inference_svc.memory.stored_windows import StoredWindow, listed_windows, stored_windows
 from inference_svc.memory.trust import Claim, Version
@@ -30,8 +32,8 @@ class PublicationState:
     """How much of a memory the store holds, and which commits of it have no answer yet. On the event loop.
 
     `head` is the newest version in the store as far as this engine knows (None: the store could not be asked). The
-    memory either is that version or extends it. `Committing` and `Publisher` change this object; `Copies` adds the
-    blocks that it sent ahead, and `Recall` calls `learn`.
+    memory either is that version or extends it. `Committing`, `MemoryFiles` and `Publisher` change this object, and
+    `Recall` calls `learn`.
     """
 
     head: Head | None
@@ -62,6 +64,8 @@ class PublicationState:
     # Set at the first attempt to publish. Retries reuse it, so that the manifest's bytes and digest stay the same.
     created_unix_ms: int = 0
     task: Publication | None = None  # the publication that runs, or the last one
+    reported: SnapshotState | None = None  # that it is pending, or that it failed
+    owing: Owing | None = None  # for the engine; None: nothing is published from here
 
     @property
     def is_safe(self) -> bool:
@@ -111,6 +115,11 @@ class AgentMemory:
     ahead: "Ahead | None" = None  # the prompt that the hot KV holds, if it holds more than this memory
     shortened: manifest_pb2.Shortened | None = None  # what `messages` lack; None: nothing
     on_full: str = ""  # the agent's label when the turn began, for turns that cannot ask the store
+
+    @property
+    def unstored_tokens(self) -> int:
+        """Tokens behind the blocks that the store has."""
+        return len(self.transcript.token_ids) - len(self.publication.blocks) * BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ class TurnTimes:
     first_token: Durations = field(default_factory=Durations)  # from the request's arrival
     token_gap: Durations = field(default_factory=Durations)  # from one token of a reply to the next
     commit: Durations = field(default_factory=Durations)  # from the end of a turn until its memory was durable
+    last_event: Durations = field(default_factory=Durations)  # from a turn's last token to its last event
 
     def add_all(self, others: Iterable["TurnTimes"]) -> "TurnTimes":
         """Those of others too. Returns itself."""
@@ -44,6 +45,7 @@ class NamespaceCounters:
     sources: Counter[Source] = field(default_factory=Counter)
     misses: Counter[MissReason] = field(default_factory=Counter)
     publications: Counter[SnapshotState] = field(default_factory=Counter)
+    made_good: Counter[SnapshotState] = field(default_factory=Counter)  # committed, after they were reported so
     published_bytes: int = 0
     waiting_turns: int = 0
     running_turns: int = 0
@@ -66,6 +68,14 @@ class ServiceStats:
         return dict(self._namespaces)
 
 
+@dataclass(slots=True)
+class OwedCount:
+    """Hot memories that the store does not have yet."""
+
+    memories: int = 0
+    size_bytes: int = 0  # of what it lacks
+
+
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
     """Numbers of the loaded engine; all zero without one."""
@@ -74,6 +84,7 @@ class EngineFacts:
     kv_memory_used_bytes: int = 0
     hot_bytes: Mapping[str, int] = field(default_factory=dict)  # by namespace
     hot_memories: int = 0
+    owed: Mapping[str, OwedCount] = field(default_factory=dict)  # by namespace
     computed_tokens: int = 0
     preemptions: int = 0
 

@@ -31,13 +31,14 @@ _LOG = structlog.get_logger(__name__)
 class SwapLimits:
     """How long and how often the store is asked for a preempted turn."""
 
-    write_timeout_s: float
+    write_stall_s: float
+    """Time without progress, after which the files stay in RAM."""
     read_budget_s: float
     """Time without progress; then KV of the missing files is computed again. The turn holds its room meanwhile."""
     min_bytes_per_s: float
     renew_s: float
     piece_files: int
-    """Files that are hashed and sent at a time, because hashing blocks the event loop."""
+    """Files that are hashed and sent at a time."""
 
 
 def may_be_preempted(store: RemoteCache | None, memory: AgentMemory | None, reuse: Reuse) -> bool:
@@ -105,11 +106,10 @@ class SwapStore:
     async def _keep(self, files: Sequence[bytes]) -> None:
         digests: list[Digest] = []
         try:
-            async with asyncio.timeout(self._limits.write_timeout_s):
-                for first in range(0, len(files), self._limits.piece_files):
-                    piece = files[first : first + self._limits.piece_files]
-                    digests += (await self._store.write_tensors(piece, self._limits.write_timeout_s))[0]
-        except (KvasirError, TimeoutError) as error:
+            for first in range(0, len(files), self._limits.piece_files):
+                piece = files[first : first + self._limits.piece_files]
+                digests += (await self._store.write_tensors(piece, self._limits.write_stall_s))[0]
+        except KvasirError as error:
             _LOG.warning("swap.not_stored", error=type(error).__name__, reason=getattr(error, "reason", ""))
             return
         self._files, self._digests = None, digests
@@ -121,7 +121,7 @@ class SwapStore:
         while True:
             await asyncio.sleep(self._limits.renew_s)
             try:
-                await self._store.renew(self._digests, self._limits.write_timeout_s)
+                await self._store.renew(self._digests, self._limits.write_stall_s)
             except KvasirError as error:
                 _LOG.info("swap.not_renewed", error=type(error).__name__)
 

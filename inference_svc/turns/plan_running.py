@@ -11,9 +11,10 @@ import structlog
 from kvasir import errors
 from kvasir.server.shared_room import SharedRoom
 
-from inference_svc.engine.api import AgentKey, Cold, Ended, TurnPlan
+from inference_svc.engine.api import Cold, Ended, Hot, TurnPlan
 from inference_svc.engine.context import check_fits
 from inference_svc.engine.engine import Engine, TurnHandle
+from inference_svc.memory.agent_memory import as_hot
 from inference_svc.memory.outcomes import Miss, MissReason
 from inference_svc.memory.publishing.block_stream import BlockStream
 from inference_svc.memory.publishing.copies import Copies
@@ -193,7 +194,8 @@ class PlanRunner:
             async with self._compiling.held_for(namespace, 1):
                 await asyncio.to_thread(self._engine.grammars.compile, namespace, constraint)
         store, counters = self._stores.get(namespace), self._stats.of(namespace)
-        stream = self._stream(turn.key, store, prepared) if turn.is_kept and turn.key and store is not None else None
+        is_sent = turn.is_kept and turn.key is not None and store is not None
+        stream = self._stream(turn, plan, store, prepared) if is_sent and store is not None else None
         if turn.running.is_cancelled:
             raise errors.Cancelled("the turn was cancelled")
         needed_bytes = self._engine.needed_bytes(plan)
@@ -233,13 +235,16 @@ class PlanRunner:
             )
         return told
 
-    def _stream(self, key: AgentKey, store: RemoteCache, prepared: Prepared) -> BlockStream:
-        timeout_s, stored = self._limits.publish_timeout_s, prepared.stored_blocks
-        return BlockStream(self._engine, self._copies, key, store, stored, timeout_s)
+    def _stream(self, turn: TurnState, plan: TurnPlan, store: RemoteCache, prepared: Prepared) -> BlockStream:
+        assert turn.key is not None
+        known = turn.recollection.memory if turn.recollection is not None else None
+        previous = as_hot(known).publication if known is not None and isinstance(plan.reuse, Hot) else None
+        stored, stall_timeout_s = prepared.stored_blocks, self._limits.publish_timeout_s
+        return BlockStream(self._copies, turn.key, store, stored, stall_timeout_s, previous)
 
     def _swap_store(self, turn: TurnState, handle: TurnHandle, store: RemoteCache) -> SwapStore:
         limits = SwapLimits(
-            write_timeout_s=self._limits.publish_timeout_s,
+            write_stall_s=self._limits.publish_timeout_s,
             read_budget_s=max(self._limits.store_budget_s, self._limits.swap_read_budget_s),
             min_bytes_per_s=self._limits.store_min_bytes_per_s,
             renew_s=self._limits.swap_renew_s,

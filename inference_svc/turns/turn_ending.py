@@ -5,22 +5,19 @@ A retry begins and ends here: its reply is replayed from memory.
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 
 import structlog
 from kvasir.cachestore.v1 import manifest_pb2
-from kvasir.errors import KvasirError
 from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.server.traces import told
 
-from inference_svc.engine.api import AgentKey, Ended, FinishReason, Snapshot, Timings
+from inference_svc.engine.api import AgentKey, Ended, FinishReason, Timings
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory, Ahead, PublicationState, nothing_yet
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState, Source
-from inference_svc.memory.publishing.block_stream import BlockStream
-from inference_svc.memory.publishing.copies import Copies, await_copy
+from inference_svc.memory.publishing.copies import Copies
 from inference_svc.memory.publishing.publisher import Publisher
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.reuse_planning import Prepared
@@ -35,6 +32,7 @@ from inference_svc.turns.turn_data import TurnDelta, TurnFinished, TurnStarted, 
 from inference_svc.turns.turn_state import TurnState, reply_reader
 
 _LOG = structlog.get_logger(__name__)
+_LOOK_S = 0.5  # how often it is looked whether bulk data still moves
 
 
 class TurnEnding:
@@ -57,25 +55,35 @@ class TurnEnding:
         self._clock = clock
 
     async def store_hot(self, patience_s: float) -> MemoriesLeft:
-        """Store the hot memories that are not in the store, for `patience_s` at most. No turn may run."""
+        """Store the hot memories that are not in the store, until nothing has moved for `patience_s`. No turn runs."""
+        hot = {key: self._engine.hot_tag(key) for key in self._engine.hot_keys()}
+        memories = {key: tag for key, tag in hot.items() if isinstance(tag, AgentMemory)}
+        storing = [
+            asyncio.create_task(self._store_owed(key, memory, store))
+            for key, memory in memories.items()
+            if not memory.publication.is_safe and (store := self._stores.get(key.namespace)) is not None
+        ]
         give_up = self._clock() + patience_s
-        stored = unstored = 0
-        for key in self._engine.hot_sizes():
-            hot = self._engine.hot_memory(key)
-            if hot is None or not isinstance(hot.tag, AgentMemory):
-                continue
-            publication, store = hot.tag.publication, self._stores.get(key.namespace)
-            if not publication.is_safe and not publication.lost_to and store is not None and self._clock() < give_up:
-                answers = store.is_reachable or await store.answers()
-                if publication.task is not None:  # twice at once would be two versions
-                    await asyncio.wait({publication.task}, timeout=max(give_up - self._clock(), 0))
-                is_decided = publication.is_safe or publication.lost_to or publication.is_being_published
-                if answers and not is_decided:
-                    asked = self.copies.ask(key, len(publication.blocks), publication.windows)
-                    await self._publish(key, hot.tag, store, None, asked, None)
-                await self._publisher.drain(max(give_up - self._clock(), 0))
-            stored, unstored = stored + publication.is_safe, unstored + (not publication.is_safe)
-        return MemoriesLeft(stored, unstored)
+        while (rest := [task for task in storing if not task.done()]) and self._clock() < give_up:
+            await asyncio.wait(rest, timeout=min(_LOOK_S, patience_s))
+            if any(store.has_moved_within(_LOOK_S) for store in self._stores.values()):
+                give_up = self._clock() + patience_s
+        for task in storing:
+            task.cancel()
+        stored = sum(memory.publication.is_safe for memory in memories.values())
+        return MemoriesLeft(stored, len(memories) - stored)
+
+    async def _store_owed(self, key: AgentKey, memory: AgentMemory, store: RemoteCache) -> None:
+        """Store a memory, after the try that may run: two at once would be two versions."""
+        answers = store.is_reachable or await store.answers()
+        if memory.publication.task is not None:
+            await asyncio.wait({memory.publication.task})
+        if answers:
+            await self._publisher.publish_owed(key, memory, store)
+
+    def close(self) -> None:
+        """Nothing is tried again from now on."""
+        self._publisher.close()
 
     @property
     def copies(self) -> Copies:
@@ -170,6 +178,8 @@ class TurnEnding:
                 shortening=turn.shortening,
             )
         )
+        if turn.last_token_at is not None:
+            self._publisher.told(turn.request.namespace, self._clock() - turn.last_token_at)
         self._trace(turn, prepared, ended, self._clock() - ended_s)
         _LOG.info(
             "turn.finished",
@@ -242,7 +252,7 @@ class TurnEnding:
                     memory.publication, event_cursor=turn.event_cursor, generation=self._generation(turn.key)
                 )
                 memory = replace(memory, publication=publication)
-            self._engine.tag_hot(turn.key, replace(memory, on_full=recollection.on_full))
+            self._tag(turn.key, replace(memory, on_full=recollection.on_full))
         restore_s = turn.restore_s + ended.timings.restore_s
         tokens, version = len(state.token_ids), turn.parent_version
         turn.running.tell(Warmed(tokens, ended.cached_tokens, version, restore_s, ended.timings.prefill_s))
@@ -287,8 +297,15 @@ class TurnEnding:
             shortened=turn.shortened,
             on_full=recollection.on_full,
         )
-        self._engine.tag_hot(key, memory)
+        self._tag(key, memory)
         return memory
+
+    def _tag(self, key: AgentKey, memory: AgentMemory) -> None:
+        """Attach the memory to its hot KV."""
+        store, publication = self._stores.get(key.namespace), memory.publication
+        if store is not None and publication.owing is None:
+            self._publisher.owe(key, publication, store)
+        self._engine.tag_hot(key, memory, publication.owing)
 
     def _said(
         self, turn: TurnState, prompt: str, ended: Ended, calls: Sequence[manifest_pb2.ToolCall], *, is_trusted: bool
@@ -325,28 +342,10 @@ class TurnEnding:
             recollection.memory.publication if recollection.kv_from is Source.HOT and recollection.memory else None
         )
         publication = memory.publication
-        asked = turn.snapshot or self.copies.ask(key, len(publication.blocks), publication.windows)
-        # Awaited before the next turn of the agent may begin: the copies must be this turn's.
-        return await self._publish(key, memory, store, previous, asked, turn.stream)
-
-    async def _publish(
-        self,
-        key: AgentKey,
-        memory: AgentMemory,
-        store: RemoteCache,
-        previous: PublicationState | None,
-        asked: "Future[Snapshot | None]",
-        stream: BlockStream | None,
-    ) -> SnapshotOutcome:
-        taken: Snapshot | KvasirError | None
-        sent_bytes = 0
-        try:
-            taken = await await_copy(asked)
-            if taken is not None:
-                taken, sent_bytes = await self.copies.rest(key, memory, taken, store, self._publisher.commit_wait_s)
-        except KvasirError as error:
-            taken = error  # the reply was sent: the snapshot failed, not the turn
-        self._publisher.publish(key, memory, taken, store, previous, stream, sent_bytes)
+        # The engine takes it before it begins another turn of the agent, for which it is asked later.
+        asked = turn.pinning or self.copies.pin(key, len(publication.blocks), publication.windows)
+        turn.pinning = None
+        self._publisher.publish(key, memory, asked, store, previous, turn.stream)
         return await self._publisher.outcome(key.namespace, memory, store)
 
     async def replay(self, turn: TurnState, recollection: Recollection, memory: AgentMemory) -> None:

@@ -58,13 +58,15 @@ class TurnReporter:
             if isinstance(event, Started):
                 self.prepared = self.prepared.begun(event)
                 if stream is not None:
-                    stream.keeps(len(self.prepared.stored_blocks))
+                    reused = 0 if event.is_shared else event.cached_tokens // BLOCK_TOKENS
+                    stream.keeps(len(self.prepared.stored_blocks), reused)
             elif isinstance(event, Resumed) and event.lost_tokens:
                 self.prepared = self.prepared.kept(event.tokens // BLOCK_TOKENS)
                 if stream is not None:
-                    stream.keeps(event.tokens // BLOCK_TOKENS)
+                    blocks = event.tokens // BLOCK_TOKENS
+                    stream.keeps(blocks, blocks)
         if stream is not None and isinstance(events[-1], Ended):
-            self._turn.snapshot = stream.ask_for_rest(self.prepared.stored_windows)
+            self._turn.pinning = stream.pin_rest(self.prepared.stored_windows)
         self._handoff.send(self._take, events)
 
     def _take(self, events: list[Event]) -> None:

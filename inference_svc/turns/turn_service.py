@@ -162,6 +162,10 @@ class TurnService:
         """After `drain`: store the hot memories that are not in the store."""
         return await self._ending.store_hot(patience_s)
 
+    def close(self) -> None:
+        """Nothing is tried again from now on."""
+        self._ending.close()
+
     async def count_tokens(self, request: TurnRequest) -> int:
         """Tokens of the prompt of a turn that finds no memory. Takes a turn's place: raises ResourceExhausted. Counts
         run one after the other, namespaces in turn. They use a copy of the tokenizer, so that no turn waits for them

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from kvasir import errors
@@ -12,11 +11,12 @@ from kvasir.formats.digest import Digest
 from kvasir.formats.manifest import tokens_within_chars
 from kvasir.on_full import OnFull
 
-from inference_svc.engine.api import AgentKey, CarriedTurn, Event, Resumed, Snapshot, TurnPlan, Wanted
+from inference_svc.engine.api import AgentKey, CarriedTurn, Event, Resumed, TurnPlan, Wanted
 from inference_svc.engine.engine import TurnHandle
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.outcomes import Miss, MissReason
 from inference_svc.memory.publishing.block_stream import BlockStream
+from inference_svc.memory.publishing.copies import Pinning
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.reuse_planning import Prepared
 from inference_svc.memory.store.answers import EventCursor
@@ -170,7 +170,7 @@ class TurnState:
     last_token_at: float | None = None
     stream: BlockStream | None = None
     reader: ReplyReader = field(default_factory=ReplyReader)  # of the reply, as it comes
-    snapshot: "Future[Snapshot | None] | None" = None  # asked for at the turn's end
+    pinning: Pinning | None = None  # asked for at the turn's end
     # Once the engine has the turn; without the KV that is reused.
     plan: TurnPlan | None = None
     recollection: Recollection | None = None

@@ -5,12 +5,15 @@ and only as many as exceed the share, so that one namespace with many agents doe
 namespaces lose some: an idle memory keeps no turn waiting. Within each group memories of background agents go first,
 then the order is that of `expected_use`. Memories share pages: dropping one frees only what nobody else holds. A memory
 that a running turn extends is not dropped, and none is dropped if that would not make enough room.
+
+What the store lacks goes last, and not at all while it is on its way there: `Owed` says so. A memory that is being
+stored is pinned besides, so that its publication sends it as it was, whatever its agent does next.
 """
 
 from collections import Counter
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from inference_svc.engine.api import AgentKey, Priority
 from inference_svc.engine.scheduling.expected_use import ExpectedUse
@@ -22,15 +25,33 @@ if TYPE_CHECKING:  # so that the budget is tested where there is no MLX
     from inference_svc.kv.sequence_kv import SequenceKV
 
 
-@dataclass
+class Owed(Protocol):
+    """What is known of a memory's way to the store. The MLX thread asks."""
+
+    @property
+    def is_owed(self) -> bool:
+        """The store lacks the memory, and may still get it."""
+        ...
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whoever wants its room must wait: it is being sent, or is tried once more before it goes."""
+        ...
+
+    def want(self) -> None:
+        """Somebody waits for its room."""
+
+
+@dataclass(eq=False)
 class ResidentMemory:
-    """An agent's KV and its tokens. `chain` holds the chain hashes of the full blocks. Only the tag ever changes."""
+    """An agent's KV and its tokens. `chain` holds the chain hashes of the full blocks. Only `tag` and `owed` change."""
 
     kv: "SequenceKV"
     state: SequenceState
     chain: tuple[str, ...]
     tag: object = None
     priority: Priority = Priority.INTERACTIVE  # of the turn that left it
+    owed: Owed | None = None  # None: nothing is known of it
 
     def __post_init__(self) -> None:
         # Counted once: other threads ask while pages may be given back.
@@ -53,6 +74,8 @@ class HotMemories:
     def __init__(self, pages: PageAllocator, page_bytes: int, budget_bytes: int) -> None:
         self.ledger = MemoryLedger(pages, page_bytes, budget_bytes)
         self._memories: dict[AgentKey, ResidentMemory] = {}
+        self._pinned: list[ResidentMemory] = []
+        self._awaited: list[ResidentMemory] = []  # memories and pins that do not go now
         self._expected: ExpectedUse[AgentKey] = ExpectedUse()
 
     # --- memories ---
@@ -84,7 +107,7 @@ class HotMemories:
 
     @property
     def pages(self) -> set[int]:
-        return {page for memory in self._memories.values() for page in memory.kv.pages}
+        return {page for memory in (*self._memories.values(), *self._pinned) for page in memory.kv.pages}
 
     def keys(self) -> set[AgentKey]:
         """Keys that have a memory. From any thread."""
@@ -96,6 +119,44 @@ class HotMemories:
 
     def of_namespace(self, namespace: str | None) -> list[ResidentMemory]:
         return [memory for key, memory in self._memories.items() if key.namespace == namespace]
+
+    # --- on their way to the store ---
+
+    def pin(self, key: AgentKey) -> ResidentMemory | None:
+        """Keep the key's memory as it is now, whatever becomes of it, until `unpin`; None if there is none. Its pages
+        are shared. A pin without `owed` is not dropped for room.
+        """
+        if (memory := self._memories.get(key)) is None:
+            return None
+        pinned = ResidentMemory(memory.kv.fork(), memory.state, memory.chain)
+        self._pinned.append(pinned)
+        self.ledger.resident_state_bytes += pinned.state_bytes
+        return pinned
+
+    def is_pinned(self, memory: ResidentMemory) -> bool:
+        """Whether the pin is still there; its room may have been wanted."""
+        return memory in self._pinned
+
+    def unpin(self, memory: ResidentMemory) -> None:
+        """Idempotent."""
+        if memory in self._pinned:
+            self._pinned.remove(memory)
+            memory.kv.release()
+            self.ledger.resident_state_bytes -= memory.state_bytes
+
+    def look_at_owed(self) -> None:
+        """Note what is on its way to the store now, for all questions until the next call."""
+        self._awaited = [
+            each
+            for each in (*self._memories.values(), *self._pinned)
+            if (each.owed is not None and each.owed.is_awaited)
+        ]
+
+    def want_room(self) -> None:
+        """Turns wait for room: what is awaited shall hurry."""
+        for memory in self._awaited:
+            if memory.owed is not None:
+                memory.owed.want()
 
     # --- turns ---
 
@@ -125,11 +186,15 @@ class HotMemories:
     def _droppable(self, protected: Collection[Hashable] | None) -> list[AgentKey]:
         """Keys of the memories that may be dropped, in the order in which they are."""
         extended = {one.extends for one in self.ledger.reservations}
-        keys = [key for key in self._memories if protected is None or not (key in extended or key in protected)]
+        able = [key for key, memory in self._memories.items() if memory not in self._awaited]
+        keys = [key for key in able if protected is None or not (key in extended or key in protected)]
         return sorted(keys, key=self._keeping_order)
 
+    def _unpinnable(self) -> list[ResidentMemory]:
+        return [each for each in self._pinned if each.owed is not None and each not in self._awaited]
+
     def _droppable_bytes(self, keys: Collection[AgentKey]) -> int:
-        memories = [self._memories[key] for key in keys]
+        memories = [*(self._memories[key] for key in keys), *self._unpinnable()]
         states = sum(memory.state_bytes for memory in memories)
         return self.ledger.freed_bytes([list(memory.kv.pages) for memory in memories]) + states
 
@@ -138,6 +203,8 @@ class HotMemories:
         keys, held = self._droppable(protected), self._held()
         held[namespace] += needed_bytes - self.ledger.free_bytes
         share_bytes = self.ledger.total_bytes // len(held)
+        for pinned in self._unpinnable():  # frees nothing while the memory is hot, which can be pinned again
+            self.unpin(pinned)
         for is_for_all in (False, True):
             for key in [key for key in keys if key in self._memories]:
                 if needed_bytes <= self.ledger.free_bytes:
@@ -155,5 +222,7 @@ class HotMemories:
             held[reservation.namespace] += self.ledger.reserved_bytes(reservation)
         return held
 
-    def _keeping_order(self, key: AgentKey) -> tuple[bool, int]:
-        return self._memories[key].priority is Priority.INTERACTIVE, -self._expected.turns_until(key)
+    def _keeping_order(self, key: AgentKey) -> tuple[bool, bool, int]:
+        memory = self._memories[key]
+        is_owed = memory.owed is not None and memory.owed.is_owed
+        return is_owed, memory.priority is Priority.INTERACTIVE, -self._expected.turns_until(key)

@@ -2,14 +2,14 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 
 import structlog
 from kvasir.formats.digest import Digest
 
-from inference_svc.engine.api import AgentKey, Snapshot
-from inference_svc.engine.engine import Engine
-from inference_svc.memory.publishing.copies import Copies, await_copy, files_of
+from inference_svc.engine.api import AgentKey
+from inference_svc.memory.agent_memory import PublicationState
+from inference_svc.memory.publishing.copies import Copies, Pinning
+from inference_svc.memory.publishing.sending import Sending
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.stored_windows import StoredWindow
 
@@ -17,88 +17,109 @@ _LOG = structlog.get_logger(__name__)
 
 
 class BlockStream:
-    """The blocks of one turn: those that the store has, and the piece on its way."""
+    """The blocks of one turn: those that the store has, and the pieces on their way."""
 
     def __init__(
         self,
-        engine: Engine,
         copies: Copies,
         key: AgentKey,
         store: RemoteCache,
         stored: Sequence[Digest],
-        timeout_s: float,
+        stall_timeout_s: float,
+        previous: PublicationState | None = None,
     ) -> None:
-        self._engine = engine
-        self._copies = copies
-        self.key = key
-        self._store = store
-        self._timeout_s = timeout_s
-        self._full = len(stored)
-        self._task: asyncio.Task[None] | None = None
-        self._waits_for_room = False
-        self.stored = list(stored)
-        self.sent_bytes = 0
-
-    def keeps(self, blocks: int) -> None:
-        """The turn's KV has so many of the stored blocks at most; others are computed anew. On the MLX thread. A piece
-        on its way has blocks from before: it goes on with the list that it began with.
+        """`previous`: of the hot memory that the turn extends. While that is on its way, its blocks are not sent from
+        here too.
         """
-        self.stored = self.stored[:blocks]
-        self._full = len(self.stored)
+        self.key = key
+        self._copies = copies
+        self._store = store
+        self._stall_timeout_s = stall_timeout_s
+        self._previous = previous
+        self._full = len(stored)
+        self._reused = 0  # blocks of the turn that are the previous memory's
+        self._task: asyncio.Task[None] | None = None
+        self._sending = self._new_sending(stored)
+        self._sent_before_bytes = 0
+
+    @property
+    def stored(self) -> list[Digest]:
+        return self._sending.stored
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._sent_before_bytes + self._sending.sent_bytes
+
+    def keeps(self, blocks: int, reused: int) -> None:
+        """The turn's KV has so many of the stored blocks at most, and reuses so many of the memory that it extends;
+        others are computed anew. On the MLX thread. Pieces on their way have blocks from before: they go on with the
+        list that they began with.
+        """
+        self._reused = reused
+        self._begin_anew(self.stored[:blocks])
+        self._full = self._sending.next_block
 
     def blocks_full(self, count: int) -> None:
         """The turn's sequence now has `count` full blocks."""
         self._full = max(self._full, count)
-        if self._task is None and len(self.stored) < self._full and self._store.is_reachable:
+        if self._task is None and self._sending.next_block < self._full and self._store.is_reachable:
             self._task = asyncio.create_task(self._send())
 
-    def ask_for_rest(self, stored_windows: Mapping[int, StoredWindow]) -> "Future[Snapshot | None]":
-        """The turn is over: ask the engine for what was not sent yet. On the MLX thread."""
-        return self._copies.ask(self.key, len(self.stored), stored_windows)
+    def pin_rest(self, stored_windows: Mapping[int, StoredWindow]) -> Pinning:
+        """The turn is over: ask the engine for what is not under way yet. On the MLX thread."""
+        return self._copies.pin(self.key, self._sending.next_block, stored_windows)
 
     def stop(self) -> None:
-        """Begin no more pieces. The piece under way may end."""
+        """Begin no more pieces. Those under way may end."""
         self._full = 0
-        if self._task is not None and self._waits_for_room:
+        if self._task is not None and self._sending.waits_for_room:
             self._task.cancel()  # the turn's end sends these blocks, and may hold the room itself
 
     def abandon(self) -> None:
         """The turn failed: no manifest will name its blocks."""
         self.stop()
+        self._sending.cancel()
         if self._task is not None:
             self._task.cancel()
 
-    async def drain(self) -> None:
-        """Wait for the piece under way."""
+    async def drain(self) -> list[Digest]:
+        """The turn's leading full blocks that are in the store, once no piece and no earlier memory is under way."""
         if self._task is not None:
             await asyncio.wait({self._task})
+        await self._sending.drain()
+        return max(self.stored, self._of_previous(), key=len)
 
     async def _send(self) -> None:
         try:
-            while len(self.stored) < self._full:
-                piece_bytes = self._copies.piece_bytes
-                self._waits_for_room = True
-                await self._copies.held.wait_for(self.key.namespace, piece_bytes)
-                self._waits_for_room = False
-                try:
-                    if not await self._send_piece():
-                        return
-                finally:
-                    self._copies.held.give_back(self.key.namespace, piece_bytes)
+            await self._follow()
+            if self._sending.has_failed:
+                await self._sending.drain()
+                self._begin_anew(self.stored)
+            while self._sending.next_block < self._full:
+                if not await self._sending.put(lambda first: self._copies.blocks(self.key, first)):
+                    return
         except Exception as error:  # noqa: BLE001 - it has no reader but the log
-            # The end of the turn sends what is missing, and says so if it cannot.
+            # The next full block tries again; the end of the turn sends what is missing, and says so if it cannot.
             _LOG.info("publish.blocks_failed", error=type(error).__name__, reason=getattr(error, "reason", ""))
         finally:
             self._task = None
 
-    async def _send_piece(self) -> bool:
-        """Send one piece; False when there was none."""
-        stored = self.stored
-        first, most = len(stored), self._copies.piece_blocks
-        snapshot = await await_copy(self._engine.snapshot(self.key, first, blocks_only=True, max_blocks=most))
-        if snapshot is None or not snapshot.blocks:
-            return False
-        digests, sent_bytes = await self._store.write_tensors(files_of(snapshot), self._timeout_s)
-        stored += digests
-        self.sent_bytes += sent_bytes
-        return True
+    async def _follow(self) -> None:
+        """Wait for the publication of the memory before: what it sends is not sent twice."""
+        previous = self._previous
+        if previous is None or previous.task is None or previous.task.done():
+            return
+        self._sending.waits_for_room = True
+        await asyncio.wait({previous.task})
+        if len(self._of_previous()) > self._sending.next_block:
+            self._begin_anew(self._of_previous())
+
+    def _of_previous(self) -> list[Digest]:
+        return self._previous.blocks[: self._reused] if self._previous is not None else []
+
+    def _begin_anew(self, stored: Sequence[Digest]) -> None:
+        self._sent_before_bytes = self.sent_bytes
+        self._sending = self._new_sending(stored)
+
+    def _new_sending(self, stored: Sequence[Digest]) -> Sending:
+        return Sending(self._copies, self.key.namespace, self._store, stored, self._stall_timeout_s)

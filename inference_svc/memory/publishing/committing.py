@@ -5,22 +5,27 @@ the memory extends, and the knowledge of commits whose answers were lost.
 """
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from kvasir import errors
 from kvasir.formats.digest import Digest
 
-from inference_svc.engine.api import AgentKey, Snapshot
+from inference_svc.engine.api import AgentKey
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState, to_manifest
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
-from inference_svc.memory.publishing.copies import Copies, await_copy, files_of, stored_files
+from inference_svc.memory.publishing.copies import Copies, StoredFiles
+from inference_svc.memory.publishing.memory_files import MemoryFiles
 from inference_svc.memory.store.answers import NO_HEAD, Head, StoreMiss
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.trust import Version, is_current
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+_LONG_TOKENS = 4_096  # the manifest of more takes milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +35,7 @@ class PublishingLimits:
     commit_wait_s: float
     """How long a turn's final message waits for its commit before it reports PENDING."""
     timeout_s: float
-    """After this a publication fails; the memory stays hot, and the agent's next turn publishes it too."""
+    """After so long without progress a publication fails; the memory stays hot, and is tried again."""
     head_budget_s: float
     """Time to ask for the newest version when a turn began without knowing it."""
 
@@ -72,23 +77,42 @@ class Committing:
         if previous.head is None and previous.expected_version is not None:
             publication.expected_version = previous.expected_version
 
-    async def until_committed(self, snapshot: Snapshot | None, sent_bytes: int) -> SnapshotOutcome:
-        """Commit, and try again whenever the store comes back. A repeated commit answers with the version it made.
+    async def until_committed(self, files: MemoryFiles) -> SnapshotOutcome:
+        """Commit, and try again whenever the store comes back, until nothing has moved for the time limit. A repeated
+        commit answers with the version it made.
 
-        `snapshot`: the files that the store lacks; `sent_bytes`: those of the memory that were sent before. Raises
-        Conflict if another writer was first, and other KvasirErrors and StoreMiss if it cannot be stored.
+        `files`: those that the store lacks. Raises Conflict if another writer was first, TimeoutError, and other
+        KvasirErrors and StoreMiss if it cannot be stored.
         """
+        moved_s, sent_bytes, pause_s = self.clock(), files.sent_bytes, _FIRST_PAUSE_S
         while True:
-            await self.store.until_reachable()
+            async with asyncio.timeout(max(moved_s + self.limits.timeout_s - self.clock(), 0)):
+                await self.store.until_reachable()
             try:
-                await self._know_lease()
-                await self._know_head()
-                return await self._commit(snapshot, sent_bytes)
+                async with self._in_time():
+                    await self._know_lease()
+                    await self._know_head()
+                return await self._commit(files)
             except (errors.Unavailable, errors.DeadlineExceeded):
-                continue
+                pass
             except StoreMiss:
                 if self.store.is_reachable:
                     raise
+            if files.sent_bytes > sent_bytes:
+                moved_s, sent_bytes, pause_s = self.clock(), files.sent_bytes, _FIRST_PAUSE_S
+            elif self.clock() - moved_s >= self.limits.timeout_s:
+                raise TimeoutError
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    @contextlib.asynccontextmanager
+    async def _in_time(self) -> AsyncIterator[None]:
+        """Around small calls, some of which have no deadline of their own."""
+        try:
+            async with asyncio.timeout(self.limits.timeout_s):
+                yield
+        except TimeoutError:
+            raise errors.DeadlineExceeded("the store did not answer") from None
 
     async def _know_lease(self) -> None:
         """Set the generation that the commit brings: the turn's own, or the current one if the store could not be asked
@@ -140,30 +164,23 @@ class Committing:
         heads = await self.store.heads(self.key.agent_id, self.engine.model.kv_identity_hash, budget)
         return heads.ours if heads is not None else NO_HEAD
 
-    async def _commit(
-        self, snapshot: Snapshot | None, sent_bytes: int, *, is_second_try: bool = False
-    ) -> SnapshotOutcome:
-        memory, publication, timeout_s = self.memory, self._publication, self.limits.timeout_s
-        if snapshot is None:
-            raise errors.ResourceExhausted("the memory was dropped before it could be stored")
-        files = files_of(snapshot)
-        digests, tensor_bytes = await self.store.write_tensors(files, timeout_s) if files else ([], 0)
-        sent_bytes += tensor_bytes
-        stored = stored_files(snapshot, digests, publication)
-        manifest = to_manifest(memory, self.engine.model, stored.blocks, stored.tail, stored.windows, stored.states)
-        digest = Digest.of(manifest)
+    async def _commit(self, files: MemoryFiles, *, is_second_try: bool = False) -> SnapshotOutcome:
+        publication = self._publication
+        stored = await files.all_stored()
+        manifest, digest = await self._manifest(stored)
         parent = publication.head.identity if publication.head is not None else NO_HEAD.identity
         publication.attempted = Version(parent.number + 1, digest)
         try:
-            head = await self.store.commit(
-                self.key.agent_id,
-                manifest,
-                parent,
-                timeout_s,
-                is_brought=memory.is_brought,
-                base_version=publication.base_version,
-                lease=await self._token(),
-            )
+            async with self._in_time():
+                head = await self.store.commit(
+                    self.key.agent_id,
+                    manifest,
+                    parent,
+                    self.limits.timeout_s,
+                    is_brought=self.memory.is_brought,
+                    base_version=publication.base_version,
+                    lease=await self._token(),
+                )
         except errors.Conflict:
             head = await self._newest()
             if head.identity != publication.attempted:
@@ -171,33 +188,31 @@ class Committing:
                     raise
                 # The commit before this one took effect after all; its answer was lost.
                 publication.head = head
-                return await self._commit(snapshot, sent_bytes, is_second_try=True)
+                return await self._commit(files, is_second_try=True)
         except errors.FailedPrecondition:
             if is_second_try:
                 raise
             # A block that the store had is gone or damaged since: send all blocks that the engine still has.
-            return await self._commit(await self._whole_snapshot(), sent_bytes, is_second_try=True)
+            await files.begin_anew(self.copies.pin(self.key, 0, {}))
+            return await self._commit(files, is_second_try=True)
         publication.head, publication.is_head, publication.attempted = head, True, None
         if self.leases is not None:
             self.leases.committed(self.key.agent_id, head, publication.generation)
         publication.blocks[:], publication.tail = stored.blocks, stored.tail
         publication.windows, publication.states = stored.windows, stored.states
-        return SnapshotOutcome(SnapshotState.COMMITTED, head.version, "", head.manifest, sent_bytes + digest.size_bytes)
+        written_bytes = files.sent_bytes + digest.size_bytes
+        return SnapshotOutcome(SnapshotState.COMMITTED, head.version, "", head.manifest, written_bytes)
 
-    async def _whole_snapshot(self) -> Snapshot | None:
-        """Copies of all the memory's files; None if the engine has it no longer."""
-        memory = self.memory
-        hot = self.engine.hot_memory(self.key)
-        if hot is None or hot.tag is not memory:
-            return None
-        first = await await_copy(self.copies.ask(self.key, 0, {}))
-        # A newer turn may have extended it meanwhile.
-        if first is None or first.state.token_ids != memory.transcript.token_ids:
-            return None
-        memory.publication.blocks.clear()
-        memory.publication.windows.clear()
-        whole, _ = await self.copies.rest(self.key, memory, first, self.store, self.limits.timeout_s)
-        return whole
+    async def _manifest(self, stored: StoredFiles) -> tuple[bytes, Digest]:
+        """The manifest's bytes and digest."""
+
+        def made() -> tuple[bytes, Digest]:
+            model = self.engine.model
+            data = to_manifest(self.memory, model, stored.blocks, stored.tail, stored.windows, stored.states)
+            return data, Digest.of(data)
+
+        is_long = len(self.memory.transcript.token_ids) > _LONG_TOKENS
+        return await asyncio.to_thread(made) if is_long else made()
 
     async def _token(self) -> tuple[str, int] | None:
         """The lease that the commit brings. This engine may have given the line back and taken it again. The memory

@@ -1,16 +1,15 @@
 """Takes copies of a memory's KV for the store, in pieces, within one limit of which each namespace has a share.
 
-The MLX thread makes copies between two steps, or between two cells of a step, so a piece is small. Usually one piece is
-enough, because full blocks left while the turn ran. After an outage the whole memory may be unstored. Then pieces that
-do not fit into the limit go to the store before the rest is copied. If the store does not take them, the memory stays
-hot and unstored, and the error has the numbers.
+The MLX thread makes copies between two steps, or between two cells of a step, so a piece is small. Usually the piece
+that is taken at a turn's end is the whole rest, because full blocks left while the turn ran.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
+from typing import TypeAlias, TypeVar
 
 from kvasir import errors
 from kvasir.formats.block_file import FileIdentity
@@ -20,12 +19,14 @@ from kvasir.formats.manifest import keeps_all_tokens
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import AgentKey, Snapshot, WindowFiles
-from inference_svc.engine.engine import Engine
-from inference_svc.memory.agent_memory import AgentMemory, PublicationState
-from inference_svc.memory.store.remote_cache import RemoteCache
+from inference_svc.engine.engine import Engine, PinnedMemory
+from inference_svc.memory.agent_memory import PublicationState
 from inference_svc.memory.stored_windows import StoredWindow
 
 _PIECE_BYTES = 16 << 20
+
+T = TypeVar("T")
+Pinning: TypeAlias = Future[PinnedMemory | None]
 
 
 def piece_blocks(kv_bytes_per_token: int) -> int:
@@ -70,7 +71,7 @@ def stored_files(snapshot: Snapshot, digests: Sequence[Digest], publication: Pub
     return StoredFiles(blocks, tail, windows, states)
 
 
-async def await_copy(asked: "Future[Snapshot | None]") -> Snapshot | None:
+async def await_copy(asked: "Future[T]") -> T:
     """The engine's copy. Raises KvasirError, also when the engine ends before it was made."""
     copying = asyncio.wrap_future(asked)
     await asyncio.wait({copying})
@@ -84,11 +85,10 @@ async def await_copy(asked: "Future[Snapshot | None]") -> Snapshot | None:
 class Copies:
     """Takes copies for one engine."""
 
-    def __init__(self, engine: Engine, held: SharedRoom, clock: Callable[[], float]) -> None:
-        """`held` bounds the bytes of all copies. `clock` gives seconds, monotonic."""
+    def __init__(self, engine: Engine, held: SharedRoom) -> None:
+        """`held` bounds the bytes of all copies."""
         self.held = held
         self._engine = engine
-        self._clock = clock
 
     @property
     def piece_blocks(self) -> int:
@@ -98,77 +98,37 @@ class Copies:
     def piece_bytes(self) -> int:
         return self.piece_blocks * BLOCK_TOKENS * self._engine.model.kv_bytes_per_token
 
-    def ask(self, key: AgentKey, first_block: int, stored: Mapping[int, StoredWindow]) -> "Future[Snapshot | None]":
-        """Ask for a piece of the key's memory from a block on. `stored`: files of windows that need no copy."""
-        places = {window: each.full for window, each in stored.items()}
-        return self._engine.snapshot(key, first_block, max_blocks=self.piece_blocks, stored_windows=places)
-
-    async def rest(
-        self, key: AgentKey, memory: AgentMemory, first: Snapshot, store: RemoteCache, patience_s: float
-    ) -> tuple[Snapshot, int]:
-        """The memory's snapshot from its `first` piece on, and the bytes that went to the store meanwhile.
-
-        `memory.publication.blocks` notes the blocks that the store took. The store has `patience_s` to take what does
-        not fit. Raises ResourceExhausted (with numbers) when it does not, or when the memory was dropped or went on.
+    def pin(self, key: AgentKey, first_block: int, stored: Mapping[int, StoredWindow]) -> "Pinning":
+        """Ask for the key's memory as it is now, and its piece from a block on. `stored`: files of windows that need no
+        copy.
         """
-        has_blocks = keeps_all_tokens(self._engine.model.kv_identity)
-        give_up, sent_bytes, held_bytes, snapshot = self._clock() + patience_s, 0, 0, first
-        try:
-            while has_blocks and not _is_whole(snapshot, memory):
-                held_bytes = self._hold(key.namespace, snapshot, held_bytes)
-                if not self.held.fits(key.namespace, self.piece_bytes):
-                    if not store.is_reachable:
-                        raise self._too_much(key.namespace, snapshot, memory)
-                    sent_bytes += await _send(snapshot, memory, store, give_up - self._clock())
-                    snapshot = replace(snapshot, first_block=_end(snapshot), blocks=())
-                    held_bytes = self._hold(key.namespace, snapshot, held_bytes)
-                    if not await self._has_room(key.namespace, give_up - self._clock()):
-                        raise self._too_much(key.namespace, snapshot, memory)
-                piece = await await_copy(self.ask(key, _end(snapshot), memory.publication.windows))
-                if piece is None or piece.state.token_ids != memory.transcript.token_ids:
-                    raise errors.ResourceExhausted("the memory was dropped or went on before all of it was copied")
-                snapshot = replace(piece, first_block=snapshot.first_block, blocks=(*snapshot.blocks, *piece.blocks))
-        finally:
-            self.held.give_back(key.namespace, held_bytes)
-        return snapshot, sent_bytes
+        return self._engine.pin(key, first_block, self.piece_blocks, _places(stored))
 
-    async def _has_room(self, namespace: str, patience_s: float) -> bool:
-        """Whether a piece fits, now or once other copies have gone, within `patience_s`."""
-        try:
-            async with asyncio.timeout(max(patience_s, 0)):
-                await self.held.wait_for(namespace, self.piece_bytes)
-        except TimeoutError:
-            return False
-        self.held.give_back(namespace, self.piece_bytes)
-        return True
+    async def piece(self, pinned: PinnedMemory, first_block: int, stored: Mapping[int, StoredWindow]) -> Snapshot:
+        """A piece of a pinned memory. Raises ResourceExhausted if its room was wanted."""
+        piece = await await_copy(pinned.piece(first_block, self.piece_blocks, _places(stored)))
+        if piece is None:
+            raise errors.ResourceExhausted("the memory was dropped before it could be stored")
+        return piece
 
-    def _hold(self, namespace: str, snapshot: Snapshot, held_bytes: int) -> int:
-        """Hold the snapshot's bytes instead of `held_bytes`; returns them."""
-        size_bytes = sum(map(len, files_of(snapshot)))
-        self.held.take(namespace, size_bytes - held_bytes)
-        return size_bytes
+    async def blocks(self, key: AgentKey, first_block: int) -> Snapshot | None:
+        """Full blocks of the key's running turn."""
+        most = self.piece_blocks
+        return await await_copy(self._engine.snapshot(key, first_block, blocks_only=True, max_blocks=most))
 
-    def _too_much(self, namespace: str, snapshot: Snapshot, memory: AgentMemory) -> errors.ResourceExhausted:
-        left = len(memory.transcript.token_ids) - _end(snapshot) * BLOCK_TOKENS
-        left_bytes = left * self._engine.model.kv_bytes_per_token
-        return errors.ResourceExhausted(
-            f"the namespace's copies of {self.held.held(namespace)} bytes wait for the store, this memory has "
-            f"{left_bytes} more; of the {self.held.max_units} that may wait, no more are this namespace's now; the "
-            "memory stays hot, and goes with the agent's next turn"
+    def is_whole(self, snapshot: Snapshot) -> bool:
+        """Whether it has the memory's end: of layers that keep all tokens, the last block."""
+        end = snapshot.first_block + len(snapshot.blocks)
+        return end >= len(snapshot.state.token_ids) // BLOCK_TOKENS or not keeps_all_tokens(
+            self._engine.model.kv_identity
         )
 
-
-async def _send(snapshot: Snapshot, memory: AgentMemory, store: RemoteCache, timeout_s: float) -> int:
-    if not snapshot.blocks:
-        return 0
-    digests, sent_bytes = await store.write_tensors([data for _, data in snapshot.blocks], max(timeout_s, 0.001))
-    memory.publication.blocks[snapshot.first_block :] = digests
-    return sent_bytes
+    def may_wait(self, snapshot: Snapshot) -> bool:
+        """Whether copies that are not sent yet may be kept: all of a memory, if much room is left for those that go."""
+        some = self.held.max_units // 4
+        size_bytes = sum(map(len, files_of(snapshot)))
+        return self.is_whole(snapshot) and max(self.held.held_units + size_bytes, self.piece_bytes) <= some
 
 
-def _end(snapshot: Snapshot) -> int:
-    return snapshot.first_block + len(snapshot.blocks)
-
-
-def _is_whole(snapshot: Snapshot, memory: AgentMemory) -> bool:
-    return _end(snapshot) >= len(memory.transcript.token_ids) // BLOCK_TOKENS
+def _places(stored: Mapping[int, StoredWindow]) -> dict[int, Collection[int]]:
+    return {window: each.full for window, each in stored.items()}

@@ -1,13 +1,16 @@
 """The engine's way to one namespace's cache store: a token that the store has vouched for, a time limit, a breaker.
 
 No call but the probe is made before the store has said that the engine's token is the namespace's. After a failure the
-breaker keeps calls away, at no cost, while a probe in the background waits for the store to answer again.
+breaker keeps calls away, at no cost, while a probe in the background waits for the store to answer again. Bulk data has
+connections of its own, so that no small call waits behind it; while it moves, a store that answers late is not away.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import structlog
 from kvasir import errors
@@ -20,20 +23,42 @@ from inference_svc.memory.store.patience import PROBE_TIMEOUT_S, Breaker, Budget
 _LOG = structlog.get_logger(__name__)
 _WRONG_NAMESPACE = "WRONG_NAMESPACE"
 
+_MOVING_S = 2.0  # after a part of bulk data that is under way has moved, so long a late answer is no absence
+
 T = TypeVar("T")
 
 
-class StoreConnection:
-    """A client of the store, the tokens that it shows, and how each call is made."""
+class StoreClients(NamedTuple):
+    """Clients of one store with one token, each with a connection of its own."""
 
-    def __init__(self, client: AioStoreClient, namespace: str, token_file: Path | None = None) -> None:
-        """`client` carries the engine's credential at the store, which has to be bound to `namespace`. It must not
-        retry reads by itself: a turn has no time for that. `token_file`: where the credential's token comes from, for
-        the operator.
+    small: AioStoreClient  # heads, leases, commits, events
+    reading: AioStoreClient  # blobs
+    writing: AioStoreClient
+
+    def with_token(self, token: str) -> "StoreClients":
+        return StoreClients(*(client.with_token(token) for client in self))
+
+
+class StoreConnection:
+    """The clients of the store, the tokens that they show, and how each call is made."""
+
+    def __init__(
+        self,
+        clients: StoreClients,
+        namespace: str,
+        token_file: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clients` carry the engine's credential at the store, which has to be bound to `namespace`. They must not
+        retry reads by themselves: a turn has no time for that. `token_file`: where the credential's token comes from,
+        for the operator. `clock` gives seconds, monotonic.
         """
-        self._connection = client
-        self._newest = client  # with the newest token
-        self._known: AioStoreClient | None = None  # the one whose token the store has said is this namespace's
+        self._connections = clients
+        self._newest = clients  # with the newest token
+        self._known: StoreClients | None = None  # those whose token the store has said is this namespace's
+        self._clock = clock
+        self._moved_s: float | None = None  # when bulk data has last moved
+        self._bulk_calls = 0  # that are under way
         self._namespace = namespace
         self._token_file = token_file
         self.problem: errors.KvasirError | None = None  # why this store must not be used; found by asking it
@@ -83,7 +108,7 @@ class StoreConnection:
         """The calls from now on show this token, if the store says that it is this namespace's; until it says so, there
         are none. Calls under way end with the token that they began with.
         """
-        self._newest = new = self._connection.with_token(token)
+        self._newest = new = self._connections.with_token(token)
         self.problem = None
         await self.answers()
         if self._known is not new:
@@ -99,15 +124,42 @@ class StoreConnection:
 
     async def close(self) -> None:
         await self._breaker.close()
-        await self._connection.close()
+        for client in self._connections:
+            await client.close()
+
+    # --- bulk data on its way ---
+
+    @contextlib.contextmanager
+    def bulk(self) -> Iterator[None]:
+        """Around a call that moves bulk data."""
+        self._bulk_calls += 1
+        try:
+            yield
+        finally:
+            self._bulk_calls -= 1
+
+    def moved(self) -> None:
+        """Some bulk data has come or was taken: the store is there, however late it answers."""
+        self._moved_s = self._clock()
+        if self._known is not None:
+            self._breaker.reset()
+
+    def has_moved_within(self, seconds: float) -> bool:
+        """Whether bulk data has moved a moment ago. May be asked on any thread."""
+        return self._moved_s is not None and self._clock() - self._moved_s < seconds
 
     # --- how a call is made ---
 
     @property
     def client(self) -> AioStoreClient:
-        """The one way to the store, but for the probe. Ask anew for each call: tokens change. Raises PermissionDenied
-        if the store must not be used, and Unavailable while that is not known.
+        """For small calls. Ask anew for each call: tokens change. Raises PermissionDenied if the store must not be
+        used, and Unavailable while that is not known.
         """
+        return self.clients.small
+
+    @property
+    def clients(self) -> StoreClients:
+        """The one way to the store, but for the probe. Raises as `client`."""
         if self._known is not None:
             return self._known
         if self.problem is not None:
@@ -122,7 +174,7 @@ class StoreConnection:
         while client is not self._newest:  # a token that came in the meantime is asked about as well
             client = self._newest
             try:
-                found = (await client.get_capabilities()).namespace
+                found = (await client.small.get_capabilities()).namespace
             except (errors.Unauthenticated, errors.PermissionDenied) as error:
                 if client is self._newest:
                     self._refuse(type(error)(f"the store refuses the engine's token: {error.message}"))
@@ -159,7 +211,7 @@ class StoreConnection:
         except (TimeoutError, errors.DeadlineExceeded):
             # A call that had only the last few milliseconds of a budget says nothing about the store.
             if given_s >= budget.seconds / 2:
-                self._breaker.trip()
+                self._late()
             raise StoreMiss(
                 Miss(MissReason.STORE_TIMEOUT, "no answer within the turn's budget for the store")
             ) from None
@@ -175,9 +227,17 @@ class StoreConnection:
         """Await a call. If the store does not answer, the breaker trips."""
         try:
             return await call
-        except (errors.Unavailable, errors.DeadlineExceeded):
+        except errors.Unavailable:
             self._breaker.trip()
+            raise
+        except errors.DeadlineExceeded:
+            self._late()
             raise
         except errors.Unauthenticated:
             self._breaker.ask_again()
             raise
+
+    def _late(self) -> None:
+        """A call got no answer in time: the store is away, unless it is busy."""
+        if not (self._bulk_calls and self.has_moved_within(_MOVING_S)):
+            self._breaker.trip()

@@ -7,12 +7,12 @@ before they are used.
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from kvasir import errors, on_full
 from kvasir.cachestore.v1 import cachestore_pb2
-from kvasir.clients import AioStoreClient
 from kvasir.clients.aio.handed_upload import FEATURE, put_by_files
 from kvasir.formats.block_file import FileBytes
 from kvasir.formats.digest import Digest
@@ -35,7 +35,7 @@ from inference_svc.memory.store.answers import (
     moves,
     takes_back,
 )
-from inference_svc.memory.store.connection import StoreConnection
+from inference_svc.memory.store.connection import StoreClients, StoreConnection
 from inference_svc.memory.store.files import StoreFiles
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.stored_windows import FoundPrefix
@@ -48,10 +48,15 @@ class RemoteCache(StoreConnection):
     """One namespace of one cache store, seen from the engine."""
 
     def __init__(
-        self, client: AioStoreClient, namespace: str, files: StoreFiles | None = None, token_file: Path | None = None
+        self,
+        clients: StoreClients,
+        namespace: str,
+        files: StoreFiles | None = None,
+        token_file: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """As `StoreConnection`. `files`: those of the store, if they may be read."""
-        super().__init__(client, namespace, token_file)
+        super().__init__(clients, namespace, token_file, clock)
         self._files = files
         self._cursor: cachestore_pb2.EventCursor | None = None
 
@@ -111,10 +116,11 @@ class RemoteCache(StoreConnection):
             taken = await self._read_files(digests, budget, take)
             if taken == len(digests):
                 return None
-            async with contextlib.aclosing(self.client.get_blobs(digests[taken:])) as arriving:
+            async with contextlib.aclosing(self.clients.reading.get_blobs(digests[taken:])) as arriving:
                 for _ in digests[taken:]:
                     _, data = await self._read(lambda: anext(arriving), budget)
                     budget.earn(len(data))
+                    self.moved()
                     await take(data)
         except StoreMiss as error:
             return error.miss
@@ -157,13 +163,14 @@ class RemoteCache(StoreConnection):
         """Make tensor files durable, however long that takes while bytes move. Returns their digests in order, and the
         number of bytes that had to be sent. Raises DeadlineExceeded after so long without progress.
         """
-        client, local = self.client, self._files  # before work is done in vain
+        client, local = self.clients.writing, self._files  # before work is done in vain
         digests = await asyncio.to_thread(lambda: [Digest.of(data) for data in files])
         blobs = dict(zip(digests, files, strict=True))
         there: list[int] = []
 
         def note(now: cachestore_pb2.TransferProgress) -> None:
             there.append(now.bytes_done)
+            self.moved()
 
         async def put() -> cachestore_pb2.TransferProgress:
             if local is not None and FEATURE in (await client.get_capabilities(timeout_s=stall_timeout_s)).features:
@@ -172,7 +179,8 @@ class RemoteCache(StoreConnection):
                 )
             return await client.put_blobs(blobs, on_progress=note, stall_timeout_s=stall_timeout_s)
 
-        progress = await self._noting(put())
+        with self.bulk():
+            progress = await self._noting(put())
         return digests, progress.bytes_total - there[0]
 
     async def renew(self, digests: Sequence[Digest], timeout_s: float) -> None:

@@ -1,5 +1,6 @@
 """Room: what is told and accounted is what is allocated, and who waits for room begins as soon as there is some."""
 
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -130,3 +131,79 @@ def test_a_part_that_a_cancel_keeps_is_copied_before_its_room_is_given_to_anothe
     copy = copies[0].result(60)
     assert copy is not None
     assert copy.state == ended.state
+
+
+class Way:
+    """A memory's way to the store, as the test wants it."""
+
+    def __init__(self) -> None:
+        self.is_owed = self.is_awaited = True
+        self.wanted = threading.Event()
+
+    def want(self) -> None:
+        self.wanted.set()
+
+
+def test_a_pinned_memory_is_what_it_was_whatever_its_agent_does_next(driver: Driver) -> None:
+    key, state = driver.remember(600)
+    files = list(driver.files(key))
+    pinned = driver.engine.pin(key, 0, 1).result(60)
+    assert pinned is not None
+    first = pinned.take_first()
+    assert first is not None
+    assert pinned.take_first() is None
+    assert [data for _, data in first.blocks] == files[:1]
+    assert first.tail is None
+    driver.turn((*state.token_ids, *tokens_of(400, 9)), Hot(len(state.token_ids)), key, max_tokens=4)
+    rest = pinned.piece(1, 9, {}).result(60)
+    assert rest is not None
+    assert rest.tail is not None
+    assert (rest.state, [data for _, data in (*rest.blocks, rest.tail)]) == (state, files[1:])
+    driver.engine.drop_hot(key).result(60)
+    again = pinned.piece(0, 9, {}).result(60)
+    assert again is not None
+    assert again.tail == rest.tail
+    pinned.release()
+    assert pinned.piece(0, 9, {}).result(60) is None
+
+
+def test_a_turn_waits_for_the_room_of_a_memory_that_is_being_stored_and_takes_that_of_a_pin_that_is_not(
+    small: Driver,
+) -> None:
+    key, _ = small.remember(1_000)
+    pinned, memory, pin = small.engine.pin(key, 0, 1).result(60), Way(), Way()
+    assert pinned is not None
+    small.engine.tag_hot(key, "tag", memory)
+    pinned.goes_as(pin)
+    waiting = Listener()
+    small.submit(tokens_of(900, 9), listener=waiting, max_tokens=2)
+    assert memory.wanted.wait(60)
+    assert pin.wanted.wait(60)
+    assert small.engine.hot_tag(key) == "tag"
+    memory.is_awaited = False
+    time.sleep(0.05)
+    assert not waiting.events, "the pin holds the same pages"
+    pin.is_awaited = False
+    assert waiting.end().completion_tokens == 2
+    assert small.engine.hot_memory(key) is None
+    assert pinned.piece(0, 1, {}).result(60) is None
+
+
+def test_a_memory_that_the_store_has_goes_before_one_that_it_lacks(small: Driver) -> None:
+    owed, stored = small.key(), small.key()
+    small.turn(tokens_of(400, 3), key=owed, max_tokens=2)
+    small.turn(tokens_of(400, 4), key=stored, max_tokens=2)
+    way = Way()
+    way.is_awaited = False  # its last try has just failed
+    small.engine.tag_hot(owed, "owed", way)
+    small.turn(tokens_of(700, 5), max_tokens=2)
+    assert small.engine.hot_tag(owed) == "owed"
+    assert small.engine.hot_memory(stored) is None
+
+
+def test_nobody_needs_to_release_a_pin_that_nobody_has(small: Driver) -> None:
+    key, _ = small.remember(1_000)
+    pinned = small.engine.pin(key, 0, 1).result(60)
+    assert pinned is not None
+    del pinned
+    assert small.turn(tokens_of(900, 9), max_tokens=2).completion_tokens == 2

@@ -1,45 +1,146 @@
-"""Blocks that go to the store while their turn runs: those that are computed anew are not taken for those that went."""
+"""Blocks that go to the store while their turn runs: in order, several pieces at once, and none for another."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from kvasir.errors import Unavailable
 from kvasir.formats.digest import Digest
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import AgentKey, Snapshot
+from inference_svc.memory.agent_memory import PublicationState
 from inference_svc.memory.publishing.block_stream import BlockStream
+from inference_svc.memory.publishing.copies import Copies
+from inference_svc.memory.store.answers import NO_HEAD
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.token_ids import TokenIds
 
-STORED = [Digest.of(b"block %d" % block) for block in range(3)]
+DIGESTS = [Digest.of(b"block %d" % block) for block in range(20)]
+STORED = DIGESTS[:3]
+
+
+class Turn:
+    """A running turn, one block a piece, and a store that takes what `arrives` lets go."""
+
+    def __init__(self, room: int = 10, previous: PublicationState | None = None) -> None:
+        self.asked: list[bytes] = []
+        self.most_held = 0
+        self.arrives: Callable[[bytes], Awaitable[None]] = self._at_once
+        self.held = SharedRoom(room)
+        engine: Any = SimpleNamespace(snapshot=self._snapshot)
+        copies: Any = SimpleNamespace(held=self.held, piece_bytes=1, blocks=Copies(engine, self.held).blocks)
+        engine.model = SimpleNamespace(kv_bytes_per_token=1 << 20)
+        self.store: Any = SimpleNamespace(write_tensors=self._write, is_reachable=True)
+        self.stream = BlockStream(copies, AgentKey("default", "a"), self.store, STORED, 1.0, previous)
+
+    def _snapshot(self, _key: object, first: int, **_how: object) -> "Future[Snapshot]":
+        copied: Future[Snapshot] = Future()
+        identity: Any = None
+        self.most_held = max(self.most_held, self.held.held_units)
+        copied.set_result(Snapshot(first, ((identity, b"block %d" % first),), None, SequenceState(TokenIds(), (), 0)))
+        return copied
+
+    async def _at_once(self, _data: bytes) -> None:
+        pass
+
+    async def _write(self, files: list[bytes], _stall_s: float) -> tuple[list[Digest], int]:
+        self.asked += files
+        for data in files:
+            await self.arrives(data)
+        return [Digest.of(data) for data in files], 7
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(scenario(), 10)
+
+    asyncio.run(bounded())
 
 
 def test_a_piece_on_its_way_is_not_counted_where_its_blocks_are_computed_anew() -> None:
-    async def sent_while_the_turn_loses_its_files() -> list[Digest]:
-        asked, arrived = asyncio.Event(), asyncio.Event()
+    async def scenario() -> None:
+        turn, asked, arrived = Turn(), asyncio.Event(), asyncio.Event()
 
-        def snapshot(_key: object, first: int, **_how: object) -> "Future[Snapshot]":
-            copied: Future[Snapshot] = Future()
-            identity: Any = None
-            copied.set_result(Snapshot(first, ((identity, b"block 3"),), None, SequenceState(TokenIds(), (), 0)))
-            return copied
-
-        async def write_tensors(files: list[bytes], _timeout_s: float) -> tuple[list[Digest], int]:
+        async def arrives(_data: bytes) -> None:
             asked.set()
             await arrived.wait()
-            return [Digest.of(data) for data in files], 7
 
-        engine: Any = SimpleNamespace(snapshot=snapshot)
-        copies: Any = SimpleNamespace(held=SharedRoom(10), piece_bytes=1, piece_blocks=1)
-        store: Any = SimpleNamespace(write_tensors=write_tensors, is_reachable=True)
-        stream = BlockStream(engine, copies, AgentKey("default", "a"), store, STORED, 1.0)
-        stream.blocks_full(4)
+        turn.arrives = arrives
+        turn.stream.blocks_full(4)
         await asked.wait()
-        stream.keeps(1)
+        turn.stream.keeps(1, 0)
         arrived.set()
-        await stream.drain()
-        return stream.stored
+        assert await turn.stream.drain() == STORED[:1]
 
-    assert asyncio.run(sent_while_the_turn_loses_its_files()) == STORED[:1]
+    run(scenario)
+
+
+@pytest.mark.parametrize(("room", "expected"), [(10, 4), (1, 1)])
+def test_the_next_pieces_are_copied_while_the_ones_before_are_on_their_way_as_far_as_there_is_room(
+    room: int, expected: int
+) -> None:
+    async def scenario() -> None:
+        turn, may_arrive = Turn(room), asyncio.Event()
+
+        async def arrives(data: bytes) -> None:
+            await may_arrive.wait()
+            await asyncio.sleep(0.01 if data == b"block 3" else 0)  # the first comes last
+
+        turn.arrives = arrives
+        turn.stream.blocks_full(12)
+        await asyncio.sleep(0.05)
+        assert turn.asked == [b"block %d" % block for block in range(3, 3 + expected)]
+        may_arrive.set()
+        assert await turn.stream.drain() == DIGESTS[:12]
+        assert turn.most_held <= room
+        assert turn.held.held_units == 0
+
+    run(scenario)
+
+
+def test_what_came_behind_a_piece_that_failed_does_not_count_and_goes_again() -> None:
+    async def scenario() -> None:
+        turn = Turn()
+
+        async def arrives(data: bytes) -> None:
+            if data == b"block 5" and turn.asked.count(data) == 1:
+                await asyncio.sleep(0.01)
+                raise Unavailable("away")
+
+        turn.arrives = arrives
+        turn.stream.blocks_full(8)
+        await asyncio.sleep(0.05)
+        assert turn.stream.stored == DIGESTS[:5]
+        turn.stream.blocks_full(9)
+        await turn.stream.drain()
+        assert turn.stream.stored == DIGESTS[:9]
+        assert turn.held.held_units == 0
+
+    run(scenario)
+
+
+def test_a_turn_sends_nothing_that_its_memory_before_it_is_still_sending() -> None:
+    async def scenario() -> None:
+        previous, may_end = PublicationState(NO_HEAD, is_head=False, blocks=STORED[:1]), asyncio.Event()
+
+        async def publish() -> Any:
+            await may_end.wait()
+            previous.blocks = DIGESTS[:7]
+
+        previous.task = asyncio.create_task(publish())
+        turn = Turn(previous=previous)
+        turn.stream.keeps(3, 6)
+        turn.stream.blocks_full(8)
+        await asyncio.sleep(0.02)
+        assert not turn.asked
+        may_end.set()
+        await turn.stream.drain()
+        # The seventh block is the turn's own: it was computed anew.
+        assert turn.asked == [b"block 6", b"block 7"]
+        assert turn.stream.stored == DIGESTS[:8]
+
+    run(scenario)

@@ -10,6 +10,7 @@ from kvasir import errors
 
 from inference_svc.memory.store import patience
 from inference_svc.memory.store.answers import StoreMiss
+from inference_svc.memory.store.connection import StoreClients
 from inference_svc.memory.store.patience import Breaker, Budget
 from inference_svc.memory.store.remote_cache import RemoteCache
 
@@ -85,13 +86,50 @@ def test_only_a_call_that_had_most_of_the_budget_says_that_a_store_is_away(
             return SimpleNamespace(namespace="default")
 
         client: Any = SimpleNamespace(get_agent=slow, get_capabilities=nothing, close=nothing)
-        store = RemoteCache(client, "default")
+        store = RemoteCache(StoreClients(client, client, client), "default")
         assert await store.answers()
         budget = Budget(0.05, 1000, lambda: 0.0)
         budget.spent_s = spent_s
         with pytest.raises(StoreMiss, match="budget"):
             await store.heads("a", "cd" * 32, budget)
         assert store.is_reachable is is_reachable
+        await store.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+@pytest.mark.parametrize(
+    ("moved_ago_s", "is_under_way", "is_reachable"),
+    [(None, True, False), (9.0, True, False), (0.5, False, False), (0.5, True, True)],
+)
+def test_a_store_that_answers_late_while_bulk_data_moves_is_there(
+    moved_ago_s: float | None, is_under_way: bool, is_reachable: bool
+) -> None:
+    async def scenario() -> None:
+        now = [0.0]
+
+        async def late(*_arguments: object, **_how: object) -> None:
+            raise errors.DeadlineExceeded("slow")
+
+        async def nothing() -> Any:
+            return SimpleNamespace(namespace="default")
+
+        small: Any = SimpleNamespace(get_agent=late, find_missing=late, get_capabilities=nothing, close=nothing)
+        bulk: Any = SimpleNamespace(close=nothing)
+        store = RemoteCache(StoreClients(small, bulk, bulk), "default", clock=lambda: now[0])
+        assert await store.answers()
+        if moved_ago_s is not None:
+            store.moved()
+            now[0] += moved_ago_s
+        with store.bulk() if is_under_way else contextlib.nullcontext():
+            with pytest.raises(StoreMiss):
+                await store.heads("a", "cd" * 32, Budget(0.05, 1000, lambda: 0.0))
+            assert store.is_reachable is is_reachable
+            with pytest.raises(errors.DeadlineExceeded):
+                await store.renew([], 1.0)
+            assert store.is_reachable is is_reachable
+        store.moved()
+        assert store.is_reachable
         await store.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 10))
@@ -108,7 +146,7 @@ def test_a_store_whose_token_is_another_namespaces_is_not_used() -> None:
         client: Any = SimpleNamespace(
             get_capabilities=capabilities, get_agent=never, put_blobs=never, close=capabilities
         )
-        store = RemoteCache(client, "north")
+        store = RemoteCache(StoreClients(client, client, client), "north")
         assert not await store.answers()
         with pytest.raises(StoreMiss, match="'south', expected 'north'"):
             await store.heads("a", "cd" * 32, Budget(1.0, 1000, lambda: 0.0))
@@ -125,7 +163,7 @@ def test_an_answer_that_is_none_makes_a_store_unreachable_and_no_bug() -> None:
             return None
 
         client: Any = SimpleNamespace(get_capabilities=nonsense, close=nonsense)
-        store = RemoteCache(client, "default")
+        store = RemoteCache(StoreClients(client, client, client), "default")
         assert not await store.answers()
         await store.close()
 
@@ -146,7 +184,7 @@ def test_an_answer_about_the_token_before_says_nothing_of_the_one_that_came_mean
 
         new: Any = SimpleNamespace(get_capabilities=south)
         old: Any = SimpleNamespace(get_capabilities=north, with_token=lambda _token: new, close=south)
-        store = RemoteCache(old, "north")
+        store = RemoteCache(StoreClients(old, old, old), "north")
         asking = asyncio.create_task(store.answers())
         await was_asked.wait()
         await store.renew_token("new")

@@ -318,8 +318,8 @@ MUTANTS = (
     Mutant(
         "a memory that is dropped keeps its pages",
         "hot_memories.py",
-        "        memory.kv.release()\n",
-        "",
+        "            return False\n        memory.kv.release()\n",
+        "            return False\n",
         MEMORY,
     ),
     Mutant(
@@ -346,8 +346,8 @@ MUTANTS = (
     Mutant(
         "background memories are dropped like others",
         "hot_memories.py",
-        "return self._memories[key].priority is Priority.INTERACTIVE, ",
-        "return True, ",
+        "return is_owed, memory.priority is Priority.INTERACTIVE, ",
+        "return is_owed, True, ",
         MEMORY,
     ),
     Mutant(

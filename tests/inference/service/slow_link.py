@@ -1,4 +1,4 @@
-"""A Unix socket in front of another one, whose bytes come back as slowly as a test wants."""
+"""A Unix socket in front of another one, whose bytes go and come back as slowly as a test wants."""
 
 import socket
 import threading
@@ -8,10 +8,13 @@ from pathlib import Path
 
 
 class SlowLink:
-    """Forwards every connection; answers pass at `bytes_per_s` (0: none pass, None: at full speed)."""
+    """Forwards every connection; answers pass at `bytes_per_s` (0: none pass, None: at full speed). So do requests at
+    `bulk_bytes_per_s`, behind the first megabyte of a connection.
+    """
 
     def __init__(self, listen: Path, target: Path) -> None:
         self.bytes_per_s: float | None = None
+        self.bulk_bytes_per_s: float | None = None
         self._target = str(target)
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._server.bind(str(listen))
@@ -33,9 +36,16 @@ class SlowLink:
 
     def _forward(self, source: socket.socket, sink: socket.socket, is_answer: bool) -> None:
         with suppress(OSError), source, sink:
-            while data := source.recv(4096):
-                while is_answer and self.bytes_per_s == 0:
+            passed = 0
+            while data := source.recv(16384):
+                while (rate := self._rate(passed, is_answer)) == 0:
                     time.sleep(0.01)
-                if is_answer and self.bytes_per_s:
-                    time.sleep(len(data) / self.bytes_per_s)
+                if rate:
+                    time.sleep(len(data) / rate)
                 sink.sendall(data)
+                passed += len(data)
+
+    def _rate(self, passed: int, is_answer: bool) -> float | None:
+        if is_answer:
+            return self.bytes_per_s
+        return self.bulk_bytes_per_s if passed > 1 << 20 else None

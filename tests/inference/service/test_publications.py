@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from kvasir.server.shared_room import SharedRoom
 from inference_svc.engine.api import AgentKey, Snapshot
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.outcomes import SnapshotState
-from inference_svc.memory.publishing import copies
+from inference_svc.memory.publishing import committing, copies, publisher
 from inference_svc.memory.publishing.committing import PublishingLimits
 from inference_svc.memory.publishing.copies import Copies
 from inference_svc.memory.publishing.publisher import Publisher
@@ -37,6 +38,32 @@ POLICY = identity_pb2.KvPolicy(
 )
 IDENTITY = identity_pb2.KvIdentity(weights_digest="ab" * 32, layers=[LAYER], policy=POLICY)
 OTHERS = Head(7, Digest.of(b"another writer's"), 6)
+
+
+class Pinned:
+    """A memory that the engine keeps, whole in its first piece."""
+
+    def __init__(self, first: Snapshot) -> None:
+        self.state = first.state
+        self.first: Snapshot | None = first
+        self.is_released = False
+        self.piece: Any = lambda *_asked: _done(first)
+
+    def take_first(self) -> Snapshot | None:
+        first, self.first = self.first, None
+        return first
+
+    def goes_as(self, _owed: object) -> None:
+        pass
+
+    def release(self) -> None:
+        self.is_released = True
+
+
+def _done(piece: Snapshot) -> "Future[Snapshot]":
+    copied: Future[Snapshot] = Future()
+    copied.set_result(piece)
+    return copied
 
 
 class Engine:
@@ -59,11 +86,28 @@ class Engine:
     def drop_hot(self, _key: AgentKey) -> None:
         self.hot = None
 
-    def snapshot(
-        self, _key: AgentKey, _first_block: int, *, max_blocks: int, stored_windows: Mapping[int, range]
-    ) -> "Future[Snapshot | None]":
+    def hot_tag(self, _key: AgentKey) -> Any:
+        return self.hot.tag if self.hot is not None else None
+
+    def hot_keys(self) -> set[AgentKey]:
+        return {KEY} if self.hot is not None else set()
+
+    def pin(self, _key: AgentKey, _first_block: int, _most: int, stored_windows: Mapping[int, range]) -> "Future[Any]":
         assert not stored_windows
-        return self.taken
+        return pinning(self.taken)
+
+
+def pinning(taken: "Future[Snapshot | None]") -> "Future[Any]":
+    """What the engine answers who asks for a memory whose only piece is this."""
+    asked: Future[Any] = Future()
+    if taken.cancelled():
+        asked.cancel()
+    elif taken.exception() is not None:
+        asked.set_exception(cast("BaseException", taken.exception()))
+    else:
+        piece = taken.result()
+        asked.set_result(None if piece is None else Pinned(piece))
+    return asked
 
 
 class Store:
@@ -82,6 +126,9 @@ class Store:
         self.bases: list[object] = []  # likewise
         self.up = asyncio.Event()
         self.up.set()
+
+    def has_moved_within(self, _seconds: float) -> bool:
+        return False
 
     async def until_reachable(self) -> None:
         await self.up.wait()
@@ -127,13 +174,15 @@ class House:
         self.store: Any = Store(head)
         ticks = iter(range(1, 1000))
         limits = PublishingLimits(commit_wait_s=3, timeout_s=timeout_s, head_budget_s=2)
-        taken_in = Copies(self.engine, SharedRoom(max_held_bytes), lambda: 0.0)
+        taken_in = Copies(self.engine, SharedRoom(max_held_bytes))
         self.stats = ServiceStats(0.0)
         self.publisher = Publisher(self.engine, taken_in, limits, self.stats, lambda: 0.0, lambda: next(ticks))
 
     def publish(self, memory: AgentMemory, previous: AgentMemory | None = None) -> asyncio.Task[Any]:
         before = previous.publication if previous is not None else None
-        return self.publisher.publish(KEY, memory, taken(memory), self.store, before, None)
+        asked: Future[Snapshot | None] = Future()
+        asked.set_result(taken(memory))
+        return self.publisher.publish(KEY, memory, pinning(asked), self.store, before, None)
 
 
 def remembered(text: str, head: Head | None, expected_version: int | None = None) -> AgentMemory:
@@ -385,7 +434,7 @@ def test_a_memory_that_is_on_its_way_when_its_model_goes_is_stored_once(fails: b
 
         house.store.write_tensors = slow
         house.store.refusals = [errors.ResourceExhausted("no room now")] if fails else []
-        house.engine.hot, house.engine.hot_sizes = SimpleNamespace(tag=memory), lambda: {KEY: 1}
+        house.engine.hot = SimpleNamespace(tag=memory)
         house.engine.taken.set_result(taken(memory))
         first = house.publish(memory)
         ending = TurnEnding(house.engine, cast("Any", None), house.publisher, {KEY.namespace: house.store}, lambda: 0.0)
@@ -418,7 +467,7 @@ def test_a_memory_that_cannot_be_copied_is_a_failed_snapshot_with_a_reason(is_ca
         house.engine.taken.cancel() if is_cancelled else house.engine.taken.set_exception(RuntimeError("device"))
         unused: Any = None
         ending = TurnEnding(house.engine, unused, house.publisher, {"default": house.store}, lambda: 0.0)
-        turn: Any = SimpleNamespace(snapshot=None, stream=None)
+        turn: Any = SimpleNamespace(pinning=None, stream=None)
         recollection: Any = SimpleNamespace(kv_from=None, memory=None)
         outcome = await ending._keep(turn, KEY, recollection, remembered("one", NO_HEAD))
         assert outcome.state is SnapshotState.FAILED
@@ -442,76 +491,136 @@ def test_what_a_newer_turn_wrote_is_never_sent_under_an_older_memorys_words(
     run(scenario)
 
 
-class LongMemory:
-    """A hot memory of many blocks, copied in pieces, and where it stood whenever a piece was taken."""
+class LongMemory(Engine):
+    """A hot memory of many blocks, copied in pieces, and what was held whenever a piece was taken."""
 
-    def __init__(self, blocks: int, model: Any) -> None:
-        self.model = model
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
         self.ids = TokenIds(range(blocks * BLOCK_TOKENS + 1))
         self.most_held = 0
         self.held: SharedRoom | None = None
+        self.pins: list[Any] = []
 
-    def snapshot(
-        self, _key: AgentKey, first_block: int, *, max_blocks: int, stored_windows: Mapping[int, range]
-    ) -> "Future[Snapshot | None]":
+    def pin(self, _key: AgentKey, first_block: int, most: int, _stored_windows: Mapping[int, range]) -> "Future[Any]":
+        asked: Future[Any] = Future()
+        first = self._piece(first_block, most).result()
+        assert first is not None
+        pinned: Any = Pinned(first)
+        pinned.piece = lambda first, most, _windows: self._piece(None if pinned.is_released else first, most)
+        self.pins.append(pinned)
+        asked.set_result(pinned)
+        return asked
+
+    @property
+    def _state(self) -> SequenceState:
+        return SequenceState(self.ids, (1,) * len(self.ids), 0)
+
+    def _piece(self, first_block: int | None, most: int) -> "Future[Snapshot | None]":
+        asked: Future[Snapshot | None] = Future()
+        if first_block is None:
+            asked.set_result(None)
+            return asked
         assert self.held is not None
-        assert not stored_windows
         self.most_held = max(self.most_held, self.held.held_units)
-        last = min(first_block + max_blocks, len(self.ids) // BLOCK_TOKENS)
+        end = len(self.ids) // BLOCK_TOKENS
+        last = min(first_block + most, end)
         files: Any = tuple((None, bytes([block]) * 1000) for block in range(first_block, last))
-        tail: Any = (None, b"tail") if last == len(self.ids) // BLOCK_TOKENS else None
-        taken: Future[Snapshot | None] = Future()
-        taken.set_result(Snapshot(first_block, files, tail, SequenceState(self.ids, (1,) * len(self.ids), 0)))
-        return taken
+        tail: Any = (None, b"tail") if last == end else None
+        asked.set_result(Snapshot(first_block, files, tail, self._state))
+        return asked
 
 
 def long_house(blocks: int, max_held_bytes: int, monkeypatch: pytest.MonkeyPatch) -> tuple[House, AgentMemory]:
     """Pieces of two blocks, and room for five."""
     house = House(max_held_bytes=max_held_bytes)
-    engine: Any = LongMemory(blocks, house.engine.model)
+    engine: Any = LongMemory(blocks)
     engine.held = house.publisher.copies.held
     engine.model.kv_bytes_per_token = 1000 // BLOCK_TOKENS + 1
     monkeypatch.setattr(copies, "_PIECE_BYTES", 2 * BLOCK_TOKENS * engine.model.kv_bytes_per_token)
-    house.engine = house.publisher.copies._engine = engine
+    house.engine = house.publisher._engine = house.publisher.copies._engine = engine
     transcript = RememberedText("x" * len(engine.ids), engine.ids, (1,) * len(engine.ids))
     publication = PublicationState(NO_HEAD, is_head=False)
-    return house, AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "", publication)
+    memory = AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "", publication)
+    engine.hot = SimpleNamespace(tag=memory)
+    return house, memory
 
 
-async def copy_all(house: House, memory: AgentMemory) -> tuple[Snapshot, int]:
-    first = house.engine.snapshot(KEY, 0, max_blocks=2, stored_windows={}).result()
-    return await house.publisher.copies.rest(KEY, memory, first, house.store, 3.0)
+def publish_long(house: House, memory: AgentMemory) -> asyncio.Task[Any]:
+    publisher = house.publisher
+    asked = publisher.copies.pin(KEY, len(memory.publication.blocks), {})
+    return publisher.publish(KEY, memory, asked, house.store, None, None)
+
+
+BLOCKS = [Digest.of(bytes([block]) * 1000) for block in range(40)]
 
 
 def test_a_memory_larger_than_what_may_wait_goes_to_the_store_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         house, memory = long_house(40, 5000, monkeypatch)
-        snapshot, _ = await copy_all(house, memory)
+        outcome = await publish_long(house, memory)
+        assert (outcome.state, outcome.version) == (SnapshotState.COMMITTED, 1)
         assert house.engine.most_held <= 5000
-        assert len(memory.publication.blocks) == snapshot.first_block > 30
-        sent = [Digest.of(bytes([block]) * 1000) for block in range(snapshot.first_block)]
-        assert memory.publication.blocks == sent
-        rest = [data for _, data in snapshot.blocks]
-        assert rest == [bytes([block]) * 1000 for block in range(snapshot.first_block, 40)]
-        assert snapshot.tail is not None
+        assert memory.publication.blocks == BLOCKS
+        assert memory.publication.tail == Digest.of(b"tail")
+        assert house.publisher.copies.held.held_units == 0
+        assert all(pinned.is_released for pinned in house.engine.pins)
+
+    run(scenario)
+
+
+def test_a_store_that_cuts_each_piece_in_turn_gets_the_memory_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that it has is sent again, and none of it is kept in RAM meanwhile."""
+
+    async def scenario() -> None:
+        house, memory = long_house(40, 5000, monkeypatch)
+        write_tensors, cut = house.store.write_tensors, set[bytes]()
+
+        async def cutting(files: list[bytes], stall_s: float) -> tuple[list[Digest], int]:
+            if files[0] not in cut:
+                cut.add(files[0])
+                raise errors.Unavailable("cut")
+            return cast("tuple[list[Digest], int]", await write_tensors(files, stall_s))
+
+        house.store.write_tensors = cutting
+        monkeypatch.setattr(committing, "_FIRST_PAUSE_S", 0.001)
+        monkeypatch.setattr(committing, "_LONGEST_PAUSE_S", 0.001)
+        assert (await publish_long(house, memory)).state is SnapshotState.COMMITTED
+        assert memory.publication.blocks == BLOCKS
+        assert house.engine.most_held <= 5000
         assert house.publisher.copies.held.held_units == 0
 
     run(scenario)
 
 
-def test_a_memory_that_must_not_wait_is_refused_with_numbers_and_its_successor_knows_what_it_follows(
+def test_memories_that_wait_for_the_one_before_hold_no_room_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        house, memory = long_house(40, 3000, monkeypatch)
+        house.store.up.clear()
+        first = publish_long(house, memory)
+        later = replace(memory, publication=PublicationState(NO_HEAD, is_head=False))
+        asked = house.publisher.copies.pin(KEY, 0, {})
+        second = house.publisher.publish(KEY, later, asked, house.store, memory.publication, None)
+        await asyncio.sleep(0.01)
+        house.store.up.set()
+        assert [(await task).version for task in (first, second)] == [1, 2]
+        assert house.publisher.copies.held.held_units == 0
+
+    run(scenario)
+
+
+def test_a_memory_whose_room_was_wanted_fails_with_a_reason_and_its_successor_knows_what_it_follows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario() -> None:
         house, memory = long_house(40, 5000, monkeypatch)
         first = remembered("one", NO_HEAD)
         assert (await house.publish(first)).version == 1
-        house.store.is_reachable = False
-        with pytest.raises(errors.ResourceExhausted, match="of the 5000 that may wait") as refusal:
-            await copy_all(house, memory)
-        outcome = await house.publisher.publish(KEY, memory, refusal.value, house.store, first.publication, None)
+        house.engine.hot = None
+        asked = house.publisher.copies.pin(KEY, 0, {})
+        house.engine.pins[-1].release()
+        outcome = await house.publisher.publish(KEY, memory, asked, house.store, first.publication, None)
         assert outcome.state is SnapshotState.FAILED
-        assert "5000" in outcome.reason
+        assert "dropped" in outcome.reason
         assert house.publisher.copies.held.held_units == 0
         # The version that is there is the one that it, and whatever extends it, follows.
         assert memory.publication.head == first.publication.head == house.store.head
@@ -519,5 +628,45 @@ def test_a_memory_that_must_not_wait_is_refused_with_numbers_and_its_successor_k
         assert (await house.publish(following, memory)).version == 2
         counters = house.stats.of(KEY.namespace)
         assert counters.publications == {SnapshotState.COMMITTED: 2, SnapshotState.FAILED: 1}
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("is_hot", [True, False])
+def test_what_failed_is_tried_again_while_it_is_hot_and_its_success_is_told(
+    is_hot: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "_FIRST_RETRY_S", 0.01)
+
+    async def scenario() -> None:
+        house, memory = House(), remembered("one", NO_HEAD)
+        house.engine.hot = SimpleNamespace(tag=memory if is_hot else remembered("one two", NO_HEAD))
+        house.engine.taken.set_result(taken(memory))
+        house.store.refusals = [errors.ResourceExhausted("no room now")] * 3
+        assert (await house.publish(memory)).state is SnapshotState.FAILED
+        counters = house.stats.of(KEY.namespace)
+        await asyncio.sleep(0.3)
+        assert counters.publications == {
+            SnapshotState.FAILED: 1,
+            **({SnapshotState.COMMITTED: 1} if is_hot else {}),
+        }
+        assert counters.made_good == ({SnapshotState.FAILED: 1} if is_hot else {})
+        assert memory.publication.is_head is is_hot
+        assert house.store.refusals == ([] if is_hot else [house.store.refusals[0]] * 2)
+
+    run(scenario)
+
+
+def test_what_the_store_refuses_for_good_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher, "_FIRST_RETRY_S", 0.001)
+
+    async def scenario() -> None:
+        house, memory = House(), remembered("one", NO_HEAD)
+        house.engine.hot = SimpleNamespace(tag=memory)
+        house.engine.taken.set_result(taken(memory))
+        house.store.refusals = [errors.InvalidArgument("no such memory")] * 2
+        assert (await house.publish(memory)).state is SnapshotState.FAILED
+        await asyncio.sleep(0.05)
+        assert len(house.store.refusals) == 1
 
     run(scenario)

@@ -15,6 +15,7 @@ from kvasir.formats.digest import Digest
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from inference_svc.memory.outcomes import MissReason
+from inference_svc.memory.store.connection import StoreClients
 from inference_svc.memory.store.files import StoreFiles
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.store.remote_cache import RemoteCache
@@ -40,7 +41,7 @@ def read(store: RunningStore, *digests: Digest) -> tuple[list[bytes], MissReason
 
     async def ask() -> tuple[list[bytes], MissReason | None]:
         client = AioStoreClient.connect(store.address, retry_reads=False)
-        cache = RemoteCache(client, "default", StoreFiles(store.data_dir, "default"))
+        cache = RemoteCache(StoreClients(client, client, client), "default", StoreFiles(store.data_dir, "default"))
         assert await cache.answers()
         blobs, miss = await cache.read_blobs(digests, Budget(5.0, 1.0, time.monotonic))
         await cache.close()

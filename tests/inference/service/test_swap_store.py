@@ -20,13 +20,14 @@ from inference_svc.memory.agent_memory import PublicationState
 from inference_svc.memory.outcomes import MissReason
 from inference_svc.memory.service_stats import NamespaceCounters
 from inference_svc.memory.store.answers import NO_HEAD
+from inference_svc.memory.store.connection import StoreClients
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.swap_store import SwapLimits, SwapStore, may_be_preempted
 from tests.synthetic import SMALL
 from tests.system_fixtures import House
 
 GRACE_S = 0.6
-LIMITS = SwapLimits(write_timeout_s=30, read_budget_s=2, min_bytes_per_s=20e6, renew_s=300, piece_files=1)
+LIMITS = SwapLimits(write_stall_s=30, read_budget_s=2, min_bytes_per_s=20e6, renew_s=300, piece_files=1)
 
 
 def tail(tokens: int) -> bytes:
@@ -65,7 +66,8 @@ class Scene:
     """A turn that is preempted when it begins."""
 
     def __init__(self, address: str, limits: SwapLimits) -> None:
-        self.store = RemoteCache(AioStoreClient.connect(address), "default")
+        client = AioStoreClient.connect(address)
+        self.store = RemoteCache(StoreClients(client, client, client), "default")
         self.handle = Handle()
         self.publishing, self.restoring = SharedRoom(1 << 20), SharedRoom(1 << 20)
         self.counters = NamespaceCounters()

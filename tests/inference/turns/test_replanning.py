@@ -303,7 +303,7 @@ class Storing(Surroundings):
             on_events([event])
         return SimpleNamespace(cancel=lambda: None)
 
-    def ask(self, key: object, first_block: int, stored: Mapping[int, StoredWindow]) -> object:
+    def pin(self, key: object, first_block: int, stored: Mapping[int, StoredWindow]) -> object:
         self.asked.append((first_block, stored))
         return None
 
@@ -334,7 +334,7 @@ def test_blocks_that_the_engine_computes_anew_are_copied_anew_and_the_manifest_n
 class Taking(Surroundings):
     """An engine to which another engine's turn comes, and what it is told of it."""
 
-    copies = SimpleNamespace(ask=lambda *_asked: None)
+    copies = SimpleNamespace(pin=lambda *_asked: None)
 
     def __init__(self) -> None:
         super().__init__([remembered(OURS, "ours")], losses=0)

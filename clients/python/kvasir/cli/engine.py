@@ -47,7 +47,8 @@ def stats(context: typer.Context, as_json: JsonOption = False) -> None:
     """Show the engine's counters since its start and its present state: turns, tokens, hits, misses by reason, memory.
 
     --json: model, uptime_s, namespaces (a list: namespace, turns, turn_ends, refusals, prefilled_tokens, cached_tokens,
-    decoded_tokens, sources, misses, publications, published_bytes, waiting_turns, running_turns, kv_memory_used_bytes)
+    decoded_tokens, sources, misses, publications, made_good, published_bytes, owed_memories, owed_bytes, waiting_turns,
+    running_turns, kv_memory_used_bytes)
     and engine (admins only).
     """
     caller = caller_of(context, as_json)

@@ -26,7 +26,7 @@ from kvasir.cli.running.holding import end_group, holders, is_led
 from kvasir.cli.running.home import Endpoint, Home, Running
 from kvasir.cli.running.logs import GrowingLog, last_lines
 from kvasir.cli.showing.terminal import visible
-from kvasir.clients import StoreClient
+from kvasir.clients import InferenceClient, StoreClient
 from kvasir.errors import KvasirError, NotFound
 
 _SERVICES = {"store": STORE_SERVICE, "engine": ENGINE_SERVICE}
@@ -100,11 +100,32 @@ def status(context: typer.Context, as_json: JsonOption = False) -> None:
         "no_http": running.no_http if running is not None else "",
         "token_file": running.token_file if running is not None else "",
         "logs": str(home.logs),
-        "disk": _disk(caller) if any(each.name == "store" and each.state == Health.READY for each in states) else {},
+        "disk": _disk(caller) if _is_ready("store", states) else {},
+        "owed": _owed(caller) if _is_ready("engine", states) else {},
     }
     caller.result(value, lambda out: _show_status(out, value))
     if any(each.state != Health.READY or each.problems for each in states):
         raise typer.Exit(UNREACHABLE)
+
+
+def _is_ready(name: str, states: list[ServiceState]) -> bool:
+    return any(each.name == name and each.state == Health.READY for each in states)
+
+
+def _owed(caller: Caller) -> dict[str, Any]:
+    """Hot memories that the store lacks, and bytes of them; nothing if the engine does not say soon."""
+    endpoint = caller.engine
+    with contextlib.suppress(KvasirError, ValueError, OSError):
+        client = InferenceClient.connect(
+            endpoint.address, token=endpoint.token(), tls=endpoint.tls, timeout_s=PATIENCE_S
+        )
+        with client:
+            namespaces = client.get_stats().namespaces
+        return {
+            "memories": sum(each.owed_memories for each in namespaces),
+            "bytes": sum(each.owed_bytes for each in namespaces),
+        }
+    return {}
 
 
 def _disk(caller: Caller) -> dict[str, Any]:
@@ -172,6 +193,9 @@ def _show_status(out: Console, value: dict[str, Any]) -> None:
             out.print(f"{row['name']}: {problem}")
     if value["pid"] and value["no_http"]:
         out.print(f"no HTTP: {value['no_http']}")
+    if value["owed"].get("memories"):
+        owed = value["owed"]
+        out.print(f"owed: {owed['memories']} memories, {size(owed['bytes'])}, are not in the store yet")
     if disk := value["disk"]:
         budget = disk["write_budget_bytes"]
         of_budget = f" of a budget of {size(budget)}" if budget else ""

@@ -4287,8 +4287,13 @@ type NamespaceStats struct {
 	WaitingTurns      int64 `protobuf:"varint,12,opt,name=waiting_turns,json=waitingTurns,proto3" json:"waiting_turns,omitempty"`
 	RunningTurns      int64 `protobuf:"varint,13,opt,name=running_turns,json=runningTurns,proto3" json:"running_turns,omitempty"`
 	KvMemoryUsedBytes int64 `protobuf:"varint,14,opt,name=kv_memory_used_bytes,json=kvMemoryUsedBytes,proto3" json:"kv_memory_used_bytes,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// Publications that were committed after they had been reported as pending or failed, by what was reported.
+	MadeGood map[string]int64 `protobuf:"bytes,15,rep,name=made_good,json=madeGood,proto3" json:"made_good,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
+	// Now: hot memories that the store does not have yet, and how much it lacks of them. The engine goes on trying.
+	OwedMemories  int64 `protobuf:"varint,16,opt,name=owed_memories,json=owedMemories,proto3" json:"owed_memories,omitempty"`
+	OwedBytes     int64 `protobuf:"varint,17,opt,name=owed_bytes,json=owedBytes,proto3" json:"owed_bytes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *NamespaceStats) Reset() {
@@ -4415,6 +4420,27 @@ func (x *NamespaceStats) GetRunningTurns() int64 {
 func (x *NamespaceStats) GetKvMemoryUsedBytes() int64 {
 	if x != nil {
 		return x.KvMemoryUsedBytes
+	}
+	return 0
+}
+
+func (x *NamespaceStats) GetMadeGood() map[string]int64 {
+	if x != nil {
+		return x.MadeGood
+	}
+	return nil
+}
+
+func (x *NamespaceStats) GetOwedMemories() int64 {
+	if x != nil {
+		return x.OwedMemories
+	}
+	return 0
+}
+
+func (x *NamespaceStats) GetOwedBytes() int64 {
+	if x != nil {
+		return x.OwedBytes
 	}
 	return 0
 }
@@ -4820,7 +4846,7 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"namespaces\x18\x03 \x03(\v2#.kvasir.inference.v1.NamespaceStatsR\n" +
 	"namespaces\x128\n" +
 	"\x06engine\x18\x04 \x01(\v2 .kvasir.inference.v1.EngineStatsR\x06engine\x12,\n" +
-	"\x12store_is_reachable\x18\x05 \x01(\bR\x10storeIsReachable\"\xa0\b\n" +
+	"\x12store_is_reachable\x18\x05 \x01(\bR\x10storeIsReachable\"\xf1\t\n" +
 	"\x0eNamespaceStats\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x14\n" +
 	"\x05turns\x18\x02 \x01(\x03R\x05turns\x12N\n" +
@@ -4836,7 +4862,11 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x0fpublished_bytes\x18\v \x01(\x03R\x0epublishedBytes\x12#\n" +
 	"\rwaiting_turns\x18\f \x01(\x03R\fwaitingTurns\x12#\n" +
 	"\rrunning_turns\x18\r \x01(\x03R\frunningTurns\x12/\n" +
-	"\x14kv_memory_used_bytes\x18\x0e \x01(\x03R\x11kvMemoryUsedBytes\x1a;\n" +
+	"\x14kv_memory_used_bytes\x18\x0e \x01(\x03R\x11kvMemoryUsedBytes\x12N\n" +
+	"\tmade_good\x18\x0f \x03(\v21.kvasir.inference.v1.NamespaceStats.MadeGoodEntryR\bmadeGood\x12#\n" +
+	"\rowed_memories\x18\x10 \x01(\x03R\fowedMemories\x12\x1d\n" +
+	"\n" +
+	"owed_bytes\x18\x11 \x01(\x03R\towedBytes\x1a;\n" +
 	"\rTurnEndsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01\x1a;\n" +
@@ -4850,6 +4880,9 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01\x1a?\n" +
 	"\x11PublicationsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01\x1a;\n" +
+	"\rMadeGoodEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01\"\xec\x02\n" +
 	"\vEngineStats\x12&\n" +
@@ -4973,7 +5006,7 @@ func file_kvasir_inference_v1_inference_proto_rawDescGZIP() []byte {
 }
 
 var file_kvasir_inference_v1_inference_proto_enumTypes = make([]protoimpl.EnumInfo, 12)
-var file_kvasir_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 54)
+var file_kvasir_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 55)
 var file_kvasir_inference_v1_inference_proto_goTypes = []any{
 	(OnFullPolicy)(0),               // 0: kvasir.inference.v1.OnFullPolicy
 	(MemoryMode)(0),                 // 1: kvasir.inference.v1.MemoryMode
@@ -5041,11 +5074,12 @@ var file_kvasir_inference_v1_inference_proto_goTypes = []any{
 	nil,                             // 63: kvasir.inference.v1.NamespaceStats.SourcesEntry
 	nil,                             // 64: kvasir.inference.v1.NamespaceStats.MissesEntry
 	nil,                             // 65: kvasir.inference.v1.NamespaceStats.PublicationsEntry
-	(*v1.Message)(nil),              // 66: kvasir.common.v1.Message
-	(*durationpb.Duration)(nil),     // 67: google.protobuf.Duration
-	(*v1.ToolCall)(nil),             // 68: kvasir.common.v1.ToolCall
-	(*v11.Digest)(nil),              // 69: kvasir.cachestore.v1.Digest
-	(*v11.KvIdentity)(nil),          // 70: kvasir.cachestore.v1.KvIdentity
+	nil,                             // 66: kvasir.inference.v1.NamespaceStats.MadeGoodEntry
+	(*v1.Message)(nil),              // 67: kvasir.common.v1.Message
+	(*durationpb.Duration)(nil),     // 68: google.protobuf.Duration
+	(*v1.ToolCall)(nil),             // 69: kvasir.common.v1.ToolCall
+	(*v11.Digest)(nil),              // 70: kvasir.cachestore.v1.Digest
+	(*v11.KvIdentity)(nil),          // 71: kvasir.cachestore.v1.KvIdentity
 }
 var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	14, // 0: kvasir.inference.v1.GenerateRequest.messages:type_name -> kvasir.inference.v1.MessageList
@@ -5056,14 +5090,14 @@ var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	1,  // 5: kvasir.inference.v1.GenerateRequest.memory_mode:type_name -> kvasir.inference.v1.MemoryMode
 	13, // 6: kvasir.inference.v1.GenerateRequest.on_full:type_name -> kvasir.inference.v1.OnFull
 	0,  // 7: kvasir.inference.v1.OnFull.policy:type_name -> kvasir.inference.v1.OnFullPolicy
-	66, // 8: kvasir.inference.v1.MessageList.messages:type_name -> kvasir.common.v1.Message
+	67, // 8: kvasir.inference.v1.MessageList.messages:type_name -> kvasir.common.v1.Message
 	60, // 9: kvasir.inference.v1.Sampling.logit_bias:type_name -> kvasir.inference.v1.Sampling.LogitBiasEntry
 	19, // 10: kvasir.inference.v1.GenerateResponse.started:type_name -> kvasir.inference.v1.Started
 	20, // 11: kvasir.inference.v1.GenerateResponse.prefill_progress:type_name -> kvasir.inference.v1.PrefillProgress
 	21, // 12: kvasir.inference.v1.GenerateResponse.delta:type_name -> kvasir.inference.v1.Delta
 	24, // 13: kvasir.inference.v1.GenerateResponse.finished:type_name -> kvasir.inference.v1.Finished
 	18, // 14: kvasir.inference.v1.GenerateResponse.moved:type_name -> kvasir.inference.v1.Moved
-	67, // 15: kvasir.inference.v1.Moved.expires_in:type_name -> google.protobuf.Duration
+	68, // 15: kvasir.inference.v1.Moved.expires_in:type_name -> google.protobuf.Duration
 	4,  // 16: kvasir.inference.v1.Started.source:type_name -> kvasir.inference.v1.CacheSource
 	6,  // 17: kvasir.inference.v1.Started.miss:type_name -> kvasir.inference.v1.MissReason
 	5,  // 18: kvasir.inference.v1.Started.match:type_name -> kvasir.inference.v1.PrefixMatch
@@ -5074,19 +5108,19 @@ var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	26, // 23: kvasir.inference.v1.Finished.usage:type_name -> kvasir.inference.v1.Usage
 	27, // 24: kvasir.inference.v1.Finished.timings:type_name -> kvasir.inference.v1.Timings
 	28, // 25: kvasir.inference.v1.Finished.snapshot:type_name -> kvasir.inference.v1.SnapshotOutcome
-	68, // 26: kvasir.inference.v1.Finished.tool_calls:type_name -> kvasir.common.v1.ToolCall
+	69, // 26: kvasir.inference.v1.Finished.tool_calls:type_name -> kvasir.common.v1.ToolCall
 	25, // 27: kvasir.inference.v1.Finished.shortening:type_name -> kvasir.inference.v1.Shortening
 	0,  // 28: kvasir.inference.v1.Shortening.policy:type_name -> kvasir.inference.v1.OnFullPolicy
-	67, // 29: kvasir.inference.v1.Timings.queue:type_name -> google.protobuf.Duration
-	67, // 30: kvasir.inference.v1.Timings.restore:type_name -> google.protobuf.Duration
-	67, // 31: kvasir.inference.v1.Timings.prefill:type_name -> google.protobuf.Duration
-	67, // 32: kvasir.inference.v1.Timings.first_token:type_name -> google.protobuf.Duration
-	67, // 33: kvasir.inference.v1.Timings.decode:type_name -> google.protobuf.Duration
+	68, // 29: kvasir.inference.v1.Timings.queue:type_name -> google.protobuf.Duration
+	68, // 30: kvasir.inference.v1.Timings.restore:type_name -> google.protobuf.Duration
+	68, // 31: kvasir.inference.v1.Timings.prefill:type_name -> google.protobuf.Duration
+	68, // 32: kvasir.inference.v1.Timings.first_token:type_name -> google.protobuf.Duration
+	68, // 33: kvasir.inference.v1.Timings.decode:type_name -> google.protobuf.Duration
 	8,  // 34: kvasir.inference.v1.SnapshotOutcome.state:type_name -> kvasir.inference.v1.SnapshotState
-	69, // 35: kvasir.inference.v1.SnapshotOutcome.manifest:type_name -> kvasir.cachestore.v1.Digest
+	70, // 35: kvasir.inference.v1.SnapshotOutcome.manifest:type_name -> kvasir.cachestore.v1.Digest
 	31, // 36: kvasir.inference.v1.ListTurnsResponse.turns:type_name -> kvasir.inference.v1.Turn
 	9,  // 37: kvasir.inference.v1.Turn.state:type_name -> kvasir.inference.v1.TurnState
-	67, // 38: kvasir.inference.v1.Turn.age:type_name -> google.protobuf.Duration
+	68, // 38: kvasir.inference.v1.Turn.age:type_name -> google.protobuf.Duration
 	24, // 39: kvasir.inference.v1.CancelTurnResponse.finished:type_name -> kvasir.inference.v1.Finished
 	36, // 40: kvasir.inference.v1.ListHotMemoriesResponse.memories:type_name -> kvasir.inference.v1.HotMemory
 	14, // 41: kvasir.inference.v1.WarmRequest.messages:type_name -> kvasir.inference.v1.MessageList
@@ -5095,23 +5129,23 @@ var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	4,  // 44: kvasir.inference.v1.WarmResponse.source:type_name -> kvasir.inference.v1.CacheSource
 	6,  // 45: kvasir.inference.v1.WarmResponse.miss:type_name -> kvasir.inference.v1.MissReason
 	5,  // 46: kvasir.inference.v1.WarmResponse.match:type_name -> kvasir.inference.v1.PrefixMatch
-	67, // 47: kvasir.inference.v1.WarmResponse.restore:type_name -> google.protobuf.Duration
-	67, // 48: kvasir.inference.v1.WarmResponse.prefill:type_name -> google.protobuf.Duration
+	68, // 47: kvasir.inference.v1.WarmResponse.restore:type_name -> google.protobuf.Duration
+	68, // 48: kvasir.inference.v1.WarmResponse.prefill:type_name -> google.protobuf.Duration
 	14, // 49: kvasir.inference.v1.CountTokensRequest.messages:type_name -> kvasir.inference.v1.MessageList
 	15, // 50: kvasir.inference.v1.CountTokensRequest.tools:type_name -> kvasir.inference.v1.Tool
 	43, // 51: kvasir.inference.v1.LoadModelResponse.progress:type_name -> kvasir.inference.v1.LoadProgress
 	44, // 52: kvasir.inference.v1.LoadModelResponse.done:type_name -> kvasir.inference.v1.LoadedModel
 	10, // 53: kvasir.inference.v1.LoadProgress.stage:type_name -> kvasir.inference.v1.LoadStage
-	67, // 54: kvasir.inference.v1.LoadProgress.elapsed:type_name -> google.protobuf.Duration
+	68, // 54: kvasir.inference.v1.LoadProgress.elapsed:type_name -> google.protobuf.Duration
 	52, // 55: kvasir.inference.v1.LoadedModel.model:type_name -> kvasir.inference.v1.Model
 	47, // 56: kvasir.inference.v1.LoadedModel.left:type_name -> kvasir.inference.v1.MemoriesLeft
 	47, // 57: kvasir.inference.v1.UnloadModelResponse.left:type_name -> kvasir.inference.v1.MemoriesLeft
 	52, // 58: kvasir.inference.v1.ListModelsResponse.models:type_name -> kvasir.inference.v1.Model
 	52, // 59: kvasir.inference.v1.GetModelResponse.model:type_name -> kvasir.inference.v1.Model
-	70, // 60: kvasir.inference.v1.Model.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
+	71, // 60: kvasir.inference.v1.Model.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
 	11, // 61: kvasir.inference.v1.Model.state:type_name -> kvasir.inference.v1.ModelState
 	55, // 62: kvasir.inference.v1.GetCapabilitiesResponse.limits:type_name -> kvasir.inference.v1.Limits
-	67, // 63: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
+	68, // 63: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
 	58, // 64: kvasir.inference.v1.GetStatsResponse.namespaces:type_name -> kvasir.inference.v1.NamespaceStats
 	59, // 65: kvasir.inference.v1.GetStatsResponse.engine:type_name -> kvasir.inference.v1.EngineStats
 	61, // 66: kvasir.inference.v1.NamespaceStats.turn_ends:type_name -> kvasir.inference.v1.NamespaceStats.TurnEndsEntry
@@ -5119,35 +5153,36 @@ var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	63, // 68: kvasir.inference.v1.NamespaceStats.sources:type_name -> kvasir.inference.v1.NamespaceStats.SourcesEntry
 	64, // 69: kvasir.inference.v1.NamespaceStats.misses:type_name -> kvasir.inference.v1.NamespaceStats.MissesEntry
 	65, // 70: kvasir.inference.v1.NamespaceStats.publications:type_name -> kvasir.inference.v1.NamespaceStats.PublicationsEntry
-	12, // 71: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
-	29, // 72: kvasir.inference.v1.InferenceService.ListTurns:input_type -> kvasir.inference.v1.ListTurnsRequest
-	32, // 73: kvasir.inference.v1.InferenceService.CancelTurn:input_type -> kvasir.inference.v1.CancelTurnRequest
-	34, // 74: kvasir.inference.v1.InferenceService.ListHotMemories:input_type -> kvasir.inference.v1.ListHotMemoriesRequest
-	37, // 75: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
-	39, // 76: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
-	48, // 77: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
-	41, // 78: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
-	45, // 79: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
-	50, // 80: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
-	53, // 81: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
-	56, // 82: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
-	17, // 83: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
-	30, // 84: kvasir.inference.v1.InferenceService.ListTurns:output_type -> kvasir.inference.v1.ListTurnsResponse
-	33, // 85: kvasir.inference.v1.InferenceService.CancelTurn:output_type -> kvasir.inference.v1.CancelTurnResponse
-	35, // 86: kvasir.inference.v1.InferenceService.ListHotMemories:output_type -> kvasir.inference.v1.ListHotMemoriesResponse
-	38, // 87: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
-	40, // 88: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
-	49, // 89: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
-	42, // 90: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
-	46, // 91: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
-	51, // 92: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
-	54, // 93: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
-	57, // 94: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
-	83, // [83:95] is the sub-list for method output_type
-	71, // [71:83] is the sub-list for method input_type
-	71, // [71:71] is the sub-list for extension type_name
-	71, // [71:71] is the sub-list for extension extendee
-	0,  // [0:71] is the sub-list for field type_name
+	66, // 71: kvasir.inference.v1.NamespaceStats.made_good:type_name -> kvasir.inference.v1.NamespaceStats.MadeGoodEntry
+	12, // 72: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
+	29, // 73: kvasir.inference.v1.InferenceService.ListTurns:input_type -> kvasir.inference.v1.ListTurnsRequest
+	32, // 74: kvasir.inference.v1.InferenceService.CancelTurn:input_type -> kvasir.inference.v1.CancelTurnRequest
+	34, // 75: kvasir.inference.v1.InferenceService.ListHotMemories:input_type -> kvasir.inference.v1.ListHotMemoriesRequest
+	37, // 76: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
+	39, // 77: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
+	48, // 78: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
+	41, // 79: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
+	45, // 80: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
+	50, // 81: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
+	53, // 82: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
+	56, // 83: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
+	17, // 84: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
+	30, // 85: kvasir.inference.v1.InferenceService.ListTurns:output_type -> kvasir.inference.v1.ListTurnsResponse
+	33, // 86: kvasir.inference.v1.InferenceService.CancelTurn:output_type -> kvasir.inference.v1.CancelTurnResponse
+	35, // 87: kvasir.inference.v1.InferenceService.ListHotMemories:output_type -> kvasir.inference.v1.ListHotMemoriesResponse
+	38, // 88: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
+	40, // 89: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
+	49, // 90: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
+	42, // 91: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
+	46, // 92: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
+	51, // 93: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
+	54, // 94: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
+	57, // 95: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
+	84, // [84:96] is the sub-list for method output_type
+	72, // [72:84] is the sub-list for method input_type
+	72, // [72:72] is the sub-list for extension type_name
+	72, // [72:72] is the sub-list for extension extendee
+	0,  // [0:72] is the sub-list for field type_name
 }
 
 func init() { file_kvasir_inference_v1_inference_proto_init() }
@@ -5190,7 +5225,7 @@ func file_kvasir_inference_v1_inference_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvasir_inference_v1_inference_proto_rawDesc), len(file_kvasir_inference_v1_inference_proto_rawDesc)),
 			NumEnums:      12,
-			NumMessages:   54,
+			NumMessages:   55,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

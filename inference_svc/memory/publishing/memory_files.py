@@ -1,0 +1,154 @@
+"""The files of one memory on their way to the store: piece by piece from where the engine keeps it, however large."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Self
+
+from kvasir import errors
+
+from inference_svc.engine.api import AgentKey, Snapshot
+from inference_svc.engine.engine import PinnedMemory
+from inference_svc.memory.agent_memory import AgentMemory, PublicationState
+from inference_svc.memory.publishing.copies import Copies, Pinning, StoredFiles, await_copy, files_of, stored_files
+from inference_svc.memory.publishing.sending import Sending
+from inference_svc.memory.store.remote_cache import RemoteCache
+
+
+class MemoryFiles:
+    """One memory's files, of which its publication knows those that the store has. Enter it, or close it at the end."""
+
+    def __init__(
+        self,
+        key: AgentKey,
+        memory: AgentMemory,
+        copies: Copies,
+        store: RemoteCache,
+        stall_timeout_s: float,
+        progressed: Callable[[], None],
+    ) -> None:
+        """`progressed` is called whenever a piece is stored."""
+        self.sent_bytes = 0
+        self._key = key
+        self._memory = memory
+        self._copies = copies
+        self._store = store
+        self._stall_timeout_s = stall_timeout_s
+        self._progressed = progressed
+        self._pinned: PinnedMemory | None = None
+        self._piece: Snapshot | None = None  # copied and not stored: the next one, or the last
+        self._held_bytes = 0
+        self._stored: StoredFiles | None = None
+
+    @property
+    def _publication(self) -> PublicationState:
+        return self._memory.publication
+
+    async def pinned(self, asked: Pinning, *, waits: bool = False) -> None:
+        """Take what was asked for. `waits`: it is not sent at once, and takes no room from memories that are. Raises
+        ResourceExhausted if the engine no longer has the memory.
+        """
+        pinned = await await_copy(asked)
+        if pinned is None or pinned.state.token_ids != self._memory.transcript.token_ids:
+            raise errors.ResourceExhausted("the memory was dropped or went on before it could be stored")
+        self._pinned = pinned
+        if (owing := self._publication.owing) is not None:
+            pinned.goes_as(owing)
+        first = pinned.take_first()
+        is_kept = first is not None and (not waits or self._copies.may_wait(first))
+        self._hold(first if is_kept else None)
+
+    async def all_stored(self) -> StoredFiles:
+        """Send what the store lacks. After a failure it goes on behind what was stored."""
+        if self._stored is None:
+            publication = self._publication
+            sending = Sending(
+                self._copies,
+                self._key.namespace,
+                self._store,
+                publication.blocks,
+                self._stall_timeout_s,
+                self._progressed,
+            )
+            try:
+                last = await self._send_all(sending)
+            finally:
+                await sending.drain()
+                publication.blocks[:] = sending.stored
+                self.sent_bytes += sending.sent_bytes
+            ahead = replace(last, first_block=len(sending.stored), blocks=())
+            self._stored = stored_files(ahead, sending.rest, publication)
+            self._hold(None)
+        return self._stored
+
+    async def begin_anew(self, asked: Pinning) -> None:
+        """The store has lost files: send all of them. Raises as `pinned`."""
+        self.close()
+        self._stored = None
+        self._publication.blocks.clear()
+        self._publication.windows.clear()
+        await self.pinned(asked)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back what the memory held."""
+        self._hold(None)
+        if self._pinned is not None:
+            self._pinned.release()
+            self._pinned = None
+
+    async def _send_all(self, sending: Sending) -> Snapshot:
+        """Begin to send all pieces, and wait until they are stored. Returns the last one."""
+        piece = self._piece_from(sending.next_block)
+        if piece is not None and self._copies.is_whole(piece):
+            self._release()  # nothing is left to copy: the engine may give the room to others
+            sending.begin(piece, 0)
+        elif piece is not None:
+            held_bytes, self._piece, self._held_bytes = self._held_bytes, None, 0
+            sending.begin(piece, held_bytes)
+        else:
+            self._hold(None)  # of other blocks
+        while piece is None or not self._copies.is_whole(piece):
+            piece = await self._put_next(sending)
+        await sending.ended()
+        return piece
+
+    def _release(self) -> None:
+        if self._pinned is not None:
+            self._pinned.release()
+            self._pinned = None
+        if self._publication.owing is not None:
+            self._publication.owing.is_copied = True
+
+    async def _put_next(self, sending: Sending) -> Snapshot:
+        copied: list[Snapshot] = []
+
+        async def copy(first_block: int) -> Snapshot:
+            if self._pinned is None:
+                raise errors.ResourceExhausted("the memory was dropped before it could be stored")
+            copied.append(await self._copies.piece(self._pinned, first_block, self._publication.windows))
+            return copied[0]
+
+        await sending.put(copy)
+        return copied[0]
+
+    def _piece_from(self, block: int) -> Snapshot | None:
+        """What was copied, from a block on; None if that is something else."""
+        piece = self._piece
+        if piece is None or not piece.first_block <= block <= piece.first_block + len(piece.blocks):
+            return None
+        piece = replace(piece, first_block=block, blocks=piece.blocks[block - piece.first_block :])
+        self._hold(piece)
+        return piece
+
+    def _hold(self, piece: Snapshot | None) -> None:
+        """Keep a piece instead of the one before, within the room for copies."""
+        size_bytes = sum(map(len, files_of(piece))) if piece is not None else 0
+        held, namespace = self._copies.held, self._key.namespace
+        held.take(namespace, size_bytes)
+        held.give_back(namespace, self._held_bytes)
+        self._piece, self._held_bytes = piece, size_bytes

@@ -1,0 +1,117 @@
+"""Full blocks of one turn or memory on their way to the store: the next piece is copied while others are sent."""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+
+from kvasir.formats.digest import Digest
+
+from inference_svc.engine.api import Snapshot
+from inference_svc.memory.publishing.copies import Copies, files_of
+from inference_svc.memory.store.remote_cache import RemoteCache
+
+_MOST_PIECES = 4  # of one sending, under way at once
+
+
+class Sending:
+    """Pieces in the order of their blocks. `stored` gets the digests of blocks that the store has, in that order, and
+    `rest` those of a last piece's other files.
+    """
+
+    def __init__(
+        self,
+        copies: Copies,
+        namespace: str,
+        store: RemoteCache,
+        stored: Iterable[Digest],
+        stall_timeout_s: float,
+        progressed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.stored = list(stored)
+        self.rest: list[Digest] = []
+        self.next_block = len(self.stored)  # the first one that is not under way
+        self.sent_bytes = 0
+        self.waits_for_room = False
+        self._copies = copies
+        self._namespace = namespace
+        self._store = store
+        self._stall_timeout_s = stall_timeout_s
+        self._progressed = progressed
+        self._under_way: deque[tuple[int, asyncio.Task[list[Digest]]]] = deque()  # blocks of each piece
+        self._failure: BaseException | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a piece did not get there: a new sending goes on from what is stored."""
+        return self._failure is not None
+
+    async def put(self, copy: Callable[[int], Awaitable[Snapshot | None]]) -> bool:
+        """Copy the piece from `next_block` on, as soon as there is room for it, and begin to send it. False if there
+        is none. Raises why an earlier piece failed.
+        """
+        self.waits_for_room = True
+        if len(self._under_way) >= _MOST_PIECES:
+            await self._first_ended()
+        if self._failure is not None:
+            raise self._failure
+        held_bytes = self._copies.piece_bytes
+        await self._copies.held.wait_for(self._namespace, held_bytes)
+        self.waits_for_room = False
+        try:
+            piece = await copy(self.next_block)
+        except BaseException:
+            self._copies.held.give_back(self._namespace, held_bytes)
+            raise
+        if piece is None or not files_of(piece):
+            self._copies.held.give_back(self._namespace, held_bytes)
+            return False
+        self.begin(piece, held_bytes)
+        return True
+
+    def begin(self, piece: Snapshot, held_bytes: int) -> None:
+        """Send a piece, for whose copies so much room is held. It is given back when they have gone."""
+        self.next_block += len(piece.blocks)
+        task = asyncio.create_task(self._send(files_of(piece), held_bytes))
+        self._under_way.append((len(piece.blocks), task))
+        task.add_done_callback(lambda _: self._take_in())
+
+    async def drain(self) -> None:
+        """Wait for the pieces under way. `stored` ends before the first that failed."""
+        while self._under_way:
+            await self._first_ended()
+
+    async def ended(self) -> None:
+        """Wait until all that was begun is stored. Raises why a piece failed."""
+        await self.drain()
+        if self._failure is not None:
+            raise self._failure
+
+    def cancel(self) -> None:
+        """No manifest will name these blocks."""
+        for _, task in self._under_way:
+            task.cancel()
+
+    async def _first_ended(self) -> None:
+        await asyncio.wait({self._under_way[0][1]})
+        self._take_in()
+
+    def _take_in(self) -> None:
+        """Note what ended, in order. Behind a piece that failed nothing counts, though it may have come."""
+        while self._under_way and self._under_way[0][1].done():
+            blocks, task = self._under_way.popleft()
+            failure = asyncio.CancelledError() if task.cancelled() else task.exception()
+            self._failure = self._failure or failure
+            if self._failure is None:
+                self.stored += task.result()[:blocks]
+                self.rest = task.result()[blocks:]
+
+    async def _send(self, files: list[bytes], held_bytes: int) -> list[Digest]:
+        try:
+            if not files:
+                return []
+            digests, sent_bytes = await self._store.write_tensors(files, self._stall_timeout_s)
+        finally:
+            self._copies.held.give_back(self._namespace, held_bytes)
+        self.sent_bytes += sent_bytes
+        self._progressed()
+        return digests
