@@ -121,12 +121,15 @@ hammer: install ## Many agents at once, each turn compared with the same turn al
 mutants: install ## Break the code once per mutant, see which test notices, write the tables; goes on where it was ended
 	$(BIN)/python -m tests.mutation $(MUTANTS)
 
-.PHONY: bench-http test-http-clients test-page test-smg
+.PHONY: bench-http test-http-clients test-agents test-page test-smg
 bench-http: install ## 200 streams through the gateway, then 500 readers who leave
 	$(BIN)/python -m tests.gateway.http_load $(HTTP)
 
 test-http-clients: install ## LangChain, LiteLLM, the AI SDK and curl before a gateway; installs them into out/
 	$(BIN)/python -m tests.gateway.clients out/http-clients
+
+test-agents: install ## Claude Code and Codex, unmodified, before a gateway: minutes; installs them into out/. AGENTS="claude --whole" for one, with all its tools
+	$(BIN)/python -m tests.gateway.agents out/agents $(AGENTS)
 
 test-smg: install ## SMG, the neighbour's own gateway, before an engine with --neighbour; installs it into out/
 	$(BIN)/python -m tests.gateway.smg out/smg

@@ -1,14 +1,15 @@
 """The half of the store that knows bytes by their digest, and nothing of agents."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
-from kvasir.errors import DataLoss, InvalidArgument, NotFound
+from kvasir.errors import DataLoss, InvalidArgument, KvasirError, NotFound
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.blob_checks import BlobFacts
-from cachestore_svc.blobs.blob_writer import BlobWriter, StoredBlob
+from cachestore_svc.blobs.blob_writer import BlobWriter, NewBlob, PartWriter, StoredBlob
 from cachestore_svc.core import Core, not_found
 from cachestore_svc.index.catalog import SLICE, BlobEntry, CatalogChange, CatalogView
 from cachestore_svc.limits import check_range
@@ -52,6 +53,16 @@ class BlobStore:
         stored = {blob.digest for blob in found}
         return [digest for digest in digests if digest not in stored]
 
+    def receive_files(self, namespace: str) -> bool:
+        """Whether a caller on this host may hand whole files over. Makes the place for them; never where bytes must not
+        lie plain."""
+        if self.is_sealed(namespace) or self._core.seals.refusal(namespace) is not None:
+            return False
+        with suppress(OSError):
+            self._core.blobs.of(namespace).receive_files()
+            return True
+        return False
+
     def open_writer(self, namespace: str, digest: Digest, kind: BlobKind) -> BlobWriter:
         """Reserve room for a blob and begin, or go on, writing it.
 
@@ -59,38 +70,52 @@ class BlobStore:
         WRITE_BUDGET_SPENT, with numbers),
         FailedPrecondition (WRITE_IN_PROGRESS: another writer has it open) and InvalidArgument (BLOB_TOO_LARGE).
         """
-        self._core.check_open(namespace)
-        core = self._core
-        if digest.size_bytes > core.config.max_blob_bytes:
-            raise InvalidArgument(
-                f"size_bytes: expected at most {core.config.max_blob_bytes}, got {digest.size_bytes}",
-                reason="BLOB_TOO_LARGE",
-                field="digest.size_bytes",
-            )
-        if not self.find_missing(namespace, [digest]):
-            return StoredBlob(digest)
-        if kind is not BlobKind.MANIFEST:  # so that a turn whose blocks are here already can be committed
-            core.write_budget.check(namespace, digest.size_bytes)
-        left = core.writers.left_bytes(namespace, digest)
-        if wanted := core.space.shortage(namespace, digest.size_bytes - left):
-            collecting.make_room(core, namespace, wanted, resuming=digest)
-        writer = core.writers.begin(namespace, digest, kind, _Register(core))
-        # Another writer may have listed it between the look-up and now; its part is then gone.
-        if not writer.received_bytes and self._is_listed_now(namespace, digest, writer):
-            return StoredBlob(digest)
-        return writer
+        [opened] = self.open_writers(namespace, [NewBlob(digest, kind)])
+        if isinstance(opened, Exception):
+            raise opened
+        return opened
 
-    def _is_listed_now(self, namespace: str, digest: Digest, writer: BlobWriter) -> bool:
-        """Whether the blob needs no bytes after all. Its new writer is ended then."""
-        is_needed = True
+    def open_writers(self, namespace: str, blobs: Sequence[NewBlob]) -> list[BlobWriter | KvasirError]:
+        """As `open_writer`, of many at once: a writer of each, or why it has none. A blob that was handed over has
+        arrived whole; InvalidArgument (handed) for a file that is not there, or not its caller's."""
+        self._core.check_open(namespace)
+        lacking = set(self.find_missing(namespace, [blob.digest for blob in blobs]))
+        opened: list[BlobWriter | KvasirError] = []
         try:
-            is_needed = bool(self.find_missing(namespace, [digest]))
+            for blob in blobs:
+                is_here = blob.digest not in lacking
+                opened.append(StoredBlob(blob.digest) if is_here else self._begun(namespace, blob))
+            # Another writer may have listed one between the look-up and now; its part is then gone.
+            empty = [each for each in opened if isinstance(each, PartWriter) and not each.received_bytes]
+            lacking = set(self.find_missing(namespace, [writer.digest for writer in empty]))
         except BaseException:
-            writer.abandon()
+            for each in opened:
+                if isinstance(each, PartWriter):
+                    each.abandon()
             raise
-        if not is_needed:
-            writer.abandon()
-        return not is_needed
+        for number, each in enumerate(opened):
+            if isinstance(each, PartWriter) and not each.received_bytes and each.digest not in lacking:
+                each.abandon()
+                opened[number] = StoredBlob(each.digest)
+        return opened
+
+    def _begun(self, namespace: str, blob: NewBlob) -> BlobWriter | KvasirError:
+        core, digest = self._core, blob.digest
+        try:
+            if digest.size_bytes > core.config.max_blob_bytes:
+                raise InvalidArgument(
+                    f"size_bytes: expected at most {core.config.max_blob_bytes}, got {digest.size_bytes}",
+                    reason="BLOB_TOO_LARGE",
+                    field="digest.size_bytes",
+                )
+            if blob.kind is not BlobKind.MANIFEST:  # so that a turn whose blocks are here already can be committed
+                core.write_budget.check(namespace, digest.size_bytes)
+            left = core.writers.left_bytes(namespace, digest)
+            if wanted := core.space.shortage(namespace, digest.size_bytes - left):
+                collecting.make_room(core, namespace, wanted, resuming=digest)
+            return core.writers.begin(namespace, blob, _Register(core))
+        except KvasirError as error:
+            return error
 
     def write_status(self, namespace: str, digest: Digest) -> WriteStatus:
         """How much of a blob has arrived. No side effect."""
@@ -162,18 +187,19 @@ class _Register:
     def __init__(self, core: Core) -> None:
         self._core = core
 
-    def add(self, namespace: str, digest: Digest, facts: BlobFacts) -> bool:
+    def add(self, namespace: str, blobs: Sequence[tuple[Digest, BlobFacts]]) -> list[bool]:
         now = self._core.now_unix_ms()
+        size_bytes = sum(digest.size_bytes for digest, _ in blobs)
 
-        def work(change: CatalogChange) -> bool:
-            is_new = change.add_blob(namespace, digest, facts, now)
-            self._core.write_budget.count(change, namespace, digest.size_bytes)
-            return is_new
+        def work(change: CatalogChange) -> list[bool]:
+            are_new = [change.add_blob(namespace, digest, facts, now) for digest, facts in blobs]
+            self._core.write_budget.count(change, namespace, size_bytes)
+            return are_new
 
-        is_new = self._core.catalog.write(namespace, work)
-        self._core.counters.add(namespace, "blobs_written")
-        self._core.counters.add(namespace, "bytes_written", digest.size_bytes)
-        return is_new
+        are_new = self._core.catalog.write(namespace, work)
+        self._core.counters.add(namespace, "blobs_written", len(blobs))
+        self._core.counters.add(namespace, "bytes_written", size_bytes)
+        return are_new
 
     def has(self, namespace: str, digest: Digest) -> bool:
         return self._core.catalog.read(namespace, lambda view: view.find_blob(namespace, digest)) is not None

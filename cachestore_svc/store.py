@@ -21,6 +21,8 @@ from kvasir.server.wellness import Ailment
 from cachestore_svc import prefixes
 from cachestore_svc.blobs.backend import BlobBackend
 from cachestore_svc.blobs.blob_writer import BlobWriter as BlobWriter
+from cachestore_svc.blobs.blob_writer import NewBlob as NewBlob
+from cachestore_svc.blobs.blob_writer import finish_all as finish_all
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.index import listing
 from cachestore_svc.index.catalog import AgentFilter, CatalogChange, CatalogView, Commit, Done

@@ -26,6 +26,7 @@ from kvasir.server.reloading import Reloading
 from kvasir.server.serving import EdgeServer, RefusedToStart, run
 from kvasir.server.traces import Traces
 
+from inference_svc import BEGAN_S
 from inference_svc.config import ConfigError, EngineSettings, read_settings
 from inference_svc.edge.agent_service import (
     AGENT_ROLES,
@@ -58,6 +59,7 @@ from inference_svc.memory.token_lines import TokenLines
 from inference_svc.model.model_host import ModelHost
 from inference_svc.served_model import ServedModel, open_served
 from inference_svc.service_status import status_of
+from inference_svc.start_phases import StartPhases
 from inference_svc.turns.admission import Admission
 from inference_svc.wellness import wellness_of
 
@@ -89,6 +91,7 @@ def serve_as_told(arguments: Sequence[str], open_engine: Callable[..., Engine]) 
 
 async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) -> None:
     """Load, be ready, serve until a signal comes, let turns and publications end, store hot memories, and exit."""
+    phases = StartPhases("import", BEGAN_S, time.monotonic)
     neighbour = _neighbour() if settings.neighbour else None
     traces = Traces(settings.traces_to, "engine", _BEGIN_TRACES)
     audit_file = AuditFile(settings.audit_file) if settings.audit_file else None
@@ -118,7 +121,18 @@ async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) ->
 
     def open_model(name: str, path: str) -> Awaitable[ServedModel]:
         return open_served(
-            name, path, settings, stores, owner.name, admission, stats, new_giver, time.monotonic, _now_ms, open_engine
+            name,
+            path,
+            settings,
+            stores,
+            owner.name,
+            admission,
+            stats,
+            new_giver,
+            time.monotonic,
+            _now_ms,
+            open_engine,
+            phases.begin,
         )
 
     host = ModelHost(settings.model, open_model)
@@ -140,6 +154,7 @@ async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) ->
             page = OperatorPage(about, lambda: numbers_of(status(), server.rpcs, audit), wellness)
             stack.callback(page.serve(settings.metrics_listen))
         # Connected before the first turn, whose budget for the store is better spent on reading.
+        phases.begin("store")
         give_up_at = time.monotonic() + settings.store_wait_s
         await asyncio.gather(*(until_it_answers(store, give_up_at, time.monotonic) for store in stores.values()))
         if mixed_up := [store.problem_in_words for store in stores.values() if store.is_of_another_namespace]:
@@ -193,8 +208,10 @@ async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) ->
         if settings.drain_to:
             draining = asyncio.create_task(_drain(server, host, settings.drain_to))
             stack.callback(draining.cancel)
+        phases.end()
+        phases.write(settings.state_dir)
         async with _listening(server):
-            _say_ready(server.address, host.serving("").engine, settings)
+            _say_ready(server.address, host.serving("").engine, settings, phases)
             await server.run_until_stopped(settings.stop_grace_s)
     _LOG.info("engine.stopped")
 
@@ -222,7 +239,7 @@ async def _listening(server: EdgeServer) -> AsyncIterator[None]:
     yield
 
 
-def _say_ready(address: str, engine: Engine, settings: EngineSettings) -> None:
+def _say_ready(address: str, engine: Engine, settings: EngineSettings, phases: StartPhases) -> None:
     model = engine.model
     _LOG.info(
         "engine.ready",
@@ -230,6 +247,7 @@ def _say_ready(address: str, engine: Engine, settings: EngineSettings) -> None:
         model=model.name,
         device=engine.device,
         blas=engine.blas,
+        phases=phases.in_words,
         batch_invariant=settings.batch_invariant or engine.device == "cpu",
         kv_policy=model.policy_name,
         kv_policy_layers=f"{model.policy_applied_layers} of {model.layer_count}",

@@ -97,6 +97,9 @@ class EngineSettings(BaseSettings):
     """Default: the model's own."""
     compute_type: Literal["float32", "float16", "bfloat16"] | None = None
     """Default: float32 on a CPU, else the model's own."""
+    copy_weights: bool = False
+    """Read the weights into memory, also where their files can be mapped: for files that may be cut short or written to
+    while the model serves. One that is replaced by a rename does no harm."""
     batch_invariant: bool = False
     """On a GPU a reply's tokens then do not depend, to the bit, on the turns beside it: each pass decodes 16 rows, some
     of them empty. On a CPU they never do."""

@@ -75,6 +75,7 @@ def described(
             "kv_bytes_per_token_fp16": info.kv_bytes_per_token_fp16,
             "window_bytes": window_bytes(info.kv_identity),
             "state_bytes": info.state_bytes,
+            "weights_placement": info.weights_placement,
             "memory": room(info, device_bytes(), kv_memory_bytes),
             "families": {name: byte_costs(layers) for name, layers in REAL_LAYOUTS.items()},
             "device": engine.device,

@@ -1,10 +1,15 @@
-"""Makes `import transformers` small: we take its tokenizers, and it would import all of PyTorch where that is."""
+"""Makes `import transformers` small: we take its tokenizers. It would import all of PyTorch where that is, and it looks
+through the files of some five hundred models for the names that they define, twice.
+"""
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module, metadata
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from kvasir.lean_imports import hidden
 
@@ -32,4 +37,53 @@ class _Finder(MetaPathFinder):
 class _WithoutTorch(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         with hidden("torch"):
+            vars(module)["__version__"] = metadata.version(
+                "transformers"
+            )  # its utilities want it, and we import them first
+            _look_through_models_when_asked(Path(self.path).parent / "models")
             super().exec_module(module)
+
+
+def _look_through_models_when_asked(models: Path) -> None:
+    """Until somebody asks for a name that is not found, only the names of `models.auto` are known."""
+    utilities: Any = import_module("transformers.utils.import_utils")
+    names_in, lazy = utilities.define_import_structure, utilities._LazyModule
+    known: dict[str, tuple[str, dict[Any, Any]]] = {}  # by module that lacks names: a prefix of them, and those it has
+
+    def define(path: str | Path, prefix: str | None = None) -> dict[Any, Any]:
+        if Path(path) not in (models, models / "__init__.py"):
+            return dict(names_in(path, prefix))
+        found = {backends: {**each} for backends, each in names_in(models / "auto", _below(prefix, "auto")).items()}
+        found.setdefault(frozenset(), {})
+        known["transformers" if prefix else "transformers.models"] = prefix or "", found
+        return found
+
+    def complete(module: Any) -> None:
+        prefix, has = known.pop(module.__name__)
+        whole = {backends: {**each} for backends, each in names_in(models, prefix or None).items()}
+        for backends, each in has.items():
+            whole.setdefault(backends, {}).update(each)
+        spec, objects = module.__spec__, module._objects
+        lazy.__init__(module, module.__name__, module.__file__, whole, module_spec=spec, extra_objects=objects)
+
+    ask, list_all = lazy.__getattr__, lazy.__dir__
+
+    def found(module: Any, name: str) -> Any:
+        try:
+            return ask(module, name)
+        except AttributeError:
+            if module.__name__ not in known or name.startswith("__"):
+                raise
+            complete(module)
+            return ask(module, name)
+
+    def listed(module: Any) -> list[str]:
+        if module.__name__ in known:
+            complete(module)
+        return list(list_all(module))
+
+    utilities.define_import_structure, lazy.__getattr__, lazy.__dir__ = define, found, listed
+
+
+def _below(prefix: str | None, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

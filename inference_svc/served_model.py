@@ -12,6 +12,7 @@ from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.publishing.copies import Copies
 from inference_svc.memory.publishing.publisher import Publisher
 from inference_svc.memory.recall import Recall
+from inference_svc.memory.restore_costs import RestoreCosts
 from inference_svc.memory.reuse_planning import ReusePlanner
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.memory.store.answers import EventCursor
@@ -19,9 +20,11 @@ from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.model_host import MemoriesLeft
 from inference_svc.model.prompting import Prompting
+from inference_svc.model.weights.digest_check import DigestCheck
 from inference_svc.turns.admission import Admission
 from inference_svc.turns.turn_ending import TurnEnding
 from inference_svc.turns.turn_service import TurnService
+from inference_svc.warming import warm_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ class ServedModel:
     new_leases: Callable[[str, RemoteCache], LineLeases]
     giver: TurnGiver
     grace_s: float
+    digest_check: DigestCheck
 
     @property
     def is_idle(self) -> bool:
@@ -61,6 +65,7 @@ class ServedModel:
     async def close(self) -> None:
         """End the MLX thread, which frees weights and KV."""
         self.prompting.close()
+        await asyncio.to_thread(self.digest_check.close)
         await asyncio.gather(*(leases.close() for leases in self.leases.values()))
         await asyncio.to_thread(self.engine.close)
 
@@ -77,9 +82,11 @@ async def open_served(
     clock: Callable[[], float],
     now_ms: Callable[[], int],
     open_engine: Callable[..., Engine] = Engine.open,
+    begin_phase: Callable[[str], None] = lambda _: None,
 ) -> ServedModel:
     """Load a model. Takes seconds to minutes, off the event loop. `clock` gives seconds, monotonic; `now_ms` Unix time.
-    `stores` may get further namespaces later: see `add_store`. Raises what Engine.open raises.
+    `begin_phase`: see `Engine.open`. `stores` may get further namespaces later: see `add_store`. Raises what
+    Engine.open raises.
     """
     engine = await asyncio.to_thread(
         open_engine,
@@ -92,7 +99,11 @@ async def open_served(
         compute_type=settings.compute_type,
         conversations_file=kvasir_tiny.conversations_path(),
         batch_invariant=settings.batch_invariant,
+        copies_weights=settings.copy_weights,
+        begin_phase=begin_phase,
     )
+    begin_phase("kernels")
+    await asyncio.to_thread(warm_up, engine)
     prompting = Prompting(engine.tokenizer, engine.token_text)
 
     def new_leases(namespace: str, store: RemoteCache) -> LineLeases:
@@ -105,7 +116,7 @@ async def open_served(
         engine,
         prompting,
         Recall(engine, stores, leases=leases, publication_of=publisher.running),
-        ReusePlanner(engine, prompting, stores),
+        ReusePlanner(engine, prompting, stores, RestoreCosts(clock)),
         TurnEnding(engine, prompting, publisher, stores, clock, leases),
         stores,
         leases,
@@ -117,4 +128,5 @@ async def open_served(
     for each in leases.values():
         each.start()
     giver = new_giver(engine, leases)
-    return ServedModel(name, engine, prompting, turns, leases, new_leases, giver, settings.stop_grace_s)
+    check = DigestCheck(engine.directory, settings.state_dir)
+    return ServedModel(name, engine, prompting, turns, leases, new_leases, giver, settings.stop_grace_s, check)

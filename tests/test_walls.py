@@ -159,6 +159,7 @@ CALLS = Wall(
     (
         "*/__main__.py",
         "*/edge/service.py",
+        "inference_svc/__init__.py",  # when the process began, before all imports
         "inference_svc/model/quality/material.py",  # seeded: every model is given the same
         f"{SDK}/clients/*",
         f"{SDK}/cli/*",

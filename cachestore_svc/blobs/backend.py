@@ -38,8 +38,8 @@ class Listing:
 class Part(Protocol):
     """A blob's bytes on their way in. They stay when the process ends, whole or not."""
 
-    def pieces(self) -> Iterator[bytes]:
-        """Bytes that an interrupted write left, from the start."""
+    def pieces(self) -> Iterator[memoryview]:
+        """Bytes that an interrupted write left, from the start. Each piece lasts until the next."""
 
     def append(self, data: bytes | memoryview) -> None:
         """Add bytes. When this raises, some of them may have been added: then cut."""
@@ -67,8 +67,21 @@ class NamespaceBlobs(Protocol):
     def begin(self, hash_: str) -> Part:
         """Begin the blob's part, or go on with it."""
 
-    def publish(self, hash_: str) -> None:
-        """Make a synced part the blob, durably. Replaces a blob that has the hash."""
+    def receive_files(self) -> None:
+        """Make the directory into which a caller on this host, of this user, may write whole blobs for `take`."""
+
+    def take(self, digest: Digest, token: str) -> Part:
+        """Make a file that a caller wrote, and named by this token, the blob's part. Raises InvalidArgument (handed)
+        for one that is not there, or not the caller's own whole file."""
+
+    def handed(self) -> set[str]:
+        """Tokens of files that wait to be taken."""
+
+    def remove_handed(self, token: str) -> None:
+        """Remove a file that nobody takes, if it is still there."""
+
+    def publish(self, hashes: Sequence[str]) -> None:
+        """Make synced parts the blobs, durably. Replaces a blob that has the hash."""
 
     def read(self, digest: Digest) -> memoryview:
         """The blob's bytes, verified. Raises Damaged, FileNotFoundError, and Unavailable: nothing is known of them now.
@@ -100,8 +113,8 @@ class NamespaceBlobs(Protocol):
     def list(self) -> Listing:
         """Everything that lies here."""
 
-    def naming(self, hash_: str) -> AbstractContextManager[object]:
-        """A lock on a blob's name, held from publishing the blob until the catalog lists it, and from looking it up
+    def naming(self, *hashes: str) -> AbstractContextManager[object]:
+        """A lock on blobs' names, held from publishing the blobs until the catalog lists them, and from looking one up
         there until it is removed: otherwise a sweep could remove a blob that was just written again. Only the catalog
         is locked inside it. No namespace waits for another."""
 

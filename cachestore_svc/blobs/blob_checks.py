@@ -10,7 +10,15 @@ from typing import Protocol
 
 from blake3 import blake3
 from kvasir.errors import InvalidArgument
-from kvasir.formats.block_file import FileIdentity, Header, HeaderError, TensorSpec, header_size, parse_header
+from kvasir.formats.block_file import (
+    MAX_HEADER_BYTES,
+    FileIdentity,
+    Header,
+    HeaderError,
+    TensorSpec,
+    header_size,
+    parse_header,
+)
 from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 
 from cachestore_svc.records import MANIFEST_FORMAT, BlobKind
@@ -72,10 +80,10 @@ class TensorCheck:
     def feed(self, data: bytes | memoryview) -> None:
         if self._header is not None:
             return
-        self._start += data
+        self._start += memoryview(data)[: 8 + MAX_HEADER_BYTES]
         try:
-            if len(self._start) >= 8 and len(self._start) >= header_size(bytes(self._start[:8])):
-                self._header = parse_header(bytes(self._start), self._size_bytes)
+            if len(self._start) >= 8 and len(self._start) >= header_size(self._start[:8]):
+                self._header = parse_header(self._start, self._size_bytes)
                 self._start.clear()
         except HeaderError as error:
             raise InvalidArgument(f"tensor header refused: {error}", reason="HEADER_REFUSED", field="data") from None

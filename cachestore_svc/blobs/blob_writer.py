@@ -1,12 +1,14 @@
 """One blob on its way in: reserve, write and verify, sync, rename, sync the directory, list.
 
 A crash anywhere leaves a part or an unlisted file, never a row without bytes. The part of an interrupted write is
-read again before it goes on, so the digest and the header are always checked over all the bytes.
+read again before it goes on, so the digest and the header are always checked over all the bytes; a file that a caller
+on this host wrote becomes a part, and is read like one. Blobs that are whole at the same time are synced, renamed and
+listed as a group: a directory is synced once for it, and the index writes once.
 """
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
@@ -16,7 +18,7 @@ from kvasir.formats.digest import Digest, Hasher
 
 from cachestore_svc.blobs.backend import BlobBackend, Part
 from cachestore_svc.blobs.blob_checks import BlobFacts, check_for, check_size
-from cachestore_svc.blobs.disk import refusal
+from cachestore_svc.blobs.disk import READ_BACK_BYTES, refusal
 from cachestore_svc.blobs.space import Space
 from cachestore_svc.records import BlobKind
 
@@ -59,11 +61,20 @@ class BlobWriter(Protocol):
 class BlobRegister(Protocol):
     """Lists durable blobs, so that they can be found."""
 
-    def add(self, namespace: str, digest: Digest, facts: BlobFacts) -> bool:
-        """List the blob. False when it was listed before."""
+    def add(self, namespace: str, blobs: Sequence[tuple[Digest, BlobFacts]]) -> list[bool]:
+        """List the blobs, all or none. False for each that was listed before."""
 
     def has(self, namespace: str, digest: Digest) -> bool:
         """Whether the blob is listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewBlob:
+    """A blob that somebody wants to write. `handed`: the token of the file in which it lies; "": its bytes come."""
+
+    digest: Digest
+    kind: BlobKind
+    handed: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +95,12 @@ class Writers:
         self._lock = threading.Lock()
         self._open: dict[tuple[str, str], PartWriter] = {}
         self._parts: dict[tuple[str, str], _LeftPart] = {}
+        self._handed: dict[str, set[str]] = {}  # tokens that the last collection saw
 
-    def begin(self, namespace: str, digest: Digest, kind: BlobKind, register: "BlobRegister") -> "PartWriter":
+    def begin(self, namespace: str, blob: NewBlob, register: "BlobRegister") -> "PartWriter":
         """Reserve and open. Raises FailedPrecondition (WRITE_IN_PROGRESS), ResourceExhausted and InvalidArgument."""
-        check_size(kind, digest.size_bytes)
+        digest = blob.digest
+        check_size(blob.kind, digest.size_bytes)
         key = (namespace, digest.hash)
         with self._lock:
             if key in self._open:
@@ -95,7 +108,7 @@ class Writers:
             held = self._parts[key].size_bytes if key in self._parts else 0
             self._space.reserve(namespace, digest.size_bytes - held)
             self._parts.pop(key, None)
-            writer = PartWriter(self, namespace, digest, kind, register)
+            writer = PartWriter(self, namespace, blob, register)
             self._open[key] = writer
         try:
             writer.resume()
@@ -130,6 +143,18 @@ class Writers:
         with self._lock:
             part = self._parts.get((namespace, digest.hash))
             return part.size_bytes if part else 0
+
+    def drop_handed(self, namespace: str) -> None:
+        """Remove files that were handed over before the last call of this, and that nobody has taken since: whoever
+        wrote them has died. A caller that was only slow sends its blob another way."""
+        blobs = self.backend.of(namespace)
+        waiting = blobs.handed()
+        with self._lock:
+            left = waiting & self._handed.get(namespace, set())
+            self._handed[namespace] = waiting - left
+        for token in left:
+            with contextlib.suppress(OSError):
+                blobs.remove_handed(token)
 
     def namespaces(self) -> set[str]:
         """Namespaces that have parts. One whose first blob never became whole is not in the catalog."""
@@ -189,24 +214,26 @@ class PartWriter:
         self,
         writers: Writers,
         namespace: str,
-        digest: Digest,
-        kind: BlobKind,
+        blob: NewBlob,
         register: "BlobRegister",
     ) -> None:
         self.namespace = namespace
-        self.digest = digest
+        self.digest = digest = blob.digest
         self.received_bytes = 0
         self._writers = writers
         self._blobs = writers.backend.of(namespace)
         self._register = register
-        self._check = check_for(kind, digest.size_bytes)
-        self._hasher = Hasher()
+        self._handed = blob.handed
+        self._check = check_for(blob.kind, digest.size_bytes)
+        self._hasher = Hasher(min(digest.size_bytes, READ_BACK_BYTES) if blob.handed else 0)
         self._part: Part | None = None
         self._is_ended = False
 
     def resume(self) -> None:
-        """Open the part, and read again what it holds. Raises OSError; InvalidArgument when it is of another kind."""
-        self._part = self._blobs.begin(self.digest.hash)
+        """Open the part, and read again what it holds. Raises OSError; InvalidArgument when it is of another kind, or
+        is none that was handed over."""
+        taken = self._blobs.take(self.digest, self._handed) if self._handed else None
+        self._part = taken or self._blobs.begin(self.digest.hash)
         for piece in self._part.pieces():
             self._check.feed(piece)
             self._hasher.update(piece)
@@ -237,6 +264,12 @@ class PartWriter:
 
     def finish(self) -> None:
         """See BlobWriter."""
+        [problem] = finish_all([self])
+        if problem is not None:
+            raise problem
+
+    def make_durable(self) -> BlobFacts:
+        """Verify and sync the part; publishing it is left. Raises as `finish`, and the part is gone then."""
         self._check_open()
         if self.received_bytes != self.digest.size_bytes:
             raise InvalidArgument(
@@ -245,14 +278,32 @@ class PartWriter:
                 field="data",
                 metadata={"received_bytes": str(self.received_bytes)},
             )
+        assert self._part is not None
         try:
-            self._publish(self._verified())
-        except OSError as error:
-            self.abandon()
-            raise refusal(error, f"{self.digest}") from error
+            facts = self._verified()
+            self._part.sync()
+            self._close()
         except BaseException:
             self.abandon()
             raise
+        return facts
+
+    def publish(self, facts: Sequence[BlobFacts], others: Sequence["PartWriter"]) -> None:
+        """Rename and list durable parts together, this writer's and others' of its namespace."""
+        digests = [writer.digest for writer in (self, *others)]
+        hashes = [digest.hash for digest in digests]
+        with self._blobs.naming(*hashes):
+            try:
+                self._blobs.publish(hashes)
+                are_new = self._register.add(self.namespace, list(zip(digests, facts, strict=True)))
+            except BaseException:
+                # Unlisted, they would only wait for the next sweep. But another writer may have listed one before.
+                for digest in digests:
+                    if not self._register.has(self.namespace, digest):
+                        self._blobs.remove(digest.hash)
+                raise
+        for writer, is_new in zip((self, *others), are_new, strict=True):
+            writer._end(stored_bytes=writer.digest.size_bytes if is_new else 0, left_bytes=0)
 
     def abandon(self) -> None:
         """Remove the part and give its bytes back. Nothing happens to a writer that ended."""
@@ -303,21 +354,6 @@ class PartWriter:
             )
         return self._check.finish()
 
-    def _publish(self, facts: BlobFacts) -> None:
-        assert self._part is not None
-        self._part.sync()
-        self._close()
-        with self._blobs.naming(self.digest.hash):
-            self._blobs.publish(self.digest.hash)
-            try:
-                is_new = self._register.add(self.namespace, self.digest, facts)
-            except BaseException:
-                # Unlisted, it would only wait for the next sweep. But another writer may have listed it before.
-                if not self._register.has(self.namespace, self.digest):
-                    self._blobs.remove(self.digest.hash)
-                raise
-        self._end(stored_bytes=self.digest.size_bytes if is_new else 0, left_bytes=0)
-
     def _close(self) -> int:
         """Let go of the part; how many of its bytes stay."""
         part, self._part = self._part, None
@@ -326,3 +362,30 @@ class PartWriter:
     def _end(self, stored_bytes: int, left_bytes: int) -> None:
         self._is_ended = True
         self._writers.end(self, stored_bytes, left_bytes)
+
+
+def finish_all(writers: Sequence[BlobWriter]) -> list[Exception | None]:
+    """Finish writers of one namespace as a group: each as `finish`. What hindered each of them, in order."""
+    problems: list[Exception | None] = [None] * len(writers)
+    durable: list[tuple[int, PartWriter, BlobFacts]] = []
+    for number, writer in enumerate(writers):
+        if isinstance(writer, PartWriter):
+            try:
+                durable.append((number, writer, writer.make_durable()))
+            except (KvasirError, OSError) as error:
+                problems[number] = _in_words(error, writer)
+    group = [writer for _, writer, _ in durable]
+    try:
+        if group:
+            group[0].publish([facts for _, _, facts in durable], group[1:])
+    except BaseException as error:
+        for number, writer, _ in durable:
+            writer.abandon()
+            problems[number] = _in_words(error, writer) if isinstance(error, Exception) else None
+        if not isinstance(error, Exception):
+            raise
+    return problems
+
+
+def _in_words(error: Exception, writer: PartWriter) -> Exception:
+    return refusal(error, f"{writer.digest}") if isinstance(error, OSError) else error

@@ -14,7 +14,8 @@ from pathlib import Path
 from kvasir.errors import KvasirError, ResourceExhausted, Unavailable
 from kvasir.syncing import sync
 
-_READ_CHUNK = 1 << 20
+# Pieces large enough for all cores to hash one.
+READ_BACK_BYTES = 4 << 20
 # A name that something else has than a file. Opening a socket says so itself.
 NO_FILE = errno.ENXIO
 
@@ -104,12 +105,13 @@ class Disk:
                 filled += count
         return data[:filled].toreadonly()
 
-    def read_back(self, descriptor: int) -> Iterator[bytes]:
-        """The bytes of an open file from its start, in pieces."""
+    def read_back(self, descriptor: int) -> Iterator[memoryview]:
+        """The bytes of an open file from its start, in pieces, each of which lasts until the next."""
+        buffer = memoryview(bytearray(min(READ_BACK_BYTES, os.fstat(descriptor).st_size)))
         offset = 0
-        while piece := os.pread(descriptor, _READ_CHUNK, offset):
-            offset += len(piece)
-            yield piece
+        while count := os.preadv(descriptor, [buffer], offset):
+            offset += count
+            yield buffer[:count].toreadonly()
 
     def names(self, path: Path) -> list[str]:
         """Names in a directory; none when it does not exist, or is none."""

@@ -7,13 +7,14 @@ import builtins
 import errno
 import os
 import re
+import stat
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from blake3 import blake3
-from kvasir.formats.blob_place import namespace_place
+from kvasir.errors import InvalidArgument
+from kvasir.formats.blob_place import HANDED, is_token, namespace_place
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.backend import Aside, Damaged, Listing
@@ -24,7 +25,7 @@ _DIRECTORY_NAME = re.compile(r"[0-9a-f]{32}")
 _BLOB_NAME = re.compile(r"[0-9a-f]{64}")
 _ASIDE_NAME = re.compile(r"([0-9a-f]{64})\.aside-([0-9]{1,15})")
 _SHELF_NAME = re.compile(r"[0-9a-f]{2}")
-_LOCKS = 64
+_LOCKS = 1024
 # These errors last: the device lost the bytes, or something else lies where they should.
 _LASTING = (errno.EIO, errno.EISDIR, errno.ELOOP, NO_FILE, errno.ENODEV)
 
@@ -70,6 +71,7 @@ class LocalBlobs:
     def __init__(self, directory: Path, disk: Disk) -> None:
         self._directory = directory
         self._shelves = directory / "blobs"
+        self._handed = directory / HANDED
         self._disk = disk
         self._durable_directories: set[Path] = set()
         self._locks: dict[int, threading.Lock] = {}  # made when first asked for: most namespaces only rest
@@ -86,25 +88,47 @@ class LocalBlobs:
     def begin(self, hash_: str) -> "LocalPart":
         """See NamespaceBlobs. The part is made where the blob will lie, so that the rename stays in one directory."""
         path = self._part_path(hash_)
-        shelf = path.parent
-        for directory in (self._directory.parent, self._directory, self._shelves, shelf):
-            if directory not in self._durable_directories:
-                self._disk.make_directory(directory)
-                self._durable_directories.add(directory)
+        self._make_durable(self._shelves, path.parent)
         return LocalPart(self._disk, self._disk.open_append(path))
 
-    def publish(self, hash_: str) -> None:
+    def receive_files(self) -> None:
         """See NamespaceBlobs."""
-        path = self._path(hash_)
-        self._disk.rename(self._part_path(hash_), path)
-        self._disk.fsync_directory(path.parent)
+        self._make_durable(self._handed)
+
+    def take(self, digest: Digest, token: str) -> "LocalPart":
+        """See NamespaceBlobs. The file gets the part's name first: under that one its writer does not know it."""
+        source, path = self._handed / token, self._part_path(digest.hash)
+        if self._disk.size_bytes(source) is None:
+            raise _not_handed("there is no such file")
+        self._make_durable(self._shelves, path.parent)
+        self._disk.rename(source, path)
+        part = LocalPart(self._disk, self._disk.open_append(path))
+        if problem := part.problem_of_handed(digest.size_bytes):
+            part.close()
+            raise _not_handed(problem)
+        return part
+
+    def handed(self) -> set[str]:
+        """See NamespaceBlobs."""
+        return set(filter(is_token, self._disk.names(self._handed)))
+
+    def remove_handed(self, token: str) -> None:
+        """See NamespaceBlobs."""
+        self._disk.remove(self._handed / token)
+
+    def publish(self, hashes: Sequence[str]) -> None:
+        """See NamespaceBlobs. Directories are synced once, however many names are new in them."""
+        for hash_ in hashes:
+            self._disk.rename(self._part_path(hash_), self._path(hash_))
+        for shelf in sorted({self._path(hash_).parent for hash_ in hashes}):
+            self._disk.fsync_directory(shelf)
 
     def read(self, digest: Digest) -> memoryview:
         """See NamespaceBlobs."""
         data = self.bytes_of(digest.hash, digest.size_bytes + 1)
         if len(data) != digest.size_bytes:
             raise Damaged(f"expected {digest.size_bytes} bytes, found {'more' if data else 'fewer'}")
-        if blake3(data).hexdigest() != digest.hash:
+        if Digest.of(data) != digest:
             raise Damaged("its bytes have another digest")
         return data
 
@@ -160,14 +184,25 @@ class LocalBlobs:
                 self._list_file(listing, shelf, name)
         return listing
 
-    def naming(self, hash_: str) -> AbstractContextManager[object]:
-        """See NamespaceBlobs."""
-        return self._locks.setdefault(int(hash_[:2], 16) % _LOCKS, threading.Lock())
+    @contextmanager
+    def naming(self, *hashes: str) -> Iterator[None]:
+        """See NamespaceBlobs. All callers take the locks in one order."""
+        with ExitStack() as held:
+            for number in sorted({int(hash_[:3], 16) % _LOCKS for hash_ in hashes}):
+                held.enter_context(self._locks.setdefault(number, threading.Lock()))
+            yield
 
     def aside_path(self, aside: Aside) -> Path:
         """Where the file of an aside lies: beside the blob that it was."""
         path = self._path(aside.hash)
         return path.with_name(f"{aside.hash}.aside-{aside.since_unix_ms}")
+
+    def _make_durable(self, *directories: Path) -> None:
+        """Make directories of the namespace, and those above them."""
+        for directory in (self._directory.parent, self._directory, *directories):
+            if directory not in self._durable_directories:
+                self._disk.make_directory(directory)
+                self._durable_directories.add(directory)
 
     def _read_unless_longer(self, path: Path, most_bytes: int) -> memoryview | None:
         with suppress(OSError):
@@ -207,7 +242,14 @@ class LocalPart:
         self._disk = disk
         self._descriptor = descriptor
 
-    def pieces(self) -> Iterator[bytes]:
+    def problem_of_handed(self, size_bytes: int) -> str:
+        """Why the file is none that a caller of this user wrote whole, and for nobody else; "" if it is."""
+        status = os.fstat(self._descriptor)
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o600 or status.st_nlink != 1:
+            return "it is not this user's alone"
+        return "" if status.st_size == size_bytes else f"expected {size_bytes} bytes, found {status.st_size}"
+
+    def pieces(self) -> Iterator[memoryview]:
         """See Part."""
         return self._disk.read_back(self._descriptor)
 
@@ -228,3 +270,7 @@ class LocalPart:
         size_bytes = os.fstat(self._descriptor).st_size
         self._disk.close(self._descriptor)
         return size_bytes
+
+
+def _not_handed(why: str) -> InvalidArgument:
+    return InvalidArgument(f"handed: {why}", field="handed")

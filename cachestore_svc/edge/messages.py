@@ -10,6 +10,7 @@ from google.protobuf import timestamp_pb2
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import InvalidArgument
+from kvasir.formats.blob_place import is_token
 from kvasir.formats.digest import Digest, is_hash
 from kvasir.names import check_agent_id, check_owner
 
@@ -49,6 +50,13 @@ def read_kind(kind: int) -> BlobKind:
     if found is None:
         raise InvalidArgument("frame.kind: expected TENSORS or MANIFEST in a blob's first frame", field="frame.kind")
     return BlobKind(found)
+
+
+def read_handed(request: pb.WriteBlobsRequest) -> str:
+    """The token of the file in which the request's blob lies; "" if its bytes come."""
+    if request.handed and (not is_token(request.handed) or request.frame.data or request.frame.offset):
+        raise InvalidArgument("handed: expected 32 lower-case hex digits, and a frame without data", field="handed")
+    return request.handed
 
 
 def read_kv_hash(text: str, field: str = "kv_identity_hash") -> str:

@@ -14,7 +14,7 @@ from kvasir import __version__
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.credentials import ADMIN, ENGINE
-from kvasir.errors import InvalidArgument, ResourceExhausted, Unavailable
+from kvasir.errors import InvalidArgument, PermissionDenied, ResourceExhausted, Unavailable
 from kvasir.names import check_agent_id, check_owner
 from kvasir.server.interceptors import current_principal
 
@@ -67,6 +67,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
         self._stopping = stopping
         # Namespaces whose blobs are being read through: one caller at a time keeps a disk busy enough.
         self._verifying: set[str] = set()
+        self._receiving: set[str] = set()  # namespaces that have a place for handed files
 
     # --- blobs ---
 
@@ -99,10 +100,16 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
             async with intake, aclosing(self._streams.unstalled(requests)) as arriving:
                 async for request in arriving:
                     frame = request.frame
-                    if frame.HasField("digest"):
-                        digest = messages.read_digest(frame.digest, "frame.digest")
-                        await intake.begin(digest, messages.read_kind(frame.kind), frame.offset)
-                    await intake.write(frame.offset, frame.data)
+                    if not frame.HasField("digest"):
+                        await intake.write(frame.offset, frame.data)
+                        continue
+                    digest = messages.read_digest(frame.digest, "frame.digest")
+                    kind = messages.read_kind(frame.kind)
+                    if token := messages.read_handed(request):
+                        _check_may_hand()
+                        await intake.take(digest, kind, token)
+                    else:
+                        await intake.begin(digest, kind, frame.offset, frame.data)
                 await intake.end()
         except Exception as error:  # noqa: BLE001  raised where the RPC is answered
             failure = error
@@ -261,6 +268,9 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
 
     async def GetCapabilities(self, request: pb.GetCapabilitiesRequest, context: Any) -> pb.GetCapabilitiesResponse:
         caller = current_principal()
+        features = ["sealed"] if self._store.is_sealed(caller.namespace) else []
+        if ENGINE in caller.roles and await self._receives_files(caller.namespace):
+            features.append("handed")
         return pb.GetCapabilitiesResponse(
             version=__version__,
             manifest_format=MANIFEST_FORMAT,
@@ -271,8 +281,15 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
             namespace=caller.namespace,
             roles=sorted(caller.roles),
             peers=self._peers.names(caller.namespace) if caller.roles & PEOPLE else (),
-            features=["sealed"] if self._store.is_sealed(caller.namespace) else (),
+            features=features,
         )
+
+    async def _receives_files(self, namespace: str) -> bool:
+        """Whether engines on this host may hand files over. Asked often, and a probe waits for no thread: known after
+        the first time."""
+        if namespace not in self._receiving and await self._run(self._store.receive_files):
+            self._receiving.add(namespace)
+        return namespace in self._receiving
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
         stats = await self._run(self._store.stats)
@@ -292,3 +309,9 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
                 task.cancel()
         if self._stopping.is_set():
             raise Unavailable("the store is stopping: watch again from the last cursor", reason="STOPPING")
+
+
+def _check_may_hand() -> None:
+    """Raises PermissionDenied for a caller that is no engine: it shares no directory with this store."""
+    if ENGINE not in current_principal().roles:
+        raise PermissionDenied("handed: only an engine hands files over", field="handed")

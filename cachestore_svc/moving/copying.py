@@ -298,8 +298,9 @@ async def _take_peers(intake: BlobIntake, peer: str, digest: Digest | None, offs
     """A frame from a peer; `digest` when it begins a blob. What we would call the caller's error is the peer's here."""
     try:
         if digest is not None:
-            await intake.begin(digest, BlobKind.TENSORS, offset)
-        await intake.write(offset, data)
+            await intake.begin(digest, BlobKind.TENSORS, offset, data)
+        else:
+            await intake.write(offset, data)
     except InvalidArgument as error:
         raise DataLoss(f"peer {peer}: {error.message}", reason=error.reason) from None
 

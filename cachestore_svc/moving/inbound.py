@@ -1,24 +1,30 @@
 """Blobs on their way in, frame by frame: from a client's stream, a peer, or an archive.
 
-Three things overlap: while one frame is hashed and written, the next is received; while one blob is synced and
-listed, the next is written. A blob is reported only when it is durable.
+Three things overlap: while one frame is hashed and written, the next is received; while blobs are synced and listed,
+the next are written. Whole blobs are made durable in groups, of as many as wait: a small blob then costs little more
+than its bytes. A blob is reported only when it is durable.
 """
 
 import asyncio
 import contextlib
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from kvasir.errors import FailedPrecondition, InvalidArgument
+from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.records import MAX_FRAME_BYTES, BlobKind
-from cachestore_svc.store import BlobWriter, Store
+from cachestore_svc.store import BlobWriter, NewBlob, Store, finish_all
 from cachestore_svc.threads import StoreThreads, ended
 
-# Blobs that are being made durable at once: they share one commit of the index.
-_MAX_FINISHING = 8
+# What one group has at most. Two groups of a sender are made durable at once, and more while what waits fills one.
+_GROUP_BLOBS, _GROUP_BYTES = 32, 8 << 20
+_GROUPS, _MAX_GROUPS = 2, 8
+# Whole blobs that are not durable yet, and those of their bytes that wait in memory.
+_MAX_WHOLE, _MAX_HELD_BYTES = 64, 4 << 20
 _MAX_OUTCOMES = 256
 
 
@@ -34,7 +40,7 @@ class Stored:
 class _Current:
     """The blob whose frames are arriving."""
 
-    digest: Digest
+    blob: NewBlob
     writer: BlobWriter
     exits: contextlib.ExitStack
     next_offset: int  # where the sender's next frame begins
@@ -44,7 +50,31 @@ class _Current:
     @property
     def is_asked_only(self) -> bool:
         """An empty first frame asked whether the blob is there, and nothing followed."""
-        return self.writing is None and self.next_offset < self.digest.size_bytes
+        return self.writing is None and self.next_offset < self.blob.digest.size_bytes
+
+
+@dataclass(slots=True)
+class _Whole:
+    """A blob that can be made durable: its bytes are in its part, or here, or in a handed file."""
+
+    blob: NewBlob
+    data: bytes = b""
+    current: _Current | None = None  # None: it is not open yet
+    writer: BlobWriter | None = None
+    problem: Exception | None = None
+
+    @property
+    def outcome(self) -> Stored | Exception:
+        return self.problem or Stored(self.blob.digest, existed=self.writer is not None and self.writer.is_stored)
+
+    def write(self, writer: BlobWriter) -> None:
+        """Write the bytes that are here."""
+        self.writer = writer
+        try:
+            if self.data:
+                writer.write(writer.received_bytes, memoryview(self.data)[writer.received_bytes :])
+        except KvasirError as error:
+            self.problem = error
 
 
 class BlobIntake:
@@ -64,11 +94,20 @@ class BlobIntake:
         # The last blob that began needs no bytes: it is stored, or had all arrived before a cut.
         self._is_skipping = False
         self._has_begun = False
+        self._whole: deque[_Whole] = deque()
+        self._held_bytes = 0
+        self._groups = 0  # that are being made durable
         self._finishing: set[asyncio.Task[None]] = set()
-        self._free_finishers = asyncio.Semaphore(_MAX_FINISHING)
+        self._room = asyncio.Semaphore(_MAX_WHOLE)
+        self._is_freed = asyncio.Event()
 
-    async def begin(self, digest: Digest, kind: BlobKind, offset: int = 0) -> None:
-        """Begin the next blob, at `offset`. Raises what Store.open_writer does, and InvalidArgument (offset)."""
+    async def begin(self, digest: Digest, kind: BlobKind, offset: int, data: bytes) -> None:
+        """Begin the next blob with its first bytes, which lie at `offset`. Raises what Store.open_writer and `write`
+        do, and InvalidArgument (offset)."""
+        await self._leave_current()
+        if offset == 0 and 0 < len(data) == digest.size_bytes <= MAX_FRAME_BYTES:
+            await self._finish_later(_Whole(NewBlob(digest, kind), data))
+            return
         writer = await self._open(digest, kind)
         if writer.is_stored:
             await self.outcomes.put(Stored(digest, existed=True))
@@ -84,18 +123,24 @@ class BlobIntake:
         else:
             assert self._current is not None
             self._current.next_offset = offset
+        await self.write(offset, data)
+
+    async def take(self, digest: Digest, kind: BlobKind, token: str) -> None:
+        """The next blob lies whole in the file of this token. Why it could not be taken is one of the outcomes."""
+        await self._leave_current()
+        await self._finish_later(_Whole(NewBlob(digest, kind, token)))
 
     async def resume(self, digest: Digest, kind: BlobKind) -> int:
         """Begin the next blob where an earlier writer ended; returns that offset, which nobody else changes from now
         on. Raises what Store.open_writer does, and FailedPrecondition (WRITE_IN_PROGRESS) for one that needs no
         bytes."""
+        await self._leave_current()
         writer = await self._open(digest, kind)
         if self._is_skipping:
             raise FailedPrecondition(f"another writer has sent {digest}", reason="WRITE_IN_PROGRESS")
         return writer.received_bytes
 
     async def _open(self, digest: Digest, kind: BlobKind) -> BlobWriter:
-        await self._leave_current()
         exits = contextlib.ExitStack()
         try:
             writer = await self._threads.run(
@@ -105,8 +150,7 @@ class BlobIntake:
             # A cancel may come while the writer is being opened: left open, it would keep this blob from all others.
             await self._threads.run(self._namespace, exits.close)
             raise
-        self._current = _Current(digest, writer, exits, writer.received_bytes, writer.received_bytes)
-        self._has_begun = True
+        self._current = _Current(NewBlob(digest, kind), writer, exits, writer.received_bytes, writer.received_bytes)
         self._is_skipping = writer.received_bytes == digest.size_bytes
         return writer
 
@@ -136,7 +180,7 @@ class BlobIntake:
             await self._settle(current)
             current.writing = self._threads.start(self._namespace, current.writer.write, current.received_bytes, fresh)
             current.received_bytes += len(fresh)
-        if current.received_bytes >= current.digest.size_bytes:
+        if current.received_bytes >= current.blob.digest.size_bytes:
             await self._finish_current()
 
     async def end(self) -> None:
@@ -165,38 +209,89 @@ class BlobIntake:
 
     async def _leave_current(self) -> None:
         """Nothing more comes of the current blob. Raises InvalidArgument when bytes are missing."""
+        self._has_begun, self._is_skipping = True, False
         current = self._current
         if current is None:
             return
         if not current.writer.is_stored and not current.is_asked_only:
             raise InvalidArgument(
-                f"blob {current.digest}: {current.received_bytes} bytes arrived",
+                f"blob {current.blob.digest}: {current.received_bytes} bytes arrived",
                 reason="BYTES_MISSING",
                 field="frame.data",
-                metadata={"digest": current.digest.hash, "received_bytes": str(current.received_bytes)},
+                metadata={"digest": current.blob.digest.hash, "received_bytes": str(current.received_bytes)},
             )
         self._current = None
         await self._threads.run(self._namespace, current.exits.close)
 
     async def _finish_current(self) -> None:
-        await self._free_finishers.acquire()
         current, self._current = self._current, None
         assert current is not None
-        task = asyncio.create_task(self._finish(current))
-        self._finishing.add(task)
-        task.add_done_callback(self._finishing.discard)
+        await self._finish_later(_Whole(current.blob, current=current, writer=current.writer))
 
-    async def _finish(self, current: _Current) -> None:
-        outcome: Stored | Exception = Stored(current.digest, existed=False)
+    async def _finish_later(self, whole: _Whole) -> None:
+        """Let the blob be made durable with those that wait. Waits while there are too many of them."""
+        await self._room.acquire()
+        while self._held_bytes and self._held_bytes + len(whole.data) > _MAX_HELD_BYTES:
+            self._is_freed.clear()
+            await self._is_freed.wait()
+        self._held_bytes += len(whole.data)
+        self._whole.append(whole)
+        is_much = sum(each.blob.digest.size_bytes for each in self._whole) >= _GROUP_BYTES
+        if self._groups < (_MAX_GROUPS if is_much else _GROUPS):
+            self._groups += 1
+            task = asyncio.create_task(self._finish_groups())
+            self._finishing.add(task)
+            task.add_done_callback(self._finishing.discard)
+
+    async def _finish_groups(self) -> None:
+        """Make blobs durable until none waits."""
+        while group := self._next_group():
+            await self._finish(group)
+            for whole in group:
+                await self.outcomes.put(whole.outcome)
+                self._room.release()
+            self._held_bytes -= sum(len(whole.data) for whole in group)
+            self._is_freed.set()
+        # At once with finding that none waits: the next blob begins another group.
+        self._groups -= 1
+
+    def _next_group(self) -> list[_Whole]:
+        group: list[_Whole] = []
+        left_bytes = _GROUP_BYTES
+        while self._whole and len(group) < _GROUP_BLOBS and left_bytes > 0:
+            group.append(self._whole.popleft())
+            left_bytes -= group[-1].blob.digest.size_bytes
+        return group
+
+    async def _finish(self, group: Sequence[_Whole]) -> None:
+        for whole in group:
+            if whole.current is not None:
+                try:
+                    await self._settle(whole.current)
+                except Exception as error:  # noqa: BLE001  it goes to the reader of outcomes
+                    whole.problem = error
         try:
-            await self._settle(current)
-            await self._threads.run(self._namespace, current.writer.finish)
+            await self._threads.run(self._namespace, self._finish_group, group)
         except Exception as error:  # noqa: BLE001  it goes to the reader of outcomes
-            outcome = error
-        finally:
-            await self._threads.run(self._namespace, current.exits.close)
-            self._free_finishers.release()
-        await self.outcomes.put(outcome)
+            for whole in group:
+                whole.problem = whole.problem or error
+
+    def _finish_group(self, group: Sequence[_Whole]) -> None:
+        """Write what is not written yet, and make all durable. On a thread."""
+        with contextlib.ExitStack() as exits:
+            for whole in group:
+                if whole.current is not None:
+                    exits.push(whole.current.exits)
+            new = [whole for whole in group if whole.current is None]
+            opened = self._store.open_writers(self._namespace, [whole.blob for whole in new]) if new else ()
+            for whole, writer in zip(new, opened, strict=True):
+                if isinstance(writer, KvasirError):
+                    whole.problem = writer
+                else:
+                    whole.write(exits.enter_context(writer))
+            ready = [(whole, whole.writer) for whole in group if whole.problem is None and whole.writer is not None]
+            for (whole, _), problem in zip(ready, finish_all([writer for _, writer in ready]), strict=True):
+                whole.problem = problem
 
     async def _settle(self, current: _Current) -> None:
         """Wait for the frame that is being written; one thread at a time uses a writer."""

@@ -1,9 +1,9 @@
-"""Blobs on their way out: each is verified before its first byte leaves, and the next is read while one is sent.
+"""Blobs on their way out: each is verified before its first byte leaves, and the next are read while one is sent.
 
 All readers together hold at most a budget of bytes, of which each namespace has its share. A stalled reader drops its
-buffered blob when another reader needs the memory, and keeps only the piece being sent. Otherwise it keeps the blob,
-because dropping it means reading and verifying it again. A digest is looked up before its bytes are budgeted, so a size
-that a caller only claims takes no memory from others.
+buffered blobs when another reader needs the memory, and keeps only the piece being sent. Otherwise it keeps the blobs,
+because dropping them means reading and verifying them again. A digest is looked up before its bytes are budgeted, so a
+size that a caller only claims takes no memory from others.
 """
 
 import asyncio
@@ -21,6 +21,9 @@ from cachestore_svc.index.catalog import SLICE
 from cachestore_svc.records import MAX_FRAME_BYTES
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
+
+# What one reader has read, or is reading, behind the blob that is sent: one blob, and more while they are small.
+_AHEAD, _AHEAD_BYTES = 8, 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class BlobReader:
 
 
 class BlobSource:
-    """One reader's blobs. It holds the one that is being sent and, when there is room, the next."""
+    """One reader's blobs. It holds the one that is being sent and, when there is room, the next few."""
 
     def __init__(
         self,
@@ -68,7 +71,7 @@ class BlobSource:
         self._offset = first_offset
         self._is_first = True
         self._data: memoryview | None = None
-        self._ahead: asyncio.Task[memoryview] | None = None
+        self._ahead: deque[asyncio.Task[memoryview]] = deque()
         self._held_bytes = 0
 
     async def next_piece(self) -> Piece | None:
@@ -97,10 +100,10 @@ class BlobSource:
     async def let_go(self) -> None:
         """Hold nothing. What is needed later is read, and verified, again."""
         self._data = None
-        if self._ahead is not None:
-            ahead, self._ahead = self._ahead, None
-            ahead.cancel()
-            await asyncio.gather(ahead, return_exceptions=True)
+        ahead, self._ahead = self._ahead, deque()
+        for reading in ahead:
+            reading.cancel()
+        await asyncio.gather(*ahead, return_exceptions=True)
         self._give_back(self._held_bytes)
 
     async def __aenter__(self) -> Self:
@@ -112,22 +115,31 @@ class BlobSource:
         await self.let_go()
 
     async def _load(self, digest: Digest) -> memoryview:
-        """The blob's bytes; begins to read the one after it when the budget has room now. Raises NotFound, DataLoss."""
+        """The blob's bytes; begins to read those behind it. Raises NotFound, DataLoss."""
         if not self._found:
             self._found = await self._threads.run(
                 self._namespace, self._store.leading_stored, self._namespace, [*islice(self._waiting, SLICE)]
             )
-        if self._ahead is not None:
-            ahead, self._ahead = self._ahead, None
-            data = await ahead
+        if self._ahead:
+            reading = self._ahead.popleft()
         else:
             await self._budget.wait_for(self._namespace, digest.size_bytes)
             self._held_bytes += digest.size_bytes
-            data = await self._read(digest)
-        if self._found > 1 and self._budget.take_if_fits(self._namespace, self._waiting[1].size_bytes):
-            self._held_bytes += self._waiting[1].size_bytes
-            self._ahead = asyncio.create_task(self._read(self._waiting[1]))
-        return data
+            reading = asyncio.create_task(self._read(digest))
+        self._read_ahead()
+        return await reading
+
+    def _read_ahead(self) -> None:
+        """Begin to read the blobs behind the present one, while the budget has room now."""
+        behind = list(islice(self._waiting, 1, min(self._found, _AHEAD + 1)))
+        known = sum(digest.size_bytes for digest in behind[: len(self._ahead)])
+        for digest in behind[len(self._ahead) :]:
+            known += digest.size_bytes
+            is_much = self._ahead and known > _AHEAD_BYTES
+            if is_much or not self._budget.take_if_fits(self._namespace, digest.size_bytes):
+                return
+            self._held_bytes += digest.size_bytes
+            self._ahead.append(asyncio.create_task(self._read(digest)))
 
     async def _read(self, digest: Digest) -> memoryview:
         return await self._threads.run(self._namespace, self._store.read_blob, self._namespace, digest)

@@ -288,8 +288,9 @@ def _padded(size_bytes: int) -> int:
 
 async def _take(intake: BlobIntake, piece: BlobPiece) -> None:
     if piece.offset == 0:
-        await intake.begin(piece.digest, BlobKind.TENSORS)
-    await intake.write(piece.offset, piece.data)
+        await intake.begin(piece.digest, BlobKind.TENSORS, 0, piece.data)
+    else:
+        await intake.write(piece.offset, piece.data)
 
 
 def _raise_failures(intake: BlobIntake) -> None:

@@ -16,10 +16,14 @@ from cachestore_svc.records import GcReport
 
 
 def sweep_at_start(core: Core) -> None:
-    """Remove parts that a crash left, and set aside files that no row names. A row without a file is quarantined.
+    """Remove parts and handed files that a crash left, and set aside files that no row names. A row without a file is
+    quarantined.
 
     Nothing else runs yet, so one look is enough.
     """
+    for blobs in core.blobs.all():
+        for token in blobs.handed():
+            blobs.remove_handed(token)
     new = sum(_sweep(core, namespace) for namespace in core.sound_namespaces())
     for blobs in unknown_places(core.blobs, core.known_namespaces()):
         listing = blobs.list()

@@ -6,7 +6,7 @@ A namespace that is shut keeps its sealed names: it can be listed, counted and s
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
-from kvasir.errors import FailedPrecondition
+from kvasir.errors import FailedPrecondition, InvalidArgument
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.backend import Aside, BlobBackend, Damaged, Listing, NamespaceBlobs, Part
@@ -78,9 +78,24 @@ class SealedBlobs:
         """See NamespaceBlobs."""
         return SealedPart(self._blobs.begin(self._name(hash_)), self._key.files, hash_, self._random_bytes)
 
-    def publish(self, hash_: str) -> None:
+    def receive_files(self) -> None:
+        """Never: a file that a caller wrote would be plain."""
+
+    def take(self, digest: Digest, token: str) -> Part:  # noqa: ARG002
+        """Raises InvalidArgument (handed)."""
+        raise InvalidArgument("handed: the namespace is sealed", field="handed")
+
+    def handed(self) -> set[str]:
         """See NamespaceBlobs."""
-        self._blobs.publish(self._name(hash_))
+        return self._blobs.handed()
+
+    def remove_handed(self, token: str) -> None:
+        """See NamespaceBlobs."""
+        self._blobs.remove_handed(token)
+
+    def publish(self, hashes: Sequence[str]) -> None:
+        """See NamespaceBlobs."""
+        self._blobs.publish([self._name(hash_) for hash_ in hashes])
 
     def read(self, digest: Digest) -> memoryview:
         """See NamespaceBlobs."""
@@ -129,9 +144,9 @@ class SealedBlobs:
             set(names.open_hashes(found.blobs)), set(names.open_hashes(found.parts)), found.asides, found.strange
         )
 
-    def naming(self, hash_: str) -> AbstractContextManager[object]:
+    def naming(self, *hashes: str) -> AbstractContextManager[object]:
         """See NamespaceBlobs."""
-        return self._blobs.naming(self._name(hash_))
+        return self._blobs.naming(*map(self._name, hashes))
 
     def _name(self, hash_: str) -> str:
         return self._key.names.hash(hash_)
@@ -188,7 +203,7 @@ class SealedPart:
         self._waiting = b""
         self._is_whole = False
 
-    def pieces(self) -> Iterator[bytes]:
+    def pieces(self) -> Iterator[memoryview]:
         """See Part. What does not open ends it, and is cut off."""
         stored = _Pieces(self._part.pieces())
         try:
@@ -198,7 +213,7 @@ class SealedPart:
                 number = self._segments + bool(self._waiting)
                 plain = self._seal.open_piece(sealed, number)
                 self._segments, self._waiting = number, plain
-                yield plain
+                yield memoryview(plain)
         except DoesNotOpen:
             pass
         self._cut()
@@ -255,13 +270,13 @@ class SealedPart:
 class _Pieces:
     """Bytes that come in pieces of any size, taken in others."""
 
-    def __init__(self, pieces: Iterator[bytes]) -> None:
+    def __init__(self, pieces: Iterator[memoryview]) -> None:
         self._pieces = pieces
         self._left = b""
 
     def take(self, size_bytes: int) -> bytes:
         """The next bytes; fewer at the end."""
-        while len(self._left) < size_bytes and (piece := next(self._pieces, b"")):
+        while len(self._left) < size_bytes and (piece := next(self._pieces, None)):
             self._left += piece
         taken, self._left = self._left[:size_bytes], self._left[size_bytes:]
         return taken

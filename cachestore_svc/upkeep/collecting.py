@@ -67,6 +67,7 @@ def _collect_one(core: Core, namespace: str) -> GcReport:
     # Sweep first: what this pass marks rests until another.
     swept = _sweep(core, namespace)
     core.writers.drop_parts(namespace, core.now_unix_ms() - core.grace_ms)
+    core.writers.drop_handed(namespace)
     now = core.now_unix_ms()
     marked = core.catalog.write(namespace, lambda change: change.mark_unheld(namespace, now), frees_space=True)
     return GcReport(marked, swept.blobs_swept, swept.bytes_freed)

@@ -9,7 +9,7 @@ from kvasir.names import check_agent_id, check_request_id
 from kvasir.on_full import DEFAULT_KEEP, OnFull, OnFullPolicy, checked_keep
 
 from inference_svc.edge.conversation_messages import read_messages, write_calls
-from inference_svc.edge.sampling_messages import choice_count, sampling_params, settings
+from inference_svc.edge.sampling_messages import choice_count, clamps_max_tokens, sampling_params, settings
 from inference_svc.engine.api import Prefilled, Priority, SamplingParams, Timings, TokenLogprobs
 from inference_svc.memory.outcomes import Miss, SnapshotOutcome, SnapshotState, Source
 from inference_svc.model.model_info import ModelInfo
@@ -79,7 +79,7 @@ def turn_request(
         input_digest=_input_digest(request, given, tools),
         sampling=sampling_params(request, new_seed),
         choices=choice_count(request),
-        max_tokens_is_default=not request.sampling.HasField("max_tokens"),
+        clamps_max_tokens=clamps_max_tokens(request),
         tools=tools,
         objects=objects,
         keep_partial=request.keep_partial,
@@ -117,7 +117,7 @@ def warm_request(
         input=given,
         input_digest="",
         sampling=SamplingParams(max_tokens=0),
-        max_tokens_is_default=False,
+        clamps_max_tokens=False,
         tools=tools,
         objects=objects,
         # Turns whose reply a caller awaits come first.
@@ -169,7 +169,7 @@ def count_request(request: pb.CountTokensRequest, *, namespace: str, caller: str
         input=given,
         input_digest="",
         sampling=SamplingParams(max_tokens=0),
-        max_tokens_is_default=False,
+        clamps_max_tokens=False,
         tools=tools,
         objects=objects,
         caller=caller,

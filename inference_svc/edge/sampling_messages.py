@@ -18,12 +18,13 @@ MAX_CHOICES = 8
 MAX_REPETITION_TOKENS = 4096
 MAX_FORMAT_BYTES = {ConstraintKind.JSON_SCHEMA: 64 << 10, ConstraintKind.REGEX: 16 << 10}
 _MAX_TOKENS = 1 << 24
+_DEFAULT_MAX_TOKENS = 512
 
 
 def sampling_params(request: pb.GenerateRequest, new_seed: Callable[[], int]) -> SamplingParams:
     """The request's settings, or their defaults. Raises InvalidArgument that names the field and its range."""
     given = request.sampling
-    defaults = SamplingParams(max_tokens=1)
+    defaults = SamplingParams(max_tokens=_DEFAULT_MAX_TOKENS)
 
     def chosen(name: str) -> float:
         return getattr(given if given.HasField(name) else defaults, name)  # type: ignore[arg-type, no-any-return]
@@ -46,6 +47,11 @@ def sampling_params(request: pb.GenerateRequest, new_seed: Callable[[], int]) ->
     _check_ranges(given, params)
     _check_companions(given)
     return params
+
+
+def clamps_max_tokens(request: pb.GenerateRequest) -> bool:
+    """Whether max_tokens gives way to the context instead of being refused; the default always does."""
+    return request.sampling.clamp_max_tokens or not request.sampling.HasField("max_tokens")
 
 
 def choice_count(request: pb.GenerateRequest) -> int:

@@ -9,9 +9,10 @@ from enum import Enum
 from typing import TypeAlias
 
 from kvasir.errors import KvasirError
-from kvasir.formats.block_file import FileIdentity
+from kvasir.formats.block_file import FileBytes, FileIdentity
 from kvasir.formats.block_hash import BLOCK_TOKENS
 
+from inference_svc.engine.incoming import Incoming
 from inference_svc.formats.constraint import Constraint
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.token_ids import TokenIds
@@ -78,12 +79,14 @@ class Restored:
     then, and the turn may be planned again.
     """
 
-    blobs: tuple[bytes, ...]
+    blobs: tuple[FileBytes, ...]
     token_ids: TokenIds
     keep_tokens: int
     shareable_tokens: int = 0
-    state: bytes | None = None  # state file of exactly `keep_tokens` tokens; models with states need it
+    state: FileBytes | None = None  # state file of exactly `keep_tokens` tokens; models with states need it
     windows: tuple["RestoredWindow", ...] = ()  # one for each window of the layout
+    # Instead of `blobs`, where all layers keep all tokens: if not all of them come, fewer tokens are reused.
+    incoming: Incoming | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,7 @@ class RestoredWindow:
 
     window: int
     first_block: int
-    blobs: tuple[bytes, ...]
+    blobs: tuple[FileBytes, ...]
 
 
 Reuse: TypeAlias = Cold | Hot | Restored

@@ -12,13 +12,13 @@ from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
 from kvasir.formats.layer_groups import first_touched_block
 
 from inference_svc.engine.api import Restored
+from inference_svc.engine.incoming import ArrivingFiles, Incoming
 from inference_svc.engine.sampling import Sampler
 from inference_svc.engine.scheduling.hot_memories import ResidentMemory
 from inference_svc.engine.sequence import Sequence
 from inference_svc.kv.kv_load import KvLoad
-from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
-from inference_svc.kv.tensor_files import CheckedFile, check_files, check_state
+from inference_svc.kv.tensor_files import CheckedFile, FileChecks, check_files, check_state
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
 from inference_svc.text.token_ids import TokenIds
@@ -35,7 +35,7 @@ class Reuse:
     tokens: int = 0
     chain: collections.abc.Sequence[str] = ()
     shareable_tokens: int = 0
-    is_shared: bool = False  # another turn or memory of the namespace gave it
+    is_shared: bool = False  # another turn or memory of the namespace gave it, and it is all that the turn reuses
 
 
 def reuse_of_memory(sequence: Sequence, memory: ResidentMemory | None) -> Reuse:
@@ -74,7 +74,7 @@ def _last_points(kv: SequenceKV) -> tuple[int, ...]:
 
 
 def begin(sequence: Sequence, reuse: Reuse, forked: SequenceKV, model: ModelInfo) -> None:
-    """Give the turn its KV: the fork of what it reuses, unless its plan restores more, which is on its way then.
+    """Give the turn its KV: the fork of what it reuses. If its plan restores more, the files behind that are loaded.
 
     Raises FailedPrecondition (RESTORED_TOKENS_DIFFER, STATE_MISSING) and DataLoss (BLOB_DAMAGED); nothing has changed
     then.
@@ -82,7 +82,7 @@ def begin(sequence: Sequence, reuse: Reuse, forked: SequenceKV, model: ModelInfo
     sequence.sampler = Sampler(sequence.plan.sampling, sequence.plan.token_ids, sequence.matcher)
     sequence.leave_queue()
     if isinstance(sequence.plan.reuse, Restored) and not reuse.is_shared:
-        sequence.arrives(_RestoredKV(sequence, sequence.plan.reuse, forked.pool, model))
+        sequence.arrives(_RestoredKV(sequence, sequence.plan.reuse, forked, model))
         return
     sequence.kv = forked
     if reuse.tokens:
@@ -111,13 +111,15 @@ def memory_left(sequence: Sequence, runner: ModelRunner, kv_identity_hash: str) 
 
 
 class _RestoredKV:
-    """What a plan restores, on its way (`Arrival`). The headers of all files are checked before the first is loaded."""
+    """What a plan restores, on its way (`Arrival`). `begun`: KV of its first blocks, which need no files."""
 
-    def __init__(self, sequence: Sequence, restored: Restored, pool: KvPool, model: ModelInfo) -> None:
+    def __init__(self, sequence: Sequence, restored: Restored, begun: SequenceKV, model: ModelInfo) -> None:
         keep = sequence.reusable_tokens
         if not _begins_with(restored.token_ids, sequence.plan.token_ids, keep):
             raise FailedPrecondition("the restored tokens are not the prompt's", reason="RESTORED_TOKENS_DIFFER")
-        files = check_files(model.kv_identity, model.kv_identity_hash, restored.blobs, restored.token_ids)
+        self._incoming = restored.incoming or Incoming.of(restored.blobs)
+        checks = FileChecks(model.kv_identity, model.kv_identity_hash, restored.token_ids)
+        files = ArrivingFiles(self._incoming, checks)
         states = []
         if model.has_states:
             if restored.state is None or keep < restored.keep_tokens:
@@ -126,15 +128,23 @@ class _RestoredKV:
                 )
             kept_ids = restored.token_ids[:keep]
             states = [check_state(model.kv_identity, model.kv_identity_hash, restored.state, kept_ids)]
-        self.load = KvLoad(pool, files, keep, states, _windows(restored, keep, model))
-        self._chain = tuple(file.header.identity.chain for file in files[: keep // BLOCK_TOKENS])
+        self._begun_blocks = begun.length // BLOCK_TOKENS
+        self.load = KvLoad(begun, files, keep, states, _windows(restored, keep, model))
+        self._chain = checks.chain
         self._shareable = restored.shareable_tokens
         self._sequence = sequence
 
+    @property
+    def lacks_files(self) -> bool:
+        return not self._incoming.has_ended and self.load.lacks_files
+
     def advance(self, most_files: int, meanwhile: collections.abc.Callable[[], None]) -> None:
+        if self._incoming.has_ended and self._incoming.ready < self._incoming.expected:
+            self.load.cut(max(self._incoming.ready, self._begun_blocks) * BLOCK_TOKENS)
         if self.load.advance(most_files, meanwhile):
-            self._sequence.kv, self._sequence.known_chain = self.load.kv, self._chain
-            self._sequence.began(self.load.kv.length, self._shareable)
+            kept = self.load.kv.length
+            self._sequence.kv, self._sequence.known_chain = self.load.kv, tuple(self._chain[: kept // BLOCK_TOKENS])
+            self._sequence.began(kept, self._shareable)
 
 
 def _windows(restored: Restored, keep: int, model: ModelInfo) -> dict[int, list[CheckedFile]]:

@@ -5,6 +5,7 @@ from any thread, do not block, and touch no tensor. They return plain data (`api
 """
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -15,10 +16,21 @@ from typing import Any, TypeVar
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import InvalidArgument, ResourceExhausted, Unavailable
 
-from inference_svc.engine.api import AgentKey, CarriedTurn, Failed, HeldTurn, HotMemory, Listener, Snapshot, TurnPlan
+from inference_svc.engine.api import (
+    AgentKey,
+    CarriedTurn,
+    Failed,
+    HeldTurn,
+    HotMemory,
+    Listener,
+    Restored,
+    Snapshot,
+    TurnPlan,
+)
 from inference_svc.engine.context import check_fits
 from inference_svc.engine.engine_worker import EngineWorker
 from inference_svc.engine.held_turns import check_carried
+from inference_svc.engine.incoming import Incoming
 from inference_svc.engine.mlx_thread import Letter, MlxThread
 from inference_svc.engine.reply_text import ReplyText
 from inference_svc.engine.scheduling.schedulable import Rules
@@ -47,17 +59,19 @@ class TurnHandle:
     def cancel(self) -> None:
         """End the turn before its next cell or token. Idempotent; without effect once the turn is over."""
         self._sequence.is_cancelled = True
-        self._post(lambda _worker: None)  # wakes it
+        self._post(_nothing)  # wakes it
 
     def files_stored(self) -> None:
         """The files of `Preempted` have left RAM: other turns may be preempted."""
         self._post(lambda worker: worker.files_stored(self._sequence))
 
-    def resume(self, blobs: Iterable[bytes]) -> None:
+    def resume(self, files: Iterable[bytes] | Incoming) -> None:
         """The answer to `Wanted`: the files of `Preempted`, or as many leading ones as could be read. They are checked;
         KV of missing or damaged files is computed again. Without effect once the turn is over.
         """
-        self._post(lambda worker: worker.resume(self._sequence, tuple(blobs)))
+        incoming = files if isinstance(files, Incoming) else Incoming.of(files)
+        self._post(lambda worker: worker.resume(self._sequence, incoming))
+        incoming.watch(lambda: self._post(_nothing))
 
     def full_blocks(self, first_block: int, max_blocks: int) -> "Future[tuple[bytes, ...]]":
         """Files of the turn's full blocks from `first_block` on, of the layers that keep all tokens: for another engine
@@ -99,6 +113,7 @@ class Engine:
         self._thread = thread
         self._worker = worker
         self._is_closed = False
+        self._uncounted_tokens = 0
 
     @classmethod
     def open(
@@ -115,6 +130,8 @@ class Engine:
         name: str = "",
         batch_invariant: bool = False,
         opener: ModelOpener = open_model,
+        copies_weights: bool = False,
+        begin_phase: Callable[[str], None] = lambda _: None,
     ) -> "Engine":
         """Start the MLX thread and load a model on it; blocks until it can serve.
 
@@ -124,8 +141,9 @@ class Engine:
         unless its choice is known, and asks it from `conversations_file` if that is written for its tokenizer.
         `compute_type`: None for float32 on a CPU, else the model's own. `step_budget_s`: while other turns decode, a
         step computes prompts and loads KV for so long at most, or for less (`Rules`). `name`: the model's name for
-        callers; empty: the name in its path. `batch_invariant`: see `ModelRunner`. `opener`: loads the model. Raises
-        NotFound (no such model), FailedPrecondition (reason LAYER_NOT_KEPT, the layer and its class named;
+        callers; empty: the name in its path. `batch_invariant`: see `ModelRunner`. `opener`: loads the model.
+        `copies_weights`: see `load`. `begin_phase` is called with the name of each part of the work, on the MLX thread.
+        Raises NotFound (no such model), FailedPrecondition (reason LAYER_NOT_KEPT, the layer and its class named;
         MODEL_NOT_LOADABLE), InvalidArgument (policy, compute type).
         """
         load_optimized_blas()
@@ -142,7 +160,10 @@ class Engine:
                 compute_type=compute_type,
                 conversations_file=conversations_file,
                 batch_invariant=batch_invariant,
+                copies_weights=copies_weights,
+                begin_phase=begin_phase,
             )
+            begin_phase("pool")
             opened = replace(opened, info=replace(opened.info, name=name or opened.info.name))
             least_tokens = None if batch_invariant else runner.least_cell_tokens(opened.info.kv_identity.policy)
             rules = _rules(opened.info, step_budget_s, least_tokens)
@@ -165,8 +186,12 @@ class Engine:
 
     @property
     def computed_tokens(self) -> int:
-        """Prompt and reply tokens that went through the model since it was loaded."""
-        return self._worker.computed_tokens
+        """Prompt and reply tokens that went through the model since it was loaded, or the counts restarted."""
+        return self._worker.computed_tokens - self._uncounted_tokens
+
+    def restart_counts(self) -> None:
+        """What was computed so far was nobody's."""
+        self._uncounted_tokens = self._worker.computed_tokens
 
     @property
     def preemptions(self) -> int:
@@ -190,6 +215,13 @@ class Engine:
         """KV bytes that a turn needs if it generates all of its tokens. Known before any byte is allocated."""
         return self._worker.room.most_bytes(len(plan.token_ids) + plan.sampling.max_tokens)
 
+    def most_new_tokens(self, prompt_tokens: int) -> int:
+        """Tokens for which the context and the empty KV budget have room behind a prompt; below 0: not even for it."""
+        left, room = self.model.context_tokens - prompt_tokens, self._worker.room
+        counts = range(max(left, 0) + 1)
+        fitting = bisect_right(counts, self.memory_budget_bytes, key=lambda new: room.most_bytes(prompt_tokens + new))
+        return min(left, fitting - 1)
+
     def submit(self, plan: TurnPlan, on_events: Listener) -> TurnHandle:
         """Queue a turn. `on_events` is called on the MLX thread, after every token and every cell, with all events
         since the last call, in order; it must return at once and not raise. The last event is exactly one `Ended` or
@@ -205,6 +237,8 @@ class Engine:
         if sequence.finish_reason is not None:
             raise InvalidArgument("carried.token_ids: the reply has ended", field="carried.token_ids")
         posted = self._thread.post(lambda worker: worker.submit(sequence))
+        if isinstance(plan.reuse, Restored) and plan.reuse.incoming is not None:
+            plan.reuse.incoming.watch(lambda: self._thread.post(_nothing))
         posted.add_done_callback(lambda done: on_events([Failed(_closed())]) if done.cancelled() else None)
         return TurnHandle(sequence, self._thread.post)
 
@@ -310,6 +344,10 @@ class Engine:
                 reason="MEMORY_EXCEEDED",
                 metadata={"needed_bytes": str(needed_bytes), "budget_bytes": str(self.memory_budget_bytes)},
             )
+
+
+def _nothing(_worker: EngineWorker) -> None:
+    """A letter that only wakes the thread."""
 
 
 def _rules(model: ModelInfo, step_budget_s: float, least_tokens: int | None) -> Rules:

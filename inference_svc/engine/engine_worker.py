@@ -16,6 +16,7 @@ from inference_svc.engine.api import AgentKey, HeldTurn, Snapshot
 from inference_svc.engine.beginning import begin, mark, memory_left
 from inference_svc.engine.decoding import Decoded, Decoder
 from inference_svc.engine.held_turns import held_turn, sampler_of_carried
+from inference_svc.engine.incoming import Incoming
 from inference_svc.engine.room import KvRoom
 from inference_svc.engine.sampling import Draws
 from inference_svc.engine.scheduling.hot_memories import ResidentMemory
@@ -114,10 +115,10 @@ class EngineWorker:
         self._when_idle.setdefault(key, []).append(work)
         self._do_idle_work()
 
-    def resume(self, sequence: Sequence, blobs: tuple[bytes, ...]) -> None:
-        if sequence.status is Status.RESTORING:
+    def resume(self, sequence: Sequence, files: Incoming) -> None:
+        if sequence.status is Status.RESTORING and sequence.arrival is None:
             with self._guarding(sequence):
-                sequence.arrives(SwapIn(sequence, self._pool, self._model, blobs))
+                sequence.arrives(SwapIn(sequence, self._pool, self._model, files))
 
     def files_stored(self, sequence: Sequence) -> None:
         if sequence.swapped is not None:

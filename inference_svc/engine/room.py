@@ -9,7 +9,7 @@ from collections.abc import Collection, Hashable
 from kvasir.errors import FailedPrecondition
 from kvasir.formats.block_hash import BLOCK_TOKENS
 
-from inference_svc.engine.api import Hot
+from inference_svc.engine.api import Hot, Restored
 from inference_svc.engine.beginning import MOST_REWIND_POINTS, Reuse, forked_for, hot_memory_gone, reuse_of_memory
 from inference_svc.engine.scheduling.hot_memories import HotMemories
 from inference_svc.engine.scheduling.memory_ledger import Reservation
@@ -124,8 +124,8 @@ class KvRoom:
     # --- what a turn begins with ---
 
     def _reuses(self, sequence: Sequence) -> list[Reuse]:
-        """What the turn may begin with, best first: a prefix of its namespace, if that saves more than its plan does,
-        and its plan's hot memory, or nothing.
+        """What the turn may begin with, best first: a prefix of its namespace, if that saves more than its plan does or
+        is in its plan's files, and its plan's hot memory, or nothing.
         """
         if sequence.swapped is not None:
             return [self._nothing()]
@@ -135,17 +135,26 @@ class KvRoom:
         return [own] if prefix is None else [prefix, own]
 
     def _prefix_of(self, sequence: Sequence) -> Reuse | None:
+        """What another turn or memory holds of the turn's prompt, all of it shareable: the bits that the turn would
+        compute itself. A turn whose files have these bits too shares the pages, and loads only the files behind them.
+        """
         if sequence.namespace is None or self._model.has_states:
             return None
+        restored = sequence.plan.reuse if isinstance(sequence.plan.reuse, Restored) else None
+        least = BLOCK_TOKENS if restored is not None else None
         running = (other for other in self._turns if other.kv is not None)
-        found = prefix_source_of(sequence, running, self.memories.of_namespace(sequence.namespace))
-        if found is None or found.source.kv is None:
+        found = prefix_source_of(sequence, running, self.memories.of_namespace(sequence.namespace), least)
+        if found is None or (kv := found.source.kv) is None:
             return None
         # Less than the whole prefix where the windows have gone on.
-        tokens = found.source.kv.start_before(found.shared_tokens)
-        is_worth = tokens % BLOCK_TOKENS == 0 and tokens >= sequence.reusable_tokens + BLOCK_TOKENS
-        # All of it is shareable: the bits that the turn would compute itself.
-        return Reuse(found.source.kv, tokens, sequence.chain, tokens, is_shared=True) if is_worth else None
+        tokens, planned = kv.start_before(found.shared_tokens), sequence.reusable_tokens
+        if tokens < planned + BLOCK_TOKENS:
+            tokens = min(tokens, restored.shareable_tokens) if restored is not None else 0
+        is_all = tokens >= planned
+        # Windows come from their own files, or all of them from the other's pages.
+        if not tokens or tokens % BLOCK_TOKENS or (self._model.has_rewind_points and not is_all):
+            return None
+        return Reuse(kv, tokens, sequence.chain, tokens, is_shared=is_all)
 
     def _nothing(self) -> Reuse:
         return Reuse(SequenceKV(self._pool))

@@ -53,6 +53,10 @@ class Arrival(Protocol):
 
     load: "KvLoad"  # the KV that is made of them
 
+    @property
+    def lacks_files(self) -> bool:
+        """Whether `advance` has nothing to do before another file comes."""
+
     def advance(self, most_files: int, meanwhile: Callable[[], None]) -> None:
         """Load the next files, at most so many. When the last one is there, the turn gets its KV and goes on.
         `meanwhile` is called before it waits for the device.
@@ -116,6 +120,8 @@ class Sequence:
 
     @property
     def status(self) -> Status:
+        if self.arrival is not None and self.arrival.lacks_files:
+            return Status.RESTORING
         is_decoding = self._stage is Status.PREFILLING and not self.is_prefilling
         return Status.DECODING if is_decoding else self._stage
 
@@ -248,7 +254,8 @@ class Sequence:
         self.cached = self.computed = cached
         self._on_grid = _whole_blocks(min(shareable, cached))
         if isinstance(self.plan.reuse, Restored):  # the files are KV now: do not hold them for the turn's whole life
-            self.plan = replace(self.plan, reuse=replace(self.plan.reuse, blobs=(), state=None, windows=()))
+            emptied = replace(self.plan.reuse, blobs=(), state=None, windows=(), incoming=None)
+            self.plan = replace(self.plan, reuse=emptied)
         self._full_reported = self.full_blocks
         self._restored_s = self._clock()
         self._stage, self.arrival = Status.PREFILLING, None

@@ -6,7 +6,6 @@ back is computed again from the tokens, the prompt in its cells and the reply to
 turn is; they come back with all of its KV or not at all.
 """
 
-import collections.abc
 import logging
 from collections.abc import Callable
 
@@ -17,12 +16,13 @@ from kvasir.formats.layer_groups import first_touched_block, row_groups
 from kvasir.formats.token_files import file_identities, state_identity
 
 from inference_svc.engine.beginning import MOST_REWIND_POINTS
+from inference_svc.engine.incoming import ArrivingFiles, Incoming
 from inference_svc.engine.sequence import Sequence, SwappedOut
 from inference_svc.kv.kv_load import KvLoad
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_files import files_of, first_whole_block
 from inference_svc.kv.sequence_kv import SequenceKV
-from inference_svc.kv.tensor_files import CheckedFile, check_files, check_state
+from inference_svc.kv.tensor_files import CheckedFile, FileChecks, check_files, check_state
 from inference_svc.model.model_info import ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -75,21 +75,32 @@ def at_rest(
 
 
 class SwapIn:
-    """A preempted turn's KV on its way back (`Arrival`) from its files, or from as many leading ones as came whole."""
+    """A preempted turn's KV on its way back (`Arrival`) from its files, or from as many leading ones as come whole."""
 
-    def __init__(
-        self, sequence: Sequence, pool: KvPool, model: ModelInfo, blobs: collections.abc.Sequence[bytes]
-    ) -> None:
+    def __init__(self, sequence: Sequence, pool: KvPool, model: ModelInfo, files: Incoming) -> None:
+        """`files` are kept: after a damaged one the others serve again."""
         assert sequence.swapped is not None
         self._sequence = sequence
         self._swapped = sequence.swapped
         self._pool = pool
         self._model = model
-        self._blobs = blobs
-        self.load = self._begun()
+        self._files = files
+        self._has_begun = False
+        self.load = KvLoad(SequenceKV(pool), (), 0)  # until the first files are there
+
+    @property
+    def lacks_files(self) -> bool:
+        if self._files.has_ended:
+            return False
+        # Rows of windows, and states, are those of where they were taken: of such a model all files are needed.
+        return self.load.lacks_files if self._has_begun else self._model.has_rewind_points or not self._files.ready
 
     def advance(self, most_files: int, meanwhile: Callable[[], None]) -> None:
         try:
+            if not self._has_begun:
+                self.load, self._has_begun = self._begun(), True
+            if self._files.has_ended and self._files.ready < self._files.expected:
+                self.load.cut(self._kept(self._files.ready))
             if not self.load.advance(most_files, meanwhile):
                 return
         except DataLoss as error:
@@ -105,23 +116,23 @@ class SwapIn:
 
     def _begun(self) -> KvLoad:
         """A load of the files that are left, whose headers are checked."""
-        while self._blobs:
+        while self._files.expected:
             try:
                 return self._whole() if self._model.has_rewind_points else self._leading()
             except DataLoss as error:
                 self._leave_out(error)
-        return KvLoad(self._pool, (), 0)
+        return KvLoad(SequenceKV(self._pool), (), 0)
 
     def _leave_out(self, error: DataLoss) -> None:
         """What is damaged, and all that needs it."""
         logger.warning("swap.damaged")
         damaged = 0 if self._model.has_rewind_points else int(error.metadata.get("blob", "0"))
-        self._blobs = self._blobs[: min(damaged, len(self._blobs) - 1)]
+        self._files = self._files.leading(min(damaged, self._files.expected - 1))
 
     def _whole(self) -> KvLoad:
         """All KV: states, and the rows of windows, are those of where they were taken. Raises DataLoss."""
         swapped, identity, name = self._swapped, self._model.kv_identity, self._model.kv_identity_hash
-        tokens, rest = self._sequence.token_ids[: swapped.tokens], list(self._blobs)
+        tokens, rest = self._sequence.token_ids[: swapped.tokens], list(map(self._files.take, range(self._files.ready)))
         groups: dict[int, list[CheckedFile]] = {}
         for group, first in swapped.first_blocks.items():
             count = -(-swapped.tokens // BLOCK_TOKENS) - first
@@ -132,14 +143,20 @@ class SwapIn:
             raise DataLoss(f"expected {len(points)} state files, got {len(rest)}")
         states = [check_state(identity, name, blob, tokens[:point]) for blob, point in zip(rest, points, strict=True)]
         files = groups.pop(0, [])
-        return KvLoad(self._pool, files, swapped.tokens, states, groups, points=swapped.rewind_points)
+        kv = SequenceKV(self._pool)
+        return KvLoad(kv, files, swapped.tokens, states, groups, points=swapped.rewind_points)
 
     def _leading(self) -> KvLoad:
-        """As many leading tokens as the files cover. Raises DataLoss."""
-        sequence, model = self._sequence, self._model
-        covered = min(len(self._blobs) * BLOCK_TOKENS, self._swapped.tokens)
-        tokens = sequence.token_ids[:covered]
-        files = check_files(model.kv_identity, model.kv_identity_hash, self._blobs, tokens)
-        # The last position from which the rest of the prompt gets the same bits: an edge of the grid.
-        is_whole = covered == self._swapped.tokens or covered >= sequence.prompt_tokens
-        return KvLoad(self._pool, files, covered if is_whole else covered // model.cell_tokens * model.cell_tokens)
+        """As many leading tokens as the files cover that are expected. Raises DataLoss."""
+        model, files = self._model, self._files.expected
+        tokens = self._sequence.token_ids[: min(files * BLOCK_TOKENS, self._swapped.tokens)]
+        checks = FileChecks(model.kv_identity, model.kv_identity_hash, tokens)
+        return KvLoad(SequenceKV(self._pool), ArrivingFiles(self._files, checks), self._kept(files))
+
+    def _kept(self, files: int) -> int:
+        """The last position that these files reach from which the rest gets the same bits: in a prompt, an edge of the
+        grid.
+        """
+        covered, cell = min(files * BLOCK_TOKENS, self._swapped.tokens), self._model.cell_tokens
+        is_whole = covered == self._swapped.tokens or covered >= self._sequence.prompt_tokens
+        return covered if is_whole else covered // cell * cell

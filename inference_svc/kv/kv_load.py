@@ -18,7 +18,6 @@ from kvasir.formats.layer_groups import layers_of
 from inference_svc.kv.attention.host_copy import LANDING_BYTES, Sent, may_send, send
 from inference_svc.kv.page import PAGE_TOKENS, UNIT_BYTES
 from inference_svc.kv.pages.block_table import blocks_of
-from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import RewindPoint, SequenceKV
 from inference_svc.kv.state_kv import StateKV
 from inference_svc.kv.tensor_files import Array, CheckedFile, not_finite, page_units, state_arrays
@@ -28,11 +27,19 @@ MOST_FILES = 32  # that are sent to the device at once
 
 @dataclass
 class _GroupFiles:
-    """The files of one group of layers, which follow each other, and how many of them were sent."""
+    """The files of one group of layers, which follow each other, `count` in all, and how many of them were sent or are
+    not needed.
+    """
 
     group: int
-    files: Sequence[CheckedFile]
+    files: Sequence[CheckedFile]  # those that came
+    count: int
     sent: int = 0
+
+    @property
+    def ready(self) -> int:
+        """How many came and were not sent."""
+        return max(0, min(len(self.files), self.count) - self.sent)
 
 
 @dataclass(frozen=True)
@@ -48,30 +55,32 @@ class _Piece:
 class KvLoad:
     """KV that is being made from files. If it is released or dropped before it is whole, its pages go back to the pool.
 
-    The files cover the first `keep` tokens from position 0, which are kept, with the rewind points of `states`. If the
-    model has recurrent layers, the last one is at `keep`. `windows`: files of each window, without a gap from a block
-    that the token at `keep` sees, or earlier, to the last. `points`: rewind points of a model without states, beside
-    `keep`, whose blocks are among these.
+    `kv`: of whole leading blocks, which need no files, or empty. The files, those blocks' too, cover the first `keep`
+    tokens from position 0, which are kept, with the rewind points of `states`. If the model has recurrent layers, the
+    last one is at `keep`. `windows`: files of each window, without a gap from a block that the token at `keep` sees, or
+    earlier, to the last. `points`: rewind points of a model without states, beside `keep`, whose blocks are among
+    these. `files` may grow while the KV is made; those of windows are all there.
     """
 
     def __init__(
         self,
-        pool: KvPool,
+        kv: SequenceKV,
         files: Sequence[CheckedFile],
         keep: int,
         states: Sequence[CheckedFile] = (),
         windows: Mapping[int, Sequence[CheckedFile]] = MappingProxyType({}),
         points: Collection[int] = (),
     ) -> None:
-        self.kv = SequenceKV(pool)  # empty, but for pages, until it is whole
+        self.kv = kv  # but for pages as it was until it is whole
         self._keep = keep
         self._states = states
         self._points = points
-        kept = {0: files[: blocks_of(keep)]}
-        kept |= {
-            window: [file for file in some if file.header.identity.start < keep] for window, some in windows.items()
-        }
-        self._left = deque(_GroupFiles(group, some) for group, some in kept.items() if some)
+        count = blocks_of(keep) if layers_of(kv.pool.identity, 0) else 0
+        left = [_GroupFiles(0, files, count, sent=kv.length // PAGE_TOKENS)]
+        for window, some in windows.items():
+            kept = [file for file in some if file.header.identity.start < keep]
+            left.append(_GroupFiles(window, kept, len(kept)))
+        self._left = deque(each for each in left if each.sent < each.count)
         self._coming = deque[_Piece]()  # sent, and not written to pages yet
         self._unchecked: list[tuple[_Piece, mx.array]] = []  # written, and which of their files hold what is no number
 
@@ -82,7 +91,12 @@ class KvLoad:
             return 1
         files, pool = self._left[0], self.kv.pool
         file_bytes = UNIT_BYTES * sum(pool.formats[layer].units for layer in layers_of(pool.identity, files.group))
-        return min(MOST_FILES, max(1, LANDING_BYTES // file_bytes), len(files.files) - files.sent)
+        return max(1, min(MOST_FILES, LANDING_BYTES // file_bytes, files.ready))
+
+    @property
+    def lacks_files(self) -> bool:
+        """Whether `advance` has nothing to do before another file comes."""
+        return bool(self._left) and not self._left[0].ready and not self._coming
 
     @property
     def awaits_bytes(self) -> bool:
@@ -90,6 +104,14 @@ class KvLoad:
         if self._coming:
             return not self._coming[0].content.is_there
         return bool(self._left) and not may_send()
+
+    def cut(self, keep: int) -> None:
+        """No file behind the first `keep` tokens comes. For a model whose layers all keep all tokens."""
+        self._keep = min(self._keep, keep)
+        for files in list(self._left):
+            files.count = blocks_of(self._keep)
+            if files.sent >= files.count:
+                self._left.remove(files)
 
     def advance(self, most_files: int = MOST_FILES, meanwhile: Callable[[], None] = lambda: None) -> bool:
         """Send the next files to the device, at most so many, and write those that were sent in the call before. Files
@@ -101,7 +123,7 @@ class KvLoad:
         """
         try:
             were_sent = bool(self._coming)
-            if self._left and (not were_sent or may_send()):
+            if self._left and self._left[0].ready and (not were_sent or may_send()):
                 self._coming.append(self._sent(self._left[0], min(most_files, MOST_FILES)))
             if self._coming and (were_sent or not self._coming[0].content.comes_by_itself):
                 self._write(self._coming[0], meanwhile)
@@ -125,7 +147,7 @@ class KvLoad:
     def _sent(self, files: _GroupFiles, most: int) -> _Piece:
         """Take pages for the next files of a group, and send them."""
         pool, group, first = self.kv.pool, files.group, files.sent
-        some = files.files[first : first + most]
+        some = files.files[first : first + min(most, files.ready)]
         blocks = [file.header.identity.start // PAGE_TOKENS for file in some]
         for table in self.kv.tables:
             if table.window == group:
@@ -133,7 +155,7 @@ class KvLoad:
         units = pool.exponents(group).size
         piece = _Piece(group, first, blocks, send([page_units(file, units) for file in some]))
         files.sent += len(some)
-        if files.sent == len(files.files):
+        if files.sent == files.count:
             self._left.popleft()
         return piece
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import DataLoss
 from kvasir.formats.block_file import (
+    FileBytes,
     FileIdentity,
     Header,
     HeaderError,
@@ -44,7 +45,7 @@ class CheckedFile:
     """A tensor file whose header is the expected one."""
 
     header: Header
-    data: bytes
+    data: FileBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,40 +67,58 @@ def _schema(identity: bytes, rows: int, group: int) -> _Schema:
     return _Schema.of(expected_tensors(identity_pb2.KvIdentity.FromString(identity), rows, group))
 
 
+class FileChecks:
+    """What the files of exactly these tokens must be under this identity: of one group of layers (0: those that keep
+    all tokens, else a window), from a block on.
+    """
+
+    def __init__(
+        self,
+        identity: identity_pb2.KvIdentity,
+        kv_identity_hash: str,
+        token_ids: Sequence[int],
+        group: int = 0,
+        first_block: int = 0,
+    ) -> None:
+        self.chain = chain_hashes(kv_identity_hash, token_ids)
+        self._expected = file_identities(kv_identity_hash, token_ids, self.chain, first_block, group)
+        if not layers_of(identity, group):
+            self._expected = []  # nothing is in blocks
+        self._identity = identity
+        self._group = group
+        layout = identity.SerializeToString(deterministic=True)
+        self._schemas = {rows: _schema(layout, rows, group) for rows in {file.tokens for file in self._expected}}
+
+    def check_count(self, files: int) -> None:
+        """Raises DataLoss unless there are as many files as there must be."""
+        if files != (expected := len(self._expected)):
+            raise _damaged(min(files, expected), f"expected {expected} tensor files, got {files}", self._group)
+
+    def checked(self, index: int, data: FileBytes) -> CheckedFile:
+        """A file whose header names, and whose tensors fit, what must be there. Raises DataLoss that names the file."""
+        expected = self._expected[index]
+        try:
+            return _checked(self._identity, self._schemas[expected.tokens], expected, data)
+        except HeaderError as error:
+            raise _damaged(index, str(error), self._group) from None
+
+
 def check_files(
     identity: identity_pb2.KvIdentity,
     kv_identity_hash: str,
-    blobs: Sequence[bytes],
+    blobs: Sequence[FileBytes],
     token_ids: Sequence[int],
     group: int = 0,
     first_block: int = 0,
 ) -> list[CheckedFile]:
-    """Check that the headers of `blobs` name, and their tensors fit, KV of exactly these tokens under this identity: of
-    one group of layers (0: those that keep all tokens, else a window), from a block on.
-
-    Raises DataLoss that names the first blob which does not.
-    """
-    expected = file_identities(
-        kv_identity_hash, token_ids, chain_hashes(kv_identity_hash, token_ids), first_block, group
-    )
-    if not layers_of(identity, group):
-        expected = []  # nothing is in blocks
-    if len(blobs) != len(expected):
-        what = f"expected {len(expected)} tensor files, got {len(blobs)}"
-        raise _damaged(min(len(blobs), len(expected)), what, group)
-    layout = identity.SerializeToString(deterministic=True)
-    schemas = {rows: _schema(layout, rows, group) for rows in {file.tokens for file in expected}}
-    files: list[CheckedFile] = []
-    for index, (file_identity, data) in enumerate(zip(expected, blobs, strict=True)):
-        try:
-            files.append(_checked(identity, schemas[file_identity.tokens], file_identity, data))
-        except HeaderError as error:
-            raise _damaged(index, str(error), group) from None
-    return files
+    """Check all files of a run, as `FileChecks` does. Raises DataLoss that names the first wrong one."""
+    checks = FileChecks(identity, kv_identity_hash, token_ids, group, first_block)
+    checks.check_count(len(blobs))
+    return [checks.checked(index, data) for index, data in enumerate(blobs)]
 
 
 def check_state(
-    identity: identity_pb2.KvIdentity, kv_identity_hash: str, blob: bytes, token_ids: Sequence[int]
+    identity: identity_pb2.KvIdentity, kv_identity_hash: str, blob: FileBytes, token_ids: Sequence[int]
 ) -> CheckedFile:
     """Check that the header of `blob` names, and its tensors fit, the recurrent layers' state after exactly these
     tokens.
@@ -165,10 +184,10 @@ def _checked(
     identity: identity_pb2.KvIdentity,
     schema: _Schema,
     expected: FileIdentity,
-    data: bytes,
+    data: FileBytes,
 ) -> CheckedFile:
     header = header_with(expected, schema.entries)
-    if data.startswith(header) and len(header) + schema.size_bytes == len(data):
+    if data[: len(header)] == header and len(header) + schema.size_bytes == len(data):
         # Our own writer's header, byte for byte: nothing is left to parse, which saves half of a restore.
         return CheckedFile(Header(expected, schema.tensors, len(header)), data)
     parsed = parse_header(data, len(data))

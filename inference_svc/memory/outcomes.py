@@ -30,6 +30,7 @@ class MissReason(Enum):
     MANIFEST_INVALID = "manifest_invalid"
     NO_MEMORY = "no_memory"
     NO_STATE_POINT = "no_state_point"
+    COMPUTED = "computed"  # that was expected to be faster
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
+import structlog
 from kvasir.formats import manifest as manifests
+from kvasir.formats.block_file import FileBytes
 from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain
 from kvasir.formats.digest import Digest
 from kvasir.formats.layer_groups import row_groups
@@ -18,8 +20,10 @@ from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory, as_hot
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recollection, off_loop, unknown_token
+from inference_svc.memory.restore_costs import RestoreCosts
 from inference_svc.memory.store.answers import StoreMiss
 from inference_svc.memory.store.patience import Budget
+from inference_svc.memory.store.reading import MOST_BYTES, BackgroundRead
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.stored_windows import FoundPrefix, StoredWindow, blocks_seen, covers
 from inference_svc.model.prompting import Prompting, Tokenized
@@ -34,6 +38,7 @@ from inference_svc.text.prefix_matching import (
 )
 from inference_svc.text.token_ids import NO_TOKENS, TokenIds
 
+_LOG = structlog.get_logger(__name__)
 # Hashing more tokens than these takes the event loop more than a millisecond or two.
 _LONG_TOKENS = 8192
 # To compute fewer tokens than these takes less time than to ask the store for their block.
@@ -53,6 +58,12 @@ class Prepared:
     stored_blocks: tuple[Digest, ...]  # the leading full blocks of the prompt that the store already holds
     stored_windows: Mapping[int, StoredWindow] = field(default_factory=dict)  # and, by window, blocks of those layers
     shareable_tokens: int = 0  # of these blocks' tokens, leading ones whose rows every prefill makes
+    reading: BackgroundRead | None = None  # of the files that are reused
+
+    def stop_reading(self) -> None:
+        """The turn has its KV, or is over."""
+        if self.reading is not None:
+            self.reading.stop()
 
     def begun(self, started: Started) -> "Prepared":
         """The same plan with only the stored blocks that the turn's KV still has. The engine may begin further back
@@ -60,7 +71,8 @@ class Prepared:
         only where that was prefilled.
         """
         kept = min(started.cached_tokens, self.shareable_tokens) if started.is_shared else started.cached_tokens
-        return self.kept(kept // BLOCK_TOKENS)
+        read_miss = self.reading.miss if self.reading is not None else None
+        return replace(self.kept(kept // BLOCK_TOKENS), miss=read_miss or self.miss)
 
     def kept(self, blocks: int) -> "Prepared":
         """The same plan with so many of the stored blocks at most: rows behind them are computed anew."""
@@ -88,8 +100,11 @@ class _Candidate:
 class ReusePlanner:
     """Plans prompts for one engine: which KV they reuse."""
 
-    def __init__(self, engine: Engine, prompting: Prompting, stores: Mapping[str, RemoteCache]) -> None:
+    def __init__(
+        self, engine: Engine, prompting: Prompting, stores: Mapping[str, RemoteCache], costs: RestoreCosts
+    ) -> None:
         """`stores`: the cache store by namespace; a namespace without one has hot memory only."""
+        self.costs = costs
         self._engine = engine
         self._prompting = prompting
         self._stores = stores
@@ -141,7 +156,9 @@ class ReusePlanner:
         if store is not None and usable_files is None and usable_windows and not self._engine.model.has_states:
             candidate, shared_miss = await self._by_block_hashes(store, candidate, text, given, namespace, budget)
             miss = miss or shared_miss
-        reuse, read_miss = await self._reuse(candidate, usable_files, store, budget, hold)
+        candidate, cheaper = self._cheaper(namespace, candidate)
+        miss = cheaper or miss
+        reuse, reading, read_miss = await self._reuse(candidate, usable_files, store, budget, hold)
         kept = 0 if isinstance(reuse, Cold) else reuse.keep_tokens
         return Prepared(
             text=text,
@@ -155,6 +172,7 @@ class ReusePlanner:
                 window: stored.before(kept // BLOCK_TOKENS) for window, stored in candidate.windows.items()
             },
             shareable_tokens=candidate.shareable_tokens,
+            reading=reading,
         )
 
     async def _by_text(
@@ -241,6 +259,21 @@ class ReusePlanner:
             windows=found.windows,
         ), None
 
+    def _cheaper(self, namespace: str, candidate: _Candidate) -> tuple[_Candidate, Miss | None]:
+        """The candidate, or one without KV where computing is expected to be faster. Only rows that every prefill makes
+        are computed: those that a reply's tokens got one by one would have other bits.
+        """
+        is_stored = candidate.source in (Source.WARM, Source.SHARED)
+        is_exact = candidate.keep <= candidate.shareable_tokens and not self._engine.model.has_rewind_points
+        if not is_stored or not is_exact:
+            return candidate, None
+        size_bytes = sum(digest.size_bytes for digest in candidate.blocks[: -(-candidate.keep // BLOCK_TOKENS)])
+        why = self.costs.reason_to_compute(namespace, candidate.keep, size_bytes)
+        if why is None:
+            return candidate, None
+        _LOG.info("restore.not_chosen", reason=why.detail)
+        return _Candidate(candidate.tokens, 0, Source.COLD, candidate.match), why
+
     async def _reuse(
         self,
         candidate: _Candidate,
@@ -248,20 +281,25 @@ class ReusePlanner:
         store: RemoteCache | None,
         budget: Budget,
         hold: Callable[[int], Awaitable[None]],
-    ) -> tuple[Reuse, Miss | None]:
+    ) -> tuple[Reuse, BackgroundRead | None, Miss | None]:
         """The KV that can be reused: of the store's files, as many leading ones as arrive whole."""
         if candidate.source is Source.HOT:
-            return Hot(candidate.keep), None
+            return Hot(candidate.keep), None, None
         if candidate.source is Source.COLD or store is None:
-            return Cold(), None
+            return Cold(), None, None
         named = [*candidate.blocks, *((candidate.tail,) if candidate.tail else ())]
         wanted = named[: -(-candidate.keep // BLOCK_TOKENS)][:usable_files]
         # All room is asked for at once: turns that hold room and wait for more could wait for each other.
         has_states = self._engine.model.has_states
         beside = {keep: _beside_blocks(candidate, keep, has_states) for keep in _lengths(candidate, has_states)}
         rest_bytes = [sum(digest.size_bytes for digest in named) for named in beside.values()]
-        await hold(sum(digest.size_bytes for digest in wanted) + max(rest_bytes, default=0))
+        size_bytes = sum(digest.size_bytes for digest in wanted) + max(rest_bytes, default=0)
+        if not self._engine.model.has_rewind_points:
+            await hold(min(size_bytes, MOST_BYTES))
+            return await self._arriving(candidate, wanted, store, budget)
+        await hold(size_bytes)
         blobs, miss = await store.read_blobs(wanted, budget) if wanted else ([], None)
+        # Which files of windows are read, and which state, depends on how many of these came.
         if manifests.keeps_all_tokens(self._engine.model.kv_identity):
             # The last file is full, or a tail that holds all the rest.
             candidate = replace(candidate, keep=min(candidate.keep, len(blobs) * BLOCK_TOKENS))
@@ -272,11 +310,29 @@ class ReusePlanner:
                 found, rest_miss = await store.read_blobs(named, budget) if named else ([], None)
                 miss = miss or rest_miss
                 if len(found) == len(named):
-                    return self._restored(candidate, keep, blobs, found), miss
+                    return self._restored(candidate, keep, blobs, found), None, miss
                 gone.add(named[len(found)])
-        return Cold(), miss
+        return Cold(), None, miss
 
-    def _restored(self, candidate: _Candidate, keep: int, blobs: Sequence[bytes], beside: Sequence[bytes]) -> Restored:
+    async def _arriving(
+        self, candidate: _Candidate, wanted: Sequence[Digest], store: RemoteCache, budget: Budget
+    ) -> tuple[Reuse, BackgroundRead | None, Miss | None]:
+        """Files of which the engine takes those that came while others are read. The turn takes no room in the engine
+        before the first one came.
+        """
+        keep = min(candidate.keep, len(wanted) * BLOCK_TOKENS)
+        if not keep:
+            return Cold(), None, None
+        reading = BackgroundRead(store, wanted, budget)
+        if not await reading.begun():
+            return Cold(), None, reading.miss
+        known_ids = candidate.known_ids[: len(wanted) * BLOCK_TOKENS]
+        restored = Restored((), known_ids, keep, candidate.shareable_tokens, incoming=reading.incoming)
+        return restored, reading, None
+
+    def _restored(
+        self, candidate: _Candidate, keep: int, blobs: Sequence[FileBytes], beside: Sequence[FileBytes]
+    ) -> Restored:
         """The first `keep` tokens, of which all files were read: those of `_beside_blocks` are in its order."""
         rest = iter(beside)
         places = {window: blocks_seen(window, keep) for window in candidate.windows}

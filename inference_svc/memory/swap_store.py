@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 import structlog
 from kvasir.errors import KvasirError
+from kvasir.formats.block_file import FileBytes
 from kvasir.formats.digest import Digest
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import Event, Hot, Preempted, Resumed, Reuse, Wanted
 from inference_svc.engine.engine import TurnHandle
+from inference_svc.engine.incoming import Incoming
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.outcomes import Miss, MissReason
 from inference_svc.memory.service_stats import NamespaceCounters
@@ -124,15 +126,23 @@ class SwapStore:
                 _LOG.info("swap.not_renewed", error=type(error).__name__)
 
     async def _bring_back(self) -> None:
-        blobs: Sequence[bytes] = self._files or ()
+        if self._files is not None:
+            self._handle.resume(self._files)
+            return
+        incoming = Incoming(len(self._digests), is_kept=True)
+
+        async def take(data: FileBytes) -> None:
+            incoming.add(data)
+
+        self._handle.resume(incoming)
         try:
-            if self._files is None and self._digests:
-                self._hold(self._restoring, sum(digest.size_bytes for digest in self._digests))
-                budget = Budget(self._limits.read_budget_s, self._limits.min_bytes_per_s, self._clock)
-                blobs, self._miss = await self._store.read_blobs(self._digests, budget)
+            self._hold(self._restoring, sum(digest.size_bytes for digest in self._digests))
+            budget = Budget(self._limits.read_budget_s, self._limits.min_bytes_per_s, self._clock)
+            self._miss = await self._store.give_blobs(self._digests, budget, take)
         except Exception:  # noqa: BLE001 - whatever failed, the turn holds room and must go on
             _LOG.exception("swap.read_failed")
-        self._handle.resume(blobs)
+        finally:
+            incoming.end()
 
     def _count(self, lost_tokens: int) -> None:
         if lost_tokens:

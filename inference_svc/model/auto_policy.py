@@ -9,11 +9,10 @@ import structlog
 from kvasir.cachestore.v1 import identity_pb2
 
 from inference_svc.kv.policy import LADDER, PolicyRequest, Rung
-from inference_svc.model import policy_memory
-from inference_svc.model.policy_memory import Choice, Conditions
-from inference_svc.model.quality import exam
+from inference_svc.model.quality import exam, policy_memory
 from inference_svc.model.quality.findings import cheapest
 from inference_svc.model.quality.material import AT_LOAD, Extent
+from inference_svc.model.quality.policy_memory import Choice, Conditions
 
 _LOG = structlog.get_logger(__name__)
 # For each rung; checked between texts.

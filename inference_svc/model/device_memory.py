@@ -14,6 +14,11 @@ def device_bytes() -> int:
     for name in _TOTALS:
         if size := facts.get(name):
             return int(size)
+    return machine_bytes()
+
+
+def machine_bytes() -> int:
+    """Bytes of this machine's RAM."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

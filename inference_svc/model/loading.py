@@ -1,6 +1,7 @@
 """Loading a model directory through mlx-lm, in the type that the device computes best."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from mlx.utils import tree_flatten
 from inference_svc.kv.few_rows import take_few_rows
 from inference_svc.kv.plain_norms import take_plain_norms
 from inference_svc.kv.row_exact import make_row_exact
+from inference_svc.model.weights.placing import Placement, Tensors, place_weights
+from inference_svc.model.weights.weight_files import weight_files
 
 # MLX's CUDA back end commits a graph after 30 operations or 400 million values of input: an 8B model's step is more
 # than twenty graphs, each of which costs the processor 0.1 ms and the GPU a pause. With these it is six; more is no
@@ -30,6 +33,7 @@ class LoadedModel:
     model: Module
     tokenizer: Any
     config: dict[str, Any]
+    placement: Placement  # of the weights
 
     @property
     def weights_bytes(self) -> int:
@@ -63,17 +67,27 @@ def find_model(name: str | Path) -> Path:
         raise NotFound(f"model: neither a directory nor a repository that can be fetched ({error})") from error
 
 
-def load(directory: Path, compute_type: str | None) -> LoadedModel:
+def load(directory: Path, compute_type: str | None, *, copies_weights: bool = False) -> LoadedModel:
     """Load on the calling thread, which must be the MLX thread. `compute_type` None: float32 on a CPU, where it is
-    fastest, elsewhere the model's own. Code that comes with a model is never run.
+    fastest, elsewhere the model's own. `copies_weights`: their files may change or go while the model serves. Code that
+    comes with a model is never run.
     """
     if compute_type is not None and compute_type not in COMPUTE_TYPES:
         raise InvalidArgument(f"compute type: expected one of {sorted(COMPUTE_TYPES)}", field="compute_type")
     if device() == "cuda":
         for name, value in _GRAPH_SETTINGS.items():  # MLX reads them when it first uses the device
             os.environ.setdefault(name, value)
+    files, placement = weight_files(directory), Placement()
+
+    def take(weights: Tensors) -> None:
+        nonlocal placement
+        placement = place_weights(files, weights, may_map=not copies_weights)
+
     try:
-        model, config = mlx_lm.utils.load_model(directory, lazy=True)
+        model, config = mlx_lm.utils.load_model(
+            directory, lazy=True, get_model_classes=lambda config: _classes(config, take)
+        )
+        model.__dict__.pop("sanitize", None)
         load_tokenizer: Any = mlx_lm.utils.load_tokenizer
         tokenizer = load_tokenizer(directory, eos_token_ids=config.get("eos_token_id"))
     except Exception as error:  # of any kind: a configuration can provoke every error in mlx-lm or transformers
@@ -81,6 +95,7 @@ def load(directory: Path, compute_type: str | None) -> LoadedModel:
     if compute_type is None and device() == "cpu":
         compute_type = "float32"
     if compute_type is not None:
+        placement = placement.without(_converted_bytes(model, COMPUTE_TYPES[compute_type]), compute_type)
         model.set_dtype(COMPUTE_TYPES[compute_type])
     take_plain_norms(model)
     if device() == "cpu":
@@ -88,7 +103,32 @@ def load(directory: Path, compute_type: str | None) -> LoadedModel:
     elif device() == "cuda":
         take_few_rows(model)
     mx.eval(model.parameters())
-    return LoadedModel(model, tokenizer, config)
+    return LoadedModel(model, tokenizer, config, placement)
+
+
+def _classes(config: dict[str, Any], take: Callable[[Tensors], None]) -> tuple[Any, Any]:
+    """mlx-lm's classes for a configuration. The model gives its weights to `take` before it renames or changes any."""
+    make_model, arguments = mlx_lm.utils._get_classes(config)
+
+    def make(given: Any) -> Any:
+        model: Any = make_model(given)
+        sanitize = getattr(model, "sanitize", lambda weights: weights)
+
+        def taken(weights: Tensors) -> Any:
+            take(weights)
+            return sanitize(weights)
+
+        model.sanitize = taken
+        return model
+
+    return make, arguments
+
+
+def _converted_bytes(model: Module, compute_type: mx.Dtype) -> int:
+    """Of the parameters that another type takes the place of."""
+    parameters: Any = tree_flatten(model.parameters())  # type: ignore[no-untyped-call]
+    kinds = (value for _, value in parameters if mx.issubdtype(value.dtype, mx.floating))
+    return sum(int(value.nbytes) for value in kinds if value.dtype != compute_type)
 
 
 def device() -> str:

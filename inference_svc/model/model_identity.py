@@ -12,6 +12,8 @@ from typing import Any
 from blake3 import blake3
 from kvasir.cachestore.v1 import identity_pb2
 
+from inference_svc.model.weights.weight_files import weight_paths
+
 # Fields of config.json that change no KV: the model's origin, the type it was saved in, and how text is made.
 _NO_PART_OF_WEIGHTS = frozenset(
     {
@@ -37,8 +39,7 @@ def weights_digest(directory: Path, cache_dir: Path) -> str:
     """
     known = _read_cache(cache_dir / _CACHE_FILE)
     digests = {
-        _file_identity(path): known.get(_file_identity(path)) or _file_digest(path)
-        for path in sorted(directory.glob("model*.safetensors"))
+        _file_identity(path): known.get(_file_identity(path)) or _file_digest(path) for path in weight_paths(directory)
     }
     if not digests.items() <= known.items():
         _write_cache(cache_dir / _CACHE_FILE, {**known, **digests})
@@ -47,6 +48,17 @@ def weights_digest(directory: Path, cache_dir: Path) -> str:
         hasher.update(bytes.fromhex(digest))
     hasher.update(_computing_config(directory))
     return hasher.hexdigest()
+
+
+def kept_digest(path: Path, cache_dir: Path) -> str | None:
+    """The digest that is kept for a file as it is now."""
+    return _read_cache(cache_dir / _CACHE_FILE).get(_file_identity(path))
+
+
+def forget_digest(path: Path, cache_dir: Path) -> None:
+    """The next start reads the file again."""
+    known = _read_cache(cache_dir / _CACHE_FILE)
+    _write_cache(cache_dir / _CACHE_FILE, {key: digest for key, digest in known.items() if key != _file_identity(path)})
 
 
 def tokenizer_digest(directory: Path) -> str:

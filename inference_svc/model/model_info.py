@@ -29,6 +29,7 @@ class ModelInfo:
     state_bytes: int = 0  # that those layers keep at one rewind point
     window_bytes_per_token: Mapping[int, int] = field(default_factory=dict)  # by window, of all its layers
     weights_bytes: int = 0  # in memory, in the type that is computed in
+    weights_placement: str = ""  # how they came there: "2.97 GB mapped"
 
     @property
     def has_rewind_points(self) -> bool:

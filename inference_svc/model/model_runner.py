@@ -10,6 +10,7 @@ from kvasir.errors import Cancelled, FailedPrecondition
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 
+from inference_svc.kv import attention_hook
 from inference_svc.kv.applied import is_stored_as_said
 from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.batch.short_pass import ShortPass, most_kept_tokens
@@ -19,6 +20,7 @@ from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.prefill_layer import AnyLayer, abandon, commit, prefill_layers
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.state_kv import StateKV
+from inference_svc.model.probe_memory import Probed
 
 _RELEASE_STEPS = 256
 _NARROWED = "LastPositionOf"
@@ -37,12 +39,16 @@ class ModelRunner:
     fixed numbers of rows. Raises FailedPrecondition for a model that a GPU cannot decode so.
     """
 
-    def __init__(self, model: Module, *, batch_invariant: bool = False) -> None:
+    def __init__(self, model: Module, *, batch_invariant: bool = False, known: Probed | None = None) -> None:
+        """`known`: what an earlier probe of this model showed, which then is not probed again."""
         self._model: Any = model
         self._steps = 0
         self._short: ShortPass | None = None  # over the pool that was used last
         self.is_on_gpu = mx.default_device().type == mx.DeviceType.gpu
-        self._layout = probed_layout(model)
+        if known is not None:
+            _take_probed(model, known)
+        self.probed = known or _probed(model)
+        self._layout = self.probed.layout
         self._pass_rows = _INVARIANT_ROWS if batch_invariant and self.is_on_gpu else 0
         if self._pass_rows and not self._layout.reads_pages:
             raise FailedPrecondition(
@@ -53,7 +59,7 @@ class ModelRunner:
         self.layers = self._layout.entries
         self.compute_type = _DTYPE_NAMES[self._layout.kv_type]
         self.compute_item_bytes = int(self._layout.kv_type.size)
-        self.vocabulary_size = int(_computes_last_position_only(model).shape[-1])
+        self.vocabulary_size = self.probed.vocabulary_size
 
     def check_policy(self, policy: identity_pb2.KvPolicy) -> None:
         """Raise InvalidArgument for a policy that does not exist, FailedPrecondition if a layer cannot be stored so."""
@@ -209,8 +215,24 @@ def _probe_tokens() -> mx.array:
     return mx.array([PROBE_TOKENS], dtype=mx.uint32)
 
 
-def _computes_last_position_only(model: Module) -> mx.array:
-    """Make the model apply its head to the last position only, if that is possible; returns the probe's logits.
+def _probed(model: Module) -> Probed:
+    """Find a model's facts, and make it as they say."""
+    layout = probed_layout(model)
+    logits, is_narrowed = _computes_last_position_only(model)
+    return Probed(layout, int(logits.shape[-1]), is_narrowed)
+
+
+def _take_probed(model: Any, known: Probed) -> None:
+    """Make the model as it was left by the probe that showed these facts."""
+    if known.layout.reads_pages:
+        attention_hook.install()
+    if known.is_narrowed:
+        _narrow(model.model)
+
+
+def _computes_last_position_only(model: Module) -> tuple[mx.array, bool]:
+    """Make the model apply its head to the last position only, if that is possible; returns the probe's logits, and
+    whether it was.
 
     mlx-lm's models are a trunk, `model.model`, and a head over all its positions: a prompt's cell would pay for the
     vocabulary 256 times. The trunk's class is replaced by one that returns its last position only. It is put back if
@@ -219,13 +241,9 @@ def _computes_last_position_only(model: Module) -> mx.array:
     before: mx.array = model(_probe_tokens(), cache=make_prompt_cache(model))[:, -1:]
     trunk = getattr(model, "model", None)
     if not isinstance(trunk, Module):
-        return before
+        return before, False
     whole = type(trunk)
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return whole.__call__(self, *args, **kwargs)[:, -1:]
-
-    trunk.__class__ = type(f"{_NARROWED}{whole.__name__}", (whole,), {"__call__": call})
+    _narrow(trunk)
     try:
         after = model(_probe_tokens(), cache=make_prompt_cache(model))
         is_same = after.shape == before.shape and bool(mx.allclose(after, before, rtol=1e-2, atol=1e-2).item())
@@ -233,7 +251,16 @@ def _computes_last_position_only(model: Module) -> mx.array:
         is_same = False
     if not is_same:
         trunk.__class__ = whole
-    return before
+    return before, is_same
+
+
+def _narrow(trunk: Module) -> None:
+    whole = type(trunk)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return whole.__call__(self, *args, **kwargs)[:, -1:]
+
+    trunk.__class__ = type(f"{_NARROWED}{whole.__name__}", (whole,), {"__call__": call})
 
 
 @contextmanager

@@ -2,10 +2,12 @@
 
 import functools
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import structlog
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.formats.block_file import expected_state_tensors, expected_tensors
 from kvasir.formats.block_hash import BLOCK_TOKENS, kv_identity_hash
@@ -20,10 +22,12 @@ from inference_svc.model.loading import LoadedModel, device, find_model, load
 from inference_svc.model.model_identity import kv_identity, template_digest, tokenizer_digest, weights_digest
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
+from inference_svc.model.probe_memory import Probed, ProbeMemory
 from inference_svc.model.quality import exam
 from inference_svc.model.quality.conversations import Conversations
 from inference_svc.text.token_text import TokenText
 
+_LOG = structlog.get_logger(__name__)
 # Smaller cells than a device fills cost speed; larger ones cost the running streams a longer gap. 8B geometry, H200, a
 # prompt of 8,192 tokens: 492 ms in cells of 256, 279 of 1,024, 244 of 2,048, 227 of 4,096; mlx-lm 264.
 _CELL_TOKENS = {"cpu": BLOCK_TOKENS, "metal": 4 * BLOCK_TOKENS, "cuda": 8 * BLOCK_TOKENS}
@@ -52,13 +56,21 @@ def open_model(
     compute_type: str | None,
     conversations_file: Path | None,
     batch_invariant: bool = False,
+    copies_weights: bool = False,
+    begin_phase: Callable[[str], None] = lambda _: None,
 ) -> tuple[OpenedModel, ModelRunner]:
     """Load a model and find its facts. Raises as `Engine.open` does."""
+    begin_phase("weights")
     directory = find_model(name)
-    loaded = load(directory, compute_type)
-    keep_for_computing(_SPARE_BYTES)
-    runner = ModelRunner(loaded.model, batch_invariant=batch_invariant)
+    loaded = load(directory, compute_type, copies_weights=copies_weights)
+    _LOG.info("weights.loaded", how=loaded.placement.in_words)
+    begin_phase("identity")
     digest = weights_digest(directory, cache_dir)
+    begin_phase("probing")
+    keep_for_computing(_SPARE_BYTES)
+    probes = ProbeMemory(cache_dir, digest, compute_type)
+    known = probes.read()
+    runner = ModelRunner(loaded.model, batch_invariant=batch_invariant, known=known)
     if isinstance(policy, identity_pb2.KvPolicy):
         chosen = ChosenPolicy(policy, "asked for")
     else:
@@ -83,7 +95,7 @@ def open_model(
             if layer.kind in (identity_pb2.LAYER_KIND_FULL, identity_pb2.LAYER_KIND_LATENT)
         ),
         layer_count=sum(layer.kind != identity_pb2.LAYER_KIND_STATE for layer in identity.layers),
-        policy_applied_layers=runner.applied_layers(identity),
+        policy_applied_layers=_applied_layers(runner, identity, probes, known),
         has_states=has_recurrent_layers(identity),
         state_bytes=sum(tensor.size_bytes for tensor in expected_state_tensors(identity)),
         window_bytes_per_token={
@@ -93,6 +105,7 @@ def open_model(
         policy_name=name_of(chosen.policy),
         policy_why=chosen.why,
         weights_bytes=loaded.weights_bytes,
+        weights_placement=loaded.placement.in_words,
         cell_tokens=_CELL_TOKENS[device()],
         compute_type=runner.compute_type,
         stop_token_ids=tuple(sorted(loaded.tokenizer.eos_token_ids)),
@@ -107,6 +120,18 @@ def open_model(
         directory=directory,
     )
     return opened, runner
+
+
+def _applied_layers(
+    runner: ModelRunner, identity: identity_pb2.KvIdentity, probes: ProbeMemory, known: Probed | None
+) -> int:
+    """As an earlier start found them, or as a probe finds them now, which is then kept with the rest."""
+    policy, before = identity.policy.SerializeToString(deterministic=True).hex(), known.applied if known else {}
+    if policy in before:
+        return before[policy]
+    found = runner.applied_layers(identity)
+    probes.write(replace(runner.probed, applied={**before, policy: found}))
+    return found
 
 
 def _shown_name(name: str | Path, directory: Path) -> str:

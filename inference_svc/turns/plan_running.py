@@ -33,7 +33,6 @@ from inference_svc.turns.turn_reporter import TurnReporter
 from inference_svc.turns.turn_state import TakenTurn, TurnState, reply_reader
 
 _LOG = structlog.get_logger(__name__)
-_DEFAULT_MAX_TOKENS = 512
 # Between planning and running, hot memory may be dropped and a file may be refused: plan again this often.
 _MAX_PLANS = 4
 
@@ -121,6 +120,7 @@ class PlanRunner:
                     usable_windows=usable_windows,
                     generates=not turn.request.is_warming,
                 )
+                turn.restoring.callback(prepared.stop_reading)
                 await self._lines.check(turn, budget)
                 if turn.spoken is not None:
                     prepared = replace(prepared, tokens=prepared.tokens + turn.spoken)
@@ -168,8 +168,9 @@ class PlanRunner:
             name = turn.request.input.name
             raise errors.InvalidArgument(f"{name}: expected at least one token", field=name)
         sampling = turn.request.sampling
-        if turn.request.max_tokens_is_default:
-            sampling = replace(sampling, max_tokens=max(1, min(_DEFAULT_MAX_TOKENS, context - count)))
+        if turn.request.clamps_max_tokens:
+            fitting = self._engine.most_new_tokens(count)
+            sampling = replace(sampling, max_tokens=max(1, min(sampling.max_tokens, fitting)))
         check_fits(count, sampling.max_tokens, context, field=turn.request.input.name)
         return TurnPlan(
             token_ids=prepared.tokens.ids,
@@ -197,7 +198,7 @@ class PlanRunner:
             raise errors.Cancelled("the turn was cancelled")
         needed_bytes = self._engine.needed_bytes(plan)
         turn.reader = reply_reader(turn.request, self._prompting, prepared.text)
-        reporter = TurnReporter(turn, prepared, stream, counters, self._handoff, self._clock)
+        reporter = TurnReporter(turn, prepared, stream, counters, self._planner.costs, self._handoff, self._clock)
         if turn.taken is not None:
             turn.reader.push(self._told(turn.taken, plan))  # its reader was told
         try:

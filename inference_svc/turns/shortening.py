@@ -82,7 +82,7 @@ class MemoryShortener:
 
     def _most_prompt_tokens(self, request: TurnRequest) -> int:
         """Beside the tokens that the turn may generate."""
-        return self._context_tokens - (1 if request.max_tokens_is_default else request.sampling.max_tokens)
+        return self._context_tokens - (1 if request.clamps_max_tokens else request.sampling.max_tokens)
 
     def _full_tokens(self, request: TurnRequest) -> int:
         """A memory with more is full: a turn like this one would soon not fit, or does not fit any more."""
@@ -188,7 +188,7 @@ class MemoryShortener:
             turn.request,
             input=given,
             sampling=sampling,
-            max_tokens_is_default=False,
+            clamps_max_tokens=False,
             expected_version=None,
             base_version=None,
             keep_partial=False,

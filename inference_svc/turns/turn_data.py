@@ -65,7 +65,7 @@ class TurnRequest:
     input: PromptInput | TokensInput | MessagesInput
     input_digest: str
     sampling: SamplingParams
-    max_tokens_is_default: bool  # then the rest of the context bounds it, and does not refuse it
+    clamps_max_tokens: bool  # what is left of context and KV memory bounds it, and does not refuse it
     tools: Sequence[Tool] = ()
     objects: GivenJson = field(default_factory=GivenJson)  # the JSON of its messages and tools
     keep_partial: bool = False

@@ -6,12 +6,14 @@ If the reader falls too far behind, its turn is ended here.
 import asyncio
 from collections.abc import Callable
 
+import structlog
 from kvasir import errors
 from kvasir.formats.block_hash import BLOCK_TOKENS
 
 from inference_svc.engine.api import BlocksFull, Ended, Event, Failed, Prefilled, Resumed, Started, Tokens
 from inference_svc.memory.outcomes import Source
 from inference_svc.memory.publishing.block_stream import BlockStream
+from inference_svc.memory.restore_costs import RestoreCosts
 from inference_svc.memory.reuse_planning import Prepared
 from inference_svc.memory.service_stats import NamespaceCounters
 from inference_svc.memory.swap_store import SwapStore
@@ -20,6 +22,8 @@ from inference_svc.turns.continuing import of_text
 from inference_svc.turns.handoff import HandOff
 from inference_svc.turns.turn_data import TurnDelta, TurnStarted
 from inference_svc.turns.turn_state import TakenTurn, TurnState
+
+_LOG = structlog.get_logger(__name__)
 
 
 class TurnReporter:
@@ -31,6 +35,7 @@ class TurnReporter:
         prepared: Prepared,
         stream: BlockStream | None,
         counters: NamespaceCounters,
+        costs: RestoreCosts,
         handoff: HandOff,
         clock: Callable[[], float],
     ) -> None:
@@ -40,6 +45,7 @@ class TurnReporter:
         self._turn = turn
         self._stream = stream
         self._counters = counters
+        self._costs = costs
         self._handoff = handoff
         self._clock = clock
 
@@ -117,6 +123,7 @@ class TurnReporter:
         turn.has_begun, turn.computed, turn.prepared = True, cached_tokens, prepared
         turn.prompt_tokens, turn.cached_tokens = len(prepared.tokens.ids), cached_tokens
         turn.restoring.close()
+        self._learn_restore(event)
         counters.sources[source] += 1
         counters.cached_tokens += cached_tokens
         if prepared.miss is not None:
@@ -133,6 +140,19 @@ class TurnReporter:
                 base_version=turn.request.base_version or turn.parent_version,
             )
         )
+
+    def _learn_restore(self, event: Started) -> None:
+        """What it costs to restore all files, unless much of them was read while the turn waited. Of a store for which
+        the turn did not wait to the end, what it would have cost.
+        """
+        reading = self.prepared.reading
+        if reading is None or event.is_shared or not event.cached_tokens:
+            return
+        took_s = reading.first_s + event.restore_s
+        _LOG.info("memory.restored", tokens=event.cached_tokens, bytes=reading.came_bytes, ms=round(1e3 * took_s))
+        if event.queue_s < event.restore_s:
+            whole_s = took_s * reading.size_bytes / reading.came_bytes
+            self._costs.restored(self._turn.request.namespace, reading.size_bytes, whole_s)
 
     def _taken_up(self) -> None:
         """A turn that another engine began and reported: it runs here now."""
@@ -166,6 +186,8 @@ class TurnReporter:
         turn.last_token_at = now_s
 
     def _ended(self, event: Ended) -> None:
+        if self._turn.taken is None:
+            self._costs.computed(event.cached_tokens, event.prompt_tokens, event.timings.prefill_s)
         part = self._turn.reader.end(event.generated_text.removeprefix(event.text))
         if part != ReplyPart():
             self._turn.running.tell(TurnDelta(part.answer, (), part.reasoning))

@@ -29,13 +29,13 @@ def test_the_bench_says_rates_and_targets_as_json() -> None:
     assert 9.0e6 < results["sizes"][1]["block_bytes"] < 9.8e6
     for size in results["sizes"]:
         assert set(size["mb_per_s"]) == {
-            *("tcp", "write_fsync", "blake3", "put", "get", "pull"),
-            *("sealed_put", "sealed_get"),
+            *("tcp", "write_fsync", "blake3", "blake3_all", "read"),
+            *("put", "get", "pull", "put_files", "get_files", "sealed_put", "sealed_get"),
         }
         assert all(rate > 0 for rate in size["mb_per_s"].values())
     assert results["startup"]["blobs"] == 500
     assert {"what", "found", "wanted", "is_met"} == set(results["targets"][0])
-    assert len(results["targets"]) == 6
+    assert len(results["targets"]) == 11
 
 
 def test_a_memory_path_of_no_tokens_or_of_two_models_is_refused() -> None:

@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -347,7 +348,10 @@ def test_a_home_of_the_background_is_taken_over_after_a_kill_and_goes_down() -> 
         assert not set(orphans) & set(holders(Home(home).services_lock_file)), "two groups would share a home"
         states = cli.done("status", "--json").value["services"]
         assert [(row["name"], row["state"]) for row in states] == [("store", "ready"), ("engine", "ready")]
-        assert "is ready" in cli.done("logs", "up").out
+        log = cli.done("logs", "up").out
+        assert re.search(
+            r"engine is ready \(pid \d+, [\d.]+ s: import [\d.]+, store .*, weights .*, probing .*, kernels ", log
+        )
         ended = cli.done("down", "--json").value["ended"]
         assert ended == [ended[0]], "it ends its services itself"
         assert holders(Home(home).services_lock_file) == []

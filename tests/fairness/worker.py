@@ -89,7 +89,7 @@ class Worker:
             await self._writer.find_missing([digest for digest, _ in self._blobs])
         with worked.timed("write"):
             content = SyntheticAgent(SMALL, next(self._numbers)).turn(64).new_blobs
-            await self._writer.put_blobs(content, timeout_s=GIVES_UP_S)
+            await self._writer.put_blobs(content, stall_timeout_s=GIVES_UP_S)
         name = f"fork {next(self._numbers)}"
         with worked.timed("fork"):
             await self._store.fork_agent(_SEED, name)

@@ -6,7 +6,7 @@ The SDKs take seconds to import: only the process that runs their tests does it.
 import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +58,12 @@ class Front:
 def running_front(
     root: Path,
     *,
+    model: Path | None = None,
     store_options: Sequence[str] = (),
     engine_options: Sequence[str] = (),
     gateway_options: Sequence[str] = (),
 ) -> Iterator[Front]:
-    house = House(root, engine_options=engine_options)
+    house = House(root, model, engine_options=engine_options)
     house.store.options += store_options
     keys = write_keys(root / "credentials.toml")
     for service in (house.store, house.engine):
@@ -95,6 +96,14 @@ def anthropic() -> Any:
 def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     with running_front(tmp_path_factory.mktemp("front")) as front:
         yield front
+
+
+@pytest.fixture(scope="session")
+def strict(front: Front) -> Iterator[Front]:
+    """The same services behind a gateway that ignores nothing."""
+    options = ("--credentials", str(front.house.root / "credentials.toml"), "--strict", "--volatile", "none")
+    with running_gateway(front.house, *options, name="strict") as gateway:
+        yield replace(front, gateway=gateway)
 
 
 @pytest.fixture

@@ -23,12 +23,12 @@ MODEL = "kvasir-tiny"
 class GatewayProcess:
     """`python -m kvasir_gateway` on a port of its own."""
 
-    def __init__(self, house: House, *options: str) -> None:
+    def __init__(self, house: House, *options: str, name: str = "gateway") -> None:
         self.port = _free_port()
-        self.log_file = house.root / "gateway.log"
+        self.log_file = house.root / f"{name}.log"
         self._arguments = [
             *("--listen", f"127.0.0.1:{self.port}", "--engine", house.engine.address),
-            *("--state-dir", str(house.root / "gateway"), *options),
+            *("--state-dir", str(house.root / name), *options),
         ]
         self._program: Program | None = None
 
@@ -77,8 +77,8 @@ def write_keys(path: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def running_gateway(house: House, *options: str) -> Iterator[GatewayProcess]:
-    gateway = GatewayProcess(house, *options)
+def running_gateway(house: House, *options: str, name: str = "gateway") -> Iterator[GatewayProcess]:
+    gateway = GatewayProcess(house, *options, name=name)
     try:
         gateway.start()
         yield gateway

@@ -7,6 +7,7 @@ import httpx2 as httpx
 import pytest
 from kvasir.errors import InvalidArgument
 from kvasir_gateway.agents import AgentTurn
+from kvasir_gateway.reading.tolerance import Reading
 
 from tests.gateway.conftest import Front
 
@@ -77,5 +78,5 @@ def test_a_refusal_is_the_contracts_own(
 def test_a_message_that_is_no_text_is_named(field: str) -> None:
     asked = AgentTurn.model_validate({field: [{"role": "user", "content": [{"type": "image"}]}]})
     with pytest.raises(InvalidArgument) as refused:
-        asked.turn()
+        asked.turn(Reading())
     assert refused.value.field == f"{field}[0].content[0]"

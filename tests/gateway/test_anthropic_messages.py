@@ -98,11 +98,11 @@ def test_the_sdk_runs_tools_without_a_thread_of_the_servers(front: Front, anthro
     ],
 )
 def test_a_refusal_has_the_shape_of_this_api(
-    front: Front, anthropic: Any, change: dict[str, Any], error: str, kind: str
+    strict: Front, anthropic: Any, change: dict[str, Any], error: str, kind: str
 ) -> None:
     asked = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": "Hello."}], **change}
     with pytest.raises(getattr(anthropic, error)) as refused:
-        front.anthropic().messages.create(**asked)
+        strict.anthropic().messages.create(**asked)
     assert isinstance(refused.value.body, dict)
     assert refused.value.body["type"] == "error"
     assert refused.value.body["error"]["type"] == kind

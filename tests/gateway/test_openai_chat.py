@@ -112,11 +112,11 @@ def test_log_probabilities_spell_the_answer(front: Front) -> None:
     ],
 )
 def test_a_refusal_names_the_field(
-    front: Front, openai: Any, change: dict[str, Any], error: str, param: str | None, code: str | None
+    strict: Front, openai: Any, change: dict[str, Any], error: str, param: str | None, code: str | None
 ) -> None:
     asked = {"model": MODEL, "messages": [{"role": "user", "content": "Hello."}], **change}
     with pytest.raises(getattr(openai, error)) as refused:
-        front.openai().chat.completions.create(**asked)
+        strict.openai().chat.completions.create(**asked)
     if param is not None:
         assert refused.value.param == param
     if code is not None:

@@ -58,7 +58,7 @@ def post(front: Front, path: str, content: bytes, **headers: str) -> httpx.Respo
         b'{"model": "\xff\xfe"}',
         b'{"model": "m", "temperature": NaN, "messages": [{"role": "user", "content": "x"}]}',
         b'{"model": "m", "input": "\\ud800", "prompt": "\\ud800", "max_tokens": 1, "messages": "\\ud800"}',
-        b'{"model": "m", "prompt": "x", "metadata": {"a": 1e999}, "max_tokens": 1, "messages": [], "input": "x"}',
+        b'{"model": "m", "prompt": "x", "metadata": {"a": 1e999}, "top_p": 1e999, "messages": [], "input": "x"}',
         b'{"a":' * 5000 + b"1" + b"}" * 5000,
         json.dumps({"model": MODEL, "messages": [{"role": SECRET, "content": SECRET}], "max_tokens": 1}).encode(),
         json.dumps({"model": MODEL, "max_tokens": 1, SECRET: SECRET}).encode(),
@@ -138,12 +138,12 @@ def test_a_token_that_is_none_is_refused(front: Front, token: str) -> None:
         (PATHS[3], {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
     ],
 )
-def test_what_is_not_applied_is_refused_by_its_name(
-    front: Front, path: str, change: dict[str, Any], field: str
+def test_a_strict_gateway_refuses_by_name_what_is_not_applied(
+    strict: Front, path: str, change: dict[str, Any], field: str
 ) -> None:
     talk = {"input": "?"} if path == PATHS[2] else {"messages": [{"role": "user", "content": "?"}], "max_tokens": 1}
     content = json.dumps({"model": MODEL, **talk, **change}).replace("Infinity", "1e999")
-    answer = post(front, path, content.encode())
+    answer = post(strict, path, content.encode())
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"].startswith(f"{field}: ")
 

@@ -42,6 +42,8 @@ from kvasir_gateway.metrics import GatewayNumbers
 from kvasir_gateway.page.history import History
 from kvasir_gateway.page.routes import GatewayPage
 from kvasir_gateway.page.sessions import Sessions
+from kvasir_gateway.reading.tolerance import Tolerance
+from kvasir_gateway.reading.volatile import RULES, rules_of
 from kvasir_gateway.security import Connection, Gate
 
 _log = logging.getLogger("kvasir_gateway")
@@ -70,6 +72,9 @@ class Options:
     audit_file: Path | None = None
     peers: Sequence[tuple[str, str]] = ()
     peer_ca_files: Sequence[tuple[str, str]] = ()
+    is_strict: bool = False
+    volatile: str = ",".join(RULES)
+    any_model: bool = True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -133,6 +138,7 @@ async def serve(options: Options) -> int:
         turns=Turns(conversations),
         limits=GatewayLimits(max_body_bytes=options.max_body_mib << 20),
         numbers=GatewayNumbers(),
+        tolerance=Tolerance(is_strict=options.is_strict, rules=rules_of(options.volatile), any_model=options.any_model),
         page=GatewayPage(engine, sessions, history, now=time.time),
         traces=traces,
         now=time.time,
@@ -280,6 +286,22 @@ def _options(arguments: Sequence[str] | None) -> Options:
         "--traces-to", default="", metavar="URL", help="http://127.0.0.1:4317, where OpenTelemetry gets spans"
     )
     parser.add_argument("--audit-file", type=Path, help="where one JSON line tells each key that was refused")
+    parser.add_argument(
+        "--strict", action="store_true", help="refuse by name what is else ignored, and a max_tokens that does not fit"
+    )
+    parser.add_argument(
+        "--any-model",
+        action=argparse.BooleanOptionalAction,
+        help="the loaded model answers for names that are no model's, and the answer names it; left out: yes, unless "
+        "--strict is given, or --host",
+    )
+    parser.add_argument(
+        "--volatile",
+        default=",".join(RULES),
+        metavar="RULE,…|none",
+        help="what of a system's text is left out before it is prompted; default: all. "
+        + ". ".join(f"{rule.name}: {rule.leaves_out}" for rule in RULES.values()),
+    )
     given = parser.parse_args(arguments)
     return Options(
         listen=given.listen,
@@ -297,6 +319,9 @@ def _options(arguments: Sequence[str] | None) -> Options:
         audit_file=given.audit_file,
         peers=given.peer,
         peer_ca_files=given.peer_ca_file,
+        is_strict=given.strict,
+        volatile=given.volatile,
+        any_model=not (given.strict or given.host) if given.any_model is None else given.any_model,
     )
 
 

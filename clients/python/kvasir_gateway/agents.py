@@ -8,16 +8,23 @@ from google.protobuf.message import Message
 from kvasir.clients import Reply
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from kvasir_gateway.openai_chat import ChatMessage, ChatTool, said
+from kvasir_gateway.reading.tolerance import Reading
 from kvasir_gateway.turn import Asked, Body, FreeObject, TokenCount, TopK, Turn, function_tool, given, sse
 
 _MAX_INT64 = (1 << 63) - 1
 Version = Annotated[int, Ge(1), Le(_MAX_INT64)]
 
 
-class AgentSampling(Body):
+class OwnBody(Body):
+    """A request of this API, which no other client knows: what is not listed is refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class AgentSampling(OwnBody):
     """The settings of the contract's Sampling; what is absent takes the engine's default."""
 
     max_tokens: TokenCount | None = None
@@ -30,7 +37,7 @@ class AgentSampling(Body):
     repetition_penalty: float | None = None
 
 
-class AgentTurn(Body):
+class AgentTurn(OwnBody):
     """The body of /v1/agents/{agent_id}/generate: exactly one of prompt, messages and append_messages."""
 
     model: str = Field("", description="Empty: the loaded model.")
@@ -51,7 +58,7 @@ class AgentTurn(Body):
     keep_partial: bool = Field(False, description="Remember what was generated before a disconnect.")
     stream: bool = Field(False, description="Answer with the contract's events, as server-sent events.")
 
-    def turn(self) -> Turn:
+    def turn(self, reading: Reading) -> Turn:
         """What the engine is asked. Raises InvalidArgument."""
         inputs = [each for each in (self.prompt, self.messages, self.append_messages) if each is not None]
         if len(inputs) != 1:
@@ -62,7 +69,7 @@ class AgentTurn(Body):
         return Turn(
             model=self.model,
             prompt=self.prompt or "",
-            messages=said(self.messages or ()) + said(self.append_messages or (), "append_messages"),
+            messages=said(self.messages or (), reading) + said(self.append_messages or (), reading, "append_messages"),
             is_append=self.append_messages is not None,
             memory={
                 "expected_version": self.expected_version,
@@ -80,14 +87,14 @@ class AgentTurn(Body):
         )
 
 
-class ForkRequest(Body):
+class ForkRequest(OwnBody):
     """The body of /v1/agents/{agent_id}/fork."""
 
     agent_id: Annotated[str, MinLen(1), MaxLen(256)] = Field(description="The new agent's name.")
     version: Version | None = Field(None, description="The version to begin with; left out: the newest.")
 
 
-class RollbackRequest(Body):
+class RollbackRequest(OwnBody):
     """The body of /v1/agents/{agent_id}/rollback."""
 
     version: Version = Field(description="The version to make newest again, as a new one.")

@@ -9,8 +9,9 @@ from annotated_types import Ge, Le, MaxLen, MinLen
 from kvasir.clients import Reply
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
+from kvasir_gateway.reading.tolerance import Reading
 from kvasir_gateway.turn import (
     Asked,
     Body,
@@ -37,18 +38,21 @@ _REASONS: Mapping[int, str] = {
 }
 # What a model thought is not shown to it again; its template would leave it out.
 _UNREAD = ("thinking", "redacted_thinking")
+# Tools that the caller runs and the model must know of itself (bash_…, text_editor_…) are refused.
+_TOOL_TYPES = "^(custom|(web_search|web_fetch|code_execution|tool_search_tool_regex|tool_search_tool_bm25)_[0-9]{8})$"
 _HINT = Field(None, description="Accepted as a hint: what is known is reused anyway.")
 
 Block = FreeObject
+ToolType = Annotated[str, StringConstraints(pattern=_TOOL_TYPES)]
 
 
 class AnthropicMessage(Lenient):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
 class AnthropicTool(Body):
-    type: Literal["custom"] | None = Field(None, description="This server runs no tools of its own.")
+    type: ToolType | None = Field(None, description="A server's own tool (web_search_…) is ignored.")
     name: Annotated[str, MinLen(1), MaxLen(128)]
     description: str | None = None
     input_schema: FreeObject | None = None
@@ -91,32 +95,36 @@ class CountedMessages(Body):
     thinking: Thinking | None = Field(None, description="disabled hides what the model thought; its length is its own.")
     output_config: OutputConfig | None = None
     cache_control: Block | None = _HINT
-    context_management: Block | None = Field(None, description="Refused.")
+    context_management: Block | None = Field(None, description="Ignored.")
     mcp_servers: list[Block] | None = Field(None, description="Refused.")
 
-    def turn(self) -> Turn:
+    def turn(self, reading: Reading) -> Turn:
         """What the engine is asked. Raises InvalidArgument."""
-        refuse_unless(([], {}), {"mcp_servers": self.mcp_servers, "context_management": self.context_management})
-        system = _text(self.system, "system") if self.system else ""
+        refuse_unless(([],), {"mcp_servers": self.mcp_servers})
+        reading.ignore_unless(({},), context_management=self.context_management)
+        system = reading.content("system", _texts(self.system, "system")) if self.system else ""
         opening = (Said("system", system),) if system else ()
-        tools = tuple(self._tools())
+        tools = tuple(self._tools(reading))
         config = self.output_config
         schema = json.dumps(config.format.schema_) if config is not None and config.format is not None else None
         return Turn(
             model=self.model,
-            messages=(*opening, *said(self.messages)),
+            messages=(*opening, *said(self.messages, reading)),
             tools=tools,
             json_schema=format_without_tools(schema, tools, "output_config.format"),
         )
 
-    def _tools(self) -> Iterator[pb.Tool]:
+    def _tools(self, reading: Reading) -> Iterator[pb.Tool]:
         choice = self.tool_choice
         if choice is not None and choice.type == "none":
             return
         if choice is not None:
             refuse_unless(("auto",), {"tool_choice": choice.type})
             refuse_unless((False,), {"tool_choice.disable_parallel_tool_use": choice.disable_parallel_tool_use})
-        for tool in self.tools or ():
+        for number, tool in enumerate(self.tools or ()):
+            if tool.type not in (None, "custom"):
+                reading.ignore_tool(number)
+                continue
             yield function_tool(tool.name, tool.description, tool.input_schema)
 
 
@@ -133,8 +141,8 @@ class MessagesRequest(CountedMessages):
     service_tier: str | None = None
     inference_geo: str | None = None
 
-    def turn(self) -> Turn:
-        counted = super().turn()
+    def turn(self, reading: Reading) -> Turn:
+        counted = super().turn(reading)
         if self.messages[-1].role == "assistant":
             raise InvalidArgument(
                 "messages: expected the last to be the user's: no reply can be begun", field="messages"
@@ -144,8 +152,8 @@ class MessagesRequest(CountedMessages):
             messages=counted.messages,
             tools=counted.tools,
             json_schema=counted.json_schema,
-            sampling=given(
-                max_tokens=self.max_tokens,
+            sampling=reading.length(self.max_tokens)
+            | given(
                 temperature=self.temperature,
                 top_p=self.top_p,
                 top_k=self.top_k,
@@ -160,11 +168,13 @@ class MessagesRequest(CountedMessages):
         return self.thinking is None or self.thinking.type != "disabled"
 
 
-def said(messages: Sequence[AnthropicMessage]) -> Iterator[Said]:
+def said(messages: Sequence[AnthropicMessage], reading: Reading) -> Iterator[Said]:
     """The messages as the engine knows them: results of tools are messages of their own."""
     for number, message in enumerate(messages):
         where = f"messages[{number}].content"
-        if isinstance(message.content, str):
+        if message.role == "system":
+            yield Said("system", reading.content("system", _texts(message.content, where)))
+        elif isinstance(message.content, str):
             yield Said(message.role, message.content)
         elif message.role == "assistant":
             uses = [block for block in message.content if block.get("type") == "tool_use"]
@@ -299,9 +309,13 @@ def _user_said(blocks: Sequence[Block], where: str) -> Iterator[Said]:
 
 
 def _text(content: str | Sequence[object], where: str) -> str:
-    """The text of blocks. Raises InvalidArgument that names a block that is none."""
+    return "".join(_texts(content, where))
+
+
+def _texts(content: str | Sequence[object], where: str) -> list[str]:
+    """The texts of blocks. Raises InvalidArgument that names a block that is none."""
     if isinstance(content, str):
-        return content
+        return [content]
     texts: list[str] = []
     for number, block in enumerate(content):
         kind = block.get("type") if isinstance(block, dict) else None
@@ -312,7 +326,7 @@ def _text(content: str | Sequence[object], where: str) -> str:
                 field=f"{where}[{number}]",
             )
         texts.append(block["text"])
-    return "".join(texts)
+    return texts
 
 
 def _use(block: Block, where: str) -> ToolUse:

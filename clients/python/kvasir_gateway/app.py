@@ -39,6 +39,7 @@ from kvasir_gateway.engine import CallerAtEngine, EngineLink
 from kvasir_gateway.errors import api_of, refused
 from kvasir_gateway.metrics import CountedApp, GatewayNumbers, is_at, route_of
 from kvasir_gateway.page.routes import GatewayPage
+from kvasir_gateway.reading.tolerance import Reading, Tolerance
 from kvasir_gateway.security import BodyRoom, Gate, Site
 from kvasir_gateway.turn import Asked, Body, Chunks, Said, Turn, Whole
 
@@ -71,6 +72,7 @@ class Surroundings:
     limits: GatewayLimits
     numbers: GatewayNumbers
     page: GatewayPage
+    tolerance: Tolerance
     traces: Traces
     now: Callable[[], float]  # Unix seconds
     clock: Callable[[], float]
@@ -87,6 +89,7 @@ class Call:
     agent_id: str
     request_id: str
     body: BodyRoom
+    reading: Reading
 
 
 Answer = Response | EventStream
@@ -129,20 +132,23 @@ class Gateway:
     async def chat_completions(self, call: Call) -> Answer:
         asked = await self._body(call, openai_chat.ChatRequest)
         return await self._answer(
-            call, asked.turn(), openai_chat.whole, partial(openai_chat.ChatChunks, wants_usage=asked.wants_usage)
+            call,
+            asked.turn(call.reading),
+            openai_chat.whole,
+            partial(openai_chat.ChatChunks, wants_usage=asked.wants_usage),
         )
 
     async def completions(self, call: Call) -> Answer:
         asked = await self._body(call, openai_completions.CompletionRequest)
         chunks = partial(openai_completions.CompletionChunks, wants_usage=asked.wants_usage)
-        return await self._answer(call, asked.turn(), openai_completions.whole, chunks)
+        return await self._answer(call, asked.turn(call.reading), openai_completions.whole, chunks)
 
     async def responses(self, call: Call) -> Answer:
         asked = await self._body(call, openai_responses.ResponsesRequest)
         before = await unless_left(call.request.receive, self._earlier(call, asked))
         whole = partial(openai_responses.whole, request=asked)
         chunks = partial(openai_responses.ResponseEvents, request=asked)
-        return await self._answer(call, asked.turn(before), whole, chunks)
+        return await self._answer(call, asked.turn(call.reading, before), whole, chunks)
 
     async def _earlier(self, call: Call, asked: openai_responses.ResponsesRequest) -> Sequence[Said]:
         """What was said until the previous response; references to items give way to the items. Raises NotFound."""
@@ -167,17 +173,18 @@ class Gateway:
         asked = await self._body(call, anthropic_messages.MessagesRequest)
         whole = partial(anthropic_messages.whole, shows_thinking=asked.shows_thinking)
         chunks = partial(anthropic_messages.MessageEvents, shows_thinking=asked.shows_thinking)
-        return await self._answer(call, asked.turn(), whole, chunks)
+        return await self._answer(call, asked.turn(call.reading), whole, chunks)
 
     async def count_tokens(self, call: Call) -> Response:
         asked = await self._body(call, anthropic_messages.CountedMessages)
-        count = await unless_left(call.request.receive, call.caller.count(asked.turn()))
-        return JSONResponse({"input_tokens": count})
+        turn = replace(asked.turn(call.reading), any_model=call.reading.any_model)
+        count = await unless_left(call.request.receive, call.caller.count(turn))
+        return JSONResponse({"input_tokens": count}, headers=self._reported(call))
 
     async def agent_generate(self, call: Call) -> Answer:
-        asked = await self._body(call, agents.AgentTurn)
-        named = replace(call, agent_id=_agent_in_path(call))
-        return await self._answer(named, asked.turn(), agents.whole, agents.AgentEvents)
+        named = replace(call, agent_id=_agent_in_path(call), reading=Reading(is_strict=True))
+        asked = await self._body(named, agents.AgentTurn)
+        return await self._answer(named, asked.turn(named.reading), agents.whole, agents.AgentEvents)
 
     async def list_agents(self, call: Call) -> Response:
         name_prefix = call.request.query_params.get("name_prefix", "")
@@ -228,7 +235,7 @@ class Gateway:
         """A turn's answer in an API's words. The stream's status is sent once the turn has begun, so that a refusal
         has a status of its own."""
         turns = self._around.turns
-        turn = _with_memory(call, turn)
+        turn = replace(_with_memory(call, turn), any_model=call.reading.any_model)
         memory = await turns.memory(turn, call.caller, call.namespace, call.agent_id)
         asked = Asked(
             request_id=call.request_id,
@@ -239,7 +246,7 @@ class Gateway:
             digest=turns.digest_of(turn.messages),
         )
         events = turns.events(turn, call.caller, memory, call.request_id)
-        headers = {"x-request-id": call.request_id, "request-id": call.request_id}
+        headers = {"x-request-id": call.request_id, "request-id": call.request_id, **self._reported(call)}
         try:
             if not turn.is_streamed:
                 reply = await unless_left(call.request.receive, gather(events))
@@ -267,9 +274,16 @@ class Gateway:
     async def _body(self, call: Call, kind: type[_Body]) -> _Body:
         data = await call.body.read(call.request, self._around.limits.max_body_bytes)
         try:
-            return kind.model_validate_json(data)
+            body = kind.model_validate_json(data)
         except ValidationError as error:
             raise errors.malformed(error) from None
+        call.reading.check(body)
+        return body
+
+    def _reported(self, call: Call) -> dict[str, str]:
+        """What was not taken as it was sent, once the request is translated."""
+        self._around.tolerance.log(route_of(call.request.url.path), call.reading)
+        return call.reading.headers()
 
     def _route(
         self, path: str, handler: Callable[[Call], Awaitable[Any]], *, methods: list[str], is_open: bool = False
@@ -306,6 +320,7 @@ class Gateway:
             agent_id=_agent_of(request),
             request_id=_request_id(request, new_request_id),
             body=body,
+            reading=self._around.tolerance.reading(),
         )
 
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from datetime import UTC
 from itertools import cycle
 from types import MappingProxyType
@@ -33,6 +34,19 @@ class CallerAtEngine:
 
     async def generate(self, turn: Turn, agent_id: str, request_id: str) -> AsyncGenerator[pb.GenerateResponse, None]:
         """A turn's events, wherever it moves. Closing the generator cancels the turn."""
+        try:
+            async with aclosing(self._generate(turn, agent_id, request_id)) as events:
+                async for event in events:
+                    yield event
+            return
+        except NotFound as error:
+            if not _is_for_loaded(turn, error):
+                raise
+        async with aclosing(self._generate(replace(turn, model=""), agent_id, request_id)) as events:
+            async for event in events:
+                yield event
+
+    async def _generate(self, turn: Turn, agent_id: str, request_id: str) -> AsyncGenerator[pb.GenerateResponse, None]:
         options = GenerateOptions(
             agent_id=agent_id,
             model=turn.model,
@@ -54,7 +68,12 @@ class CallerAtEngine:
 
     async def count(self, turn: Turn) -> int:
         messages = [mapping(message) for message in turn.messages]
-        return await self.client.count_tokens(messages=messages, tools=turn.tools, model=turn.model)
+        try:
+            return await self.client.count_tokens(messages=messages, tools=turn.tools, model=turn.model)
+        except NotFound as error:
+            if not _is_for_loaded(turn, error):
+                raise
+        return await self.client.count_tokens(messages=messages, tools=turn.tools)
 
     async def kept(self, name_prefix: str) -> list[Kept]:
         """All agents whose names begin so."""
@@ -198,6 +217,11 @@ class EngineLink:
 
 def _unwell(reason: str, message: str, *, engine: bool = True, store: bool = False) -> Wellness:
     return Wellness([Ailment(reason, message)], {"engine": engine, "store": store})
+
+
+def _is_for_loaded(turn: Turn, error: NotFound) -> bool:
+    """Whether the loaded model answers instead."""
+    return turn.any_model and error.reason == "MODEL_NOT_FOUND"
 
 
 def mapping(message: Said) -> dict[str, Any]:

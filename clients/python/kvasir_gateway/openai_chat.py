@@ -10,6 +10,7 @@ from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import Field
 
+from kvasir_gateway.reading.tolerance import Reading
 from kvasir_gateway.turn import (
     Asked,
     Body,
@@ -27,7 +28,7 @@ from kvasir_gateway.turn import (
     given,
     refuse_unless,
     sse,
-    text_of,
+    texts_of,
 )
 
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -108,10 +109,9 @@ class SamplingFields(Body):
     min_p: Annotated[float, Ge(0), Le(1)] | None = None
     repetition_penalty: float | None = None
 
-    def sampling(self, max_tokens: int | None) -> dict[str, Any]:
+    def sampling(self, reading: Reading, max_tokens: int | None) -> dict[str, Any]:
         refuse_unless((0,), {"frequency_penalty": self.frequency_penalty, "presence_penalty": self.presence_penalty})
-        return given(
-            max_tokens=max_tokens,
+        return reading.length(max_tokens) | given(
             temperature=self.temperature,
             top_p=self.top_p,
             n=self.n,
@@ -139,8 +139,8 @@ class ChatRequest(SamplingFields):
     tool_choice: str | FreeObject | None = Field(None, description='"auto" or "none".')
     parallel_tool_calls: bool | None = Field(None, description="true alone.")
     response_format: ResponseFormat | None = None
-    reasoning_effort: str | None = Field(None, description="Refused: the model decides.")
-    verbosity: str | None = Field(None, description="Refused unless medium.")
+    reasoning_effort: str | None = Field(None, description="Ignored: the model decides.")
+    verbosity: str | None = Field(None, description="Ignored.")
     modalities: list[str] | None = Field(None, description='["text"] alone.')
     service_tier: str | None = None
     store: bool | None = None
@@ -149,10 +149,10 @@ class ChatRequest(SamplingFields):
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
 
-    def turn(self) -> Turn:
+    def turn(self, reading: Reading) -> Turn:
         """What the engine is asked. Raises InvalidArgument."""
-        refuse_unless((), {"reasoning_effort": self.reasoning_effort})
-        refuse_unless(("medium",), {"verbosity": self.verbosity})
+        reading.ignore_unless((), reasoning_effort=self.reasoning_effort)
+        reading.ignore_unless(("medium",), verbosity=self.verbosity)
         refuse_unless((["text"],), {"modalities": self.modalities})
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidArgument("top_logprobs: only with logprobs", field="top_logprobs")
@@ -162,10 +162,10 @@ class ChatRequest(SamplingFields):
         tools = offered(tools, self.tool_choice, self.parallel_tool_calls)
         return Turn(
             model=self.model,
-            messages=said(self.messages),
+            messages=said(self.messages, reading),
             tools=tuple(tools),
             sampling={
-                **self.sampling(self.max_completion_tokens or self.max_tokens),
+                **self.sampling(reading, self.max_completion_tokens or self.max_tokens),
                 **given(logprobs=self.logprobs, top_logprobs=self.top_logprobs),
             },
             json_schema=format_without_tools(_schema(self.response_format), tools, "response_format"),
@@ -174,12 +174,12 @@ class ChatRequest(SamplingFields):
         )
 
 
-def said(messages: Sequence[ChatMessage], field: str = "messages") -> tuple[Said, ...]:
+def said(messages: Sequence[ChatMessage], reading: Reading, field: str = "messages") -> tuple[Said, ...]:
     """The messages as the engine knows them. Raises InvalidArgument that names what is no text."""
     return tuple(
         Said(
-            role=_ROLES[message.role],
-            content=text_of(message.content, f"{field}[{number}].content"),
+            role=(role := _ROLES[message.role]),
+            content=reading.content(role, texts_of(message.content, f"{field}[{number}].content")),
             name=message.name or "",
             tool_calls=tuple(
                 ToolUse(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()

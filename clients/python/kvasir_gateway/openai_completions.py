@@ -8,6 +8,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import Field
 
 from kvasir_gateway.openai_chat import DONE, SamplingFields, usage
+from kvasir_gateway.reading.tolerance import Reading
 from kvasir_gateway.turn import Asked, Turn, comment, finish_reason, refuse_unless, sse
 
 
@@ -20,7 +21,7 @@ class CompletionRequest(SamplingFields):
     best_of: int | None = Field(None, description="1 alone.")
     logprobs: int | None = Field(None, description="Refused: chat completions have them.")
 
-    def turn(self) -> Turn:
+    def turn(self, reading: Reading) -> Turn:
         """What the engine is asked. Raises InvalidArgument."""
         refuse_unless((False,), {"echo": self.echo})
         refuse_unless((1,), {"best_of": self.best_of})
@@ -32,7 +33,7 @@ class CompletionRequest(SamplingFields):
         return Turn(
             model=self.model,
             prompt=prompts[0],
-            sampling=self.sampling(self.max_tokens),
+            sampling=self.sampling(reading, self.max_tokens),
             is_streamed=bool(self.stream),
         )
 

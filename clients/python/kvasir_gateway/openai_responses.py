@@ -19,6 +19,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import Field
 
 from kvasir_gateway.openai_chat import StreamOptions, offered, schema_text
+from kvasir_gateway.reading.tolerance import Reading
 from kvasir_gateway.turn import (
     Asked,
     Body,
@@ -35,22 +36,54 @@ from kvasir_gateway.turn import (
     given,
     refuse_unless,
     sse,
-    text_of,
+    texts_of,
 )
 
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
 _ID = re.compile(r"(resp_[01]|msg_|rs_|fc_)([0-9A-Za-z_-]{1,600})(?:\.([0-9]{1,3}))?")
+_REASONING = ("effort", "summary", "generate_summary", "context")
 MAX_REFERENCES = 256  # in one request
 
 Item = dict[str, Any]
 
 
-class ResponseTool(Body):
-    type: Literal["function"] = Field(description="This server runs no tools of its own.")
+class FunctionTool(Body):
+    type: Literal["function"]
     name: Annotated[str, MinLen(1), MaxLen(128)]
     description: str | None = None
     parameters: FreeObject | None = None
     strict: bool | None = Field(None, description="Accepted as a wish: arguments are as the model writes them.")
+
+
+_FUNCTION_FIELDS = set(FunctionTool.model_fields)
+
+
+class ResponseTool(Body):
+    """A function, a group of functions, or a tool that the server would run: this one runs none."""
+
+    type: Literal[
+        "function",
+        "namespace",
+        "web_search",
+        "web_search_2025_08_26",
+        "web_search_preview",
+        "web_search_preview_2025_03_11",
+        "file_search",
+        "code_interpreter",
+        "image_generation",
+        "tool_search",
+    ]
+    name: Annotated[str, MinLen(1), MaxLen(128)] | None = None
+    description: str | None = None
+    parameters: FreeObject | None = None
+    strict: bool | None = Field(None, description="Accepted as a wish: arguments are as the model writes them.")
+    tools: Annotated[list[FunctionTool], MaxLen(128)] | None = Field(None, description="The group's.")
+
+    def as_applied(self) -> dict[str, Any]:
+        if self.type == "namespace":
+            head = {"type": self.type, "name": self.name, "description": self.description}
+            return {**head, "tools": [tool.model_dump(include=_FUNCTION_FIELDS) for tool in self.tools or ()]}
+        return self.model_dump(include=_FUNCTION_FIELDS)
 
 
 class TextFormat(Body):
@@ -82,7 +115,7 @@ class ResponsesRequest(Body):
     tool_choice: str | FreeObject | None = Field(None, description='"auto" or "none".')
     parallel_tool_calls: bool | None = Field(None, description="true alone.")
     text: TextSettings | None = None
-    reasoning: dict[str, Any] | None = Field(None, description="Refused when it asks for an effort: the model decides.")
+    reasoning: dict[str, Any] | None = Field(None, description="Ignored: the model decides.")
     truncation: str | None = Field(None, description='"disabled" alone.')
     background: bool | None = Field(None, description="false alone.")
     conversation: str | dict[str, Any] | None = Field(None, description="Refused; see x-agent-id.")
@@ -97,40 +130,79 @@ class ResponsesRequest(Body):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
+    client_metadata: FreeObject | None = Field(None, description="Accepted: it is the client's own.")
 
-    def turn(self, before: Sequence[Said] = ()) -> Turn:
+    def turn(self, reading: Reading, before: Sequence[Said] = ()) -> Turn:
         """What the engine is asked; `before`: what was said until the previous response. Raises InvalidArgument."""
-        effort = {name: value for name, value in (self.reasoning or {}).items() if value is not None}
-        refuse_unless(({},), {"reasoning": effort})
+        for name, value in (self.reasoning or {}).items():
+            if value is not None:
+                reading.ignore(f"reasoning.{name}" if name in _REASONING else "reasoning")
         refuse_unless(("disabled",), {"truncation": self.truncation})
         refuse_unless((False, 0), {"background": self.background, "top_logprobs": self.top_logprobs})
         refuse_unless(
             (), {"conversation": self.conversation, "prompt": self.prompt, "max_tool_calls": self.max_tool_calls}
         )
         if self.text is not None:
-            refuse_unless(("medium",), {"text.verbosity": self.text.verbosity})
-        system = (Said("system", self.instructions),) if self.instructions else ()
-        tools = offered(list(self._tools()), self.tool_choice, self.parallel_tool_calls)
-        asked = (Said("user", self.input),) if isinstance(self.input, str) else said(self.input)
+            reading.ignore_unless(("medium",), **{"text.verbosity": self.text.verbosity})
+        system = (Said("system", reading.content("system", [self.instructions])),) if self.instructions else ()
+        tools = offered(list(self._tools(reading)), self.tool_choice, self.parallel_tool_calls)
+        asked = (Said("user", self.input),) if isinstance(self.input, str) else said(self.input, reading)
         return Turn(
             model=self.model,
             messages=(*system, *before, *asked),
             tools=tuple(tools),
-            sampling=given(max_tokens=self.max_output_tokens, temperature=self.temperature, top_p=self.top_p),
+            sampling={
+                **reading.length(self.max_output_tokens),
+                **given(temperature=self.temperature, top_p=self.top_p),
+            },
             json_schema=format_without_tools(self._schema(), tools, "text.format"),
             is_streamed=bool(self.stream),
             hint=self.prompt_cache_key or "",
         )
 
-    def _tools(self) -> Iterator[pb.Tool]:
-        for tool in self.tools or ():
-            yield function_tool(tool.name, tool.description, tool.parameters)
+    @property
+    def grouped(self) -> dict[str, tuple[str, str]]:
+        """The groups' functions by the names that the model knows: each one's group and own name."""
+        groups = [tool for tool in self.tools or () if tool.type == "namespace"]
+        return {
+            flat_name(group.name or "", each.name): (group.name or "", each.name)
+            for group in groups
+            for each in group.tools or ()
+        }
+
+    def _tools(self, reading: Reading) -> Iterator[pb.Tool]:
+        names: set[str] = set()
+        for number, tool in enumerate(self.tools or ()):
+            where = f"tools[{number}]"
+            if tool.type not in ("function", "namespace") or (tool.type == "namespace" and reading.is_strict):
+                reading.ignore_tool(number)
+                continue
+            if tool.name is None:
+                raise InvalidArgument(f"{where}.name: expected a string", field=f"{where}.name")
+            for name, each in _functions(tool.name, tool):
+                if name in names:
+                    raise InvalidArgument(f"{where}: two tools would have one name", field=where)
+                names.add(name)
+                yield function_tool(name, each.description, each.parameters)
 
     def _schema(self) -> str | None:
         asked = self.text.format if self.text is not None else None
         if asked is None or asked.type == "text":
             return None
         return schema_text(asked.schema_ if asked.type == "json_schema" else None)
+
+
+def flat_name(group: str, name: str) -> str:
+    """The one name that the model knows a group's function by. Groups' names may end with the separator."""
+    return f"{group.removesuffix('__')}__{name}"
+
+
+def _functions(name: str, tool: ResponseTool) -> Iterator[tuple[str, FunctionTool | ResponseTool]]:
+    """What the model may call, by the names that it knows."""
+    if tool.type == "function":
+        yield name, tool
+    for each in tool.tools or () if tool.type == "namespace" else ():
+        yield flat_name(name, each.name), each
 
 
 def place_of(given: str, field: str = "previous_response_id") -> Place:
@@ -181,22 +253,25 @@ def referenced(given: str, place: Place, reply: Said) -> Item:
     return {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments_json}
 
 
-def said(items: Sequence[Item]) -> tuple[Said, ...]:
+def said(items: Sequence[Item], reading: Reading) -> tuple[Said, ...]:
     """The items as messages: an answer and its calls, which are items of their own here, become one message."""
     messages: list[Said] = []
     for number, item in enumerate(items):
         where = f"input[{number}]"
         kind = item.get("type", "message")
         if kind == "message":
-            messages.append(_message_said(item, where))
+            messages.append(_message_said(item, where, reading))
         elif kind == "function_call":
-            call = ToolUse(_text(item, "call_id", where), _text(item, "name", where), _text(item, "arguments", where))
+            name = _text(item, "name", where)
+            if item.get("namespace") is not None:
+                name = flat_name(_text(item, "namespace", where), name)
+            call = ToolUse(_text(item, "call_id", where), name, _text(item, "arguments", where))
             if not messages or messages[-1].role != "assistant":
                 messages.append(Said("assistant", ""))
             messages[-1] = replace(messages[-1], tool_calls=(*messages[-1].tool_calls, call))
         elif kind == "function_call_output":
             output = item.get("output")
-            text = output if isinstance(output, str) else text_of(_parts(output, f"{where}.output"), f"{where}.output")
+            text = reading.content("tool", _texts(output, f"{where}.output"))
             messages.append(Said("tool", text, tool_call_id=_text(item, "call_id", where)))
         elif kind != "reasoning":  # the model's template leaves out what it thought
             shown = repr(kind[:40]) if isinstance(kind, str) else "another value"
@@ -216,7 +291,7 @@ def whole(asked: Asked, reply: Reply, request: ResponsesRequest) -> dict[str, An
         output.append(_reasoning(asked, reply.reasoning_text))
     if reply.text or not (output or reply.finished.tool_calls):
         output.append(_message(asked, reply.text, "completed"))
-    output += [_call(asked, number, call, "completed") for number, call in enumerate(reply.finished.tool_calls)]
+    output += [_call(asked, request, number, call) for number, call in enumerate(reply.finished.tool_calls)]
     return _response(asked, request, reply.started, output, reply.finished)
 
 
@@ -266,13 +341,13 @@ class ResponseEvents:
         frames += self._closed()
         for number, call in enumerate(finished.tool_calls):
             index = len(self._output)
-            done = _call(self._asked, number, call, "completed")
+            done = _call(self._asked, self._request, number, call)
             begun = {**done, "arguments": "", "status": "in_progress"}
             place = {"item_id": done["id"], "output_index": index}
             frames += self._event("response.output_item.added", output_index=index, item=begun)
             frames += self._event("response.function_call_arguments.delta", **place, delta=call.arguments_json)
             frames += self._event(
-                "response.function_call_arguments.done", **place, name=call.name, arguments=call.arguments_json
+                "response.function_call_arguments.done", **place, name=done["name"], arguments=call.arguments_json
             )
             frames += self._event("response.output_item.done", output_index=index, item=done)
             self._output.append(done)
@@ -328,7 +403,7 @@ def _response(
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": started.prompt_tokens + finished.usage.completion_tokens,
         }
-    tools = [tool.model_dump() for tool in request.tools or ()]
+    tools = [tool.as_applied() for tool in request.tools or () if tool.type in ("function", "namespace")]
     text_format = {"type": "text"}
     if request.text is not None and request.text.format is not None:
         text_format = request.text.format.model_dump(by_alias=True, exclude_none=True)
@@ -380,24 +455,27 @@ def _reasoning(asked: Asked, text: str | None) -> Item:
     return {"id": _item_id(asked, "reasoning"), "type": "reasoning", "summary": [], "content": content}
 
 
-def _call(asked: Asked, number: int, call: ToolCall, status: str) -> Item:
+def _call(asked: Asked, request: ResponsesRequest, number: int, call: ToolCall) -> Item:
     head = {"id": f"fc_{_names(asked)}.{number}", "type": "function_call", "call_id": call.id}
-    return {**head, "name": call.name, "arguments": call.arguments_json, "status": status}
+    group, name = request.grouped.get(call.name, ("", call.name))
+    names = {"namespace": group, "name": name} if group else {"name": name}
+    return {**head, **names, "arguments": call.arguments_json, "status": "completed"}
 
 
-def _message_said(item: Item, where: str) -> Said:
+def _message_said(item: Item, where: str, reading: Reading) -> Said:
     role = item.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise InvalidArgument(f"{where}.role: expected one of {', '.join(_ROLES)}", field=f"{where}.role")
-    content = item.get("content")
-    text = content if isinstance(content, str) else text_of(_parts(content, f"{where}.content"), f"{where}.content")
-    return Said(_ROLES[role], text)
+    texts = _texts(item.get("content"), f"{where}.content")
+    return Said(_ROLES[role], reading.content(_ROLES[role], texts))
 
 
-def _parts(content: object, where: str) -> list[dict[str, Any]]:
+def _texts(content: object, where: str) -> list[str]:
+    if isinstance(content, str):
+        return [content]
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         raise InvalidArgument(f"{where}: expected a string or a list of parts", field=where)
-    return content
+    return texts_of(content, where)
 
 
 def _text(item: Item, name: str, where: str) -> str:

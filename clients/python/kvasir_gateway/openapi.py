@@ -143,7 +143,9 @@ def document(version: str) -> Json:
             "title": "Kvasir's gateway",
             "version": version,
             "description": "x-agent-id names the agent whose memory a turn reads and extends. Without it, a "
-            "conversation is found again by its messages. The answer's x-agent-memory says what the turn did to it.",
+            "conversation is found again by its messages. The answer's x-agent-memory says what the turn did to it, "
+            "x-kvasir-ignored which of the request's fields were ignored, and x-kvasir-volatile which rules left "
+            "something out of its system texts.",
         },
         "security": [{"bearer": []}, {"key": []}],
         "paths": paths,

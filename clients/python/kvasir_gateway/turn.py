@@ -51,6 +51,8 @@ class Turn:
     json_schema: JsonSchema | None = None
     regex: str | None = None
     is_streamed: bool = False
+    # The loaded model answers where there is none of the name.
+    any_model: bool = False
     # Keeps conversations with the same opening apart. Never an identity.
     hint: str = ""
 
@@ -112,9 +114,9 @@ FreeObject = Annotated[dict[str, Any], AfterValidator(_finite)]
 
 
 class Body(BaseModel):
-    """A request's JSON. Types are strict, and what is not listed is refused: no field is accepted and not applied."""
+    """A request's JSON. Types are strict. Fields that are not listed are kept apart, and ignored or refused by name."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 
 
 class Lenient(BaseModel):
@@ -153,11 +155,11 @@ def comment(text: str) -> str:
     return f": {text}\n\n"
 
 
-def text_of(content: "str | Sequence[dict[str, Any]] | None", field_name: str) -> str:
-    """The text of a message's content. Raises InvalidArgument that names a part that is none."""
+def texts_of(content: "str | Sequence[dict[str, Any]] | None", field_name: str) -> list[str]:
+    """The texts of a message's content. Raises InvalidArgument that names a part that is none."""
     if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(_text_of_part(part, f"{field_name}[{number}]") for number, part in enumerate(content))
+        return [content or ""]
+    return [_text_of_part(part, f"{field_name}[{number}]") for number, part in enumerate(content)]
 
 
 def _text_of_part(part: dict[str, Any], where: str) -> str:

@@ -7,7 +7,7 @@ from kvasir.errors import InvalidArgument, KvasirError
 from kvasir.inference.v1 import inference_pb2 as pb
 from smg_grpc_proto import mlx_engine_pb2 as mlx
 
-from inference_svc.edge.sampling_messages import MAX_TOP_LOGPROBS, sampling_params, settings
+from inference_svc.edge.sampling_messages import MAX_TOP_LOGPROBS, clamps_max_tokens, sampling_params, settings
 from inference_svc.engine.api import TokenLogprobs
 from inference_svc.engine.context import check_fits
 from inference_svc.text.conversation import input_digest
@@ -53,7 +53,7 @@ def turn_request(
         input=TokensInput(prompt),
         input_digest=input_digest("tokens", " ".join(map(str, prompt)), (), (), settings(wanted)),
         sampling=sampling_params(wanted, new_seed),
-        max_tokens_is_default=not wanted.sampling.HasField("max_tokens"),
+        clamps_max_tokens=clamps_max_tokens(wanted),
         caller=caller,
         input_bytes=request.ByteSize(),
     )

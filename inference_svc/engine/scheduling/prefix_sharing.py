@@ -71,15 +71,17 @@ class PrefixWaits(Generic[TurnT]):
 
 
 def prefix_source_of(
-    turn: TurnT, running: Iterable[TurnT], hot: Iterable[ResidentMemory] = ()
+    turn: TurnT, running: Iterable[TurnT], hot: Iterable[ResidentMemory] = (), least_tokens: int | None = None
 ) -> PrefixSource[TurnT | ResidentMemory] | None:
-    """The computed KV that `turn` should begin with now; None when no source has at least a block more than its plan
-    reuses. `hot`: idle memories of its namespace. Of equals a running turn is preferred.
+    """The computed KV that shares the longest prefix with `turn`; None when none shares `least_tokens`, which are a
+    block more than the turn's plan reuses unless given. `hot`: idle memories of its namespace. Of equals a running turn
+    is preferred.
     """
+    least = turn.reusable_tokens + BLOCK_TOKENS if least_tokens is None else least_tokens
     sources: list[TurnT | ResidentMemory] = [*_siblings(turn, running)]
     sources += hot
-    ready = [PrefixSource(one, _shared(turn, one, one.shareable)) for one in sources]
-    return _best(ready, turn.reusable_tokens)
+    ready = [PrefixSource(one, _shared(turn, one, one.shareable, least)) for one in sources]
+    return _best(ready, least)
 
 
 def awaited_by(turn: TurnT, running: Collection[TurnT]) -> PrefixSource[TurnT] | None:
@@ -87,22 +89,23 @@ def awaited_by(turn: TurnT, running: Collection[TurnT]) -> PrefixSource[TurnT] |
     they share once it is computed.
     """
     now = prefix_source_of(turn, running)
-    coming = [PrefixSource(one, _shared(turn, one, one.final_shareable)) for one in _siblings(turn, running)]
-    return _best(coming, max(turn.reusable_tokens, now.shared_tokens if now else 0))
+    least = max(turn.reusable_tokens, now.shared_tokens if now else 0) + BLOCK_TOKENS
+    coming = [PrefixSource(one, _shared(turn, one, one.final_shareable, least)) for one in _siblings(turn, running)]
+    return _best(coming, least)
 
 
-def _best(prefixes: Iterable[PrefixSource[SourceT]], have: int) -> PrefixSource[SourceT] | None:
-    """The longest, if it is at least a block longer than what the turn has."""
+def _best(prefixes: Iterable[PrefixSource[SourceT]], least: int) -> PrefixSource[SourceT] | None:
+    """The longest, if it has at least so many tokens."""
     best = max(prefixes, key=lambda prefix: prefix.shared_tokens, default=None)
-    return best if best is not None and best.shared_tokens >= have + BLOCK_TOKENS else None
+    return best if best is not None and best.shared_tokens >= least else None
 
 
-def _shared(turn: Schedulable, source: Schedulable | ResidentMemory, shareable: int) -> int:
+def _shared(turn: Schedulable, source: Schedulable | ResidentMemory, shareable: int, least: int) -> int:
     """Leading tokens, in whole blocks, that `turn` could begin with. It always computes its last token itself. 0
-    without hashing a prompt where they cannot be a block more than its plan reuses.
+    without hashing a prompt where they cannot be `least`.
     """
     most = min(shareable, turn.prompt_tokens - 1) // BLOCK_TOKENS
-    if turn.namespace is None or most * BLOCK_TOKENS < turn.reusable_tokens + BLOCK_TOKENS:
+    if turn.namespace is None or most * BLOCK_TOKENS < least:
         return 0
     return min(most, common_prefix_length(turn.chain, source.chain)) * BLOCK_TOKENS
 

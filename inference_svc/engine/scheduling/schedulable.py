@@ -14,8 +14,8 @@ class Status(Enum):
     """Where a turn is in its life. It holds a reservation in the states of `RUNNING`."""
 
     WAITING = "waiting"  # for room
-    RESTORING = "restoring"  # was preempted, has room again, and waits for the files of its KV
-    LOADING = "loading"  # the files of its KV are here, and become KV some at a time
+    RESTORING = "restoring"  # has room, and waits for files of its KV
+    LOADING = "loading"  # files of its KV are here, and become KV some at a time
     PREFILLING = "prefilling"  # prompt tokens are left to compute
     DECODING = "decoding"
     HELD = "held"  # stopped between two tokens, with its KV, until it is released or goes to another engine

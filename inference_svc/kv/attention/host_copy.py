@@ -56,14 +56,14 @@ class Sent(Protocol):
 
 def send(rows: Sequence[Units]) -> Sent:
     """Send equal rows of uint16 units ahead if this device has room for that, else copy them now."""
-    if rows and _has_cuda() and _is_sound() and (landing := _landings().take(len(rows) * rows[0].size)) is not None:
+    if rows and copies_itself() and (landing := _landings().take(len(rows) * rows[0].size)) is not None:
         return _Coming(_landings(), landing, rows)
     return _Copied(to_device(rows))
 
 
 def may_send() -> bool:
     """Whether `send` has room for rows that come by themselves; True on a device where none do."""
-    return not (_has_cuda() and _is_sound()) or _landings().has_room
+    return not copies_itself() or _landings().has_room
 
 
 def drop_room() -> None:
@@ -186,9 +186,14 @@ class _Coming:
 
 def to_device(rows: Sequence[Units]) -> mx.array:
     """Equal rows of uint16 units as one array [rows, units]. Evaluates."""
-    if not rows or not _has_cuda() or not _is_sound():
+    if not rows or not copies_itself():
         return mx.stack([mx.array(row) for row in rows])
     return _copied_to_device(rows)
+
+
+def copies_itself() -> bool:
+    """Whether `to_device` copies by threads, and not as MLX does."""
+    return _has_cuda() and _is_sound()
 
 
 def _copied_to_device(rows: Sequence[Units]) -> mx.array:
@@ -215,7 +220,7 @@ def _pieces(address: int, row: Units) -> Iterator[_Piece]:
 def to_host(array: mx.array) -> Units:
     """A uint16 array's numbers. Evaluates."""
     mx.eval(array)
-    if not array.size or not _has_cuda() or not _is_sound():
+    if not array.size or not copies_itself():
         return np.asarray(array)
     return _copied_to_host(array)
 

@@ -56,7 +56,7 @@ def _digest(content: bytes) -> bytes:
 def _found(path: Path) -> bytes | None:
     """A kept program that is whole, in a folder that this user alone writes: a GPU runs what it is given."""
     try:
-        if not _is_this_users(path.parent):
+        if not is_this_users(path.parent):
             return None
         content = path.read_bytes()
     except OSError:
@@ -65,7 +65,8 @@ def _found(path: Path) -> bytes | None:
     return made if _digest(made) == digest else None
 
 
-def _is_this_users(folder: Path) -> bool:
+def is_this_users(folder: Path) -> bool:
+    """Whether the folder is this user's, and nobody else writes to it."""
     facts = folder.stat()
     return facts.st_uid == os.getuid() and not facts.st_mode & _WRITABLE_BY_OTHERS
 
@@ -74,7 +75,7 @@ def _keep(path: Path, made: bytes) -> None:
     """Where the disk takes no file, each process compiles for itself."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _is_this_users(path.parent):
+        if not is_this_users(path.parent):
             return
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:  # mode 0600
             temp = Path(file.name)

@@ -1,16 +1,35 @@
-"""Reads blobs from the files of this user's store on this machine: eight times as fast as through its socket.
+"""Reads blobs from the files of this user's store on this machine: eight times as fast as through its socket. New blobs
+are handed over as files, too.
 
 The directory comes from this engine's own configuration, and a blob's place in it from its digest: no path from the
 wire is used. Bytes are used only if they have the digest. A blob that is sealed, gone or damaged is requested from the
 store, which can deal with that. Files are read, not mapped: a file that is cut under a map ends the process.
 """
 
+import asyncio
 import os
 import stat
+import weakref
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+from kvasir.clients.handed_files import HandedFiles
 from kvasir.formats.blob_place import blob_place
 from kvasir.formats.digest import Digest
+
+# BLAKE3 is a thread's work at 4 GB/s. More threads than these are faster than memory is.
+_THREADS = min(8, os.cpu_count() or 1)
+# Files that a turn has read ahead of the one that is wanted next. So many turns share the threads as the room for bytes
+# that become KV allows.
+_AHEAD = 2 * _THREADS
+# Free memory that is kept for files to come.
+_KEPT_BYTES = 256 << 20
 
 
 class StoreFiles:
@@ -19,8 +38,21 @@ class StoreFiles:
     def __init__(self, data_dir: Path, namespace: str) -> None:
         self._data_dir = data_dir
         self._namespace = namespace
+        self.handed = HandedFiles(data_dir, namespace)
 
-    def read(self, digest: Digest) -> bytes | None:
+    async def read_in_order(self, digests: Sequence[Digest]) -> AsyncGenerator[memoryview | None, None]:
+        """As `read`, several at once."""
+        loop, left, coming = asyncio.get_running_loop(), deque(digests), deque[asyncio.Future[memoryview | None]]()
+        try:
+            while left or coming:
+                while left and len(coming) < _AHEAD:
+                    coming.append(loop.run_in_executor(_threads(), self.read, left.popleft()))
+                yield await coming.popleft()
+        finally:
+            for each in coming:
+                each.cancel()
+
+    def read(self, digest: Digest) -> memoryview | None:
         """The blob's bytes, verified; None where the store has to be asked."""
         try:
             path = blob_place(self._data_dir, self._namespace, digest.hash)
@@ -31,7 +63,40 @@ class StoreFiles:
                     return None
                 if status.st_size != digest.size_bytes:
                     return None
-                data = file.read(digest.size_bytes)
+                data = _buffers.take(digest.size_bytes)
+                if file.readinto(data) != digest.size_bytes:
+                    return None
         except OSError:
             return None
-        return data if data is not None and Digest.of(data) == digest else None
+        return data.toreadonly() if Digest.of(data) == digest else None
+
+
+class _Buffers:
+    """Memory for files, used again once nothing refers to their bytes: to read into new memory takes twice as long."""
+
+    def __init__(self) -> None:
+        self._free = deque[npt.NDArray[np.uint8]]()
+
+    def take(self, size_bytes: int) -> memoryview:
+        """Bytes that are all overwritten by the caller. From any thread."""
+        buffer = None
+        with suppress(IndexError):  # another thread took the last one
+            buffer = self._free.pop()
+        if buffer is None or buffer.size < size_bytes:
+            buffer = np.empty(size_bytes, np.uint8)
+        lent = buffer[:size_bytes]
+        # Whatever is made of the view below refers to `lent`, and not to the buffer alone.
+        weakref.finalize(lent, self._give_back, buffer).atexit = False
+        return lent.data
+
+    def _give_back(self, buffer: npt.NDArray[np.uint8]) -> None:
+        if sum(free.size for free in list(self._free)) + buffer.size <= _KEPT_BYTES:
+            self._free.append(buffer)
+
+
+_buffers = _Buffers()
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_THREADS, "store-files")

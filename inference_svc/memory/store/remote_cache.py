@@ -7,13 +7,14 @@ before they are used.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from kvasir import errors, on_full
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients import AioStoreClient
+from kvasir.clients.aio.handed_upload import FEATURE, put_by_files
+from kvasir.formats.block_file import FileBytes
 from kvasir.formats.digest import Digest
 
 from inference_svc.memory.outcomes import Miss, MissReason
@@ -91,34 +92,49 @@ class RemoteCache(StoreConnection):
             raise StoreMiss(Miss(MissReason.BLOB_DAMAGED, f"manifest {head.manifest}: other bytes were received"))
         return data
 
-    async def read_blobs(self, digests: Sequence[Digest], budget: Budget) -> tuple[list[bytes], Miss | None]:
+    async def read_blobs(self, digests: Sequence[Digest], budget: Budget) -> tuple[list[FileBytes], Miss | None]:
         """The longest prefix of the blobs that arrived whole and correct within the budget, and why it is not all."""
-        blobs: list[bytes] = []
+        blobs: list[FileBytes] = []
+
+        async def take(data: FileBytes) -> None:
+            blobs.append(data)
+
+        return blobs, await self.give_blobs(digests, budget, take)
+
+    async def give_blobs(
+        self, digests: Sequence[Digest], budget: Budget, take: Callable[[FileBytes], Awaitable[None]]
+    ) -> Miss | None:
+        """Give `take` the blobs in their order, as they arrive whole and correct within the budget; the time that it
+        takes does not count. Returns why not all of them did.
+        """
         try:
-            await self._read_files(digests, blobs, budget)
-            if len(blobs) == len(digests):
-                return blobs, None
-            async with contextlib.aclosing(self.client.get_blobs(digests[len(blobs) :])) as arriving:
-                while len(blobs) < len(digests):
+            taken = await self._read_files(digests, budget, take)
+            if taken == len(digests):
+                return None
+            async with contextlib.aclosing(self.client.get_blobs(digests[taken:])) as arriving:
+                for _ in digests[taken:]:
                     _, data = await self._read(lambda: anext(arriving), budget)
                     budget.earn(len(data))
-                    blobs.append(bytes(data))
+                    await take(data)
         except StoreMiss as error:
-            return blobs, error.miss
+            return error.miss
         except errors.KvasirError as error:
-            return blobs, miss_of(error)
-        return blobs, None
+            return miss_of(error)
+        return None
 
-    async def _read_files(self, digests: Sequence[Digest], blobs: list[bytes], budget: Budget) -> None:
-        """Add the first blobs, up to one that the store has to be asked for."""
-        files = self._files
-        for digest in digests if files is not None else ():
-            assert files is not None
-            data = await self._read(partial(asyncio.to_thread, files.read, digest), budget)
-            if data is None:
-                return
-            budget.earn(len(data))
-            blobs.append(data)
+    async def _read_files(
+        self, digests: Sequence[Digest], budget: Budget, take: Callable[[FileBytes], Awaitable[None]]
+    ) -> int:
+        """Read the store's files up to one for which the store has to be asked. Returns how many were read."""
+        if self._files is None:
+            return 0
+        taken = 0
+        async with contextlib.aclosing(self._files.read_in_order(digests)) as arriving:
+            while taken < len(digests) and (data := await self._read(lambda: anext(arriving), budget)) is not None:
+                budget.earn(len(data))
+                await take(data)
+                taken += 1
+        return taken
 
     async def find_prefix(
         self, kv_identity_hash: str, block_hashes: Sequence[str], groups: Sequence[int], budget: Budget
@@ -135,20 +151,28 @@ class RemoteCache(StoreConnection):
         except errors.NotFound as error:
             raise StoreMiss(miss_of(error)) from error
 
-    # --- writing: a failure is a KvasirError, and each call has a timeout ---
+    # --- writing: a failure is a KvasirError, and each call has a timeout; of bulk data, one without progress ---
 
-    async def write_tensors(self, files: Sequence[bytes], timeout_s: float) -> tuple[list[Digest], int]:
-        """Make tensor files durable. Returns their digests in order, and the number of bytes that had to be sent."""
-        client = self.client  # before work is done in vain
-        digests = [Digest.of(data) for data in files]
+    async def write_tensors(self, files: Sequence[bytes], stall_timeout_s: float) -> tuple[list[Digest], int]:
+        """Make tensor files durable, however long that takes while bytes move. Returns their digests in order, and the
+        number of bytes that had to be sent. Raises DeadlineExceeded after so long without progress.
+        """
+        client, local = self.client, self._files  # before work is done in vain
+        digests = await asyncio.to_thread(lambda: [Digest.of(data) for data in files])
+        blobs = dict(zip(digests, files, strict=True))
         there: list[int] = []
-        progress = await self._noting(
-            client.put_blobs(
-                dict(zip(digests, files, strict=True)),
-                on_progress=lambda now: there.append(now.bytes_done),
-                timeout_s=timeout_s,
-            )
-        )
+
+        def note(now: cachestore_pb2.TransferProgress) -> None:
+            there.append(now.bytes_done)
+
+        async def put() -> cachestore_pb2.TransferProgress:
+            if local is not None and FEATURE in (await client.get_capabilities(timeout_s=stall_timeout_s)).features:
+                return await put_by_files(
+                    client, blobs, local.handed, on_progress=note, stall_timeout_s=stall_timeout_s
+                )
+            return await client.put_blobs(blobs, on_progress=note, stall_timeout_s=stall_timeout_s)
+
+        progress = await self._noting(put())
         return digests, progress.bytes_total - there[0]
 
     async def renew(self, digests: Sequence[Digest], timeout_s: float) -> None:
@@ -170,7 +194,7 @@ class RemoteCache(StoreConnection):
         earlier version that it goes on from; 0: its parent. Raises Conflict when the head is not its parent, or when
         the lease is fenced.
         """
-        digest = await self._noting(self.client.put_manifest(manifest, timeout_s=timeout_s))
+        digest = await self._noting(self.client.put_manifest(manifest, stall_timeout_s=timeout_s))
         version = await self._noting(
             self.client.commit(
                 agent_id,

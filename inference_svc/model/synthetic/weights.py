@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ GROUP_SIZE = 64
 _SHARPENED = ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj")
 _SHARPENING = 4.0
 _BIAS = 0.1
+_FILE_TYPES = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16", mx.uint32: "U32"}
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 # By the path of a module: how its weights are quantized.
@@ -111,7 +113,7 @@ def _write_shards(
         say(f"writing {group}, {number} of {len(groups)}")
         file = f"model-{number:05}-of-{len(groups):05}.safetensors"
         tensors = dict(each for name in names for each in _tensors(name, shapes[name], quantized, dtype, seed))
-        mx.save_safetensors(str(directory / file), tensors, {"format": "mlx"})
+        _write_aligned(directory / file, tensors)
         size += sum(tensor.nbytes for tensor in tensors.values())
         places |= dict.fromkeys(tensors, file)
         del tensors
@@ -119,6 +121,21 @@ def _write_shards(
     index = {"metadata": {"total_size": size}, "weight_map": places}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     return size
+
+
+def _write_aligned(path: Path, tensors: Mapping[str, mx.array]) -> None:
+    """As mx.save_safetensors, whose tensors may begin at odd bytes. These can be mapped."""
+    ends = list(accumulate(tensor.nbytes for tensor in tensors.values()))
+    header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
+    for (name, tensor), end in zip(tensors.items(), ends, strict=True):
+        offsets = [end - tensor.nbytes, end]
+        header[name] = {"dtype": _FILE_TYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # as safetensors itself does
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            file.write(memoryview(tensor.reshape(-1).view(mx.uint8)))  # type: ignore[arg-type]
 
 
 def _tensors(

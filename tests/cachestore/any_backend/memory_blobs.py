@@ -2,11 +2,12 @@
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from blake3 import blake3
+from kvasir.errors import InvalidArgument
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.backend import Aside, Damaged, Listing
@@ -46,8 +47,21 @@ class MemoryOfNamespace:
     def begin(self, hash_: str) -> "MemoryPart":
         return MemoryPart(self.parts.setdefault(hash_, bytearray()))
 
-    def publish(self, hash_: str) -> None:
-        self.blobs[hash_] = bytes(self.parts.pop(hash_))
+    def receive_files(self) -> None:
+        """Nobody can write a file into this memory."""
+
+    def take(self, digest: Digest, token: str) -> "MemoryPart":
+        raise InvalidArgument(f"handed: there is no {token} for {digest}", field="handed")
+
+    def handed(self) -> set[str]:
+        return set()
+
+    def remove_handed(self, token: str) -> None:
+        """There is none."""
+
+    def publish(self, hashes: Sequence[str]) -> None:
+        for hash_ in hashes:
+            self.blobs[hash_] = bytes(self.parts.pop(hash_))
 
     def read(self, digest: Digest) -> memoryview:
         data = self.bytes_of(digest.hash, digest.size_bytes + 1)
@@ -86,8 +100,12 @@ class MemoryOfNamespace:
     def list(self) -> Listing:
         return Listing(set(self.blobs), set(self.parts), set(self.asides))
 
-    def naming(self, hash_: str) -> AbstractContextManager[object]:
-        return self._locks[hash_]
+    @contextmanager
+    def naming(self, *hashes: str) -> Iterator[None]:
+        with ExitStack() as held:
+            for hash_ in sorted(set(hashes)):
+                held.enter_context(self._locks[hash_])
+            yield
 
 
 @dataclass
@@ -96,8 +114,8 @@ class MemoryPart:
 
     data: bytearray
 
-    def pieces(self) -> Iterator[bytes]:
-        yield bytes(self.data)
+    def pieces(self) -> Iterator[memoryview]:
+        yield memoryview(bytes(self.data))
 
     def append(self, data: bytes | memoryview) -> None:
         self.data += data

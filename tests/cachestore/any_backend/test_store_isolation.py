@@ -9,7 +9,7 @@ from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.owner_store import ArrivingAgent
 from cachestore_svc.records import BlobKind, HeldLease, Origin
-from cachestore_svc.store import Store
+from cachestore_svc.store import NewBlob, Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, publish, upload, write
 from tests.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot
 
@@ -41,6 +41,10 @@ def not_found(call: Callable[[], object]) -> None:
 PROBES: dict[str, Callable[[Store, SyntheticSnapshot], object]] = {
     "find_missing": lambda s, c: s.find_missing(NS, c.digests) == c.digests or pytest.fail("their blobs were seen"),
     "open_writer": lambda s, c: s.open_writer(NS, c.digests[0], BlobKind.TENSORS).is_stored and pytest.fail("seen"),
+    "open_writers": lambda s, c: (
+        s.open_writers(NS, [NewBlob(c.digests[0], BlobKind.TENSORS)])[0].is_stored and pytest.fail("seen")
+    ),
+    "receive_files": lambda s, c: s.receive_files(NS),
     "write_status": lambda s, c: s.write_status(NS, c.digests[0]).received_bytes == 0 or pytest.fail("seen"),
     "read_blob": lambda s, c: not_found(lambda: s.read_blob(NS, c.digests[0])),
     "leading_stored": lambda s, c: not_found(lambda: s.leading_stored(NS, c.digests)),

@@ -12,7 +12,7 @@ from kvasir.errors import KvasirError, ResourceExhausted, Unavailable
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.records import BlobKind
-from cachestore_svc.store import Store
+from cachestore_svc.store import NewBlob, Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, publish, upload, write
 from tests.synthetic import SMALL, SyntheticAgent
 
@@ -264,7 +264,7 @@ def test_a_blob_that_another_writer_listed_first_survives_our_failure_to_list_it
         with stale:
             pass
         done = publish(store, "a", content, 0)
-        with store._core.writers.begin(NS, digest, BlobKind.TENSORS, catalog) as late:
+        with store._core.writers.begin(NS, NewBlob(digest, BlobKind.TENSORS), catalog) as late:
             late.write(0, data)
             disk.arm(4)  # sync, rename, sync of the directory, commit
             with pytest.raises(ResourceExhausted):

@@ -25,7 +25,7 @@ from kvasir.errors import FailedPrecondition, KvasirError, NotFound
 
 from cachestore_svc.store import Store
 from tests.cachestore.core.dying_disk import DyingDisk
-from tests.cachestore.core.lab import NS, Lab, publish, snapshot_digests
+from tests.cachestore.core.lab import NS, Lab, hand_all, publish, snapshot_digests
 from tests.cachestore.sealing.canaries import files_with
 from tests.synthetic import MIXED, SMALL, SyntheticAgent
 
@@ -75,8 +75,8 @@ class Report:
 class Engine:
     """One engine of the child: goes on with its agent, forks it, rolls it back, forgets the fork."""
 
-    def __init__(self, store: Store, say: int, namespace: str, name: str, seed: int) -> None:
-        self._store, self._say, self._namespace, self._name = store, say, namespace, name
+    def __init__(self, lab: Lab, store: Store, say: int, namespace: str, name: str, seed: int) -> None:
+        self._lab, self._store, self._say, self._namespace, self._name = lab, store, say, namespace, name
         self._chance = random.Random(seed)
 
     def live(self) -> None:
@@ -104,6 +104,8 @@ class Engine:
         self._tell("begin", name, "turn")
         while True:
             try:
+                if self._chance.random() < 0.5:  # as files; the rest is sent
+                    hand_all(self._lab, self._store, snapshot.new_blobs, self._namespace)
                 done = publish(self._store, name, snapshot, version, self._namespace)
             except FailedPrecondition as error:
                 # Collected before it was committed: a clean failure, and the next try writes what is gone.
@@ -131,7 +133,9 @@ class Engine:
 def live(lab: Lab, say: int, disk: DyingDisk, seed: int) -> None:
     """The child's life: open, work on two threads, collect on a third, close."""
     with lab.open(disk, **SETTINGS) as store:
-        engines = [Engine(store, say, namespace, name, seed + index) for index, (namespace, name) in enumerate(AGENTS)]
+        engines = [
+            Engine(lab, store, say, namespace, name, seed + index) for index, (namespace, name) in enumerate(AGENTS)
+        ]
         threads = [threading.Thread(target=engine.live) for engine in engines]
         for thread in threads:
             thread.start()

@@ -1,5 +1,6 @@
 """What the store's tests share: a store on a directory, a clock that stands until it is moved, and a way to publish."""
 
+import contextlib
 import hashlib
 import secrets
 import sqlite3
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from blake3 import blake3
+from kvasir.clients.handed_files import HandedFiles
 from kvasir.formats.blob_place import namespace_place
 from kvasir.formats.digest import Digest
 
@@ -22,7 +24,7 @@ from cachestore_svc.sealing.keys import MasterKey, new_record
 from cachestore_svc.sealing.sealed_blobs import SealedBackend
 from cachestore_svc.sealing.sealed_names import PlainNames
 from cachestore_svc.sealing.seals import Seals
-from cachestore_svc.store import Store
+from cachestore_svc.store import NewBlob, Store, finish_all
 from tests.synthetic import SyntheticSnapshot
 
 NS = "default"
@@ -125,7 +127,7 @@ class Lab:
         part.append(data)
         part.sync()
         part.close()
-        blobs.publish(digest.hash)
+        blobs.publish([digest.hash])
 
     def file_of(self, digest: Digest, namespace: str = NS) -> Path:
         """The file of a blob, plain or sealed."""
@@ -158,6 +160,34 @@ def write(store: Store, digest: Digest, data: bytes, kind: BlobKind, namespace: 
             start = writer.received_bytes
             writer.write(start, data[start : start + frame])
         writer.finish()
+
+
+def hand(store: Store, digest: Digest, token: str, namespace: str = NS) -> None:
+    """Let the store take a file that lies in its directory for them."""
+    [writer] = store.open_writers(namespace, [NewBlob(digest, BlobKind.TENSORS, token)])
+    if isinstance(writer, Exception):
+        raise writer
+    with writer:
+        writer.finish()
+
+
+def hand_all(lab: Lab, store: Store, blobs: Mapping[Digest, bytes], namespace: str = NS) -> None:
+    """Write blobs as an engine on the store's host does: as files, which the store takes as one group; and send those
+    that it does not take."""
+    files = HandedFiles(lab.root, namespace)
+    if store.receive_files(namespace):
+        missing = store.find_missing(namespace, list(blobs))
+        tokens = [files.new_token() for _ in missing]
+        for digest, token in zip(missing, tokens, strict=True):
+            files.write(token, blobs[digest])
+        new = [NewBlob(digest, BlobKind.TENSORS, token) for digest, token in zip(missing, tokens, strict=True)]
+        with contextlib.ExitStack() as exits:
+            opened = store.open_writers(namespace, new)
+            writers = [exits.enter_context(each) for each in opened if not isinstance(each, Exception)]
+            finish_all(writers)
+        for token in tokens:
+            files.forget(token)
+    write_all(store, blobs, namespace)
 
 
 def write_all(store: Store, blobs: Mapping[Digest, bytes], namespace: str = NS) -> None:

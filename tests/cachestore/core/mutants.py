@@ -9,15 +9,15 @@ MUTANTS = (
     Mutant(
         "a blob's bytes are not synced before the rename",
         "blob_writer.py",
-        "        self._part.sync()\n",
+        "            self._part.sync()\n",
         "",
         "power_loss",
     ),
     Mutant(
         "the directory is not synced after the rename",
         "local_directory.py",
-        "        self._disk.fsync_directory(path.parent)\n",
-        "",
+        "            self._disk.fsync_directory(shelf)\n",
+        "            pass\n",
         "power_loss",
     ),
     Mutant(
@@ -37,17 +37,17 @@ MUTANTS = (
     Mutant(
         "the rename is left out",
         "local_directory.py",
-        "        self._disk.rename(self._part_path(hash_), path)\n",
-        "",
+        "            self._disk.rename(self._part_path(hash_), self._path(hash_))\n",
+        "            pass\n",
         "blobs",
     ),
     Mutant(
         "the row is written before the rename",
         "blob_writer.py",
-        "            self._blobs.publish(self.digest.hash)\n            try:\n"
-        "                is_new = self._register.add(self.namespace, self.digest, facts)\n",
-        "            is_new = self._register.add(self.namespace, self.digest, facts)\n            try:\n"
-        "                self._blobs.publish(self.digest.hash)\n",
+        "                self._blobs.publish(hashes)\n"
+        "                are_new = self._register.add(self.namespace, list(zip(digests, facts, strict=True)))\n",
+        "                are_new = self._register.add(self.namespace, list(zip(digests, facts, strict=True)))\n"
+        "                self._blobs.publish(hashes)\n",
         "kill power_loss",
     ),
     Mutant(
@@ -244,8 +244,8 @@ MUTANTS = (
     Mutant(
         "a sweep and a writer of the same blob are not kept apart",
         "local_directory.py",
-        "        return self._locks.setdefault(int(hash_[:2], 16) % _LOCKS, threading.Lock())\n",
-        "        return threading.Lock()\n",
+        "held.enter_context(self._locks.setdefault(number, threading.Lock()))",
+        "held.enter_context(threading.Lock())",
         "garbage kill",
     ),
     Mutant(
@@ -293,7 +293,7 @@ MUTANTS = (
     Mutant(
         "a digest is not verified when a blob is read",
         "local_directory.py",
-        "        if blake3(data).hexdigest() != digest.hash:\n",
+        "        if Digest.of(data) != digest:\n",
         "        if False:\n",
         "flips blobs",
     ),
@@ -314,8 +314,8 @@ MUTANTS = (
     Mutant(
         "a writer that could not list its blob removes the file of one who did",
         "blob_writer.py",
-        "                if not self._register.has(self.namespace, self.digest):\n",
-        "                if True:\n",
+        "                    if not self._register.has(self.namespace, digest):\n",
+        "                    if True:\n",
         "full_disk",
     ),
     Mutant(

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from kvasir.formats.blob_place import HANDED
+
 from cachestore_svc.blobs.disk import Disk
 
 _DATABASE_FILES = ("kvasir.sqlite3", "kvasir.sqlite3-wal")
@@ -79,6 +81,10 @@ class RecordingDisk(Disk):
         self.log.append(Effect("directory", path, file=self._number(path.stat(), is_new=True)))
 
     def rename(self, source: Path, target: Path) -> None:
+        if source.parent.name == HANDED:  # written by another process, of which nothing was synced
+            number = self._number(source.stat(), is_new=True)
+            self.log.append(Effect("name", source, file=number))
+            self.log.append(Effect("write", file=number, data=source.read_bytes()))
         super().rename(source, target)
         self.log.append(Effect("rename", source, target))
 
@@ -143,8 +149,12 @@ class Crash:
             case "rename":
                 file = self._current.pop(effect.path)
                 self._current[effect.target] = file
-                renamed = Effect("rename", effect.path, effect.target, file)
-                self._pending.setdefault(effect.path.parent, []).append(renamed)
+                if effect.path.parent == effect.target.parent:
+                    renamed = Effect("rename", effect.path, effect.target, file)
+                    self._pending.setdefault(effect.path.parent, []).append(renamed)
+                else:  # each directory keeps its own half, or loses it
+                    self._pending.setdefault(effect.path.parent, []).append(Effect("remove", effect.path))
+                    self._pending.setdefault(effect.target.parent, []).append(Effect("name", effect.target, file=file))
             case "remove":
                 self._current.pop(effect.path, None)
                 self._pending.setdefault(effect.path.parent, []).append(effect)

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 from kvasir.errors import NotFound
+from kvasir.formats.blob_place import HANDED
 
 from cachestore_svc.records import SnapshotVersion
 from cachestore_svc.store import Store
-from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, publish, upload
+from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, hand_all, publish, upload
 from tests.cachestore.core.power_loss import RecordingDisk, losses
 from tests.sampling import sampled
 from tests.synthetic import MIXED, SMALL, SyntheticAgent, SyntheticSnapshot
@@ -31,12 +32,15 @@ class Acknowledged:
 class Life:
     """Some work on a recording disk, with what was acknowledged when."""
 
+    lab: Lab
     store: Store
     disk: RecordingDisk
     acknowledged: list[Acknowledged] = field(default_factory=list)
 
     def turn(self, name: str, agent: SyntheticAgent, tokens: int, parent: int) -> None:
         content = agent.turn(tokens)
+        if parent % 2:  # as files; the manifest is always sent
+            hand_all(self.lab, self.store, content.new_blobs)
         done = publish(self.store, name, content, parent)
         self.acknowledged.append(Acknowledged(done, content, len(self.disk.log)))
 
@@ -56,7 +60,7 @@ def life(memory_directory: Path) -> Life:
     lab = Lab(root)
     disk = RecordingDisk(root, copies)
     with lab.open(disk, grace_period_s=10.0) as store:
-        life = Life(store, disk)
+        life = Life(lab, store, disk)
         huginn, muninn = SyntheticAgent(MIXED, 1), SyntheticAgent(SMALL, 2)
         for turn in range(3):
             life.turn("huginn", huginn, 300, turn)
@@ -69,6 +73,7 @@ def life(memory_directory: Path) -> Life:
         assert store.collect_garbage().blobs_swept
         # A blob that was swept is written again.
         life.turn("muninn", SyntheticAgent(SMALL, 2), 90, 0)
+    assert any(effect.path.parent.name == HANDED for effect in disk.log if effect.what == "rename")
     return life
 
 

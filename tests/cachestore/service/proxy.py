@@ -1,4 +1,4 @@
-"""A proxy between a client and a store that counts bytes, cuts connections, falls silent or stands still when told."""
+"""A proxy between a client and a store that counts bytes, cuts connections, is slow, falls silent or stands still."""
 
 import contextlib
 import socket
@@ -19,6 +19,7 @@ class Proxy:
     cut_after_sent: int | None = None
     cut_after_received: int | None = None
     silent_after_received: int | None = None
+    pause_s: float = 0.0  # before each 16 KiB
     cuts: int = 0
     _listener: socket.socket = field(default_factory=lambda: socket.create_server(("127.0.0.1", 0)))
     _pairs: list[tuple[socket.socket, socket.socket]] = field(default_factory=list)
@@ -70,6 +71,7 @@ class Proxy:
             while data := source.recv(16 << 10):
                 if self._is_silent():
                     continue
+                time.sleep(self.pause_s)
                 self._flows.wait()
                 target.sendall(data)
                 if self._count(len(data), is_sending):

@@ -47,8 +47,7 @@ def test_a_sender_cancelled_while_its_blob_is_opened_or_synced_leaves_no_writer(
 
     async def send(intake: BlobIntake) -> None:
         async with intake:
-            await intake.begin(digest, BlobKind.TENSORS)
-            await intake.write(0, data)
+            await intake.begin(digest, BlobKind.TENSORS, 0, data)
             await intake.end()
 
     async def test() -> None:

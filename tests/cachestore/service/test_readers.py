@@ -1,6 +1,7 @@
 """Slow callers on a real server: what is kept for one who is slow, and when one who takes nothing is given up."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -103,6 +104,33 @@ def test_a_blob_is_read_once_for_a_slow_reader_whom_nobody_waits_for(tmp_path: P
     with Lab(tmp_path / "data").open(disk) as store:
         write_all(store, turn.new_blobs)
         disk.reads = 0
+        asyncio.run(asyncio.wait_for(test(store), 40))
+
+
+class MeetingDisk(Disk):
+    """Whose reads of blobs wait until three are under way."""
+
+    def __init__(self) -> None:
+        self.meeting = threading.Barrier(3)
+
+    def read(self, path: Path, max_bytes: int) -> memoryview:
+        if max_bytes > 1000 and len(path.name) == 64:  # more than what a start looks at
+            self.meeting.wait(20)
+        return super().read(path, max_bytes)
+
+
+def test_small_blobs_are_read_ahead_side_by_side(tmp_path: Path) -> None:
+    turn = SyntheticAgent(SMALL, 6).turn(256 * 6)
+
+    async def test(store: Store) -> None:
+        async with served(tmp_path, store, 16 * MIB) as stub:
+            call = stub.ReadBlobs(pb.ReadBlobsRequest(digests=[digest.to_proto() for digest in turn.digests]))
+            data = b"".join([response.frame.data async for response in call])
+            assert data == b"".join(turn.new_blobs[digest] for digest in turn.digests)
+
+    with Lab(tmp_path / "data").open() as store:
+        write_all(store, turn.new_blobs)
+    with Lab(tmp_path / "data").open(MeetingDisk()) as store:
         asyncio.run(asyncio.wait_for(test(store), 40))
 
 

@@ -90,7 +90,8 @@ def test_the_order_of_biases_is_none() -> None:
 
 
 def test_what_is_absent_takes_the_defaults_of_the_plan() -> None:
-    assert asked().sampling == SamplingParams(max_tokens=1, seed=17)
+    assert asked().sampling == SamplingParams(max_tokens=512, seed=17)
+    assert asked().clamps_max_tokens
     assert asked().choices == 1
     assert asked(logprobs=True).sampling.logprobs == 0
     assert asked(logprobs=True, top_logprobs=3).sampling.logprobs == 3

@@ -43,8 +43,8 @@ MUTANTS = (
     Mutant(
         "a file's length is not held against its header",
         "tensor_files.py",
-        "if data.startswith(header) and len(header) + schema.size_bytes == len(data):",
-        "if data.startswith(header):",
+        "if data[: len(header)] == header and len(header) + schema.size_bytes == len(data):",
+        "if data[: len(header)] == header:",
         "turns",
     ),
     Mutant(

@@ -14,12 +14,12 @@ from inference_svc.model.auto_policy import ChosenPolicy, chosen_policy
 from inference_svc.model.loading import load
 from inference_svc.model.model_identity import tokenizer_digest
 from inference_svc.model.model_runner import ModelRunner
-from inference_svc.model.policy_memory import FILE
 from inference_svc.model.quality.conversations import Conversations
 from inference_svc.model.quality.exam import CANARY, QUESTIONS, Exam, Subject, examine
 from inference_svc.model.quality.findings import RECALL, TOOL_CALLS, judged
 from inference_svc.model.quality.material import Extent, conversation_sheets
 from inference_svc.model.quality.measure import Caches, Meter, Way, exact_way, policy_way
+from inference_svc.model.quality.policy_memory import FILE
 from tests.inference.engine.families import GEMMA3, JAMBA, write_family
 from tests.inference.engine.outlier_model import write_outlier_model
 

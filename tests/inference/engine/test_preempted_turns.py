@@ -1,5 +1,7 @@
 """Background turns that give up their room to people's: they go on where they were, to the bit, and nothing is lost."""
 
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -25,6 +27,7 @@ from inference_svc.engine.api import (
     Wanted,
 )
 from inference_svc.engine.engine import Engine
+from inference_svc.engine.incoming import Incoming
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from tests.inference.engine.cells import cells_of
 from tests.inference.engine.driving import Driver, Listener, tokens_of
@@ -40,7 +43,10 @@ class Keeper(Listener):
     """Keeps the files of a turn that was preempted, and brings `brought` of them back when it is wanted."""
 
     def __init__(
-        self, brought: Callable[[Sequence[bytes]], Sequence[bytes] | None] = lambda files: files, *, keeps: bool = False
+        self,
+        brought: Callable[[Sequence[bytes]], Sequence[bytes] | Incoming | None] = lambda files: files,
+        *,
+        keeps: bool = False,
     ) -> None:
         """`keeps`: it does not say that the files are stored."""
         super().__init__()
@@ -209,6 +215,33 @@ def test_what_of_a_turn_does_not_come_back_is_computed_again_and_nothing_is_said
     assert [event for event in keeper.events if isinstance(event, Prefilled)] == [
         event for event in expected.listener.events if isinstance(event, Prefilled)
     ]
+    assert small.files(key) == expected.files
+
+
+def arriving(files: Sequence[bytes], expected: int) -> Incoming:
+    """Files that come one after the other, and then no more, of as many as were expected."""
+    incoming = Incoming(expected, is_kept=True)
+
+    def come() -> None:
+        for data in files:
+            time.sleep(0.02)
+            incoming.add(data)
+        incoming.end()
+
+    threading.Thread(target=come).start()
+    return incoming
+
+
+@pytest.mark.parametrize("brought", ["all", "one block", "not numbers"])
+def test_files_that_come_while_others_become_kv_bring_back_as_much(
+    small: Driver, brought: str, undisturbed: Callable[[str], Undisturbed]
+) -> None:
+    expected, found = undisturbed("greedy"), BROUGHT.get(brought, tuple)
+    at_once, one_by_one, key = Keeper(found), Keeper(lambda files: arriving(found(files), len(files))), small.key()
+    disturbed(small, at_once, *CUTS["decoding"], is_remembered=False)
+    ended = disturbed(small, one_by_one, *CUTS["decoding"], key=key)
+    assert one_by_one.one(Resumed) == at_once.one(Resumed)
+    assert (ended.text, ended.state) == (expected.ended.text, expected.ended.state)
     assert small.files(key) == expected.files
 
 

@@ -4,12 +4,15 @@ Computed in float32, where it must hold to the token.
 """
 
 import random
+from dataclasses import replace
 
 import pytest
+from kvasir.errors import DataLoss
 
-from inference_svc.engine.api import AgentKey, Hot, Restored
+from inference_svc.engine.api import AgentKey, Hot, Restored, Tokens
+from inference_svc.engine.incoming import Incoming
 from inference_svc.text.token_ids import TokenIds
-from tests.inference.engine.driving import GENERATED, Driver, tokens_of
+from tests.inference.engine.driving import GENERATED, Driver, Listener, tokens_of
 
 AROUND_EDGES = [*range(250, 263), *range(506, 519), *range(1018, 1031)]
 SAMPLE = [*range(253, 260), 511, 512, 513, 1023, 1024, 1025, 700]
@@ -188,3 +191,79 @@ def test_a_plan_that_restores_less_than_anothers_memory_has_begins_with_that_mem
     cold = driver.turn(prompt, key=driver.key())
     assert taken.cached_tokens == 768
     assert taken.state == cold.state
+
+
+@pytest.mark.cells_of_a_block
+@pytest.mark.parametrize("beside", [768, 1_024])
+def test_a_restored_memory_shares_the_pages_that_another_memory_has_of_it(driver: Driver, beside: int) -> None:
+    """Its other pages come from its files, those of generated tokens too; together they are what its files are."""
+    prompt, giver, other = tokens_of(1_060, seed=beside), driver.key(), driver.key()
+    remembered = driver.turn(prompt, key=giver, max_tokens=40).state.token_ids
+    plan = driver.restored(giver)
+    assert plan.shareable_tokens == 1_024
+    driver.engine.drop_hot(giver).result(60)
+    driver.turn((*prompt[:beside], *tokens_of(60, seed=9)), key=other, namespace="tests", max_tokens=2)
+    own: list[int] = []
+    sharer, loner = driver.key(), driver.key()
+    following = (*remembered, *tokens_of(30, seed=8))
+    decoding = Listener().at(Tokens, 1, lambda: own.append(pages_of_its_own(driver, sharer)))
+    shared = driver.turn(following, plan, sharer, namespace="tests", listener=decoding)
+    alone = driver.turn(following, plan, loner)
+    assert shared.cached_tokens == alone.cached_tokens == plan.keep_tokens
+    assert shared.state == alone.state
+    assert driver.files(sharer) == driver.files(loner)
+    assert own == [len(plan.blobs) - beside // 256]
+
+
+@pytest.mark.cells_of_a_block
+def test_a_restored_memory_shares_no_page_in_which_it_has_generated_rows(driver: Driver) -> None:
+    """What it generated may differ in bits from what another computed of the same tokens as a prompt."""
+    key, state = driver.remember(600, generated=150)
+    plan, sharer, own = driver.restored(key), driver.key(), list[int]()
+    driver.engine.drop_hot(key).result(60)
+    driver.turn((*state.token_ids, *tokens_of(60, seed=9)), key=driver.key(), namespace="tests", max_tokens=2)
+    decoding = Listener().at(Tokens, 1, lambda: own.append(pages_of_its_own(driver, sharer)))
+    driver.turn((*state.token_ids, *tokens_of(30, seed=8)), plan, sharer, namespace="tests", listener=decoding)
+    assert own == [len(plan.blobs) - 1]
+
+
+@pytest.mark.cells_of_a_block
+def test_a_damaged_file_behind_a_shared_prefix_is_named_and_leaves_no_page(driver: Driver) -> None:
+    prompt, giver = tokens_of(1_060, seed=61), driver.key()
+    following = (*driver.turn(prompt, key=giver, max_tokens=2).state.token_ids, 9)
+    plan = driver.restored(giver)
+    infinite = plan.blobs[3][:-2] + b"\x00\x7c"  # the last bias of the last layer
+    damaged = replace(plan, blobs=(*plan.blobs[:3], infinite, *plan.blobs[4:]))
+    driver.engine.drop_hot(giver).result(60)
+    driver.turn((*prompt[:512], 7), key=driver.key(), namespace="tests", max_tokens=1)
+    used = driver.engine._thread.post(lambda worker: worker.memories.ledger.used_pages).result(60)
+    with pytest.raises(DataLoss) as caught:
+        driver.turn(following, damaged, driver.key(), namespace="tests")
+    assert caught.value.metadata["blob"] == "3"
+    assert driver.engine._thread.post(lambda worker: worker.memories.ledger.used_pages).result(60) == used
+
+
+@pytest.mark.cells_of_a_block
+@pytest.mark.parametrize(("came", "cached"), [(1, 768), (4, 1_024)])
+def test_where_files_stop_coming_a_shared_prefix_stays(driver: Driver, came: int, cached: int) -> None:
+    prompt, giver = tokens_of(1_300, seed=62 + came), driver.key()
+    driver.turn(prompt, key=giver, max_tokens=1)
+    plan = driver.restored(giver, len(prompt))
+    driver.engine.drop_hot(giver).result(60)
+    driver.turn((*prompt[:768], 7), key=driver.key(), namespace="tests", max_tokens=1)
+    files = Incoming(len(plan.blobs))
+    for data in plan.blobs[:came]:
+        files.add(data)
+    files.end()
+    following = (*prompt, *tokens_of(30, seed=8))
+    shared = driver.turn(following, replace(plan, blobs=(), incoming=files), driver.key(), namespace="tests")
+    cold = driver.turn(following, key=driver.key())
+    assert shared.cached_tokens == cached
+    assert shared.state == cold.state
+
+
+def pages_of_its_own(driver: Driver, key: AgentKey) -> int:
+    """Pages of the key's running turn that nobody else holds."""
+    worker = driver.engine._worker
+    [kv] = [turn.kv for turn in worker._turns if turn.plan.key == key and turn.kv is not None]
+    return sum(worker._pool.allocator.holders(page) == 1 for page in kv.pages)

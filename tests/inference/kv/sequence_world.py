@@ -310,7 +310,7 @@ class SequenceWorld:
             group: check_files(identity, name, found, tokens, group, firsts[group]) for group, found in blobs.items()
         }
         all_tokens = checked.pop(0, [])
-        restored = self._loaded(KvLoad(self.pool, all_tokens, len(tokens), states, checked, points=points))
+        restored = self._loaded(KvLoad(SequenceKV(self.pool), all_tokens, len(tokens), states, checked, points=points))
         if restored is None:
             return
         self.members.remove(member)

@@ -51,7 +51,7 @@ class PoisonedPool(KvPool):
 
 def from_files(pool: KvPool, *files: Any, at_once: int = MOST_FILES, **more: Any) -> SequenceKV:
     """The KV that `KvLoad` makes of files, `at_once` of them at a time."""
-    load = KvLoad(pool, *files, **more)
+    load = KvLoad(SequenceKV(pool), *files, **more)
     while not load.advance(at_once):
         pass
     return load.kv

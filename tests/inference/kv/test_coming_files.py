@@ -32,7 +32,7 @@ def memory() -> SequenceKV:
 
 
 def load_of(kv: SequenceKV, pool: PoisonedPool) -> KvLoad:
-    return KvLoad(pool, checked(kv.pool.identity, files(kv), LENGTH), LENGTH, windows=checked_windows(kv))
+    return KvLoad(SequenceKV(pool), checked(kv.pool.identity, files(kv), LENGTH), LENGTH, windows=checked_windows(kv))
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_many_loads_at_once_share_the_room_and_all_end(driver: PlayedDriver) -> 
 def test_a_number_that_is_none_is_found_before_the_kv_is_anybodys(driver: PlayedDriver, index: int) -> None:
     kv, pool = memory(), pool_of(MIXED)
     damaged = [not_a_number(blob, 1) if place == index else blob for place, blob in enumerate(files(kv))]
-    load = KvLoad(pool, checked(kv.pool.identity, damaged, LENGTH), LENGTH, windows=checked_windows(kv))
+    load = KvLoad(SequenceKV(pool), checked(kv.pool.identity, damaged, LENGTH), LENGTH, windows=checked_windows(kv))
     with pytest.raises(DataLoss, match=f"file {index}: .*not finite"):
         finish(load)
     assert pool.allocator.used == 0

@@ -255,7 +255,7 @@ def test_a_window_that_is_not_finite_is_refused_with_its_files_place(tensor: int
 def test_a_load_that_is_given_up_after_any_piece_gives_every_page_back(pieces: int) -> None:
     kv = fed(SequenceKV(pool_of(MIXED)), [500, 100])
     pool = pool_of(MIXED, pages=40)
-    load = KvLoad(pool, checked(kv.pool.identity, files(kv), 600), 600, windows=checked_windows(kv))
+    load = KvLoad(SequenceKV(pool), checked(kv.pool.identity, files(kv), 600), 600, windows=checked_windows(kv))
     whole = [load.advance(1) for _ in range(pieces)]
     before_last = 7 if device() == "cuda" else 6  # what comes by itself is written one call later
     assert whole == [False] * min(pieces, before_last) + [True] * (pieces - before_last)

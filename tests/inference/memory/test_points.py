@@ -1,12 +1,13 @@
 """Prompts held against memories of models with states: back to a point, or to nothing, and what that loses is said."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.formats.block_file import FileBytes
 from kvasir.formats.digest import Digest
 from kvasir.server.shared_room import SharedRoom
 
@@ -14,6 +15,7 @@ from inference_svc.engine.api import Cold, Hot, Restored
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recollection
+from inference_svc.memory.restore_costs import RestoreCosts
 from inference_svc.memory.reuse_planning import Prepared, ReusePlanner
 from inference_svc.memory.store.answers import NO_HEAD
 from inference_svc.memory.store.patience import Budget
@@ -30,21 +32,36 @@ class Surroundings:
     """A store that has files by their digests, an engine of a model with states, and a tokenizer of characters."""
 
     model = SimpleNamespace(
-        kv_identity=MIXED, kv_identity_hash="x", tokenizer_digest="t", cell_tokens=256, has_states=True, state_bytes=9
+        kv_identity=MIXED,
+        kv_identity_hash="x",
+        tokenizer_digest="t",
+        cell_tokens=256,
+        has_states=True,
+        has_rewind_points=True,
+        state_bytes=9,
     )
 
     def __init__(self) -> None:
         self.missing: set[Digest] = set()
         self.asked: list[Digest] = []
 
-    async def read_blobs(self, digests: Sequence[Digest], budget: object) -> tuple[list[bytes], Miss | None]:
+    async def read_blobs(self, digests: Sequence[Digest], budget: object) -> tuple[list[FileBytes], Miss | None]:
+        found: list[FileBytes] = []
+
+        async def take(data: FileBytes) -> None:
+            found.append(data)
+
+        return found, await self.give_blobs(digests, budget, take)
+
+    async def give_blobs(
+        self, digests: Sequence[Digest], budget: object, take: Callable[[FileBytes], Awaitable[None]]
+    ) -> Miss | None:
         self.asked += digests
-        found = []
         for digest in digests:
             if digest in self.missing:
-                return found, Miss(MissReason.BLOB_MISSING, "gone")
-            found.append(digest.hash.encode())
-        return found, None
+                return Miss(MissReason.BLOB_MISSING, "gone")
+            await take(digest.hash.encode())
+        return None
 
     async def find_prefix(self, *_: object) -> list[Digest]:
         raise AssertionError("blocks of others have no states")
@@ -75,7 +92,7 @@ def planned(
     text: str, source: Source, around: Surroundings, points: Sequence[int] = POINTS, **usable: int | None
 ) -> Prepared:
     parts: Any = around
-    planner = ReusePlanner(parts, parts, {"ns": parts})
+    planner = ReusePlanner(parts, parts, {"ns": parts}, RestoreCosts(lambda: 0.0))
 
     async def hold(size_bytes: int) -> None:
         assert size_bytes > 0
@@ -161,7 +178,7 @@ def test_a_memory_without_points_is_words_only() -> None:
 def test_turns_that_read_files_and_a_state_never_wait_for_each_other() -> None:
     """Each asks for all of its room at once: two that hold some and wait for more would wait for ever."""
     around: Any = Surroundings()
-    planner = ReusePlanner(around, around, {"ns": around})
+    planner = ReusePlanner(around, around, {"ns": around}, RestoreCosts(lambda: 0.0))
     room = SharedRoom(sum(digest.size_bytes for digest in (*BLOCKS, TAIL)) + 1)
 
     async def turn() -> None:

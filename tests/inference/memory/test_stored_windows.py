@@ -14,6 +14,7 @@ from inference_svc.engine.api import Cold, Hot, Restored, RestoredWindow, Starte
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.outcomes import MissReason, Source
 from inference_svc.memory.recall import Recollection
+from inference_svc.memory.restore_costs import RestoreCosts
 from inference_svc.memory.reuse_planning import Prepared, ReusePlanner
 from inference_svc.memory.store.answers import NO_HEAD, found_prefix
 from inference_svc.memory.stored_windows import FoundPrefix, StoredWindow, listed_windows, stored_windows
@@ -37,7 +38,12 @@ STORED = {300: window("300", 2, 3), 512: window("512", 1, 2, 3)}
 
 class Windowed(Surroundings):
     model = SimpleNamespace(
-        kv_identity=WINDOWED, kv_identity_hash="0" * 64, tokenizer_digest="t", cell_tokens=256, has_states=False
+        kv_identity=WINDOWED,
+        kv_identity_hash="0" * 64,
+        tokenizer_digest="t",
+        cell_tokens=256,
+        has_states=False,
+        has_rewind_points=True,
     )
 
     held = 0
@@ -50,7 +56,7 @@ def planned(
     text: str, source: Source, around: Windowed, stored: Mapping[int, StoredWindow] = STORED, **usable: Any
 ) -> Prepared:
     parts: Any = around
-    planner = ReusePlanner(parts, parts, {"ns": parts})
+    planner = ReusePlanner(parts, parts, {"ns": parts}, RestoreCosts(lambda: 0.0))
     publication = PublicationState(NO_HEAD, is_head=True, blocks=list(BLOCKS), tail=TAIL, windows=dict(stored))
     transcript = RememberedText(TEXT, TokenIds(map(ord, TEXT)), (1,) * len(TEXT))
     memory = AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "t", publication)

@@ -261,15 +261,15 @@ MUTANTS = (
     Mutant(
         "what is not computed yet is given away",
         "prefix_sharing.py",
-        "one, one.shareable)",
-        'one, getattr(one, "final_shareable", one.shareable))',
+        "one, one.shareable, least)",
+        'one, getattr(one, "final_shareable", one.shareable), least)',
         f"{PREFIX_WAIT} {HISTORY}",
     ),
     Mutant(
         "less than a cell is worth waiting for",
         "prefix_sharing.py",
-        "best.shared_tokens >= have + BLOCK_TOKENS",
-        "best.shared_tokens > have",
+        "best.shared_tokens >= least",
+        "best.shared_tokens > least - BLOCK_TOKENS",
         PREFIX_WAIT,
     ),
     Mutant(

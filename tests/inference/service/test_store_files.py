@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from kvasir.clients import AioStoreClient
 from kvasir.formats.blob_place import blob_place
@@ -39,7 +40,7 @@ def read(store: RunningStore, *digests: Digest) -> tuple[list[bytes], MissReason
         assert await cache.answers()
         blobs, miss = await cache.read_blobs(digests, Budget(5.0, 1.0, time.monotonic))
         await cache.close()
-        return blobs, miss.reason if miss is not None else None
+        return [bytes(blob) for blob in blobs], miss.reason if miss is not None else None
 
     with store.client() as client:
         before = client.get_stats().counters["blobs_read"]
@@ -80,3 +81,18 @@ def test_a_flipped_bit_is_found_and_the_store_quarantines_the_blob(store: Runnin
     with store.client() as client:
         assert client.get_stats().damaged_blob_count == 1
         assert client.find_missing([TURN.digests[1]]) == [TURN.digests[1]]
+
+
+def test_memory_of_a_file_is_used_again_once_nothing_refers_to_its_bytes(store: RunningStore) -> None:
+    files, (first, second) = StoreFiles(store.data_dir, "default"), TURN.digests[:2]
+    data = files.read(first)
+    assert data is not None
+    rows = np.frombuffer(data, np.uint16)[8:]
+    address, expected = rows.ctypes.data, rows.tobytes()
+    del data
+    others = [files.read(second) for _ in range(20)]
+    assert rows.tobytes() == expected, "it was read into while an array of it is in use"
+    assert all(other is not None and bytes(other) == TURN.new_blobs[second] for other in others)
+    del rows
+    again = files.read(first)
+    assert np.frombuffer(again or b"", np.uint16)[8:].ctypes.data == address

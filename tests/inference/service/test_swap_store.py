@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ from kvasir.formats.block_hash import chain_hash, kv_identity_hash
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import Cold, Hot, Preempted, Resumed, Wanted
+from inference_svc.engine.incoming import Incoming
 from inference_svc.memory.agent_memory import PublicationState
 from inference_svc.memory.outcomes import MissReason
 from inference_svc.memory.service_stats import NamespaceCounters
@@ -44,13 +45,20 @@ class Handle:
 
     def __init__(self) -> None:
         self.are_stored = asyncio.Event()
-        self.resumed: asyncio.Future[Sequence[bytes]] = asyncio.get_running_loop().create_future()
+        self.resumed: asyncio.Future[tuple[bytes, ...]] = asyncio.get_running_loop().create_future()
+        """All files that came, once no other does."""
 
     def files_stored(self) -> None:
         self.are_stored.set()
 
-    def resume(self, blobs: Sequence[bytes]) -> None:
-        self.resumed.set_result(blobs)
+    def resume(self, files: Iterable[bytes] | Incoming) -> None:
+        incoming = files if isinstance(files, Incoming) else Incoming.of(files)
+
+        def came() -> None:
+            if incoming.has_ended and not self.resumed.done():
+                self.resumed.set_result(tuple(map(incoming.take, range(incoming.ready))))
+
+        incoming.watch(came)
 
 
 class Scene:
@@ -70,7 +78,7 @@ class Scene:
         await self.store.answers()
         self.swap.event(Preempted(FILES, 81))
 
-    async def wanted(self) -> Sequence[bytes]:
+    async def wanted(self) -> tuple[bytes, ...]:
         self.swap.event(Wanted())
         return await asyncio.wait_for(self.handle.resumed, 20)
 
@@ -109,7 +117,7 @@ def test_files_outlast_the_stores_patience_while_the_turn_waits_and_what_is_gone
         assert scene.publishing.held_units == 0
         await asyncio.sleep(6 * GRACE_S)
         blobs = await scene.wanted()
-        assert tuple(blobs) == (FILES if is_renewed else ())
+        assert blobs == (FILES if is_renewed else ())
         scene.swap.event(Resumed(81 if is_renewed else 0, 0 if is_renewed else 81))
         assert scene.counters.misses == ({} if is_renewed else {MissReason.BLOB_MISSING: 1})
 
@@ -119,7 +127,7 @@ def test_files_outlast_the_stores_patience_while_the_turn_waits_and_what_is_gone
 def test_a_turn_that_is_wanted_before_its_files_are_stored_gets_them_from_memory(house: House) -> None:
     async def work(scene: Scene) -> None:
         assert scene.publishing.held_units == HELD_BYTES
-        assert tuple(await scene.wanted()) == FILES
+        assert await scene.wanted() == FILES
         assert not scene.handle.are_stored.is_set()
         scene.swap.event(Resumed(81, 0))
 
@@ -134,7 +142,7 @@ def test_a_store_that_is_away_takes_nothing_and_the_files_stay(house: House) -> 
             await asyncio.wait_for(scene.store.until_unreachable(), 20)
             assert not scene.handle.are_stored.is_set()
             assert scene.publishing.held_units == HELD_BYTES
-            assert tuple(await scene.wanted()) == FILES
+            assert await scene.wanted() == FILES
             scene.swap.event(Resumed(81, 0))
             assert not scene.counters.misses
 
@@ -151,7 +159,7 @@ def test_a_turn_that_ends_while_its_files_come_back_leaves_nothing_held(house: H
         assert scene.restoring.held_units == HELD_BYTES
         scene.swap.close()
         await asyncio.sleep(0.05)
-        assert not scene.handle.resumed.done()
+        assert await scene.handle.resumed == ()
 
     run(house, work)
 

@@ -51,7 +51,7 @@ def request(choices: int, seed: int) -> TurnRequest:
         input=PromptInput("x"),
         input_digest="",
         sampling=SamplingParams(1, seed=seed),
-        max_tokens_is_default=True,
+        clamps_max_tokens=True,
         choices=choices,
     )
 

@@ -217,6 +217,7 @@ def _show(out: Console, report: dict[str, Any]) -> None:
 def _show_model(out: Console, facts: dict[str, Any]) -> None:
     compute = f"{facts['device']}, {facts['compute_type']}" + (f", {facts['blas']}" if facts["blas"] else "")
     out.print(f"model: {facts['name']}, {facts['context_tokens']} tokens of context, on {compute}")
+    out.print(f"weights: {facts['weights_placement']}")
     policy, table = facts["policy"], Table(box=None, pad_edge=False, header_style="bold")
     for column in ("layers", "keeps", "kv heads", "key dim", "value dim", "persists"):
         table.add_column(column, justify="left" if column in ("keeps", "persists") else "right")

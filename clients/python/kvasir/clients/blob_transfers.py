@@ -12,9 +12,10 @@ import grpc
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.clients.service_client import ServiceClient
-from kvasir.clients.store_client_transfers import Buffer, OnProgress, Upload, batches
+from kvasir.clients.stall_limit import StallLimit
+from kvasir.clients.store_client_transfers import OnProgress, Upload, batches
 from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
-from kvasir.formats.digest import Digest
+from kvasir.formats.digest import Buffer, Digest
 from kvasir.formats.frames import FrameAssembler
 
 _TENSORS, _MANIFEST = pb.BLOB_KIND_TENSORS, pb.BLOB_KIND_MANIFEST
@@ -45,21 +46,26 @@ class BlobTransfers(ServiceClient):
         *,
         kind: "pb.BlobKind" = _TENSORS,
         on_progress: OnProgress | None = None,
-        timeout_s: float | None = None,
+        stall_timeout_s: float | None = None,
     ) -> pb.TransferProgress:
         """Send the blobs that the store lacks; on return all are durable. Resumes after a cut.
 
-        Raises ResourceExhausted (quota, disk), InvalidArgument (bytes or header refused), Unavailable (cut too often).
+        However long it takes, it is given up only after `stall_timeout_s` without progress: no frame was taken, and no
+        blob acknowledged. Raises ResourceExhausted (quota, disk), InvalidArgument (bytes or header refused),
+        Unavailable (cut too often), DeadlineExceeded (no progress).
         """
-        upload = Upload(blobs, kind, self.find_missing(list(blobs), timeout_s=timeout_s), on_progress)
+        upload = Upload(blobs, kind, self.find_missing(list(blobs), timeout_s=stall_timeout_s), on_progress)
+        return self.send_all(upload, stall_timeout_s=stall_timeout_s)
+
+    def send_all(self, upload: Upload, *, stall_timeout_s: float | None = None) -> pb.TransferProgress:
+        """Send an upload's blobs. Raises as `put_blobs`."""
         cuts = waits = 0
         while upload.pending:
             before = len(upload.pending)
             try:
-                self._send(upload, timeout_s)
+                self._send(upload, stall_timeout_s)
             except (Unavailable, InvalidArgument) as error:
-                # The store may drop a part for other callers' blobs after it reported the part's size.
-                if isinstance(error, InvalidArgument) and error.reason != "OFFSET_UNEXPECTED":
+                if isinstance(error, InvalidArgument) and not upload.goes_on_after(error):
                     raise
                 cuts = cuts + 1 if len(upload.pending) == before else 0
                 if cuts >= self._max_cuts:
@@ -67,16 +73,16 @@ class BlobTransfers(ServiceClient):
                 time.sleep(_CUT_PAUSE_S * (cuts + 1))
             except FailedPrecondition as error:
                 # Another writer sends the same blob. When that ends, the store has the blob, or we send it.
-                waits += 1
+                waits = waits + 1 if len(upload.pending) == before else 0
                 if error.reason != "WRITE_IN_PROGRESS" or waits == _MAX_WAITS:
                     raise
                 time.sleep(_WAIT_S)
         return upload.progress
 
-    def put_manifest(self, data: bytes, *, timeout_s: float | None = None) -> Digest:
+    def put_manifest(self, data: bytes, *, stall_timeout_s: float | None = None) -> Digest:
         """Store a manifest's bytes."""
         digest = Digest.of(data)
-        self.put_blobs({digest: data}, kind=_MANIFEST, timeout_s=timeout_s)
+        self.put_blobs({digest: data}, kind=_MANIFEST, stall_timeout_s=stall_timeout_s)
         return digest
 
     def write_status(self, digest: Digest) -> pb.QueryWriteStatusResponse:
@@ -119,13 +125,16 @@ class BlobTransfers(ServiceClient):
             for response in responses:
                 yield response.frame
 
-    def _send(self, upload: Upload, timeout_s: float | None) -> None:
+    def _send(self, upload: Upload, stall_timeout_s: float | None) -> None:
         """Send the pending blobs in one stream. Raises when it is cut; acknowledged blobs are not pending any more."""
         status = self.write_status(upload.pending[0])
-        first_offset = 0 if status.is_complete else status.received_bytes
-        with closing(self._responses(self._stub.WriteBlobs, upload.requests(first_offset), timeout_s)) as responses:
-            for response in responses:
-                upload.acknowledge(response)
+        requests = upload.requests(0 if status.is_complete else status.received_bytes)
+        with StallLimit(stall_timeout_s) as limit:
+            write = limit.watched(self._stub.WriteBlobs)
+            with closing(self._responses(write, limit.counting(requests), None)) as responses:
+                for response in responses:
+                    limit.progress()
+                    upload.acknowledge(response)
         if upload.pending:
             raise Unavailable("the store ended the stream before every blob was stored")
 

@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
-from kvasir.errors import DataLoss
-from kvasir.formats.digest import Digest
+from kvasir.errors import DataLoss, InvalidArgument
+from kvasir.formats.digest import Buffer, Digest
 from kvasir.formats.frames import FRAME_BYTES, frames_of
 from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 
-Buffer = bytes | bytearray | memoryview
 OnProgress = Callable[[pb.TransferProgress], None]
 
 AGENT_READS = tuple(
@@ -69,6 +68,11 @@ class Upload:
             self.progress.blobs_skipped += response.existed
             self.progress.bytes_done += digest.size_bytes
             self._report()
+
+    def goes_on_after(self, error: InvalidArgument) -> bool:
+        """Whether the next stream may succeed. The store may drop a part for other callers' blobs after it reported the
+        part's size."""
+        return error.reason == "OFFSET_UNEXPECTED"
 
     def _report(self) -> None:
         if self._on_progress is not None:

@@ -15,11 +15,13 @@ import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.formats.layer_groups import layers_of
 
+FileBytes: TypeAlias = bytes | memoryview
 MAX_HEADER_BYTES = 1 << 20
 MAX_TENSORS = 4096
 MAX_DIMS = 8  # of a tensor
@@ -191,7 +193,7 @@ def tensor_entries(specs: Iterable[TensorSpec]) -> bytes:
     return b"," + text[1:] if entries else b"}"
 
 
-def header_size(first_bytes: bytes | memoryview) -> int:
+def header_size(first_bytes: bytes | bytearray | memoryview) -> int:
     """Bytes of the length prefix and header, from a file's first 8 bytes. Raises HeaderError if absurd."""
     if len(first_bytes) < 8:
         raise HeaderError(f"file is truncated: expected at least 8 bytes, got {len(first_bytes)}")
@@ -201,7 +203,7 @@ def header_size(first_bytes: bytes | memoryview) -> int:
     return 8 + int(length)
 
 
-def parse_header(data: bytes | memoryview, file_size_bytes: int) -> Header:
+def parse_header(data: FileBytes | bytearray, file_size_bytes: int) -> Header:
     """Check the header of a tensor file whose first bytes are `data`, and return it.
 
     Refuses (HeaderError): truncation, duplicate keys, unknown fields, names outside the schema, too many tensors,

@@ -6,12 +6,17 @@ text may pass (LESSONS: a "digest" used as a path).
 
 import re
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from blake3 import blake3
 
 from kvasir.cachestore.v1 import manifest_pb2
 
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
 _HASH = re.compile(r"[0-9a-f]{64}")
+# From this size on, several threads hash faster than one.
+_MANY_THREADS_BYTES = 1 << 20
 
 
 def is_hash(text: str) -> bool:
@@ -33,8 +38,10 @@ class Digest:
             raise ValueError(f"digest size_bytes: expected 0 or more, got {self.size_bytes}")
 
     @classmethod
-    def of(cls, data: bytes | bytearray | memoryview) -> "Digest":
-        return cls(blake3(data).hexdigest(), len(memoryview(data).cast("B")))
+    def of(cls, data: Buffer) -> "Digest":
+        """The digest of these bytes. Large ones are hashed on all cores, without the interpreter's lock."""
+        view = memoryview(data).cast("B")
+        return cls(blake3(view, max_threads=_threads_for(len(view))).hexdigest(), len(view))
 
     @classmethod
     def from_proto(cls, message: manifest_pb2.Digest) -> "Digest":
@@ -47,11 +54,16 @@ class Digest:
         return f"{self.hash[:12]}…/{self.size_bytes}"
 
 
+def _threads_for(size_bytes: int) -> int:
+    return blake3.AUTO if size_bytes >= _MANY_THREADS_BYTES else 1
+
+
 class Hasher:
     """Takes bytes piece by piece and gives the digest of all of them."""
 
-    def __init__(self) -> None:
-        self._blake3 = blake3()
+    def __init__(self, piece_bytes: int = 0) -> None:
+        """`piece_bytes`: a size that the pieces have, where it is known; large ones are hashed on all cores."""
+        self._blake3 = blake3(max_threads=_threads_for(piece_bytes))
         self._size_bytes = 0
 
     def update(self, data: bytes | memoryview) -> None:

@@ -75,10 +75,12 @@ class FindMissingBlobsResponse(_message.Message):
     def __init__(self, missing: _Optional[_Iterable[_Union[_manifest_pb2.Digest, _Mapping]]] = ...) -> None: ...
 
 class WriteBlobsRequest(_message.Message):
-    __slots__ = ("frame",)
+    __slots__ = ("frame", "handed")
     FRAME_FIELD_NUMBER: _ClassVar[int]
+    HANDED_FIELD_NUMBER: _ClassVar[int]
     frame: BlobFrame
-    def __init__(self, frame: _Optional[_Union[BlobFrame, _Mapping]] = ...) -> None: ...
+    handed: str
+    def __init__(self, frame: _Optional[_Union[BlobFrame, _Mapping]] = ..., handed: _Optional[str] = ...) -> None: ...
 
 class WriteBlobsResponse(_message.Message):
     __slots__ = ("digest", "existed")

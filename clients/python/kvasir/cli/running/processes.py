@@ -4,6 +4,7 @@ The command line runs the services as programs and never imports them: `python -
 """
 
 import functools
+import json
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -96,7 +97,12 @@ class EngineProcess:
 
     def service(self) -> Service:
         return Service(
-            "engine", self.argv(), self.log_file, _health(self.endpoint, ENGINE_SERVICE), ENGINE_READY_WITHIN_S
+            "engine",
+            self.argv(),
+            self.log_file,
+            _health(self.endpoint, ENGINE_SERVICE),
+            ENGINE_READY_WITHIN_S,
+            start_in_words=functools.partial(_phases, self.state_dir),
         )
 
 
@@ -132,6 +138,15 @@ class GatewayProcess:
 
         # Behind the engine: it would wait seconds before it tries again to connect to one that is not there.
         return Service("http", self.argv(), self.log_file, answers, GATEWAY_READY_WITHIN_S, wave=1)
+
+
+def _phases(state_dir: Path) -> str:
+    """What the engine's last start spent its time on; empty if it left no report."""
+    try:
+        seconds: dict[str, float] = json.loads((state_dir / "start.json").read_text())
+        return ", ".join(f"{name} {spent:.1f}" for name, spent in seconds.items())
+    except (OSError, ValueError, AttributeError, TypeError):
+        return ""
 
 
 def _health(endpoint: Endpoint, service: str) -> Callable[[], Awaitable[bool]]:

@@ -33,6 +33,8 @@ class Service:
     ready_within_s: float
     wave: int = 0
     """Services of one wave start together, each importing for seconds, once all of the wave before are ready."""
+    start_in_words: Callable[[], str] = lambda: ""
+    """What its start took, asked once it is ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +214,9 @@ class Supervisor:
                 raise self._failed(child, f"{service.name} was not ready within {service.ready_within_s:g} s")
             await asyncio.sleep(_POLL_S)
         child.is_starting = False
-        self._say(f"{service.name} is ready (pid {process.pid}, {self._clock() - child.began:.1f} s)")
+        phases = service.start_in_words()
+        took = f"{self._clock() - child.began:.1f} s{': ' if phases else ''}{phases}"
+        self._say(f"{service.name} is ready (pid {process.pid}, {took})")
 
     async def _keep_running(self, child: _Child) -> None:
         while True:

@@ -364,8 +364,12 @@ func (x *FindMissingBlobsResponse) GetMissing() []*Digest {
 }
 
 type WriteBlobsRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Frame         *BlobFrame             `protobuf:"bytes,1,opt,name=frame,proto3" json:"frame,omitempty"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Frame *BlobFrame             `protobuf:"bytes,1,opt,name=frame,proto3" json:"frame,omitempty"`
+	// Set with a frame that has a digest and no data: the blob lies, whole, in the file of this name (32 lower-case hex digits) that an engine on the store's
+	// own host, of its own user, wrote (mode 0600) into the directory `handed` of the namespace. The store takes, verifies and publishes the file. Only where
+	// GetCapabilities.features has `handed`. Errors: INVALID_ARGUMENT (no such file, or not as promised): then send the bytes.
+	Handed        string `protobuf:"bytes,2,opt,name=handed,proto3" json:"handed,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -405,6 +409,13 @@ func (x *WriteBlobsRequest) GetFrame() *BlobFrame {
 		return x.Frame
 	}
 	return nil
+}
+
+func (x *WriteBlobsRequest) GetHanded() string {
+	if x != nil {
+		return x.Handed
+	}
+	return ""
 }
 
 type WriteBlobsResponse struct {
@@ -4965,8 +4976,8 @@ type GetCapabilitiesResponse struct {
 	Roles     []string `protobuf:"bytes,8,rep,name=roles,proto3" json:"roles,omitempty"`
 	// Peers that PullAgent accepts.
 	Peers []string `protobuf:"bytes,9,rep,name=peers,proto3" json:"peers,omitempty"`
-	// What this store does beyond the first release of the contract, and `sealed` where what it keeps of the caller's namespace is encrypted. A client of a newer
-	// contract asks here.
+	// What this store does beyond the first release of the contract, `sealed` where what it keeps of the caller's namespace is encrypted, and `handed` for
+	// an engine from which it takes files (WriteBlobsRequest). A client of a newer contract asks here.
 	Features      []string `protobuf:"bytes,10,rep,name=features,proto3" json:"features,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -5373,9 +5384,10 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"\x17FindMissingBlobsRequest\x126\n" +
 	"\adigests\x18\x01 \x03(\v2\x1c.kvasir.cachestore.v1.DigestR\adigests\"R\n" +
 	"\x18FindMissingBlobsResponse\x126\n" +
-	"\amissing\x18\x01 \x03(\v2\x1c.kvasir.cachestore.v1.DigestR\amissing\"J\n" +
+	"\amissing\x18\x01 \x03(\v2\x1c.kvasir.cachestore.v1.DigestR\amissing\"b\n" +
 	"\x11WriteBlobsRequest\x125\n" +
-	"\x05frame\x18\x01 \x01(\v2\x1f.kvasir.cachestore.v1.BlobFrameR\x05frame\"d\n" +
+	"\x05frame\x18\x01 \x01(\v2\x1f.kvasir.cachestore.v1.BlobFrameR\x05frame\x12\x16\n" +
+	"\x06handed\x18\x02 \x01(\tR\x06handed\"d\n" +
 	"\x12WriteBlobsResponse\x124\n" +
 	"\x06digest\x18\x01 \x01(\v2\x1c.kvasir.cachestore.v1.DigestR\x06digest\x12\x18\n" +
 	"\aexisted\x18\x02 \x01(\bR\aexisted\"O\n" +

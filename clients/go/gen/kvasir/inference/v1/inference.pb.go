@@ -391,6 +391,8 @@ const (
 	MissReason_MISS_REASON_NO_MEMORY           MissReason = 10
 	// The text matched further than the model's states can go back to.
 	MissReason_MISS_REASON_NO_STATE_POINT MissReason = 11
+	// Computing was expected to be faster than reading from the store; the reason says by how much.
+	MissReason_MISS_REASON_COMPUTED MissReason = 12
 )
 
 // Enum value maps for MissReason.
@@ -408,6 +410,7 @@ var (
 		9:  "MISS_REASON_MANIFEST_INVALID",
 		10: "MISS_REASON_NO_MEMORY",
 		11: "MISS_REASON_NO_STATE_POINT",
+		12: "MISS_REASON_COMPUTED",
 	}
 	MissReason_value = map[string]int32{
 		"MISS_REASON_UNSPECIFIED":         0,
@@ -422,6 +425,7 @@ var (
 		"MISS_REASON_MANIFEST_INVALID":    9,
 		"MISS_REASON_NO_MEMORY":           10,
 		"MISS_REASON_NO_STATE_POINT":      11,
+		"MISS_REASON_COMPUTED":            12,
 	}
 )
 
@@ -1215,9 +1219,11 @@ type Sampling struct {
 	// 0 to 20; only with logprobs: also the likeliest tokens and theirs.
 	TopLogprobs int32 `protobuf:"varint,13,opt,name=top_logprobs,json=topLogprobs,proto3" json:"top_logprobs,omitempty"`
 	// 1 to 8 replies to the same input, in one stream; more than 1 only without an agent_id. Choice i has the seed + i. Default 1.
-	N             *int32 `protobuf:"varint,14,opt,name=n,proto3,oneof" json:"n,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	N *int32 `protobuf:"varint,14,opt,name=n,proto3,oneof" json:"n,omitempty"`
+	// max_tokens is lowered to what fits the context and the engine's KV memory beside the prompt, instead of refused.
+	ClampMaxTokens bool `protobuf:"varint,15,opt,name=clamp_max_tokens,json=clampMaxTokens,proto3" json:"clamp_max_tokens,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *Sampling) Reset() {
@@ -1346,6 +1352,13 @@ func (x *Sampling) GetN() int32 {
 		return *x.N
 	}
 	return 0
+}
+
+func (x *Sampling) GetClampMaxTokens() bool {
+	if x != nil {
+		return x.ClampMaxTokens
+	}
+	return false
 }
 
 type GenerateResponse struct {
@@ -4564,7 +4577,7 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x04Tool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12 \n" +
 	"\vdescription\x18\x02 \x01(\tR\vdescription\x12'\n" +
-	"\x0fparameters_json\x18\x03 \x01(\tR\x0eparametersJson\"\xb2\x05\n" +
+	"\x0fparameters_json\x18\x03 \x01(\tR\x0eparametersJson\"\xdc\x05\n" +
 	"\bSampling\x12\"\n" +
 	"\n" +
 	"max_tokens\x18\x01 \x01(\x05H\x00R\tmaxTokens\x88\x01\x01\x12%\n" +
@@ -4582,7 +4595,8 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"logit_bias\x18\v \x03(\v2,.kvasir.inference.v1.Sampling.LogitBiasEntryR\tlogitBias\x12\x1a\n" +
 	"\blogprobs\x18\f \x01(\bR\blogprobs\x12!\n" +
 	"\ftop_logprobs\x18\r \x01(\x05R\vtopLogprobs\x12\x11\n" +
-	"\x01n\x18\x0e \x01(\x05H\bR\x01n\x88\x01\x01\x1a<\n" +
+	"\x01n\x18\x0e \x01(\x05H\bR\x01n\x88\x01\x01\x12(\n" +
+	"\x10clamp_max_tokens\x18\x0f \x01(\bR\x0eclampMaxTokens\x1a<\n" +
 	"\x0eLogitBiasEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\rR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x02R\x05value:\x028\x01B\r\n" +
@@ -4883,7 +4897,7 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x11PREFIX_MATCH_NONE\x10\x01\x12\x16\n" +
 	"\x12PREFIX_MATCH_EXACT\x10\x02\x12\x17\n" +
 	"\x13PREFIX_MATCH_EXTEND\x10\x03\x12\x18\n" +
-	"\x14PREFIX_MATCH_DIVERGE\x10\x04*\x81\x03\n" +
+	"\x14PREFIX_MATCH_DIVERGE\x10\x04*\x9b\x03\n" +
 	"\n" +
 	"MissReason\x12\x1b\n" +
 	"\x17MISS_REASON_UNSPECIFIED\x10\x00\x12\x19\n" +
@@ -4898,7 +4912,8 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x1cMISS_REASON_MANIFEST_INVALID\x10\t\x12\x19\n" +
 	"\x15MISS_REASON_NO_MEMORY\x10\n" +
 	"\x12\x1e\n" +
-	"\x1aMISS_REASON_NO_STATE_POINT\x10\v*\xbb\x01\n" +
+	"\x1aMISS_REASON_NO_STATE_POINT\x10\v\x12\x18\n" +
+	"\x14MISS_REASON_COMPUTED\x10\f*\xbb\x01\n" +
 	"\fFinishReason\x12\x1d\n" +
 	"\x19FINISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12FINISH_REASON_STOP\x10\x01\x12\x18\n" +

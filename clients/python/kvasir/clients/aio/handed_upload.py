@@ -1,0 +1,101 @@
+"""An upload to a store on this host: blobs are handed over as files, and what cannot be is sent."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+
+from kvasir.cachestore.v1 import cachestore_pb2 as pb
+from kvasir.clients.aio.blob_transfers import AioBlobTransfers
+from kvasir.clients.handed_files import HandedFiles
+from kvasir.clients.store_client_transfers import OnProgress, Upload
+from kvasir.errors import InvalidArgument
+from kvasir.formats.digest import Buffer, Digest
+from kvasir.formats.frames import frames_of
+
+# A store takes them only for an engine, and where nothing has to be encrypted.
+FEATURE = "handed"
+# Handed over and not acknowledged, of one upload.
+_MAX_HANDED_BYTES = 64 << 20
+_LEAST_BYTES = 64 << 10  # a smaller one is sent as fast
+
+
+class HandedUpload(Upload):
+    """The tensor files that a store still lacks, as files for it to take."""
+
+    def __init__(
+        self,
+        blobs: Mapping[Digest, Buffer],
+        missing: list[Digest],
+        files: HandedFiles,
+        on_progress: OnProgress | None,
+    ) -> None:
+        super().__init__(blobs, pb.BLOB_KIND_TENSORS, missing, on_progress)
+        self._files = files
+        self._is_refused = False
+        self._writing: asyncio.Future[bool] | None = None
+        self._handed: dict[Digest, str] = {}  # and their tokens: no answer has come for these
+        self._answered = asyncio.Event()
+
+    async def requests(self, first_offset: int) -> AsyncIterator[pb.WriteBlobsRequest]:  # type: ignore[override]
+        """The requests that hand all pending blobs over. A blob of which bytes have arrived is sent from there on."""
+        await self.take_back()
+        for digest in self.pending:
+            data = self._blobs[digest]
+            token = "" if first_offset else await self._hand(digest, data)
+            if token:
+                frame = pb.BlobFrame(digest=digest.to_proto(), kind=self._kind)
+                yield pb.WriteBlobsRequest(frame=frame, handed=token)
+            else:
+                for frame in frames_of(digest, data, self._kind, first_offset):
+                    yield pb.WriteBlobsRequest(frame=frame)
+            first_offset = 0
+
+    def acknowledge(self, response: pb.WriteBlobsResponse) -> None:
+        """See Upload."""
+        super().acknowledge(response)
+        self._forget(Digest.from_proto(response.digest))
+        self._answered.set()
+
+    def goes_on_after(self, error: InvalidArgument) -> bool:
+        """See Upload. A store that does not take a file is sent the bytes, and says then what is wrong with them."""
+        self._is_refused = self._is_refused or error.field == "handed"
+        return error.field == "handed" or super().goes_on_after(error)
+
+    async def take_back(self) -> None:
+        """Remove files that the store has not taken. A thread that still writes one is waited for."""
+        if self._writing is not None:
+            await asyncio.wait((self._writing,))
+        for digest in list(self._handed):
+            self._forget(digest)
+
+    async def _hand(self, digest: Digest, data: Buffer) -> str:
+        """The token of the blob's file; "" if its bytes have to be sent."""
+        if self._is_refused or digest.size_bytes < _LEAST_BYTES:
+            return ""
+        while self._handed and sum(each.size_bytes for each in self._handed) + digest.size_bytes > _MAX_HANDED_BYTES:
+            self._answered.clear()
+            await self._answered.wait()
+        token = self._handed[digest] = self._files.new_token()
+        self._writing = asyncio.ensure_future(asyncio.to_thread(self._files.write, token, data))
+        if not await asyncio.shield(self._writing):
+            self._forget(digest)
+        return self._handed.get(digest, "")
+
+    def _forget(self, digest: Digest) -> None:
+        if token := self._handed.pop(digest, ""):
+            self._files.forget(token)
+
+
+async def put_by_files(
+    client: AioBlobTransfers,
+    blobs: Mapping[Digest, Buffer],
+    files: HandedFiles,
+    *,
+    on_progress: OnProgress | None = None,
+    stall_timeout_s: float | None = None,
+) -> pb.TransferProgress:
+    """As `put_blobs` of tensor files, for a store that has the feature and whose data directory is that of `files`."""
+    upload = HandedUpload(blobs, await client.find_missing(list(blobs), timeout_s=stall_timeout_s), files, on_progress)
+    try:
+        return await client.send_all(upload, stall_timeout_s=stall_timeout_s)
+    finally:
+        await upload.take_back()

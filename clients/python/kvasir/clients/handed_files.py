@@ -1,0 +1,58 @@
+"""Whole blobs as files for a store on this host, which takes them: their bytes go through no socket.
+
+The directory is the namespace's in the store's data directory, which the caller knows by its own configuration. Only
+the store makes it, so where it is missing nothing may be handed over.
+"""
+
+import contextlib
+import os
+import secrets
+import threading
+from pathlib import Path
+
+from kvasir.formats.blob_place import handed_place
+from kvasir.formats.digest import Buffer
+
+# The store reserves no room for a file before it is named to it, so this many bytes at most wait, of all uploads.
+_MAX_WAITING_BYTES = 256 << 20
+
+
+class HandedFiles:
+    """The files that wait for the store of one namespace. From any thread."""
+
+    def __init__(self, data_dir: Path, namespace: str) -> None:
+        self._directory = handed_place(data_dir, namespace)
+        self._lock = threading.Lock()
+        self._waiting: dict[str, int] = {}  # bytes of each file, by token
+
+    def new_token(self) -> str:
+        """A name for a file that nobody can guess."""
+        return secrets.token_hex(16)
+
+    def write(self, token: str, data: Buffer) -> bool:
+        """Write a new file. False where that is not possible: too much waits, the disk is full, or the store has no
+        place for it."""
+        view = memoryview(data).cast("B")
+        with self._lock:
+            if sum(self._waiting.values()) + len(view) > _MAX_WAITING_BYTES:
+                return False
+            self._waiting[token] = len(view)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            descriptor = os.open(self._directory / token, flags, 0o600)
+            try:
+                while view:
+                    view = view[os.write(descriptor, view) :]
+            finally:
+                os.close(descriptor)
+        except OSError:
+            self.forget(token)
+            return False
+        return True
+
+    def forget(self, token: str) -> None:
+        """The file waits no more. Removes it, if the store has not taken it."""
+        with contextlib.suppress(OSError):
+            (self._directory / token).unlink()
+        with self._lock:
+            self._waiting.pop(token, None)

@@ -1,0 +1,138 @@
+"""How far a request may differ from what the gateway knows: fields that are ignored and reported, texts that are left
+out. What would change the reply's meaning is refused either way, and a strict gateway refuses the rest too.
+"""
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvasir.errors import InvalidArgument
+
+from kvasir_gateway.reading.volatile import RULES, Rule
+from kvasir_gateway.turn import Body, refuse_unless
+
+# Fields of peers' servers and of older APIs that say what the reply is to be: without them it would be another one.
+MEANINGFUL = frozenset(
+    {
+        *("functions", "function_call", "thread"),
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "grammar"),
+        *("chat_template", "chat_template_kwargs", "continue_final_message", "documents", "images"),
+        *("ignore_eos", "min_tokens", "stop_token_ids", "bad_words", "use_beam_search", "typical_p"),
+    }
+)
+_NEUTRAL: tuple[object, ...] = (None, False, 0, "", "auto", "none", [], {})
+_MAX_NAMED = 32  # in one answer's header
+_MAX_LOGGED = 256  # names of one process
+_FIELD = re.compile(r"[A-Za-z0-9_]{1,64}")
+_NUMBER = re.compile(r"\[\d+\]")
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Reading:
+    """One request, as it is read: what was ignored of it, and which rules left something out."""
+
+    is_strict: bool = False
+    rules: Sequence[Rule] = ()
+    any_model: bool = False  # the loaded one answers for a name that is no model's
+    _ignored: list[str] = field(default_factory=list)
+    _applied: set[str] = field(default_factory=set)
+
+    def check(self, body: Body) -> None:
+        """Note the fields that nobody knows. Raises InvalidArgument for those that are refused."""
+        for name, value in unknown_fields(body):
+            if name in MEANINGFUL and value not in _NEUTRAL:
+                refuse_unless((), {name: value})
+            if value is not None or self.is_strict:
+                self._ignore(name, "this server does not know it; leave it out", reason="UNKNOWN_PARAMETER")
+
+    def ignore_unless(self, neutral: Iterable[object], **given: object) -> None:
+        """Note settings that this engine cannot apply, unless they say what it does anyway. Raises InvalidArgument."""
+        allowed = [None, *neutral]
+        for name, value in given.items():
+            if value not in allowed:
+                self.ignore(name)
+
+    def ignore(self, name: str) -> None:
+        self._ignore(name, "this engine cannot apply it; leave it out")
+
+    def ignore_tool(self, number: int) -> None:
+        """A tool that the server would run; the model is not offered it."""
+        self.ignore(f"tools[{number}].type" if self.is_strict else f"tools[{number}]")
+
+    def content(self, role: str, texts: Iterable[str]) -> str:
+        """A message's texts, as they were sent, in one: a system's without what is volatile."""
+        return "".join(map(self._lasting, texts) if role == "system" else texts)
+
+    def _lasting(self, text: str) -> str:
+        for rule in self.rules:
+            kept = rule.without(text)
+            if kept != text:
+                self._applied.add(rule.name)
+            text = kept
+        return text
+
+    def length(self, max_tokens: int | None) -> dict[str, Any]:
+        """Of a Sampling: clients send the most that they know of, whatever the context is."""
+        if max_tokens is None:
+            return {}
+        return {"max_tokens": max_tokens, **({} if self.is_strict else {"clamp_max_tokens": True})}
+
+    @property
+    def ignored(self) -> list[str]:
+        """The fields that were ignored, without those of a field that was ignored whole."""
+        names = {name for name in self._ignored if not any(name.startswith(f"{whole}.") for whole in self._ignored)}
+        return sorted(names)
+
+    def headers(self) -> dict[str, str]:
+        """What was done with the request, for its answer."""
+        told = {}
+        if names := self.ignored:
+            more = [f"+{len(names) - _MAX_NAMED}"] if len(names) > _MAX_NAMED else []
+            told["x-kvasir-ignored"] = ", ".join([*names[:_MAX_NAMED], *more])
+        if self._applied:
+            told["x-kvasir-volatile"] = ", ".join(sorted(self._applied))
+        return told
+
+    def _ignore(self, name: str, why: str, reason: str | None = None) -> None:
+        if self.is_strict:
+            raise InvalidArgument(f"{name}: {why}", reason=reason, field=name)
+        self._ignored.append(name)
+
+
+class Tolerance:
+    """How requests are read here, and which ignored fields the log has named."""
+
+    def __init__(
+        self, *, is_strict: bool = False, rules: Sequence[Rule] = tuple(RULES.values()), any_model: bool = True
+    ) -> None:
+        self._is_strict = is_strict
+        self._rules = rules
+        self._any_model = any_model
+        self._logged: set[str] = set()
+
+    def reading(self) -> Reading:
+        return Reading(self._is_strict, self._rules, self._any_model)
+
+    def log(self, path: str, reading: Reading) -> None:
+        """A line for each field when it is ignored for the first time."""
+        for name in reading.ignored:
+            told = f"{path} {_NUMBER.sub('[]', name)}"
+            if told not in self._logged and len(self._logged) < _MAX_LOGGED:
+                self._logged.add(told)
+                _log.info("request.ignored path=%s field=%s", *told.split(" "))
+
+
+def unknown_fields(body: Body, place: str = "") -> Iterator[tuple[str, object]]:
+    """Paths and values of fields that no schema names. A name that is none of a field is not repeated."""
+    for name, value in (body.model_extra or {}).items():
+        yield f"{place}{name if _FIELD.fullmatch(name) else '(unnamed)'}", value
+    for name in type(body).model_fields:
+        value = getattr(body, name)
+        alias = type(body).model_fields[name].alias or name
+        for number, each in enumerate(value if isinstance(value, list) else [value]):
+            if isinstance(each, Body):
+                at = f"[{number}]" if isinstance(value, list) else ""
+                yield from unknown_fields(each, f"{place}{alias}{at}.")

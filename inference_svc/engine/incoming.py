@@ -1,0 +1,95 @@
+"""Tensor files on their way to the engine: the leading ones are there, others may follow. Needs no MLX.
+
+One thread adds files while the MLX thread takes those that came. An append to a list and its length are atomic, and
+`end` comes after the last `add`: so who reads `has_ended` before `ready` misses none.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from kvasir.formats.block_file import FileBytes
+
+from inference_svc.kv.tensor_files import CheckedFile, FileChecks
+
+
+class Incoming:
+    """Files in order, `expected` of them if all come."""
+
+    def __init__(self, expected: int, *, is_kept: bool = False) -> None:
+        """`is_kept`: files that were taken may be taken again."""
+        self.expected = expected
+        self.has_ended = False
+        self._files: list[FileBytes | None] = []
+        self._is_kept = is_kept
+        self._came_bytes = self._taken_bytes = 0
+        self._wake: Callable[[], object] = lambda: None
+        self._was_taken: Callable[[], object] = lambda: None
+
+    @classmethod
+    def of(cls, files: Iterable[FileBytes]) -> "Incoming":
+        """Files that are all there."""
+        found = list(files)
+        made = cls(len(found), is_kept=True)
+        made._files += found
+        made.has_ended = True
+        return made
+
+    @property
+    def ready(self) -> int:
+        """How many files came."""
+        return len(self._files)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of the files that came and were not taken."""
+        return self._came_bytes - self._taken_bytes
+
+    def add(self, data: FileBytes) -> None:
+        self._came_bytes += len(data)
+        self._files.append(data)
+        self._wake()
+
+    def end(self) -> None:
+        """No other file comes. Idempotent."""
+        self.has_ended = True
+        self._wake()
+
+    def watch(self, wake: Callable[[], object]) -> None:
+        """Call `wake` now, and after each file that comes, and at the end."""
+        self._wake = wake
+        wake()
+
+    def watch_taking(self, was_taken: Callable[[], object]) -> None:
+        """Call `was_taken` after each file that is taken, on the thread that takes it."""
+        self._was_taken = was_taken
+
+    def leading(self, count: int) -> "Incoming":
+        """The first files alone, which must have been kept."""
+        return Incoming.of(map(self.take, range(count)))
+
+    def take(self, index: int) -> FileBytes:
+        """One of the files that came."""
+        data = self._files[index]
+        assert data is not None, "it was taken"
+        if not self._is_kept:
+            self._files[index] = None
+            self._taken_bytes += len(data)
+            self._was_taken()
+        return data
+
+
+class ArrivingFiles(Sequence[CheckedFile]):
+    """Incoming files, each checked when it is taken. It grows as they come."""
+
+    def __init__(self, incoming: Incoming, checks: FileChecks) -> None:
+        """Raises DataLoss for another number of files than there must be."""
+        checks.check_count(incoming.expected)
+        self._incoming = incoming
+        self._checks = checks
+
+    def __len__(self) -> int:
+        return self._incoming.ready
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        return self._checks.checked(index, self._incoming.take(index))

@@ -1,0 +1,90 @@
+"""Whether KV is restored from a store or computed: whichever is expected to take less time. Pure.
+
+Times of earlier turns say what a restore from a store costs (reading, checking, placing), and what computing a prompt
+costs. Until both are known, and for a small memory, KV is restored. A source that was not read for a while counts as
+unknown again, because nothing else would notice that it became faster.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from inference_svc.memory.outcomes import Miss, MissReason
+
+LEAST_BYTES = 4 << 20
+"""Of a smaller restore most of the time is the same for any size, and is no rate."""
+LEAST_TOKENS = 256
+"""Fewer tokens take as long as one pass over the weights, and say nothing about more."""
+MARGIN = 0.8
+"""Computing must take at most this part of a restore's time: estimates are rough, and it keeps others waiting."""
+FORGOTTEN_S = 600.0
+_OLDER_WEIGHT = 0.7  # of what was learned before, when there is news
+
+
+@dataclass
+class LearnedCost:
+    """Seconds as a sum of two parts, each a number that is not negative times a known size: least squares over what was
+    measured, where newer measurements count more.
+    """
+
+    _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
+
+    def learn(self, first: float, second: float, seconds: float) -> None:
+        news = (first * first, first * second, second * second, first * seconds, second * seconds)
+        self._sums = [_OLDER_WEIGHT * old + new for old, new in zip(self._sums, news, strict=True)]
+
+    def estimate(self, first: float, second: float) -> float | None:
+        """Seconds for these sizes; None while nothing was learned."""
+        per_first, per_second = self._parts()
+        return first * per_first + second * per_second if per_first or per_second else None
+
+    def _parts(self) -> tuple[float, float]:
+        """Of the fits without a negative part the best one. The first size alone, where only one can be told."""
+        aa, ab, bb, at, bt = self._sums
+        determinant = aa * bb - ab * ab
+        fits = [(at / aa if aa else 0.0, 0.0), (0.0, bt / bb if bb else 0.0)]
+        if determinant > 1e-6 * aa * bb:
+            both = (at * bb - bt * ab) / determinant, (bt * aa - at * ab) / determinant
+            if min(both) >= 0:
+                return both
+        return min(fits, key=lambda fit: fit[0] * fit[0] * aa + fit[1] * fit[1] * bb - 2 * (fit[0] * at + fit[1] * bt))
+
+
+class RestoreCosts:
+    """What one engine has learned of its stores and of itself."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._computing = LearnedCost()
+        self._restoring: dict[Hashable, tuple[LearnedCost, float]] = {}  # by source, and when it was learned
+
+    def computed(self, start: int, stop: int, seconds: float) -> None:
+        """Tokens [start, stop) of a prompt were computed in so many seconds."""
+        if stop - start >= LEAST_TOKENS:
+            self._computing.learn(stop - start, _depth(start, stop), seconds)
+
+    def restored(self, source: Hashable, size_bytes: int, seconds: float) -> None:
+        """So many bytes of a source were read and became KV."""
+        if size_bytes >= LEAST_BYTES:
+            cost = self._known(source) or LearnedCost()
+            cost.learn(size_bytes, 1.0, seconds)
+            self._restoring[source] = cost, self._clock()
+
+    def reason_to_compute(self, source: Hashable, tokens: int, size_bytes: int) -> Miss | None:
+        """Why a prompt's first tokens should be computed, though the source has them; None: restore them."""
+        cost = self._known(source)
+        if cost is None or size_bytes < LEAST_BYTES:
+            return None
+        restore_s, compute_s = cost.estimate(size_bytes, 1.0), self._computing.estimate(tokens, _depth(0, tokens))
+        if restore_s is None or compute_s is None or compute_s > MARGIN * restore_s:
+            return None
+        expected = f"restoring {tokens} tokens was expected to take {1e3 * restore_s:.0f} ms"
+        return Miss(MissReason.COMPUTED, f"{expected}, computing them {1e3 * compute_s:.0f} ms")
+
+    def _known(self, source: Hashable) -> LearnedCost | None:
+        cost, learned_s = self._restoring.get(source, (None, 0.0))
+        return cost if self._clock() - learned_s < FORGOTTEN_S else None
+
+
+def _depth(start: int, stop: int) -> float:
+    """The sum of the tokens' positions: how many rows all of them attend to."""
+    return (stop * stop - start * start) / 2

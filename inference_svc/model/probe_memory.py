@@ -1,0 +1,107 @@
+"""What probing a model has shown, kept in the state directory: a probe computes a dozen passes over all weights.
+
+One file for each model under its conditions: weights, the type and device that compute, the system and its driver, MLX,
+mlx-lm, and our own code of KV and models. Only a shortcut: if it cannot be read or has other conditions, the model is
+probed again.
+"""
+
+import contextlib
+import json
+import platform
+from dataclasses import dataclass, field
+from functools import cache
+from hashlib import blake2b
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from google.protobuf.message import DecodeError
+from kvasir.cachestore.v1 import identity_pb2
+
+from inference_svc.kv.layout import Layout
+from inference_svc.model.device_memory import device_name
+
+_FOLDER = "probes"
+_OURS = Path(__file__).parent.parent
+_DRIVER = Path("/proc/driver/nvidia/version")
+_TYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+_TYPE_NAMES = {kind: name for name, kind in _TYPES.items()}
+
+
+@dataclass(frozen=True)
+class Probed:
+    """The facts of a model that only its computation shows. `is_narrowed`: its head may be applied to the last position
+    only. `applied`: by policy, serialized, the layers that are stored as it says.
+    """
+
+    layout: Layout
+    vocabulary_size: int
+    is_narrowed: bool
+    applied: dict[str, int] = field(default_factory=dict)
+
+
+class ProbeMemory:
+    """The kept facts of one model under its conditions."""
+
+    def __init__(self, directory: Path, weights_digest: str, compute_type: str | None) -> None:
+        computing = (compute_type or "default", device_name(), platform.platform(), _driver())
+        conditions = (weights_digest, *computing, version("mlx"), version("mlx-lm"), _code_digest())
+        named = blake2b("\0".join(conditions).encode(), digest_size=16).hexdigest()
+        self._path = directory / _FOLDER / f"{named}.json"
+
+    def read(self) -> Probed | None:
+        """The kept facts; None if there are none that can be read."""
+        try:
+            return _probed(json.loads(self._path.read_text()))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, DecodeError):
+            return None
+
+    def write(self, probed: Probed) -> None:
+        """Keep facts. A disk that takes no file costs a probe at the next start."""
+        part = self._path.with_suffix(".part")
+        with contextlib.suppress(OSError):
+            part.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            part.write_text(json.dumps(_as_json(probed)))
+            part.chmod(0o600)
+            part.replace(self._path)
+
+
+def _as_json(probed: Probed) -> dict[str, Any]:
+    layout = probed.layout
+    return {
+        "entries": [entry.SerializeToString(deterministic=True).hex() for entry in layout.entries],
+        "by_cache": layout.by_cache,
+        "kv_type": _TYPE_NAMES[layout.kv_type],
+        "reads_pages": layout.reads_pages,
+        "vocabulary_size": probed.vocabulary_size,
+        "is_narrowed": probed.is_narrowed,
+        "applied": probed.applied,
+    }
+
+
+def _probed(kept: dict[str, Any]) -> Probed:
+    entries = tuple(identity_pb2.LayerLayout.FromString(bytes.fromhex(entry)) for entry in kept["entries"])
+    by_cache = tuple(tuple(each) if isinstance(each, list) else int(each) for each in kept["by_cache"])
+    layout = Layout(entries, by_cache, _TYPES[kept["kv_type"]], bool(kept["reads_pages"]))
+    applied = {str(policy): int(count) for policy, count in kept["applied"].items()}
+    return Probed(layout, int(kept["vocabulary_size"]), bool(kept["is_narrowed"]), applied)
+
+
+def _driver() -> str:
+    """Of an NVIDIA GPU; a Mac's comes with its system."""
+    try:
+        return _DRIVER.read_text()
+    except OSError:
+        return ""
+
+
+@cache
+def _code_digest() -> str:
+    """Of the code that decides what a probe shows."""
+    hasher = blake2b(digest_size=16)
+    for room in ("kv", "model"):
+        for path in sorted((_OURS / room).rglob("*")):
+            if path.suffix in (".py", ".h", ".cpp"):
+                hasher.update(path.read_bytes())
+    return hasher.hexdigest()

@@ -1,0 +1,161 @@
+"""The extension over MLX's C++ headers: compiled once by this machine's compiler, kept on disk, called by ctypes.
+
+It is optional: `NoExtension` says why there is none, and then weights are copied. Nothing is downloaded.
+"""
+
+import copy
+import ctypes
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from functools import cache
+from hashlib import blake2b
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx.core as mx
+
+from inference_svc.kv.attention.nvrtc import is_this_users
+
+_SOURCE = Path(__file__).parent / "mapping.cpp"
+_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared")
+_COMPILERS = ("c++", "g++", "clang++")
+_WAIT_S = 15.0  # it takes two or three
+# nanobind's objects: Python's head, then the offset of the C++ object and bits that say how it is kept.
+_HEAD_BYTES = object.__basicsize__
+_SHARED_POINTER_BYTES = 2 * ctypes.sizeof(ctypes.c_void_p)
+
+
+class NoExtension(Exception):
+    """There is no extension here; says why."""
+
+
+class Mapped:
+    """A file's pages. Arrays that were placed over them keep them."""
+
+    def __init__(self, library: ctypes.PyDLL, address: int) -> None:
+        self._library, self._address = library, address
+
+    def place(self, array: mx.array, offset: int) -> None:
+        """Make an array, not evaluated, one over the bytes from this offset on. It keeps its shape and type."""
+        self._library.kvasir_place(_descriptor(array), self._address, offset)
+
+    def close(self) -> None:
+        self._library.kvasir_free(self._address)
+
+
+class Extension:
+    """The functions of mapping.cpp. They hold Python's lock: each is short, and arrays must not be used meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._library = library = ctypes.PyDLL(str(path))
+        except OSError as error:
+            raise NoExtension(f"the system does not load it: {error}") from None
+        library.kvasir_map.argtypes = [ctypes.c_int, ctypes.c_size_t, ctypes.c_bool]
+        library.kvasir_map.restype = ctypes.c_void_p
+        library.kvasir_place.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+        library.kvasir_free.argtypes = [ctypes.c_void_p]
+
+    def mapped(self, file: int, size_bytes: int, *, is_read_ahead: bool) -> Mapped | None:
+        """The pages of an open file; None if the system or MLX's device takes no such mapping."""
+        address = self._library.kvasir_map(file, size_bytes, is_read_ahead)
+        return Mapped(self._library, address) if address else None
+
+
+def extension(kept: Path | None, compilers: tuple[str, ...] = _COMPILERS) -> Extension:
+    """The extension for this MLX, from `kept` or compiled into it. Raises NoExtension.
+
+    A compiler that takes too long goes on beside this process, and the next start finds its result.
+    """
+    if not _is_layout_known():
+        raise NoExtension("MLX keeps its arrays in Python in a way that is not known")
+    if kept is None:
+        raise NoExtension("this user has no home directory to keep it in")
+    path = kept / f"{_key()}.so"
+    if not _is_there(path):
+        compiler = next((found for name in compilers if (found := shutil.which(name))), None)
+        if compiler is None:
+            raise NoExtension(f"there is no C++ compiler ({', '.join(compilers)})")
+        _compile(compiler, path)
+    return Extension(path)
+
+
+def _mlx_directory() -> Path:
+    return Path(mx.__file__).parent
+
+
+def _key() -> str:
+    """What the compiled file depends on. MLX's wheels for other devices have one version, and other libraries."""
+    directory = _mlx_directory()
+    library = next((directory / "lib").glob("libmlx.*"), directory)
+    facts = (_SOURCE.read_text(), *_FLAGS, version("mlx"), str(library), library.stat().st_size, sys.platform)
+    return blake2b("\0".join(map(str, facts)).encode(), digest_size=16).hexdigest()
+
+
+def _is_there(path: Path) -> bool:
+    """A kept file in a folder that this user alone writes: it runs in this process."""
+    try:
+        return path.is_file() and is_this_users(path.parent)
+    except OSError:
+        return False
+
+
+def _compile(compiler: str, path: Path) -> None:
+    """Compile to a file of another name, and rename it: processes may do this at once."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not is_this_users(path.parent):
+            raise NoExtension(f"{path.parent} may be written by others")
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
+            part = Path(file.name)
+    except OSError as error:
+        raise NoExtension(f"it cannot be kept: {error}") from None
+    mlx, problems = _mlx_directory(), list[str]()
+    linked = (f"-I{mlx}/include", str(_SOURCE), "-o", str(part), f"-L{mlx}/lib", "-lmlx", f"-Wl,-rpath,{mlx}/lib")
+
+    def work() -> None:
+        try:
+            answer = subprocess.run([compiler, *_FLAGS, *linked], capture_output=True, text=True, check=False)
+            if answer.returncode == 0:
+                part.chmod(0o700)
+                part.replace(path)
+            else:
+                problems.append(next(iter(answer.stderr.splitlines()), f"exit code {answer.returncode}"))
+        except OSError as error:
+            problems.append(str(error))
+        finally:
+            part.unlink(missing_ok=True)
+
+    compiling = threading.Thread(target=work, name="mapping-compiler", daemon=True)
+    compiling.start()
+    compiling.join(_WAIT_S)
+    if problems:
+        raise NoExtension(f"{Path(compiler).name} does not compile it: {problems[0]}")
+    if compiling.is_alive():
+        raise NoExtension(f"{Path(compiler).name} still compiles it; the next start may find it")
+
+
+def _descriptor(array: mx.array) -> int:
+    """The address of the C++ array in a Python array: a shared pointer to its description."""
+    return id(array) + ctypes.c_int32.from_address(id(array) + _HEAD_BYTES).value
+
+
+@cache
+def _is_layout_known() -> bool:
+    """Whether `_descriptor` finds what it says, tried on arrays of known relation: a copy shares the description."""
+    array, other = mx.zeros((2, 3)), mx.zeros((2, 3))
+    size = type(array).__basicsize__
+
+    def pointer(of: mx.array) -> bytes:
+        start = _descriptor(of) - id(of)
+        if not _HEAD_BYTES < start <= size - _SHARED_POINTER_BYTES:
+            return b""
+        return ctypes.string_at(id(of) + start, _SHARED_POINTER_BYTES)
+
+    pointers = pointer(array), pointer(copy.copy(array)), pointer(other)
+    halves = [int.from_bytes(p[:8], sys.byteorder) for p in pointers if len(p) == _SHARED_POINTER_BYTES]
+    are_addresses = len(halves) == len(pointers) and all(half and half % 8 == 0 for half in halves)
+    return are_addresses and pointers[0] == pointers[1] != pointers[2]

@@ -1,0 +1,140 @@
+"""Gives a model that mlx-lm loads its weights: over mapped pages, by copies of threads, or as mlx-lm reads them.
+
+mlx-lm reads a file's header first and its bytes when they are needed, so a tensor that is not placed here is read as
+ever. On a CPU and on Metal an array over a file's pages is the weight itself: nothing is copied, and engines on one
+machine share the pages. On CUDA the pages are copied to the device by threads (`host_copy`).
+
+A file that is replaced (by a rename) stays mapped as it was. One that is cut short or written to while it is mapped
+takes the process with it, or changes the weights: no system call can prevent that.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from inference_svc.kv.attention.host_copy import copies_itself, to_device
+from inference_svc.kv.attention.nvrtc import kept_programs
+from inference_svc.model.device_memory import machine_bytes
+from inference_svc.model.weights.extension import Extension, NoExtension, extension
+from inference_svc.model.weights.weight_files import TensorPlace, WeightFile
+
+Tensors = dict[str, mx.array]
+_UNIT_BYTES = 2  # of what host_copy copies
+_MOST_BYTES = _UNIT_BYTES * (2**31 - 1)  # MLX counts an axis in 32 bits
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a model's weights came, in bytes of their files."""
+
+    mapped_bytes: int = 0  # arrays over the files' pages
+    sent_bytes: int = 0  # copied to the device by threads
+    read_bytes: int = 0  # read by MLX
+    why_read: str = ""  # the reason, if some were
+
+    def without(self, converted_bytes: int, compute_type: str) -> "Placement":
+        """After so many bytes of weights became others, of another type."""
+        if not (changed := min(converted_bytes, self.mapped_bytes)):
+            return self
+        why = "; ".join(filter(None, (self.why_read, f"converted to {compute_type}")))
+        return replace(
+            self, mapped_bytes=self.mapped_bytes - changed, read_bytes=self.read_bytes + changed, why_read=why
+        )
+
+    @property
+    def in_words(self) -> str:
+        """One line, for people."""
+        parts = [
+            f"{count / 1e9:.2f} GB {how}"
+            for count, how in ((self.mapped_bytes, "mapped"), (self.sent_bytes, "sent"), (self.read_bytes, "copied"))
+            if count
+        ]
+        return ", ".join(parts) + (f" ({self.why_read})" if self.why_read else "")
+
+
+def place_weights(
+    files: list[WeightFile],
+    weights: Tensors,
+    *,
+    may_map: bool = True,
+    get_extension: Callable[[], Extension] = lambda: extension(_kept()),
+) -> Placement:
+    """Give these arrays, none of which is evaluated, the bytes of their files where that is possible; the rest stays
+    for MLX to read.
+    """
+    total = Placement(read_bytes=sum(place.size_bytes for file in files for place in file.tensors.values()))
+    if not may_map:
+        return replace(total, why_read="as it was asked for")
+    names = Counter(name for file in files for name in file.tensors)
+    found = {file.path: {name: file.tensors[name] for name in file.tensors if names[name] == 1} for file in files}
+    if copies_itself():
+        sent = sum(_send(file.path, found[file.path], weights) for file in files)
+        return _left(replace(total, sent_bytes=sent))
+    try:
+        mapping = get_extension()
+    except NoExtension as error:
+        return replace(total, why_read=str(error))
+    is_read_ahead = sum(file.size_bytes for file in files) < machine_bytes() // 2
+    mapped = sum(_map(mapping, file, found[file.path], weights, is_read_ahead=is_read_ahead) for file in files)
+    return _left(replace(total, mapped_bytes=mapped))
+
+
+def _left(placed: Placement) -> Placement:
+    left = placed.read_bytes - placed.mapped_bytes - placed.sent_bytes
+    return replace(placed, read_bytes=left, why_read="not aligned in their files" if left else "")
+
+
+def _map(
+    mapping: Extension, file: WeightFile, places: Mapping[str, TensorPlace], weights: Tensors, *, is_read_ahead: bool
+) -> int:
+    """Map a file and make arrays over it; returns their bytes."""
+    aligned = {
+        name: place
+        for name, place in places.items()
+        if _is_as_said(weights.get(name), place) and place.offset % weights[name].itemsize == 0
+    }
+    if not aligned:
+        return 0
+    descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        # The file may have been replaced since its header was read.
+        if os.fstat(descriptor).st_size != file.size_bytes:
+            return 0
+        mapped = mapping.mapped(descriptor, file.size_bytes, is_read_ahead=is_read_ahead)
+    finally:
+        os.close(descriptor)
+    if mapped is None:
+        return 0
+    for name, place in aligned.items():
+        mapped.place(weights[name], place.offset)
+    mapped.close()
+    return sum(place.size_bytes for place in aligned.values())
+
+
+def _send(path: Path, places: Mapping[str, TensorPlace], weights: Tensors) -> int:
+    """Copy a file's tensors to the device; returns their bytes."""
+    content = np.memmap(path, np.uint8, "r")
+    sent = 0
+    for name, place in places.items():
+        lazy = weights.get(name)
+        if lazy is None or not _is_as_said(lazy, place) or lazy.itemsize < _UNIT_BYTES or lazy.nbytes > _MOST_BYTES:
+            continue
+        row = content[place.offset : place.offset + place.size_bytes].view(np.uint16)  # at any address
+        weights[name] = to_device([row])[0].view(lazy.dtype).reshape(lazy.shape)
+        sent += place.size_bytes
+    return sent
+
+
+def _is_as_said(lazy: mx.array | None, place: TensorPlace) -> bool:
+    """Whether MLX reads the header as we do. An empty tensor has nothing to map."""
+    return lazy is not None and 0 < lazy.nbytes == place.size_bytes
+
+
+def _kept() -> Path | None:
+    programs = kept_programs()
+    return programs.parent / "extensions" if programs else None

@@ -1,0 +1,76 @@
+"""The safetensors files of a model's weights: which they are, that they are whole, and where each tensor lies."""
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from operator import index
+from pathlib import Path
+from typing import Any
+
+from kvasir.errors import FailedPrecondition
+
+_LENGTH = struct.Struct("<Q")
+_MOST_HEADER_BYTES = 100 << 20  # the format's own limit
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Where a tensor's bytes lie in its file."""
+
+    offset: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """A file that is whole, at least when it was looked at."""
+
+    path: Path
+    size_bytes: int
+    tensors: Mapping[str, TensorPlace]
+
+
+def weight_paths(directory: Path) -> list[Path]:
+    """The files that mlx-lm reads weights from, in name order."""
+    return sorted(directory.glob("model*.safetensors"))
+
+
+def weight_files(directory: Path) -> list[WeightFile]:
+    """The model's files of weights. Raises FailedPrecondition for one that is cut short or damaged: a mapping of it
+    would end the process where the file ends.
+    """
+    return [weight_file(path) for path in weight_paths(directory)]
+
+
+def weight_file(path: Path) -> WeightFile:
+    """One file, by its header. Raises FailedPrecondition."""
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+            if length > min(size - _LENGTH.size, _MOST_HEADER_BYTES):
+                raise _Damaged(f"its header says {length} bytes, of {size} that the file has")
+            header: Any = json.loads(file.read(length))
+        start = _LENGTH.size + length
+        return WeightFile(path, size, dict(_places(header, start, size)))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error, _Damaged) as error:
+        raise FailedPrecondition(
+            f"model: {path.name} is cut short or damaged: {error}", reason="MODEL_NOT_LOADABLE", field="model"
+        ) from None
+
+
+class _Damaged(Exception):
+    """What is wrong with a file."""
+
+
+def _places(header: Mapping[str, Any], start: int, size: int) -> Iterator[tuple[str, TensorPlace]]:
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end = (start + index(offset) for offset in entry["data_offsets"])
+        if not start <= begin <= end:
+            raise _Damaged(f"tensor {name!r} ends before it begins")
+        if end > size:
+            raise _Damaged(f"tensor {name!r} ends at byte {end}, and the file at {size}")
+        yield name, TensorPlace(begin, end - begin)

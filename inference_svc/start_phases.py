@@ -1,0 +1,50 @@
+"""What a start spends its time on: phases by name, from the process's begin until it is ready."""
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+_FILE = "start.json"
+
+
+class StartPhases:
+    """Phases follow each other. Those of a model that is loaded later are not counted."""
+
+    def __init__(self, first: str, began_s: float, clock: Callable[[], float]) -> None:
+        """`began_s`: when the first phase began, on the clock."""
+        self._clock = clock
+        self._begins: list[tuple[str, float]] = [(first, began_s)]
+        self._ended_s: float | None = None
+
+    def begin(self, name: str) -> None:
+        """The phase before ends. Called by one thread at a time."""
+        if self._ended_s is None:
+            self._begins.append((name, self._clock()))
+
+    def end(self) -> None:
+        """The process is ready."""
+        self._ended_s = self._clock()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """By phase, in their order. One that came twice has both times."""
+        last_s = self._clock() if self._ended_s is None else self._ended_s
+        ends = [*(begin for _, begin in self._begins[1:]), last_s]
+        found: dict[str, float] = {}
+        for (name, begin), end in zip(self._begins, ends, strict=True):
+            found[name] = found.get(name, 0.0) + end - begin
+        return found
+
+    @property
+    def in_words(self) -> str:
+        """One line, for people."""
+        return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
+
+    def write(self, directory: Path) -> None:
+        """For `kvasir up`. A disk that takes no file costs nothing but the report."""
+        part = directory / f"{_FILE}.part"
+        with contextlib.suppress(OSError):
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            part.write_text(json.dumps({name: round(seconds, 3) for name, seconds in self.seconds.items()}))
+            part.replace(directory / _FILE)

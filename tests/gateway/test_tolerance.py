@@ -1,0 +1,234 @@
+"""What clients send unasked is ignored and reported; what would change the reply's meaning is refused all the same."""
+
+import json
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvasir.clients import Reply
+from kvasir.common.v1.message_pb2 import ToolCall
+from kvasir.errors import InvalidArgument
+from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir_gateway import openai_responses
+from kvasir_gateway.reading import volatile
+from kvasir_gateway.reading.tolerance import Reading, Tolerance
+from kvasir_gateway.turn import Asked
+
+from tests.gateway.conftest import Front
+from tests.gateway.serving import MODEL
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+COMPLETIONS, COUNT = "/v1/completions", "/v1/messages/count_tokens"
+HELLO: list[Any] = [{"role": "user", "content": "Hello."}]
+# The least that each API wants.
+LEAST: dict[str, dict[str, Any]] = {
+    CHAT: {"model": MODEL, "messages": HELLO},
+    COMPLETIONS: {"model": MODEL, "prompt": "Hello", "stop": [" ", "e"]},
+    RESPONSES: {"model": MODEL, "input": "Hello."},
+    MESSAGES: {"model": MODEL, "messages": HELLO, "max_tokens": 4},
+    COUNT: {"model": MODEL, "messages": HELLO},
+}
+LONGEST = {CHAT: "max_completion_tokens", COMPLETIONS: "max_tokens", RESPONSES: "max_output_tokens"}
+BILLING = "x-anthropic-billing-header: cc_version=2.1.{n}.abc; cc_entrypoint=cli; cch={n:05x};"
+
+
+def ask(front: Front, path: str, **change: Any) -> httpx.Response:
+    asked = {**LEAST[path], **change}
+    return httpx.post(front.gateway.url + path, json=asked, headers=front.bearer(), timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "ignored"),
+    [
+        (CHAT, {"magic": 1, "reasoning_effort": "high", "verbosity": "low"}, "magic, reasoning_effort, verbosity"),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}, "magic": 1}]}, "tools[0].magic"),
+        (CHAT, {"not a\nfield": 1}, "(unnamed)"),
+        (CHAT, {"magic": None}, None),
+        (COMPLETIONS, {"metadata": {}}, "metadata"),
+        (RESPONSES, {"reasoning": {"summary": "auto", "effort": None}}, "reasoning.summary"),
+        (RESPONSES, {"tools": [{"type": "web_search", "external_web_access": False}]}, "tools[0]"),
+        (RESPONSES, {"text": {"verbosity": "low"}}, "text.verbosity"),
+        (RESPONSES, {"client_metadata": {"a": "b"}, "include": ["reasoning.encrypted_content"]}, None),
+        (MESSAGES, {"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}, "context_management"),
+        (MESSAGES, {"tools": [{"name": "f", "defer_loading": True}]}, "tools[0].defer_loading"),
+        (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "w", "max_uses": 5}]}, "tools[0]"),
+        (COUNT, {"magic": 1}, "magic"),
+    ],
+)
+def test_a_field_that_changes_no_meaning_is_ignored_and_reported(
+    front: Front, path: str, change: dict[str, Any], ignored: str | None
+) -> None:
+    answer = ask(front, path, **change)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers.get("x-kvasir-ignored") == ignored
+    again = ask(front, path, **change)
+    assert again.headers.get("x-kvasir-ignored") == ignored
+    for name in (ignored or "").split(", "):
+        line = f"request.ignored path={path} field={name.replace('[0]', '[]')}\n"
+        assert front.gateway.log.count(line) == bool(name), "once a field"
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "field"),
+    [
+        (CHAT, {"tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"functions": [{"name": "f"}]}, "functions"),
+        (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        (CHAT, {"frequency_penalty": 0.5}, "frequency_penalty"),
+        (COMPLETIONS, {"guided_regex": "a+"}, "guided_regex"),
+        (RESPONSES, {"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+        (RESPONSES, {"truncation": "auto"}, "truncation"),
+        (RESPONSES, {"tools": [{"type": "mcp", "server_url": "https://a.example"}]}, "tools[0].type"),
+        (RESPONSES, {"tools": [{"type": "custom", "name": "patch"}]}, "tools[0].type"),
+        (RESPONSES, {"tools": [{"type": "function"}]}, "tools[0].name"),
+        (MESSAGES, {"tool_choice": {"type": "any"}, "tools": [{"name": "f"}]}, "tool_choice"),
+        (MESSAGES, {"mcp_servers": [{"type": "url", "url": "https://a.example"}]}, "mcp_servers"),
+        (MESSAGES, {"thread": "t"}, "thread"),
+        (MESSAGES, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+    ],
+)
+def test_a_field_that_changes_the_meaning_is_refused_by_its_name(
+    front: Front, path: str, change: dict[str, Any], field: str
+) -> None:
+    answer = ask(front, path, **change)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"].startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize("path", [*LONGEST, MESSAGES])
+def test_a_max_tokens_beyond_the_context_is_what_fits(front: Front, strict: Front, path: str) -> None:
+    name = LONGEST.get(path, "max_tokens")
+    assert ask(front, path, **{name: 32_000}).status_code == 200
+    refused = ask(strict, path, **{name: 32_000})
+    assert refused.status_code == 400
+    assert "32000 to generate" in refused.json()["error"]["message"]
+    long = "words " * 20_000
+    given: dict[str, Any] = {"messages": [{"role": "user", "content": long}]} if "messages" in LEAST[path] else {}
+    given = given or ({"prompt": long} if path == COMPLETIONS else {"input": long})
+    too_long = ask(front, path, **given, **{name: 32_000})
+    assert too_long.status_code == 400, "a prompt that does not fit is refused"
+
+
+@pytest.mark.parametrize("path", LEAST)
+def test_another_models_name_gets_the_loaded_one_which_the_answer_names(front: Front, strict: Front, path: str) -> None:
+    answer = ask(front, path, model="claude-9")
+    assert answer.status_code == 200, answer.text
+    assert path == COUNT or answer.json()["model"] == MODEL
+    assert ask(strict, path, model="claude-9").status_code == 404
+    streamed = path != COUNT and ask(front, path, model="claude-9", stream=True)
+    assert not streamed or (streamed.status_code == 200 and MODEL in streamed.text)
+
+
+def test_a_system_message_in_mid_conversation_stays_where_it_was_said(front: Front) -> None:
+    talk = [
+        {"role": "user", "content": "Hello there."},
+        {"role": "system", "content": [{"type": "text", "text": "Be."}]},
+    ]
+    first = ask(front, MESSAGES, messages=talk, max_tokens=8)
+    assert first.status_code == 200, first.text
+    goes_on = [*talk, {"role": "assistant", "content": first.json()["content"]}, *HELLO]
+    used = ask(front, MESSAGES, messages=goes_on).json()["usage"]
+    before = first.json()["usage"]
+    assert used["cache_read_input_tokens"] >= before["input_tokens"] + before["cache_read_input_tokens"]
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+def test_a_billing_line_that_changes_leaves_one_memory_that_goes_on(front: Front, path: str) -> None:
+    system = f"You are a helper of {path}. " * 20
+    said: list[Any] = [{"role": "user", "content": "My name is Anna."}]
+    seen = []
+    for n in range(3):
+        blocks = [{"type": "text", "text": BILLING.format(n=n)}, {"type": "text", "text": system}]
+        if path == MESSAGES:
+            answer = ask(front, path, system=blocks, messages=said, max_tokens=8)
+            reply = answer.json()["content"]
+            usage = answer.json()["usage"]
+            cached, prompt = usage["cache_read_input_tokens"], usage["cache_read_input_tokens"] + usage["input_tokens"]
+        elif path == CHAT:
+            answer = ask(front, path, messages=[{"role": "system", "content": blocks}, *said], max_tokens=8)
+            reply, usage = answer.json()["choices"][0]["message"]["content"], answer.json()["usage"]
+            cached, prompt = usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
+        else:
+            answer = ask(front, path, instructions=f"{BILLING.format(n=n)}\n{system}", input=said, max_output_tokens=8)
+            reply, usage = answer.json()["output"][0]["content"], answer.json()["usage"]
+            cached, prompt = usage["input_tokens_details"]["cached_tokens"], usage["input_tokens"]
+        assert answer.headers["x-kvasir-volatile"] == "billing-line"
+        seen.append((answer.headers["x-agent-id"], cached / prompt))
+        said += [{"role": "assistant", "content": reply}, {"role": "user", "content": "Go on."}]
+    assert len({agent for agent, _ in seen}) == 1
+    assert min(share for _, share in seen[1:]) > 0.8
+
+
+def test_without_the_rule_a_billing_line_is_prompted(strict: Front) -> None:
+    texts = [ask(strict, COUNT, system=text).json()["input_tokens"] for text in (BILLING.format(n=1), "")]
+    assert texts[0] > texts[1] + 20
+
+
+@given(st.text(), st.sampled_from(["user", "assistant", "tool", "system"]))
+def test_no_other_text_changes(text: str, role: str) -> None:
+    reading = Tolerance().reading()
+    billing = BILLING.format(n=7)
+    assert reading.content(role, ["", text]) == text
+    assert "x-kvasir-volatile" not in reading.headers()
+    assert reading.content(role, [f" {billing}", text, f"a {billing}"]) == f" {billing}{text}a {billing}"
+    kept = "" if role == "system" else billing
+    assert reading.content(role, [billing, text]) == kept + text
+    line = "" if role == "system" else f"{billing}\n"
+    assert reading.content(role, [f"{billing}\n{text}"]) == line + text
+
+
+def test_rules_are_chosen_by_name() -> None:
+    assert volatile.rules_of("none") == []
+    assert [rule.name for rule in volatile.rules_of("billing-line")] == ["billing-line"]
+    with pytest.raises(InvalidArgument, match="'clock' is none of billing-line, none"):
+        volatile.rules_of("billing-line,clock")
+
+
+def test_a_groups_functions_are_offered_flat_and_their_calls_name_the_group(front: Front) -> None:
+    function = {"type": "function", "name": "spawn", "parameters": {"type": "object"}, "strict": False}
+    group = {"type": "namespace", "name": "agents", "description": "other agents", "tools": [function]}
+    request = openai_responses.ResponsesRequest.model_validate(
+        {"model": MODEL, "input": "?", "tools": [{**function, "name": "plain"}, group]}
+    )
+    assert [tool.name for tool in request.turn(Reading()).tools] == ["plain", "agents__spawn"]
+
+    made = [ToolCall(id=name, name=name, arguments_json="{}") for name in ("agents__spawn", "plain")]
+    events = [
+        pb.GenerateResponse(started=pb.Started(model=MODEL)),
+        pb.GenerateResponse(finished=pb.Finished(reason=pb.FINISH_REASON_TOOL_CALLS, tool_calls=made)),
+    ]
+    asked, reply = Asked(request_id="r", created=0, model=MODEL), Reply()
+    stream = openai_responses.ResponseEvents(asked, request)
+    for event in events:
+        reply.add(event)
+        frames = stream.frames(event)
+    whole = openai_responses.whole(asked, reply, request)
+    assert json.loads(frames.strip().rpartition("data: ")[2])["response"] == whole
+    called = [(item.get("namespace"), item["name"]) for item in whole["output"]]
+    assert called == [("agents", "spawn"), (None, "plain")]
+    assert whole["tools"][1]["tools"][0]["name"] == "spawn"
+
+    repeated = [{"role": "user", "content": "?"}, *whole["output"]]
+    told = openai_responses.said(repeated, Reading())
+    assert [call.name for call in told[1].tool_calls] == ["agents__spawn", "plain"]
+    answer = ask(front, RESPONSES, input=repeated, tools=[group], max_output_tokens=4)
+    assert answer.status_code == 200, answer.text
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    function = {"type": "function", "name": "b__c"}
+    groups = [{"type": "namespace", "name": "a", "tools": [function]}, {"type": "function", "name": "a__b__c"}]
+    request = openai_responses.ResponsesRequest.model_validate({"model": MODEL, "input": "?", "tools": groups})
+    with pytest.raises(InvalidArgument) as refused:
+        request.turn(Reading())
+    assert refused.value.field == "tools[1]"
+
+
+def test_a_flood_of_fields_fills_neither_the_header_nor_the_log(front: Front) -> None:
+    for number in range(3):
+        answer = ask(front, CHAT, max_tokens=1, **{f"flood_{number}_{each}": each for each in range(300)})
+        assert answer.status_code == 200, answer.text
+        assert len(answer.headers["x-kvasir-ignored"]) < 1000
+    assert front.gateway.log.count("request.ignored") <= 256

@@ -1,0 +1,205 @@
+"""Files that are still being read while those before them become KV: the same memory, however and how far they come."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from kvasir.errors import Cancelled, DataLoss
+
+from inference_svc.engine import mlx_thread
+from inference_svc.engine.api import AgentKey, Hot, Prefilled, Restored, Started, Tokens
+from inference_svc.engine.incoming import Incoming
+from tests.inference.engine.driving import Driver, Listener, tokens_of
+from tests.inference.engine.test_loading import used_pages
+
+LENGTH = 1_700  # seven files
+FILES = 7
+SUFFIX = tokens_of(20, 3)
+
+
+@pytest.fixture(scope="module")
+def memories() -> dict[int, tuple[AgentKey, Restored]]:
+    """By engine: an agent, and what a store would give back of it."""
+    return {}
+
+
+@pytest.fixture
+def memory(driver: Driver, memories: dict[int, tuple[AgentKey, Restored]]) -> tuple[AgentKey, Restored]:
+    if id(driver) not in memories:
+        key, _ = driver.remember(LENGTH, seed=11)
+        memories[id(driver)] = key, driver.restored(key)
+    return memories[id(driver)]
+
+
+@pytest.fixture(autouse=True)
+def _no_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that sleeps wakes up by a letter alone: a change that does not wake it makes its test fail."""
+    monkeypatch.setattr(mlx_thread, "_IDLE_POLL_S", 1_000)
+
+
+def arriving(files: Restored) -> tuple[Restored, Incoming]:
+    """The same plan, before any file came."""
+    incoming = Incoming(len(files.blobs))
+    return Restored((), files.token_ids, files.keep_tokens, files.shareable_tokens, incoming=incoming), incoming
+
+
+def waiting_for_files(driver: Driver) -> bool:
+    """Whether all that came is KV, and a turn is open."""
+    turns = driver.engine._thread.post(lambda worker: list(worker._turns)).result(60)
+    return any(turn.arrival is not None and turn.arrival.lacks_files for turn in turns)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < give_up
+        time.sleep(0.002)
+
+
+@pytest.mark.batch_as_alone
+@pytest.mark.parametrize("groups", [(1,) * FILES, (3, 4), (6, 1), (FILES,)])
+def test_files_that_come_a_few_at_a_time_become_the_memory_that_never_left(
+    driver: Driver, memory: tuple[AgentKey, Restored], groups: tuple[int, ...]
+) -> None:
+    key, files = memory
+    prompt, stayed, back = (*files.token_ids, *SUFFIX), driver.fork(key), driver.key()
+    expected = driver.turn(prompt, Hot(LENGTH), stayed)
+    plan, incoming = arriving(files)
+    returning = driver.submit(prompt, plan, back)
+    coming = iter(files.blobs)
+    for count in groups:
+        until(lambda: waiting_for_files(driver))
+        for _ in range(count):
+            incoming.add(next(coming))
+    incoming.end()
+    assert returning.end().state == expected.state
+    assert driver.files(back) == driver.files(stayed)
+
+
+@pytest.mark.batch_as_alone
+def test_files_that_come_whenever_they_like_beside_streams_change_nobody(
+    driver: Driver, memory: tuple[AgentKey, Restored]
+) -> None:
+    key, files = memory
+    prompt, other = (*files.token_ids, *SUFFIX), tokens_of(60, 30)
+    alone = driver.reply(driver.turn(other, max_tokens=40))
+    stayed, back, seen = driver.fork(key), driver.key(), list[int]()
+    expected = driver.turn(prompt, Hot(LENGTH), stayed)
+    plan, incoming = arriving(files)
+    stream, returning = Listener(), Listener()
+    stream.at(Tokens, 2, lambda: driver.submit(prompt, plan, back, listener=returning))
+    for place, blob in enumerate(files.blobs):  # so late that the stream has to go on while nothing is there
+        stream.at(Tokens, 4 + 3 * place, lambda blob=blob: incoming.add(blob))  # type: ignore[misc]
+    returning.at(Started, 1, lambda: seen.append(stream.count(Tokens)))
+    driver.submit(other, listener=stream, max_tokens=40)
+    assert driver.reply(stream.end()) == alone
+    assert returning.end().state == expected.state
+    assert driver.files(back) == driver.files(stayed)
+    assert seen[0] >= 4 + 3 * (FILES - 1), "it began before its last file was there"
+
+
+@pytest.mark.long(7)
+@pytest.mark.batch_as_alone
+@pytest.mark.parametrize("came", range(FILES))
+def test_a_file_that_does_not_come_leaves_the_turn_what_a_plan_with_the_files_before_it_does(
+    driver: Driver, memory: tuple[AgentKey, Restored], came: int
+) -> None:
+    _check_cut(driver, memory, came)
+
+
+@pytest.mark.batch_as_alone
+def test_files_that_end_in_the_middle_are_as_good_as_a_plan_with_so_many(
+    driver: Driver, memory: tuple[AgentKey, Restored]
+) -> None:
+    _check_cut(driver, memory, 4)
+
+
+def _check_cut(driver: Driver, memory: tuple[AgentKey, Restored], came: int) -> None:
+    key, files = memory
+    prompt, keep = (*files.token_ids, *SUFFIX), 256 * came
+    planned, back = driver.key(), driver.key()
+    fewer = Restored(files.blobs[:came], files.token_ids[:keep], keep, files.shareable_tokens) if came else None
+    expected = driver.turn(prompt, fewer, planned)
+    plan, incoming = arriving(files)
+    returning = driver.submit(prompt, plan, back)
+    for blob in files.blobs[:came]:
+        incoming.add(blob)
+    until(lambda: waiting_for_files(driver))
+    incoming.end()
+    ended = returning.end()
+    assert (ended.cached_tokens, ended.state) == (keep, expected.state)
+    assert driver.files(back) == driver.files(planned)
+    assert driver.files(key) == files.blobs
+
+
+def test_a_turn_without_its_files_keeps_nobody_from_computing_and_the_thread_sleeps(
+    driver: Driver, memory: tuple[AgentKey, Restored], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, files = memory
+    plan, incoming = arriving(files)
+    incoming.add(files.blobs[0])
+    returning = driver.submit((*files.token_ids, *SUFFIX), plan, max_tokens=2)
+    until(lambda: waiting_for_files(driver))
+    other = driver.submit(tokens_of(700, 5), max_tokens=2)
+    other.end()
+    assert other.count(Prefilled) >= 1
+    looks, scheduler = list[int](), driver.engine._worker._scheduler
+    grant = scheduler.grant
+    monkeypatch.setattr(scheduler, "grant", lambda spent_s: (looks.append(1), grant(spent_s))[1])
+    time.sleep(0.2)
+    assert len(looks) <= 2, "it looks again and again"
+    for blob in files.blobs[1:]:
+        incoming.add(blob)
+    assert returning.end().cached_tokens == LENGTH
+
+
+@pytest.mark.parametrize("place", [0, 3, FILES - 1])
+def test_a_wrong_file_is_named_though_others_were_placed_and_leaves_no_page(
+    driver: Driver, memory: tuple[AgentKey, Restored], place: int
+) -> None:
+    key, files = memory
+    used = used_pages(driver)
+    plan, incoming = arriving(files)
+    returning = driver.submit((*files.token_ids, *SUFFIX), plan, max_tokens=2)
+    for blob in files.blobs[:place]:
+        incoming.add(blob)
+        until(lambda: waiting_for_files(driver))
+    incoming.add(files.blobs[(place + 1) % FILES])
+    with pytest.raises(DataLoss) as error:
+        returning.end()
+    assert error.value.metadata["blob"] == str(place)
+    assert used_pages(driver) == used
+    assert driver.files(key) == files.blobs
+
+
+@pytest.mark.parametrize("came", [0, 3])
+def test_a_cancel_while_files_are_awaited_gives_every_page_back(
+    driver: Driver, memory: tuple[AgentKey, Restored], came: int
+) -> None:
+    _, files = memory
+    used = used_pages(driver)
+    plan, incoming = arriving(files)
+    returning = driver.submit((*files.token_ids, *SUFFIX), plan, max_tokens=2)
+    for blob in files.blobs[:came]:
+        incoming.add(blob)
+    until(lambda: waiting_for_files(driver))
+    returning.handle.result(60).cancel()
+    with pytest.raises(Cancelled):
+        returning.end()
+    incoming.add(files.blobs[came])  # too late, and nobody minds
+    incoming.end()
+    assert used_pages(driver) == used
+    assert driver.engine._worker.memories.ledger.promised_bytes == 0
+
+
+def test_a_file_is_forgotten_once_the_engine_has_taken_it(driver: Driver, memory: tuple[AgentKey, Restored]) -> None:
+    _, files = memory
+    plan, incoming = arriving(files)
+    returning = driver.submit((*files.token_ids, *SUFFIX), plan, max_tokens=2)
+    for blob in files.blobs[:5]:
+        incoming.add(blob)
+    until(lambda: waiting_for_files(driver))
+    assert incoming._files == [None] * 5
+    threading.Thread(target=lambda: [incoming.add(blob) for blob in files.blobs[5:]]).start()
+    assert returning.end().cached_tokens == LENGTH

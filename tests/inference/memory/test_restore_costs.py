@@ -1,0 +1,123 @@
+"""Restored or computed: the cheaper way by what was measured, and a steady answer while nothing changes."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from inference_svc.memory.outcomes import MissReason
+from inference_svc.memory.restore_costs import FORGOTTEN_S, LEAST_BYTES, MARGIN, LearnedCost, RestoreCosts
+
+TOKEN_BYTES = 36_000  # of Llama 3.1 8B under Q4
+LENGTHS = st.integers(512, 131_072)
+
+
+class World:
+    """A store and a device whose speeds are known, and what an engine learns of them."""
+
+    def __init__(self, bytes_per_s: float, overhead_s: float, token_s: float, depth_s: float) -> None:
+        self.now = 1_000.0
+        self.bytes_per_s, self.overhead_s, self.token_s, self.depth_s = bytes_per_s, overhead_s, token_s, depth_s
+        self.costs = RestoreCosts(lambda: self.now)
+
+    def restore_s(self, tokens: int) -> float:
+        return self.overhead_s + tokens * TOKEN_BYTES / self.bytes_per_s
+
+    def compute_s(self, start: int, stop: int) -> float:
+        return (stop - start) * self.token_s + self.depth_s * (stop**2 - start**2) / 2
+
+    def computes(self, tokens: int) -> bool:
+        return self.costs.reason_to_compute("store", tokens, tokens * TOKEN_BYTES) is not None
+
+    def turn(self, tokens: int) -> bool:
+        """A turn that restores or computes so many tokens, and is measured. Returns whether it computes."""
+        if computes := self.computes(tokens):
+            self.costs.computed(0, tokens, self.compute_s(0, tokens))
+        else:
+            self.costs.restored("store", tokens * TOKEN_BYTES, self.restore_s(tokens))
+        return computes
+
+
+WORLDS = st.builds(World, st.floats(1e6, 3e10), st.floats(0.0, 0.5), st.floats(1e-5, 1e-2), st.floats(0.0, 1e-7))
+
+
+def h200(bytes_per_s: float = 1e10) -> World:
+    """Computes 2,048 tokens in 75 ms and 32,768 in 1.5 s."""
+    return World(bytes_per_s, 0.02, 3.5e-5, 6.5e-10)
+
+
+@given(WORLDS, LENGTHS)
+def test_before_both_are_known_everything_is_restored(world: World, tokens: int) -> None:
+    assert not world.computes(tokens)
+    world.costs.restored("store", tokens * TOKEN_BYTES, 100.0)
+    assert not world.computes(tokens)
+    world.costs.computed(0, 100, 1e-6)  # too few to tell anything
+    assert not world.computes(tokens)
+    world.costs.computed(0, 8_192, 1e-6)
+    assert world.computes(tokens) is (tokens * TOKEN_BYTES >= LEAST_BYTES)
+    assert world.costs.reason_to_compute("another store", tokens, tokens * TOKEN_BYTES) is None
+
+
+@given(WORLDS, st.lists(LENGTHS, min_size=2, max_size=6, unique=True), LENGTHS)
+def test_the_cheaper_way_is_taken_wherever_it_is_clearly_cheaper(world: World, seen: list[int], tokens: int) -> None:
+    for each in seen:
+        world.costs.restored("store", each * TOKEN_BYTES, world.restore_s(each))
+        world.costs.computed(0, each, world.compute_s(0, each))
+    assume(max(seen) > 1.5 * min(seen))
+    restore_s, compute_s = world.restore_s(tokens), world.compute_s(0, tokens)
+    if compute_s > 1.05 * MARGIN * restore_s:
+        assert not world.computes(tokens)
+    if compute_s < 0.95 * MARGIN * restore_s and tokens * TOKEN_BYTES >= LEAST_BYTES:
+        assert world.computes(tokens)
+
+
+@given(WORLDS, st.lists(LENGTHS, min_size=1, max_size=4), LENGTHS)
+def test_while_nothing_changes_the_choice_for_a_prefix_does_not_either(
+    world: World, seen: list[int], tokens: int
+) -> None:
+    """Each turn is measured and learned from. What was learned of other lengths may be wrong for this one, of each way:
+    its first measurement corrects that, so the choice may change twice, and no more.
+    """
+    for each in seen:
+        world.costs.restored("store", each * TOKEN_BYTES, world.restore_s(each))
+        world.costs.computed(0, each, world.compute_s(0, each))
+    made = [world.turn(tokens) for _ in range(20)]
+    changes = sum(one != other for one, other in pairwise(made))
+    assert changes <= 2
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e9), st.floats(0, 1e3)), max_size=6), st.data())
+def test_more_is_never_expected_to_take_less(samples: list[tuple[float, float, float]], data: st.DataObject) -> None:
+    cost = LearnedCost()
+    for sample in samples:
+        cost.learn(*sample)
+    first, second, more = (data.draw(st.floats(0, 1e9)) for _ in range(3))
+    small, large = cost.estimate(first, second), cost.estimate(first + more, second + more)
+    assert (small is None) == (large is None)
+    if small is not None and large is not None:
+        assert 0 <= small <= large
+
+
+def test_an_h200_restores_from_its_disk_and_computes_what_lies_behind_a_slow_link() -> None:
+    near, far = h200(), h200(50e6)
+    for world in (near, far):
+        for tokens in (1_024, 4_096, 8_192):
+            world.costs.restored("store", tokens * TOKEN_BYTES, world.restore_s(tokens))
+            world.costs.computed(0, tokens, world.compute_s(0, tokens))
+    assert [near.computes(tokens) for tokens in (2_048, 8_192, 32_768)] == [False] * 3
+    assert [far.computes(tokens) for tokens in (2_048, 8_192, 32_768)] == [True] * 3
+    miss = far.costs.reason_to_compute("store", 2_048, 2_048 * TOKEN_BYTES)
+    assert miss is not None
+    assert miss.reason is MissReason.COMPUTED
+    assert miss.detail == "restoring 2048 tokens was expected to take 1495 ms, computing them 73 ms"
+
+
+@pytest.mark.parametrize(("waited_s", "computes"), [(FORGOTTEN_S - 1, True), (FORGOTTEN_S, False)])
+def test_a_store_that_became_faster_is_tried_again(waited_s: float, computes: bool) -> None:
+    world = h200(50e6)
+    world.costs.computed(0, 8_192, world.compute_s(0, 8_192))
+    assert [world.turn(8_192) for _ in range(3)] == [False, True, True]
+    world.bytes_per_s = 1e10
+    world.now += waited_s
+    assert world.turn(8_192) is computes

@@ -1,0 +1,46 @@
+"""transformers without a look through all of its models: nothing is missing, and a tokenizer loads without one."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference_svc.model import kvasir_tiny
+
+COUNTING = """
+import sys
+opened = set()
+def hook(event, arguments):
+    if event == "open" and "/transformers/models/" in str(arguments[0]):
+        opened.add(str(arguments[0]).split("/transformers/models/")[1].split("/")[0])
+sys.addaudithook(hook)
+import inference_svc
+from transformers import AutoTokenizer
+AutoTokenizer.from_pretrained(sys.argv[1])
+print(len(opened))
+"""
+
+
+def test_every_name_is_there_once_it_is_asked_for() -> None:
+    import transformers
+    from transformers.utils import import_utils
+
+    library: Any = transformers
+    everything = import_utils.create_import_structure_from_path(Path(str(library.__file__)).parent / "models")
+    found = import_utils.spread_import_structure(everything)
+    names = {name for modules in found.values() for names in modules.values() for name in names}
+    assert len(names) > 1000
+    assert names <= set(dir(transformers))
+    assert library.LlamaTokenizerFast.__name__.startswith("LlamaTokenizer")
+    assert library.models.qwen2.Qwen2Config.model_type == "qwen2"
+    with pytest.raises(AttributeError):
+        _ = library.NoSuchName
+
+
+@pytest.mark.long(4)
+def test_a_tokenizer_loads_without_a_look_at_other_models() -> None:
+    argv = [sys.executable, "-c", COUNTING, str(kvasir_tiny.path())]
+    answer = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert int(answer.stdout) < 30

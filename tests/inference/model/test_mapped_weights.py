@@ -1,0 +1,391 @@
+"""Weights over mapped pages are the weights that mlx-lm reads: to the bit, in every family, from any file."""
+
+import gc
+import os
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from kvasir.errors import FailedPrecondition
+from mlx.utils import tree_flatten
+
+from inference_svc.model.loading import LoadedModel, load
+from inference_svc.model.model_runner import ModelRunner
+from inference_svc.model.synthetic.geometries import geometry
+from inference_svc.model.synthetic.weights import write_model
+from inference_svc.model.weights.extension import Extension, NoExtension, extension
+from inference_svc.model.weights.placing import place_weights
+from inference_svc.model.weights.weight_files import weight_file, weight_files
+from tests.inference.engine.families import ALL, LLAMA31, write_family
+from tests.inference.kv.attention.emulators import needs_compiler
+
+mapping = [
+    needs_compiler,
+    pytest.mark.cpu_only("a CUDA device has memory of its own, to which weights are copied"),
+]
+TOKENS = list(range(1, 40))
+# A model of 120 MB, whose pages outweigh all else that loading does.
+LARGE = {
+    **geometry("llama-3.1-8b", 2),
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 4096,
+}
+
+
+SMALL = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "vocab_size": 1024}
+
+
+def shift(path: Path, remainder: int, modulus: int = 8) -> None:
+    """Make a file's tensors begin at such an offset, by blanks behind its header."""
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = content[8 : 8 + length].rstrip()
+    header += b" " * ((remainder - 8 - len(header)) % modulus)
+    path.write_bytes(struct.pack("<Q", len(header)) + header + content[8 + length :])
+
+
+def parameters(loaded: LoadedModel) -> dict[str, mx.array]:
+    found: Any = tree_flatten(loaded.model.parameters())
+    return dict(found)
+
+
+def logits(loaded: LoadedModel) -> mx.array:
+    model: Any = loaded.model
+    found: mx.array = model(mx.array([TOKENS]))
+    mx.eval(found)
+    return found
+
+
+def same_bits(left: mx.array, right: mx.array) -> bool:
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    return bool(mx.array_equal(mx.contiguous(left).view(mx.uint8), mx.contiguous(right).view(mx.uint8)).item())
+
+
+def check_equal(directory: Path, compute_type: str | None = "float32") -> LoadedModel:
+    """Mapped and copied are one model; returns the mapped one."""
+    mapped, copied = load(directory, compute_type), load(directory, compute_type, copies_weights=True)
+    assert copied.placement.mapped_bytes == 0
+    ours, theirs = parameters(mapped), parameters(copied)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert same_bits(value, theirs[name]), name
+    assert same_bits(logits(mapped), logits(copied))
+    return mapped
+
+
+class TestMapped:
+    pytestmark = mapping
+
+    @pytest.mark.parametrize("name", ALL)
+    def test_every_family_is_the_same_mapped_as_copied(self, name: str, tmp_path: Path) -> None:
+        shift(write_family(tmp_path, ALL[name]) / "model.safetensors", 0)
+        loaded = check_equal(tmp_path)
+        assert loaded.placement.mapped_bytes > 0
+        assert loaded.placement.read_bytes == 0, loaded.placement.in_words
+
+    @pytest.mark.parametrize("remainder", [1, 2, 3, 4, 5, 6, 7])
+    def test_tensors_at_odd_offsets_are_read_and_the_others_mapped(self, remainder: int, tmp_path: Path) -> None:
+        path = tmp_path / "model.safetensors"
+        sizes = {mx.float32: 4, mx.bfloat16: 2, mx.uint8: 1}
+        given = {str(kind): mx.arange(40).astype(kind) for kind in sizes}
+        mx.save_safetensors(str(path), given)
+        shift(path, remainder)
+        found = mx.load(str(path))
+        assert isinstance(found, dict)
+        placed = place_weights(weight_files(tmp_path), found)
+        assert placed.mapped_bytes == sum(
+            given[str(kind)].nbytes
+            for kind, size in sizes.items()
+            if weight_file(path).tensors[str(kind)].offset % size == 0
+        )
+        assert placed.read_bytes == sum(each.nbytes for each in given.values()) - placed.mapped_bytes
+        for name, value in given.items():
+            assert same_bits(found[name], value), name
+
+    @pytest.mark.parametrize(("bits", "kind"), [(4, "bfloat16"), (8, "float16"), (None, "bfloat16")])
+    def test_packed_weights_of_several_files_are_mapped(self, bits: int | None, kind: str, tmp_path: Path) -> None:
+        write_model(tmp_path, {**LARGE, **SMALL}, bits=bits, compute_type=kind)
+        assert len(list(tmp_path.glob("*.safetensors"))) > 1
+        assert check_equal(tmp_path, kind).placement.read_bytes == 0
+        in_32_bits = check_equal(tmp_path, None).placement
+        assert "converted to float32" in in_32_bits.in_words
+        assert bool(in_32_bits.mapped_bytes) is bool(bits), "the codes stay as they are, all else is converted"
+
+    def test_a_written_weight_leaves_its_file_alone(self, tmp_path: Path) -> None:
+        path = tmp_path / "model.safetensors"
+        mx.save_safetensors(str(path), {"a": mx.zeros((1000,), mx.uint32)})
+        shift(path, 0)
+        before = path.read_bytes()
+        found: Any = mx.load(str(path))
+        assert place_weights(weight_files(tmp_path), found).mapped_bytes == 4000
+        np.asarray(found["a"])[:] = 7
+        assert found["a"].sum().item() == 7000
+        assert path.read_bytes() == before
+        assert any(copied_kib(path))
+
+    def test_results_never_take_the_place_of_mapped_weights(self, tmp_path: Path) -> None:
+        """MLX writes a result over an input that nobody else holds."""
+        path = tmp_path / "model.safetensors"
+        mx.save_safetensors(str(path), {"a": mx.ones((1 << 16,)), "b": mx.ones((9,))})
+        shift(path, 0)
+        found: Any = mx.load(str(path))
+        place_weights(weight_files(tmp_path), found)
+        start = np.asarray(found["a"]).ctypes.data
+        result = found.pop("a") + 1  # the last reference to the array is the graph's
+        mx.eval(result)
+        assert np.asarray(result).ctypes.data != start
+        assert copied_kib(path), "the other weight keeps the pages"
+        assert not any(copied_kib(path))
+
+    def test_the_pages_go_with_the_last_array(self, tmp_path: Path) -> None:
+        path = tmp_path / "model.safetensors"
+        mx.save_safetensors(str(path), {name: mx.full((5000,), ord(name)) for name in "abc"})
+        shift(path, 0)
+        found: Any = mx.load(str(path))
+        place_weights(weight_files(tmp_path), found)
+        last = found["b"][10:20]
+        mx.eval(last)
+        del found
+        gc.collect()
+        assert is_mapped(path)
+        assert last.tolist() == [ord("b")] * 10
+        del last
+        gc.collect()
+        assert not is_mapped(path)
+
+    def test_a_model_goes_on_when_its_file_is_replaced_and_deleted(self, tmp_path: Path) -> None:
+        directory = write_family(tmp_path / "one", LLAMA31)
+        path = directory / "model.safetensors"
+        shift(path, 0)
+        loaded = load(directory, "float32")
+        before = logits(loaded)
+        other = write_family(tmp_path / "two", LLAMA31, seed=9) / "model.safetensors"
+        other.replace(path)
+        assert same_bits(logits(loaded), before)
+        assert not same_bits(logits(load(directory, "float32")), before), "the new file has other weights"
+        path.unlink()
+        assert same_bits(logits(loaded), before)
+
+    def test_nothing_of_a_mapped_model_is_this_process_own(self, tmp_path: Path) -> None:
+        path = write_family(tmp_path, LLAMA31) / "model.safetensors"
+        shift(path, 0)
+        loaded = load(tmp_path, "float32")
+        ModelRunner(loaded.model)
+        logits(loaded)
+        assert copied_kib(path), "it is not mapped"
+        assert not any(copied_kib(path))
+
+    @pytest.mark.long(10)
+    def test_two_engines_share_the_pages_and_loading_needs_no_second_copy(self, tmp_path: Path) -> None:
+        size = write_model(tmp_path, LARGE, compute_type="float32")
+        first = Loader(tmp_path)
+        alone = first.measured()
+        assert alone["peak_growth"] <= 1.1 * size
+        second = Loader(tmp_path)
+        second.measured()
+        both = first.pss_growth() + second.pss_growth()
+        first.close()
+        second.close()
+        assert alone["pss_growth"] >= 0.9 * size, "the measure sees the weights"
+        assert both <= 1.2 * alone["pss_growth"]
+
+
+def is_mapped(path: Path) -> bool:
+    return str(path) in Path("/proc/self/maps").read_text()
+
+
+def copied_kib(path: Path) -> list[int]:
+    """What this process has copies of, of the pages of a file, by mapping; empty if the file is not mapped."""
+    found, is_ours = list[int](), False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            is_ours = str(path) in line
+        elif is_ours and first == "Anonymous:":
+            found.append(int(rest[0]))
+    return found
+
+
+class Loader:
+    """A process that loads a model, reads every weight, and stays."""
+
+    PROGRAM = """
+import sys
+from pathlib import Path
+import inference_svc
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from inference_svc.model.loading import load
+
+def kib(file, name):
+    return next(int(line.split()[1]) for line in Path(file).read_text().splitlines() if line.startswith(name))
+
+mx.eval(mx.ones((64, 64)) @ mx.ones((64, 64)))
+peak, pss = kib("/proc/self/status", "VmHWM"), kib("/proc/self/smaps_rollup", "Pss:")
+loaded = load(Path(sys.argv[1]), "float32")
+for _, value in tree_flatten(loaded.model.parameters()):
+    mx.eval(value.sum())
+for line in sys.stdin:
+    print(kib("/proc/self/status", "VmHWM") - peak, kib("/proc/self/smaps_rollup", "Pss:") - pss, flush=True)
+"""
+
+    def __init__(self, model: Path) -> None:
+        argv = [sys.executable, "-c", self.PROGRAM, str(model)]
+        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def measured(self) -> dict[str, int]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        peak, pss = map(int, self._process.stdout.readline().split())
+        return {"peak_growth": peak << 10, "pss_growth": pss << 10}
+
+    def pss_growth(self) -> int:
+        return self.measured()["pss_growth"]
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+
+class TestDamagedFiles:
+    def test_a_file_that_is_cut_short_is_refused_by_name(self, tmp_path: Path) -> None:
+        path = write_family(tmp_path, LLAMA31) / "model.safetensors"
+        whole = path.read_bytes()
+        for length in (0, 7, 8, 100, len(whole) // 2, len(whole) - 1):
+            path.write_bytes(whole[:length])
+            for copies in (False, True):
+                with pytest.raises(FailedPrecondition, match=r"model\.safetensors is cut short or damaged") as found:
+                    load(tmp_path, "float32", copies_weights=copies)
+                assert found.value.field == "model"
+
+    @pytest.mark.parametrize(
+        "header",
+        [
+            "[]",
+            "{",
+            '{"a":1}',
+            '{"a":{"dtype":"F32","shape":[1]}}',
+            '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0]}}',
+            '{"a":{"dtype":"F32","shape":[1],"data_offsets":[-4,0]}}',
+            '{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}}',
+            '{"a":{"dtype":"F32","shape":[1],"data_offsets":["0","4"]}}',
+            '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,1e999]}}',
+            '{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}',
+            "[" * 100_000,
+        ],
+    )
+    def test_a_damaged_header_is_refused(self, header: str, tmp_path: Path) -> None:
+        path = tmp_path / "model.safetensors"
+        path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + b"\0" * 8)
+        with pytest.raises(FailedPrecondition, match="cut short or damaged"):
+            weight_file(path)
+
+    def test_a_header_longer_than_its_file_is_not_read(self, tmp_path: Path) -> None:
+        path = tmp_path / "model.safetensors"
+        path.write_bytes(struct.pack("<Q", 1 << 62) + b"{}")
+        with pytest.raises(FailedPrecondition, match="its header says"):
+            weight_file(path)
+
+    def test_empty_tensors_and_files_without_any_are_left_to_mlx(self, tmp_path: Path) -> None:
+        mx.save_safetensors(str(tmp_path / "model-1.safetensors"), {"a": mx.zeros((0, 3)), "b": mx.ones((4,))})
+        mx.save_safetensors(str(tmp_path / "model-2.safetensors"), {})
+        found: Any = mx.load(str(tmp_path / "model-1.safetensors"))
+        place_weights(weight_files(tmp_path), found)
+        assert found["a"].shape == (0, 3)
+        assert found["b"].tolist() == [1.0] * 4
+
+    def test_a_name_of_two_files_is_left_to_mlx(self, tmp_path: Path) -> None:
+        for number in (1, 2):
+            path = tmp_path / f"model-{number}.safetensors"
+            mx.save_safetensors(str(path), {"a": mx.full((4,), number)})
+            shift(path, 0)
+        found: Any = mx.load(str(tmp_path / "model-1.safetensors"))
+        assert place_weights(weight_files(tmp_path), found).mapped_bytes == 0
+        assert found["a"].tolist() == [1] * 4
+
+    def test_a_file_that_was_replaced_since_is_left_to_mlx(self, tmp_path: Path) -> None:
+        path = tmp_path / "model.safetensors"
+        mx.save_safetensors(str(path), {"a": mx.ones((4,))})
+        shift(path, 0)
+        files, found = weight_files(tmp_path), mx.load(str(path))
+        path.rename(tmp_path / "old")
+        path.write_bytes(b"")
+        assert isinstance(found, dict)
+        assert place_weights(files, found).mapped_bytes == 0
+
+
+def absent() -> Extension:
+    raise NoExtension("there is no compiler")
+
+
+class TestWithoutTheExtension:
+    def test_mlx_reads_the_weights_and_the_reason_is_kept(self, tmp_path: Path) -> None:
+        path = tmp_path / "model.safetensors"
+        mx.save_safetensors(str(path), {"a": mx.ones((4,))})
+        found: Any = mx.load(str(path))
+        placed = place_weights(weight_files(tmp_path), found, get_extension=absent)
+        assert found["a"].tolist() == [1.0] * 4
+        assert placed.in_words == "0.00 GB copied (there is no compiler)"
+
+    def test_a_process_that_finds_no_compiler_loads_the_same_model(self, tmp_path: Path) -> None:
+        """A real process, with an empty PATH and a home in which nothing was compiled."""
+        write_family(tmp_path / "model", LLAMA31)
+        program = (
+            "import sys; from pathlib import Path; import inference_svc; from inference_svc.model.loading import load;"
+            "print(load(Path(sys.argv[1]), 'float32').placement.in_words)"
+        )
+        argv = [sys.executable, "-c", program, str(tmp_path / "model")]
+        environment = {**os.environ, "PATH": str(tmp_path), "HOME": str(tmp_path)}
+        answer = subprocess.run(argv, capture_output=True, text=True, check=True, env=environment)
+        assert "copied (there is no C++ compiler" in answer.stdout
+        assert not (tmp_path / ".cache").exists()
+
+    @pytest.mark.parametrize(
+        ("spoil", "why"),
+        [
+            (lambda kept: None, "this user has no home"),
+            (lambda kept: (kept.mkdir(), kept.chmod(0o777), kept)[2], "may be written by others"),
+            (lambda kept: (kept.touch(), kept / "below")[1], "cannot be kept"),
+        ],
+        ids=["no home", "shared folder", "no folder"],
+    )
+    def test_it_is_kept_in_a_folder_of_this_user_or_not_at_all(
+        self, spoil: Callable[[Path], Path | None], why: str, tmp_path: Path
+    ) -> None:
+        with pytest.raises(NoExtension, match=why):
+            extension(spoil(tmp_path / "kept"), compilers=("true",))
+
+    def test_a_compiler_that_fails_is_reported_and_leaves_nothing(self, tmp_path: Path) -> None:
+        with pytest.raises(NoExtension, match="false does not compile it"):
+            extension(tmp_path, compilers=("false",))
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_file_that_is_no_library_is_no_extension(self, tmp_path: Path) -> None:
+        with pytest.raises(NoExtension, match="does not load it"):
+            extension(tmp_path, compilers=("true",))  # leaves an empty file
+
+
+@needs_compiler
+def test_threads_that_compile_at_once_leave_one_file(tmp_path: Path) -> None:
+    found: list[Extension] = []
+    threads = [threading.Thread(target=lambda: found.append(extension(tmp_path))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2
+    assert [path.suffix for path in tmp_path.iterdir()] == [".so"]

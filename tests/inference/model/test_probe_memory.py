@@ -1,0 +1,75 @@
+"""What a probe showed is kept for the next start, which then serves the same without a probe."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from inference_svc.engine.engine import Engine
+from inference_svc.model import model_runner
+from inference_svc.model.loading import load
+from inference_svc.model.model_runner import ModelRunner
+from inference_svc.model.probe_memory import Probed, ProbeMemory
+from tests.inference.engine.families import ALL, BUDGET, LLAMA31, write_family
+
+TOKENS = list(range(1, 30))
+
+
+def opened(directory: Path, state: Path) -> Engine:
+    return Engine.open(directory, cache_dir=state, memory_budget_bytes=BUDGET)
+
+
+def logits(runner: ModelRunner) -> mx.array:
+    kv = model_runner.SequenceKV(runner.new_pool(default_policy(runner)))
+    return runner.last_logits(kv, TOKENS)
+
+
+def default_policy(runner: ModelRunner) -> Any:
+    from inference_svc.kv.policy import PolicyRequest, Rung
+
+    return PolicyRequest(Rung.FP).policy(Rung.FP, runner.compute_type, len(runner.layers))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_runner_of_kept_facts_computes_what_a_probed_one_does(name: str, tmp_path: Path) -> None:
+    directory = write_family(tmp_path / "model", ALL[name])
+    memory = ProbeMemory(tmp_path, "some weights", "float32")
+    probed = ModelRunner(load(directory, "float32").model)
+    memory.write(probed.probed)
+    kept = ModelRunner(load(directory, "float32").model, known=memory.read())
+    assert kept.probed == probed.probed
+    assert kept.layers == probed.layers
+    assert bool(mx.array_equal(logits(kept), logits(probed)).item())
+
+
+def test_the_second_start_of_a_model_probes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write_family(tmp_path / "model", LLAMA31)
+    first = opened(directory, tmp_path)
+    first.close()
+    probes = []
+    monkeypatch.setattr(model_runner, "probed_layout", probes.append)
+    monkeypatch.setattr(model_runner, "own_keys", probes.append)
+    second = opened(directory, tmp_path)
+    second.close()
+    assert second.model == first.model
+    assert probes == []
+
+
+def test_other_weights_are_probed_again(tmp_path: Path) -> None:
+    one = ProbeMemory(tmp_path, "one", "float32")
+    one.write(Probed(ModelRunner(load(write_family(tmp_path / "m", LLAMA31), "float32").model).probed.layout, 7, False))
+    assert one.read() is not None
+    assert ProbeMemory(tmp_path, "another", "float32").read() is None
+    assert ProbeMemory(tmp_path, "one", "bfloat16").read() is None
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"entries":["zz"]}', '{"entries":["ff"],"by_cache":[0]}', "null"])
+def test_kept_facts_that_cannot_be_read_are_none(content: str, tmp_path: Path) -> None:
+    directory = write_family(tmp_path / "model", LLAMA31)
+    opened(directory, tmp_path).close()
+    (kept,) = (tmp_path / "probes").iterdir()
+    whole = kept.read_text()
+    kept.write_text(content)
+    opened(directory, tmp_path).close()
+    assert kept.read_text() == whole

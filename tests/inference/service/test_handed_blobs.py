@@ -1,0 +1,172 @@
+"""Blobs that an engine writes as files of its host's store: their bytes go through no socket, and nothing unverified is
+served, whoever dies in between."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from kvasir import errors
+from kvasir.cachestore.v1 import cachestore_pb2 as pb
+from kvasir.cachestore.v1 import cachestore_pb2_grpc
+from kvasir.clients import AioStoreClient
+from kvasir.clients.aio.handed_upload import put_by_files
+from kvasir.clients.channel import bearer
+from kvasir.clients.handed_files import HandedFiles
+from kvasir.formats.blob_place import handed_place
+from kvasir.formats.digest import Digest
+from kvasir.status import from_rpc_error
+
+from inference_svc.memory.store.files import StoreFiles
+from inference_svc.memory.store.remote_cache import RemoteCache
+from tests.cachestore.service.proxy import proxy_to
+from tests.cachestore.service.running import ROOT, RunningStore, make_credentials, store_home
+from tests.synthetic import SyntheticAgent, full_layers, kv_identity
+
+# Blocks of 2 MB.
+NEW = SyntheticAgent(kv_identity("large", full_layers(8, 8, 128)), 7).turn(256 * 3 + 10)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RunningStore]:
+    with store_home(tmp_path / "h") as home:
+        yield home.start()
+
+
+def write(store: RunningStore, files: list[bytes], data_dir: Path | None = None) -> tuple[list[Digest], int, int]:
+    """What an engine stores: digests, the bytes that the store lacked, and how many bytes went to its socket."""
+
+    async def put(address: str) -> tuple[list[Digest], int]:
+        client = AioStoreClient.connect(address)
+        cache = RemoteCache(client, "default", StoreFiles(data_dir or store.data_dir, "default"))
+        assert await cache.answers()
+        stored = await cache.write_tensors(files, 10.0)
+        await cache.close()
+        return stored
+
+    with proxy_to(store.address) as proxy:
+        return *asyncio.run(put(proxy.address)), proxy.sent_bytes
+
+
+def read(store: RunningStore) -> list[bytes]:
+    with store.client() as client:
+        return [bytes(client.get_blob(digest)) for digest in NEW.digests]
+
+
+def left(data_dir: Path) -> list[Path]:
+    """Files that were handed over and not taken."""
+    return list(handed_place(data_dir, "default").glob("*"))
+
+
+def test_blobs_are_written_as_files_and_their_bytes_go_through_no_socket(store: RunningStore) -> None:
+    files = list(NEW.new_blobs.values())
+    total = sum(map(len, files))
+    digests, lacked, sent = write(store, files)
+    assert (digests, lacked) == (NEW.digests, total)
+    assert sent < total / 20
+    assert left(store.data_dir) == []
+    assert read(store) == files
+    assert write(store, files)[1] == 0
+
+
+def test_a_store_that_finds_no_handed_file_is_sent_the_bytes(store: RunningStore, tmp_path: Path) -> None:
+    """As where the configuration names the directory of another store."""
+    elsewhere = tmp_path / "elsewhere"
+    handed_place(elsewhere, "default").mkdir(parents=True)
+    files = list(NEW.new_blobs.values())
+    digests, _, sent = write(store, files, elsewhere)
+    assert digests == NEW.digests
+    assert sent > sum(map(len, files))
+    assert left(elsewhere) == []
+    assert read(store) == files
+
+
+def test_an_engine_killed_while_it_hands_files_over_leaves_nothing_that_is_served(store: RunningStore) -> None:
+    child = subprocess.Popen([sys.executable, "-c", _HANDS_OVER, store.address, str(store.data_dir)], cwd=ROOT)
+    while not left(store.data_dir):
+        assert child.poll() is None
+        time.sleep(0.001)
+    child.kill()
+    child.wait()
+    with store.client() as client:
+        present = [digest for digest in NEW.digests if digest not in client.find_missing(NEW.digests)]
+        assert [Digest.of(client.get_blob(digest)) for digest in present] == present
+        for _ in range(2):
+            client.collect_garbage()
+    assert left(store.data_dir) == []
+    assert write(store, list(NEW.new_blobs.values()))[0] == NEW.digests
+
+
+_HANDS_OVER = """
+import asyncio, sys
+from pathlib import Path
+from tests.inference.service.test_handed_blobs import NEW
+from kvasir.clients import AioStoreClient
+from kvasir.clients.aio.handed_upload import put_by_files
+from kvasir.clients.handed_files import HandedFiles
+
+async def main():
+    async with AioStoreClient.connect(sys.argv[1]) as client:
+        await client.get_capabilities()
+        await put_by_files(client, NEW.new_blobs, HandedFiles(Path(sys.argv[2]), "default"))
+        await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.long(4)
+def test_a_store_killed_in_the_middle_is_handed_the_rest_when_it_is_back(tmp_path: Path) -> None:
+    turn = SyntheticAgent(kv_identity("large", full_layers(8, 8, 128)), 8).turn(256 * 40)
+    with store_home(tmp_path / "h") as home:
+        running = home.start()
+        done: list[int] = []
+
+        def kill_once(progress: pb.TransferProgress) -> None:
+            done.append(progress.blobs_done)
+            if progress.blobs_done >= 5 and len(home.started) == 1:
+                running.kill()
+                home.start()
+
+        async def put() -> None:
+            async with AioStoreClient.connect(running.address) as client:
+                await client.get_capabilities()
+                files = HandedFiles(running.data_dir, "default")
+                await put_by_files(client, turn.new_blobs, files, on_progress=kill_once, stall_timeout_s=20)
+
+        asyncio.run(put())
+        assert (len(home.started), done[-1]) == (2, 40)
+        assert left(running.data_dir) == []
+        with running.client() as client:
+            assert [bytes(client.get_blob(digest)) for digest in turn.digests] == list(turn.new_blobs.values())
+            assert client.find_missing(turn.digests) == []
+
+
+def test_a_client_that_is_no_engine_hands_no_file_over(tmp_path: Path) -> None:
+    with store_home(tmp_path / "h") as home:
+        tokens = make_credentials(tmp_path / "credentials.toml")
+        running = home.start("--credentials-file", str(tmp_path / "credentials.toml"))
+        digest, data = next(iter(NEW.new_blobs.items()))
+        with running.client(token=tokens["engine"]) as engine:
+            assert "handed" in engine.get_capabilities().features
+        files = HandedFiles(running.data_dir, "default")
+        token = files.new_token()
+        assert files.write(token, data)
+        frame = pb.BlobFrame(digest=digest.to_proto(), kind=pb.BLOB_KIND_TENSORS)
+        with grpc.insecure_channel(running.address) as channel:
+            stub: Any = cachestore_pb2_grpc.CacheStoreServiceStub(channel)  # type: ignore[no-untyped-call]
+            for request, refusal in (
+                (pb.WriteBlobsRequest(frame=frame, handed=token), errors.PermissionDenied),
+                (pb.WriteBlobsRequest(frame=frame, handed="../" + token), errors.InvalidArgument),
+            ):
+                with pytest.raises(grpc.RpcError) as refused:
+                    list(stub.WriteBlobs(iter([request]), metadata=bearer(tokens["client"])))
+                assert isinstance(from_rpc_error(refused.value), refusal)
+        with running.client(token=tokens["client"]) as client:
+            assert "handed" not in client.get_capabilities().features
+            assert client.find_missing([digest]) == [digest]

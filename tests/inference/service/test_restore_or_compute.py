@@ -1,0 +1,56 @@
+"""A prefix that comes from the store more slowly than it is computed: computed, with the reason, and the same reply."""
+
+import random
+from pathlib import Path
+
+import pytest
+from kvasir.inference.v1 import inference_pb2 as pb
+
+from tests.inference.engine.tiny_models import LLAMA, write_model
+from tests.inference.service.slow_link import SlowLink
+from tests.system_fixtures import House
+
+GREEDY = {"max_tokens": 8}
+
+
+WIDE = LLAMA | {"num_attention_heads": 32, "num_key_value_heads": 32}
+"""Quickly computed, and large in the store: 1,024 tokens are 7 MB."""
+SHARED_TOKENS = 1_024
+
+
+def prompt(seed: int, tokens: int = SHARED_TOKENS + 30) -> str:
+    """So many tokens, the same for the same seed."""
+    return "".join(random.Random(seed).choices(["<|im_start|>", "<|im_end|>"], k=tokens))
+
+
+@pytest.mark.long(15)
+def test_behind_a_slow_link_a_common_prefix_is_computed_and_an_agents_own_memory_is_restored(tmp_path: Path) -> None:
+    house = House(tmp_path, write_model(tmp_path / "wide", WIDE))
+    store_socket = Path(house.store.address.removeprefix("unix:"))
+    link = SlowLink(store_socket.with_name("slow"), store_socket)
+    house.engine.options += ["--store", link.address]
+    try:
+        house.start()
+        with house.client() as client:
+            first, second = (
+                client.reply(agent_id=f"giver {seed}", prompt=prompt(seed), sampling=GREEDY) for seed in (1, 2)
+            )
+        house.engine.kill()
+        house.engine.start()
+        link.bytes_per_s = 1_000_000
+        with house.client() as client:
+            client.reply(prompt=prompt(3, 512), sampling=GREEDY)  # of which nothing is stored
+            restored = client.reply(agent_id="one", prompt=prompt(1), sampling=GREEDY)
+            computed = client.reply(agent_id="two", prompt=prompt(2), sampling=GREEDY)
+            own = client.reply(agent_id="giver 2", prompt=prompt(2) + second.text + "Go on.", sampling=GREEDY)
+            [counted] = client.get_stats().namespaces
+        assert restored.started.source == pb.CACHE_SOURCE_SHARED
+        assert (computed.started.source, computed.started.cached_tokens) == (pb.CACHE_SOURCE_COLD, 0)
+        assert computed.started.miss == pb.MISS_REASON_COMPUTED
+        assert "restoring 1024 tokens was expected to take" in computed.started.reason
+        assert (restored.token_ids, computed.token_ids) == (first.token_ids, second.token_ids)
+        assert own.started.source == pb.CACHE_SOURCE_WARM, "tokens of its reply would get other bits"
+        assert counted.misses["computed"] == 1
+    finally:
+        link.close()
+        house.close()
