@@ -51,7 +51,9 @@ def test_the_memory_path_is_measured_from_cold_to_a_page_cache_that_was_dropped(
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as home:
         command = ("bench", "memory-path", "--shape", "llama-3.1-8b-2l", "--lengths", "600,900", "--repeats", "1")
         options = ("--quick", "--prefill-tokens-per-s", "500", "--home", home, "--keep", str(kept), "--json")
-        results = Cli(Path(home))(*command, *options, timeout_s=240).value
+        ended = Cli(Path(home))(*command, *options, timeout_s=240)
+    assert ended.code == 0, ended.out + ended.err
+    results = ended.value
     assert results == json.loads(kept.read_text())
     assert [row["length"] for row in results["rows"]] == [600, 900]
     for row in results["rows"]:

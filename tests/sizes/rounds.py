@@ -22,9 +22,9 @@ from tests.sizes.played_house import BYTES_PER_TOKEN, PlayedHouse
 from tools.kvasir_tiny.words import Dice
 
 REPLY_TOKENS = 24
-_CHARS_PER_TOKEN = 1  # of digits, as the played model's tokenizer has them
 _QUESTION = "And what was it that I said before?"
 _TURN_S = 900.0
+_UNREADABLE_S = 60.0
 _SPARE_TOKENS = 640
 
 
@@ -137,24 +137,33 @@ async def _ask_again(house: PlayedHouse, agents: Sequence[PlayedAgent], findings
 async def _turn(
     client: AioInferenceClient, agent: PlayedAgent, findings: SizeFindings, **given: Any
 ) -> pb.Started | None:
-    """One turn. An error is a problem: no fault of a store ends a turn."""
+    """One turn, asked again while its memory cannot be read. Another error, or one that stays, is a problem."""
+    give_up_s = time.monotonic() + _UNREADABLE_S
+    while True:
+        try:
+            return await _asked(client, agent, findings, **given)
+        except KvasirError as error:
+            if error.reason != "MEMORY_UNREADABLE" or time.monotonic() > give_up_s:
+                findings.errors.append(f"{agent.name}: {error.reason} {error.message}")
+                return None
+            findings.outcomes["asked again"] += 1
+            await asyncio.sleep(1.0)
+
+
+async def _asked(client: AioInferenceClient, agent: PlayedAgent, findings: SizeFindings, **given: Any) -> pb.Started:
     last_token_s = ended_s = 0.0
     started, tokens = pb.Started(), []
-    try:
-        sampling = {"max_tokens": REPLY_TOKENS}
-        async for event in client.generate(agent_id=agent.name, sampling=sampling, timeout_s=_TURN_S, **given):
-            match event.WhichOneof("event"):
-                case "started":
-                    started = event.started
-                case "delta":
-                    tokens += event.delta.token_ids
-                    last_token_s = time.monotonic()
-                case "finished":
-                    ended_s = time.monotonic()
-                    _note(agent, event.finished, findings)
-    except KvasirError as error:
-        findings.errors.append(f"{agent.name}: {error.reason} {error.message}")
-        return None
+    sampling = {"max_tokens": REPLY_TOKENS}
+    async for event in client.generate(agent_id=agent.name, sampling=sampling, timeout_s=_TURN_S, **given):
+        match event.WhichOneof("event"):
+            case "started":
+                started = event.started
+            case "delta":
+                tokens += event.delta.token_ids
+                last_token_s = time.monotonic()
+            case "finished":
+                ended_s = time.monotonic()
+                _note(agent, event.finished, findings)
     agent.replies.append(tokens)
     agent.prompt_tokens.append(started.prompt_tokens)
     findings.longest_lag_s = max(findings.longest_lag_s, ended_s - last_token_s)

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvasir.bench.memory_path import machine
-from kvasir.bench.memory_path.turns import Agent, SeenTurn, text_of, words_per_token
+from kvasir.bench.memory_path.turns import Agent, SeenTurn, words_per_token
 from kvasir.clients import InferenceClient
-from kvasir.errors import KvasirError
 
 REPLY_TOKENS = 50
 # Of the context, for the question, the replies and the template's own tokens.
 _SPARE_TOKENS = 640
 _SHORT_TURNS = 3
 _FIRST_WORDS = 200
+_FEW_TOKENS = 4
 Keep = Callable[[dict[str, Any]], None]
 
 
@@ -115,28 +115,19 @@ def _begin(
 
 def _live(agent: Agent, client: InferenceClient) -> dict[str, Any]:
     row: dict[str, Any] = {"cold": _shown(agent.cold())}
-    row["stored_s"] = _stored_s(agent)
+    row["stored_s"] = agent.stored_s()
     row["short"] = []
     for _ in range(_SHORT_TURNS):
         turn = agent.goes_on()
-        row["short"].append({**_shown(turn), "stored_s": _stored_s(agent)})
+        row["short"].append({**_shown(turn), "stored_s": agent.stored_s()})
     hot = agent.asked(client)
     return {**row, "hot": {**_shown(hot), "token_ids": hot.token_ids}}
-
-
-def _stored_s(agent: Agent) -> float | None:
-    """None: never."""
-    try:
-        return agent.stored_s(120.0)
-    except KvasirError:
-        return None
 
 
 def _first_turns(client: InferenceClient, count: int = 3) -> Iterator[float]:
     """Seconds to the first token of the first few turns of a process, each cold, of one length."""
     for number in range(count):
-        agent = Agent(client, "", _FIRST_WORDS, 4)
-        agent._text = text_of(f"first {number} {time.time_ns()}", _FIRST_WORDS)
+        agent = Agent(client, f"first-{time.time_ns()}-{number}", _FIRST_WORDS, _FEW_TOKENS)
         yield round(agent.cold().first_token_s, 4)
 
 

@@ -7,10 +7,10 @@ from random import Random
 from typing import Any
 
 from kvasir.clients import InferenceClient
-from kvasir.errors import DeadlineExceeded
 
 PATIENCE_S = 900.0
 _POLL_S = 0.005
+_STORED_WITHIN_S = 120.0
 _QUESTION = "What did I say, and what of it is left? Take your time, and leave nothing out that you still know."
 
 
@@ -62,16 +62,14 @@ class Agent:
         self._client = client
         return self._turn(append_messages=[{"role": "user", "content": _QUESTION}], memory_mode=_READ_ONLY)
 
-    def stored_s(self, within_s: float = PATIENCE_S) -> float:
-        """Wait until the store has the memory as it is. Seconds since the last request. Raises DeadlineExceeded."""
-        while True:
+    def stored_s(self) -> float | None:
+        """Wait until the store has the memory as it is. Seconds since the last request; None if it never has."""
+        while time.monotonic() - self._began_s < _STORED_WITHIN_S:
             memories = self._client.list_hot_memories([self.name])
-            elapsed_s = time.monotonic() - self._began_s
             if memories and memories[0].is_stored:
-                return elapsed_s
-            if elapsed_s > within_s:
-                raise DeadlineExceeded(f"{self.name} was not stored within {within_s:g} s", reason="NOT_STORED")
+                return time.monotonic() - self._began_s
             time.sleep(_POLL_S)
+        return None
 
     def _turn(self, **given: Any) -> SeenTurn:
         turn = SeenTurn()
