@@ -31,6 +31,7 @@ from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.outcomes import Miss, MissReason, SnapshotOutcome, SnapshotState, Source
 from inference_svc.memory.recall import Recollection
+from inference_svc.memory.restore_costs import RestoreCosts
 from inference_svc.memory.reuse_planning import Prepared
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.memory.store.answers import EventCursor, Head
@@ -72,6 +73,7 @@ class Surroundings:
 
     def __init__(self, found: list[Recollection], losses: int) -> None:
         self.found, self.losses = found, losses
+        self.costs = RestoreCosts(lambda: 0.0)
         self.planned: list[str] = []
         self.finished: list[tuple[int | None, str]] = []
 
