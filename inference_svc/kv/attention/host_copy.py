@@ -24,8 +24,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from inference_svc.kv.attention.fused import COMPILERS, compiled
-from inference_svc.kv.attention.kernels import Dialect, KernelSource
+from inference_svc.kv.attention.fused import compiled, cuda_compiler
+from inference_svc.kv.attention.kernels import KernelSource
 
 Units = npt.NDArray[np.generic]
 _Piece: TypeAlias = tuple[int, int, int]  # an address on the device, one on the host, and bytes
@@ -241,7 +241,7 @@ def _copied_to_host(array: mx.array) -> Units:
 
 def _address(array: mx.array) -> int:
     """Where an array lies on the device. It must be held as long as the address is used."""
-    (address,) = compiled(COMPILERS[Dialect.CUDA], _ADDRESS)(
+    (address,) = compiled(cuda_compiler, _ADDRESS)(
         inputs=[array],
         template=[],
         grid=(32, 1, 1),

@@ -73,7 +73,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr(kept_kernel, "compiled_program", played.compiled)
     monkeypatch.setattr(kept_kernel, "_refused", set())
     monkeypatch.setitem(fused.COMPILERS, Dialect.CUDA, cuda_compiler)
-    caches = fused.compiled, fused.plan_of, kept_kernel.device_target, kept_kernel._program
+    asked = fused._is_launched, fused._is_program_launched, kept_kernel.device_target
+    caches = *asked, fused.compiled, fused.plan_of, kept_kernel._program
     for each in caches:
         each.cache_clear()
     yield played
