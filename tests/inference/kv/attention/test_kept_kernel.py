@@ -29,7 +29,8 @@ FORMATS = {
 }
 QUERY_TYPES = mx.float32, mx.float16, mx.bfloat16
 ZERO, UNITS = mx.zeros(1, mx.int32), mx.zeros((1, 8), mx.uint16)
-KINDS = {"trial", "split", "tiles", "reduce", "gather", "store", "few_rows", "address"}
+KINDS = {"trial", "split", "tiles", "reduce", "gather", "store", "few_rows", "address", "warpgroups"}
+BOUNDS = "__launch_bounds__"
 KIND = re.compile(r"\bkv_([a-z_]+?)(?:_[0-9a-f]{12})+")
 TARGETS = "sm_80", "sm_90"
 
@@ -148,7 +149,7 @@ def test_a_program_that_is_refused_is_mlxs_and_others_are_kept(device: Device) -
 def test_only_a_kernel_that_has_a_multiprocessor_for_itself_is_bounded(device: Device) -> None:
     scene = Scene(FORMATS["q4"], (600,), 8, 45, dtype=mx.bfloat16)
     fused_attention(*scene.arguments(), **scene.options(), dialect=Dialect.CUDA, has_warpgroups=True)
-    bounded = {name.split("(")[0] for text in device.texts for name in text.split("__launch_bounds__")[1:]}
+    bounded = {name.split("(")[0] for text in device.texts for name in text.split(BOUNDS)[1:]}
     assert len(bounded) == 1
     targets = {kind_of(each): each["compiled_source"].split()[0] for each in device.launched}
     assert targets == {
@@ -176,7 +177,7 @@ def launch_all() -> None:
 def test_every_program_is_whole_in_itself_and_nvrtc_compiles_it(device: Device) -> None:
     """Each text is read; NVRTC, where it is found, compiles the first of each kind and one of twenty others."""
     launch_all()
-    kinds = [KIND.findall(text)[-1] for text in device.texts]
+    kinds = ["warpgroups" if BOUNDS in text else KIND.findall(text)[-1] for text in device.texts]
     assert set(kinds) == KINDS
     for text in device.texts:
         for word in ("#include", "cg::", "std::", "_shape[", "_strides", "_ndim"):
@@ -184,7 +185,7 @@ def test_every_program_is_whole_in_itself_and_nvrtc_compiles_it(device: Device) 
     if nvrtc._library() is None:
         return
     for number in {kinds.index(kind) for kind in KINDS} | set(range(0, len(kinds), 20)):
-        for target in ("sm_90a",) if "__launch_bounds__" in device.texts[number] else TARGETS:
+        for target in ("sm_90a",) if kinds[number] == "warpgroups" else TARGETS:
             options = f"--gpu-architecture={target}", "--std=c++17"
             assert nvrtc.compiled_program(device.texts[number], options, None).startswith(b"\x7fELF")
 
