@@ -14,7 +14,8 @@ from inference_svc.kv.attention.geometry import (
     SplitGeometry,
     split_geometry,
 )
-from inference_svc.kv.attention.hopper import HopperKernel, is_hopper, is_launched
+from inference_svc.kv.attention.hopper import TARGET, hopper_compiler, is_hopper
+from inference_svc.kv.attention.kept_kernel import KeptKernel, device_target, is_keepable, is_launched
 from inference_svc.kv.attention.kernels import (
     Dialect,
     KernelSource,
@@ -50,7 +51,15 @@ Compiler = Callable[[KernelSource, int], Kernel]
 
 
 def cuda_compiler(source: KernelSource, shared_bytes: int) -> Kernel:
-    """By MLX's CUDA back end."""
+    """As finished code that is kept on disk where this device takes that, else by MLX."""
+    by_mlx = mlx_cuda_compiler(source, shared_bytes)
+    if not is_keepable(source) or (target := device_target()) is None:
+        return by_mlx
+    return KeptKernel(source, shared_bytes, target, otherwise=by_mlx)
+
+
+def mlx_cuda_compiler(source: KernelSource, shared_bytes: int) -> Kernel:
+    """By MLX's CUDA back end, in each process anew."""
     made: Any = mx.fast.cuda_kernel(
         name=source.name,
         input_names=list(source.input_names),
@@ -197,8 +206,8 @@ def plan_of(
 
 def _split_kernel(geometry: SplitGeometry, dialect: Dialect, compiler: Compiler) -> Kernel:
     if geometry.by_warpgroups:
-        by_mlx = compiler is cuda_compiler
-        return compiled(HopperKernel if by_mlx else compiler, warpgroups_source(), geometry.shared_bytes)
+        made_by = hopper_compiler if compiler is cuda_compiler else compiler
+        return compiled(made_by, warpgroups_source(), geometry.shared_bytes)
     source = tiles_source() if geometry.by_tiles else split_source(dialect, by_matrices=geometry.by_matrices)
     return compiled(compiler, source, geometry.shared_bytes)
 
@@ -239,10 +248,11 @@ def _is_program_launched(geometry: SplitGeometry, dtype: mx.Dtype) -> bool:
     """Launches a kernel for a sequence without tokens, which its blocks leave at once."""
     key = geometry.format.key
     asked = mx.float32 if key.is_rotated else dtype
-    kernel = compiled(HopperKernel, warpgroups_source(), geometry.shared_bytes)
+    kernel = compiled(hopper_compiler, warpgroups_source(), geometry.shared_bytes)
     queries, pages = mx.zeros((1, key.kv_heads, 1, key.dim), asked), mx.zeros((1, 1), mx.uint16)
     table, lengths = mx.zeros((1, 1), mx.int32), mx.zeros(1, mx.int32)
     return is_launched(
+        TARGET,
         lambda: kernel(
             inputs=[queries, pages, table, lengths, settings_of(1.0, None, None, geometry.split)],
             template=_split_template(geometry, asked),
@@ -250,7 +260,7 @@ def _is_program_launched(geometry: SplitGeometry, dtype: mx.Dtype) -> bool:
             threadgroup=(geometry.warps * LANES, 1, 1),
             output_shapes=[(key.kv_heads, 1, geometry.format.value.dim + PARTIAL_EXTRA)],
             output_dtypes=[mx.float32],
-        )
+        ),
     )
 
 

@@ -17,12 +17,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 from weakref import WeakSet
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+
+from inference_svc.kv.attention.fused import compiled, cuda_compiler
+from inference_svc.kv.attention.kernels import KernelSource
 
 Units = npt.NDArray[np.generic]
 _Piece: TypeAlias = tuple[int, int, int]  # an address on the device, one on the host, and bytes
@@ -31,7 +34,9 @@ _THREADS = 6
 LANDING_BYTES = 128 << 20  # that are sent at once
 _LANDINGS = 3
 
-_ADDRESS_SOURCE = "if (threadIdx.x == 0) { address[0] = (long long)given; }"
+_ADDRESS = KernelSource(
+    "kv_address", ("given",), ("address",), "", "if (threadIdx.x == 0) { address[0] = (long long)given; }"
+)
 
 
 class Sent(Protocol):
@@ -236,22 +241,15 @@ def _copied_to_host(array: mx.array) -> Units:
 
 def _address(array: mx.array) -> int:
     """Where an array lies on the device. It must be held as long as the address is used."""
-    (address,) = _address_kernel()(
+    (address,) = compiled(cuda_compiler, _ADDRESS)(
         inputs=[array],
+        template=[],
         grid=(32, 1, 1),
         threadgroup=(32, 1, 1),
         output_shapes=[(1,)],
         output_dtypes=[mx.int64],
     )
     return int(address.item())  # type: ignore[arg-type]
-
-
-@cache
-def _address_kernel() -> Any:
-    made: Any = mx.fast.cuda_kernel(
-        name="kv_address", input_names=["given"], output_names=["address"], source=_ADDRESS_SOURCE
-    )
-    return made
 
 
 class _Copiers:

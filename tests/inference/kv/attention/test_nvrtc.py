@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 import structlog
 
-from inference_svc.kv.attention import fused, hopper, nvrtc
+from inference_svc.kv.attention import fused, kept_kernel, nvrtc
 from inference_svc.kv.attention.emulation.emulator import cuda_emulator, cxx
 from inference_svc.kv.attention.fused import fused_attention
 from inference_svc.kv.attention.geometry import split_geometry
@@ -145,9 +145,9 @@ def test_the_library_that_is_loaded_already_goes_before_another(
 def not_asked_yet(library: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that has launched nothing, whose tiles are emulated."""
     monkeypatch.setitem(fused.COMPILERS, Dialect.CUDA, cuda_emulator)
-    monkeypatch.setattr(hopper, "_refusals", count())
-    monkeypatch.setattr(hopper, "kept_programs", lambda: tmp_path / "kernels")
-    caches = hopper._program, fused._is_launched, fused._is_program_launched
+    monkeypatch.setattr(kept_kernel, "_refused", set())
+    monkeypatch.setattr(kept_kernel, "kept_programs", lambda: tmp_path / "kernels")
+    caches = kept_kernel._program, fused._is_launched, fused._is_program_launched
     for each in caches:
         each.cache_clear()
     yield
@@ -184,7 +184,7 @@ def test_where_products_of_warpgroups_cannot_be_launched_tiles_serve(
         for scene in scenes * 2:
             found = fused_attention(*scene.arguments(), **scene.options(), **HOPPER)  # type: ignore[arg-type]
             assert mx.array_equal(found, attention(scene, Dialect.CUDA))
-    assert [line["event"] for line in logs] == ["hopper.not_launched"], "said once, of two programs"
+    assert [line["event"] for line in logs] == ["kernel.not_launched"], "said once, of two programs"
 
 
 @pytest.mark.usefixtures("not_asked_yet")

@@ -1,0 +1,180 @@
+"""Kernels of finished code, by NVRTC and kept on disk: MLX 0.32 compiles its own in each process, 1 to 2 s each."""
+
+import re
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from hashlib import blake2b
+from typing import Any
+
+import mlx.core as mx
+import structlog
+
+from inference_svc.kv.attention.kernels import KernelSource, text
+from inference_svc.kv.attention.nvrtc import CompileError, compiled_program, kept_programs
+
+_LOG = structlog.get_logger(__name__)
+_TYPES = {
+    mx.float32: "float",
+    mx.float16: "__half",
+    mx.bfloat16: "__nv_bfloat16",
+    mx.uint16: "unsigned short",
+    mx.int32: "int",
+    mx.uint32: "unsigned",
+    mx.int64: "long long",
+}
+_SHAPE = re.compile(r"\b(\w+)_shape\[(\d)\]")
+# Says in one number that code, arguments and launch arrive as they should.
+_TRIAL = KernelSource("kv_trial", ("given",), ("found",), "", "found[0] = given[0] + given_shape[0];")
+_refused: set[str] = set()
+Template = Sequence[tuple[str, int | bool | mx.Dtype]]
+
+
+class KeptKernel:
+    """A source of the CUDA dialect that reads no strides, launched as `mx.fast.cuda_kernel`'s kernels are.
+
+    `target`: what NVRTC calls the architecture. `is_alone`: a block has a multiprocessor for itself, and may take all
+    registers. What the compiler refuses is launched by `otherwise`, or raises CompileError.
+    """
+
+    def __init__(
+        self,
+        source: KernelSource,
+        shared_bytes: int,
+        target: str,
+        *,
+        is_alone: bool = False,
+        otherwise: Callable[..., list[mx.array]] | None = None,
+    ) -> None:
+        self._source, self._shared_bytes, self._target = source, shared_bytes, target
+        self._is_alone, self._otherwise = is_alone, otherwise
+        self._sizes = [(source.input_names.index(name), axis) for name, axis in _sizes(source)]
+
+    def __call__(
+        self,
+        *,
+        inputs: Sequence[mx.array],
+        template: Template,
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        output_shapes: Sequence[tuple[int, ...]],
+        output_dtypes: Sequence[mx.Dtype],
+    ) -> list[mx.array]:
+        launch: dict[str, Any] = {
+            "inputs": list(inputs),
+            "output_shapes": output_shapes,
+            "output_dtypes": output_dtypes,
+            "grid": grid,
+            "threadgroup": threadgroup,
+        }
+        types, most_threads = tuple(each.dtype for each in inputs), threadgroup[0] if self._is_alone else None
+        program = _program(self._source, self._target, tuple(template), types, tuple(output_dtypes), most_threads)
+        if isinstance(program, CompileError):
+            if self._otherwise is None:
+                raise program
+            return self._otherwise(template=template, **launch)
+        name, code = program
+        made: Any = mx.fast.precompiled_cuda_kernel(
+            name=name,
+            compiled_source=code,
+            scalars=[inputs[place].shape[axis] for place, axis in self._sizes],
+            shared_memory=self._shared_bytes,
+            ensure_row_contiguous=self._source.is_row_contiguous,
+            **launch,
+        )
+        return list(made)
+
+
+@cache
+def device_target() -> str | None:
+    """The target of MLX's CUDA device; None where NVRTC or the driver refuses a first kernel, launched here."""
+    facts = mx.device_info()
+    target = f"sm_{facts.get('compute_capability_major')}{facts.get('compute_capability_minor')}"
+    kernel = KeptKernel(_TRIAL, 0, target)
+
+    def trial() -> list[mx.array]:
+        how: dict[str, Any] = {"template": [], "grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
+        made = kernel(inputs=[mx.array([5, 0, 0], mx.int32)], output_shapes=[(1,)], output_dtypes=[mx.int32], **how)
+        if made[0].item() != 5 + 3:
+            raise RuntimeError("a kernel of finished code was not given what it should be")
+        return made
+
+    return target if is_launched(target, trial) else None
+
+
+def is_keepable(source: KernelSource) -> bool:
+    """Whether finished code can be told all that a source reads: MLX alone knows strides."""
+    return "_strides" not in source.source
+
+
+def is_launched(target: str, launch: Callable[[], list[mx.array]]) -> bool:
+    """Whether a kernel's launch is taken by compiler and driver. A process logs a target's first refusal alone."""
+    try:
+        mx.eval(launch())
+    except (CompileError, RuntimeError) as error:
+        _say_refused(target, error)
+        return False
+    return True
+
+
+def _say_refused(target: str, error: Exception) -> None:
+    """Once for each target: others are like it."""
+    if target not in _refused:
+        _refused.add(target)
+        _LOG.warning("kernel.not_launched", target=target, why=str(error))
+
+
+@lru_cache(maxsize=1024)
+def _program(
+    source: KernelSource,
+    target: str,
+    template: tuple[tuple[str, int | bool | mx.Dtype], ...],
+    types: tuple[mx.Dtype, ...],
+    output_types: tuple[mx.Dtype, ...],
+    most_threads: int | None,
+) -> tuple[str, bytes] | CompileError:
+    """A kernel's name and code, or why it has none."""
+    options = f"--gpu-architecture={target}", "--std=c++17"
+    try:
+        named, whole = program_text(source, template, types, output_types, most_threads)
+        return named, compiled_program(whole, options, kept_programs())
+    except CompileError as error:
+        _say_refused(target, error)
+        return error
+
+
+def program_text(
+    source: KernelSource,
+    template: Template,
+    types: Sequence[mx.Dtype],
+    output_types: Sequence[mx.Dtype],
+    most_threads: int | None = None,
+) -> tuple[str, str]:
+    """A kernel's name, which no other program has, and what NVRTC compiles. Sizes of inputs follow as arguments.
+    `most_threads`: of a block that has a multiprocessor for itself.
+    """
+    parameters = [f"const {_type(kind)}* {name}" for kind, name in zip(types, source.input_names, strict=True)]
+    parameters += [f"{_type(kind)}* {name}" for kind, name in zip(output_types, source.output_names, strict=True)]
+    parameters += [f"const int {name}_shape_{axis}" for name, axis in _sizes(source)]
+    constants = "\n".join(_constant(name, given) for name, given in template)
+    body = _SHAPE.sub(r"\1_shape_\2", source.source)
+    inner = f"{', '.join(parameters)}) {{\n{constants}\n{body}\n}}\n"
+    name = f"{source.name}_{blake2b(inner.encode(), digest_size=6).hexdigest()}"
+    bounds = "" if most_threads is None else f"__launch_bounds__({most_threads}, 1) "
+    return name, text("cuda_types.h") + source.header + f'extern "C" __global__ void {bounds}{name}(' + inner
+
+
+def _sizes(source: KernelSource) -> list[tuple[str, int]]:
+    """The inputs' sizes that a source reads: names and axes."""
+    return sorted({(name, int(axis)) for name, axis in _SHAPE.findall(source.source)})
+
+
+def _constant(name: str, given: int | bool | mx.Dtype) -> str:
+    if isinstance(given, mx.Dtype):
+        return f"using {name} = {_type(given)};"
+    return f"constexpr int {name} = {given:d};"
+
+
+def _type(kind: mx.Dtype) -> str:
+    if kind not in _TYPES:
+        raise CompileError(f"cuda_types.h has no word for {kind}")
+    return _TYPES[kind]

@@ -1,0 +1,207 @@
+"""Every CUDA kernel as finished code: NVRTC compiles its program without MLX's headers, or MLX compiles the kernel."""
+
+import re
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import structlog
+
+from inference_svc.kv.attention import fused, host_copy, kept_kernel, nvrtc
+from inference_svc.kv.attention.fused import cuda_compiler, fused_attention, mlx_cuda_compiler
+from inference_svc.kv.attention.in_place import append_rows, gathered_values, store_pages
+from inference_svc.kv.attention.kept_kernel import device_target
+from inference_svc.kv.attention.kernels import Dialect
+from inference_svc.kv.attention.nvrtc import CompileError
+from inference_svc.kv.few_rows import few_rows
+from tests.inference.kv.attention.scenes import BF16, FP16, Scene, page_format
+
+FORMATS = {
+    "q4": page_format("q4", 2, 128),
+    "q4, narrow heads": page_format("q4", 2, 64, 32, FP16),
+    "q4-rotated": page_format("q4-rotated", 2, 128, 64, FP16),
+    "k8v4": page_format("k8v4", 2, 128),
+    "q8, wide heads": page_format("q8", 2, 256),
+    "16 bits": page_format("exact", 2, 80),
+    "16 bits of halves, wider values": page_format("exact", 2, 64, scale_type=FP16, value_dim=128),
+}
+QUERY_TYPES = mx.float32, mx.float16, mx.bfloat16
+ZERO, UNITS = mx.zeros(1, mx.int32), mx.zeros((1, 8), mx.uint16)
+KINDS = {"trial", "split", "tiles", "reduce", "gather", "store", "few_rows", "address", "warpgroups"}
+BOUNDS = "__launch_bounds__"
+KIND = re.compile(r"\bkv_([a-z_]+?)(?:_[0-9a-f]{12})+")
+TARGETS = "sm_80", "sm_90"
+
+
+class Device:
+    """MLX's calls of a Hopper GPU's launches, which are noted and compute nothing but the first kernel's number."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.launched: list[dict[str, Any]] = []
+        self.by_mlx: list[str] = []
+        self.refuses: Callable[[str], bool] = lambda _: False
+        self.first = 8
+
+    def compiled(self, text: str, options: tuple[str, ...], _kept: object) -> bytes:
+        self.texts.append(text)
+        if self.refuses(text):
+            raise CompileError("line 1: oops")
+        return " ".join(options).encode()
+
+    def launch(self, *, output_shapes: Any, output_dtypes: Any, **how: Any) -> list[mx.array]:
+        self.launched.append(how)
+        return [mx.full(shape, self.first, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+
+    def mlx_kernel(self, *, name: str, **_: Any) -> Any:
+        def kernel(*, output_shapes: Any, output_dtypes: Any, **_: Any) -> list[mx.array]:
+            self.by_mlx.append(name.rsplit("_", 1)[0])
+            return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+
+        return kernel
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """In a process that has launched nothing. What it compiled, no other test gets."""
+    played = Device()
+    facts = {"compute_capability_major": 9, "compute_capability_minor": 0}
+    monkeypatch.setattr(mx, "device_info", lambda: facts)
+    monkeypatch.setattr(mx.fast, "cuda_kernel", played.mlx_kernel)
+    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", played.launch)
+    monkeypatch.setattr(kept_kernel, "compiled_program", played.compiled)
+    monkeypatch.setattr(kept_kernel, "_refused", set())
+    monkeypatch.setitem(fused.COMPILERS, Dialect.CUDA, cuda_compiler)
+    asked = fused._is_launched, fused._is_program_launched, kept_kernel.device_target
+    caches = *asked, fused.compiled, fused.plan_of, kept_kernel._program
+    for each in caches:
+        each.cache_clear()
+    yield played
+    for each in caches:
+        each.cache_clear()
+
+
+def kind_of(launch: dict[str, Any]) -> str:
+    return str(KIND.findall(launch["name"])[0])
+
+
+def store_and_gather() -> None:
+    store_pages(mx.zeros((5, 16), mx.uint16), UNITS, mx.zeros(3, mx.int32), mx.zeros(3, mx.int32), 0, 8, Dialect.CUDA)
+    gathered_values(UNITS, FORMATS["q4"], ZERO, 0, 3, ZERO, mx.bfloat16, Dialect.CUDA)
+
+
+def test_finished_code_is_for_this_device_and_gets_the_sizes_that_it_reads(device: Device) -> None:
+    store_and_gather()
+    store_and_gather()
+    first, store, gather, *again = device.launched
+    assert [kind_of(each) for each in device.launched] == ["trial", "store", "gather", "store", "gather"]
+    assert [each["name"] for each in again] == [store["name"], gather["name"]]
+    assert len(device.texts) == 3, "each was compiled once"
+    assert {each["compiled_source"] for each in device.launched} == {b"--gpu-architecture=sm_90 --std=c++17"}
+    assert (first["scalars"], store["scalars"], gather["scalars"]) == ([3], [3], [8])
+    assert (store["shared_memory"], store["ensure_row_contiguous"]) == (16, True)
+    assert "void kv_store" in device.texts[1], "no bounds: registers as by MLX"
+    assert device.by_mlx == []
+
+
+def test_what_reads_strides_is_compiled_by_mlx(device: Device) -> None:
+    rows = mx.zeros((1, 2, 1, 128), mx.bfloat16)
+    append_rows(rows, rows, UNITS, FORMATS["q4"], ZERO[None], ZERO[None], Dialect.CUDA)
+    assert device.by_mlx == ["kv_append"]
+    assert device.texts == []
+
+
+@pytest.mark.parametrize("refusal", ["the compiler", "the driver", "a wrong number"])
+def test_where_a_first_kernel_fails_mlx_compiles_all(
+    device: Device, refusal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: Any) -> list[mx.array]:
+        raise RuntimeError("CUDA_ERROR_INVALID_IMAGE")
+
+    if refusal == "the compiler":
+        device.refuses = lambda _: True
+    elif refusal == "the driver":
+        monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", refuse)
+    else:
+        device.first = 7
+    with structlog.testing.capture_logs() as logs:
+        store_and_gather()
+        store_and_gather()
+    assert device.by_mlx == ["kv_store", "kv_gather"] * 2
+    assert len(device.texts) == 1, "asked once"
+    assert [(line["event"], line["target"]) for line in logs] == [("kernel.not_launched", "sm_90")]
+
+
+def test_a_program_that_is_refused_is_mlxs_and_others_are_kept(device: Device) -> None:
+    device.refuses = lambda text: "kv_gather" in text or "kv_store" in text
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(2):
+            store_and_gather()
+            few_rows(mx.zeros((1, 8, 64), mx.float16), [mx.zeros((16, 64), mx.float16)])
+    assert device.by_mlx == ["kv_store", "kv_gather"] * 2
+    assert [kind_of(each) for each in device.launched] == ["trial", "few_rows", "few_rows"]
+    assert len(device.texts) == 4, "each was tried once"
+    assert [line["event"] for line in logs] == ["kernel.not_launched"], "said once, of two programs"
+
+
+def test_only_a_kernel_that_has_a_multiprocessor_for_itself_is_bounded(device: Device) -> None:
+    scene = Scene(FORMATS["q4"], (600,), 8, 45, dtype=mx.bfloat16)
+    fused_attention(*scene.arguments(), **scene.options(), dialect=Dialect.CUDA, has_warpgroups=True)
+    bounded = {name.split("(")[0] for text in device.texts for name in text.split(BOUNDS)[1:]}
+    assert len(bounded) == 1
+    targets = {kind_of(each): each["compiled_source"].split()[0] for each in device.launched}
+    assert targets == {
+        "trial": b"--gpu-architecture=sm_90",
+        "tiles": b"--gpu-architecture=sm_90a",
+        "reduce": b"--gpu-architecture=sm_90",
+    }
+
+
+def launch_all() -> None:
+    """Every kernel that is kept, for formats, queries and shapes of all kinds."""
+    for form, dtype, count in product(FORMATS.values(), QUERY_TYPES, (1, 45)):
+        is_capped = form.scale_type == BF16
+        scene = Scene(form, (10,), 8, count, dtype=dtype, soft_cap=5.0 if is_capped else None, has_sinks=is_capped)
+        options = scene.options() | {"dialect": Dialect.CUDA}
+        for has_warpgroups in (False, True):
+            fused_attention(*scene.arguments(), **options, has_warpgroups=has_warpgroups)
+        gathered_values(UNITS, form, ZERO, 0, 3, ZERO, dtype, Dialect.CUDA)
+    for rows, count, dtype in product((8, 16, 32, 64), (1, 2, 3), (mx.float16, mx.bfloat16)):
+        few_rows(mx.zeros((1, rows, 64), dtype), [mx.zeros((4300, 64), dtype)] * count)
+    store_pages(UNITS, UNITS, ZERO, ZERO, 0, 8, Dialect.CUDA)
+    host_copy._address(UNITS)
+
+
+def test_every_program_is_whole_in_itself_and_nvrtc_compiles_it(device: Device) -> None:
+    """Each text is read; NVRTC, where it is found, compiles the first of each kind and one of twenty others."""
+    launch_all()
+    kinds = ["warpgroups" if BOUNDS in text else KIND.findall(text)[-1] for text in device.texts]
+    assert set(kinds) == KINDS
+    for text in device.texts:
+        for word in ("#include", "cg::", "std::", "_shape[", "_strides", "_ndim"):
+            assert word not in text
+    if nvrtc._library() is None:
+        return
+    for number in {kinds.index(kind) for kind in KINDS} | set(range(0, len(kinds), 20)):
+        for target in ("sm_90a",) if kinds[number] == "warpgroups" else TARGETS:
+            options = f"--gpu-architecture={target}", "--std=c++17"
+            assert nvrtc.compiled_program(device.texts[number], options, None).startswith(b"\x7fELF")
+
+
+def test_a_cuda_device_launches_finished_code_with_the_bits_of_mlxs_and_no_other_device_does() -> None:
+    is_cuda = mx.cuda.is_available() and mx.default_device().type == mx.DeviceType.gpu
+    device_target.cache_clear()
+    assert (device_target() is not None) == is_cuda
+    # By lanes, fragments and tiles. MLX takes seconds for each.
+    cases = (("q4-rotated", 1, mx.float32), ("k8v4", 1, mx.bfloat16), ("q4", 45, mx.bfloat16))
+    for name, count, dtype in cases if is_cuda else ():
+        scene = Scene(FORMATS[name], (700, 40), 8, count, dtype=dtype)
+        kept, by_mlx = (
+            fused_attention(
+                *scene.arguments(), **scene.options(), dialect=Dialect.CUDA, compiler=compiler, has_warpgroups=False
+            )
+            for compiler in (cuda_compiler, mlx_cuda_compiler)
+        )
+        assert mx.array_equal(kept, by_mlx)
