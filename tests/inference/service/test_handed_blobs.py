@@ -22,6 +22,7 @@ from kvasir.formats.blob_place import handed_place
 from kvasir.formats.digest import Digest
 from kvasir.status import from_rpc_error
 
+from inference_svc.memory.store.connection import StoreClients
 from inference_svc.memory.store.files import StoreFiles
 from inference_svc.memory.store.remote_cache import RemoteCache
 from tests.cachestore.service.proxy import proxy_to
@@ -43,7 +44,8 @@ def write(store: RunningStore, files: list[bytes], data_dir: Path | None = None)
 
     async def put(address: str) -> tuple[list[Digest], int]:
         client = AioStoreClient.connect(address)
-        cache = RemoteCache(client, "default", StoreFiles(data_dir or store.data_dir, "default"))
+        files_of_store = StoreFiles(data_dir or store.data_dir, "default")
+        cache = RemoteCache(StoreClients(client, client, client), "default", files_of_store)
         assert await cache.answers()
         stored = await cache.write_tensors(files, 10.0)
         await cache.close()
