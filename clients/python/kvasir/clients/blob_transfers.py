@@ -16,7 +16,7 @@ from kvasir.clients.stall_limit import StallLimit
 from kvasir.clients.store_client_transfers import OnProgress, Upload, batches
 from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from kvasir.formats.digest import Buffer, Digest
-from kvasir.formats.frames import FrameAssembler
+from kvasir.formats.frames import FRAME_BYTES, FrameAssembler
 
 _TENSORS, _MANIFEST = pb.BLOB_KIND_TENSORS, pb.BLOB_KIND_MANIFEST
 _CUT_PAUSE_S = 0.2
@@ -80,9 +80,10 @@ class BlobTransfers(ServiceClient):
         return upload.progress
 
     def put_manifest(self, data: bytes, *, stall_timeout_s: float | None = None) -> Digest:
-        """Store a manifest's bytes."""
+        """Store a manifest's bytes. They are new nearly always: the store is not asked first."""
         digest = Digest.of(data)
-        self.put_blobs({digest: data}, kind=_MANIFEST, stall_timeout_s=stall_timeout_s)
+        upload = Upload({digest: data}, _MANIFEST, [digest], None)
+        self.send_all(upload, stall_timeout_s=stall_timeout_s)
         return digest
 
     def write_status(self, digest: Digest) -> pb.QueryWriteStatusResponse:
@@ -127,8 +128,11 @@ class BlobTransfers(ServiceClient):
 
     def _send(self, upload: Upload, stall_timeout_s: float | None) -> None:
         """Send the pending blobs in one stream. Raises when it is cut; acknowledged blobs are not pending any more."""
-        status = self.write_status(upload.pending[0])
-        requests = upload.requests(0 if status.is_complete else status.received_bytes)
+        first, first_offset = upload.pending[0], 0
+        if first.size_bytes > FRAME_BYTES:  # of a smaller one all has arrived, or nothing
+            status = self.write_status(first)
+            first_offset = 0 if status.is_complete else status.received_bytes
+        requests = upload.requests(first_offset)
         with StallLimit(stall_timeout_s) as limit:
             write = limit.watched(self._stub.WriteBlobs)
             with closing(self._responses(write, limit.counting(requests), None)) as responses:

@@ -17,7 +17,7 @@ from kvasir.clients.aio.stall_limit import AioStallLimit
 from kvasir.clients.store_client_transfers import OnProgress, Upload, batches
 from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from kvasir.formats.digest import Buffer, Digest
-from kvasir.formats.frames import FrameAssembler
+from kvasir.formats.frames import FRAME_BYTES, FrameAssembler
 
 _TENSORS, _MANIFEST = pb.BLOB_KIND_TENSORS, pb.BLOB_KIND_MANIFEST
 _CUT_PAUSE_S = 0.2
@@ -83,9 +83,10 @@ class AioBlobTransfers(AioServiceClient):
         return upload.progress
 
     async def put_manifest(self, data: bytes, *, stall_timeout_s: float | None = None) -> Digest:
-        """Store a manifest's bytes."""
+        """Store a manifest's bytes. They are new nearly always: the store is not asked first."""
         digest = Digest.of(data)
-        await self.put_blobs({digest: data}, kind=_MANIFEST, stall_timeout_s=stall_timeout_s)
+        upload = Upload({digest: data}, _MANIFEST, [digest], None)
+        await self.send_all(upload, stall_timeout_s=stall_timeout_s)
         return digest
 
     async def write_status(self, digest: Digest) -> pb.QueryWriteStatusResponse:
@@ -131,8 +132,11 @@ class AioBlobTransfers(AioServiceClient):
 
     async def _send(self, upload: Upload, stall_timeout_s: float | None) -> None:
         """Send the pending blobs in one stream. Raises when it is cut; acknowledged blobs are not pending any more."""
-        status = await self.write_status(upload.pending[0])
-        requests = upload.requests(0 if status.is_complete else status.received_bytes)
+        first, first_offset = upload.pending[0], 0
+        if first.size_bytes > FRAME_BYTES:  # of a smaller one all has arrived, or nothing
+            status = await self.write_status(first)
+            first_offset = 0 if status.is_complete else status.received_bytes
+        requests = upload.requests(first_offset)
         async with AioStallLimit(stall_timeout_s) as limit:
             write = limit.watched(self._stub.WriteBlobs)
             async with aclosing(self._responses(write, limit.counting(requests), None)) as responses:
