@@ -1,13 +1,13 @@
 """Opens a model by name: loads, probes and identifies it. Runs once, on the MLX thread."""
 
 import functools
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import structlog
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.formats.block_file import expected_state_tensors, expected_tensors
 from kvasir.formats.block_hash import BLOCK_TOKENS, kv_identity_hash
@@ -27,7 +27,7 @@ from inference_svc.model.quality import exam
 from inference_svc.model.quality.conversations import Conversations
 from inference_svc.text.token_text import TokenText
 
-_LOG = structlog.get_logger(__name__)
+logger = logging.getLogger(__name__)  # whose words a program without a service does not print
 # Smaller cells than a device fills cost speed; larger ones cost the running streams a longer gap. 8B geometry, H200, a
 # prompt of 8,192 tokens: 492 ms in cells of 256, 279 of 1,024, 244 of 2,048, 227 of 4,096; mlx-lm 264.
 _CELL_TOKENS = {"cpu": BLOCK_TOKENS, "metal": 4 * BLOCK_TOKENS, "cuda": 8 * BLOCK_TOKENS}
@@ -63,7 +63,7 @@ def open_model(
     begin_phase("weights")
     directory = find_model(name)
     loaded = load(directory, compute_type, copies_weights=copies_weights)
-    _LOG.info("weights.loaded", how=loaded.placement.in_words)
+    logger.info("weights.loaded how=%s", loaded.placement.in_words)
     begin_phase("identity")
     digest = weights_digest(directory, cache_dir)
     begin_phase("probing")
