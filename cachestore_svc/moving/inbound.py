@@ -106,7 +106,8 @@ class BlobIntake:
         do, and InvalidArgument (offset)."""
         await self._leave_current()
         if offset == 0 and 0 < len(data) == digest.size_bytes <= MAX_FRAME_BYTES:
-            await self._finish_later(_Whole(NewBlob(digest, kind), data))
+            await self._place(len(data))
+            self._finish_later(_Whole(NewBlob(digest, kind), data))
             return
         writer = await self._open(digest, kind)
         if writer.is_stored:
@@ -128,7 +129,8 @@ class BlobIntake:
     async def take(self, digest: Digest, kind: BlobKind, token: str) -> None:
         """The next blob lies whole in the file of this token. Why it could not be taken is one of the outcomes."""
         await self._leave_current()
-        await self._finish_later(_Whole(NewBlob(digest, kind, token)))
+        await self._place(0)
+        self._finish_later(_Whole(NewBlob(digest, kind, token)))
 
     async def resume(self, digest: Digest, kind: BlobKind) -> int:
         """Begin the next blob where an earlier writer ended; returns that offset, which nobody else changes from now
@@ -224,16 +226,20 @@ class BlobIntake:
         await self._threads.run(self._namespace, current.exits.close)
 
     async def _finish_current(self) -> None:
+        await self._place(0)  # the blob is still the current one: a sender that leaves now ends its writer
         current, self._current = self._current, None
         assert current is not None
-        await self._finish_later(_Whole(current.blob, current=current, writer=current.writer))
+        self._finish_later(_Whole(current.blob, current=current, writer=current.writer))
 
-    async def _finish_later(self, whole: _Whole) -> None:
-        """Let the blob be made durable with those that wait. Waits while there are too many of them."""
+    async def _place(self, size_bytes: int) -> None:
+        """Wait while too many blobs wait to be made durable, or too many bytes of them."""
         await self._room.acquire()
-        while self._held_bytes and self._held_bytes + len(whole.data) > _MAX_HELD_BYTES:
+        while self._held_bytes and self._held_bytes + size_bytes > _MAX_HELD_BYTES:
             self._is_freed.clear()
             await self._is_freed.wait()
+
+    def _finish_later(self, whole: _Whole) -> None:
+        """Let the blob, which has its place, be made durable with those that wait."""
         self._held_bytes += len(whole.data)
         self._whole.append(whole)
         is_much = sum(each.blob.digest.size_bytes for each in self._whole) >= _GROUP_BYTES

@@ -129,6 +129,7 @@ class _RestoredKV:
             kept_ids = restored.token_ids[:keep]
             states = [check_state(model.kv_identity, model.kv_identity_hash, restored.state, kept_ids)]
         self._begun_blocks = begun.length // BLOCK_TOKENS
+        self._incoming.skip(self._begun_blocks)
         self.load = KvLoad(begun, files, keep, states, _windows(restored, keep, model))
         self._chain = checks.chain
         self._shareable = restored.shareable_tokens

@@ -20,7 +20,7 @@ class Incoming:
         self.has_ended = False
         self._files: list[FileBytes | None] = []
         self._is_kept = is_kept
-        self._came_bytes = self._taken_bytes = 0
+        self._first_needed = 0
         self._wake: Callable[[], object] = lambda: None
         self._was_taken: Callable[[], object] = lambda: None
 
@@ -40,13 +40,19 @@ class Incoming:
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes of the files that came and were not taken."""
-        return self._came_bytes - self._taken_bytes
+        """Bytes of the files that came, are needed, and were not taken."""
+        return sum(len(data) for data in self._files[self._first_needed :] if data is not None)
 
     def add(self, data: FileBytes) -> None:
-        self._came_bytes += len(data)
-        self._files.append(data)
+        self._files.append(data if len(self._files) >= self._first_needed else None)
         self._wake()
+
+    def skip(self, count: int) -> None:
+        """Nobody will take the first files: whoever has shared pages needs none. Their bytes keep no reader waiting."""
+        self._first_needed = count
+        for index in range(min(count, len(self._files))):
+            self._files[index] = None
+        self._was_taken()
 
     def end(self) -> None:
         """No other file comes. Idempotent."""
@@ -72,7 +78,6 @@ class Incoming:
         assert data is not None, "it was taken"
         if not self._is_kept:
             self._files[index] = None
-            self._taken_bytes += len(data)
             self._was_taken()
         return data
 

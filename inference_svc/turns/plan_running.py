@@ -34,6 +34,8 @@ from inference_svc.turns.turn_reporter import TurnReporter
 from inference_svc.turns.turn_state import TakenTurn, TurnState, reply_reader
 
 _LOG = structlog.get_logger(__name__)
+# Of what fits behind a prompt, a reply that asked for more may take one of so many parts, or so many tokens.
+_CLAMPED_PART, _LEAST_CLAMPED = 4, 512
 # Between planning and running, hot memory may be dropped and a file may be refused: plan again this often.
 _MAX_PLANS = 4
 
@@ -170,8 +172,7 @@ class PlanRunner:
             raise errors.InvalidArgument(f"{name}: expected at least one token", field=name)
         sampling = turn.request.sampling
         if turn.request.clamps_max_tokens:
-            fitting = self._engine.most_new_tokens(count)
-            sampling = replace(sampling, max_tokens=max(1, min(sampling.max_tokens, fitting)))
+            sampling = replace(sampling, max_tokens=_clamped(sampling.max_tokens, self._engine.most_new_tokens(count)))
         check_fits(count, sampling.max_tokens, context, field=turn.request.input.name)
         return TurnPlan(
             token_ids=prepared.tokens.ids,
@@ -275,3 +276,12 @@ def _same_version(planned: Recollection, found: Recollection) -> Recollection:
 
 def moved_away() -> errors.Unavailable:
     return errors.Unavailable("the agent's memory went away while the turn was planned", retry_after_s=1.0)
+
+
+def _clamped(max_tokens: int, fitting: int) -> int:
+    """The length of a reply that may be shorter than was asked for. All of it is reserved: clients that ask for more
+    than there is would each take all KV from others.
+    """
+    if max_tokens <= fitting:
+        return max_tokens
+    return max(fitting // _CLAMPED_PART, min(fitting, _LEAST_CLAMPED), 1)

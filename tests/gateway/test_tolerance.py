@@ -1,6 +1,7 @@
 """What clients send unasked is ignored and reported; what would change the reply's meaning is refused all the same."""
 
 import json
+import time
 from typing import Any
 
 import httpx2 as httpx
@@ -232,3 +233,21 @@ def test_a_flood_of_fields_fills_neither_the_header_nor_the_log(front: Front) ->
         assert answer.status_code == 200, answer.text
         assert len(answer.headers["x-kvasir-ignored"]) < 1000
     assert front.gateway.log.count("request.ignored") <= 256
+
+
+def test_more_fields_than_anybody_sends_are_refused_at_once(front: Front) -> None:
+    began = time.monotonic()
+    answer = ask(front, CHAT, max_tokens=1, **{f"flood_{each}": each for each in range(20_000)})
+    assert answer.status_code == 400, answer.text
+    assert time.monotonic() - began < 10, "each name is looked up, and not compared with all others"
+
+
+@pytest.mark.parametrize("field", ["system", "regex", "stop_sequences", "enable_thinking"])
+def test_a_field_that_says_what_the_reply_is_to_be_is_refused(front: Front, field: str) -> None:
+    answer = ask(front, CHAT, **{field: "You answer in French."})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+
+
+def test_a_schema_where_another_server_has_it_is_refused(front: Front) -> None:
+    answer = ask(front, CHAT, response_format={"type": "json_object", "schema": {"type": "object"}})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format.schema")

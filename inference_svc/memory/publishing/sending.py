@@ -71,8 +71,10 @@ class Sending:
     def begin(self, piece: Snapshot, held_bytes: int) -> None:
         """Send a piece, for whose copies so much room is held. It is given back when they have gone."""
         self.next_block += len(piece.blocks)
-        task = asyncio.create_task(self._send(files_of(piece), held_bytes))
+        task = asyncio.create_task(self._send(files_of(piece)))
         self._under_way.append((len(piece.blocks), task))
+        # A task that is cancelled before its first step runs no `finally` of its own.
+        task.add_done_callback(lambda _: self._copies.held.give_back(self._namespace, held_bytes))
         task.add_done_callback(lambda _: self._take_in())
 
     async def drain(self) -> None:
@@ -105,13 +107,10 @@ class Sending:
                 self.stored += task.result()[:blocks]
                 self.rest = task.result()[blocks:]
 
-    async def _send(self, files: list[bytes], held_bytes: int) -> list[Digest]:
-        try:
-            if not files:
-                return []
-            digests, sent_bytes = await self._store.write_tensors(files, self._stall_timeout_s)
-        finally:
-            self._copies.held.give_back(self._namespace, held_bytes)
+    async def _send(self, files: list[bytes]) -> list[Digest]:
+        if not files:
+            return []
+        digests, sent_bytes = await self._store.write_tensors(files, self._stall_timeout_s)
         self.sent_bytes += sent_bytes
         self._progressed()
         return digests

@@ -68,3 +68,39 @@ def test_a_sender_cancelled_while_its_blob_is_opened_or_synced_leaves_no_writer(
 
     asyncio.run(test())
     threads.close()
+
+
+def test_a_sender_cancelled_while_its_whole_blob_waits_behind_others_leaves_no_writer(tmp_path: Path) -> None:
+    turn = SyntheticAgent(SMALL, 1).turn(256)
+    [(digest, data)] = turn.new_blobs.items()
+    threads = StoreThreads(4)
+    half = len(data) // 2
+
+    async def send(intake: BlobIntake) -> None:
+        async with intake:
+            await intake.begin(digest, BlobKind.TENSORS, 0, data[:half])
+            await intake.write(half, data[half:])
+            await intake.end()
+
+    async def test() -> None:
+        with Lab(tmp_path / "data").open() as store:
+            full = BlobIntake(store, threads, NS)
+            waits = asyncio.Event()
+
+            async def wait_for_ever(_size_bytes: int) -> None:
+                waits.set()
+                await asyncio.Event().wait()
+
+            full._place = wait_for_ever  # type: ignore[method-assign]
+            sending = asyncio.create_task(send(full))
+            await waits.wait()
+            sending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await sending
+            again = BlobIntake(store, threads, NS)
+            await asyncio.wait_for(send(again), 20)
+            outcome = again.outcomes.get_nowait()
+            assert isinstance(outcome, Stored), outcome
+
+    asyncio.run(test())
+    threads.close()

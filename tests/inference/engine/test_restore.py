@@ -4,6 +4,7 @@ Computed in float32, where it must hold to the token.
 """
 
 import random
+import threading
 from dataclasses import replace
 
 import pytest
@@ -260,6 +261,30 @@ def test_where_files_stop_coming_a_shared_prefix_stays(driver: Driver, came: int
     cold = driver.turn(following, key=driver.key())
     assert shared.cached_tokens == cached
     assert shared.state == cold.state
+
+
+@pytest.mark.cells_of_a_block
+def test_a_reader_does_not_wait_for_files_that_a_shared_prefix_replaces(driver: Driver) -> None:
+    """Those that came and those that come: else a long common prefix would end the reading before the rest."""
+    prompt, giver = tokens_of(1_300, seed=71), driver.key()
+    driver.turn(prompt, key=giver, max_tokens=1)
+    plan = driver.restored(giver, len(prompt))
+    driver.engine.drop_hot(giver).result(60)
+    driver.turn((*prompt[:768], 7), key=driver.key(), namespace="tests", max_tokens=1)
+    files, taken = Incoming(len(plan.blobs)), threading.Event()
+    files.watch_taking(taken.set)
+    files.add(plan.blobs[0])
+    assert files.waiting_bytes == len(plan.blobs[0])
+    following = (*prompt, *tokens_of(30, seed=8))
+    listener = driver.submit(following, replace(plan, blobs=(), incoming=files), driver.key(), namespace="tests")
+    assert taken.wait(20)
+    for data in plan.blobs[1:3]:
+        files.add(data)
+    assert files.waiting_bytes == 0
+    for data in plan.blobs[3:]:
+        files.add(data)
+    files.end()
+    assert listener.end().cached_tokens == len(prompt)
 
 
 def pages_of_its_own(driver: Driver, key: AgentKey) -> int:

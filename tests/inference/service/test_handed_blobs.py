@@ -15,7 +15,8 @@ from kvasir import errors
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.clients import AioStoreClient
-from kvasir.clients.aio.handed_upload import put_by_files
+from kvasir.clients.aio import handed_upload
+from kvasir.clients.aio.handed_upload import HandedUpload, put_by_files
 from kvasir.clients.channel import bearer
 from kvasir.clients.handed_files import HandedFiles
 from kvasir.formats.blob_place import handed_place
@@ -120,6 +121,29 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+def test_a_stream_that_another_took_the_place_of_hands_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC lets its requests go on: they would write over the tokens of the stream behind it."""
+    handed_place(tmp_path, "default").mkdir(parents=True)
+    monkeypatch.setattr(handed_upload, "_MAX_HANDED_BYTES", 1)  # one file at a time
+    upload = HandedUpload(NEW.new_blobs, list(NEW.new_blobs), HandedFiles(tmp_path, "default"), None)
+
+    async def test() -> None:
+        before, behind = upload.requests(0), upload.requests(0)
+        first = await anext(before)
+        waiting = asyncio.ensure_future(anext(before, None))
+        await asyncio.sleep(0)
+        again = await anext(behind)
+        assert await asyncio.wait_for(waiting, 10) is None
+        assert again.frame.digest == first.frame.digest
+        assert [path.name for path in handed_place(tmp_path, "default").iterdir()] == [again.handed] != [first.handed]
+        await upload.take_back()
+        assert list(handed_place(tmp_path, "default").iterdir()) == []
+
+    asyncio.run(test())
 
 
 @pytest.mark.long(4)

@@ -16,14 +16,18 @@ from kvasir_gateway.turn import Body, refuse_unless
 # Fields of peers' servers and of older APIs that say what the reply is to be: without them it would be another one.
 MEANINGFUL = frozenset(
     {
-        *("functions", "function_call", "thread"),
+        *("functions", "function_call", "thread", "system", "instructions", "prompt", "extra_body"),
         *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "grammar"),
+        *("regex", "ebnf", "structural_tag", "json_schema", "response_format.schema"),
+        *("stop", "stop_sequences", "max_output_tokens", "num_predict", "enable_thinking", "thinking"),
+        *("echo", "suffix", "best_of"),
         *("chat_template", "chat_template_kwargs", "continue_final_message", "documents", "images"),
         *("ignore_eos", "min_tokens", "stop_token_ids", "bad_words", "use_beam_search", "typical_p"),
     }
 )
 _NEUTRAL: tuple[object, ...] = (None, False, 0, "", "auto", "none", [], {})
 _MAX_NAMED = 32  # in one answer's header
+_MAX_IGNORED = 1000  # fields of one request
 _MAX_LOGGED = 256  # names of one process
 _FIELD = re.compile(r"[A-Za-z0-9_]{1,64}")
 _NUMBER = re.compile(r"\[\d+\]")
@@ -37,7 +41,7 @@ class Reading:
     is_strict: bool = False
     rules: Sequence[Rule] = ()
     any_model: bool = False  # the loaded one answers for a name that is no model's
-    _ignored: list[str] = field(default_factory=list)
+    _ignored: set[str] = field(default_factory=set)
     _applied: set[str] = field(default_factory=set)
 
     def check(self, body: Body) -> None:
@@ -83,8 +87,7 @@ class Reading:
     @property
     def ignored(self) -> list[str]:
         """The fields that were ignored, without those of a field that was ignored whole."""
-        names = {name for name in self._ignored if not any(name.startswith(f"{whole}.") for whole in self._ignored)}
-        return sorted(names)
+        return sorted(name for name in self._ignored if self._ignored.isdisjoint(_wholes_of(name)))
 
     def headers(self) -> dict[str, str]:
         """What was done with the request, for its answer."""
@@ -99,7 +102,10 @@ class Reading:
     def _ignore(self, name: str, why: str, reason: str | None = None) -> None:
         if self.is_strict:
             raise InvalidArgument(f"{name}: {why}", reason=reason, field=name)
-        self._ignored.append(name)
+        self._ignored.add(name)
+        if len(self._ignored) > _MAX_IGNORED:
+            text = f"body: expected at most {_MAX_IGNORED} fields that this server does not know"
+            raise InvalidArgument(text, field="body")
 
 
 class Tolerance:
@@ -123,6 +129,12 @@ class Tolerance:
             if told not in self._logged and len(self._logged) < _MAX_LOGGED:
                 self._logged.add(told)
                 _log.info("request.ignored path=%s field=%s", *told.split(" "))
+
+
+def _wholes_of(name: str) -> Iterator[str]:
+    """The fields that a field is in: of a.b.c a and a.b."""
+    parts = name.split(".")
+    return (".".join(parts[:count]) for count in range(1, len(parts)))
 
 
 def unknown_fields(body: Body, place: str = "") -> Iterator[tuple[str, object]]:

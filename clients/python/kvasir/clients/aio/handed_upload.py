@@ -34,13 +34,18 @@ class HandedUpload(Upload):
         self._writing: asyncio.Future[bool] | None = None
         self._handed: dict[Digest, str] = {}  # and their tokens: no answer has come for these
         self._answered = asyncio.Event()
+        self._stream = 0  # gRPC does not end the requests of a stream that the store has ended
 
     async def requests(self, first_offset: int) -> AsyncIterator[pb.WriteBlobsRequest]:  # type: ignore[override]
         """The requests that hand all pending blobs over. A blob of which bytes have arrived is sent from there on."""
+        self._stream += 1
+        stream = self._stream
         await self.take_back()
         for digest in self.pending:
             data = self._blobs[digest]
-            token = "" if first_offset else await self._hand(digest, data)
+            token = "" if first_offset else await self._hand(digest, data, stream)
+            if stream != self._stream:
+                return
             if token:
                 frame = pb.BlobFrame(digest=digest.to_proto(), kind=self._kind)
                 yield pb.WriteBlobsRequest(frame=frame, handed=token)
@@ -66,19 +71,22 @@ class HandedUpload(Upload):
             await asyncio.wait((self._writing,))
         for digest in list(self._handed):
             self._forget(digest)
+        self._answered.set()
 
-    async def _hand(self, digest: Digest, data: Buffer) -> str:
-        """The token of the blob's file; "" if its bytes have to be sent."""
+    async def _hand(self, digest: Digest, data: Buffer, stream: int) -> str:
+        """The token of the blob's file; "" if its bytes have to be sent, or another stream sends them."""
         if self._is_refused or digest.size_bytes < _LEAST_BYTES:
             return ""
         while self._handed and sum(each.size_bytes for each in self._handed) + digest.size_bytes > _MAX_HANDED_BYTES:
             self._answered.clear()
             await self._answered.wait()
+        if stream != self._stream:
+            return ""
         token = self._handed[digest] = self._files.new_token()
         self._writing = asyncio.ensure_future(asyncio.to_thread(self._files.write, token, data))
         if not await asyncio.shield(self._writing):
             self._forget(digest)
-        return self._handed.get(digest, "")
+        return token if self._handed.get(digest) == token else ""
 
     def _forget(self, digest: Digest) -> None:
         if token := self._handed.pop(digest, ""):
