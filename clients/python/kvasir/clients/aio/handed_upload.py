@@ -80,8 +80,8 @@ class HandedUpload(Upload):
         while self._handed and sum(each.size_bytes for each in self._handed) + digest.size_bytes > _MAX_HANDED_BYTES:
             self._answered.clear()
             await self._answered.wait()
-        if stream != self._stream:
-            return ""
+            if stream != self._stream:
+                return ""
         token = self._handed[digest] = self._files.new_token()
         self._writing = asyncio.ensure_future(asyncio.to_thread(self._files.write, token, data))
         if not await asyncio.shield(self._writing):
