@@ -1220,7 +1220,8 @@ type Sampling struct {
 	TopLogprobs int32 `protobuf:"varint,13,opt,name=top_logprobs,json=topLogprobs,proto3" json:"top_logprobs,omitempty"`
 	// 1 to 8 replies to the same input, in one stream; more than 1 only without an agent_id. Choice i has the seed + i. Default 1.
 	N *int32 `protobuf:"varint,14,opt,name=n,proto3,oneof" json:"n,omitempty"`
-	// max_tokens is lowered to what fits the context and the engine's KV memory beside the prompt, instead of refused.
+	// More max_tokens than fit the context and the engine's KV memory beside the prompt are lowered to a quarter of what
+	// fits, or to 512 of it if that is more, instead of refused: all of them are reserved.
 	ClampMaxTokens bool `protobuf:"varint,15,opt,name=clamp_max_tokens,json=clampMaxTokens,proto3" json:"clamp_max_tokens,omitempty"`
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
