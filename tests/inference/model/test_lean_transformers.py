@@ -2,8 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,20 +21,25 @@ print(len(opened))
 """
 
 
-def test_every_name_is_there_once_it_is_asked_for() -> None:
-    import transformers
-    from transformers.utils import import_utils
+EVERY_NAME = """
+import inference_svc, transformers
+from pathlib import Path
+from transformers.utils import import_utils
 
-    library: Any = transformers
-    everything = import_utils.create_import_structure_from_path(Path(str(library.__file__)).parent / "models")
-    found = import_utils.spread_import_structure(everything)
-    names = {name for modules in found.values() for names in modules.values() for name in names}
-    assert len(names) > 1000
-    assert names <= set(dir(transformers))
-    assert library.LlamaTokenizerFast.__name__.startswith("LlamaTokenizer")
-    assert library.models.qwen2.Qwen2Config.model_type == "qwen2"
-    with pytest.raises(AttributeError):
-        _ = library.NoSuchName
+everything = import_utils.create_import_structure_from_path(Path(transformers.__file__).parent / "models")
+found = import_utils.spread_import_structure(everything)
+names = {name for modules in found.values() for names in modules.values() for name in names}
+assert len(names) > 1000
+assert names <= set(dir(transformers)), sorted(names - set(dir(transformers)))[:5]
+assert transformers.LlamaTokenizerFast.__name__.startswith("LlamaTokenizer")
+assert transformers.models.qwen2.Qwen2Config.model_type == "qwen2"
+assert not hasattr(transformers, "NoSuchName")
+"""
+
+
+def test_every_name_is_there_once_it_is_asked_for() -> None:
+    """In a process of its own: another test may have imported the library first."""
+    subprocess.run([sys.executable, "-c", EVERY_NAME], check=True)
 
 
 @pytest.mark.long(4)
