@@ -15,6 +15,7 @@ from inference_svc.engine.api import AgentKey, Snapshot
 from inference_svc.memory.agent_memory import PublicationState
 from inference_svc.memory.publishing.block_stream import BlockStream
 from inference_svc.memory.publishing.copies import Copies
+from inference_svc.memory.publishing.sending import Sending
 from inference_svc.memory.store.answers import NO_HEAD
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.token_ids import TokenIds
@@ -142,5 +143,19 @@ def test_a_turn_sends_nothing_that_its_memory_before_it_is_still_sending() -> No
         # The seventh block is the turn's own: it was computed anew.
         assert turn.asked == [b"block 6", b"block 7"]
         assert turn.stream.stored == DIGESTS[:8]
+
+    run(scenario)
+
+
+def test_a_piece_that_is_cancelled_before_its_first_step_gives_its_room_back() -> None:
+    async def scenario() -> None:
+        turn = Turn()
+        copies: Any = SimpleNamespace(held=turn.held)
+        sending = Sending(copies, "default", turn.store, (), 1.0)
+        turn.held.take("default", 7)
+        sending.begin(await asyncio.wrap_future(turn._snapshot("a", 0)), 7)
+        sending.cancel()
+        await sending.drain()
+        assert (turn.held.held_units, turn.asked) == (0, [])
 
     run(scenario)
