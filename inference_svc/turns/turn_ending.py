@@ -33,6 +33,7 @@ from inference_svc.turns.turn_state import TurnState, reply_reader
 
 _LOG = structlog.get_logger(__name__)
 _LOOK_S = 0.5  # how often it is looked whether bulk data still moves
+_TELL_EVERY_S = 5.0  # `kvasir up` and `kvasir down` wait for a service whose log grows
 
 
 class TurnEnding:
@@ -55,7 +56,8 @@ class TurnEnding:
         self._clock = clock
 
     async def store_hot(self, patience_s: float) -> MemoriesLeft:
-        """Store the hot memories that are not in the store, until nothing has moved for `patience_s`. No turn runs."""
+        """Store the hot memories that are not in the store, until nothing has moved for `patience_s`. No turn runs.
+        The log says that it goes on."""
         hot = {key: self._engine.hot_tag(key) for key in self._engine.hot_keys()}
         memories = {key: tag for key, tag in hot.items() if isinstance(tag, AgentMemory)}
         storing = [
@@ -63,11 +65,15 @@ class TurnEnding:
             for key, memory in memories.items()
             if not memory.publication.is_safe and (store := self._stores.get(key.namespace)) is not None
         ]
-        give_up = self._clock() + patience_s
+        began = told_at = self._clock()
+        give_up = began + patience_s
         while (rest := [task for task in storing if not task.done()]) and self._clock() < give_up:
             await asyncio.wait(rest, timeout=min(_LOOK_S, patience_s))
             if any(store.has_moved_within(_LOOK_S) for store in self._stores.values()):
                 give_up = self._clock() + patience_s
+                if self._clock() - told_at >= _TELL_EVERY_S:
+                    told_at = self._clock()
+                    _LOG.warning("engine.storing", memories_left=len(rest), since_s=round(told_at - began))
         for task in storing:
             task.cancel()
         stored = sum(memory.publication.is_safe for memory in memories.values())

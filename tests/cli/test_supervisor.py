@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+from kvasir.cli.running.holding import Patience
 from kvasir.cli.running.logs import GrowingLog, is_important, last_lines, rotate_log
 from kvasir.cli.running.supervisor import RestartPolicy, Service, Supervisor, process_exists
 from kvasir.errors import Unavailable
@@ -294,6 +295,41 @@ def test_a_service_that_ignores_the_stop_is_killed_after_its_grace(tmp_path: Pat
         assert any("is killed" in line for line in group.said)
 
     asyncio.run(scenario())
+
+
+BUSY = (
+    "import signal, time\n"
+    "stops = []; signal.signal(signal.SIGTERM, lambda *_: stops.append(1)); print('here', flush=True)\n"
+    "while not stops: time.sleep(0.02)\n"
+    "for left in range(10): print('storing', left, flush=True); time.sleep(0.15)\n"
+    "print('stored', flush=True)"
+)
+
+
+def test_a_service_that_says_it_goes_on_is_waited_for(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        (tmp_path / "engine").write_text("ready")
+        group = Group(tmp_path, {"engine": BUSY}, grace_s=0.75)  # half of what it takes
+        run = group.begin()
+        await asyncio.wait_for(group.started.wait(), 20)
+        await eventually(lambda: last_lines(tmp_path / "engine.log") == ["here"])
+        group.supervisor.stop()
+        await run
+        assert last_lines(tmp_path / "engine.log")[-1] == "stored"
+        assert not any("is killed" in line for line in group.said)
+
+    asyncio.run(scenario())
+
+
+def test_patience_has_an_end_though_the_log_grows(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    patience = Patience(0.2, log, longest_s=0.5)
+    began = time.monotonic()
+    while not patience.is_over:
+        with log.open("a") as lines:
+            lines.write("storing\n")
+        time.sleep(0.02)
+    assert 0.5 <= time.monotonic() - began < 5
 
 
 def test_a_stop_during_the_start_ends_what_had_started(tmp_path: Path) -> None:

@@ -9,14 +9,49 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvasir.cli.running.home import Home
 
-# A service is killed after so long. An engine gives calls 10 s, and the store 10 s more for what it has in RAM alone.
+# A service is killed after so long without a line of its log. An engine gives calls 10 s, and the store 10 s more
+# for what it has in RAM alone; while the store takes it, however much it is, the engine says so every 5 s.
 GRACE_S = 30.0
+_LONGEST_S = 900.0
 _HELPERS_S = 5.0
 _POLL_S = 0.05
+
+
+@dataclass
+class Patience:
+    """With processes that were asked to end: `grace_s` from the last growth of their logs, a quarter of an hour in
+    all."""
+
+    grace_s: float
+    logs: Path  # one log, or a directory of them
+    longest_s: float = _LONGEST_S
+    _began: float = field(default_factory=time.monotonic)
+    _grew: float = field(default_factory=time.monotonic)
+    _size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._size = self._size_now()
+
+    @property
+    def is_over(self) -> bool:
+        now, size = time.monotonic(), self._size_now()
+        if size != self._size:
+            self._grew, self._size = now, size
+        return now >= min(self._grew + self.grace_s, self._began + self.longest_s)
+
+    @property
+    def in_words(self) -> str:
+        waited = time.monotonic() - self._began
+        return f"within {waited:.3g} s" if waited >= self.longest_s else f"and logged nothing for {self.grace_s:g} s"
+
+    def _size_now(self) -> int:
+        logs = self.logs.glob("*.log") if self.logs.is_dir() else [self.logs]
+        return sum(log.stat().st_size for log in logs if log.exists())
 
 
 def holders(lock_file: Path) -> list[int]:
@@ -38,7 +73,7 @@ def end_group(home: Home, say: Callable[[str], None]) -> list[int]:
     """End `kvasir up`, which ends its services, and what is left of it. Returns the processes that were ended."""
     led = holders(home.up_lock_file)
     for pid in led:
-        _end(pid, home.up_lock_file, say, 3 * GRACE_S)  # its services have their own grace, one after the other
+        _end(pid, home.up_lock_file, say, 3 * GRACE_S, home.logs)  # its services have their own, in turn
     if led:
         _wait_for_helpers(home.services_lock_file)
     return [*led, *end_services(home, say)]
@@ -57,11 +92,11 @@ def end_services(home: Home, say: Callable[[str], None]) -> list[int]:
     last = running.store_pid if running is not None else 0
     ended = sorted(holders(home.services_lock_file), key=lambda pid: (pid == last, -pid))
     for pid in ended:
-        _end(pid, home.services_lock_file, say, GRACE_S)
+        _end(pid, home.services_lock_file, say, GRACE_S, home.logs)
     return ended
 
 
-def _end(pid: int, lock_file: Path, say: Callable[[str], None], grace_s: float) -> None:
+def _end(pid: int, lock_file: Path, say: Callable[[str], None], grace_s: float, logs: Path) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         if pid not in holders(lock_file):  # others were ended first: by now the number may be another program's
             return
@@ -69,12 +104,12 @@ def _end(pid: int, lock_file: Path, say: Callable[[str], None], grace_s: float) 
             os.kill(pid, number)
         except ProcessLookupError:
             return
-        give_up = time.monotonic() + grace_s
-        while time.monotonic() < give_up:
+        patience = Patience(grace_s, logs)
+        while not patience.is_over:
             if pid not in holders(lock_file):  # it may still be a zombie, in a container that collects none
                 return
             time.sleep(_POLL_S)
-        say(f"process {pid} did not end within {grace_s:g} s and is killed")
+        say(f"process {pid} did not end {patience.in_words} and is killed")
 
 
 def _with_lock_linux(lock: os.stat_result) -> Iterator[int]:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvasir.cli.running.holding import GRACE_S
+from kvasir.cli.running.holding import GRACE_S, Patience
 from kvasir.cli.running.logs import GrowingLog, is_important, last_lines, rotate_log
 from kvasir.errors import Unavailable
 
@@ -256,13 +256,15 @@ class Supervisor:
             return
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
-        try:
-            await asyncio.wait_for(process.wait(), self._grace_s)
-        except TimeoutError:
-            self._say(f"{child.service.name} did not stop within {self._grace_s:g} s and is killed")
+        patience = Patience(self._grace_s, child.service.log_file)
+        ended = asyncio.ensure_future(process.wait())
+        while not ended.done() and not patience.is_over:
+            await asyncio.wait({ended}, timeout=_POLL_S)
+        if not ended.done():
+            self._say(f"{child.service.name} did not stop {patience.in_words} and is killed")
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            await process.wait()
+        await ended
 
 
 @contextlib.contextmanager
