@@ -55,7 +55,7 @@ def cli(home: Path) -> Iterator[Cli]:
     """A home with a running group."""
     cli = Cli(home)
     addresses = ("--http", f"127.0.0.1:{free_port()}", "--metrics-listen", f"127.0.0.1:{_three_free_ports()}")
-    with cli.running("up", *addresses, is_fresh=True) as up:
+    with cli.running("up", *addresses, "--strict", is_fresh=True) as up:
         # A service that still imports hears of a reload when it can, and does not end by it.
         eventually(lambda: (running := Home(home).running()) is not None and running.http_pid, within_s=90)
         assert cli.done("reload", "--json").value["http"]["outcome"] == "allowed"
@@ -141,14 +141,18 @@ def test_the_gateway_is_a_service_like_the_others(cli: Cli) -> None:
         ("http", "ready"),
     ]
     key = Path(states["token_file"]).read_text().strip()
-    answers_to = [_models(states["services"][2]["address"], each) for each in ("", key)]
+    answers_to = [_answered(states["services"][2]["address"], each) for each in ("", key)]
     assert [(status, "kvasir-tiny" in text) for status, text in answers_to] == [(401, False), (200, True)]
+    tokens, text = _answered(states["services"][2]["address"], key, path="/v1/messages/count_tokens", unknown_field=1)
+    assert (tokens, "unknown_field" in text) == (400, True), "it was started with --strict"
 
 
-def _models(address: str, key: str) -> tuple[int, str]:
-    """What the gateway answers who has this key."""
+def _answered(address: str, key: str, path: str = "/v1/models", **fields: object) -> tuple[int, str]:
+    """What the gateway answers who has this key, and posts these fields."""
     with contextlib.closing(http.client.HTTPConnection(address)) as connection:
-        connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"} if key else {}
+        said = {"model": "kvasir-tiny", "messages": [{"role": "user", "content": "Hello."}], **fields}
+        connection.request("POST" if fields else "GET", path, json.dumps(said) if fields else None, headers)
         response = connection.getresponse()
         return response.status, response.read().decode()
 
@@ -385,7 +389,7 @@ def test_a_token_that_is_removed_ends_at_the_gateway_though_the_store_hangs(cli:
     assert running is not None
     key = read_token(Path(cli.done("tokens", "new", "leaver", "--json").value["token_file"]))
     cli.done("reload")
-    assert _models(running.http, key)[0] == 200
+    assert _answered(running.http, key)[0] == 200
     cli.done("tokens", "rm", "leaver")
     os.kill(running.store_pid, signal.SIGSTOP)
     try:
@@ -394,7 +398,7 @@ def test_a_token_that_is_removed_ends_at_the_gateway_though_the_store_hangs(cli:
             if is_interrupted:
                 reload.process.send_signal(signal.SIGTERM)
                 assert reload.process.wait(10) == 143
-            eventually(lambda: _models(running.http, key)[0] == 401, within_s=6)
+            eventually(lambda: _answered(running.http, key)[0] == 401, within_s=6)
             os.kill(running.store_pid, signal.SIGCONT)
             assert is_interrupted or reload.process.wait(20) == 0
     finally:

@@ -26,6 +26,7 @@ WRONG = {
     "one port twice": ("--listen", "127.0.0.1:7801", "--metrics-listen", "127.0.0.1:7801"),
     "HTTP for all": ("--http", "0.0.0.0:7801"),
     "HTTP and none": ("--http", "127.0.0.1:7801", "--no-http"),
+    "a strict gateway and none": ("--strict", "--no-http"),
     "metrics for all": ("--metrics-listen", "0.0.0.0:7801"),
     "metrics where HTTP is": ("--metrics-listen", "127.0.0.1:7801", "--http", "127.0.0.1:7803"),
     "the last port": ("--metrics-listen", "127.0.0.1:65535"),

@@ -65,6 +65,23 @@ def up(
         ),
     ] = "",
     no_http: Annotated[bool, typer.Option("--no-http", help="Start no HTTP gateway.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="The HTTP gateway refuses what it ignores else: fields it cannot apply.")
+    ] = False,
+    any_model: Annotated[
+        bool | None,
+        typer.Option(
+            help="Over HTTP the loaded model answers for names that are no model's. Left out: yes, unless --strict."
+        ),
+    ] = None,
+    volatile: Annotated[
+        str,
+        typer.Option(
+            help="What the HTTP gateway takes as changing without meaning, so that a conversation's memory is found "
+            "all the same: `python -m kvasir_gateway --help` has the rules. Left out: all of them.",
+            metavar="RULE,…|none",
+        ),
+    ] = "",
     peer: Annotated[
         list[str] | None,
         typer.Option(
@@ -178,6 +195,13 @@ def up(
     home = caller.home
     if http and no_http:
         raise WrongUsage("--http and --no-http: say one of them", field="--no-http")
+    reading = (
+        *(["--strict"] if strict else []),
+        *([] if any_model is None else ["--any-model" if any_model else "--no-any-model"]),
+        *_given(("--volatile", volatile)),
+    )
+    if no_http and reading:
+        raise WrongUsage(f"{reading[0]} is the HTTP gateway's, and --no-http starts none", field=reading[0])
     checks.check_installed("store", "engine", gateway=bool(http), neighbour=neighbour)
     models = checks.check_models(model or [])
     keep_alive_s = checks.seconds(keep_alive, "--keep-alive")
@@ -233,7 +257,7 @@ def up(
                 engine_options,
                 store_options,
                 tuple(metrics.values()),
-                (*tracing, *gateway_peers),
+                (*tracing, *gateway_peers, *reading),
             )
             asyncio.run(_run(caller, plan, descriptor, why_none))
             return
