@@ -24,7 +24,8 @@ from tools.kvasir_tiny.words import Dice
 REPLY_TOKENS = 24
 _QUESTION = "And what was it that I said before?"
 _TURN_S = 900.0
-_UNREADABLE_S = 60.0
+# How long a turn is asked again after a refusal that says to come back.
+_PATIENCE_S = {"MEMORY_UNREADABLE": 60.0, "MEMORY_BUSY": _TURN_S}
 _SPARE_TOKENS = 640
 
 
@@ -137,13 +138,13 @@ async def _ask_again(house: PlayedHouse, agents: Sequence[PlayedAgent], findings
 async def _turn(
     client: AioInferenceClient, agent: PlayedAgent, findings: SizeFindings, **given: Any
 ) -> pb.Started | None:
-    """One turn, asked again while its memory cannot be read. Another error, or one that stays, is a problem."""
-    give_up_s = time.monotonic() + _UNREADABLE_S
+    """One turn, asked again while the engine says to. Another error, or one that stays, is a problem."""
+    began_s = time.monotonic()
     while True:
         try:
             return await _asked(client, agent, findings, **given)
         except KvasirError as error:
-            if error.reason != "MEMORY_UNREADABLE" or time.monotonic() > give_up_s:
+            if time.monotonic() - began_s > _PATIENCE_S.get(error.reason, -1.0):
                 findings.errors.append(f"{agent.name}: {error.reason} {error.message}")
                 return None
             findings.outcomes["asked again"] += 1
