@@ -105,7 +105,7 @@ async def open_served(
     )
     begin_phase("kernels")
     await asyncio.to_thread(warm_up, engine)
-    prompting = Prompting(engine.tokenizer, engine.token_text)
+    prompting = Prompting(engine.tokenizer, engine.token_text, now_ms)
 
     def new_leases(namespace: str, store: RemoteCache) -> LineLeases:
         return LineLeases(namespace, store, engine, lease_owner, clock)

@@ -6,6 +6,7 @@ from google.protobuf import duration_pb2
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import InvalidArgument
 from kvasir.formats.digest import Digest
+from kvasir.formats.manifest import MAX_TEMPLATE_TIME_MS
 from kvasir.inference.v1 import handover_pb2 as pb
 from kvasir.inference.v1 import inference_pb2
 from kvasir.names import check_agent_id, check_request_id
@@ -59,6 +60,7 @@ def write_opening(opening: Opening) -> pb.TakeTurnRequest:
             continuation=messages.write_continuation(begun.continuation),
             shortened=begun.shortened,
             shortening=messages.write_shortening(begun.shortening) if begun.shortening is not None else None,
+            template_time_ms=begun.template_time_ms,
             age=messages.duration(begun.age_s),
             first_token=None if begun.first_token_s is None else messages.duration(begun.first_token_s),
             choices=opening.choices,
@@ -79,6 +81,9 @@ def read_opening(message: pb.TurnOpening, *, is_trusted: bool) -> Opening:
         raise InvalidArgument(f"{field}: expected one for each token", field=field)
     if any(said.role not in _ROLES for said in message.messages):
         raise InvalidArgument("opening.messages: expected the roles of messages", field="opening.messages")
+    if not 0 <= message.template_time_ms <= MAX_TEMPLATE_TIME_MS:
+        field = "opening.template_time_ms"
+        raise InvalidArgument(f"{field}: expected 0 to {MAX_TEMPLATE_TIME_MS}", field=field)
     begun = BegunTurn(
         seed=message.seed,
         max_tokens=message.max_tokens,
@@ -90,6 +95,7 @@ def read_opening(message: pb.TurnOpening, *, is_trusted: bool) -> Opening:
         continuation=_continuation(message.continuation),
         shortened=message.shortened if message.HasField("shortened") else None,
         shortening=_shortening(message.shortening) if message.HasField("shortening") else None,
+        template_time_ms=message.template_time_ms,
         age_s=_seconds(message.age),
         first_token_s=_seconds(message.first_token) if message.HasField("first_token") else None,
     )

@@ -87,6 +87,7 @@ def turn_request(
         expects_memory=request.expect_existing,
         base_version=request.base_version if request.HasField("base_version") else None,
         replaces=request.replace_memory,
+        renews_template_date=request.renew_template_date,
         on_full=_on_full(request),
         priority=_priority(request),
         caller=caller,
@@ -348,6 +349,8 @@ def _input_digest(request: pb.GenerateRequest, given: PromptInput | MessagesInpu
     given_settings = settings(request)
     if request.HasField("base_version"):
         given_settings.append(("base_version", str(request.base_version)))
+    if request.renew_template_date:
+        given_settings.append(("renew_template_date", "True"))
     if isinstance(given, PromptInput):
         return input_digest("prompt", given.prompt, (), tools, given_settings)
     return input_digest("append" if given.is_append else "messages", "", given.messages, tools, given_settings)
@@ -366,6 +369,7 @@ def _started(event: TurnStarted, request_id: str, model_name: str) -> pb.Started
         parent_version=event.parent_version,
         continuation=write_continuation(event.continuation),
         base_version=event.base_version,
+        kept_template_date=event.has_kept_date,
     )
 
 

@@ -114,6 +114,7 @@ class AgentMemory:
     is_brought: bool = False  # its KV, or KV that it was computed on, came by an archive or from another store
     ahead: "Ahead | None" = None  # the prompt that the hot KV holds, if it holds more than this memory
     shortened: manifest_pb2.Shortened | None = None  # what `messages` lack; None: nothing
+    template_time_ms: int = 0  # what the template was told; 0: it did not ask
     on_full: str = ""  # the agent's label when the turn began, for turns that cannot ask the store
 
     @property
@@ -172,6 +173,7 @@ def from_manifest(manifest: manifest_pb2.Manifest, head: Head, tokenizer_digest:
         rewind_points=tuple(states),
         is_brought=head.is_brought,
         shortened=manifest.shortened if manifest.HasField("shortened") else None,
+        template_time_ms=manifest.template_time_ms,
     )
 
 
@@ -204,4 +206,5 @@ def to_manifest(
         turn=memory.turn,
         created_unix_ms=memory.publication.created_unix_ms,
         shortened=memory.shortened,
+        template_time_ms=memory.template_time_ms,
     )

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from kvasir.errors import InvalidArgument, Unavailable
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.model.reply_machine import TOOL_CALL_END, TOOL_CALL_START, reply_machine
+from inference_svc.text.conversation import ChatTemplate
 from inference_svc.text.given_json import GivenJson
 from inference_svc.text.literal_text import (
     GUARD,
@@ -30,6 +32,7 @@ from inference_svc.text.literal_text import (
 from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.text.reply_parts import Markup, ReplyReader
 from inference_svc.text.sequence_state import SequenceState
+from inference_svc.text.template_clock import ASKS_TIME, TemplateClock, tell_time, telling, wall_clock_ms
 from inference_svc.text.token_ids import TokenIds
 from inference_svc.text.token_text import TokenText
 
@@ -60,8 +63,9 @@ class RememberedReply:
 class Prompting:
     """One model's tokenizer. The methods block: call them inside `run`."""
 
-    def __init__(self, tokenizer: Any, token_text: TokenText) -> None:
-        """`tokenizer`: mlx-lm's TokenizerWrapper."""
+    def __init__(self, tokenizer: Any, token_text: TokenText, now_ms: Callable[[], int] = lambda: 0) -> None:
+        """`tokenizer`: mlx-lm's TokenizerWrapper. `now_ms`: Unix time, for templates that ask for it."""
+        self._now_ms = now_ms
         self._tokenizer = tokenizer
         self._token_text = token_text
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
@@ -99,10 +103,13 @@ class Prompting:
         here. Raises Unavailable after close.
         """
         if self._twin is None:
-            self._twin = await self.run(namespace, lambda: Prompting(copy.deepcopy(self._tokenizer), self._token_text))
+            self._twin = await self.run(namespace, lambda: self._copy())
             if self._is_closed:
                 self._twin.close()
         return self._twin
+
+    def _copy(self) -> "Prompting":
+        return Prompting(copy.deepcopy(self._tokenizer), self._token_text, self._now_ms)
 
     def close(self) -> None:
         self._is_closed = True
@@ -119,15 +126,32 @@ class Prompting:
         """A lower bound of the text's tokens, from its bytes: an absurd prompt is refused without tokenizing it."""
         return -(-utf8_bytes(without_guards(text)) // self._longest_token)
 
+    def clock(self, remembered_ms: int = 0) -> TemplateClock:
+        """Tells a turn's template the time. `remembered_ms`: what the memory that goes on was told; 0: nothing."""
+        return TemplateClock(remembered_ms, wall_clock_ms(self._now_ms()))
+
+    def template_at(self, clock: TemplateClock) -> ChatTemplate:
+        """The chat template, which is told the time by `clock`."""
+        return partial(self.template, clock=clock)
+
     def template(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, add_generation_prompt: bool
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+        clock: TemplateClock | None = None,
     ) -> str:
-        """The chat template's text. Raises InvalidArgument if the model has none, and any error of the template."""
+        """The chat template's text; without a clock it is told the machine's time. Raises InvalidArgument if the model
+        has none, and any error of the template.
+        """
         if not self._tokenizer.has_chat_template:
             raise InvalidArgument("messages: this model has no chat template; send a prompt", field="messages")
-        text = self._tokenizer.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False
-        )
+        if ASKS_TIME in str(getattr(self._tokenizer, "chat_template", "")):
+            tell_time(self._tokenizer.get_chat_template(tools=tools))
+        with telling(clock or self.clock()):
+            text = self._tokenizer.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False
+            )
         return str(text)
 
     def tokenize(self, text: str, last: int | None = None) -> Tokenized:

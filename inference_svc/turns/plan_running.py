@@ -99,7 +99,7 @@ class PlanRunner:
         usable_rewind_point: int | None = None
         usable_windows = True
         if (dialogue := turn.dialogue) is not None and self._engine.model.has_rewind_points:
-            template = self._prompting.template
+            template = self._prompting.template_at(turn.clock)
             turn.rewind_point_chars = await self._prompting.run(
                 turn.request.namespace, lambda: conversation.lasting_chars(template, dialogue, text)
             )

@@ -108,7 +108,7 @@ class MemoryShortener:
             raise refusal
         turn.messages, turn.shortened = found.messages, found.shortened
         turn.shortening = Shortening(setting.policy, found.dropped, len(found.messages), before_reply=True)
-        text, turn.dialogue = await prompt_text(self._prompting, turn.request, found.messages)
+        text, turn.dialogue = await prompt_text(self._prompting, turn.request, found.messages, turn.clock)
         return text
 
     async def after_reply(self, turn: TurnState, recollection: Recollection, memory: AgentMemory) -> None:
@@ -149,7 +149,7 @@ class MemoryShortener:
             newest = await self._serving.newest(follow, budget)
             if not _is_newest(memory, newest):  # a rollback, or another engine, came while the summary was made
                 return
-            text, follow.dialogue = await prompt_text(self._prompting, follow.request, messages[:-1])
+            text, follow.dialogue = await prompt_text(self._prompting, follow.request, messages[:-1], turn.clock)
             transcript, said = memory.transcript, memory.turn
             follow.spoken = Tokenized(
                 transcript.token_ids[said.prompt_tokens :], tuple(transcript.token_chars[said.prompt_tokens :])
@@ -167,7 +167,8 @@ class MemoryShortener:
         try:
             with self._serving.counted(asking):
                 newest = await self._serving.newest(asking, budget)
-                text, asking.dialogue = await prompt_text(self._prompting, asking.request, asking.messages)
+                given = asking.messages
+                text, asking.dialogue = await prompt_text(self._prompting, asking.request, given, turn.clock)
                 asked = await self._prompting.run(turn.request.namespace, lambda: self._prompting.tokenize(text))
                 room = min(self._most_summary_tokens, self._context_tokens - len(asked.ids))
                 if room < _FEWEST_SUMMARY_TOKENS:
@@ -194,7 +195,8 @@ class MemoryShortener:
             keep_partial=False,
             is_read_only=is_read_only,
         )
-        return TurnState(request, TurnTask(self._serving.outbox()), arrived=self._serving.clock())
+        task = TurnTask(self._serving.outbox())
+        return TurnState(request, task, arrived=self._serving.clock(), clock=turn.clock)
 
     def _kept_tokens(self, request: TurnRequest, setting: OnFull) -> int:
         return kept_tokens(self._context_tokens, self._full_tokens(request), setting.keep)
@@ -224,7 +226,9 @@ class MemoryShortener:
         await counter.read(request.namespace, objects)
 
         def tokens_of(candidate: Messages) -> int:
-            text = render(counter.template, dialogue(candidate, request.tools, objects, counter.specials))
+            text = render(
+                counter.template_at(turn.clock), dialogue(candidate, request.tools, objects, counter.specials)
+            )
             return len(counter.tokenize(text).ids)
 
         before = turn.shortened

@@ -73,6 +73,7 @@ class TurnRequest:
     expects_memory: bool = False  # an agent that remembers nothing is refused
     base_version: int | None = None  # goes on from this version instead of the newest
     replaces: bool = False  # another conversation takes the place of the agent's
+    renews_template_date: bool = False  # the template prints the turn's date, not the conversation's
     choices: int = 1  # number of replies; several only without an agent
     choice: int = 0  # index of this reply
     priority: Priority = Priority.INTERACTIVE
@@ -96,6 +97,7 @@ class TurnStarted:
     miss: Miss | None = None
     continuation: Continuation | None = None  # None: no agent's memory was looked at
     base_version: int = 0
+    has_kept_date: bool = False  # the template printed the memory's, which is not today's
 
 
 @dataclass(frozen=True, slots=True)

@@ -301,6 +301,7 @@ class TurnEnding:
             rewind_points=state.rewind_points,
             is_brought=turn.is_brought or is_brought(recollection, prepared),
             shortened=turn.shortened,
+            template_time_ms=turn.clock.told_ms if turn.dialogue is not None else 0,
             on_full=recollection.on_full,
         )
         self._tag(key, memory)
@@ -322,7 +323,7 @@ class TurnEnding:
         if turn.dialogue is None:
             return said, ()
         reply = conversation.reply_message(
-            prompting.template,
+            prompting.template_at(turn.clock),
             turn.dialogue,
             reply=said.reply,
             rendered_text=said.transcript.text,

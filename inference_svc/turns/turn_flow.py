@@ -53,6 +53,7 @@ from inference_svc.turns.turn_state import (
     check_existing,
     check_parent,
     continuation,
+    remembered_time_ms,
     what_is_left_out,
     whole_conversation,
 )
@@ -225,7 +226,7 @@ class TurnFlow:
             turn.continuation = continuation(request, recollection)
         turn.shortened = what_is_left_out(turn, recollection)
         turn.messages = whole_conversation(request, recollection, is_retry=is_retry)
-        text = await self._prompt(turn)
+        text = await self._prompt(turn, recollection)
         try:
             ran = await self._plans.plan_and_run(turn, recollection, text, budget)
         except errors.ResourceExhausted as error:
@@ -252,8 +253,8 @@ class TurnFlow:
         await self._lines.recall_parent(turn, begun, self._budget())
         turn.messages, turn.continuation = begun.messages, begun.continuation
         turn.shortened, turn.shortening = begun.shortened, begun.shortening
-        turn.is_brought = begun.is_brought
-        text, turn.dialogue = await prompt_text(self._prompting, request, begun.messages)
+        turn.is_brought, turn.clock = begun.is_brought, self._prompting.clock(begun.template_time_ms)
+        text, turn.dialogue = await prompt_text(self._prompting, request, begun.messages, turn.clock)
         if sum(begun.prompt.chars) != len(text):
             raise errors.InvalidArgument(
                 f"opening.prompt_token_chars: the prompt has {len(text)} characters", field="opening.prompt_token_chars"
@@ -306,7 +307,7 @@ class TurnFlow:
                 )
             request = turn.request = as_its_agent_has_it(request, recollection)
             turn.messages = whole_conversation(request, recollection, is_retry=False)
-            text = await self._prompt(turn)
+            text = await self._prompt(turn, recollection)
         elif memory is None or not memory.transcript.token_ids:
             miss = recollection.miss
             turn.running.tell(TurnStarted(0, 0, Source.COLD, Outcome.NONE, turn.parent_version, miss))
@@ -317,13 +318,14 @@ class TurnFlow:
         recollection, prepared, ended = await self._plans.plan_and_run(turn, recollection, text, budget)
         self._ending.warmed(turn, recollection, prepared, ended)
 
-    async def _prompt(self, turn: TurnState) -> str:
-        """The prompt's text. Sets the tokens or the dialogue that belong to it."""
+    async def _prompt(self, turn: TurnState, recollection: Recollection) -> str:
+        """The prompt's text. Sets the tokens or the dialogue that belong to it, and the time that it tells."""
         request, given, prompting = turn.request, turn.request.input, self._prompting
         if isinstance(given, TokensInput):
             text, turn.tokens = await prompting.run(request.namespace, lambda: prompting.spelled(given.token_ids))
             return text
-        text, turn.dialogue = await prompt_text(prompting, request, turn.messages)
+        turn.clock = prompting.clock(remembered_time_ms(turn, recollection))
+        text, turn.dialogue = await prompt_text(prompting, request, turn.messages, turn.clock)
         return text
 
 

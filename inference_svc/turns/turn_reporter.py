@@ -140,6 +140,7 @@ class TurnReporter:
                 miss=prepared.miss,
                 continuation=turn.continuation or (of_text(prepared.match) if turn.key is not None else None),
                 base_version=turn.request.base_version or turn.parent_version,
+                has_kept_date=turn.clock.has_kept,
             )
         )
 

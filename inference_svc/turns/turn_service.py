@@ -176,5 +176,5 @@ class TurnService:
         with self._admission.turn(request.namespace, request.caller, request.input_bytes):
             async with self._counting.held_for(request.namespace, 1):
                 counter = await self._prompting.twin(request.namespace)
-                text, _ = await prompt_text(counter, request, messages)
+                text, _ = await prompt_text(counter, request, messages, counter.clock())
                 return len((await counter.run(request.namespace, lambda: counter.tokenize(text))).ids)

@@ -24,6 +24,7 @@ from inference_svc.model.prompting import Prompting, Tokenized
 from inference_svc.text.conversation import Dialogue, tool_fields
 from inference_svc.text.reply_parts import ReplyReader
 from inference_svc.text.shortening import Shorter, as_remembered
+from inference_svc.text.template_clock import TemplateClock
 from inference_svc.turns.continuing import Continuation, goes_on, in_common, is_same_conversation
 from inference_svc.turns.outbox import Outbox
 from inference_svc.turns.turn_data import MessagesInput, Shortening, TurnEvent, TurnFinished, TurnRequest
@@ -101,6 +102,7 @@ class BegunTurn:
     shortening: Shortening | None
     age_s: float  # since the request arrived
     first_token_s: float | None  # from then until the reply's first token; None: there is none yet
+    template_time_ms: int = 0  # what its template was told; 0: it did not ask
 
 
 class TakenTurn:
@@ -150,6 +152,7 @@ class TurnState:
     has_begun: bool = False  # the engine has its memory and computes
     computed: int = 0  # prompt tokens whose KV is there
     parent_version: int = 0
+    clock: TemplateClock = field(default_factory=TemplateClock)
     continuation: Continuation | None = None  # None: the prompt's match decides, or no memory was looked at
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -293,6 +296,17 @@ def continuation(request: TurnRequest, recollection: Recollection) -> Continuati
     if is_same_conversation(given.messages, memory.messages):
         return Continuation.REWOUND
     return Continuation.REPLACED if request.replaces else Continuation.BRANCHED
+
+
+def remembered_time_ms(turn: TurnState, recollection: Recollection) -> int:
+    """What the turn's template is told that the time is: what the memory's was told, where its conversation goes on and
+    no caller renews it. 0: the turn's own.
+    """
+    memory, request = recollection.continued, turn.request
+    if memory is None or not memory.template_time_ms or request.renews_template_date:
+        return 0
+    how = turn.continuation or continuation(request, recollection)
+    return memory.template_time_ms if how in (Continuation.EXTENDED, Continuation.REWOUND) else 0
 
 
 def _is_remembered(recollection: Recollection) -> bool:

@@ -183,7 +183,7 @@ def test_no_other_text_changes(text: str, role: str) -> None:
 def test_rules_are_chosen_by_name() -> None:
     assert volatile.rules_of("none") == []
     assert [rule.name for rule in volatile.rules_of("billing-line")] == ["billing-line"]
-    with pytest.raises(InvalidArgument, match="'clock' is none of billing-line, none"):
+    with pytest.raises(InvalidArgument, match="'clock' is none of billing-line, template-date, none"):
         volatile.rules_of("billing-line,clock")
 
 

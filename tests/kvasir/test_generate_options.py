@@ -26,6 +26,7 @@ ARRIVES: dict[str, tuple[Any, str, Any]] = {
     "base_version": (3, "base_version", 3),
     "expect_existing": (True, "expect_existing", True),
     "replace_memory": (True, "replace_memory", True),
+    "renew_template_date": (True, "renew_template_date", True),
     "on_full": (FULL, "on_full", FULL),
     "max_tokens": (50, "sampling", pb.Sampling(max_tokens=50)),
     "sampling": ({"temperature": 0.5}, "sampling", pb.Sampling(temperature=0.5)),

@@ -299,8 +299,8 @@ def _options(arguments: Sequence[str] | None) -> Options:
         "--volatile",
         default=",".join(RULES),
         metavar="RULE,…|none",
-        help="what of a system's text is left out before it is prompted; default: all. "
-        + ". ".join(f"{rule.name}: {rule.leaves_out}" for rule in RULES.values()),
+        help="what of a prompt does not change from request to request; default: all. "
+        + ". ".join(f"{rule.name}: {rule.applies_to}" for rule in RULES.values()),
     )
     given = parser.parse_args(arguments)
     return Options(

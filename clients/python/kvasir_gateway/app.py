@@ -40,6 +40,7 @@ from kvasir_gateway.errors import api_of, refused
 from kvasir_gateway.metrics import CountedApp, GatewayNumbers, is_at, route_of
 from kvasir_gateway.page.routes import GatewayPage
 from kvasir_gateway.reading.tolerance import Reading, Tolerance
+from kvasir_gateway.reading.volatile import RULES, TEMPLATE_DATE
 from kvasir_gateway.security import BodyRoom, Gate, Site
 from kvasir_gateway.turn import Asked, Body, Chunks, Said, Turn, Whole
 
@@ -182,7 +183,9 @@ class Gateway:
         return JSONResponse({"input_tokens": count}, headers=self._reported(call))
 
     async def agent_generate(self, call: Call) -> Answer:
-        named = replace(call, agent_id=_agent_in_path(call), reading=Reading(is_strict=True))
+        named = replace(
+            call, agent_id=_agent_in_path(call), reading=Reading(is_strict=True, rules=[RULES[TEMPLATE_DATE]])
+        )
         asked = await self._body(named, agents.AgentTurn)
         return await self._answer(named, asked.turn(named.reading), agents.whole, agents.AgentEvents)
 
@@ -236,6 +239,8 @@ class Gateway:
         has a status of its own."""
         turns = self._around.turns
         turn = replace(_with_memory(call, turn), any_model=call.reading.any_model)
+        if not call.reading.keeps_template_date:
+            turn = replace(turn, memory={**turn.memory, "renew_template_date": True})
         memory = await turns.memory(turn, call.caller, call.namespace, call.agent_id)
         asked = Asked(
             request_id=call.request_id,
@@ -251,10 +256,10 @@ class Gateway:
             if not turn.is_streamed:
                 reply = await unless_left(call.request.receive, gather(events))
                 memory.left()
-                headers |= _told(memory.agent_id, turn, reply.started)
+                headers |= _told(call.reading, memory.agent_id, turn, reply.started)
                 return JSONResponse(whole(asked, reply), headers=headers)
             first = await unless_left(call.request.receive, anext(events))
-            headers |= _told(memory.agent_id, turn, first.started)
+            headers |= _told(call.reading, memory.agent_id, turn, first.started)
         except BaseException:
             memory.left()
             await events.aclose()
@@ -367,16 +372,19 @@ def _with_memory(call: Call, turn: Turn) -> Turn:
     return replace(turn, memory=_MEMORY[asked])
 
 
-def _told(agent_id: str, turn: Turn, started: pb.Started) -> dict[str, str]:
-    """What the turn does to which agent's memory."""
+def _told(reading: Reading, agent_id: str, turn: Turn, started: pb.Started) -> dict[str, str]:
+    """What the turn does to which agent's memory, and what else is known once it has begun."""
+    if started.kept_template_date:
+        reading.applied(TEMPLATE_DATE)
+    told = reading.headers()
     done = pb.Continuation.Name(started.continuation).removeprefix("CONTINUATION_").lower()
     if started.source == pb.CACHE_SOURCE_REPLAY:
         done = "replayed"
     elif not started.continuation:
-        return {"x-agent-memory": "none"}
+        return {**told, "x-agent-memory": "none"}
     elif turn.memory.get("memory_mode") == pb.MEMORY_MODE_READ_ONLY:
         done = "read-only"
-    return {"x-agent-memory": done, "x-agent-id": agent_id.encode().decode("latin-1")}
+    return {**told, "x-agent-memory": done, "x-agent-id": agent_id.encode().decode("latin-1")}
 
 
 def _agent_of(request: Request) -> str:

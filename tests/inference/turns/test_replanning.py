@@ -42,6 +42,7 @@ from inference_svc.text.literal_text import Specials
 from inference_svc.text.prefix_matching import Outcome, RememberedText
 from inference_svc.text.reply_parts import ReplyReader
 from inference_svc.text.sequence_state import SequenceState
+from inference_svc.text.template_clock import TemplateClock
 from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.admission import Admission
 from inference_svc.turns.turn_data import MessagesInput, TurnFinished, TurnRequest
@@ -112,6 +113,12 @@ class Surroundings:
 
     def template(self, messages: list[dict[str, Any]], tools: object, add_generation_prompt: bool) -> str:
         return " ".join(message["content"] for message in messages)
+
+    def clock(self, remembered_ms: int = 0) -> TemplateClock:
+        return TemplateClock(remembered_ms)
+
+    def template_at(self, clock: object) -> Callable[..., str]:
+        return self.template
 
     async def run(self, namespace: str, work: Callable[[], Any]) -> Any:
         return work()

@@ -37,6 +37,8 @@ class GenerateOptions:
     # `messages` that begin another conversation take the place of the agent's. Else they are answered as a branch,
     # which is not remembered.
     replace_memory: bool = False
+    # A template that prints the date prints the turn's own, not the one that the agent's conversation began with.
+    renew_template_date: bool = False
     # What happens when the conversation no longer fits the context: `pb.OnFull(policy=pb.ON_FULL_POLICY_DROP_OLDEST)`.
     # None: what the agent's label `kvasir.on_full` says, else the turn is refused.
     on_full: pb.OnFull | None = None
@@ -81,6 +83,7 @@ class OptionArguments(TypedDict, total=False):
     base_version: int | None
     expect_existing: bool
     replace_memory: bool
+    renew_template_date: bool
     on_full: pb.OnFull | None
     max_tokens: int | None
     sampling: Sampling | None

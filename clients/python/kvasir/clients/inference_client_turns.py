@@ -142,6 +142,7 @@ def turn_request(given: Input, options: GenerateOptions, request_id: str) -> pb.
             base_version=options.base_version,  # type: ignore[arg-type]
             expect_existing=options.expect_existing,
             replace_memory=options.replace_memory,
+            renew_template_date=options.renew_template_date,
             on_full=options.on_full,
             sampling=options.to_proto_sampling(),
             tools=options.tools,

@@ -31,6 +31,7 @@ MAX_STATES = 1024
 MAX_MESSAGES = 100_000
 MAX_DROPPED_MESSAGES = 1 << 31
 MAX_DIMENSION = 1 << 20
+MAX_TEMPLATE_TIME_MS = 253_402_300_799_999  # the last of the year 9999
 MAX_STATE_TENSORS = 16
 MAX_STATE_AXES = 7
 ROLES = ("system", "user", "assistant", "tool")
@@ -70,6 +71,7 @@ def build(
     turn: manifest_pb2.Turn | None = None,
     created_unix_ms: int,
     shortened: manifest_pb2.Shortened | None = None,
+    template_time_ms: int = 0,
 ) -> bytes:
     """The bytes of a checked manifest. Raises InvalidArgument. `states` are (tokens seen, digest), ascending; `windows`
     by window and first block, ascending."""
@@ -91,6 +93,7 @@ def build(
         turn=turn,
         created_unix_ms=created_unix_ms,
         shortened=shortened,
+        template_time_ms=template_time_ms,
     )
     check(manifest)
     return manifest.SerializeToString(deterministic=True)
@@ -131,6 +134,8 @@ def check(manifest: manifest_pb2.Manifest) -> None:
         )
     if manifest.created_unix_ms < 0:
         raise _wrong("created_unix_ms", f"expected 0 or more, got {manifest.created_unix_ms}")
+    if not 0 <= manifest.template_time_ms <= MAX_TEMPLATE_TIME_MS:
+        raise _wrong("template_time_ms", f"expected 0 to {MAX_TEMPLATE_TIME_MS}, got {manifest.template_time_ms}")
 
 
 def check_kv_identity(identity: identity_pb2.KvIdentity) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvasir.errors import InvalidArgument
 
-from kvasir_gateway.reading.volatile import RULES, Rule
+from kvasir_gateway.reading.volatile import RULES, TEMPLATE_DATE, Rule
 from kvasir_gateway.turn import Body, refuse_unless
 
 # Fields of peers' servers and of older APIs that say what the reply is to be: without them it would be another one.
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Reading:
-    """One request, as it is read: what was ignored of it, and which rules left something out."""
+    """One request, as it is read: what was ignored of it, and which rules applied."""
 
     is_strict: bool = False
     rules: Sequence[Rule] = ()
@@ -72,11 +72,19 @@ class Reading:
 
     def _lasting(self, text: str) -> str:
         for rule in self.rules:
-            kept = rule.without(text)
+            kept = text if rule.without is None else rule.without(text)
             if kept != text:
-                self._applied.add(rule.name)
+                self.applied(rule.name)
             text = kept
         return text
+
+    def applied(self, rule: str) -> None:
+        """A rule changed the prompt."""
+        self._applied.add(rule)
+
+    @property
+    def keeps_template_date(self) -> bool:
+        return any(rule.name == TEMPLATE_DATE for rule in self.rules)
 
     def length(self, max_tokens: int | None) -> dict[str, Any]:
         """Of a Sampling: clients send the most that they know of, whatever the context is."""

@@ -1,5 +1,6 @@
-"""What of a system's text is left out before a conversation is found and prompted: text that changes from request to
-request and means nothing to a model. Each rule has a name, so that it can be switched off and is reported.
+"""What of a prompt is left out, or kept as it was, because it changes from request to request and means nothing to a
+model: lines of a system's text, and the date that a template prints. Each rule has a name, so that it can be switched
+off and is reported.
 
 No other text changes, and never a user's or an assistant's.
 """
@@ -9,16 +10,19 @@ from dataclasses import dataclass
 
 from kvasir.errors import InvalidArgument
 
+TEMPLATE_DATE = "template-date"
 _BILLING = "x-anthropic-billing-header:"
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`without` gives a system's text without what is volatile; it gets each text as it was sent, block by block."""
+    """`without` gives a system's text without what is volatile; it gets each text as it was sent, block by block. None:
+    the engine applies the rule.
+    """
 
     name: str
-    leaves_out: str
-    without: Callable[[str], str]
+    applies_to: str
+    without: Callable[[str], str] | None = None
 
 
 def _without_billing_line(text: str) -> str:
@@ -31,9 +35,10 @@ RULES: Mapping[str, Rule] = {
     for rule in (
         Rule(
             "billing-line",
-            f"a system text's first line where it begins with {_BILLING!r}: who is billed, which providers strip",
+            f"a system text's first line that begins with {_BILLING!r}, which providers strip too, is left out",
             _without_billing_line,
         ),
+        Rule(TEMPLATE_DATE, "the date that the model's template prints stays the one that the conversation began with"),
     )
 }
 

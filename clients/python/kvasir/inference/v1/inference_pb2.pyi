@@ -176,7 +176,7 @@ MODEL_STATE_RETIRING: ModelState
 MODEL_STATE_ASLEEP: ModelState
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "agent_id", "expected_version", "prompt", "messages", "append_messages", "sampling", "tools", "keep_partial", "priority", "json_schema", "regex", "expect_existing", "memory_mode", "base_version", "replace_memory", "on_full", "resume_token")
+    __slots__ = ("request_id", "model", "agent_id", "expected_version", "prompt", "messages", "append_messages", "sampling", "tools", "keep_partial", "priority", "json_schema", "regex", "expect_existing", "memory_mode", "base_version", "replace_memory", "on_full", "resume_token", "renew_template_date")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -196,6 +196,7 @@ class GenerateRequest(_message.Message):
     REPLACE_MEMORY_FIELD_NUMBER: _ClassVar[int]
     ON_FULL_FIELD_NUMBER: _ClassVar[int]
     RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    RENEW_TEMPLATE_DATE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     agent_id: str
@@ -215,7 +216,8 @@ class GenerateRequest(_message.Message):
     replace_memory: bool
     on_full: OnFull
     resume_token: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., agent_id: _Optional[str] = ..., expected_version: _Optional[int] = ..., prompt: _Optional[str] = ..., messages: _Optional[_Union[MessageList, _Mapping]] = ..., append_messages: _Optional[_Union[MessageList, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., keep_partial: bool = ..., priority: _Optional[_Union[Priority, str]] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., expect_existing: bool = ..., memory_mode: _Optional[_Union[MemoryMode, str]] = ..., base_version: _Optional[int] = ..., replace_memory: bool = ..., on_full: _Optional[_Union[OnFull, _Mapping]] = ..., resume_token: _Optional[str] = ...) -> None: ...
+    renew_template_date: bool
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., agent_id: _Optional[str] = ..., expected_version: _Optional[int] = ..., prompt: _Optional[str] = ..., messages: _Optional[_Union[MessageList, _Mapping]] = ..., append_messages: _Optional[_Union[MessageList, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., keep_partial: bool = ..., priority: _Optional[_Union[Priority, str]] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., expect_existing: bool = ..., memory_mode: _Optional[_Union[MemoryMode, str]] = ..., base_version: _Optional[int] = ..., replace_memory: bool = ..., on_full: _Optional[_Union[OnFull, _Mapping]] = ..., resume_token: _Optional[str] = ..., renew_template_date: bool = ...) -> None: ...
 
 class OnFull(_message.Message):
     __slots__ = ("policy", "keep", "summary_request")
@@ -309,7 +311,7 @@ class Moved(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., resume_token: _Optional[str] = ..., expires_in: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("request_id", "model", "prompt_tokens", "cached_tokens", "source", "reason", "miss", "match", "parent_version", "continuation", "base_version")
+    __slots__ = ("request_id", "model", "prompt_tokens", "cached_tokens", "source", "reason", "miss", "match", "parent_version", "continuation", "base_version", "kept_template_date")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -321,6 +323,7 @@ class Started(_message.Message):
     PARENT_VERSION_FIELD_NUMBER: _ClassVar[int]
     CONTINUATION_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    KEPT_TEMPLATE_DATE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     prompt_tokens: int
@@ -332,7 +335,8 @@ class Started(_message.Message):
     parent_version: int
     continuation: Continuation
     base_version: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., source: _Optional[_Union[CacheSource, str]] = ..., reason: _Optional[str] = ..., miss: _Optional[_Union[MissReason, str]] = ..., match: _Optional[_Union[PrefixMatch, str]] = ..., parent_version: _Optional[int] = ..., continuation: _Optional[_Union[Continuation, str]] = ..., base_version: _Optional[int] = ...) -> None: ...
+    kept_template_date: bool
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., source: _Optional[_Union[CacheSource, str]] = ..., reason: _Optional[str] = ..., miss: _Optional[_Union[MissReason, str]] = ..., match: _Optional[_Union[PrefixMatch, str]] = ..., parent_version: _Optional[int] = ..., continuation: _Optional[_Union[Continuation, str]] = ..., base_version: _Optional[int] = ..., kept_template_date: bool = ...) -> None: ...
 
 class PrefillProgress(_message.Message):
     __slots__ = ("tokens_done", "tokens_total")

@@ -114,9 +114,12 @@ type Manifest struct {
 	// The rows that window layers keep: of each window of the layout one run of blocks or several, by window and first block, ascending.
 	Windows []*WindowBlocks `protobuf:"bytes,16,rep,name=windows,proto3" json:"windows,omitempty"`
 	// Absent: the conversation is whole.
-	Shortened     *Shortened `protobuf:"bytes,17,opt,name=shortened,proto3" json:"shortened,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Shortened *Shortened `protobuf:"bytes,17,opt,name=shortened,proto3" json:"shortened,omitempty"`
+	// What the chat template was told when it asked for the time, so that the conversation's next turns print the same date:
+	// milliseconds of the wall clock since 1970-01-01 00:00, without a zone. 0: it did not ask, or this is not known.
+	TemplateTimeMs int64 `protobuf:"varint,18,opt,name=template_time_ms,json=templateTimeMs,proto3" json:"template_time_ms,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *Manifest) Reset() {
@@ -266,6 +269,13 @@ func (x *Manifest) GetShortened() *Shortened {
 		return x.Shortened
 	}
 	return nil
+}
+
+func (x *Manifest) GetTemplateTimeMs() int64 {
+	if x != nil {
+		return x.TemplateTimeMs
+	}
+	return 0
 }
 
 // Shortened says what a conversation lacks because it outgrew its model's context.
@@ -731,7 +741,7 @@ const file_kvasir_cachestore_v1_manifest_proto_rawDesc = "" +
 	"\x06Digest\x12\x12\n" +
 	"\x04hash\x18\x01 \x01(\tR\x04hash\x12\x1d\n" +
 	"\n" +
-	"size_bytes\x18\x02 \x01(\x03R\tsizeBytes\"\x91\x06\n" +
+	"size_bytes\x18\x02 \x01(\x03R\tsizeBytes\"\xbb\x06\n" +
 	"\bManifest\x12\x16\n" +
 	"\x06format\x18\x01 \x01(\rR\x06format\x12A\n" +
 	"\vkv_identity\x18\x02 \x01(\v2 .kvasir.cachestore.v1.KvIdentityR\n" +
@@ -752,7 +762,8 @@ const file_kvasir_cachestore_v1_manifest_proto_rawDesc = "" +
 	"\x04turn\x18\x0e \x01(\v2\x1a.kvasir.cachestore.v1.TurnR\x04turn\x12&\n" +
 	"\x0fcreated_unix_ms\x18\x0f \x01(\x03R\rcreatedUnixMs\x12<\n" +
 	"\awindows\x18\x10 \x03(\v2\".kvasir.cachestore.v1.WindowBlocksR\awindows\x12=\n" +
-	"\tshortened\x18\x11 \x01(\v2\x1f.kvasir.cachestore.v1.ShortenedR\tshortened\"\xb3\x01\n" +
+	"\tshortened\x18\x11 \x01(\v2\x1f.kvasir.cachestore.v1.ShortenedR\tshortened\x12(\n" +
+	"\x10template_time_ms\x18\x12 \x01(\x03R\x0etemplateTimeMs\"\xb3\x01\n" +
 	"\tShortened\x12)\n" +
 	"\x10dropped_messages\x18\x01 \x01(\x04R\x0fdroppedMessages\x12\x1f\n" +
 	"\vhas_summary\x18\x02 \x01(\bR\n" +

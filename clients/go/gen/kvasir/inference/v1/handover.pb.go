@@ -192,9 +192,11 @@ type TurnOpening struct {
 	Age        *durationpb.Duration `protobuf:"bytes,17,opt,name=age,proto3" json:"age,omitempty"`
 	FirstToken *durationpb.Duration `protobuf:"bytes,18,opt,name=first_token,json=firstToken,proto3" json:"first_token,omitempty"`
 	// The choices that still speak. The others have ended.
-	Choices       []int32 `protobuf:"varint,19,rep,packed,name=choices,proto3" json:"choices,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Choices []int32 `protobuf:"varint,19,rep,packed,name=choices,proto3" json:"choices,omitempty"`
+	// Manifest.template_time_ms of the turn.
+	TemplateTimeMs int64 `protobuf:"varint,20,opt,name=template_time_ms,json=templateTimeMs,proto3" json:"template_time_ms,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *TurnOpening) Reset() {
@@ -358,6 +360,13 @@ func (x *TurnOpening) GetChoices() []int32 {
 		return x.Choices
 	}
 	return nil
+}
+
+func (x *TurnOpening) GetTemplateTimeMs() int64 {
+	if x != nil {
+		return x.TemplateTimeMs
+	}
+	return 0
 }
 
 // TurnSurroundings says where a turn was computed.
@@ -1122,7 +1131,7 @@ const file_kvasir_inference_v1_handover_proto_rawDesc = "" +
 	"\x05frame\x18\x03 \x01(\fH\x00R\x05frame\x126\n" +
 	"\x05stand\x18\x04 \x01(\v2\x1e.kvasir.inference.v1.TurnStandH\x00R\x05stand\x129\n" +
 	"\x06commit\x18\x05 \x01(\v2\x1f.kvasir.inference.v1.TurnCommitH\x00R\x06commitB\x06\n" +
-	"\x04part\"\xaa\a\n" +
+	"\x04part\"\xd4\a\n" +
 	"\vTurnOpening\x12\x16\n" +
 	"\x06format\x18\x01 \x01(\x05R\x06format\x12I\n" +
 	"\fsurroundings\x18\x02 \x01(\v2%.kvasir.inference.v1.TurnSurroundingsR\fsurroundings\x12>\n" +
@@ -1149,7 +1158,8 @@ const file_kvasir_inference_v1_handover_proto_rawDesc = "" +
 	"\x03age\x18\x11 \x01(\v2\x19.google.protobuf.DurationR\x03age\x12:\n" +
 	"\vfirst_token\x18\x12 \x01(\v2\x19.google.protobuf.DurationR\n" +
 	"firstToken\x12\x18\n" +
-	"\achoices\x18\x13 \x03(\x05R\achoicesB\x16\n" +
+	"\achoices\x18\x13 \x03(\x05R\achoices\x12(\n" +
+	"\x10template_time_ms\x18\x14 \x01(\x03R\x0etemplateTimeMsB\x16\n" +
 	"\x14_rewind_point_tokens\"\x86\x02\n" +
 	"\x10TurnSurroundings\x12(\n" +
 	"\x10kv_identity_hash\x18\x01 \x01(\tR\x0ekvIdentityHash\x12)\n" +

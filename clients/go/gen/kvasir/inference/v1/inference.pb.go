@@ -777,9 +777,11 @@ type GenerateRequest struct {
 	OnFull *OnFull `protobuf:"bytes,18,opt,name=on_full,json=onFull,proto3" json:"on_full,omitempty"`
 	// Instead of an input, and of all else: the rest of a reply that another service began (Moved). NOT_FOUND (RESUME_TOKEN_UNKNOWN) for a token
 	// that was used, is too old, or is another caller's.
-	ResumeToken   string `protobuf:"bytes,19,opt,name=resume_token,json=resumeToken,proto3" json:"resume_token,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	ResumeToken string `protobuf:"bytes,19,opt,name=resume_token,json=resumeToken,proto3" json:"resume_token,omitempty"`
+	// A template that prints the date prints this turn's. Else it prints the one that the agent's conversation began with, so that midnight costs no memory.
+	RenewTemplateDate bool `protobuf:"varint,20,opt,name=renew_template_date,json=renewTemplateDate,proto3" json:"renew_template_date,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
 }
 
 func (x *GenerateRequest) Reset() {
@@ -967,6 +969,13 @@ func (x *GenerateRequest) GetResumeToken() string {
 		return x.ResumeToken
 	}
 	return ""
+}
+
+func (x *GenerateRequest) GetRenewTemplateDate() bool {
+	if x != nil {
+		return x.RenewTemplateDate
+	}
+	return false
 }
 
 type isGenerateRequest_Input interface {
@@ -1576,9 +1585,11 @@ type Started struct {
 	// What the turn does to the agent's line.
 	Continuation Continuation `protobuf:"varint,10,opt,name=continuation,proto3,enum=kvasir.inference.v1.Continuation" json:"continuation,omitempty"`
 	// The version whose conversation goes on: base_version, or the newest; 0 if none.
-	BaseVersion   int64 `protobuf:"varint,11,opt,name=base_version,json=baseVersion,proto3" json:"base_version,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	BaseVersion int64 `protobuf:"varint,11,opt,name=base_version,json=baseVersion,proto3" json:"base_version,omitempty"`
+	// The template asked for the time, and was told the one that the memory has where this turn's reads differently.
+	KeptTemplateDate bool `protobuf:"varint,12,opt,name=kept_template_date,json=keptTemplateDate,proto3" json:"kept_template_date,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *Started) Reset() {
@@ -1686,6 +1697,13 @@ func (x *Started) GetBaseVersion() int64 {
 		return x.BaseVersion
 	}
 	return 0
+}
+
+func (x *Started) GetKeptTemplateDate() bool {
+	if x != nil {
+		return x.KeptTemplateDate
+	}
+	return false
 }
 
 type PrefillProgress struct {
@@ -4565,7 +4583,7 @@ var File_kvasir_inference_v1_inference_proto protoreflect.FileDescriptor
 
 const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\n" +
-	"#kvasir/inference/v1/inference.proto\x12\x13kvasir.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#kvasir/cachestore/v1/identity.proto\x1a#kvasir/cachestore/v1/manifest.proto\x1a\x1ekvasir/common/v1/message.proto\"\x92\a\n" +
+	"#kvasir/inference/v1/inference.proto\x12\x13kvasir.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#kvasir/cachestore/v1/identity.proto\x1a#kvasir/cachestore/v1/manifest.proto\x1a\x1ekvasir/common/v1/message.proto\"\xc2\a\n" +
 	"\x0fGenerateRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -4589,7 +4607,8 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\fbase_version\x18\x10 \x01(\x03H\x03R\vbaseVersion\x88\x01\x01\x12%\n" +
 	"\x0ereplace_memory\x18\x11 \x01(\bR\rreplaceMemory\x124\n" +
 	"\aon_full\x18\x12 \x01(\v2\x1b.kvasir.inference.v1.OnFullR\x06onFull\x12!\n" +
-	"\fresume_token\x18\x13 \x01(\tR\vresumeTokenB\a\n" +
+	"\fresume_token\x18\x13 \x01(\tR\vresumeToken\x12.\n" +
+	"\x13renew_template_date\x18\x14 \x01(\bR\x11renewTemplateDateB\a\n" +
 	"\x05inputB\x11\n" +
 	"\x0fresponse_formatB\x13\n" +
 	"\x11_expected_versionB\x0f\n" +
@@ -4647,7 +4666,7 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x04peer\x18\x01 \x01(\tR\x04peer\x12!\n" +
 	"\fresume_token\x18\x02 \x01(\tR\vresumeToken\x128\n" +
 	"\n" +
-	"expires_in\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\texpiresIn\"\xd8\x03\n" +
+	"expires_in\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\texpiresIn\"\x86\x04\n" +
 	"\aStarted\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -4661,7 +4680,8 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x0eparent_version\x18\t \x01(\x03R\rparentVersion\x12E\n" +
 	"\fcontinuation\x18\n" +
 	" \x01(\x0e2!.kvasir.inference.v1.ContinuationR\fcontinuation\x12!\n" +
-	"\fbase_version\x18\v \x01(\x03R\vbaseVersion\"U\n" +
+	"\fbase_version\x18\v \x01(\x03R\vbaseVersion\x12,\n" +
+	"\x12kept_template_date\x18\f \x01(\bR\x10keptTemplateDate\"U\n" +
 	"\x0fPrefillProgress\x12\x1f\n" +
 	"\vtokens_done\x18\x01 \x01(\x03R\n" +
 	"tokensDone\x12!\n" +

@@ -1,0 +1,37 @@
+"""A turn that moves while it speaks takes along the date that its template printed."""
+
+import asyncio
+from pathlib import Path
+
+from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.clients import AioInferenceClient
+from kvasir.formats import manifest
+
+from inference_svc.model import kvasir_tiny
+from tests.dated_model import date_of, dated
+from tests.inference.handover.cases import ON
+from tests.inference.handover.two_engines import TwoEngines, hear, two_engines
+
+TURN = {"agent_id": "ada", "sampling": {**ON, "max_tokens": 60}}
+
+
+def test_the_next_turn_over_there_has_its_date(tmp_path: Path) -> None:
+    with two_engines(tmp_path, dated(kvasir_tiny.path(), tmp_path / "model")) as two:
+        asyncio.run(_moves(two))
+
+
+async def _moves(two: TwoEngines) -> None:
+    async with two.clients() as (a, b), asyncio.timeout(120):
+        await hear(a, append_messages=[{"role": "user", "content": "My name is Anna."}], **TURN)
+        begun = await _remembered(a)
+        moved = await hear(a, {5: (a, "b")}, append_messages=[{"role": "user", "content": "Tell me more."}], **TURN)
+        assert moved.moves, moved.not_moved
+        after = await _remembered(b)
+        assert after.template_time_ms == begun.template_time_ms > 0
+        assert date_of(begun.template_time_ms) in after.text
+        last = await hear(b, append_messages=[{"role": "user", "content": "And then?"}], **TURN)
+        assert last.reply.started.cached_tokens > moved.reply.finished.memory_tokens - 4
+
+
+async def _remembered(client: AioInferenceClient) -> manifest_pb2.Manifest:
+    return manifest.parse((await client.get_snapshot("ada"))[1])
