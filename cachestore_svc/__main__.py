@@ -45,7 +45,7 @@ from cachestore_svc.edge.roles import (
     PRIVILEGED,
     SERVICE_NAME,
 )
-from cachestore_svc.edge.service import CacheStoreService
+from cachestore_svc.edge.service import CacheStoreService, add_to_server
 from cachestore_svc.index.catalog import HOUSE
 from cachestore_svc.moving.claim_polling import ClaimPolling
 from cachestore_svc.moving.handing_over import HandingOver
@@ -152,7 +152,7 @@ async def serve(settings: StoreSettings) -> None:
     try:
         repairs = Repairs(store, threads, peers, settings.stall_timeout_s)
         services = _services(settings, store, threads, peers, repairs, edge.stopping)
-        edge.add(cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server, services.store)
+        edge.add(add_to_server, services.store)
         edge.add(cachestore_pb2_grpc.add_AgentServiceServicer_to_server, services.agents)
         edge.add(cachestore_pb2_grpc.add_MovingServiceServicer_to_server, services.moving)
         edge.add(pairing_pb2_grpc.add_PeerServiceServicer_to_server, peer_service)

@@ -85,7 +85,7 @@ IMPORTS = (
             "inference_svc/memory/store/answers.py",
             "inference_svc/memory/store/remote_cache.py",
             f"{SDK}/clients/*",
-            f"{SDK}/formats/frames.py",
+            f"{SDK}/formats/frame*.py",
             f"{SDK}/cli/*",
             f"{GATEWAY}/*",
             f"{ORCHESTRATOR}/engine_memory.py",

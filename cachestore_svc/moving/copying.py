@@ -294,7 +294,9 @@ def came_from(line: SnapshotVersion, names: Sequence[str]) -> bool:
     return line.origin in (Origin.PULL, Origin.MOVE) and is_given
 
 
-async def _take_peers(intake: BlobIntake, peer: str, digest: Digest | None, offset: int, data: bytes) -> None:
+async def _take_peers(
+    intake: BlobIntake, peer: str, digest: Digest | None, offset: int, data: bytes | memoryview
+) -> None:
     """A frame from a peer; `digest` when it begins a blob. What we would call the caller's error is the peer's here."""
     try:
         if digest is not None:

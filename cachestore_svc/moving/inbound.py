@@ -58,7 +58,7 @@ class _Whole:
     """A blob that can be made durable: its bytes are in its part, or here, or in a handed file."""
 
     blob: NewBlob
-    data: bytes = b""
+    data: bytes | memoryview = b""
     current: _Current | None = None  # None: it is not open yet
     writer: BlobWriter | None = None
     problem: Exception | None = None
@@ -101,7 +101,7 @@ class BlobIntake:
         self._room = asyncio.Semaphore(_MAX_WHOLE)
         self._is_freed = asyncio.Event()
 
-    async def begin(self, digest: Digest, kind: BlobKind, offset: int, data: bytes) -> None:
+    async def begin(self, digest: Digest, kind: BlobKind, offset: int, data: bytes | memoryview) -> None:
         """Begin the next blob with its first bytes, which lie at `offset`. Raises what Store.open_writer and `write`
         do, and InvalidArgument (offset)."""
         await self._leave_current()
@@ -156,7 +156,7 @@ class BlobIntake:
         self._is_skipping = writer.received_bytes == digest.size_bytes
         return writer
 
-    async def write(self, offset: int, data: bytes) -> None:
+    async def write(self, offset: int, data: bytes | memoryview) -> None:
         """The blob's next bytes. What arrived before a cut is skipped. Raises InvalidArgument, ResourceExhausted."""
         current = self._current
         if self._is_skipping:

@@ -28,11 +28,11 @@ _AHEAD, _AHEAD_BYTES = 8, 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes of a blob; `is_first` says that it is the first of this blob that is sent."""
+    """Bytes of a blob, whose memory they keep; `is_first` says that it is the first of this blob that is sent."""
 
     digest: Digest
     offset: int
-    data: bytes
+    data: memoryview
     is_first: bool
 
 
@@ -81,7 +81,7 @@ class BlobSource:
         digest = self._waiting[0]
         if self._data is None:
             self._data = await self._load(digest)
-        data = bytes(self._data[self._offset : self._offset + MAX_FRAME_BYTES])
+        data = memoryview(self._data)[self._offset : self._offset + MAX_FRAME_BYTES]
         piece = Piece(digest, self._offset, data, self._is_first)
         self._offset += len(data)
         self._is_first = self._offset >= digest.size_bytes

@@ -274,11 +274,14 @@ async def _owners_agent(remote: AioStoreClient, order: PullOrder) -> Any:
 async def _archive(head: bytes, manifest: Digest, source: BlobSource) -> AsyncGenerator[bytes, None]:
     yield head
     while (piece := await source.next_piece()) is not None:
-        if piece.is_first and piece.digest != manifest:
-            yield archive.blob_header(piece.digest)
-        yield piece.data
-        if piece.offset + len(piece.data) == piece.digest.size_bytes:
-            yield archive.padding(piece.digest.size_bytes)
+        digest, begins, ends = piece.digest, piece.is_first, piece.offset + len(piece.data) == piece.digest.size_bytes
+        data = bytes(piece.data)
+        del piece  # a slow reader keeps this copy alone
+        if begins and digest != manifest:
+            yield archive.blob_header(digest)
+        yield data
+        if ends:
+            yield archive.padding(digest.size_bytes)
     yield archive.END
 
 

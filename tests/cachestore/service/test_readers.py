@@ -21,7 +21,7 @@ from kvasir.status import from_rpc_error
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.edge.roles import ALLOWED_ROLES, SERVICE_NAME
-from cachestore_svc.edge.service import CacheStoreService
+from cachestore_svc.edge.service import CacheStoreService, add_to_server
 from cachestore_svc.moving.outbound import BlobReader
 from cachestore_svc.moving.peers import Peers
 from cachestore_svc.moving.repairing import Repairs
@@ -70,7 +70,7 @@ async def served(root: Path, store: Store, budget_bytes: int, window_bytes: int 
         stall_timeout_s=2.0,
         stopping=edge.stopping,
     )
-    cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server(service, edge.grpc)  # type: ignore[no-untyped-call]
+    add_to_server(service, edge.grpc)
     await edge.start()
     options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", window_bytes)]
     try:

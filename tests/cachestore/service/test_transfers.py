@@ -189,6 +189,24 @@ def test_malformed_streams_are_refused_and_named_and_the_next_write_works(home: 
         assert bytes(client.get_blob(digest)) == data
 
 
+def test_one_bad_blob_among_many_is_refused_and_no_other_is_harmed(home: StoreHome) -> None:
+    running = home.start()
+    turn = SyntheticAgent(TINY, 17).turn(256 * 60)
+    bad = turn.digests[30]
+    flipped = bytearray(turn.new_blobs[bad])
+    flipped[-1] ^= 1
+    sent = {digest: bytes(flipped) if digest == bad else data for digest, data in turn.new_blobs.items()}
+    frames = [frame for digest, data in sent.items() for frame in frames_of(digest, data, pb.BLOB_KIND_TENSORS)]
+    refusal = write_raw(running.address, frames)
+    assert isinstance(refusal, KvasirError)
+    assert (refusal.reason, refusal.metadata["digest"]) == ("DIGEST_MISMATCH", bad.hash)
+    with running.client() as client:
+        assert bad in client.find_missing(turn.digests)
+        client.put_blobs(turn.new_blobs)
+        publish(client, "ada", turn, 0)
+        assert_whole(client, "ada", turn)
+
+
 def test_bytes_after_a_blobs_end_are_refused_but_the_blob_stays(home: StoreHome) -> None:
     running = home.start()
     turn = SyntheticAgent(LARGE, 15).turn(256)

@@ -133,10 +133,10 @@ def test_a_stream_that_another_took_the_place_of_hands_nothing_more(
 
     async def test() -> None:
         before, behind = upload.requests(0), upload.requests(0)
-        first = await anext(before)
+        first = pb.WriteBlobsRequest.FromString(await anext(before))
         waiting = asyncio.ensure_future(anext(before, None))
         await asyncio.sleep(0)
-        again = await anext(behind)
+        again = pb.WriteBlobsRequest.FromString(await anext(behind))
         assert await asyncio.wait_for(waiting, 10) is None
         assert again.frame.digest == first.frame.digest
         assert [path.name for path in handed_place(tmp_path, "default").iterdir()] == [again.handed] != [first.handed]

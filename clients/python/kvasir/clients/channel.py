@@ -15,8 +15,9 @@ import grpc
 import grpc.aio
 
 from kvasir.address import AddressError, parse_address
-from kvasir.cachestore.v1 import cachestore_pb2_grpc
+from kvasir.cachestore.v1 import cachestore_pb2, cachestore_pb2_grpc
 from kvasir.errors import InvalidArgument, Unauthenticated
+from kvasir.formats.frame_messages import carrier_reader
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
@@ -69,6 +70,20 @@ def sync_channel(address: str, tls: AnyTls | None, safe_reads: Sequence[str]) ->
 def both(stub: Any, other: Any) -> Any:
     """The calls of two services' stubs, whose RPCs have different names."""
     return SimpleNamespace(**vars(other), **vars(stub))
+
+
+def with_blob_calls(stub: Any, channel: Any) -> Any:
+    """The calls of a store's stub, of which WriteBlobs takes serialized requests, and ReadBlobs gives a Carrier."""
+    writes = channel.stream_stream(
+        "/kvasir.cachestore.v1.CacheStoreService/WriteBlobs",
+        response_deserializer=cachestore_pb2.WriteBlobsResponse.FromString,
+    )
+    reads = channel.unary_stream(
+        "/kvasir.cachestore.v1.CacheStoreService/ReadBlobs",
+        request_serializer=cachestore_pb2.ReadBlobsRequest.SerializeToString,
+        response_deserializer=carrier_reader(cachestore_pb2.ReadBlobsResponse),
+    )
+    return SimpleNamespace(**{**vars(stub), "WriteBlobs": writes, "ReadBlobs": reads})
 
 
 def with_agents(stub: Any, channel: Any) -> Any:

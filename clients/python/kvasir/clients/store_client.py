@@ -17,7 +17,7 @@ from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc, pairing_pb2, pairing_pb2_grpc
 from kvasir.clients.agent_client import AgentClient
 from kvasir.clients.blob_transfers import BlobTransfers
-from kvasir.clients.channel import AnyTls, both, sync_channel, with_agents
+from kvasir.clients.channel import AnyTls, both, sync_channel, with_agents, with_blob_calls
 from kvasir.clients.store_client_transfers import READS, manifest_digest
 from kvasir.formats.digest import Digest
 
@@ -34,7 +34,7 @@ class StoreClient(BlobTransfers, AgentClient):
         stub = with_agents(cachestore_pb2_grpc.CacheStoreServiceStub(channel), channel)  # type: ignore[no-untyped-call]
         stub = both(stub, pairing_pb2_grpc.PeerServiceStub(channel))  # type: ignore[no-untyped-call]
         stub = both(stub, cachestore_pb2_grpc.MovingServiceStub(channel))  # type: ignore[no-untyped-call]
-        super().__init__(channel, stub, token, timeout_s, max_cuts)
+        super().__init__(channel, with_blob_calls(stub, channel), token, timeout_s, max_cuts)
 
     @classmethod
     def connect(

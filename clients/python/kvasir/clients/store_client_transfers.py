@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.errors import DataLoss, InvalidArgument
 from kvasir.formats.digest import Buffer, Digest
-from kvasir.formats.frames import FRAME_BYTES, frames_of
+from kvasir.formats.frames import FRAME_BYTES, frame_messages
 from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 
 OnProgress = Callable[[pb.TransferProgress], None]
@@ -52,11 +52,10 @@ class Upload:
         """Blobs without an acknowledgement, in the order in which they are sent."""
         return tuple(self._pending)
 
-    def requests(self, first_offset: int) -> Iterator[pb.WriteBlobsRequest]:
-        """The requests that send all pending blobs, the first blob from `first_offset` on."""
+    def requests(self, first_offset: int) -> Iterator[bytes]:
+        """The requests, serialized, that send all pending blobs, the first blob from `first_offset` on."""
         for digest in self.pending:
-            for frame in frames_of(digest, self._blobs[digest], self._kind, first_offset):
-                yield pb.WriteBlobsRequest(frame=frame)
+            yield from frame_messages(digest, self._blobs[digest], self._kind, first_offset)
             first_offset = 0
 
     def acknowledge(self, response: pb.WriteBlobsResponse) -> None:

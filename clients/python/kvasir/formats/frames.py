@@ -8,22 +8,31 @@ from collections.abc import Iterator, Sequence
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.errors import DataLoss
-from kvasir.formats.digest import Digest, Hasher
+from kvasir.formats.digest import Buffer, Digest, Hasher
+from kvasir.formats.frame_messages import CarriedFrame, carrier_bytes
 
 FRAME_BYTES = 1 << 20
 
 
-def frames_of(
-    digest: Digest, data: bytes | bytearray | memoryview, kind: int = pb.BLOB_KIND_UNSPECIFIED, first_offset: int = 0
-) -> Iterator[pb.BlobFrame]:
-    """The frames of one blob from `first_offset` on. Digest and kind are in the first; there is always a first."""
+def frame_messages(
+    digest: Digest, data: Buffer, kind: int = pb.BLOB_KIND_UNSPECIFIED, first_offset: int = 0
+) -> Iterator[bytes]:
+    """The frames of one blob from `first_offset` on, each a serialized WriteBlobsRequest (or ReadBlobsResponse, which
+    has the same bytes). Digest and kind are in the first; there is always a first."""
     view = memoryview(data).cast("B")
-    end = min(first_offset + FRAME_BYTES, len(view))
-    first = pb.BlobFrame(digest=digest.to_proto(), offset=first_offset, data=bytes(view[first_offset:end]))
+    first = pb.BlobFrame(digest=digest.to_proto(), offset=first_offset)
     first.kind = kind  # type: ignore[assignment]
-    yield first
+    yield carrier_bytes(first, view[first_offset : first_offset + FRAME_BYTES])
     for offset in range(first_offset + FRAME_BYTES, len(view), FRAME_BYTES):
-        yield pb.BlobFrame(offset=offset, data=bytes(view[offset : offset + FRAME_BYTES]))
+        yield carrier_bytes(pb.BlobFrame(offset=offset), view[offset : offset + FRAME_BYTES])
+
+
+def frames_of(
+    digest: Digest, data: Buffer, kind: int = pb.BLOB_KIND_UNSPECIFIED, first_offset: int = 0
+) -> Iterator[pb.BlobFrame]:
+    """The same frames, parsed."""
+    for message in frame_messages(digest, data, kind, first_offset):
+        yield pb.WriteBlobsRequest.FromString(message).frame
 
 
 class FrameAssembler:
@@ -52,7 +61,7 @@ class FrameAssembler:
         """A new stream begins: its first frame names its blob again."""
         self._is_named = False
 
-    def add(self, frame: pb.BlobFrame) -> tuple[Digest, memoryview] | None:
+    def add(self, frame: pb.BlobFrame | CarriedFrame) -> tuple[Digest, memoryview] | None:
         """Take the next frame. Returns the blob with its last frame.
 
         Raises DataLoss for a frame that does not fit, and for bytes of another digest; the blob then begins again.
@@ -60,9 +69,10 @@ class FrameAssembler:
         if self._done == len(self._expected):
             raise DataLoss("a frame arrived after the last blob", reason="FRAME_UNEXPECTED")
         digest = self._expected[self._done]
-        self._check(frame, digest)
-        self._buffer += frame.data
-        self._hasher.update(frame.data)
+        arrived = frame.data  # once: a message's field is copied each time
+        self._check(frame, len(arrived), digest)
+        self._buffer += arrived
+        self._hasher.update(arrived)
         self._is_named = True
         if self.received_bytes < digest.size_bytes:
             return None
@@ -79,17 +89,17 @@ class FrameAssembler:
         self._hasher = Hasher()
         self._is_named = False
 
-    def _check(self, frame: pb.BlobFrame, digest: Digest) -> None:
+    def _check(self, frame: pb.BlobFrame | CarriedFrame, size_bytes: int, digest: Digest) -> None:
         named = frame.digest.hash if frame.HasField("digest") else None
         problem = None
         if (named is None) != self._is_named or named not in (None, digest.hash):
             problem = f"expected {digest.hash[:12]}…, got {str(named)[:12]}…"
         elif frame.offset != self.received_bytes:
             problem = f"expected offset {self.received_bytes}, got {frame.offset}"
-        elif not frame.data and digest.size_bytes:
+        elif not size_bytes and digest.size_bytes:
             problem = f"it is empty at offset {frame.offset} of {digest.size_bytes}"
-        elif len(frame.data) > min(FRAME_BYTES, digest.size_bytes - self.received_bytes):
-            problem = f"it has {len(frame.data)} bytes at offset {frame.offset} of {digest.size_bytes}"
+        elif size_bytes > min(FRAME_BYTES, digest.size_bytes - self.received_bytes):
+            problem = f"it has {size_bytes} bytes at offset {frame.offset} of {digest.size_bytes}"
         if problem:
             self._begin()
             raise DataLoss(f"frame: {problem}", reason="FRAME_UNEXPECTED", metadata={"digest": digest.hash})

@@ -17,6 +17,7 @@ from kvasir.clients.aio.stall_limit import AioStallLimit
 from kvasir.clients.store_client_transfers import OnProgress, Upload, batches
 from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from kvasir.formats.digest import Buffer, Digest
+from kvasir.formats.frame_messages import CarriedFrame
 from kvasir.formats.frames import FRAME_BYTES, FrameAssembler
 
 _TENSORS, _MANIFEST = pb.BLOB_KIND_TENSORS, pb.BLOB_KIND_MANIFEST
@@ -123,7 +124,7 @@ class AioBlobTransfers(AioServiceClient):
 
     async def read_frames(
         self, digests: Sequence[Digest], first_offset: int = 0, *, timeout_s: float | None = None
-    ) -> AsyncGenerator[pb.BlobFrame, None]:
+    ) -> AsyncGenerator[CarriedFrame, None]:
         """One stream of frames as they come, unverified, for a caller that passes them on: at most 10,000 blobs."""
         request = pb.ReadBlobsRequest(digests=[digest.to_proto() for digest in digests], first_offset=first_offset)
         async with aclosing(self._responses(self._stub.ReadBlobs, request, timeout_s)) as responses:

@@ -9,7 +9,7 @@ from kvasir.clients.handed_files import HandedFiles
 from kvasir.clients.store_client_transfers import OnProgress, Upload
 from kvasir.errors import InvalidArgument
 from kvasir.formats.digest import Buffer, Digest
-from kvasir.formats.frames import frames_of
+from kvasir.formats.frames import frame_messages
 
 # A store takes them only for an engine, and where nothing has to be encrypted.
 FEATURE = "handed"
@@ -36,8 +36,9 @@ class HandedUpload(Upload):
         self._answered = asyncio.Event()
         self._stream = 0  # gRPC does not end the requests of a stream that the store has ended
 
-    async def requests(self, first_offset: int) -> AsyncIterator[pb.WriteBlobsRequest]:  # type: ignore[override]
-        """The requests that hand all pending blobs over. A blob of which bytes have arrived is sent from there on."""
+    async def requests(self, first_offset: int) -> AsyncIterator[bytes]:  # type: ignore[override]
+        """The requests, serialized, that hand all pending blobs over. A blob of which bytes have arrived is sent from
+        there on."""
         self._stream += 1
         stream = self._stream
         await self.take_back()
@@ -48,10 +49,10 @@ class HandedUpload(Upload):
                 return
             if token:
                 frame = pb.BlobFrame(digest=digest.to_proto(), kind=self._kind)
-                yield pb.WriteBlobsRequest(frame=frame, handed=token)
+                yield pb.WriteBlobsRequest(frame=frame, handed=token).SerializeToString()
             else:
-                for frame in frames_of(digest, data, self._kind, first_offset):
-                    yield pb.WriteBlobsRequest(frame=frame)
+                for message in frame_messages(digest, data, self._kind, first_offset):
+                    yield message
             first_offset = 0
 
     def acknowledge(self, response: pb.WriteBlobsResponse) -> None:

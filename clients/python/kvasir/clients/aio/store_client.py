@@ -18,7 +18,7 @@ from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc, pairing_pb2, pairing_pb2_grpc
 from kvasir.clients.aio.agent_client import AioAgentClient
 from kvasir.clients.aio.blob_transfers import AioBlobTransfers
-from kvasir.clients.channel import AnyTls, aio_channel, both, with_agents
+from kvasir.clients.channel import AnyTls, aio_channel, both, with_agents, with_blob_calls
 from kvasir.clients.store_client_transfers import READS, manifest_digest
 from kvasir.formats.digest import Digest
 
@@ -35,7 +35,7 @@ class AioStoreClient(AioBlobTransfers, AioAgentClient):
         stub = with_agents(cachestore_pb2_grpc.CacheStoreServiceStub(channel), channel)  # type: ignore[no-untyped-call]
         stub = both(stub, pairing_pb2_grpc.PeerServiceStub(channel))  # type: ignore[no-untyped-call]
         stub = both(stub, cachestore_pb2_grpc.MovingServiceStub(channel))  # type: ignore[no-untyped-call]
-        super().__init__(channel, stub, token, timeout_s, max_cuts)
+        super().__init__(channel, with_blob_calls(stub, channel), token, timeout_s, max_cuts)
 
     @classmethod
     def connect(
