@@ -118,6 +118,8 @@ WRONG: dict[str, tuple[Change, str]] = {
     "finish": (set_("turn.finish_reason", "died"), "turn.finish_reason"),
     "input digest": (set_("turn.input_digest", "x"), "turn.input_digest"),
     "time": (set_("created_unix_ms", -1), "created_unix_ms"),
+    "a time before all": (set_("template_time_ms", -1), "template_time_ms"),
+    "a time behind all": (set_("template_time_ms", 253_402_300_800_000), "template_time_ms"),
     "left out": (set_("shortened.dropped_behind_question", 1), "shortened.dropped_behind_question"),
 }
 

@@ -125,6 +125,8 @@ def test_what_a_turn_waited_before_its_engine_had_it_goes_along() -> None:
         ({"continuation": 99}, "opening.continuation"),
         ({"messages": [{"role": "emperor"}]}, "opening.messages"),
         ({"max_tokens": 0}, "opening.max_tokens"),
+        ({"template_time_ms": -1}, "opening.template_time_ms"),
+        ({"template_time_ms": 1 << 60}, "opening.template_time_ms"),
     ],
 )
 def test_an_opening_that_cannot_be_is_refused_by_field(change: dict[str, Any], field: str) -> None:
