@@ -153,15 +153,17 @@ async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) ->
             about = About("engine", _PROTOCOL, lambda: host.served.engine.device if host.served is not None else "")
             page = OperatorPage(about, lambda: numbers_of(status(), server.rpcs, audit), wellness)
             stack.callback(page.serve(settings.metrics_listen))
-        # Connected before the first turn, whose budget for the store is better spent on reading.
-        phases.begin("store")
-        give_up_at = time.monotonic() + settings.store_wait_s
-        await asyncio.gather(*(until_it_answers(store, give_up_at, time.monotonic) for store in stores.values()))
-        if mixed_up := [store.problem_in_words for store in stores.values() if store.is_of_another_namespace]:
-            raise RefusedToStart("; ".join(mixed_up))
         stack.push_async_callback(host.close)
         settle_garbage()  # before a model comes, which may go again
+        give_up_at = time.monotonic() + settings.store_wait_s
+        answering = asyncio.gather(*(until_it_answers(store, give_up_at, time.monotonic) for store in stores.values()))
+        stack.callback(answering.cancel)
         await host.load(host.names[0])
+        # Connected before the first turn, whose budget for the store is better spent on reading.
+        phases.begin("store")
+        await answering
+        if mixed_up := [store.problem_in_words for store in stores.values() if store.is_of_another_namespace]:
+            raise RefusedToStart("; ".join(mixed_up))
         stack.push_async_callback(peers.close)
         formats = ReplyFormats(GrammarTrial())
         stack.push_async_callback(formats.close)

@@ -24,7 +24,7 @@ from inference_svc.model.weights.digest_check import DigestCheck
 from inference_svc.turns.admission import Admission
 from inference_svc.turns.turn_ending import TurnEnding
 from inference_svc.turns.turn_service import TurnService
-from inference_svc.warming import warm_up
+from inference_svc.warming import warm_up, warm_up_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +104,8 @@ async def open_served(
         begin_phase=begin_phase,
     )
     begin_phase("kernels")
-    await asyncio.to_thread(warm_up, engine)
     prompting = Prompting(engine.tokenizer, engine.token_text, now_ms)
+    await asyncio.gather(asyncio.to_thread(warm_up, engine), warm_up_text(prompting))
 
     def new_leases(namespace: str, store: RemoteCache) -> LineLeases:
         return LineLeases(namespace, store, engine, lease_owner, clock)

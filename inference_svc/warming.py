@@ -1,34 +1,80 @@
-"""Turns that a new engine runs before anybody's, so that the first real turn finds kernels compiled and memory touched.
+"""What a new engine does before anybody's turn, so that the first one finds kernels compiled and memory touched.
 
-They take the way of every turn: prompt, decoding alone, decoding beside others. They leave no memory.
+Its turns take the way of every turn: prompt, decoding alone and beside others, sampling, a memory that is copied for
+the store and comes back. They leave no memory, and nobody's seed, count or agent knows of them.
 """
 
+import contextlib
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 
+from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import KvasirError
 
-from inference_svc.engine.api import Ended, Event, Failed, SamplingParams, TurnPlan
+from inference_svc.engine.api import (
+    AgentKey,
+    Cold,
+    Ended,
+    Event,
+    Failed,
+    Hot,
+    Restored,
+    Reuse,
+    SamplingParams,
+    Snapshot,
+    TurnPlan,
+)
 from inference_svc.engine.engine import Engine
+from inference_svc.model.prompting import Prompting
+from inference_svc.text.conversation import dialogue, render
+from inference_svc.text.given_json import GivenJson
 from inference_svc.text.token_ids import TokenIds
 
 _TIME_LIMIT_S = 120.0
 _DECODED_TOKENS = 3  # the first looks ahead at nothing, the others do
 _SHORT_TOKENS = 16
+_MIDDLING_TOKENS = 300  # more than a block, less than a cell
 _FEWEST = (4, 2)  # tokens of a prompt, and of a reply: each pass reads all weights, which a CPU takes long for
+_QUICK_BYTES = 512 << 20  # of weights, with which a CPU's pass is quick; with 4.5 GB three take it half a minute
+_KEY = AgentKey("", "")  # no caller's: namespaces and agents have names
+_ANY_WAY = SamplingParams(  # draws by every rule
+    max_tokens=_DECODED_TOKENS, temperature=0.8, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.1, logprobs=2
+)
 
 
 def warm_up(engine: Engine) -> None:
     """Blocks until it is done. A turn that fails is no reason not to serve: the same one of a caller says why."""
     for group in _groups(engine):
-        wait([_run(engine, *tokens) for tokens in group], _TIME_LIMIT_S)
+        _wait(*(_run(engine, prompt, SamplingParams(max_tokens=reply)) for prompt, reply in group))
+    if engine.device != "cpu":
+        longest = engine.model.context_tokens - _DECODED_TOKENS
+        _wait(_run(engine, min(_SHORT_TOKENS, longest), _ANY_WAY))
+        with contextlib.suppress(KvasirError, TimeoutError):
+            _remember(engine, min(_MIDDLING_TOKENS, longest - _DECODED_TOKENS))
     engine.restart_counts()
 
 
+async def warm_up_text(prompting: Prompting) -> None:
+    """A conversation through template and tokenizer, on their thread: the template is compiled at its first use. A
+    template that refuses it tells its callers so.
+    """
+    message = manifest_pb2.Message(role="user", content="Hello!")
+
+    def tokenize() -> None:
+        with contextlib.suppress(KvasirError):
+            text = render(prompting.template, dialogue([message], (), GivenJson(), prompting.specials))
+            prompting.tokenize(text)
+
+    await prompting.run(_KEY.namespace, tokenize)
+
+
 def _groups(engine: Engine) -> Iterator[list[tuple[int, int]]]:
-    """Lengths of prompts and replies of turns that run at once. A CPU compiles nothing: one short turn is enough."""
+    """Lengths of prompts and replies of turns that run at once. A CPU compiles little: one short turn is enough, and of
+    a large model it would cost seconds to save milliseconds.
+    """
     if engine.device == "cpu":
-        yield [_FEWEST]
+        if engine.model.weights_bytes <= _QUICK_BYTES:
+            yield [_FEWEST]
         return
     longest = engine.model.context_tokens - _DECODED_TOKENS
     cell = engine.model.cell_tokens
@@ -36,20 +82,53 @@ def _groups(engine: Engine) -> Iterator[list[tuple[int, int]]]:
     yield [(min(_SHORT_TOKENS, longest), _DECODED_TOKENS)] * 4
 
 
-def _run(engine: Engine, prompt_tokens: int, reply_tokens: int) -> "Future[None]":
+def _remember(engine: Engine, tokens: int) -> None:
+    """A memory is left, copied as for the store, extended, dropped, and comes back as from the store."""
+    sampling = SamplingParams(max_tokens=1)
+    try:
+        _wait(_run(engine, tokens, sampling, key=_KEY))
+        copied = engine.snapshot(_KEY, 0).result(_TIME_LIMIT_S)
+        if copied is None:
+            return
+        known = copied.state.token_ids
+        _wait(_run(engine, len(known) + 1, sampling, Hot(len(known)), _KEY, known))
+        engine.drop_hot(_KEY).result(_TIME_LIMIT_S)
+        if not copied.windows and not copied.states:
+            _wait(_run(engine, len(known) + 1, sampling, _restored(copied), _KEY, known))
+    finally:
+        engine.drop_hot(_KEY).result(_TIME_LIMIT_S)
+
+
+def _restored(copied: Snapshot) -> Restored:
+    files = (*copied.blocks, *([copied.tail] if copied.tail else []))
+    tokens = copied.state.token_ids
+    return Restored(tuple(data for _, data in files), tokens, len(tokens))
+
+
+def _run(
+    engine: Engine,
+    prompt_tokens: int,
+    sampling: SamplingParams,
+    reuse: Reuse | None = None,
+    key: AgentKey | None = None,
+    known: TokenIds | None = None,
+) -> "Future[None]":
+    """`known`: the tokens that the prompt begins with."""
     over: Future[None] = Future()
 
     def on_events(events: list[Event]) -> None:
         if any(isinstance(event, (Ended, Failed)) for event in events) and not over.done():
             over.set_result(None)
 
-    plan = TurnPlan(
-        token_ids=TokenIds([index % engine.vocabulary_size for index in range(1, prompt_tokens + 1)]),
-        token_chars=(0,) * prompt_tokens,
-        sampling=SamplingParams(max_tokens=reply_tokens),
-    )
+    begins = tuple(known or ())
+    new = (index % engine.vocabulary_size for index in range(len(begins) + 1, prompt_tokens + 1))
+    plan = TurnPlan(TokenIds((*begins, *new)), (0,) * prompt_tokens, sampling, reuse or Cold(), key)
     try:
         engine.submit(plan, on_events)
     except KvasirError:  # a context or a memory that is too small for it
         over.set_result(None)
     return over
+
+
+def _wait(*turns: "Future[None]") -> None:
+    wait(turns, _TIME_LIMIT_S)

@@ -354,7 +354,7 @@ def test_a_home_of_the_background_is_taken_over_after_a_kill_and_goes_down() -> 
         assert [(row["name"], row["state"]) for row in states] == [("store", "ready"), ("engine", "ready")]
         log = cli.done("logs", "up").out
         assert re.search(
-            r"engine is ready \(pid \d+, [\d.]+ s: import [\d.]+, store .*, weights .*, probing .*, kernels ", log
+            r"engine is ready \(pid \d+, [\d.]+ s: import [\d.]+, weights .*, probing .*, kernels .*, store ", log
         )
         ended = cli.done("down", "--json").value["ended"]
         assert ended == [ended[0]], "it ends its services itself"

@@ -1,19 +1,32 @@
 """Before it is ready an engine runs turns of its own, which leave nothing."""
 
+import asyncio
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from mlx_lm.utils import load_tokenizer
+from transformers.utils import chat_template_utils
 
-from inference_svc.engine.engine import Engine
+from inference_svc.engine.api import Ended, Event, Listener, TurnPlan
+from inference_svc.engine.engine import Engine, TurnHandle
+from inference_svc.model import kvasir_tiny
 from inference_svc.model.model_runner import ModelRunner
+from inference_svc.model.prompting import Prompting
 from inference_svc.start_phases import StartPhases
-from inference_svc.warming import warm_up
+from inference_svc.text.token_text import TokenText
+from inference_svc.warming import warm_up, warm_up_text
+from tests.inference.engine.driving import Driver
 from tests.inference.engine.families import ALL, BUDGET, write_family
 
+_DRAWN = {"temperature": 1.0, "seed": 7}
 
+
+@pytest.mark.parametrize("device", ["cpu", "any other"])
 @pytest.mark.parametrize("name", ["llama3.1", "gemma3", "falcon_h1"])
 def test_a_warm_engine_has_computed_and_holds_nothing(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes: list[int] = []
     forward = ModelRunner.forward
@@ -25,24 +38,79 @@ def test_a_warm_engine_has_computed_and_holds_nothing(
     monkeypatch.setattr(ModelRunner, "forward", counted)
     engine = Engine.open(write_family(tmp_path, ALL[name]), cache_dir=tmp_path, memory_budget_bytes=BUDGET)
     try:
+        before = Driver(engine).turn((5, 6, 7), **_DRAWN).state.token_ids
+        engine.restart_counts()
+        engine.device = device  # how much is worth its time is the device's matter, that nothing is left is everyone's
         passes.clear()
         warm_up(engine)
         assert len(passes) >= 2, "a prompt and a decoded token"
         assert engine.computed_tokens == 0
         assert engine.hot_keys() == set()
         assert engine.memory_used_bytes == 0
+        assert engine.preemptions == 0
+        assert Driver(engine).turn((5, 6, 7), **_DRAWN).state.token_ids == before, "a seed draws what it drew"
     finally:
         engine.close()
 
 
-def test_an_engine_without_room_for_the_turn_serves_all_the_same(tmp_path: Path) -> None:
+def test_a_memory_is_copied_for_the_store_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    submit = Engine.submit
+
+    def seen(engine: Engine, plan: TurnPlan, on_events: Listener) -> TurnHandle:
+        def listen(events: list[Event]) -> None:
+            if any(isinstance(event, Ended) for event in events):
+                ended.append(type(plan.reuse).__name__)
+            on_events(events)
+
+        return submit(engine, plan, listen)
+
+    engine = Engine.open(write_family(tmp_path, ALL["llama3.1"]), cache_dir=tmp_path, memory_budget_bytes=BUDGET)
+    try:
+        engine.device = "any other"
+        monkeypatch.setattr(Engine, "submit", seen)
+        warm_up(engine)
+    finally:
+        engine.close()
+    assert {"Cold": ended.count("Cold"), "Hot": 1, "Restored": 1} == Counter(ended), "none of them failed"
+
+
+def test_a_cpu_runs_no_turn_of_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine.open(write_family(tmp_path, ALL["llama3.1"]), cache_dir=tmp_path, memory_budget_bytes=BUDGET)
+    try:
+        large = replace(engine.model, weights_bytes=1 << 30)
+        monkeypatch.setattr(Engine, "model", property(lambda _: large))
+        monkeypatch.setattr(Engine, "submit", lambda *_: pytest.fail("seconds of every start"))
+        warm_up(engine)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", "any other"])
+def test_an_engine_without_room_for_the_turn_serves_all_the_same(device: str, tmp_path: Path) -> None:
     directory = write_family(tmp_path, ALL["llama3.1"])
     engine = Engine.open(directory, cache_dir=tmp_path, memory_budget_bytes=1, context_tokens=2)
     try:
+        engine.device = device
         warm_up(engine)
         assert engine.computed_tokens == 0
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_template_is_compiled_and_one_that_refuses_is_told_to_callers(refuses: bool) -> None:
+    tokenizer = load_tokenizer(kvasir_tiny.path())
+    if refuses:
+        tokenizer.chat_template = "{{ raise_exception('no') }}"
+    prompting = Prompting(tokenizer, TokenText.of_tokenizer("{}", tokenizer.decode))
+    compiled = chat_template_utils._compile_jinja_template
+    compiled.cache_clear()
+    try:
+        asyncio.run(warm_up_text(prompting))
+        assert compiled.cache_info().currsize == 1
+    finally:
+        prompting.close()
 
 
 def test_phases_follow_each_other_and_end_with_the_start(tmp_path: Path) -> None:
