@@ -5,6 +5,7 @@ from collections.abc import Callable
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 
+from inference_svc.edge.forced_calls import forced_calls
 from inference_svc.engine.api import SamplingParams
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 
@@ -81,6 +82,8 @@ def settings(request: pb.GenerateRequest) -> list[tuple[str, str]]:
     given += [("logit_bias", f"{token} {bias!r}") for token, bias in sorted(sampling.logit_bias.items())]
     if (kind := request.WhichOneof("response_format")) is not None:
         given.append((kind, getattr(request, kind)))
+    if choice := request.tool_choice.ListFields():
+        given.append(("tool_choice", repr([(field.name, value) for field, value in choice])))
     return given
 
 
@@ -142,6 +145,8 @@ def _check_companions(given: pb.Sampling) -> None:
 
 
 def _constraint(request: pb.GenerateRequest) -> Constraint | None:
+    if (forced := forced_calls(request)) is not None:
+        return forced
     if (field := request.WhichOneof("response_format")) is None:
         return None
     kind, text = ConstraintKind(field), getattr(request, field)

@@ -9,6 +9,8 @@ class ConstraintKind(Enum):
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
+    TOOL_CHOICE = "tool_choice"
+    """Calls of tools in a model's own format: JSON of one_call and of each tool's place, name and parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,3 +19,8 @@ class Constraint:
 
     kind: ConstraintKind
     text: str
+
+    @property
+    def is_calls(self) -> bool:
+        """Whether replies are calls of tools, which are read as such."""
+        return self.kind is ConstraintKind.TOOL_CHOICE

@@ -15,6 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from numpy.typing import NDArray
 
+from inference_svc.formats.call_grammars import NO_CALLS, ModelCalls, Spelling
 from inference_svc.formats.constraint import Constraint
 from inference_svc.formats.format_cache import FormatCache
 from inference_svc.formats.grammar_trial import check, refused, too_complex
@@ -33,10 +34,13 @@ class Grammars:
         vocabulary_size: int,
         stop_token_ids: Collection[int],
         clock: Callable[[], float] = time.thread_time,
+        calls: ModelCalls = NO_CALLS,
     ) -> None:
         """`build_tokenizer` is called once, at the first need. `stop_token_ids`: the model's own. `clock` gives the
-        working seconds of the calling thread: the cost of a mask, however busy the machine is.
+        working seconds of the calling thread: the cost of a mask, however busy the machine is. `calls`: how the model
+        writes calls of tools.
         """
+        self._calls = calls
         self._build_tokenizer = build_tokenizer
         self._vocabulary_size = vocabulary_size
         self._stop_token_ids = frozenset(stop_token_ids)
@@ -61,7 +65,7 @@ class Grammars:
                     field="response_format",
                 ) from error
 
-        return cls(build, vocabulary_size, stop_token_ids)
+        return cls(build, vocabulary_size, stop_token_ids, calls=_model_calls(tokenizer))
 
     def knows(self, namespace: str, constraint: Constraint) -> bool:
         """Whether the format is already compiled for the namespace."""
@@ -73,6 +77,12 @@ class Grammars:
         the field if the format cannot be used, FailedPrecondition if the tokenizer allows no formats.
         """
         self._compiled(namespace, constraint)
+
+    def in_letters(self, constraint: Constraint) -> Constraint:
+        """The format as a tokenizer of letters alone can try it. Raises as `compile`."""
+        if not constraint.is_calls:
+            return constraint
+        return Constraint(constraint.kind, self._calls.grammar(constraint.text, Spelling({})))
 
     def matcher(self, namespace: str, constraint: Constraint, stop_token_ids: Collection[int] = ()) -> "GrammarMatcher":
         """A matcher for a new reply, copied from the compiled format. `stop_token_ids` are added to the model's own.
@@ -91,17 +101,35 @@ class Grammars:
             self._kept.put(namespace, constraint, matcher)
         return matcher
 
+    def _spelling(self) -> Spelling:
+        """Of the added tokens those that no text spells, as llguidance sees them."""
+        assert self._tokenizer is not None
+        ids = self._calls.spelling.special_ids
+        return Spelling({each: place for each, place in ids.items() if self._tokenizer.is_special_token(place)})
+
     def _compile(self, constraint: Constraint) -> LLMatcher:
         with self._building:
             self._tokenizer = self._tokenizer or self._build_tokenizer()
         try:
-            grammar = grammar_of(constraint.kind.value, constraint.text)
+            text = self._calls.grammar(constraint.text, self._spelling()) if constraint.is_calls else constraint.text
+            grammar = grammar_of(constraint.kind.value, text)
         except ValueError as error:
             raise refused(constraint, str(error)) from None
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits())
         # A second trial, with this model's own tokens: a mask of a large vocabulary may take longer.
         check(constraint, begin_replies(matcher, self._clock))
         return matcher
+
+
+def _model_calls(tokenizer: Any) -> ModelCalls:
+    """How a model writes calls. Replies of one that mlx-lm knows no parser for are read as `json_tools`."""
+    added = getattr(tokenizer._tokenizer, "added_tokens_decoder", {})
+    added_ids = {str(token): int(token_id) for token_id, token in added.items()}
+    if tokenizer.response_transitions or (tokenizer.tool_parser is None and "<|channel|>" in added_ids):
+        return ModelCalls("channels", Spelling(added_ids))
+    parser = tokenizer.tool_parser
+    name = parser.__module__.rpartition(".")[2] if parser is not None else "json_tools"
+    return ModelCalls(name, Spelling(added_ids))
 
 
 class GrammarMatcher:

@@ -39,8 +39,9 @@ class ReplyFormats:
             async with self._working.held_for(namespace, 1):
                 if grammars.knows(namespace, constraint):  # another request of the namespace compiled it
                     return
-                await self._trial.check(constraint)
                 loop = asyncio.get_running_loop()
+                in_letters = await loop.run_in_executor(self._thread, grammars.in_letters, constraint)
+                await self._trial.check(in_letters)
                 await loop.run_in_executor(self._thread, grammars.compile, namespace, constraint)
 
     async def close(self) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from kvasir.clients import message
+from kvasir.common.v1 import message_pb2
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 
@@ -79,6 +80,13 @@ def test_every_setting_that_is_given_makes_another_digest() -> None:
     formats = ({"json_schema": "{}"}, {"regex": "{}"}, {"regex": "a"})
     digests = [asked(**each).input_digest for each in settings]
     digests += [read(pb.GenerateRequest(prompt="once", **each)).input_digest for each in formats]  # type: ignore[arg-type]
+    kinds = (pb.TOOL_CHOICE_KIND_REQUIRED, pb.TOOL_CHOICE_KIND_NAMED)
+    choices = [pb.ToolChoice(kind=kinds[0]), pb.ToolChoice(kind=kinds[0], one_call=True)]
+    choices += [pb.ToolChoice(kind=kinds[1], name=name) for name in "fg"]
+    for choice in (None, *choices):
+        request = pb.GenerateRequest(tools=[pb.Tool(name="f"), pb.Tool(name="g")], tool_choice=choice)
+        request.messages.messages.add(role=message_pb2.ROLE_USER)
+        digests.append(read(request).input_digest)
     assert len(set(digests)) == len(digests)
 
 

@@ -51,6 +51,8 @@ class GenerateOptions:
     regex: str | None = None
     # Tools that the template may offer to the model.
     tools: Sequence[pb.Tool] = ()
+    # The reply must be calls of them: `pb.ToolChoice(kind=pb.TOOL_CHOICE_KIND_REQUIRED)`. None: the model decides.
+    tool_choice: pb.ToolChoice | None = None
     # Remember what was generated before a cancel, a deadline or a disconnect.
     keep_partial: bool = False
     # Who is served first when not all can be. Unspecified: as interactive.
@@ -90,6 +92,7 @@ class OptionArguments(TypedDict, total=False):
     json_schema: JsonSchema | None
     regex: str | None
     tools: Sequence[pb.Tool]
+    tool_choice: pb.ToolChoice | None
     keep_partial: bool
     priority: pb.Priority
     model: str

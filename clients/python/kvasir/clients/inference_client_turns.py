@@ -146,6 +146,7 @@ def turn_request(given: Input, options: GenerateOptions, request_id: str) -> pb.
             on_full=options.on_full,
             sampling=options.to_proto_sampling(),
             tools=options.tools,
+            tool_choice=options.tool_choice,
             keep_partial=options.keep_partial,
             priority=options.priority,
             json_schema=json.dumps(schema) if isinstance(schema, Mapping) else schema,  # type: ignore[arg-type]

@@ -11,6 +11,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class ToolChoiceKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TOOL_CHOICE_KIND_UNSPECIFIED: _ClassVar[ToolChoiceKind]
+    TOOL_CHOICE_KIND_REQUIRED: _ClassVar[ToolChoiceKind]
+    TOOL_CHOICE_KIND_NAMED: _ClassVar[ToolChoiceKind]
+
 class OnFullPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ON_FULL_POLICY_UNSPECIFIED: _ClassVar[OnFullPolicy]
@@ -110,6 +116,9 @@ class ModelState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MODEL_STATE_LOADED: _ClassVar[ModelState]
     MODEL_STATE_RETIRING: _ClassVar[ModelState]
     MODEL_STATE_ASLEEP: _ClassVar[ModelState]
+TOOL_CHOICE_KIND_UNSPECIFIED: ToolChoiceKind
+TOOL_CHOICE_KIND_REQUIRED: ToolChoiceKind
+TOOL_CHOICE_KIND_NAMED: ToolChoiceKind
 ON_FULL_POLICY_UNSPECIFIED: OnFullPolicy
 ON_FULL_POLICY_REFUSE: OnFullPolicy
 ON_FULL_POLICY_DROP_OLDEST: OnFullPolicy
@@ -176,7 +185,7 @@ MODEL_STATE_RETIRING: ModelState
 MODEL_STATE_ASLEEP: ModelState
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "agent_id", "expected_version", "prompt", "messages", "append_messages", "sampling", "tools", "keep_partial", "priority", "json_schema", "regex", "expect_existing", "memory_mode", "base_version", "replace_memory", "on_full", "resume_token", "renew_template_date")
+    __slots__ = ("request_id", "model", "agent_id", "expected_version", "prompt", "messages", "append_messages", "sampling", "tools", "keep_partial", "priority", "json_schema", "regex", "expect_existing", "memory_mode", "base_version", "replace_memory", "on_full", "resume_token", "renew_template_date", "tool_choice")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -197,6 +206,7 @@ class GenerateRequest(_message.Message):
     ON_FULL_FIELD_NUMBER: _ClassVar[int]
     RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
     RENEW_TEMPLATE_DATE_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CHOICE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     agent_id: str
@@ -217,7 +227,18 @@ class GenerateRequest(_message.Message):
     on_full: OnFull
     resume_token: str
     renew_template_date: bool
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., agent_id: _Optional[str] = ..., expected_version: _Optional[int] = ..., prompt: _Optional[str] = ..., messages: _Optional[_Union[MessageList, _Mapping]] = ..., append_messages: _Optional[_Union[MessageList, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., keep_partial: bool = ..., priority: _Optional[_Union[Priority, str]] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., expect_existing: bool = ..., memory_mode: _Optional[_Union[MemoryMode, str]] = ..., base_version: _Optional[int] = ..., replace_memory: bool = ..., on_full: _Optional[_Union[OnFull, _Mapping]] = ..., resume_token: _Optional[str] = ..., renew_template_date: bool = ...) -> None: ...
+    tool_choice: ToolChoice
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., agent_id: _Optional[str] = ..., expected_version: _Optional[int] = ..., prompt: _Optional[str] = ..., messages: _Optional[_Union[MessageList, _Mapping]] = ..., append_messages: _Optional[_Union[MessageList, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., keep_partial: bool = ..., priority: _Optional[_Union[Priority, str]] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., expect_existing: bool = ..., memory_mode: _Optional[_Union[MemoryMode, str]] = ..., base_version: _Optional[int] = ..., replace_memory: bool = ..., on_full: _Optional[_Union[OnFull, _Mapping]] = ..., resume_token: _Optional[str] = ..., renew_template_date: bool = ..., tool_choice: _Optional[_Union[ToolChoice, _Mapping]] = ...) -> None: ...
+
+class ToolChoice(_message.Message):
+    __slots__ = ("kind", "name", "one_call")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ONE_CALL_FIELD_NUMBER: _ClassVar[int]
+    kind: ToolChoiceKind
+    name: str
+    one_call: bool
+    def __init__(self, kind: _Optional[_Union[ToolChoiceKind, str]] = ..., name: _Optional[str] = ..., one_call: bool = ...) -> None: ...
 
 class OnFull(_message.Message):
     __slots__ = ("policy", "keep", "summary_request")

@@ -30,6 +30,58 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+type ToolChoiceKind int32
+
+const (
+	// The model decides.
+	ToolChoiceKind_TOOL_CHOICE_KIND_UNSPECIFIED ToolChoiceKind = 0
+	// Calls of any of the tools.
+	ToolChoiceKind_TOOL_CHOICE_KIND_REQUIRED ToolChoiceKind = 1
+	// Exactly one call, of the named tool.
+	ToolChoiceKind_TOOL_CHOICE_KIND_NAMED ToolChoiceKind = 2
+)
+
+// Enum value maps for ToolChoiceKind.
+var (
+	ToolChoiceKind_name = map[int32]string{
+		0: "TOOL_CHOICE_KIND_UNSPECIFIED",
+		1: "TOOL_CHOICE_KIND_REQUIRED",
+		2: "TOOL_CHOICE_KIND_NAMED",
+	}
+	ToolChoiceKind_value = map[string]int32{
+		"TOOL_CHOICE_KIND_UNSPECIFIED": 0,
+		"TOOL_CHOICE_KIND_REQUIRED":    1,
+		"TOOL_CHOICE_KIND_NAMED":       2,
+	}
+)
+
+func (x ToolChoiceKind) Enum() *ToolChoiceKind {
+	p := new(ToolChoiceKind)
+	*p = x
+	return p
+}
+
+func (x ToolChoiceKind) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (ToolChoiceKind) Descriptor() protoreflect.EnumDescriptor {
+	return file_kvasir_inference_v1_inference_proto_enumTypes[0].Descriptor()
+}
+
+func (ToolChoiceKind) Type() protoreflect.EnumType {
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[0]
+}
+
+func (x ToolChoiceKind) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use ToolChoiceKind.Descriptor instead.
+func (ToolChoiceKind) EnumDescriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{0}
+}
+
 type OnFullPolicy int32
 
 const (
@@ -70,11 +122,11 @@ func (x OnFullPolicy) String() string {
 }
 
 func (OnFullPolicy) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[0].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[1].Descriptor()
 }
 
 func (OnFullPolicy) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[0]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[1]
 }
 
 func (x OnFullPolicy) Number() protoreflect.EnumNumber {
@@ -83,7 +135,7 @@ func (x OnFullPolicy) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use OnFullPolicy.Descriptor instead.
 func (OnFullPolicy) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{0}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{1}
 }
 
 // MemoryMode says what a turn does with its agent's memory.
@@ -126,11 +178,11 @@ func (x MemoryMode) String() string {
 }
 
 func (MemoryMode) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[1].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[2].Descriptor()
 }
 
 func (MemoryMode) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[1]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[2]
 }
 
 func (x MemoryMode) Number() protoreflect.EnumNumber {
@@ -139,7 +191,7 @@ func (x MemoryMode) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use MemoryMode.Descriptor instead.
 func (MemoryMode) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{1}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{2}
 }
 
 // Waiting raises a turn of either kind: nobody waits for ever.
@@ -177,11 +229,11 @@ func (x Priority) String() string {
 }
 
 func (Priority) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[2].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[3].Descriptor()
 }
 
 func (Priority) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[2]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[3]
 }
 
 func (x Priority) Number() protoreflect.EnumNumber {
@@ -190,7 +242,7 @@ func (x Priority) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Priority.Descriptor instead.
 func (Priority) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{2}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{3}
 }
 
 // Continuation says how a turn's input stands to what its agent remembers.
@@ -242,11 +294,11 @@ func (x Continuation) String() string {
 }
 
 func (Continuation) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[3].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[4].Descriptor()
 }
 
 func (Continuation) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[3]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[4]
 }
 
 func (x Continuation) Number() protoreflect.EnumNumber {
@@ -255,7 +307,7 @@ func (x Continuation) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Continuation.Descriptor instead.
 func (Continuation) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{3}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{4}
 }
 
 type CacheSource int32
@@ -304,11 +356,11 @@ func (x CacheSource) String() string {
 }
 
 func (CacheSource) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[4].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[5].Descriptor()
 }
 
 func (CacheSource) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[4]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[5]
 }
 
 func (x CacheSource) Number() protoreflect.EnumNumber {
@@ -317,7 +369,7 @@ func (x CacheSource) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use CacheSource.Descriptor instead.
 func (CacheSource) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{4}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{5}
 }
 
 type PrefixMatch int32
@@ -359,11 +411,11 @@ func (x PrefixMatch) String() string {
 }
 
 func (PrefixMatch) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[5].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[6].Descriptor()
 }
 
 func (PrefixMatch) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[5]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[6]
 }
 
 func (x PrefixMatch) Number() protoreflect.EnumNumber {
@@ -372,7 +424,7 @@ func (x PrefixMatch) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use PrefixMatch.Descriptor instead.
 func (PrefixMatch) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{5}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{6}
 }
 
 type MissReason int32
@@ -440,11 +492,11 @@ func (x MissReason) String() string {
 }
 
 func (MissReason) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[6].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[7].Descriptor()
 }
 
 func (MissReason) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[6]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[7]
 }
 
 func (x MissReason) Number() protoreflect.EnumNumber {
@@ -453,7 +505,7 @@ func (x MissReason) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use MissReason.Descriptor instead.
 func (MissReason) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{6}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{7}
 }
 
 type FinishReason int32
@@ -500,11 +552,11 @@ func (x FinishReason) String() string {
 }
 
 func (FinishReason) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[7].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[8].Descriptor()
 }
 
 func (FinishReason) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[7]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[8]
 }
 
 func (x FinishReason) Number() protoreflect.EnumNumber {
@@ -513,7 +565,7 @@ func (x FinishReason) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use FinishReason.Descriptor instead.
 func (FinishReason) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{7}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{8}
 }
 
 type SnapshotState int32
@@ -558,11 +610,11 @@ func (x SnapshotState) String() string {
 }
 
 func (SnapshotState) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[8].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[9].Descriptor()
 }
 
 func (SnapshotState) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[8]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[9]
 }
 
 func (x SnapshotState) Number() protoreflect.EnumNumber {
@@ -571,7 +623,7 @@ func (x SnapshotState) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use SnapshotState.Descriptor instead.
 func (SnapshotState) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{8}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{9}
 }
 
 type TurnState int32
@@ -608,11 +660,11 @@ func (x TurnState) String() string {
 }
 
 func (TurnState) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[9].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[10].Descriptor()
 }
 
 func (TurnState) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[9]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[10]
 }
 
 func (x TurnState) Number() protoreflect.EnumNumber {
@@ -621,7 +673,7 @@ func (x TurnState) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use TurnState.Descriptor instead.
 func (TurnState) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{9}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{10}
 }
 
 type LoadStage int32
@@ -659,11 +711,11 @@ func (x LoadStage) String() string {
 }
 
 func (LoadStage) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[10].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[11].Descriptor()
 }
 
 func (LoadStage) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[10]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[11]
 }
 
 func (x LoadStage) Number() protoreflect.EnumNumber {
@@ -672,7 +724,7 @@ func (x LoadStage) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use LoadStage.Descriptor instead.
 func (LoadStage) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{10}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{11}
 }
 
 type ModelState int32
@@ -719,11 +771,11 @@ func (x ModelState) String() string {
 }
 
 func (ModelState) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[11].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[12].Descriptor()
 }
 
 func (ModelState) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[11]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[12]
 }
 
 func (x ModelState) Number() protoreflect.EnumNumber {
@@ -732,7 +784,7 @@ func (x ModelState) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use ModelState.Descriptor instead.
 func (ModelState) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{11}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{12}
 }
 
 type GenerateRequest struct {
@@ -780,8 +832,10 @@ type GenerateRequest struct {
 	ResumeToken string `protobuf:"bytes,19,opt,name=resume_token,json=resumeToken,proto3" json:"resume_token,omitempty"`
 	// A template that prints the date prints this turn's. Else it prints the one that the agent's conversation began with, so that midnight costs no memory.
 	RenewTemplateDate bool `protobuf:"varint,20,opt,name=renew_template_date,json=renewTemplateDate,proto3" json:"renew_template_date,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// Whether the reply must be calls of tools. Default: the model decides.
+	ToolChoice    *ToolChoice `protobuf:"bytes,21,opt,name=tool_choice,json=toolChoice,proto3" json:"tool_choice,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *GenerateRequest) Reset() {
@@ -978,6 +1032,13 @@ func (x *GenerateRequest) GetRenewTemplateDate() bool {
 	return false
 }
 
+func (x *GenerateRequest) GetToolChoice() *ToolChoice {
+	if x != nil {
+		return x.ToolChoice
+	}
+	return nil
+}
+
 type isGenerateRequest_Input interface {
 	isGenerateRequest_Input()
 }
@@ -1024,6 +1085,70 @@ func (*GenerateRequest_JsonSchema) isGenerateRequest_ResponseFormat() {}
 
 func (*GenerateRequest_Regex) isGenerateRequest_ResponseFormat() {}
 
+// ToolChoice forces calls: the reply is, from its first token on, calls in the model's own format, whose names are the tools' and whose arguments fit
+// their schemas. REQUIRED and NAMED only with tools, and without a response_format. FAILED_PRECONDITION (NO_FORCED_CALLS) for a model whose format of calls no grammar describes.
+type ToolChoice struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Kind  ToolChoiceKind         `protobuf:"varint,1,opt,name=kind,proto3,enum=kvasir.inference.v1.ToolChoiceKind" json:"kind,omitempty"`
+	// With NAMED: the tool.
+	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	// Only with REQUIRED: exactly one call. Default: one or more.
+	OneCall       bool `protobuf:"varint,3,opt,name=one_call,json=oneCall,proto3" json:"one_call,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ToolChoice) Reset() {
+	*x = ToolChoice{}
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ToolChoice) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ToolChoice) ProtoMessage() {}
+
+func (x *ToolChoice) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ToolChoice.ProtoReflect.Descriptor instead.
+func (*ToolChoice) Descriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *ToolChoice) GetKind() ToolChoiceKind {
+	if x != nil {
+		return x.Kind
+	}
+	return ToolChoiceKind_TOOL_CHOICE_KIND_UNSPECIFIED
+}
+
+func (x *ToolChoice) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *ToolChoice) GetOneCall() bool {
+	if x != nil {
+		return x.OneCall
+	}
+	return false
+}
+
 // OnFull says what happens to a conversation that no longer fits its model's context. The system's messages at its beginning stay, and so do the newest
 // messages; what is left out ends before a user's message. Where one question has many tool calls behind it, the oldest of those go, each with its results, and the question stays. A summary of earlier messages
 // stays until a newer one takes its place. Mostly this is done after a reply, once the memory fills 80 % of the context: the shorter memory is computed
@@ -1043,7 +1168,7 @@ type OnFull struct {
 
 func (x *OnFull) Reset() {
 	*x = OnFull{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[1]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1055,7 +1180,7 @@ func (x *OnFull) String() string {
 func (*OnFull) ProtoMessage() {}
 
 func (x *OnFull) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[1]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1068,7 +1193,7 @@ func (x *OnFull) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OnFull.ProtoReflect.Descriptor instead.
 func (*OnFull) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{1}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *OnFull) GetPolicy() OnFullPolicy {
@@ -1101,7 +1226,7 @@ type MessageList struct {
 
 func (x *MessageList) Reset() {
 	*x = MessageList{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[2]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1113,7 +1238,7 @@ func (x *MessageList) String() string {
 func (*MessageList) ProtoMessage() {}
 
 func (x *MessageList) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[2]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1126,7 +1251,7 @@ func (x *MessageList) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MessageList.ProtoReflect.Descriptor instead.
 func (*MessageList) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{2}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *MessageList) GetMessages() []*v1.Message {
@@ -1148,7 +1273,7 @@ type Tool struct {
 
 func (x *Tool) Reset() {
 	*x = Tool{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[3]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1160,7 +1285,7 @@ func (x *Tool) String() string {
 func (*Tool) ProtoMessage() {}
 
 func (x *Tool) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[3]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1173,7 +1298,7 @@ func (x *Tool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tool.ProtoReflect.Descriptor instead.
 func (*Tool) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{3}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Tool) GetName() string {
@@ -1238,7 +1363,7 @@ type Sampling struct {
 
 func (x *Sampling) Reset() {
 	*x = Sampling{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[4]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1250,7 +1375,7 @@ func (x *Sampling) String() string {
 func (*Sampling) ProtoMessage() {}
 
 func (x *Sampling) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[4]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1263,7 +1388,7 @@ func (x *Sampling) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Sampling.ProtoReflect.Descriptor instead.
 func (*Sampling) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{4}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Sampling) GetMaxTokens() int32 {
@@ -1387,7 +1512,7 @@ type GenerateResponse struct {
 
 func (x *GenerateResponse) Reset() {
 	*x = GenerateResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[5]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1399,7 +1524,7 @@ func (x *GenerateResponse) String() string {
 func (*GenerateResponse) ProtoMessage() {}
 
 func (x *GenerateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[5]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1412,7 +1537,7 @@ func (x *GenerateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GenerateResponse.ProtoReflect.Descriptor instead.
 func (*GenerateResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{5}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *GenerateResponse) GetEvent() isGenerateResponse_Event {
@@ -1517,7 +1642,7 @@ type Moved struct {
 
 func (x *Moved) Reset() {
 	*x = Moved{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[6]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1529,7 +1654,7 @@ func (x *Moved) String() string {
 func (*Moved) ProtoMessage() {}
 
 func (x *Moved) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[6]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1542,7 +1667,7 @@ func (x *Moved) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Moved.ProtoReflect.Descriptor instead.
 func (*Moved) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{6}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Moved) GetPeer() string {
@@ -1594,7 +1719,7 @@ type Started struct {
 
 func (x *Started) Reset() {
 	*x = Started{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[7]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1606,7 +1731,7 @@ func (x *Started) String() string {
 func (*Started) ProtoMessage() {}
 
 func (x *Started) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[7]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1619,7 +1744,7 @@ func (x *Started) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Started.ProtoReflect.Descriptor instead.
 func (*Started) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{7}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Started) GetRequestId() string {
@@ -1716,7 +1841,7 @@ type PrefillProgress struct {
 
 func (x *PrefillProgress) Reset() {
 	*x = PrefillProgress{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[8]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1728,7 +1853,7 @@ func (x *PrefillProgress) String() string {
 func (*PrefillProgress) ProtoMessage() {}
 
 func (x *PrefillProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[8]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1741,7 +1866,7 @@ func (x *PrefillProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillProgress.ProtoReflect.Descriptor instead.
 func (*PrefillProgress) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{8}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *PrefillProgress) GetTokensDone() int64 {
@@ -1777,7 +1902,7 @@ type Delta struct {
 
 func (x *Delta) Reset() {
 	*x = Delta{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[9]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1789,7 +1914,7 @@ func (x *Delta) String() string {
 func (*Delta) ProtoMessage() {}
 
 func (x *Delta) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[9]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1802,7 +1927,7 @@ func (x *Delta) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Delta.ProtoReflect.Descriptor instead.
 func (*Delta) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{9}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Delta) GetText() string {
@@ -1854,7 +1979,7 @@ type TokenLogprobs struct {
 
 func (x *TokenLogprobs) Reset() {
 	*x = TokenLogprobs{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[10]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1866,7 +1991,7 @@ func (x *TokenLogprobs) String() string {
 func (*TokenLogprobs) ProtoMessage() {}
 
 func (x *TokenLogprobs) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[10]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1879,7 +2004,7 @@ func (x *TokenLogprobs) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenLogprobs.ProtoReflect.Descriptor instead.
 func (*TokenLogprobs) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{10}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *TokenLogprobs) GetLogprob() float32 {
@@ -1914,7 +2039,7 @@ type TokenLogprob struct {
 
 func (x *TokenLogprob) Reset() {
 	*x = TokenLogprob{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[11]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1926,7 +2051,7 @@ func (x *TokenLogprob) String() string {
 func (*TokenLogprob) ProtoMessage() {}
 
 func (x *TokenLogprob) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[11]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1939,7 +2064,7 @@ func (x *TokenLogprob) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenLogprob.ProtoReflect.Descriptor instead.
 func (*TokenLogprob) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{11}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *TokenLogprob) GetTokenId() uint32 {
@@ -1986,7 +2111,7 @@ type Finished struct {
 
 func (x *Finished) Reset() {
 	*x = Finished{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[12]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1998,7 +2123,7 @@ func (x *Finished) String() string {
 func (*Finished) ProtoMessage() {}
 
 func (x *Finished) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[12]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2011,7 +2136,7 @@ func (x *Finished) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Finished.ProtoReflect.Descriptor instead.
 func (*Finished) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{12}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Finished) GetReason() FinishReason {
@@ -2100,7 +2225,7 @@ type Shortening struct {
 
 func (x *Shortening) Reset() {
 	*x = Shortening{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[13]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2112,7 +2237,7 @@ func (x *Shortening) String() string {
 func (*Shortening) ProtoMessage() {}
 
 func (x *Shortening) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[13]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2125,7 +2250,7 @@ func (x *Shortening) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Shortening.ProtoReflect.Descriptor instead.
 func (*Shortening) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{13}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Shortening) GetPolicy() OnFullPolicy {
@@ -2167,7 +2292,7 @@ type Usage struct {
 
 func (x *Usage) Reset() {
 	*x = Usage{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2179,7 +2304,7 @@ func (x *Usage) String() string {
 func (*Usage) ProtoMessage() {}
 
 func (x *Usage) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2192,7 +2317,7 @@ func (x *Usage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Usage.ProtoReflect.Descriptor instead.
 func (*Usage) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{14}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Usage) GetPromptTokens() int64 {
@@ -2231,7 +2356,7 @@ type Timings struct {
 
 func (x *Timings) Reset() {
 	*x = Timings{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2243,7 +2368,7 @@ func (x *Timings) String() string {
 func (*Timings) ProtoMessage() {}
 
 func (x *Timings) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2256,7 +2381,7 @@ func (x *Timings) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Timings.ProtoReflect.Descriptor instead.
 func (*Timings) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{15}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Timings) GetQueue() *durationpb.Duration {
@@ -2311,7 +2436,7 @@ type SnapshotOutcome struct {
 
 func (x *SnapshotOutcome) Reset() {
 	*x = SnapshotOutcome{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2323,7 +2448,7 @@ func (x *SnapshotOutcome) String() string {
 func (*SnapshotOutcome) ProtoMessage() {}
 
 func (x *SnapshotOutcome) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2336,7 +2461,7 @@ func (x *SnapshotOutcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotOutcome.ProtoReflect.Descriptor instead.
 func (*SnapshotOutcome) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{16}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *SnapshotOutcome) GetState() SnapshotState {
@@ -2382,7 +2507,7 @@ type ListTurnsRequest struct {
 
 func (x *ListTurnsRequest) Reset() {
 	*x = ListTurnsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2394,7 +2519,7 @@ func (x *ListTurnsRequest) String() string {
 func (*ListTurnsRequest) ProtoMessage() {}
 
 func (x *ListTurnsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2407,7 +2532,7 @@ func (x *ListTurnsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTurnsRequest.ProtoReflect.Descriptor instead.
 func (*ListTurnsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{17}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{18}
 }
 
 type ListTurnsResponse struct {
@@ -2420,7 +2545,7 @@ type ListTurnsResponse struct {
 
 func (x *ListTurnsResponse) Reset() {
 	*x = ListTurnsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2432,7 +2557,7 @@ func (x *ListTurnsResponse) String() string {
 func (*ListTurnsResponse) ProtoMessage() {}
 
 func (x *ListTurnsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2445,7 +2570,7 @@ func (x *ListTurnsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTurnsResponse.ProtoReflect.Descriptor instead.
 func (*ListTurnsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{18}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *ListTurnsResponse) GetTurns() []*Turn {
@@ -2477,7 +2602,7 @@ type Turn struct {
 
 func (x *Turn) Reset() {
 	*x = Turn{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2489,7 +2614,7 @@ func (x *Turn) String() string {
 func (*Turn) ProtoMessage() {}
 
 func (x *Turn) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2502,7 +2627,7 @@ func (x *Turn) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Turn.ProtoReflect.Descriptor instead.
 func (*Turn) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{19}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Turn) GetRequestId() string {
@@ -2570,7 +2695,7 @@ type CancelTurnRequest struct {
 
 func (x *CancelTurnRequest) Reset() {
 	*x = CancelTurnRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2582,7 +2707,7 @@ func (x *CancelTurnRequest) String() string {
 func (*CancelTurnRequest) ProtoMessage() {}
 
 func (x *CancelTurnRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2595,7 +2720,7 @@ func (x *CancelTurnRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelTurnRequest.ProtoReflect.Descriptor instead.
 func (*CancelTurnRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{20}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *CancelTurnRequest) GetRequestId() string {
@@ -2615,7 +2740,7 @@ type CancelTurnResponse struct {
 
 func (x *CancelTurnResponse) Reset() {
 	*x = CancelTurnResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2627,7 +2752,7 @@ func (x *CancelTurnResponse) String() string {
 func (*CancelTurnResponse) ProtoMessage() {}
 
 func (x *CancelTurnResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2640,7 +2765,7 @@ func (x *CancelTurnResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelTurnResponse.ProtoReflect.Descriptor instead.
 func (*CancelTurnResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{21}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *CancelTurnResponse) GetFinished() []*Finished {
@@ -2660,7 +2785,7 @@ type ListHotMemoriesRequest struct {
 
 func (x *ListHotMemoriesRequest) Reset() {
 	*x = ListHotMemoriesRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2672,7 +2797,7 @@ func (x *ListHotMemoriesRequest) String() string {
 func (*ListHotMemoriesRequest) ProtoMessage() {}
 
 func (x *ListHotMemoriesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2685,7 +2810,7 @@ func (x *ListHotMemoriesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListHotMemoriesRequest.ProtoReflect.Descriptor instead.
 func (*ListHotMemoriesRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{22}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *ListHotMemoriesRequest) GetAgentIds() []string {
@@ -2705,7 +2830,7 @@ type ListHotMemoriesResponse struct {
 
 func (x *ListHotMemoriesResponse) Reset() {
 	*x = ListHotMemoriesResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2717,7 +2842,7 @@ func (x *ListHotMemoriesResponse) String() string {
 func (*ListHotMemoriesResponse) ProtoMessage() {}
 
 func (x *ListHotMemoriesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2730,7 +2855,7 @@ func (x *ListHotMemoriesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListHotMemoriesResponse.ProtoReflect.Descriptor instead.
 func (*ListHotMemoriesResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{23}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *ListHotMemoriesResponse) GetMemories() []*HotMemory {
@@ -2758,7 +2883,7 @@ type HotMemory struct {
 
 func (x *HotMemory) Reset() {
 	*x = HotMemory{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2770,7 +2895,7 @@ func (x *HotMemory) String() string {
 func (*HotMemory) ProtoMessage() {}
 
 func (x *HotMemory) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2783,7 +2908,7 @@ func (x *HotMemory) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HotMemory.ProtoReflect.Descriptor instead.
 func (*HotMemory) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{24}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *HotMemory) GetAgentId() string {
@@ -2843,7 +2968,7 @@ type WarmRequest struct {
 
 func (x *WarmRequest) Reset() {
 	*x = WarmRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2855,7 +2980,7 @@ func (x *WarmRequest) String() string {
 func (*WarmRequest) ProtoMessage() {}
 
 func (x *WarmRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2868,7 +2993,7 @@ func (x *WarmRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmRequest.ProtoReflect.Descriptor instead.
 func (*WarmRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{25}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *WarmRequest) GetModel() string {
@@ -2972,7 +3097,7 @@ type WarmResponse struct {
 
 func (x *WarmResponse) Reset() {
 	*x = WarmResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2984,7 +3109,7 @@ func (x *WarmResponse) String() string {
 func (*WarmResponse) ProtoMessage() {}
 
 func (x *WarmResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2997,7 +3122,7 @@ func (x *WarmResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmResponse.ProtoReflect.Descriptor instead.
 func (*WarmResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{26}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *WarmResponse) GetModel() string {
@@ -3093,7 +3218,7 @@ type CountTokensRequest struct {
 
 func (x *CountTokensRequest) Reset() {
 	*x = CountTokensRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3105,7 +3230,7 @@ func (x *CountTokensRequest) String() string {
 func (*CountTokensRequest) ProtoMessage() {}
 
 func (x *CountTokensRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3118,7 +3243,7 @@ func (x *CountTokensRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CountTokensRequest.ProtoReflect.Descriptor instead.
 func (*CountTokensRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{27}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *CountTokensRequest) GetModel() string {
@@ -3187,7 +3312,7 @@ type CountTokensResponse struct {
 
 func (x *CountTokensResponse) Reset() {
 	*x = CountTokensResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3199,7 +3324,7 @@ func (x *CountTokensResponse) String() string {
 func (*CountTokensResponse) ProtoMessage() {}
 
 func (x *CountTokensResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3212,7 +3337,7 @@ func (x *CountTokensResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CountTokensResponse.ProtoReflect.Descriptor instead.
 func (*CountTokensResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{28}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *CountTokensResponse) GetTokens() int64 {
@@ -3241,7 +3366,7 @@ type LoadModelRequest struct {
 
 func (x *LoadModelRequest) Reset() {
 	*x = LoadModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3253,7 +3378,7 @@ func (x *LoadModelRequest) String() string {
 func (*LoadModelRequest) ProtoMessage() {}
 
 func (x *LoadModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3266,7 +3391,7 @@ func (x *LoadModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadModelRequest.ProtoReflect.Descriptor instead.
 func (*LoadModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{29}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *LoadModelRequest) GetModel() string {
@@ -3296,7 +3421,7 @@ type LoadModelResponse struct {
 
 func (x *LoadModelResponse) Reset() {
 	*x = LoadModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3308,7 +3433,7 @@ func (x *LoadModelResponse) String() string {
 func (*LoadModelResponse) ProtoMessage() {}
 
 func (x *LoadModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3321,7 +3446,7 @@ func (x *LoadModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadModelResponse.ProtoReflect.Descriptor instead.
 func (*LoadModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{30}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *LoadModelResponse) GetEvent() isLoadModelResponse_Event {
@@ -3376,7 +3501,7 @@ type LoadProgress struct {
 
 func (x *LoadProgress) Reset() {
 	*x = LoadProgress{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3388,7 +3513,7 @@ func (x *LoadProgress) String() string {
 func (*LoadProgress) ProtoMessage() {}
 
 func (x *LoadProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3401,7 +3526,7 @@ func (x *LoadProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadProgress.ProtoReflect.Descriptor instead.
 func (*LoadProgress) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{31}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *LoadProgress) GetStage() LoadStage {
@@ -3429,7 +3554,7 @@ type LoadedModel struct {
 
 func (x *LoadedModel) Reset() {
 	*x = LoadedModel{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3441,7 +3566,7 @@ func (x *LoadedModel) String() string {
 func (*LoadedModel) ProtoMessage() {}
 
 func (x *LoadedModel) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3454,7 +3579,7 @@ func (x *LoadedModel) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadedModel.ProtoReflect.Descriptor instead.
 func (*LoadedModel) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{32}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *LoadedModel) GetModel() *Model {
@@ -3483,7 +3608,7 @@ type UnloadModelRequest struct {
 
 func (x *UnloadModelRequest) Reset() {
 	*x = UnloadModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3495,7 +3620,7 @@ func (x *UnloadModelRequest) String() string {
 func (*UnloadModelRequest) ProtoMessage() {}
 
 func (x *UnloadModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3508,7 +3633,7 @@ func (x *UnloadModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadModelRequest.ProtoReflect.Descriptor instead.
 func (*UnloadModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{33}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *UnloadModelRequest) GetModel() string {
@@ -3534,7 +3659,7 @@ type UnloadModelResponse struct {
 
 func (x *UnloadModelResponse) Reset() {
 	*x = UnloadModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3546,7 +3671,7 @@ func (x *UnloadModelResponse) String() string {
 func (*UnloadModelResponse) ProtoMessage() {}
 
 func (x *UnloadModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3559,7 +3684,7 @@ func (x *UnloadModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadModelResponse.ProtoReflect.Descriptor instead.
 func (*UnloadModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{34}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *UnloadModelResponse) GetLeft() *MemoriesLeft {
@@ -3582,7 +3707,7 @@ type MemoriesLeft struct {
 
 func (x *MemoriesLeft) Reset() {
 	*x = MemoriesLeft{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3594,7 +3719,7 @@ func (x *MemoriesLeft) String() string {
 func (*MemoriesLeft) ProtoMessage() {}
 
 func (x *MemoriesLeft) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3607,7 +3732,7 @@ func (x *MemoriesLeft) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemoriesLeft.ProtoReflect.Descriptor instead.
 func (*MemoriesLeft) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{35}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *MemoriesLeft) GetStored() int64 {
@@ -3632,7 +3757,7 @@ type ListModelsRequest struct {
 
 func (x *ListModelsRequest) Reset() {
 	*x = ListModelsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3644,7 +3769,7 @@ func (x *ListModelsRequest) String() string {
 func (*ListModelsRequest) ProtoMessage() {}
 
 func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3657,7 +3782,7 @@ func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsRequest.ProtoReflect.Descriptor instead.
 func (*ListModelsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{36}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{37}
 }
 
 type ListModelsResponse struct {
@@ -3669,7 +3794,7 @@ type ListModelsResponse struct {
 
 func (x *ListModelsResponse) Reset() {
 	*x = ListModelsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3681,7 +3806,7 @@ func (x *ListModelsResponse) String() string {
 func (*ListModelsResponse) ProtoMessage() {}
 
 func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3694,7 +3819,7 @@ func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsResponse.ProtoReflect.Descriptor instead.
 func (*ListModelsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{37}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *ListModelsResponse) GetModels() []*Model {
@@ -3714,7 +3839,7 @@ type GetModelRequest struct {
 
 func (x *GetModelRequest) Reset() {
 	*x = GetModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3726,7 +3851,7 @@ func (x *GetModelRequest) String() string {
 func (*GetModelRequest) ProtoMessage() {}
 
 func (x *GetModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3739,7 +3864,7 @@ func (x *GetModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetModelRequest.ProtoReflect.Descriptor instead.
 func (*GetModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{38}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *GetModelRequest) GetModel() string {
@@ -3758,7 +3883,7 @@ type GetModelResponse struct {
 
 func (x *GetModelResponse) Reset() {
 	*x = GetModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3770,7 +3895,7 @@ func (x *GetModelResponse) String() string {
 func (*GetModelResponse) ProtoMessage() {}
 
 func (x *GetModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3783,7 +3908,7 @@ func (x *GetModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetModelResponse.ProtoReflect.Descriptor instead.
 func (*GetModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{39}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *GetModelResponse) GetModel() *Model {
@@ -3821,7 +3946,7 @@ type Model struct {
 
 func (x *Model) Reset() {
 	*x = Model{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3833,7 +3958,7 @@ func (x *Model) String() string {
 func (*Model) ProtoMessage() {}
 
 func (x *Model) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3846,7 +3971,7 @@ func (x *Model) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Model.ProtoReflect.Descriptor instead.
 func (*Model) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{40}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *Model) GetName() string {
@@ -3962,7 +4087,7 @@ type GetCapabilitiesRequest struct {
 
 func (x *GetCapabilitiesRequest) Reset() {
 	*x = GetCapabilitiesRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3974,7 +4099,7 @@ func (x *GetCapabilitiesRequest) String() string {
 func (*GetCapabilitiesRequest) ProtoMessage() {}
 
 func (x *GetCapabilitiesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3987,7 +4112,7 @@ func (x *GetCapabilitiesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCapabilitiesRequest.ProtoReflect.Descriptor instead.
 func (*GetCapabilitiesRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{41}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{42}
 }
 
 type GetCapabilitiesResponse struct {
@@ -4005,7 +4130,7 @@ type GetCapabilitiesResponse struct {
 
 func (x *GetCapabilitiesResponse) Reset() {
 	*x = GetCapabilitiesResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4017,7 +4142,7 @@ func (x *GetCapabilitiesResponse) String() string {
 func (*GetCapabilitiesResponse) ProtoMessage() {}
 
 func (x *GetCapabilitiesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4030,7 +4155,7 @@ func (x *GetCapabilitiesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCapabilitiesResponse.ProtoReflect.Descriptor instead.
 func (*GetCapabilitiesResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{42}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *GetCapabilitiesResponse) GetVersion() string {
@@ -4088,7 +4213,7 @@ type Limits struct {
 
 func (x *Limits) Reset() {
 	*x = Limits{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4100,7 +4225,7 @@ func (x *Limits) String() string {
 func (*Limits) ProtoMessage() {}
 
 func (x *Limits) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4113,7 +4238,7 @@ func (x *Limits) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Limits.ProtoReflect.Descriptor instead.
 func (*Limits) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{43}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *Limits) GetMaxPromptBytes() int64 {
@@ -4173,7 +4298,7 @@ type GetStatsRequest struct {
 
 func (x *GetStatsRequest) Reset() {
 	*x = GetStatsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4185,7 +4310,7 @@ func (x *GetStatsRequest) String() string {
 func (*GetStatsRequest) ProtoMessage() {}
 
 func (x *GetStatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4198,7 +4323,7 @@ func (x *GetStatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatsRequest.ProtoReflect.Descriptor instead.
 func (*GetStatsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{44}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{45}
 }
 
 type GetStatsResponse struct {
@@ -4218,7 +4343,7 @@ type GetStatsResponse struct {
 
 func (x *GetStatsResponse) Reset() {
 	*x = GetStatsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4230,7 +4355,7 @@ func (x *GetStatsResponse) String() string {
 func (*GetStatsResponse) ProtoMessage() {}
 
 func (x *GetStatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4243,7 +4368,7 @@ func (x *GetStatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatsResponse.ProtoReflect.Descriptor instead.
 func (*GetStatsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{45}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *GetStatsResponse) GetModel() string {
@@ -4317,7 +4442,7 @@ type NamespaceStats struct {
 
 func (x *NamespaceStats) Reset() {
 	*x = NamespaceStats{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4329,7 +4454,7 @@ func (x *NamespaceStats) String() string {
 func (*NamespaceStats) ProtoMessage() {}
 
 func (x *NamespaceStats) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4342,7 +4467,7 @@ func (x *NamespaceStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NamespaceStats.ProtoReflect.Descriptor instead.
 func (*NamespaceStats) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{46}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *NamespaceStats) GetNamespace() string {
@@ -4488,7 +4613,7 @@ type EngineStats struct {
 
 func (x *EngineStats) Reset() {
 	*x = EngineStats{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4500,7 +4625,7 @@ func (x *EngineStats) String() string {
 func (*EngineStats) ProtoMessage() {}
 
 func (x *EngineStats) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4513,7 +4638,7 @@ func (x *EngineStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EngineStats.ProtoReflect.Descriptor instead.
 func (*EngineStats) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{47}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *EngineStats) GetKvMemoryBytes() int64 {
@@ -4583,7 +4708,7 @@ var File_kvasir_inference_v1_inference_proto protoreflect.FileDescriptor
 
 const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\n" +
-	"#kvasir/inference/v1/inference.proto\x12\x13kvasir.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#kvasir/cachestore/v1/identity.proto\x1a#kvasir/cachestore/v1/manifest.proto\x1a\x1ekvasir/common/v1/message.proto\"\xc2\a\n" +
+	"#kvasir/inference/v1/inference.proto\x12\x13kvasir.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#kvasir/cachestore/v1/identity.proto\x1a#kvasir/cachestore/v1/manifest.proto\x1a\x1ekvasir/common/v1/message.proto\"\x84\b\n" +
 	"\x0fGenerateRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -4608,11 +4733,18 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x0ereplace_memory\x18\x11 \x01(\bR\rreplaceMemory\x124\n" +
 	"\aon_full\x18\x12 \x01(\v2\x1b.kvasir.inference.v1.OnFullR\x06onFull\x12!\n" +
 	"\fresume_token\x18\x13 \x01(\tR\vresumeToken\x12.\n" +
-	"\x13renew_template_date\x18\x14 \x01(\bR\x11renewTemplateDateB\a\n" +
+	"\x13renew_template_date\x18\x14 \x01(\bR\x11renewTemplateDate\x12@\n" +
+	"\vtool_choice\x18\x15 \x01(\v2\x1f.kvasir.inference.v1.ToolChoiceR\n" +
+	"toolChoiceB\a\n" +
 	"\x05inputB\x11\n" +
 	"\x0fresponse_formatB\x13\n" +
 	"\x11_expected_versionB\x0f\n" +
-	"\r_base_version\"\x8e\x01\n" +
+	"\r_base_version\"t\n" +
+	"\n" +
+	"ToolChoice\x127\n" +
+	"\x04kind\x18\x01 \x01(\x0e2#.kvasir.inference.v1.ToolChoiceKindR\x04kind\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12\x19\n" +
+	"\bone_call\x18\x03 \x01(\bR\aoneCall\"\x8e\x01\n" +
 	"\x06OnFull\x129\n" +
 	"\x06policy\x18\x01 \x01(\x0e2!.kvasir.inference.v1.OnFullPolicyR\x06policy\x12\x17\n" +
 	"\x04keep\x18\x02 \x01(\x01H\x00R\x04keep\x88\x01\x01\x12'\n" +
@@ -4916,7 +5048,11 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x0fcomputed_tokens\x18\a \x01(\x03R\x0ecomputedTokens\x12 \n" +
 	"\vpreemptions\x18\b \x01(\x03R\vpreemptions\x12\x1f\n" +
 	"\vmodel_loads\x18\t \x01(\x03R\n" +
-	"modelLoads*\x87\x01\n" +
+	"modelLoads*m\n" +
+	"\x0eToolChoiceKind\x12 \n" +
+	"\x1cTOOL_CHOICE_KIND_UNSPECIFIED\x10\x00\x12\x1d\n" +
+	"\x19TOOL_CHOICE_KIND_REQUIRED\x10\x01\x12\x1a\n" +
+	"\x16TOOL_CHOICE_KIND_NAMED\x10\x02*\x87\x01\n" +
 	"\fOnFullPolicy\x12\x1e\n" +
 	"\x1aON_FULL_POLICY_UNSPECIFIED\x10\x00\x12\x19\n" +
 	"\x15ON_FULL_POLICY_REFUSE\x10\x01\x12\x1e\n" +
@@ -5026,184 +5162,188 @@ func file_kvasir_inference_v1_inference_proto_rawDescGZIP() []byte {
 	return file_kvasir_inference_v1_inference_proto_rawDescData
 }
 
-var file_kvasir_inference_v1_inference_proto_enumTypes = make([]protoimpl.EnumInfo, 12)
-var file_kvasir_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 55)
+var file_kvasir_inference_v1_inference_proto_enumTypes = make([]protoimpl.EnumInfo, 13)
+var file_kvasir_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 56)
 var file_kvasir_inference_v1_inference_proto_goTypes = []any{
-	(OnFullPolicy)(0),               // 0: kvasir.inference.v1.OnFullPolicy
-	(MemoryMode)(0),                 // 1: kvasir.inference.v1.MemoryMode
-	(Priority)(0),                   // 2: kvasir.inference.v1.Priority
-	(Continuation)(0),               // 3: kvasir.inference.v1.Continuation
-	(CacheSource)(0),                // 4: kvasir.inference.v1.CacheSource
-	(PrefixMatch)(0),                // 5: kvasir.inference.v1.PrefixMatch
-	(MissReason)(0),                 // 6: kvasir.inference.v1.MissReason
-	(FinishReason)(0),               // 7: kvasir.inference.v1.FinishReason
-	(SnapshotState)(0),              // 8: kvasir.inference.v1.SnapshotState
-	(TurnState)(0),                  // 9: kvasir.inference.v1.TurnState
-	(LoadStage)(0),                  // 10: kvasir.inference.v1.LoadStage
-	(ModelState)(0),                 // 11: kvasir.inference.v1.ModelState
-	(*GenerateRequest)(nil),         // 12: kvasir.inference.v1.GenerateRequest
-	(*OnFull)(nil),                  // 13: kvasir.inference.v1.OnFull
-	(*MessageList)(nil),             // 14: kvasir.inference.v1.MessageList
-	(*Tool)(nil),                    // 15: kvasir.inference.v1.Tool
-	(*Sampling)(nil),                // 16: kvasir.inference.v1.Sampling
-	(*GenerateResponse)(nil),        // 17: kvasir.inference.v1.GenerateResponse
-	(*Moved)(nil),                   // 18: kvasir.inference.v1.Moved
-	(*Started)(nil),                 // 19: kvasir.inference.v1.Started
-	(*PrefillProgress)(nil),         // 20: kvasir.inference.v1.PrefillProgress
-	(*Delta)(nil),                   // 21: kvasir.inference.v1.Delta
-	(*TokenLogprobs)(nil),           // 22: kvasir.inference.v1.TokenLogprobs
-	(*TokenLogprob)(nil),            // 23: kvasir.inference.v1.TokenLogprob
-	(*Finished)(nil),                // 24: kvasir.inference.v1.Finished
-	(*Shortening)(nil),              // 25: kvasir.inference.v1.Shortening
-	(*Usage)(nil),                   // 26: kvasir.inference.v1.Usage
-	(*Timings)(nil),                 // 27: kvasir.inference.v1.Timings
-	(*SnapshotOutcome)(nil),         // 28: kvasir.inference.v1.SnapshotOutcome
-	(*ListTurnsRequest)(nil),        // 29: kvasir.inference.v1.ListTurnsRequest
-	(*ListTurnsResponse)(nil),       // 30: kvasir.inference.v1.ListTurnsResponse
-	(*Turn)(nil),                    // 31: kvasir.inference.v1.Turn
-	(*CancelTurnRequest)(nil),       // 32: kvasir.inference.v1.CancelTurnRequest
-	(*CancelTurnResponse)(nil),      // 33: kvasir.inference.v1.CancelTurnResponse
-	(*ListHotMemoriesRequest)(nil),  // 34: kvasir.inference.v1.ListHotMemoriesRequest
-	(*ListHotMemoriesResponse)(nil), // 35: kvasir.inference.v1.ListHotMemoriesResponse
-	(*HotMemory)(nil),               // 36: kvasir.inference.v1.HotMemory
-	(*WarmRequest)(nil),             // 37: kvasir.inference.v1.WarmRequest
-	(*WarmResponse)(nil),            // 38: kvasir.inference.v1.WarmResponse
-	(*CountTokensRequest)(nil),      // 39: kvasir.inference.v1.CountTokensRequest
-	(*CountTokensResponse)(nil),     // 40: kvasir.inference.v1.CountTokensResponse
-	(*LoadModelRequest)(nil),        // 41: kvasir.inference.v1.LoadModelRequest
-	(*LoadModelResponse)(nil),       // 42: kvasir.inference.v1.LoadModelResponse
-	(*LoadProgress)(nil),            // 43: kvasir.inference.v1.LoadProgress
-	(*LoadedModel)(nil),             // 44: kvasir.inference.v1.LoadedModel
-	(*UnloadModelRequest)(nil),      // 45: kvasir.inference.v1.UnloadModelRequest
-	(*UnloadModelResponse)(nil),     // 46: kvasir.inference.v1.UnloadModelResponse
-	(*MemoriesLeft)(nil),            // 47: kvasir.inference.v1.MemoriesLeft
-	(*ListModelsRequest)(nil),       // 48: kvasir.inference.v1.ListModelsRequest
-	(*ListModelsResponse)(nil),      // 49: kvasir.inference.v1.ListModelsResponse
-	(*GetModelRequest)(nil),         // 50: kvasir.inference.v1.GetModelRequest
-	(*GetModelResponse)(nil),        // 51: kvasir.inference.v1.GetModelResponse
-	(*Model)(nil),                   // 52: kvasir.inference.v1.Model
-	(*GetCapabilitiesRequest)(nil),  // 53: kvasir.inference.v1.GetCapabilitiesRequest
-	(*GetCapabilitiesResponse)(nil), // 54: kvasir.inference.v1.GetCapabilitiesResponse
-	(*Limits)(nil),                  // 55: kvasir.inference.v1.Limits
-	(*GetStatsRequest)(nil),         // 56: kvasir.inference.v1.GetStatsRequest
-	(*GetStatsResponse)(nil),        // 57: kvasir.inference.v1.GetStatsResponse
-	(*NamespaceStats)(nil),          // 58: kvasir.inference.v1.NamespaceStats
-	(*EngineStats)(nil),             // 59: kvasir.inference.v1.EngineStats
-	nil,                             // 60: kvasir.inference.v1.Sampling.LogitBiasEntry
-	nil,                             // 61: kvasir.inference.v1.NamespaceStats.TurnEndsEntry
-	nil,                             // 62: kvasir.inference.v1.NamespaceStats.RefusalsEntry
-	nil,                             // 63: kvasir.inference.v1.NamespaceStats.SourcesEntry
-	nil,                             // 64: kvasir.inference.v1.NamespaceStats.MissesEntry
-	nil,                             // 65: kvasir.inference.v1.NamespaceStats.PublicationsEntry
-	nil,                             // 66: kvasir.inference.v1.NamespaceStats.MadeGoodEntry
-	(*v1.Message)(nil),              // 67: kvasir.common.v1.Message
-	(*durationpb.Duration)(nil),     // 68: google.protobuf.Duration
-	(*v1.ToolCall)(nil),             // 69: kvasir.common.v1.ToolCall
-	(*v11.Digest)(nil),              // 70: kvasir.cachestore.v1.Digest
-	(*v11.KvIdentity)(nil),          // 71: kvasir.cachestore.v1.KvIdentity
+	(ToolChoiceKind)(0),             // 0: kvasir.inference.v1.ToolChoiceKind
+	(OnFullPolicy)(0),               // 1: kvasir.inference.v1.OnFullPolicy
+	(MemoryMode)(0),                 // 2: kvasir.inference.v1.MemoryMode
+	(Priority)(0),                   // 3: kvasir.inference.v1.Priority
+	(Continuation)(0),               // 4: kvasir.inference.v1.Continuation
+	(CacheSource)(0),                // 5: kvasir.inference.v1.CacheSource
+	(PrefixMatch)(0),                // 6: kvasir.inference.v1.PrefixMatch
+	(MissReason)(0),                 // 7: kvasir.inference.v1.MissReason
+	(FinishReason)(0),               // 8: kvasir.inference.v1.FinishReason
+	(SnapshotState)(0),              // 9: kvasir.inference.v1.SnapshotState
+	(TurnState)(0),                  // 10: kvasir.inference.v1.TurnState
+	(LoadStage)(0),                  // 11: kvasir.inference.v1.LoadStage
+	(ModelState)(0),                 // 12: kvasir.inference.v1.ModelState
+	(*GenerateRequest)(nil),         // 13: kvasir.inference.v1.GenerateRequest
+	(*ToolChoice)(nil),              // 14: kvasir.inference.v1.ToolChoice
+	(*OnFull)(nil),                  // 15: kvasir.inference.v1.OnFull
+	(*MessageList)(nil),             // 16: kvasir.inference.v1.MessageList
+	(*Tool)(nil),                    // 17: kvasir.inference.v1.Tool
+	(*Sampling)(nil),                // 18: kvasir.inference.v1.Sampling
+	(*GenerateResponse)(nil),        // 19: kvasir.inference.v1.GenerateResponse
+	(*Moved)(nil),                   // 20: kvasir.inference.v1.Moved
+	(*Started)(nil),                 // 21: kvasir.inference.v1.Started
+	(*PrefillProgress)(nil),         // 22: kvasir.inference.v1.PrefillProgress
+	(*Delta)(nil),                   // 23: kvasir.inference.v1.Delta
+	(*TokenLogprobs)(nil),           // 24: kvasir.inference.v1.TokenLogprobs
+	(*TokenLogprob)(nil),            // 25: kvasir.inference.v1.TokenLogprob
+	(*Finished)(nil),                // 26: kvasir.inference.v1.Finished
+	(*Shortening)(nil),              // 27: kvasir.inference.v1.Shortening
+	(*Usage)(nil),                   // 28: kvasir.inference.v1.Usage
+	(*Timings)(nil),                 // 29: kvasir.inference.v1.Timings
+	(*SnapshotOutcome)(nil),         // 30: kvasir.inference.v1.SnapshotOutcome
+	(*ListTurnsRequest)(nil),        // 31: kvasir.inference.v1.ListTurnsRequest
+	(*ListTurnsResponse)(nil),       // 32: kvasir.inference.v1.ListTurnsResponse
+	(*Turn)(nil),                    // 33: kvasir.inference.v1.Turn
+	(*CancelTurnRequest)(nil),       // 34: kvasir.inference.v1.CancelTurnRequest
+	(*CancelTurnResponse)(nil),      // 35: kvasir.inference.v1.CancelTurnResponse
+	(*ListHotMemoriesRequest)(nil),  // 36: kvasir.inference.v1.ListHotMemoriesRequest
+	(*ListHotMemoriesResponse)(nil), // 37: kvasir.inference.v1.ListHotMemoriesResponse
+	(*HotMemory)(nil),               // 38: kvasir.inference.v1.HotMemory
+	(*WarmRequest)(nil),             // 39: kvasir.inference.v1.WarmRequest
+	(*WarmResponse)(nil),            // 40: kvasir.inference.v1.WarmResponse
+	(*CountTokensRequest)(nil),      // 41: kvasir.inference.v1.CountTokensRequest
+	(*CountTokensResponse)(nil),     // 42: kvasir.inference.v1.CountTokensResponse
+	(*LoadModelRequest)(nil),        // 43: kvasir.inference.v1.LoadModelRequest
+	(*LoadModelResponse)(nil),       // 44: kvasir.inference.v1.LoadModelResponse
+	(*LoadProgress)(nil),            // 45: kvasir.inference.v1.LoadProgress
+	(*LoadedModel)(nil),             // 46: kvasir.inference.v1.LoadedModel
+	(*UnloadModelRequest)(nil),      // 47: kvasir.inference.v1.UnloadModelRequest
+	(*UnloadModelResponse)(nil),     // 48: kvasir.inference.v1.UnloadModelResponse
+	(*MemoriesLeft)(nil),            // 49: kvasir.inference.v1.MemoriesLeft
+	(*ListModelsRequest)(nil),       // 50: kvasir.inference.v1.ListModelsRequest
+	(*ListModelsResponse)(nil),      // 51: kvasir.inference.v1.ListModelsResponse
+	(*GetModelRequest)(nil),         // 52: kvasir.inference.v1.GetModelRequest
+	(*GetModelResponse)(nil),        // 53: kvasir.inference.v1.GetModelResponse
+	(*Model)(nil),                   // 54: kvasir.inference.v1.Model
+	(*GetCapabilitiesRequest)(nil),  // 55: kvasir.inference.v1.GetCapabilitiesRequest
+	(*GetCapabilitiesResponse)(nil), // 56: kvasir.inference.v1.GetCapabilitiesResponse
+	(*Limits)(nil),                  // 57: kvasir.inference.v1.Limits
+	(*GetStatsRequest)(nil),         // 58: kvasir.inference.v1.GetStatsRequest
+	(*GetStatsResponse)(nil),        // 59: kvasir.inference.v1.GetStatsResponse
+	(*NamespaceStats)(nil),          // 60: kvasir.inference.v1.NamespaceStats
+	(*EngineStats)(nil),             // 61: kvasir.inference.v1.EngineStats
+	nil,                             // 62: kvasir.inference.v1.Sampling.LogitBiasEntry
+	nil,                             // 63: kvasir.inference.v1.NamespaceStats.TurnEndsEntry
+	nil,                             // 64: kvasir.inference.v1.NamespaceStats.RefusalsEntry
+	nil,                             // 65: kvasir.inference.v1.NamespaceStats.SourcesEntry
+	nil,                             // 66: kvasir.inference.v1.NamespaceStats.MissesEntry
+	nil,                             // 67: kvasir.inference.v1.NamespaceStats.PublicationsEntry
+	nil,                             // 68: kvasir.inference.v1.NamespaceStats.MadeGoodEntry
+	(*v1.Message)(nil),              // 69: kvasir.common.v1.Message
+	(*durationpb.Duration)(nil),     // 70: google.protobuf.Duration
+	(*v1.ToolCall)(nil),             // 71: kvasir.common.v1.ToolCall
+	(*v11.Digest)(nil),              // 72: kvasir.cachestore.v1.Digest
+	(*v11.KvIdentity)(nil),          // 73: kvasir.cachestore.v1.KvIdentity
 }
 var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
-	14, // 0: kvasir.inference.v1.GenerateRequest.messages:type_name -> kvasir.inference.v1.MessageList
-	14, // 1: kvasir.inference.v1.GenerateRequest.append_messages:type_name -> kvasir.inference.v1.MessageList
-	16, // 2: kvasir.inference.v1.GenerateRequest.sampling:type_name -> kvasir.inference.v1.Sampling
-	15, // 3: kvasir.inference.v1.GenerateRequest.tools:type_name -> kvasir.inference.v1.Tool
-	2,  // 4: kvasir.inference.v1.GenerateRequest.priority:type_name -> kvasir.inference.v1.Priority
-	1,  // 5: kvasir.inference.v1.GenerateRequest.memory_mode:type_name -> kvasir.inference.v1.MemoryMode
-	13, // 6: kvasir.inference.v1.GenerateRequest.on_full:type_name -> kvasir.inference.v1.OnFull
-	0,  // 7: kvasir.inference.v1.OnFull.policy:type_name -> kvasir.inference.v1.OnFullPolicy
-	67, // 8: kvasir.inference.v1.MessageList.messages:type_name -> kvasir.common.v1.Message
-	60, // 9: kvasir.inference.v1.Sampling.logit_bias:type_name -> kvasir.inference.v1.Sampling.LogitBiasEntry
-	19, // 10: kvasir.inference.v1.GenerateResponse.started:type_name -> kvasir.inference.v1.Started
-	20, // 11: kvasir.inference.v1.GenerateResponse.prefill_progress:type_name -> kvasir.inference.v1.PrefillProgress
-	21, // 12: kvasir.inference.v1.GenerateResponse.delta:type_name -> kvasir.inference.v1.Delta
-	24, // 13: kvasir.inference.v1.GenerateResponse.finished:type_name -> kvasir.inference.v1.Finished
-	18, // 14: kvasir.inference.v1.GenerateResponse.moved:type_name -> kvasir.inference.v1.Moved
-	68, // 15: kvasir.inference.v1.Moved.expires_in:type_name -> google.protobuf.Duration
-	4,  // 16: kvasir.inference.v1.Started.source:type_name -> kvasir.inference.v1.CacheSource
-	6,  // 17: kvasir.inference.v1.Started.miss:type_name -> kvasir.inference.v1.MissReason
-	5,  // 18: kvasir.inference.v1.Started.match:type_name -> kvasir.inference.v1.PrefixMatch
-	3,  // 19: kvasir.inference.v1.Started.continuation:type_name -> kvasir.inference.v1.Continuation
-	22, // 20: kvasir.inference.v1.Delta.logprobs:type_name -> kvasir.inference.v1.TokenLogprobs
-	23, // 21: kvasir.inference.v1.TokenLogprobs.top:type_name -> kvasir.inference.v1.TokenLogprob
-	7,  // 22: kvasir.inference.v1.Finished.reason:type_name -> kvasir.inference.v1.FinishReason
-	26, // 23: kvasir.inference.v1.Finished.usage:type_name -> kvasir.inference.v1.Usage
-	27, // 24: kvasir.inference.v1.Finished.timings:type_name -> kvasir.inference.v1.Timings
-	28, // 25: kvasir.inference.v1.Finished.snapshot:type_name -> kvasir.inference.v1.SnapshotOutcome
-	69, // 26: kvasir.inference.v1.Finished.tool_calls:type_name -> kvasir.common.v1.ToolCall
-	25, // 27: kvasir.inference.v1.Finished.shortening:type_name -> kvasir.inference.v1.Shortening
-	0,  // 28: kvasir.inference.v1.Shortening.policy:type_name -> kvasir.inference.v1.OnFullPolicy
-	68, // 29: kvasir.inference.v1.Timings.queue:type_name -> google.protobuf.Duration
-	68, // 30: kvasir.inference.v1.Timings.restore:type_name -> google.protobuf.Duration
-	68, // 31: kvasir.inference.v1.Timings.prefill:type_name -> google.protobuf.Duration
-	68, // 32: kvasir.inference.v1.Timings.first_token:type_name -> google.protobuf.Duration
-	68, // 33: kvasir.inference.v1.Timings.decode:type_name -> google.protobuf.Duration
-	8,  // 34: kvasir.inference.v1.SnapshotOutcome.state:type_name -> kvasir.inference.v1.SnapshotState
-	70, // 35: kvasir.inference.v1.SnapshotOutcome.manifest:type_name -> kvasir.cachestore.v1.Digest
-	31, // 36: kvasir.inference.v1.ListTurnsResponse.turns:type_name -> kvasir.inference.v1.Turn
-	9,  // 37: kvasir.inference.v1.Turn.state:type_name -> kvasir.inference.v1.TurnState
-	68, // 38: kvasir.inference.v1.Turn.age:type_name -> google.protobuf.Duration
-	24, // 39: kvasir.inference.v1.CancelTurnResponse.finished:type_name -> kvasir.inference.v1.Finished
-	36, // 40: kvasir.inference.v1.ListHotMemoriesResponse.memories:type_name -> kvasir.inference.v1.HotMemory
-	14, // 41: kvasir.inference.v1.WarmRequest.messages:type_name -> kvasir.inference.v1.MessageList
-	14, // 42: kvasir.inference.v1.WarmRequest.append_messages:type_name -> kvasir.inference.v1.MessageList
-	15, // 43: kvasir.inference.v1.WarmRequest.tools:type_name -> kvasir.inference.v1.Tool
-	4,  // 44: kvasir.inference.v1.WarmResponse.source:type_name -> kvasir.inference.v1.CacheSource
-	6,  // 45: kvasir.inference.v1.WarmResponse.miss:type_name -> kvasir.inference.v1.MissReason
-	5,  // 46: kvasir.inference.v1.WarmResponse.match:type_name -> kvasir.inference.v1.PrefixMatch
-	68, // 47: kvasir.inference.v1.WarmResponse.restore:type_name -> google.protobuf.Duration
-	68, // 48: kvasir.inference.v1.WarmResponse.prefill:type_name -> google.protobuf.Duration
-	14, // 49: kvasir.inference.v1.CountTokensRequest.messages:type_name -> kvasir.inference.v1.MessageList
-	15, // 50: kvasir.inference.v1.CountTokensRequest.tools:type_name -> kvasir.inference.v1.Tool
-	43, // 51: kvasir.inference.v1.LoadModelResponse.progress:type_name -> kvasir.inference.v1.LoadProgress
-	44, // 52: kvasir.inference.v1.LoadModelResponse.done:type_name -> kvasir.inference.v1.LoadedModel
-	10, // 53: kvasir.inference.v1.LoadProgress.stage:type_name -> kvasir.inference.v1.LoadStage
-	68, // 54: kvasir.inference.v1.LoadProgress.elapsed:type_name -> google.protobuf.Duration
-	52, // 55: kvasir.inference.v1.LoadedModel.model:type_name -> kvasir.inference.v1.Model
-	47, // 56: kvasir.inference.v1.LoadedModel.left:type_name -> kvasir.inference.v1.MemoriesLeft
-	47, // 57: kvasir.inference.v1.UnloadModelResponse.left:type_name -> kvasir.inference.v1.MemoriesLeft
-	52, // 58: kvasir.inference.v1.ListModelsResponse.models:type_name -> kvasir.inference.v1.Model
-	52, // 59: kvasir.inference.v1.GetModelResponse.model:type_name -> kvasir.inference.v1.Model
-	71, // 60: kvasir.inference.v1.Model.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
-	11, // 61: kvasir.inference.v1.Model.state:type_name -> kvasir.inference.v1.ModelState
-	55, // 62: kvasir.inference.v1.GetCapabilitiesResponse.limits:type_name -> kvasir.inference.v1.Limits
-	68, // 63: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
-	58, // 64: kvasir.inference.v1.GetStatsResponse.namespaces:type_name -> kvasir.inference.v1.NamespaceStats
-	59, // 65: kvasir.inference.v1.GetStatsResponse.engine:type_name -> kvasir.inference.v1.EngineStats
-	61, // 66: kvasir.inference.v1.NamespaceStats.turn_ends:type_name -> kvasir.inference.v1.NamespaceStats.TurnEndsEntry
-	62, // 67: kvasir.inference.v1.NamespaceStats.refusals:type_name -> kvasir.inference.v1.NamespaceStats.RefusalsEntry
-	63, // 68: kvasir.inference.v1.NamespaceStats.sources:type_name -> kvasir.inference.v1.NamespaceStats.SourcesEntry
-	64, // 69: kvasir.inference.v1.NamespaceStats.misses:type_name -> kvasir.inference.v1.NamespaceStats.MissesEntry
-	65, // 70: kvasir.inference.v1.NamespaceStats.publications:type_name -> kvasir.inference.v1.NamespaceStats.PublicationsEntry
-	66, // 71: kvasir.inference.v1.NamespaceStats.made_good:type_name -> kvasir.inference.v1.NamespaceStats.MadeGoodEntry
-	12, // 72: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
-	29, // 73: kvasir.inference.v1.InferenceService.ListTurns:input_type -> kvasir.inference.v1.ListTurnsRequest
-	32, // 74: kvasir.inference.v1.InferenceService.CancelTurn:input_type -> kvasir.inference.v1.CancelTurnRequest
-	34, // 75: kvasir.inference.v1.InferenceService.ListHotMemories:input_type -> kvasir.inference.v1.ListHotMemoriesRequest
-	37, // 76: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
-	39, // 77: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
-	48, // 78: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
-	41, // 79: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
-	45, // 80: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
-	50, // 81: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
-	53, // 82: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
-	56, // 83: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
-	17, // 84: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
-	30, // 85: kvasir.inference.v1.InferenceService.ListTurns:output_type -> kvasir.inference.v1.ListTurnsResponse
-	33, // 86: kvasir.inference.v1.InferenceService.CancelTurn:output_type -> kvasir.inference.v1.CancelTurnResponse
-	35, // 87: kvasir.inference.v1.InferenceService.ListHotMemories:output_type -> kvasir.inference.v1.ListHotMemoriesResponse
-	38, // 88: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
-	40, // 89: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
-	49, // 90: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
-	42, // 91: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
-	46, // 92: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
-	51, // 93: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
-	54, // 94: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
-	57, // 95: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
-	84, // [84:96] is the sub-list for method output_type
-	72, // [72:84] is the sub-list for method input_type
-	72, // [72:72] is the sub-list for extension type_name
-	72, // [72:72] is the sub-list for extension extendee
-	0,  // [0:72] is the sub-list for field type_name
+	16, // 0: kvasir.inference.v1.GenerateRequest.messages:type_name -> kvasir.inference.v1.MessageList
+	16, // 1: kvasir.inference.v1.GenerateRequest.append_messages:type_name -> kvasir.inference.v1.MessageList
+	18, // 2: kvasir.inference.v1.GenerateRequest.sampling:type_name -> kvasir.inference.v1.Sampling
+	17, // 3: kvasir.inference.v1.GenerateRequest.tools:type_name -> kvasir.inference.v1.Tool
+	3,  // 4: kvasir.inference.v1.GenerateRequest.priority:type_name -> kvasir.inference.v1.Priority
+	2,  // 5: kvasir.inference.v1.GenerateRequest.memory_mode:type_name -> kvasir.inference.v1.MemoryMode
+	15, // 6: kvasir.inference.v1.GenerateRequest.on_full:type_name -> kvasir.inference.v1.OnFull
+	14, // 7: kvasir.inference.v1.GenerateRequest.tool_choice:type_name -> kvasir.inference.v1.ToolChoice
+	0,  // 8: kvasir.inference.v1.ToolChoice.kind:type_name -> kvasir.inference.v1.ToolChoiceKind
+	1,  // 9: kvasir.inference.v1.OnFull.policy:type_name -> kvasir.inference.v1.OnFullPolicy
+	69, // 10: kvasir.inference.v1.MessageList.messages:type_name -> kvasir.common.v1.Message
+	62, // 11: kvasir.inference.v1.Sampling.logit_bias:type_name -> kvasir.inference.v1.Sampling.LogitBiasEntry
+	21, // 12: kvasir.inference.v1.GenerateResponse.started:type_name -> kvasir.inference.v1.Started
+	22, // 13: kvasir.inference.v1.GenerateResponse.prefill_progress:type_name -> kvasir.inference.v1.PrefillProgress
+	23, // 14: kvasir.inference.v1.GenerateResponse.delta:type_name -> kvasir.inference.v1.Delta
+	26, // 15: kvasir.inference.v1.GenerateResponse.finished:type_name -> kvasir.inference.v1.Finished
+	20, // 16: kvasir.inference.v1.GenerateResponse.moved:type_name -> kvasir.inference.v1.Moved
+	70, // 17: kvasir.inference.v1.Moved.expires_in:type_name -> google.protobuf.Duration
+	5,  // 18: kvasir.inference.v1.Started.source:type_name -> kvasir.inference.v1.CacheSource
+	7,  // 19: kvasir.inference.v1.Started.miss:type_name -> kvasir.inference.v1.MissReason
+	6,  // 20: kvasir.inference.v1.Started.match:type_name -> kvasir.inference.v1.PrefixMatch
+	4,  // 21: kvasir.inference.v1.Started.continuation:type_name -> kvasir.inference.v1.Continuation
+	24, // 22: kvasir.inference.v1.Delta.logprobs:type_name -> kvasir.inference.v1.TokenLogprobs
+	25, // 23: kvasir.inference.v1.TokenLogprobs.top:type_name -> kvasir.inference.v1.TokenLogprob
+	8,  // 24: kvasir.inference.v1.Finished.reason:type_name -> kvasir.inference.v1.FinishReason
+	28, // 25: kvasir.inference.v1.Finished.usage:type_name -> kvasir.inference.v1.Usage
+	29, // 26: kvasir.inference.v1.Finished.timings:type_name -> kvasir.inference.v1.Timings
+	30, // 27: kvasir.inference.v1.Finished.snapshot:type_name -> kvasir.inference.v1.SnapshotOutcome
+	71, // 28: kvasir.inference.v1.Finished.tool_calls:type_name -> kvasir.common.v1.ToolCall
+	27, // 29: kvasir.inference.v1.Finished.shortening:type_name -> kvasir.inference.v1.Shortening
+	1,  // 30: kvasir.inference.v1.Shortening.policy:type_name -> kvasir.inference.v1.OnFullPolicy
+	70, // 31: kvasir.inference.v1.Timings.queue:type_name -> google.protobuf.Duration
+	70, // 32: kvasir.inference.v1.Timings.restore:type_name -> google.protobuf.Duration
+	70, // 33: kvasir.inference.v1.Timings.prefill:type_name -> google.protobuf.Duration
+	70, // 34: kvasir.inference.v1.Timings.first_token:type_name -> google.protobuf.Duration
+	70, // 35: kvasir.inference.v1.Timings.decode:type_name -> google.protobuf.Duration
+	9,  // 36: kvasir.inference.v1.SnapshotOutcome.state:type_name -> kvasir.inference.v1.SnapshotState
+	72, // 37: kvasir.inference.v1.SnapshotOutcome.manifest:type_name -> kvasir.cachestore.v1.Digest
+	33, // 38: kvasir.inference.v1.ListTurnsResponse.turns:type_name -> kvasir.inference.v1.Turn
+	10, // 39: kvasir.inference.v1.Turn.state:type_name -> kvasir.inference.v1.TurnState
+	70, // 40: kvasir.inference.v1.Turn.age:type_name -> google.protobuf.Duration
+	26, // 41: kvasir.inference.v1.CancelTurnResponse.finished:type_name -> kvasir.inference.v1.Finished
+	38, // 42: kvasir.inference.v1.ListHotMemoriesResponse.memories:type_name -> kvasir.inference.v1.HotMemory
+	16, // 43: kvasir.inference.v1.WarmRequest.messages:type_name -> kvasir.inference.v1.MessageList
+	16, // 44: kvasir.inference.v1.WarmRequest.append_messages:type_name -> kvasir.inference.v1.MessageList
+	17, // 45: kvasir.inference.v1.WarmRequest.tools:type_name -> kvasir.inference.v1.Tool
+	5,  // 46: kvasir.inference.v1.WarmResponse.source:type_name -> kvasir.inference.v1.CacheSource
+	7,  // 47: kvasir.inference.v1.WarmResponse.miss:type_name -> kvasir.inference.v1.MissReason
+	6,  // 48: kvasir.inference.v1.WarmResponse.match:type_name -> kvasir.inference.v1.PrefixMatch
+	70, // 49: kvasir.inference.v1.WarmResponse.restore:type_name -> google.protobuf.Duration
+	70, // 50: kvasir.inference.v1.WarmResponse.prefill:type_name -> google.protobuf.Duration
+	16, // 51: kvasir.inference.v1.CountTokensRequest.messages:type_name -> kvasir.inference.v1.MessageList
+	17, // 52: kvasir.inference.v1.CountTokensRequest.tools:type_name -> kvasir.inference.v1.Tool
+	45, // 53: kvasir.inference.v1.LoadModelResponse.progress:type_name -> kvasir.inference.v1.LoadProgress
+	46, // 54: kvasir.inference.v1.LoadModelResponse.done:type_name -> kvasir.inference.v1.LoadedModel
+	11, // 55: kvasir.inference.v1.LoadProgress.stage:type_name -> kvasir.inference.v1.LoadStage
+	70, // 56: kvasir.inference.v1.LoadProgress.elapsed:type_name -> google.protobuf.Duration
+	54, // 57: kvasir.inference.v1.LoadedModel.model:type_name -> kvasir.inference.v1.Model
+	49, // 58: kvasir.inference.v1.LoadedModel.left:type_name -> kvasir.inference.v1.MemoriesLeft
+	49, // 59: kvasir.inference.v1.UnloadModelResponse.left:type_name -> kvasir.inference.v1.MemoriesLeft
+	54, // 60: kvasir.inference.v1.ListModelsResponse.models:type_name -> kvasir.inference.v1.Model
+	54, // 61: kvasir.inference.v1.GetModelResponse.model:type_name -> kvasir.inference.v1.Model
+	73, // 62: kvasir.inference.v1.Model.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
+	12, // 63: kvasir.inference.v1.Model.state:type_name -> kvasir.inference.v1.ModelState
+	57, // 64: kvasir.inference.v1.GetCapabilitiesResponse.limits:type_name -> kvasir.inference.v1.Limits
+	70, // 65: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
+	60, // 66: kvasir.inference.v1.GetStatsResponse.namespaces:type_name -> kvasir.inference.v1.NamespaceStats
+	61, // 67: kvasir.inference.v1.GetStatsResponse.engine:type_name -> kvasir.inference.v1.EngineStats
+	63, // 68: kvasir.inference.v1.NamespaceStats.turn_ends:type_name -> kvasir.inference.v1.NamespaceStats.TurnEndsEntry
+	64, // 69: kvasir.inference.v1.NamespaceStats.refusals:type_name -> kvasir.inference.v1.NamespaceStats.RefusalsEntry
+	65, // 70: kvasir.inference.v1.NamespaceStats.sources:type_name -> kvasir.inference.v1.NamespaceStats.SourcesEntry
+	66, // 71: kvasir.inference.v1.NamespaceStats.misses:type_name -> kvasir.inference.v1.NamespaceStats.MissesEntry
+	67, // 72: kvasir.inference.v1.NamespaceStats.publications:type_name -> kvasir.inference.v1.NamespaceStats.PublicationsEntry
+	68, // 73: kvasir.inference.v1.NamespaceStats.made_good:type_name -> kvasir.inference.v1.NamespaceStats.MadeGoodEntry
+	13, // 74: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
+	31, // 75: kvasir.inference.v1.InferenceService.ListTurns:input_type -> kvasir.inference.v1.ListTurnsRequest
+	34, // 76: kvasir.inference.v1.InferenceService.CancelTurn:input_type -> kvasir.inference.v1.CancelTurnRequest
+	36, // 77: kvasir.inference.v1.InferenceService.ListHotMemories:input_type -> kvasir.inference.v1.ListHotMemoriesRequest
+	39, // 78: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
+	41, // 79: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
+	50, // 80: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
+	43, // 81: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
+	47, // 82: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
+	52, // 83: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
+	55, // 84: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
+	58, // 85: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
+	19, // 86: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
+	32, // 87: kvasir.inference.v1.InferenceService.ListTurns:output_type -> kvasir.inference.v1.ListTurnsResponse
+	35, // 88: kvasir.inference.v1.InferenceService.CancelTurn:output_type -> kvasir.inference.v1.CancelTurnResponse
+	37, // 89: kvasir.inference.v1.InferenceService.ListHotMemories:output_type -> kvasir.inference.v1.ListHotMemoriesResponse
+	40, // 90: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
+	42, // 91: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
+	51, // 92: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
+	44, // 93: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
+	48, // 94: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
+	53, // 95: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
+	56, // 96: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
+	59, // 97: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
+	86, // [86:98] is the sub-list for method output_type
+	74, // [74:86] is the sub-list for method input_type
+	74, // [74:74] is the sub-list for extension type_name
+	74, // [74:74] is the sub-list for extension extendee
+	0,  // [0:74] is the sub-list for field type_name
 }
 
 func init() { file_kvasir_inference_v1_inference_proto_init() }
@@ -5218,25 +5358,25 @@ func file_kvasir_inference_v1_inference_proto_init() {
 		(*GenerateRequest_JsonSchema)(nil),
 		(*GenerateRequest_Regex)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[1].OneofWrappers = []any{}
-	file_kvasir_inference_v1_inference_proto_msgTypes[4].OneofWrappers = []any{}
-	file_kvasir_inference_v1_inference_proto_msgTypes[5].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[2].OneofWrappers = []any{}
+	file_kvasir_inference_v1_inference_proto_msgTypes[5].OneofWrappers = []any{}
+	file_kvasir_inference_v1_inference_proto_msgTypes[6].OneofWrappers = []any{
 		(*GenerateResponse_Started)(nil),
 		(*GenerateResponse_PrefillProgress)(nil),
 		(*GenerateResponse_Delta)(nil),
 		(*GenerateResponse_Finished)(nil),
 		(*GenerateResponse_Moved)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[25].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[26].OneofWrappers = []any{
 		(*WarmRequest_Prompt)(nil),
 		(*WarmRequest_Messages)(nil),
 		(*WarmRequest_AppendMessages)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[27].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[28].OneofWrappers = []any{
 		(*CountTokensRequest_Prompt)(nil),
 		(*CountTokensRequest_Messages)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[30].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[31].OneofWrappers = []any{
 		(*LoadModelResponse_Progress)(nil),
 		(*LoadModelResponse_Done)(nil),
 	}
@@ -5245,8 +5385,8 @@ func file_kvasir_inference_v1_inference_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvasir_inference_v1_inference_proto_rawDesc), len(file_kvasir_inference_v1_inference_proto_rawDesc)),
-			NumEnums:      12,
-			NumMessages:   55,
+			NumEnums:      13,
+			NumMessages:   56,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
