@@ -21,6 +21,7 @@ from tests.gateway.conftest import Front
 from tests.gateway.serving import MODEL
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+FUNCTION: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
 COMPLETIONS, COUNT = "/v1/completions", "/v1/messages/count_tokens"
 HELLO: list[Any] = [{"role": "user", "content": "Hello."}]
 # The least that each API wants.
@@ -75,6 +76,14 @@ def test_a_field_that_changes_no_meaning_is_ignored_and_reported(
     ("path", "change", "field"),
     [
         (CHAT, {"tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        (CHAT, {"tools": [FUNCTION], "parallel_tool_calls": False}, "parallel_tool_calls"),
+        (CHAT, {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {}}}, "tool_choice.name"),
+        (
+            CHAT,
+            {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice.name",
+        ),
         (CHAT, {"functions": [{"name": "f"}]}, "functions"),
         (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
         (CHAT, {"frequency_penalty": 0.5}, "frequency_penalty"),
@@ -84,7 +93,9 @@ def test_a_field_that_changes_no_meaning_is_ignored_and_reported(
         (RESPONSES, {"tools": [{"type": "mcp", "server_url": "https://a.example"}]}, "tools[0].type"),
         (RESPONSES, {"tools": [{"type": "custom", "name": "patch"}]}, "tools[0].type"),
         (RESPONSES, {"tools": [{"type": "function"}]}, "tools[0].name"),
-        (MESSAGES, {"tool_choice": {"type": "any"}, "tools": [{"name": "f"}]}, "tool_choice"),
+        (MESSAGES, {"tool_choice": {"type": "any"}}, "tool_choice"),
+        (MESSAGES, {"tool_choice": {"type": "tool"}, "tools": [{"name": "f"}]}, "tool_choice.name"),
+        (MESSAGES, {"tool_choice": {"type": "tool", "name": "g"}, "tools": [{"name": "f"}]}, "tool_choice.name"),
         (MESSAGES, {"mcp_servers": [{"type": "url", "url": "https://a.example"}]}, "mcp_servers"),
         (MESSAGES, {"thread": "t"}, "thread"),
         (MESSAGES, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),

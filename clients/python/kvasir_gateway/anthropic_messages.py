@@ -23,6 +23,7 @@ from kvasir_gateway.turn import (
     TopK,
     Turn,
     finish_reason,
+    forced_calls,
     format_without_tools,
     function_tool,
     given,
@@ -91,7 +92,7 @@ class CountedMessages(Body):
     messages: Annotated[list[AnthropicMessage], MinLen(1)]
     system: str | list[Block] | None = None
     tools: Annotated[list[AnthropicTool], MaxLen(128)] | None = None
-    tool_choice: AnthropicToolChoice | None = Field(None, description="auto or none.")
+    tool_choice: AnthropicToolChoice | None = Field(None, description="auto, none, any, or tool with its name.")
     thinking: Thinking | None = Field(None, description="disabled hides what the model thought; its length is its own.")
     output_config: OutputConfig | None = None
     cache_control: Block | None = _HINT
@@ -111,6 +112,7 @@ class CountedMessages(Body):
             model=self.model,
             messages=(*opening, *said(self.messages, reading)),
             tools=tools,
+            tool_choice=self._forced_calls(),
             json_schema=format_without_tools(schema, tools, "output_config.format"),
         )
 
@@ -118,14 +120,22 @@ class CountedMessages(Body):
         choice = self.tool_choice
         if choice is not None and choice.type == "none":
             return
-        if choice is not None:
-            refuse_unless(("auto",), {"tool_choice": choice.type})
+        if choice is not None and choice.type == "auto":
             refuse_unless((False,), {"tool_choice.disable_parallel_tool_use": choice.disable_parallel_tool_use})
         for number, tool in enumerate(self.tools or ()):
             if tool.type not in (None, "custom"):
                 reading.ignore_tool(number)
                 continue
             yield function_tool(tool.name, tool.description, tool.input_schema)
+
+    def _forced_calls(self) -> pb.ToolChoice | None:
+        choice = self.tool_choice
+        if choice is None or choice.type not in ("any", "tool"):
+            return None
+        if choice.type == "tool" and choice.name is None:
+            raise InvalidArgument("tool_choice.name: expected a tool's", field="tool_choice.name")
+        name = choice.name if choice.type == "tool" else None
+        return forced_calls(name, one_call=bool(choice.disable_parallel_tool_use))
 
 
 class MessagesRequest(CountedMessages):
@@ -151,6 +161,7 @@ class MessagesRequest(CountedMessages):
             model=counted.model,
             messages=counted.messages,
             tools=counted.tools,
+            tool_choice=counted.tool_choice,
             json_schema=counted.json_schema,
             sampling=reading.length(self.max_tokens)
             | given(

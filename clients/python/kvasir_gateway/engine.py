@@ -54,6 +54,7 @@ class CallerAtEngine:
             json_schema=turn.json_schema,
             regex=turn.regex,
             tools=turn.tools,
+            tool_choice=turn.tool_choice,
             request_id=request_id,
             **turn.memory,
         )

@@ -23,6 +23,7 @@ from kvasir_gateway.turn import (
     Turn,
     comment,
     finish_reason,
+    forced_calls,
     format_without_tools,
     function_tool,
     given,
@@ -136,8 +137,10 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Ge(0), Le(20)] | None = None
     tools: Annotated[list[ChatTool], MaxLen(128)] | None = None
-    tool_choice: str | FreeObject | None = Field(None, description='"auto" or "none".')
-    parallel_tool_calls: bool | None = Field(None, description="true alone.")
+    tool_choice: str | FreeObject | None = Field(
+        None, description='"auto", "none", "required", or the function to call.'
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false only where calls are required: then exactly one.")
     response_format: ResponseFormat | None = None
     reasoning_effort: str | None = Field(None, description="Ignored: the model decides.")
     verbosity: str | None = Field(None, description="Ignored.")
@@ -159,11 +162,12 @@ class ChatRequest(SamplingFields):
         tools = [
             function_tool(t.function.name, t.function.description, t.function.parameters) for t in self.tools or ()
         ]
-        tools = offered(tools, self.tool_choice, self.parallel_tool_calls)
+        tools, tool_choice = offered(tools, self.tool_choice, self.parallel_tool_calls)
         return Turn(
             model=self.model,
             messages=said(self.messages, reading),
             tools=tuple(tools),
+            tool_choice=tool_choice,
             sampling={
                 **self.sampling(reading, self.max_completion_tokens or self.max_tokens),
                 **given(logprobs=self.logprobs, top_logprobs=self.top_logprobs),
@@ -190,14 +194,21 @@ def said(messages: Sequence[ChatMessage], reading: Reading, field: str = "messag
     )
 
 
-def offered(tools: list[pb.Tool], choice: object, parallel: bool | None = None) -> list[pb.Tool]:
-    """The tools that the model may call. Raises InvalidArgument for a choice that cannot be enforced."""
+def offered(tools: list[pb.Tool], choice: object, parallel: bool | None) -> tuple[list[pb.Tool], pb.ToolChoice | None]:
+    """The tools that the model may call, and what it must. Raises InvalidArgument for what cannot be enforced."""
     if choice == "none":
-        return []
+        return [], None
+    if choice == "required":
+        return tools, forced_calls(None, one_call=parallel is False)
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        function = choice.get("function", choice)  # the Responses API has the name beside the type
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidArgument("tool_choice.name: expected a string", field="tool_choice.name")
+        return tools, forced_calls(function["name"], one_call=True)
     refuse_unless(("auto", {"type": "auto"}), {"tool_choice": choice})
     if tools:
         refuse_unless((True,), {"parallel_tool_calls": parallel})
-    return tools
+    return tools, None
 
 
 def whole(asked: Asked, reply: Reply) -> dict[str, Any]:

@@ -112,8 +112,10 @@ class ResponsesRequest(Body):
     temperature: Annotated[float, Ge(0), Le(2)] | None = None
     top_p: Annotated[float, Ge(0), Le(1)] | None = None
     tools: Annotated[list[ResponseTool], MaxLen(128)] | None = None
-    tool_choice: str | FreeObject | None = Field(None, description='"auto" or "none".')
-    parallel_tool_calls: bool | None = Field(None, description="true alone.")
+    tool_choice: str | FreeObject | None = Field(
+        None, description='"auto", "none", "required", or the function to call.'
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false only where calls are required: then exactly one.")
     text: TextSettings | None = None
     reasoning: dict[str, Any] | None = Field(None, description="Ignored: the model decides.")
     truncation: str | None = Field(None, description='"disabled" alone.')
@@ -145,12 +147,13 @@ class ResponsesRequest(Body):
         if self.text is not None:
             reading.ignore_unless(("medium",), **{"text.verbosity": self.text.verbosity})
         system = (Said("system", reading.content("system", [self.instructions])),) if self.instructions else ()
-        tools = offered(list(self._tools(reading)), self.tool_choice, self.parallel_tool_calls)
+        tools, tool_choice = offered(list(self._tools(reading)), self.tool_choice, self.parallel_tool_calls)
         asked = (Said("user", self.input),) if isinstance(self.input, str) else said(self.input, reading)
         return Turn(
             model=self.model,
             messages=(*system, *before, *asked),
             tools=tuple(tools),
+            tool_choice=tool_choice,
             sampling={
                 **reading.length(self.max_output_tokens),
                 **given(temperature=self.temperature, top_p=self.top_p),
@@ -419,7 +422,7 @@ def _response(
         "metadata": request.metadata or {},
         "model": started.model or asked.model,
         "output": output,
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": request.previous_response_id,
         "temperature": request.temperature,
         "text": {"format": text_format},

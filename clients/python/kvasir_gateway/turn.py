@@ -46,6 +46,8 @@ class Turn:
     # Fields of GenerateOptions that say how an agent's memory is used.
     memory: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[pb.Tool, ...] = ()
+    # None: the model decides whether it calls any.
+    tool_choice: pb.ToolChoice | None = None
     # Fields of pb.Sampling; what is absent takes the engine's default.
     sampling: Mapping[str, Any] = field(default_factory=dict)
     json_schema: JsonSchema | None = None
@@ -185,6 +187,13 @@ def refuse_unless(neutral: Iterable[object], given: Mapping[str, object]) -> Non
     for name, value in given.items():
         if value is not None and value not in allowed:
             raise InvalidArgument(f"{name}: this engine cannot apply it; leave it out", field=name)
+
+
+def forced_calls(name: str | None, *, one_call: bool) -> pb.ToolChoice:
+    """Calls that the reply must be: of one tool, or without a name of any."""
+    if name is not None:
+        return pb.ToolChoice(kind=pb.TOOL_CHOICE_KIND_NAMED, name=name)
+    return pb.ToolChoice(kind=pb.TOOL_CHOICE_KIND_REQUIRED, one_call=one_call)
 
 
 def format_without_tools(schema: str | None, tools: Sequence[pb.Tool], field_name: str) -> str | None:
