@@ -6,7 +6,7 @@ the memory extends, and the knowledge of commits whose answers were lost.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 from kvasir import errors
@@ -166,15 +166,16 @@ class Committing:
 
     async def _commit(self, files: MemoryFiles, *, is_second_try: bool = False) -> SnapshotOutcome:
         publication = self._publication
-        stored = await files.all_stored()
+        stored = await files.named()
         manifest, digest = await self._manifest(stored)
+        await _all_of(files.all_stored(), self.store.write_manifest(manifest, self.limits.timeout_s))
         parent = publication.head.identity if publication.head is not None else NO_HEAD.identity
         publication.attempted = Version(parent.number + 1, digest)
         try:
             async with self._in_time():
                 head = await self.store.commit(
                     self.key.agent_id,
-                    manifest,
+                    digest,
                     parent,
                     self.limits.timeout_s,
                     is_brought=self.memory.is_brought,
@@ -233,3 +234,10 @@ class Committing:
         ):
             publication.generation = lease.generation
         return (self.leases.owner, publication.generation) if publication.generation else None
+
+
+async def _all_of(*work: Awaitable[object]) -> None:
+    """Wait until all have ended, and raise what the first of them that failed raised."""
+    for outcome in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome

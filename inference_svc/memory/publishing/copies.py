@@ -55,11 +55,13 @@ class StoredFiles:
     states: dict[int, Digest]
 
 
-def stored_files(snapshot: Snapshot, digests: Sequence[Digest], publication: PublicationState) -> StoredFiles:
-    """All files of a memory: those of the snapshot have `digests`, in the order of `files_of`; the store had the others
-    before."""
+def stored_files(
+    snapshot: Snapshot, digests: Sequence[Digest], before: Sequence[Digest], publication: PublicationState
+) -> StoredFiles:
+    """All files of a memory: those of the snapshot have `digests`, in the order of `files_of`, the blocks before them
+    `before`; the store had the others before."""
     rest = iter(digests)
-    blocks = [*publication.blocks[: snapshot.first_block], *islice(rest, len(snapshot.blocks))]
+    blocks = [*before[: snapshot.first_block], *islice(rest, len(snapshot.blocks))]
     tail = next(rest) if snapshot.tail is not None else None
     windows = {}
     for part in snapshot.windows:

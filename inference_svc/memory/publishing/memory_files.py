@@ -37,7 +37,8 @@ class MemoryFiles:
         self._pinned: PinnedMemory | None = None
         self._piece: Snapshot | None = None  # copied and not stored: the next one, or the last
         self._held_bytes = 0
-        self._stored: StoredFiles | None = None
+        self._named: StoredFiles | None = None  # stored, too, once nothing is sent
+        self._sending: Sending | None = None
 
     @property
     def _publication(self) -> PublicationState:
@@ -57,11 +58,13 @@ class MemoryFiles:
         is_kept = first is not None and (not waits or self._copies.may_wait(first))
         self._hold(first if is_kept else None)
 
-    async def all_stored(self) -> StoredFiles:
-        """Send what the store lacks. After a failure it goes on behind what was stored."""
-        if self._stored is None:
+    async def named(self) -> StoredFiles:
+        """Send what the store lacks, and name all files as soon as all are on their way: they are there after
+        `all_stored`. After a failure it goes on behind what was stored.
+        """
+        if self._named is None:
             publication = self._publication
-            sending = Sending(
+            self._sending = sending = Sending(
                 self._copies,
                 self._key.namespace,
                 self._store,
@@ -71,19 +74,37 @@ class MemoryFiles:
             )
             try:
                 last = await self._send_all(sending)
-            finally:
-                await sending.drain()
-                publication.blocks[:] = sending.stored
-                self.sent_bytes += sending.sent_bytes
-            ahead = replace(last, first_block=len(sending.stored), blocks=())
-            self._stored = stored_files(ahead, sending.rest, publication)
-            self._hold(None)
-        return self._stored
+                blocks, rest = await sending.named()
+            except BaseException:
+                await self._settle(sending)
+                raise
+            self._named = stored_files(replace(last, first_block=len(blocks), blocks=()), rest, blocks, publication)
+        return self._named
+
+    async def all_stored(self) -> None:
+        """Wait until the store has what `named` named. Raises why it does not get there."""
+        if (sending := self._sending) is None:
+            return
+        try:
+            await sending.ended()
+        except BaseException:
+            self._named = None
+            raise
+        finally:
+            await self._settle(sending)
+        self._hold(None)
+
+    async def _settle(self, sending: Sending) -> None:
+        """Nothing is under way any more: note what was stored."""
+        await sending.drain()
+        self._publication.blocks[:] = sending.stored
+        self.sent_bytes += sending.sent_bytes
+        self._sending = None
 
     async def begin_anew(self, asked: Pinning) -> None:
         """The store has lost files: send all of them. Raises as `pinned`."""
         self.close()
-        self._stored = None
+        self._named = None
         self._publication.blocks.clear()
         self._publication.windows.clear()
         await self.pinned(asked)
@@ -102,7 +123,7 @@ class MemoryFiles:
             self._pinned = None
 
     async def _send_all(self, sending: Sending) -> Snapshot:
-        """Begin to send all pieces, and wait until they are stored. Returns the last one."""
+        """Begin to send all pieces. Returns the last one."""
         piece = self._piece_from(sending.next_block)
         if piece is not None and self._copies.is_whole(piece):
             self._release()  # nothing is left to copy: the engine may give the room to others
@@ -114,7 +135,6 @@ class MemoryFiles:
             self._hold(None)  # of other blocks
         while piece is None or not self._copies.is_whole(piece):
             piece = await self._put_next(sending)
-        await sending.ended()
         return piece
 
     def _release(self) -> None:

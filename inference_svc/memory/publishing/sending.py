@@ -3,14 +3,24 @@
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 
 from kvasir.formats.digest import Digest
 
 from inference_svc.engine.api import Snapshot
 from inference_svc.memory.publishing.copies import Copies, files_of
-from inference_svc.memory.store.remote_cache import RemoteCache
+from inference_svc.memory.store.remote_cache import RemoteCache, digests_of
 
 _MOST_PIECES = 4  # of one sending, under way at once
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One under way: how many of its digests are blocks'."""
+
+    blocks: int
+    digests: asyncio.Task[list[Digest]]
+    task: asyncio.Task[list[Digest]]
 
 
 class Sending:
@@ -37,7 +47,7 @@ class Sending:
         self._store = store
         self._stall_timeout_s = stall_timeout_s
         self._progressed = progressed
-        self._under_way: deque[tuple[int, asyncio.Task[list[Digest]]]] = deque()  # blocks of each piece
+        self._under_way: deque[_Piece] = deque()
         self._failure: BaseException | None = None
 
     @property
@@ -71,11 +81,26 @@ class Sending:
     def begin(self, piece: Snapshot, held_bytes: int) -> None:
         """Send a piece, for whose copies so much room is held. It is given back when they have gone."""
         self.next_block += len(piece.blocks)
-        task = asyncio.create_task(self._send(files_of(piece)))
-        self._under_way.append((len(piece.blocks), task))
+        files = files_of(piece)
+        digests = asyncio.create_task(digests_of(files))
+        task = asyncio.create_task(self._send(files, digests))
+        self._under_way.append(_Piece(len(piece.blocks), digests, task))
         # A task that is cancelled before its first step runs no `finally` of its own.
         task.add_done_callback(lambda _: self._copies.held.give_back(self._namespace, held_bytes))
         task.add_done_callback(lambda _: self._take_in())
+
+    async def named(self) -> tuple[list[Digest], list[Digest]]:
+        """What `stored` and `rest` become when all that was begun is stored: as soon as it is hashed. Raises why an
+        earlier piece failed.
+        """
+        if self._failure is not None:
+            raise self._failure
+        blocks, rest = list(self.stored), self.rest
+        for piece in list(self._under_way):
+            digests = await piece.digests
+            blocks += digests[: piece.blocks]
+            rest = digests[piece.blocks :]
+        return blocks, rest
 
     async def drain(self) -> None:
         """Wait for the pieces under way. `stored` ends before the first that failed."""
@@ -90,27 +115,28 @@ class Sending:
 
     def cancel(self) -> None:
         """No manifest will name these blocks."""
-        for _, task in self._under_way:
-            task.cancel()
+        for piece in self._under_way:
+            piece.task.cancel()
 
     async def _first_ended(self) -> None:
-        await asyncio.wait({self._under_way[0][1]})
+        await asyncio.wait({self._under_way[0].task})
         self._take_in()
 
     def _take_in(self) -> None:
         """Note what ended, in order. Behind a piece that failed nothing counts, though it may have come."""
-        while self._under_way and self._under_way[0][1].done():
-            blocks, task = self._under_way.popleft()
+        while self._under_way and self._under_way[0].task.done():
+            piece = self._under_way.popleft()
+            blocks, task = piece.blocks, piece.task
             failure = asyncio.CancelledError() if task.cancelled() else task.exception()
             self._failure = self._failure or failure
             if self._failure is None:
                 self.stored += task.result()[:blocks]
                 self.rest = task.result()[blocks:]
 
-    async def _send(self, files: list[bytes]) -> list[Digest]:
+    async def _send(self, files: list[bytes], hashed: asyncio.Task[list[Digest]]) -> list[Digest]:
         if not files:
             return []
-        digests, sent_bytes = await self._store.write_tensors(files, self._stall_timeout_s)
+        digests, sent_bytes = await self._store.write_tensors(files, self._stall_timeout_s, await hashed)
         self.sent_bytes += sent_bytes
         self._progressed()
         return digests

@@ -42,6 +42,7 @@ from inference_svc.memory.stored_windows import FoundPrefix
 from inference_svc.memory.trust import LEASE_TTL_S, Version
 
 _MAX_BLOCK_HASHES = 10_000
+_HASHED_AT_ONCE_BYTES = 128 << 10
 
 
 class RemoteCache(StoreConnection):
@@ -159,12 +160,16 @@ class RemoteCache(StoreConnection):
 
     # --- writing: a failure is a KvasirError, and each call has a timeout; of bulk data, one without progress ---
 
-    async def write_tensors(self, files: Sequence[bytes], stall_timeout_s: float) -> tuple[list[Digest], int]:
+    async def write_tensors(
+        self, files: Sequence[bytes], stall_timeout_s: float, digests: Sequence[Digest] = ()
+    ) -> tuple[list[Digest], int]:
         """Make tensor files durable, however long that takes while bytes move. Returns their digests in order, and the
         number of bytes that had to be sent. Raises DeadlineExceeded after so long without progress.
+
+        `digests`: of the files, where somebody has computed them.
         """
         client, local = self.clients.writing, self._files  # before work is done in vain
-        digests = await asyncio.to_thread(lambda: [Digest.of(data) for data in files])
+        digests = list(digests) or await digests_of(files)
         blobs = dict(zip(digests, files, strict=True))
         there: list[int] = []
 
@@ -173,11 +178,17 @@ class RemoteCache(StoreConnection):
             self.moved()
 
         async def put() -> cachestore_pb2.TransferProgress:
-            if local is not None and FEATURE in (await client.get_capabilities(timeout_s=stall_timeout_s)).features:
-                return await put_by_files(
-                    client, blobs, local.handed, on_progress=note, stall_timeout_s=stall_timeout_s
-                )
-            return await client.put_blobs(blobs, on_progress=note, stall_timeout_s=stall_timeout_s)
+            if local is None:
+                return await client.put_blobs(blobs, on_progress=note, stall_timeout_s=stall_timeout_s)
+            capabilities, missing = await asyncio.gather(
+                client.get_capabilities(timeout_s=stall_timeout_s),
+                client.find_missing(digests, timeout_s=stall_timeout_s),
+            )
+            if FEATURE not in capabilities.features:
+                return await client.put_blobs(blobs, on_progress=note, stall_timeout_s=stall_timeout_s)
+            return await put_by_files(
+                client, blobs, missing, local.handed, on_progress=note, stall_timeout_s=stall_timeout_s
+            )
 
         with self.bulk():
             progress = await self._noting(put())
@@ -187,10 +198,14 @@ class RemoteCache(StoreConnection):
         """Keep blobs that no manifest names for another grace period. Blobs that are gone do not come back."""
         await self._noting(self.client.find_missing(digests, timeout_s=timeout_s))
 
+    async def write_manifest(self, manifest: bytes, stall_timeout_s: float) -> None:
+        """Make a manifest durable. What it names is needed by its commit only."""
+        await self._noting(self.client.put_manifest(manifest, stall_timeout_s=stall_timeout_s))
+
     async def commit(
         self,
         agent_id: str,
-        manifest: bytes,
+        manifest: Digest,
         parent: Version,
         timeout_s: float,
         *,
@@ -198,15 +213,14 @@ class RemoteCache(StoreConnection):
         base_version: int = 0,
         lease: tuple[str, int] | None = None,
     ) -> Head:
-        """Make a manifest the next version of the agent's line. `lease`: owner and generation. `base_version`: the
-        earlier version that it goes on from; 0: its parent. Raises Conflict when the head is not its parent, or when
-        the lease is fenced.
+        """Make a stored manifest the next version of the agent's line. `lease`: owner and generation. `base_version`:
+        the earlier version that it goes on from; 0: its parent. Raises Conflict when the head is not its parent, or
+        when the lease is fenced.
         """
-        digest = await self._noting(self.client.put_manifest(manifest, stall_timeout_s=timeout_s))
         version = await self._noting(
             self.client.commit(
                 agent_id,
-                digest,
+                manifest,
                 parent.number,
                 parent_manifest=parent.manifest,
                 lease=_token(*lease) if lease is not None else None,
@@ -330,3 +344,10 @@ class RemoteCache(StoreConnection):
 
 def _token(owner: str, generation: int) -> cachestore_pb2.LeaseToken:
     return cachestore_pb2.LeaseToken(owner=owner, generation=generation)
+
+
+async def digests_of(files: Sequence[bytes]) -> list[Digest]:
+    """Computed on another thread, where that takes longer than to go there."""
+    if sum(map(len, files)) < _HASHED_AT_ONCE_BYTES:
+        return [Digest.of(data) for data in files]
+    return await asyncio.to_thread(lambda: [Digest.of(data) for data in files])

@@ -48,7 +48,7 @@ class Turn:
     async def _at_once(self, _data: bytes) -> None:
         pass
 
-    async def _write(self, files: list[bytes], _stall_s: float) -> tuple[list[Digest], int]:
+    async def _write(self, files: list[bytes], _stall_s: float, *_known: object) -> tuple[list[Digest], int]:
         self.asked += files
         for data in files:
             await self.arrives(data)

@@ -116,7 +116,7 @@ from kvasir.clients.handed_files import HandedFiles
 async def main():
     async with AioStoreClient.connect(sys.argv[1]) as client:
         await client.get_capabilities()
-        await put_by_files(client, NEW.new_blobs, HandedFiles(Path(sys.argv[2]), "default"))
+        await put_by_files(client, NEW.new_blobs, [*NEW.new_blobs], HandedFiles(Path(sys.argv[2]), "default"))
         await asyncio.sleep(60)
 
 asyncio.run(main())
@@ -163,7 +163,9 @@ def test_a_store_killed_in_the_middle_is_handed_the_rest_when_it_is_back(tmp_pat
             async with AioStoreClient.connect(running.address) as client:
                 await client.get_capabilities()
                 files = HandedFiles(running.data_dir, "default")
-                await put_by_files(client, turn.new_blobs, files, on_progress=kill_once, stall_timeout_s=20)
+                await put_by_files(
+                    client, turn.new_blobs, [*turn.new_blobs], files, on_progress=kill_once, stall_timeout_s=20
+                )
 
         asyncio.run(put())
         assert (len(home.started), done[-1]) == (2, 40)

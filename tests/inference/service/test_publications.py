@@ -124,6 +124,7 @@ class Store:
         self.stored: list[Digest] = []  # by turns, since any turn of a test began
         self.leases: list[object] = []  # that commits brought
         self.bases: list[object] = []  # likewise
+        self.manifests = 0  # written
         self.up = asyncio.Event()
         self.up.set()
 
@@ -136,8 +137,11 @@ class Store:
     async def until_unreachable(self) -> None:
         await asyncio.Event().wait()
 
-    async def write_tensors(self, files: list[bytes], _timeout_s: float) -> tuple[list[Digest], int]:
+    async def write_tensors(self, files: list[bytes], _timeout_s: float, *_known: object) -> tuple[list[Digest], int]:
         return [Digest.of(data) for data in files], 0
+
+    async def write_manifest(self, _manifest: bytes, _timeout_s: float) -> None:
+        self.manifests += 1
 
     async def heads(self, *_asked: object) -> AgentHeads:
         return AgentHeads(self.head, None)
@@ -148,12 +152,11 @@ class Store:
     async def was_changed(self, _agent: str, _line: str, _since: object, own: Collection[Digest]) -> bool:
         return not set(self.stored) <= set(own)
 
-    async def commit(self, _agent: str, manifest: bytes, parent: Version, _timeout_s: float, **how: object) -> Head:
+    async def commit(self, _agent: str, digest: Digest, parent: Version, _timeout_s: float, **how: object) -> Head:
         self.leases.append(how.get("lease"))
         self.bases.append(how.get("base_version"))
         if self.refusals:
             raise self.refusals.pop()
-        digest = Digest.of(manifest)
         if (self.head.manifest, self.head.parent_version) == (digest, parent.number):
             return self.head
         if parent != self.head.identity:
@@ -221,7 +224,7 @@ def test_a_conflict_with_ones_own_version_is_a_commit() -> None:
         house.store.lost_answers = 1
         real = house.store.commit
 
-        async def forgetful(agent: str, manifest: bytes, parent: Version, timeout_s: float, **_how: object) -> Head:
+        async def forgetful(agent: str, manifest: Digest, parent: Version, timeout_s: float, **_how: object) -> Head:
             if parent != house.store.head.identity:
                 raise errors.Conflict("moved", metadata={"head_version": "1"})
             return cast("Head", await real(agent, manifest, parent, timeout_s))
@@ -428,7 +431,7 @@ def test_a_memory_that_is_on_its_way_when_its_model_goes_is_stored_once(fails: b
         house, memory, may_write = House(), remembered("one", NO_HEAD), asyncio.Event()
         write_tensors = house.store.write_tensors
 
-        async def slow(files: list[bytes], timeout_s: float) -> tuple[list[Digest], int]:
+        async def slow(files: list[bytes], timeout_s: float, *_known: object) -> tuple[list[Digest], int]:
             await may_write.wait()
             return cast("tuple[list[Digest], int]", await write_tensors(files, timeout_s))
 
@@ -443,6 +446,41 @@ def test_a_memory_that_is_on_its_way_when_its_model_goes_is_stored_once(fails: b
         may_write.set()
         assert await storing == MemoriesLeft(stored=1)
         assert (first.result().state is SnapshotState.FAILED, house.store.head.version) == (fails, 1)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("last", ["write_tensors", "write_manifest"])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_files_and_manifest_go_at_once_and_nothing_is_committed_before_both_are_there(last: str, is_cut: bool) -> None:
+    async def scenario() -> None:
+        house, memory, began = House(), remembered("one", NO_HEAD), list[str]()
+        may_end, both_began = asyncio.Event(), asyncio.Event()
+
+        def watched(name: str) -> None:
+            write = getattr(house.store, name)
+
+            async def watch(*given: Any) -> object:
+                began.append(name)
+                both_began.set() if len(began) == 2 else None
+                if name == last and not may_end.is_set():
+                    await may_end.wait()
+                    if is_cut:
+                        raise errors.Unavailable("cut")
+                return await write(*given)
+
+            setattr(house.store, name, watch)
+
+        watched("write_tensors")
+        watched("write_manifest")
+        publication = house.publish(memory)
+        await both_began.wait()
+        await asyncio.sleep(0.01)
+        assert (sorted(began), house.store.head) == (["write_manifest", "write_tensors"], NO_HEAD)
+        may_end.set()
+        assert (await publication).state is SnapshotState.COMMITTED
+        assert began.count(last) == 1 + is_cut
+        assert memory.publication.tail == Digest.of(b"one")
 
     run(scenario)
 
@@ -575,7 +613,7 @@ def test_a_store_that_cuts_each_piece_in_turn_gets_the_memory_all_the_same(monke
         house, memory = long_house(40, 5000, monkeypatch)
         write_tensors, cut = house.store.write_tensors, set[bytes]()
 
-        async def cutting(files: list[bytes], stall_s: float) -> tuple[list[Digest], int]:
+        async def cutting(files: list[bytes], stall_s: float, *_known: object) -> tuple[list[Digest], int]:
             if files[0] not in cut:
                 cut.add(files[0])
                 raise errors.Unavailable("cut")

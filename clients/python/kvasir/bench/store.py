@@ -192,7 +192,8 @@ async def _by_files(client: AioStoreClient, data_dir: Path, memory: Memory) -> d
     began = time.perf_counter()
     digests = await asyncio.to_thread(lambda: [Digest.of(data) for data in memory.blobs.values()])
     blobs = dict(zip(digests, memory.blobs.values(), strict=True))
-    await put_by_files(client, blobs, HandedFiles(data_dir, "default"))
+    missing = await client.find_missing(list(blobs))
+    await put_by_files(client, blobs, missing, HandedFiles(data_dir, "default"))
     put_s = time.perf_counter() - began
     with ThreadPoolExecutor(_READERS) as readers:
         began = time.perf_counter()

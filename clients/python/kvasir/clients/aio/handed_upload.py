@@ -97,13 +97,17 @@ class HandedUpload(Upload):
 async def put_by_files(
     client: AioBlobTransfers,
     blobs: Mapping[Digest, Buffer],
+    missing: list[Digest],
     files: HandedFiles,
     *,
     on_progress: OnProgress | None = None,
     stall_timeout_s: float | None = None,
 ) -> pb.TransferProgress:
-    """As `put_blobs` of tensor files, for a store that has the feature and whose data directory is that of `files`."""
-    upload = HandedUpload(blobs, await client.find_missing(list(blobs), timeout_s=stall_timeout_s), files, on_progress)
+    """As `put_blobs` of tensor files, for a store that has the feature and whose data directory is that of `files`.
+
+    `missing`: those of the blobs that the store lacks, as `find_missing` tells.
+    """
+    upload = HandedUpload(blobs, missing, files, on_progress)
     try:
         return await client.send_all(upload, stall_timeout_s=stall_timeout_s)
     finally:
