@@ -15,7 +15,7 @@ _MOST_PIECES = 4  # of one sending, under way at once
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _PieceUnderWay:
     """One under way: how many of its digests are blocks'."""
 
     blocks: int
@@ -47,7 +47,7 @@ class Sending:
         self._store = store
         self._stall_timeout_s = stall_timeout_s
         self._progressed = progressed
-        self._under_way: deque[_Piece] = deque()
+        self._under_way: deque[_PieceUnderWay] = deque()
         self._failure: BaseException | None = None
 
     @property
@@ -84,7 +84,7 @@ class Sending:
         files = files_of(piece)
         digests = asyncio.create_task(digests_of(files))
         task = asyncio.create_task(self._send(files, digests))
-        self._under_way.append(_Piece(len(piece.blocks), digests, task))
+        self._under_way.append(_PieceUnderWay(len(piece.blocks), digests, task))
         # A task that is cancelled before its first step runs no `finally` of its own.
         task.add_done_callback(lambda _: self._copies.held.give_back(self._namespace, held_bytes))
         task.add_done_callback(lambda _: self._take_in())
