@@ -18,6 +18,7 @@ from kvasir.inference.v1 import inference_pb2_grpc
 
 TOOLS = [pb.Tool(name="look")]
 FULL = pb.OnFull(policy=pb.ON_FULL_POLICY_DROP_OLDEST)
+TIDES = pb.ToolChoice(kind=pb.TOOL_CHOICE_KIND_NAMED, name="tides")
 # Every option, and the request's field with what must arrive in it.
 ARRIVES: dict[str, tuple[Any, str, Any]] = {
     "agent_id": ("ada", "agent_id", "ada"),
@@ -33,6 +34,7 @@ ARRIVES: dict[str, tuple[Any, str, Any]] = {
     "json_schema": ({"type": "null"}, "json_schema", '{"type": "null"}'),
     "regex": ("a|b", "regex", "a|b"),
     "tools": (TOOLS, "tools", TOOLS),
+    "tool_choice": (TIDES, "tool_choice", TIDES),
     "keep_partial": (True, "keep_partial", True),
     "priority": (pb.PRIORITY_BACKGROUND, "priority", pb.PRIORITY_BACKGROUND),
     "model": ("second", "model", "second"),
