@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
-# A turn that wants the room waits so long for a publication that does not move, and for one more try.
-_KEPT_S = 5.0
+# A turn that wants the room waits so long for a publication that does not move, and for one more try: longer than a
+# store takes to come back from a stall or a restart.
+_KEPT_S = 30.0
 
 
 class Owing:
