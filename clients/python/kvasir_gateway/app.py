@@ -1,18 +1,15 @@
 """The application: one row per route, and what every request passes: site, key, size, its API's shape of errors."""
 
 import logging
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
-from urllib.parse import unquote
 
 from kvasir.call_context import TRACE_KEY, name_call
 from kvasir.errors import Internal, InvalidArgument, KvasirError, NotFound
-from kvasir.inference.v1 import inference_pb2 as pb
-from kvasir.names import check_agent_id, check_request_id
+from kvasir.names import check_agent_id
 from kvasir.server.fair_shares import Shares
 from kvasir.server.log_errors import places
 from kvasir.server.traces import Traces
@@ -39,18 +36,12 @@ from kvasir_gateway.engine import CallerAtEngine, EngineLink
 from kvasir_gateway.errors import api_of, refused
 from kvasir_gateway.metrics import CountedApp, GatewayNumbers, is_at, route_of
 from kvasir_gateway.page.routes import GatewayPage
+from kvasir_gateway.reading import heads
 from kvasir_gateway.reading.tolerance import Reading, Tolerance
 from kvasir_gateway.reading.volatile import RULES, TEMPLATE_DATE
 from kvasir_gateway.security import BodyRoom, Gate, Site
 from kvasir_gateway.turn import Asked, Body, Chunks, Said, Turn, Whole
 
-_MAX_PAGE = 1000
-# What a header may ask of an agent's memory, in the words of GenerateOptions.
-_MEMORY: Mapping[str, Mapping[str, Any]] = {
-    "replace": {"replace_memory": True},
-    "read-only": {"memory_mode": pb.MEMORY_MODE_READ_ONLY},
-    "none": {"memory_mode": pb.MEMORY_MODE_NONE},
-}
 _log = logging.getLogger(__name__)
 _Body = TypeVar("_Body", bound=Body)
 
@@ -184,31 +175,35 @@ class Gateway:
 
     async def agent_generate(self, call: Call) -> Answer:
         named = replace(
-            call, agent_id=_agent_in_path(call), reading=Reading(is_strict=True, rules=[RULES[TEMPLATE_DATE]])
+            call,
+            agent_id=heads.agent_in_path(call.request),
+            reading=Reading(is_strict=True, rules=[RULES[TEMPLATE_DATE]]),
         )
         asked = await self._body(named, agents.AgentTurn)
         return await self._answer(named, asked.turn(named.reading), agents.whole, agents.AgentEvents)
 
     async def list_agents(self, call: Call) -> Response:
         name_prefix = call.request.query_params.get("name_prefix", "")
-        return JSONResponse(agents.shown(await call.caller.client.list_agents(name_prefix=name_prefix, **_page(call))))
+        found = await call.caller.client.list_agents(name_prefix=name_prefix, **heads.page(call.request))
+        return JSONResponse(agents.shown(found))
 
     async def get_agent(self, call: Call) -> Response:
-        return JSONResponse(agents.shown(await call.caller.client.get_agent(_agent_in_path(call))))
+        return JSONResponse(agents.shown(await call.caller.client.get_agent(heads.agent_in_path(call.request))))
 
     async def list_versions(self, call: Call) -> Response:
-        return JSONResponse(agents.shown(await call.caller.client.list_snapshots(_agent_in_path(call), **_page(call))))
+        name = heads.agent_in_path(call.request)
+        return JSONResponse(agents.shown(await call.caller.client.list_snapshots(name, **heads.page(call.request))))
 
     async def fork_agent(self, call: Call) -> Response:
         asked = await self._body(call, agents.ForkRequest)
         name = check_agent_id(asked.agent_id)
-        forked = await call.caller.client.fork_agent(_agent_in_path(call), name, version=asked.version)
+        forked = await call.caller.client.fork_agent(heads.agent_in_path(call.request), name, version=asked.version)
         return JSONResponse(agents.shown(forked), 201)
 
     async def rollback_agent(self, call: Call) -> Response:
         asked = await self._body(call, agents.RollbackRequest)
         made = await call.caller.client.rollback_agent(
-            _agent_in_path(call), asked.version, expected_version=asked.expected_version
+            heads.agent_in_path(call.request), asked.version, expected_version=asked.expected_version
         )
         return JSONResponse(agents.shown(made))
 
@@ -216,7 +211,7 @@ class Gateway:
         force = call.request.query_params.get("force", "false")
         if force not in ("true", "false"):
             raise InvalidArgument("force: expected true or false", field="force")
-        gone = await call.caller.client.delete_agent(_agent_in_path(call), force=force == "true")
+        gone = await call.caller.client.delete_agent(heads.agent_in_path(call.request), force=force == "true")
         return JSONResponse(agents.shown(gone))
 
     async def list_models(self, call: Call) -> Response:
@@ -238,7 +233,7 @@ class Gateway:
         """A turn's answer in an API's words. The stream's status is sent once the turn has begun, so that a refusal
         has a status of its own."""
         turns = self._around.turns
-        turn = replace(_with_memory(call, turn), any_model=call.reading.any_model)
+        turn = replace(heads.with_memory(call.request, call.agent_id, turn), any_model=call.reading.any_model)
         if not call.reading.keeps_template_date:
             turn = replace(turn, memory={**turn.memory, "renew_template_date": True})
         memory = await turns.memory(turn, call.caller, call.namespace, call.agent_id)
@@ -256,10 +251,10 @@ class Gateway:
             if not turn.is_streamed:
                 reply = await unless_left(call.request.receive, gather(events))
                 memory.left()
-                headers |= _told(call.reading, memory.agent_id, turn, reply.started)
+                headers |= heads.told(call.reading, memory.agent_id, turn, reply.started)
                 return JSONResponse(whole(asked, reply), headers=headers)
             first = await unless_left(call.request.receive, anext(events))
-            headers |= _told(call.reading, memory.agent_id, turn, first.started)
+            headers |= heads.told(call.reading, memory.agent_id, turn, first.started)
         except BaseException:
             memory.left()
             await events.aclose()
@@ -322,8 +317,8 @@ class Gateway:
             request=request,
             caller=self._around.engine.of(holder.token if holder is not None else None),
             namespace=body.namespace,
-            agent_id=_agent_of(request),
-            request_id=_request_id(request, new_request_id),
+            agent_id=heads.agent_of(request),
+            request_id=heads.request_id(request, new_request_id),
             body=body,
             reading=self._around.tolerance.reading(),
         )
@@ -357,66 +352,3 @@ async def _refuse_route(request: Request, error: HTTPException) -> Response:
         answer.headers.update(error.headers or {})
         return answer
     return refused(request, NotFound("there is no such path", reason="PATH_NOT_FOUND"), "")
-
-
-def _with_memory(call: Call, turn: Turn) -> Turn:
-    """The turn, with what x-agent-memory asks. Raises InvalidArgument."""
-    asked = call.request.headers.get("x-agent-memory")
-    if asked is None:
-        return turn
-    if asked not in _MEMORY or turn.memory:
-        where = "expected the body's own fields" if turn.memory else f"expected one of {', '.join(_MEMORY)}"
-        raise InvalidArgument(f"x-agent-memory: {where}", field="x-agent-memory")
-    if asked != "none" and not call.agent_id:
-        raise InvalidArgument(f"x-agent-memory: {asked} needs x-agent-id", field="x-agent-memory")
-    return replace(turn, memory=_MEMORY[asked])
-
-
-def _told(reading: Reading, agent_id: str, turn: Turn, started: pb.Started) -> dict[str, str]:
-    """What the turn does to which agent's memory, and what else is known once it has begun."""
-    if started.kept_template_date:
-        reading.applied(TEMPLATE_DATE)
-    told = reading.headers()
-    done = pb.Continuation.Name(started.continuation).removeprefix("CONTINUATION_").lower()
-    if started.source == pb.CACHE_SOURCE_REPLAY:
-        done = "replayed"
-    elif not started.continuation:
-        return {**told, "x-agent-memory": "none"}
-    elif turn.memory.get("memory_mode") == pb.MEMORY_MODE_READ_ONLY:
-        done = "read-only"
-    return {**told, "x-agent-memory": done, "x-agent-id": agent_id.encode().decode("latin-1")}
-
-
-def _agent_of(request: Request) -> str:
-    """The agent that x-agent-id names: the bytes of its UTF-8, as they are."""
-    given = request.headers.get("x-agent-id")
-    if given is None:
-        return ""
-    try:
-        name = given.encode("latin-1").decode()
-    except UnicodeDecodeError:
-        raise InvalidArgument("x-agent-id: expected UTF-8", field="x-agent-id") from None
-    return check_agent_id(name, "x-agent-id")
-
-
-def _agent_in_path(call: Call) -> str:
-    """The agent that a path names; a slash of its name may be written as %2F, and must where it looks like a verb."""
-    try:
-        name = unquote(call.request.path_params["agent_id"], errors="strict")
-    except UnicodeDecodeError:
-        raise InvalidArgument("agent_id: expected UTF-8", field="agent_id") from None
-    return check_agent_id(name)
-
-
-def _page(call: Call) -> dict[str, Any]:
-    """Which page of a list a query asks for. Raises InvalidArgument."""
-    query = call.request.query_params
-    size = query.get("page_size", "0")
-    if not re.fullmatch("[0-9]{1,4}", size) or int(size) > _MAX_PAGE:
-        raise InvalidArgument(f"page_size: expected a number up to {_MAX_PAGE}", field="page_size")
-    return {"page_size": int(size), "page_token": query.get("page_token", "")}
-
-
-def _request_id(request: Request, new: str) -> str:
-    given = request.headers.get("x-request-id")
-    return new if given is None else check_request_id(given, "x-request-id")

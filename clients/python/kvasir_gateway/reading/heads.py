@@ -1,0 +1,87 @@
+"""What a request's headers, path and query say, and what its answer's headers say of the memory."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+from urllib.parse import unquote
+
+from kvasir.errors import InvalidArgument
+from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.names import check_agent_id, check_request_id
+from starlette.requests import Request
+
+from kvasir_gateway.reading.tolerance import Reading
+from kvasir_gateway.reading.volatile import TEMPLATE_DATE
+from kvasir_gateway.turn import Turn
+
+_MAX_PAGE = 1000
+# What a header may ask of an agent's memory, in the words of GenerateOptions.
+_MEMORY: Mapping[str, Mapping[str, Any]] = {
+    "replace": {"replace_memory": True},
+    "read-only": {"memory_mode": pb.MEMORY_MODE_READ_ONLY},
+    "none": {"memory_mode": pb.MEMORY_MODE_NONE},
+}
+
+
+def with_memory(request: Request, agent_id: str, turn: Turn) -> Turn:
+    """The turn, with what x-agent-memory asks. Raises InvalidArgument."""
+    asked = request.headers.get("x-agent-memory")
+    if asked is None:
+        return turn
+    if asked not in _MEMORY or turn.memory:
+        where = "expected the body's own fields" if turn.memory else f"expected one of {', '.join(_MEMORY)}"
+        raise InvalidArgument(f"x-agent-memory: {where}", field="x-agent-memory")
+    if asked != "none" and not agent_id:
+        raise InvalidArgument(f"x-agent-memory: {asked} needs x-agent-id", field="x-agent-memory")
+    return replace(turn, memory=_MEMORY[asked])
+
+
+def told(reading: Reading, agent_id: str, turn: Turn, started: pb.Started) -> dict[str, str]:
+    """What the turn does to which agent's memory, and what else is known once it has begun."""
+    if started.kept_template_date:
+        reading.applied(TEMPLATE_DATE)
+    headers = reading.headers()
+    done = pb.Continuation.Name(started.continuation).removeprefix("CONTINUATION_").lower()
+    if started.source == pb.CACHE_SOURCE_REPLAY:
+        done = "replayed"
+    elif not started.continuation:
+        return {**headers, "x-agent-memory": "none"}
+    elif turn.memory.get("memory_mode") == pb.MEMORY_MODE_READ_ONLY:
+        done = "read-only"
+    return {**headers, "x-agent-memory": done, "x-agent-id": agent_id.encode().decode("latin-1")}
+
+
+def agent_of(request: Request) -> str:
+    """The agent that x-agent-id names: the bytes of its UTF-8, as they are."""
+    given = request.headers.get("x-agent-id")
+    if given is None:
+        return ""
+    try:
+        name = given.encode("latin-1").decode()
+    except UnicodeDecodeError:
+        raise InvalidArgument("x-agent-id: expected UTF-8", field="x-agent-id") from None
+    return check_agent_id(name, "x-agent-id")
+
+
+def agent_in_path(request: Request) -> str:
+    """The agent that a path names; a slash of its name may be written as %2F, and must where it looks like a verb."""
+    try:
+        name = unquote(request.path_params["agent_id"], errors="strict")
+    except UnicodeDecodeError:
+        raise InvalidArgument("agent_id: expected UTF-8", field="agent_id") from None
+    return check_agent_id(name)
+
+
+def page(request: Request) -> dict[str, Any]:
+    """Which page of a list a query asks for. Raises InvalidArgument."""
+    query = request.query_params
+    size = query.get("page_size", "0")
+    if not re.fullmatch("[0-9]{1,4}", size) or int(size) > _MAX_PAGE:
+        raise InvalidArgument(f"page_size: expected a number up to {_MAX_PAGE}", field="page_size")
+    return {"page_size": int(size), "page_token": query.get("page_token", "")}
+
+
+def request_id(request: Request, new: str) -> str:
+    given = request.headers.get("x-request-id")
+    return new if given is None else check_request_id(given, "x-request-id")
