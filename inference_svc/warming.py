@@ -38,7 +38,14 @@ _FEWEST = (4, 2)  # tokens of a prompt, and of a reply: each pass reads all weig
 _QUICK_BYTES = 512 << 20  # of weights, with which a CPU's pass is quick; with 4.5 GB three take it half a minute
 _KEY = AgentKey("", "")  # no caller's: namespaces and agents have names
 _ANY_WAY = SamplingParams(  # draws by every rule
-    max_tokens=_DECODED_TOKENS, temperature=0.8, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.1, logprobs=2
+    max_tokens=_DECODED_TOKENS,
+    temperature=0.8,
+    top_p=0.9,
+    top_k=40,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    frequency_penalty=0.1,
+    logprobs=2,
 )
 
 

@@ -45,6 +45,7 @@ def write_opening(opening: Opening) -> pb.TakeTurnRequest:
                 compute_type=ours.compute_type,
                 cell_tokens=ours.cell_tokens,
                 version=ours.version,
+                sampling_defaults=ours.sampling_defaults,
             ),
             request=opening.origin,
             request_id=opening.request_id,
@@ -107,6 +108,7 @@ def read_opening(message: pb.TurnOpening, *, is_trusted: bool) -> Opening:
         theirs.compute_type,
         theirs.cell_tokens,
         theirs.version,
+        theirs.sampling_defaults,
     )
     request_id = check_request_id(message.request_id)
     return Opening(surroundings, message.request, request_id, caller, begun, tuple(message.choices))

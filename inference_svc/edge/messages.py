@@ -1,6 +1,6 @@
 """Converts the wire's messages to plain data and back. Every field of a request is checked here, before any work."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from google.protobuf import duration_pb2
 from kvasir.errors import InvalidArgument
@@ -8,27 +8,16 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.names import check_agent_id, check_request_id
 from kvasir.on_full import DEFAULT_KEEP, OnFull, OnFullPolicy, checked_keep
 
-from inference_svc.edge.conversation_messages import read_messages, write_calls
-from inference_svc.edge.sampling_messages import choice_count, clamps_max_tokens, sampling_params, settings
+from inference_svc.edge.conversation_messages import write_calls
+from inference_svc.edge.input_messages import input_bytes, read_input, read_objects, read_tools, turn_input_digest
+from inference_svc.edge.sampling_messages import choice_count, clamps_max_tokens, sampling_params
 from inference_svc.engine.api import Prefilled, Priority, SamplingParams, Timings, TokenLogprobs
 from inference_svc.memory.outcomes import Miss, SnapshotOutcome, SnapshotState, Source
 from inference_svc.model.model_info import ModelInfo
-from inference_svc.text.conversation import (
-    Tool,
-    check_counts,
-    check_tool_count,
-    check_tools,
-    input_digest,
-    json_of_messages,
-    json_of_tools,
-    tool_bytes,
-)
-from inference_svc.text.given_json import GivenJson
 from inference_svc.text.literal_text import from_outside, utf8_bytes
 from inference_svc.text.prefix_matching import Outcome
 from inference_svc.turns.continuing import Continuation
 from inference_svc.turns.turn_data import (
-    MessagesInput,
     OpenTurn,
     PromptInput,
     Shortening,
@@ -67,16 +56,16 @@ def turn_request(
     """A checked request; its model is not checked. Raises InvalidArgument that names the field."""
     request_id = check_request_id(request.request_id) if request.request_id else new_request_id()
     agent_id = _agent_id(request)
-    tools = _tools(request.tools)
-    given = _input(request, max_prompt_bytes)
-    objects = _objects(given, tools)
+    tools = read_tools(request.tools)
+    given = read_input(request, max_prompt_bytes)
+    objects = read_objects(given, tools)
     return TurnRequest(
         request_id=request_id,
         namespace=namespace,
         agent_id=agent_id,
         expected_version=request.expected_version if request.HasField("expected_version") else None,
         input=given,
-        input_digest=_input_digest(request, given, tools),
+        input_digest=turn_input_digest(request, given, tools),
         sampling=sampling_params(request, new_seed),
         choices=choice_count(request),
         clamps_max_tokens=clamps_max_tokens(request),
@@ -91,7 +80,7 @@ def turn_request(
         on_full=_on_full(request),
         priority=_priority(request),
         caller=caller,
-        input_bytes=_input_bytes(given, tools),
+        input_bytes=input_bytes(given, tools),
         origin=request,
     )
 
@@ -106,10 +95,10 @@ def warm_request(
 ) -> TurnRequest:
     """A turn that generates nothing. Raises InvalidArgument that names the field."""
     check_agent_id(request.agent_id)
-    tools = _tools(request.tools)
+    tools = read_tools(request.tools)
     # An empty prompt stands for the agent's memory.
-    given = PromptInput("") if request.WhichOneof("input") is None else _input(request, max_prompt_bytes)
-    objects = _objects(given, tools)
+    given = PromptInput("") if request.WhichOneof("input") is None else read_input(request, max_prompt_bytes)
+    objects = read_objects(given, tools)
     return TurnRequest(
         request_id=new_request_id(),
         namespace=namespace,
@@ -124,7 +113,7 @@ def warm_request(
         # Turns whose reply a caller awaits come first.
         priority=Priority.BACKGROUND,
         caller=caller,
-        input_bytes=_input_bytes(given, tools),
+        input_bytes=input_bytes(given, tools),
         is_warming=True,
     )
 
@@ -160,8 +149,8 @@ def warm_response(started: TurnStarted, warmed: Warmed, model_name: str) -> pb.W
 
 def count_request(request: pb.CountTokensRequest, *, namespace: str, caller: str, max_prompt_bytes: int) -> TurnRequest:
     """A turn whose prompt is only counted. Raises InvalidArgument that names the field."""
-    given, tools = _input(request, max_prompt_bytes), _tools(request.tools)
-    objects = _objects(given, tools)
+    given, tools = read_input(request, max_prompt_bytes), read_tools(request.tools)
+    objects = read_objects(given, tools)
     return TurnRequest(
         request_id="",
         namespace=namespace,
@@ -174,7 +163,7 @@ def count_request(request: pb.CountTokensRequest, *, namespace: str, caller: str
         tools=tools,
         objects=objects,
         caller=caller,
-        input_bytes=_input_bytes(given, tools),
+        input_bytes=input_bytes(given, tools),
     )
 
 
@@ -222,6 +211,7 @@ def model_message(model: ModelInfo, state: pb.ModelState) -> pb.Model:
         cell_tokens=model.cell_tokens,
         compute_type=model.compute_type,
         state=state,
+        sampling_defaults=pb.Sampling(**model.sampling_defaults),  # type: ignore[arg-type]
     )
 
 
@@ -290,70 +280,6 @@ def _priority(request: pb.GenerateRequest) -> Priority:
     if request.priority not in known:
         raise InvalidArgument(f"priority: expected one of the enum's, got {request.priority}", field="priority")
     return known[request.priority]
-
-
-def _tools(given: Sequence[pb.Tool]) -> list[Tool]:
-    check_tool_count(len(given))
-    return [Tool(tool.name, tool.description, tool.parameters_json) for tool in given]
-
-
-def _objects(given: PromptInput | MessagesInput, tools: Sequence[Tool]) -> GivenJson:
-    """The JSON of an input, short enough to be parsed."""
-    if isinstance(given, PromptInput):
-        if tools:
-            raise InvalidArgument("tools: only with messages; a prompt holds its tools in its text", field="tools")
-        return GivenJson()
-    check_tools(tools)
-    objects = GivenJson([*json_of_messages(given.messages, f"{given.name}.messages"), *json_of_tools(tools)])
-    objects.check_size()
-    return objects
-
-
-def _input_bytes(given: PromptInput | MessagesInput, tools: Sequence[Tool]) -> int:
-    if isinstance(given, PromptInput):
-        return utf8_bytes(given.prompt)
-    return sum(message.ByteSize() for message in given.messages) + sum(map(tool_bytes, tools))
-
-
-def _input(
-    request: pb.GenerateRequest | pb.CountTokensRequest | pb.WarmRequest, max_prompt_bytes: int
-) -> PromptInput | MessagesInput:
-    kind = request.WhichOneof("input")
-    if kind is None:
-        raise InvalidArgument("input: expected prompt, messages or append_messages", field="input")
-    if kind == "prompt":
-        prompt = request.prompt  # read once: each access decodes it anew
-        if not prompt:
-            raise InvalidArgument("prompt: expected text, got none", field="prompt")
-        _check_size("prompt", utf8_bytes(prompt), max_prompt_bytes)
-        return PromptInput(prompt)
-    field = f"{kind}.messages"
-    check_counts(getattr(request, kind).messages, field)
-    given = MessagesInput(read_messages(getattr(request, kind).messages, field), is_append=kind == "append_messages")
-    _check_size(kind, sum(message.ByteSize() for message in given.messages), max_prompt_bytes)
-    return given
-
-
-def _check_size(field: str, size_bytes: int, max_bytes: int) -> None:
-    if size_bytes > max_bytes:
-        raise InvalidArgument(
-            f"{field}: expected at most {max_bytes} bytes, got {size_bytes}",
-            reason="PROMPT_TOO_LARGE",
-            field=field,
-            metadata={"size_bytes": str(size_bytes), "max_prompt_bytes": str(max_bytes)},
-        )
-
-
-def _input_digest(request: pb.GenerateRequest, given: PromptInput | MessagesInput, tools: Sequence[Tool]) -> str:
-    """The input's digest, sampling included: with other settings the reply is another."""
-    given_settings = settings(request)
-    if request.HasField("base_version"):
-        given_settings.append(("base_version", str(request.base_version)))
-    if request.renew_template_date:
-        given_settings.append(("renew_template_date", "True"))
-    if isinstance(given, PromptInput):
-        return input_digest("prompt", given.prompt, (), tools, given_settings)
-    return input_digest("append" if given.is_append else "messages", "", given.messages, tools, given_settings)
 
 
 def _started(event: TurnStarted, request_id: str, model_name: str) -> pb.Started:

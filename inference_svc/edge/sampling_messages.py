@@ -1,6 +1,8 @@
 """Sampling settings from the wire: every field is checked, and is part of the input's digest."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
@@ -8,12 +10,14 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from inference_svc.edge.forced_calls import forced_calls
 from inference_svc.engine.api import SamplingParams
 from inference_svc.formats.constraint import Constraint, ConstraintKind
+from inference_svc.turns.turn_data import TurnRequest
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_BIASES = 300
 MAX_BIAS = 100.0
+MAX_PENALTY = 2.0
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 8
 MAX_REPETITION_TOKENS = 4096
@@ -41,6 +45,8 @@ def sampling_params(request: pb.GenerateRequest, new_seed: Callable[[], int]) ->
         stop_token_ids=tuple(given.stop_token_ids),
         repetition_penalty=chosen("repetition_penalty"),
         repetition_tokens=int(chosen("repetition_tokens")),
+        frequency_penalty=chosen("frequency_penalty"),
+        presence_penalty=chosen("presence_penalty"),
         logit_bias=tuple(sorted(given.logit_bias.items())),
         logprobs=given.top_logprobs if given.logprobs else None,
         constraint=_constraint(request),
@@ -48,6 +54,14 @@ def sampling_params(request: pb.GenerateRequest, new_seed: Callable[[], int]) ->
     _check_ranges(given, params)
     _check_companions(given)
     return params
+
+
+def with_defaults(turn: TurnRequest, defaults: Mapping[str, Any]) -> TurnRequest:
+    """The turn, with the model's own settings where its request leaves them out: absent is not 0."""
+    assert isinstance(turn.origin, pb.GenerateRequest)
+    given = turn.origin.sampling
+    chosen = {name: value for name, value in defaults.items() if not given.HasField(name)}
+    return replace(turn, sampling=replace(turn.sampling, **chosen))
 
 
 def clamps_max_tokens(request: pb.GenerateRequest) -> bool:
@@ -108,6 +122,18 @@ def _check_ranges(given: pb.Sampling, params: SamplingParams) -> None:
             1 <= params.repetition_tokens <= MAX_REPETITION_TOKENS,
             f"1 to {MAX_REPETITION_TOKENS}",
             params.repetition_tokens,
+        ),
+        (
+            "frequency_penalty",
+            -MAX_PENALTY <= params.frequency_penalty <= MAX_PENALTY,
+            f"{-MAX_PENALTY:g} to {MAX_PENALTY:g}",
+            params.frequency_penalty,
+        ),
+        (
+            "presence_penalty",
+            -MAX_PENALTY <= params.presence_penalty <= MAX_PENALTY,
+            f"{-MAX_PENALTY:g} to {MAX_PENALTY:g}",
+            params.presence_penalty,
         ),
         ("logit_bias", len(params.logit_bias) <= MAX_BIASES, f"at most {MAX_BIASES}", len(params.logit_bias)),
         (

@@ -18,6 +18,7 @@ from kvasir.names import check_request_id
 from kvasir.server.interceptors import current_principal
 
 from inference_svc.edge import messages, stats_messages
+from inference_svc.edge.sampling_messages import with_defaults
 from inference_svc.engine.api import AgentKey
 from inference_svc.formats.reply_formats import ReplyFormats
 from inference_svc.handover.resume_tokens import ResumeTokens
@@ -139,6 +140,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             tried = served
             await self._formats.check(caller.namespace, checked.sampling.constraint, served.engine.grammars)
             served = await self._host.awake(request.model)
+        checked = with_defaults(checked, served.engine.model.sampling_defaults)
         await self._tell(served.turns.begin(checked), checked.request_id, served, context)
 
     async def _resume(self, request: pb.GenerateRequest, caller: Principal, context: Any) -> None:

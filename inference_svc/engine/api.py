@@ -47,6 +47,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # besides the model's own
     repetition_penalty: float = 1.0  # above 1, tokens among the last `repetition_tokens` become less likely
     repetition_tokens: int = 64
+    frequency_penalty: float = 0.0  # subtracted from a token's logit for each time that the reply has it
+    presence_penalty: float = 0.0  # subtracted once from the logit of each token that the reply has
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
     logprobs: int | None = None  # report each token's log probability and so many of the likeliest; None: neither
     constraint: Constraint | None = None

@@ -27,10 +27,11 @@ def sampler_of_carried(sequence: Sequence) -> Sampler:
     """The sampler where the other engine's was. Raises what the reply's format raises for a token outside of it."""
     carried = sequence.plan.carried
     assert carried is not None
+    reply_ids = carried.token_ids[sequence.prompt_tokens :]
     if sequence.matcher is not None:
-        for token_id in carried.token_ids[sequence.prompt_tokens :]:
+        for token_id in reply_ids:
             sequence.matcher.accept(token_id)
-    return Sampler(sequence.plan.sampling, carried.token_ids, sequence.matcher, carried.sampler_key)
+    return Sampler(sequence.plan.sampling, carried.token_ids, sequence.matcher, carried.sampler_key, reply_ids)
 
 
 def check_carried(plan: TurnPlan, carried: CarriedTurn, model: ModelInfo, vocabulary_size: int) -> None:

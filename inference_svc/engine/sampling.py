@@ -34,10 +34,10 @@ class Sampler:
     """Draws the tokens of one request: its settings, its key, the tokens that it may not repeat, its constraint.
 
     The order is that of mlx-lm: bias, then repetition penalty (CTRL, arXiv 1909.05858: positive logits are divided,
-    negative ones multiplied, once per token however often it came), then the constraint. From the remaining tokens a
-    greedy sampler takes the likeliest. Others apply top-p, min-p and top-k to the untempered distribution, and draw at
-    the temperature. A temperature below 1e-4 is greedy, as 0 is. Log probabilities are the model's own, before all of
-    these steps.
+    negative ones multiplied, once per token however often it came), then OpenAI's two penalties, which count the reply
+    alone, then the constraint. From the remaining tokens a greedy sampler takes the likeliest. Others apply top-p,
+    min-p and top-k to the untempered distribution, and draw at the temperature. A temperature below 1e-4 is greedy, as
+    0 is. Log probabilities are the model's own, before all of these steps.
     """
 
     def __init__(
@@ -46,9 +46,10 @@ class Sampler:
         prompt_ids: Sequence[int] = (),
         constraint: GrammarMatcher | None = None,
         key: Sequence[int] | None = None,
+        reply_ids: Sequence[int] = (),
     ) -> None:
         """`prompt_ids`: the tokens before the next one, which the repetition penalty counts too. `key`: of the next
-        draw, where tokens were drawn before (`key_words`).
+        draw, where tokens were drawn before (`key_words`); these are `reply_ids`.
         """
         self._params = params
         self.constraint = constraint
@@ -59,6 +60,9 @@ class Sampler:
         self._recent: deque[int] | None = None
         if params.repetition_penalty != 1 and params.repetition_tokens:
             self._recent = deque(prompt_ids[-params.repetition_tokens :], maxlen=params.repetition_tokens)
+        self._counts_reply = bool(params.frequency_penalty or params.presence_penalty)
+        self._drawn_before = reply_ids if self._counts_reply else ()
+        self._counts: mx.array | None = None  # of each token in the reply, once the vocabulary's size is known
 
     @property
     def key_words(self) -> tuple[int, ...]:
@@ -73,6 +77,7 @@ class Sampler:
             self._is_greedy
             and not self._params.logit_bias
             and self._recent is None
+            and not self._counts_reply
             and self.constraint is None
             and self._params.logprobs is None
         )
@@ -99,6 +104,8 @@ class Sampler:
             logprobs = _filtered(shaped - mx.logsumexp(shaped), self._params)
             self._key, key = mx.random.split(self._key)
             token = mx.random.categorical(logprobs / self._params.temperature, key=key)
+        if self._counts is not None:  # on the device: nobody waits for the token
+            self._counts = self._counts.at[token].add(1)
         return _PlannedDraw(token.astype(mx.uint32), self._logprobs_of(row, token))
 
     def _shaped(self, row: mx.array) -> mx.array:
@@ -108,9 +115,21 @@ class Sampler:
             ids = mx.array(sorted(set(self._recent)), dtype=mx.uint32)
             penalty, chosen = self._params.repetition_penalty, row[ids]
             row = mx.put_along_axis(row, ids, mx.where(chosen < 0, chosen * penalty, chosen / penalty), axis=-1)
+        if self._counts_reply:
+            row = row - self._penalties(row.size)
         if self.constraint is not None:
             row = mx.where(_unpacked(self.constraint.allowed(), row.size), row, -mx.inf)
         return row
+
+    def _penalties(self, vocabulary_size: int) -> mx.array:
+        """What the logits lose for what the reply has: from whole counts, so that a sampler that goes on elsewhere
+        computes the same.
+        """
+        if self._counts is None:
+            counts = np.bincount(np.array(self._drawn_before, dtype=np.int64), minlength=vocabulary_size)
+            self._counts = mx.array(counts.astype(np.float32))
+        is_there = (self._counts > 0).astype(mx.float32)
+        return self._params.frequency_penalty * self._counts + self._params.presence_penalty * is_there
 
     def _logprobs_of(self, row: mx.array, token: mx.array) -> tuple[mx.array, ...]:
         """Log probability of the token, the likeliest tokens and their log probabilities; empty unless requested."""

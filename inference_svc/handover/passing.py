@@ -21,6 +21,7 @@ class Surroundings:
     compute_type: str
     cell_tokens: int
     version: str  # of Kvasir
+    sampling_defaults: str = ""  # as text
 
     @classmethod
     def of(cls, engine: Engine, version: str) -> "Surroundings":
@@ -33,6 +34,7 @@ class Surroundings:
             model.compute_type,
             model.cell_tokens,
             version,
+            " ".join(f"{name}={value!r}" for name, value in sorted(model.sampling_defaults.items())),
         )
 
     def check_alike(self, theirs: "Surroundings") -> None:

@@ -1,7 +1,9 @@
 """Loading a model directory through mlx-lm, in the type that the device computes best."""
 
+import json
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,16 @@ from inference_svc.model.weights.weight_files import weight_files
 # faster, and buffers of a long prompt's cell are held until their graph is done.
 _GRAPH_SETTINGS = {"MLX_MAX_OPS_PER_BUFFER": "100", "MLX_MAX_MB_PER_BUFFER": "4000"}
 _DEFAULT_CONTEXT_TOKENS = 4096
+_log = logging.getLogger(__name__)
+_GENERATION = "generation_config.json"
+# The settings that are taken, and what a request may ask of them. NaN is in no range.
+_RANGES = {
+    "temperature": lambda value: 0 <= value <= 2,
+    "top_p": lambda value: 0 < value <= 1,
+    "top_k": lambda value: 0 <= value < 1 << 31 and value == int(value),
+    "min_p": lambda value: 0 <= value <= 1,
+    "repetition_penalty": lambda value: 0 < value <= 2,
+}
 COMPUTE_TYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
@@ -136,3 +148,26 @@ def device() -> str:
     if mx.default_device().type == mx.DeviceType.cpu:
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
+
+
+def sampling_defaults(directory: Path) -> Mapping[str, float]:
+    """By the names of Sampling. Empty without the file, and where the model is not to be sampled. One that is to be,
+    without a temperature, has 1. What is no such setting's value is left out, and logged.
+    """
+    try:
+        given = json.loads((directory / _GENERATION).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(given, dict) or given.get("do_sample") is False:
+        return {}
+    found = {name: given[name] for name in _RANGES if given.get(name) is not None}
+    if given.get("do_sample"):
+        found.setdefault("temperature", 1.0)
+    for name in [name for name, value in found.items() if not _is_right(name, value)]:
+        _log.warning("sampling_default.ignored file=%s setting=%s", _GENERATION, name)
+        del found[name]
+    return found
+
+
+def _is_right(name: str, value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and _RANGES[name](value)

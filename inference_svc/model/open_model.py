@@ -18,7 +18,7 @@ from inference_svc.kv.policy import PolicyRequest, name_of
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.auto_policy import ChosenPolicy, chosen_policy
 from inference_svc.model.device_memory import keep_for_computing
-from inference_svc.model.loading import LoadedModel, device, find_model, load
+from inference_svc.model.loading import LoadedModel, device, find_model, load, sampling_defaults
 from inference_svc.model.model_identity import kv_identity, template_digest, tokenizer_digest, weights_digest
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
@@ -109,6 +109,7 @@ def open_model(
         cell_tokens=_CELL_TOKENS[device()],
         compute_type=runner.compute_type,
         stop_token_ids=tuple(sorted(loaded.tokenizer.eos_token_ids)),
+        sampling_defaults=sampling_defaults(directory),
     )
     opened = OpenedModel(
         info=info,

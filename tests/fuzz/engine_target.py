@@ -132,6 +132,8 @@ def _known() -> Known:
         "stop_token_ids": (2, 5, 1000),
         "repetition_penalty": (1.0, 1.2),
         "repetition_tokens": (1, 64),
+        "frequency_penalty": (0.0, 0.5, -2.0),
+        "presence_penalty": (0.0, 2.0),
         "top_logprobs": (0, 1, 20),
         "n": (1, 1, 2),
         "top_p": (1.0, 0.5),

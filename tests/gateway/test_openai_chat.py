@@ -92,12 +92,22 @@ def test_log_probabilities_spell_the_answer(front: Front) -> None:
     assert [token for part in parts if part is not None for token in part.content or []] == content
 
 
+@pytest.mark.parametrize("penalty", ["frequency_penalty", "presence_penalty"])
+def test_penalties_are_applied(front: Front, openai: Any, penalty: str) -> None:
+    client, said = front.openai(), [{"role": "user", "content": "Say the colours of the house, the door and the roof."}]
+    on = {"logit_bias": dict.fromkeys(map(str, range(70, 130)), 60), "max_tokens": 20}  # it says nothing else
+    chats = [client.chat.completions.create(model=MODEL, messages=said, **on, **{penalty: p}) for p in (0, 2)]
+    assert chats[0].choices[0].message.content != chats[1].choices[0].message.content
+    texts = [client.completions.create(model=MODEL, prompt="a a a a", **on, **{penalty: p}) for p in (0, 2)]
+    assert texts[0].choices[0].text != texts[1].choices[0].text
+
+
 @pytest.mark.parametrize(
     ("change", "error", "param", "code"),
     [
         ({"model": "gpt-9"}, "NotFoundError", "model", "model_not_found"),
         ({"temperature": 3}, "BadRequestError", "temperature", "invalid_field"),
-        ({"presence_penalty": 0.5}, "BadRequestError", "presence_penalty", "invalid_field"),
+        ({"presence_penalty": -2.5}, "BadRequestError", "presence_penalty", "invalid_field"),
         ({"tool_choice": "required"}, "BadRequestError", "tool_choice", None),
         ({"extra_body": {"magic": True}}, "BadRequestError", "magic", "unknown_parameter"),
         ({"messages": [{"role": "wizard", "content": "?"}]}, "BadRequestError", "messages[0].role", None),

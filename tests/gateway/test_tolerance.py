@@ -86,7 +86,7 @@ def test_a_field_that_changes_no_meaning_is_ignored_and_reported(
         ),
         (CHAT, {"functions": [{"name": "f"}]}, "functions"),
         (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
-        (CHAT, {"frequency_penalty": 0.5}, "frequency_penalty"),
+        (CHAT, {"frequency_penalty": 2.5}, "frequency_penalty"),
         (COMPLETIONS, {"guided_regex": "a+"}, "guided_regex"),
         (RESPONSES, {"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
         (RESPONSES, {"truncation": "auto"}, "truncation"),

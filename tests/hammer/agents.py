@@ -169,6 +169,8 @@ class Script:
             sampling |= dice.pick([{}, {"top_p": 0.875}, {"top_k": 20}, {"min_p": 0.0625}])
         if dice.chance(0.1):
             sampling |= {"repetition_penalty": 1.25, "repetition_tokens": dice.pick([8, 64])}
+        if dice.chance(0.1):
+            sampling |= dice.pick([{"frequency_penalty": 0.5}, {"presence_penalty": 1.5}])
         if dice.chance(0.05):
             sampling["logit_bias"] = {dice.below(_VOCABULARY): -100.0, dice.below(_VOCABULARY): 2.5}
         if dice.chance(0.1):

@@ -35,6 +35,8 @@ class AgentSampling(OwnBody):
     seed: Annotated[int, Ge(0), Le((1 << 64) - 1)] | None = None
     stop: Annotated[list[str], MaxLen(16)] | None = None
     repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
 
 
 class AgentTurn(OwnBody):

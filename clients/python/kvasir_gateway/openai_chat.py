@@ -102,8 +102,8 @@ class SamplingFields(Body):
     stop: str | Annotated[list[str], MaxLen(16)] | None = None
     seed: int | None = None
     logit_bias: dict[str, float] | None = None
-    frequency_penalty: float | None = Field(None, description="0 alone; see repetition_penalty.")
-    presence_penalty: float | None = Field(None, description="0 alone; see repetition_penalty.")
+    frequency_penalty: Annotated[float, Ge(-2), Le(2)] | None = None
+    presence_penalty: Annotated[float, Ge(-2), Le(2)] | None = None
     user: str | None = None
     # Of this engine alone.
     top_k: TopK | None = None
@@ -111,7 +111,6 @@ class SamplingFields(Body):
     repetition_penalty: float | None = None
 
     def sampling(self, reading: Reading, max_tokens: int | None) -> dict[str, Any]:
-        refuse_unless((0,), {"frequency_penalty": self.frequency_penalty, "presence_penalty": self.presence_penalty})
         return reading.length(max_tokens) | given(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -122,6 +121,8 @@ class SamplingFields(Body):
             top_k=self.top_k,
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
         )
 
     @property

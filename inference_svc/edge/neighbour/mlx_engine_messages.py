@@ -124,14 +124,8 @@ class ReplyWriter:
 
 def _sampling(given: mlx.SamplingParams) -> pb.Sampling:
     """The same settings in our own contract. The neighbour's zeros mean what its engines do without the setting."""
-    refused = {
-        "frequency_penalty": given.frequency_penalty,
-        "presence_penalty": given.presence_penalty,
-        "ignore_eos": given.ignore_eos,
-    }
-    for name, value in refused.items():
-        if value:
-            raise _refused(name, "no value: this engine cannot apply it", value)
+    if given.ignore_eos:
+        raise _refused("ignore_eos", "no value: this engine cannot apply it", given.ignore_eos)
     if given.HasField("logprobs") and not 0 <= given.logprobs <= MAX_TOP_LOGPROBS:
         raise _refused("logprobs", f"0 to {MAX_TOP_LOGPROBS}", given.logprobs)
     if (least := min(given.logit_bias, default=0)) < 0:
@@ -145,6 +139,8 @@ def _sampling(given: mlx.SamplingParams) -> pb.Sampling:
         seed=given.seed % _SEEDS if given.HasField("seed") else None,
         stop_token_ids=given.stop_token_ids,
         repetition_penalty=given.repetition_penalty if given.repetition_penalty not in (0, 1) else None,
+        frequency_penalty=given.frequency_penalty or None,
+        presence_penalty=given.presence_penalty or None,
         logit_bias=given.logit_bias,
         logprobs=given.HasField("logprobs"),
         top_logprobs=given.logprobs,

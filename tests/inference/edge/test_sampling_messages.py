@@ -72,6 +72,9 @@ def test_every_setting_that_is_given_makes_another_digest() -> None:
         {"logit_bias": {1: 2.0, 3: 4.0}},
         {"logit_bias": {1: 2.0, 3: 4.5}},
         {"logit_bias": {1: 2.0, 4: 4.0}},
+        {"frequency_penalty": 0.0},
+        {"frequency_penalty": 0.5},
+        {"presence_penalty": 0.5},
         {"logprobs": True},
         {"logprobs": True, "top_logprobs": 1},
         {"n": 1},
@@ -114,6 +117,8 @@ def test_borders_are_allowed() -> None:
         logit_bias=dict.fromkeys(range(300), -100.0),
         logprobs=True,
         top_logprobs=20,
+        frequency_penalty=-2.0,
+        presence_penalty=2.0,
         n=8,
     )
     assert (borders.choices, borders.sampling.repetition_tokens) == (8, 4096)

@@ -25,7 +25,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "constraint": TAGS},
     {"constraint": WORDS, "logprobs": 3},
     {"temperature": 1.3, "top_p": 0.9, "repetition_penalty": 1.4, "logprobs": 0},
-    {"temperature": 0.8, "logit_bias": ((50, 4.0), (60, -100.0))},
+    {"temperature": 0.8, "logit_bias": ((50, 4.0), (60, -100.0)), "frequency_penalty": 0.7},
     {},
 )
 

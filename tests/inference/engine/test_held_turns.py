@@ -34,7 +34,7 @@ PROMPT = tokens_of(700, 1)
 MAX_TOKENS = 40
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
-    "sampled": {"temperature": 0.9, "seed": 7, "logprobs": 3},
+    "sampled": {"temperature": 0.9, "seed": 7, "logprobs": 3, "frequency_penalty": 0.6, "presence_penalty": 0.3},
     "penalized": {"repetition_penalty": 1.5, "temperature": 0.7, "seed": 3, "top_p": 0.9},
     "constrained": {"constraint": Constraint(ConstraintKind.REGEX, "([a-z]{3} ){30}"), "temperature": 0.8, "seed": 1},
 }

@@ -19,7 +19,16 @@ _SAMPLED = {**ON, "temperature": 1.0, "seed": 11}
 
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"prompt": STORY, "sampling": ON},
-    "sampled": {"prompt": STORY, "sampling": {**_SAMPLED, "logprobs": True, "top_logprobs": 3}},
+    "sampled": {
+        "prompt": STORY,
+        "sampling": {
+            **_SAMPLED,
+            "logprobs": True,
+            "top_logprobs": 3,
+            "frequency_penalty": 0.5,
+            "presence_penalty": 0.5,
+        },
+    },
     "penalized": {"prompt": STORY, "sampling": {**_SAMPLED, "repetition_penalty": 1.4, "top_p": 0.9, "top_k": 50}},
     "messages": {"messages": [{"role": "user", "content": STORY}], "sampling": _SAMPLED},
     "tools": {

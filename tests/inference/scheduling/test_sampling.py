@@ -59,9 +59,9 @@ def sampler_of(number: int) -> Sampler:
         {},
         {"temperature": 1.0},
         {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
-        {"repetition_penalty": 1.3, "repetition_tokens": 8},
+        {"repetition_penalty": 1.3, "repetition_tokens": 8, "frequency_penalty": 0.3},
         {"logprobs": 4, "temperature": 1.2},
-        {"logit_bias": ((3, 2.5), (90, -100.0)), "temperature": 0.5},
+        {"logit_bias": ((3, 2.5), (90, -100.0)), "temperature": 0.5, "presence_penalty": 1.5},
         {"logprobs": 0},
         {"temperature": 1.5, "constraint": OnlyThese(range(10, 20))},
     )
@@ -126,6 +126,30 @@ def test_a_repeated_token_is_less_likely_whatever_the_sign_of_its_logit() -> Non
     assert drawn(Sampler(params, [0, 0]), [4.0, 1.9, 0.0]).token_id == 0  # 4 / 2, not 4 / 4
     assert drawn(Sampler(params, [0]), [-1.0, -1.9, -9.0]).token_id == 1
     assert drawn(Sampler(params, [0]), [-1.0, -2.1, -9.0]).token_id == 0
+
+
+def test_openais_penalties_count_what_the_reply_has_and_nothing_of_the_prompt() -> None:
+    row = [4.0, 3.5, 3.0, 0.0]
+    often = Sampler(SamplingParams(9, frequency_penalty=0.4), [0, 0, 0])
+    # After 0: 3.6, 3.5; again: 3.2, 3.5; then 1 is 3.1, and so on: each time 0.4 less.
+    assert [drawn(often, row).token_id for _ in range(6)] == [0, 0, 1, 0, 1, 2]
+    once = Sampler(SamplingParams(9, presence_penalty=0.75), [0, 0, 0])
+    # 0 is 3.25 from then on, 1 then 2.75, 2 then 2.25: no more is subtracted.
+    assert [drawn(once, row).token_id for _ in range(6)] == [0, 1, 0, 0, 0, 0]
+    liked = Sampler(SamplingParams(9, presence_penalty=-2.0), [3])
+    assert [drawn(liked, row).token_id for _ in range(3)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7])
+def test_a_sampler_that_goes_on_elsewhere_draws_what_the_first_one_would_have(cut: int) -> None:
+    params = SamplingParams(99, temperature=1.0, seed=4, frequency_penalty=0.1, presence_penalty=0.3)
+    rows = [logits_of(1, step) for step in range(20)]
+    whole = Sampler(params)
+    expected = [sample([whole], row)[0].token_id for row in rows]
+    first = Sampler(params)
+    assert [sample([first], row)[0].token_id for row in rows[:cut]] == expected[:cut]
+    second = Sampler(params, key=first.key_words, reply_ids=expected[:cut])
+    assert [sample([second], row)[0].token_id for row in rows[cut:]] == expected[cut:]
 
 
 def test_only_the_last_tokens_of_prompt_and_reply_count_as_repeated() -> None:

@@ -12,7 +12,10 @@ from tests.system_fixtures import House, running_house
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "sharpened", LLAMA)
+    directory = write_model(tmp_path_factory.mktemp("model") / "sharpened", LLAMA)
+    # Without a temperature it stays greedy.
+    (directory / "generation_config.json").write_text('{"bos_token_id": 1, "top_k": 20, "top_p": "much"}')
+    return directory
 
 
 @pytest.fixture(scope="session")

@@ -117,6 +117,8 @@ BAD: dict[str, tuple[dict[str, Any], type[errors.KvasirError], str]] = {
     "many stop tokens": (sampling(stop_token_ids=range(65)), errors.InvalidArgument, "sampling.stop_token_ids"),
     "no penalty": (sampling(repetition_penalty=0), errors.InvalidArgument, "sampling.repetition_penalty"),
     "penalty NaN": (sampling(repetition_penalty=NAN), errors.InvalidArgument, "sampling.repetition_penalty"),
+    "frequency NaN": (sampling(frequency_penalty=NAN), errors.InvalidArgument, "sampling.frequency_penalty"),
+    "presence below minus two": (sampling(presence_penalty=-2.5), errors.InvalidArgument, "sampling.presence_penalty"),
     "penalty above two": (sampling(repetition_penalty=2.5), errors.InvalidArgument, "sampling.repetition_penalty"),
     "a penalty's tokens alone": (sampling(repetition_tokens=9), errors.InvalidArgument, "sampling.repetition_tokens"),
     "a penalty of no tokens": (

@@ -188,8 +188,8 @@ def test_a_token_says_whose_memory_it_is_and_what_its_caller_may(
 @pytest.mark.parametrize(
     ("field", "sampling"),
     [
-        ("frequency_penalty", {"frequency_penalty": 0.5}),
-        ("presence_penalty", {"presence_penalty": -0.5}),
+        ("frequency_penalty", {"frequency_penalty": 2.5}),
+        ("presence_penalty", {"presence_penalty": -2.5}),
         ("ignore_eos", {"ignore_eos": True}),
         ("logprobs", {"logprobs": 21}),
         ("logit_bias", {"logit_bias": {-1: 1.0}}),

@@ -171,6 +171,32 @@ def test_a_bias_bans_and_forces(client: InferenceClient) -> None:
     assert set(forced.token_ids) == {77}
 
 
+def test_what_is_left_out_is_the_models_own_setting_and_a_zero_is_not_left_out(client: InferenceClient) -> None:
+    settings = {"temperature": 2.0, "max_tokens": 24, "seed": 3}
+    assert client.get_model().sampling_defaults == pb.Sampling(top_k=20)
+    absent, own, off = (
+        told(client.reply(prompt="the old door", sampling={**settings, **more}))
+        for more in ({}, {"top_k": 20}, {"top_k": 0})
+    )
+    assert absent == own
+    assert absent != off
+
+
+def test_penalties_count_the_reply_alone_and_batch_mates_change_none(client: InferenceClient) -> None:
+    settings: dict[str, Any] = {"max_tokens": 40, "logit_bias": {77: 4.0, 78: 3.5}, "seed": 5}
+    again = client.reply(prompt="door", sampling=settings)
+    for penalty in ("frequency_penalty", "presence_penalty"):
+        less = client.reply(prompt="door", sampling={**settings, penalty: 2.0})
+        assert less.token_ids[0] == again.token_ids[0]
+        assert len(set(less.token_ids)) > len(set(again.token_ids))
+        more = client.reply(prompt="door", sampling={**settings, penalty: -2.0})
+        assert len(set(more.token_ids)) <= len(set(again.token_ids))
+    hot = {"temperature": 1.0, "max_tokens": 24, "seed": 9, "frequency_penalty": 0.75, "presence_penalty": -0.5}
+    together = client.reply(prompt="the old door", sampling={**hot, "n": 4})
+    alone = [client.reply(prompt="the old door", sampling={**hot, "seed": 9 + i}) for i in range(4)]
+    assert [told(together, i) for i in range(4)] == [told(reply) for reply in alone]
+
+
 def test_a_penalty_makes_a_model_repeat_less(client: InferenceClient) -> None:
     again = client.reply(prompt="door", sampling={"max_tokens": 60, "logit_bias": {77: 3.0}})
     less = client.reply(
@@ -208,6 +234,7 @@ def test_a_retry_with_other_settings_is_another_turn(client: InferenceClient, ne
         {"sampling": {"logit_bias": {5: 1.0, 9: 2.0}}},
         {"sampling": {"logit_bias": {5: 1.0, 9: 3.0}}},
         {"sampling": {"repetition_penalty": 1.5}},
+        {"sampling": {"presence_penalty": 1.5}},
         {"sampling": {"logprobs": True}},
         {"regex": "a+b"},
         {"json_schema": "{}"},

@@ -54,7 +54,9 @@ def chat(
         OnFullPolicy | None,
         typer.Option(help="What to do when the memory is full; else what the agent's label kvasir.on_full says."),
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, max=2, help="0 is greedy. Left out: what the model's own files say, else 0.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Talk with an agent, which remembers. Reads lines from a pipe too; --json prints one object per reply."""
@@ -63,7 +65,9 @@ def chat(
     if once is not None and not (text or "").strip():
         raise failures.WrongUsage("--once: there is nothing to say", field="--once")
     # What was said before Ctrl-C is what a person has read.
-    options = GenerateOptions(max_tokens=max_tokens, sampling={"temperature": temperature}, keep_partial=True)
+    options = GenerateOptions(
+        max_tokens=max_tokens, sampling=inference_pb2.Sampling(temperature=temperature), keep_partial=True
+    )
     if on_full is not None:
         setting = inference_pb2.OnFull(policy=getattr(inference_pb2, f"ON_FULL_POLICY_{on_full.name}"))
         options = replace(options, on_full=setting)

@@ -68,7 +68,7 @@ class TurnOpening(_message.Message):
     def __init__(self, format: _Optional[int] = ..., surroundings: _Optional[_Union[TurnSurroundings, _Mapping]] = ..., request: _Optional[_Union[_inference_pb2.GenerateRequest, _Mapping]] = ..., request_id: _Optional[str] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., caller: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[_manifest_pb2.Message, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prompt_token_chars: _Optional[_Iterable[int]] = ..., rewind_point_tokens: _Optional[int] = ..., parent_manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., is_brought: bool = ..., continuation: _Optional[_Union[_inference_pb2.Continuation, str]] = ..., shortened: _Optional[_Union[_manifest_pb2.Shortened, _Mapping]] = ..., shortening: _Optional[_Union[_inference_pb2.Shortening, _Mapping]] = ..., age: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., first_token: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., choices: _Optional[_Iterable[int]] = ..., template_time_ms: _Optional[int] = ...) -> None: ...
 
 class TurnSurroundings(_message.Message):
-    __slots__ = ("kv_identity_hash", "tokenizer_digest", "template_digest", "device", "compute_type", "cell_tokens", "version")
+    __slots__ = ("kv_identity_hash", "tokenizer_digest", "template_digest", "device", "compute_type", "cell_tokens", "version", "sampling_defaults")
     KV_IDENTITY_HASH_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TEMPLATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,7 @@ class TurnSurroundings(_message.Message):
     COMPUTE_TYPE_FIELD_NUMBER: _ClassVar[int]
     CELL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
     kv_identity_hash: str
     tokenizer_digest: str
     template_digest: str
@@ -83,7 +84,8 @@ class TurnSurroundings(_message.Message):
     compute_type: str
     cell_tokens: int
     version: str
-    def __init__(self, kv_identity_hash: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., device: _Optional[str] = ..., compute_type: _Optional[str] = ..., cell_tokens: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
+    sampling_defaults: str
+    def __init__(self, kv_identity_hash: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., device: _Optional[str] = ..., compute_type: _Optional[str] = ..., cell_tokens: _Optional[int] = ..., version: _Optional[str] = ..., sampling_defaults: _Optional[str] = ...) -> None: ...
 
 class TurnFile(_message.Message):
     __slots__ = ("choice", "digest")

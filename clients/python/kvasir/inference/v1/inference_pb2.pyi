@@ -267,7 +267,7 @@ class Tool(_message.Message):
     def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., parameters_json: _Optional[str] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "repetition_penalty", "repetition_tokens", "logit_bias", "logprobs", "top_logprobs", "n", "clamp_max_tokens")
+    __slots__ = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "repetition_penalty", "repetition_tokens", "logit_bias", "logprobs", "top_logprobs", "n", "clamp_max_tokens", "frequency_penalty", "presence_penalty")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -290,6 +290,8 @@ class Sampling(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
     CLAMP_MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     temperature: float
     top_p: float
@@ -305,7 +307,9 @@ class Sampling(_message.Message):
     top_logprobs: int
     n: int
     clamp_max_tokens: bool
-    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., repetition_penalty: _Optional[float] = ..., repetition_tokens: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: bool = ..., top_logprobs: _Optional[int] = ..., n: _Optional[int] = ..., clamp_max_tokens: bool = ...) -> None: ...
+    frequency_penalty: float
+    presence_penalty: float
+    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., repetition_penalty: _Optional[float] = ..., repetition_tokens: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: bool = ..., top_logprobs: _Optional[int] = ..., n: _Optional[int] = ..., clamp_max_tokens: bool = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "prefill_progress", "delta", "finished", "moved")
@@ -682,7 +686,7 @@ class GetModelResponse(_message.Message):
     def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "kv_identity", "kv_identity_hash", "tokenizer_digest", "template_digest", "context_tokens", "kv_bytes_per_token", "kv_bytes_per_token_fp16", "policy_applied_layers", "layer_count", "cell_tokens", "compute_type", "state", "kv_policy", "kv_policy_why")
+    __slots__ = ("name", "kv_identity", "kv_identity_hash", "tokenizer_digest", "template_digest", "context_tokens", "kv_bytes_per_token", "kv_bytes_per_token_fp16", "policy_applied_layers", "layer_count", "cell_tokens", "compute_type", "state", "kv_policy", "kv_policy_why", "sampling_defaults")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KV_IDENTITY_FIELD_NUMBER: _ClassVar[int]
     KV_IDENTITY_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -698,6 +702,7 @@ class Model(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     KV_POLICY_FIELD_NUMBER: _ClassVar[int]
     KV_POLICY_WHY_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     kv_identity: _identity_pb2.KvIdentity
     kv_identity_hash: str
@@ -713,7 +718,8 @@ class Model(_message.Message):
     state: ModelState
     kv_policy: str
     kv_policy_why: str
-    def __init__(self, name: _Optional[str] = ..., kv_identity: _Optional[_Union[_identity_pb2.KvIdentity, _Mapping]] = ..., kv_identity_hash: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_bytes_per_token_fp16: _Optional[int] = ..., policy_applied_layers: _Optional[int] = ..., layer_count: _Optional[int] = ..., cell_tokens: _Optional[int] = ..., compute_type: _Optional[str] = ..., state: _Optional[_Union[ModelState, str]] = ..., kv_policy: _Optional[str] = ..., kv_policy_why: _Optional[str] = ...) -> None: ...
+    sampling_defaults: Sampling
+    def __init__(self, name: _Optional[str] = ..., kv_identity: _Optional[_Union[_identity_pb2.KvIdentity, _Mapping]] = ..., kv_identity_hash: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_bytes_per_token_fp16: _Optional[int] = ..., policy_applied_layers: _Optional[int] = ..., layer_count: _Optional[int] = ..., cell_tokens: _Optional[int] = ..., compute_type: _Optional[str] = ..., state: _Optional[_Union[ModelState, str]] = ..., kv_policy: _Optional[str] = ..., kv_policy_why: _Optional[str] = ..., sampling_defaults: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
 
 class GetCapabilitiesRequest(_message.Message):
     __slots__ = ()

@@ -380,9 +380,11 @@ type TurnSurroundings struct {
 	ComputeType string `protobuf:"bytes,5,opt,name=compute_type,json=computeType,proto3" json:"compute_type,omitempty"`
 	CellTokens  int32  `protobuf:"varint,6,opt,name=cell_tokens,json=cellTokens,proto3" json:"cell_tokens,omitempty"`
 	// Of Kvasir.
-	Version       string `protobuf:"bytes,7,opt,name=version,proto3" json:"version,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Version string `protobuf:"bytes,7,opt,name=version,proto3" json:"version,omitempty"`
+	// What the request's sampling takes where it leaves a setting out: names and values, in order.
+	SamplingDefaults string `protobuf:"bytes,8,opt,name=sampling_defaults,json=samplingDefaults,proto3" json:"sampling_defaults,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *TurnSurroundings) Reset() {
@@ -460,6 +462,13 @@ func (x *TurnSurroundings) GetCellTokens() int32 {
 func (x *TurnSurroundings) GetVersion() string {
 	if x != nil {
 		return x.Version
+	}
+	return ""
+}
+
+func (x *TurnSurroundings) GetSamplingDefaults() string {
+	if x != nil {
+		return x.SamplingDefaults
 	}
 	return ""
 }
@@ -1160,7 +1169,7 @@ const file_kvasir_inference_v1_handover_proto_rawDesc = "" +
 	"firstToken\x12\x18\n" +
 	"\achoices\x18\x13 \x03(\x05R\achoices\x12(\n" +
 	"\x10template_time_ms\x18\x14 \x01(\x03R\x0etemplateTimeMsB\x16\n" +
-	"\x14_rewind_point_tokens\"\x86\x02\n" +
+	"\x14_rewind_point_tokens\"\xb3\x02\n" +
 	"\x10TurnSurroundings\x12(\n" +
 	"\x10kv_identity_hash\x18\x01 \x01(\tR\x0ekvIdentityHash\x12)\n" +
 	"\x10tokenizer_digest\x18\x02 \x01(\tR\x0ftokenizerDigest\x12'\n" +
@@ -1169,7 +1178,8 @@ const file_kvasir_inference_v1_handover_proto_rawDesc = "" +
 	"\fcompute_type\x18\x05 \x01(\tR\vcomputeType\x12\x1f\n" +
 	"\vcell_tokens\x18\x06 \x01(\x05R\n" +
 	"cellTokens\x12\x18\n" +
-	"\aversion\x18\a \x01(\tR\aversion\"X\n" +
+	"\aversion\x18\a \x01(\tR\aversion\x12+\n" +
+	"\x11sampling_defaults\x18\b \x01(\tR\x10samplingDefaults\"X\n" +
 	"\bTurnFile\x12\x16\n" +
 	"\x06choice\x18\x01 \x01(\x05R\x06choice\x124\n" +
 	"\x06digest\x18\x02 \x01(\v2\x1c.kvasir.cachestore.v1.DigestR\x06digest\"\xab\x03\n" +

@@ -1322,7 +1322,7 @@ func (x *Tool) GetParametersJson() string {
 	return ""
 }
 
-// Sampling parameters. What is absent takes the default named here.
+// Sampling parameters. What is absent takes the model's default (Model.sampling_defaults), else the one named here.
 type Sampling struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// At least 1. Default: what is left of the context, at most 512.
@@ -1357,8 +1357,12 @@ type Sampling struct {
 	// More max_tokens than fit the context and the engine's KV memory beside the prompt are lowered to a quarter of what
 	// fits, or to 512 of it if that is more, instead of refused: all of them are reserved.
 	ClampMaxTokens bool `protobuf:"varint,15,opt,name=clamp_max_tokens,json=clampMaxTokens,proto3" json:"clamp_max_tokens,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// -2 to 2: subtracted from the logit of a token for each time that the reply has it so far. Default 0.
+	FrequencyPenalty *float32 `protobuf:"fixed32,16,opt,name=frequency_penalty,json=frequencyPenalty,proto3,oneof" json:"frequency_penalty,omitempty"`
+	// -2 to 2: subtracted once from the logit of each token that the reply has so far. Default 0.
+	PresencePenalty *float32 `protobuf:"fixed32,17,opt,name=presence_penalty,json=presencePenalty,proto3,oneof" json:"presence_penalty,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *Sampling) Reset() {
@@ -1494,6 +1498,20 @@ func (x *Sampling) GetClampMaxTokens() bool {
 		return x.ClampMaxTokens
 	}
 	return false
+}
+
+func (x *Sampling) GetFrequencyPenalty() float32 {
+	if x != nil && x.FrequencyPenalty != nil {
+		return *x.FrequencyPenalty
+	}
+	return 0
+}
+
+func (x *Sampling) GetPresencePenalty() float32 {
+	if x != nil && x.PresencePenalty != nil {
+		return *x.PresencePenalty
+	}
+	return 0
 }
 
 type GenerateResponse struct {
@@ -3938,10 +3956,12 @@ type Model struct {
 	State ModelState `protobuf:"varint,13,opt,name=state,proto3,enum=kvasir.inference.v1.ModelState" json:"state,omitempty"`
 	// The KV policy in force, in words ("q4-rotated, layer 7 exact"), and how it came to be: asked for, or what `auto`
 	// measured.
-	KvPolicy      string `protobuf:"bytes,14,opt,name=kv_policy,json=kvPolicy,proto3" json:"kv_policy,omitempty"`
-	KvPolicyWhy   string `protobuf:"bytes,15,opt,name=kv_policy_why,json=kvPolicyWhy,proto3" json:"kv_policy_why,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	KvPolicy    string `protobuf:"bytes,14,opt,name=kv_policy,json=kvPolicy,proto3" json:"kv_policy,omitempty"`
+	KvPolicyWhy string `protobuf:"bytes,15,opt,name=kv_policy_why,json=kvPolicyWhy,proto3" json:"kv_policy_why,omitempty"`
+	// What its generation_config.json says of temperature, top_p, top_k, min_p and repetition_penalty: what a request leaves out takes it.
+	SamplingDefaults *Sampling `protobuf:"bytes,16,opt,name=sampling_defaults,json=samplingDefaults,proto3" json:"sampling_defaults,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *Model) Reset() {
@@ -4077,6 +4097,13 @@ func (x *Model) GetKvPolicyWhy() string {
 		return x.KvPolicyWhy
 	}
 	return ""
+}
+
+func (x *Model) GetSamplingDefaults() *Sampling {
+	if x != nil {
+		return x.SamplingDefaults
+	}
+	return nil
 }
 
 type GetCapabilitiesRequest struct {
@@ -4755,7 +4782,7 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x04Tool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12 \n" +
 	"\vdescription\x18\x02 \x01(\tR\vdescription\x12'\n" +
-	"\x0fparameters_json\x18\x03 \x01(\tR\x0eparametersJson\"\xdc\x05\n" +
+	"\x0fparameters_json\x18\x03 \x01(\tR\x0eparametersJson\"\xe9\x06\n" +
 	"\bSampling\x12\"\n" +
 	"\n" +
 	"max_tokens\x18\x01 \x01(\x05H\x00R\tmaxTokens\x88\x01\x01\x12%\n" +
@@ -4774,7 +4801,10 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\blogprobs\x18\f \x01(\bR\blogprobs\x12!\n" +
 	"\ftop_logprobs\x18\r \x01(\x05R\vtopLogprobs\x12\x11\n" +
 	"\x01n\x18\x0e \x01(\x05H\bR\x01n\x88\x01\x01\x12(\n" +
-	"\x10clamp_max_tokens\x18\x0f \x01(\bR\x0eclampMaxTokens\x1a<\n" +
+	"\x10clamp_max_tokens\x18\x0f \x01(\bR\x0eclampMaxTokens\x120\n" +
+	"\x11frequency_penalty\x18\x10 \x01(\x02H\tR\x10frequencyPenalty\x88\x01\x01\x12.\n" +
+	"\x10presence_penalty\x18\x11 \x01(\x02H\n" +
+	"R\x0fpresencePenalty\x88\x01\x01\x1a<\n" +
 	"\x0eLogitBiasEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\rR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x02R\x05value:\x028\x01B\r\n" +
@@ -4786,7 +4816,9 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x05_seedB\x15\n" +
 	"\x13_repetition_penaltyB\x14\n" +
 	"\x12_repetition_tokensB\x04\n" +
-	"\x02_n\"\xcd\x02\n" +
+	"\x02_nB\x14\n" +
+	"\x12_frequency_penaltyB\x13\n" +
+	"\x11_presence_penalty\"\xcd\x02\n" +
 	"\x10GenerateResponse\x128\n" +
 	"\astarted\x18\x01 \x01(\v2\x1c.kvasir.inference.v1.StartedH\x00R\astarted\x12Q\n" +
 	"\x10prefill_progress\x18\x02 \x01(\v2$.kvasir.inference.v1.PrefillProgressH\x00R\x0fprefillProgress\x122\n" +
@@ -4955,7 +4987,7 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x0fGetModelRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\"D\n" +
 	"\x10GetModelResponse\x120\n" +
-	"\x05model\x18\x01 \x01(\v2\x1a.kvasir.inference.v1.ModelR\x05model\"\xf7\x04\n" +
+	"\x05model\x18\x01 \x01(\v2\x1a.kvasir.inference.v1.ModelR\x05model\"\xc3\x05\n" +
 	"\x05Model\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12A\n" +
 	"\vkv_identity\x18\x02 \x01(\v2 .kvasir.cachestore.v1.KvIdentityR\n" +
@@ -4975,7 +5007,8 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\fcompute_type\x18\f \x01(\tR\vcomputeType\x125\n" +
 	"\x05state\x18\r \x01(\x0e2\x1f.kvasir.inference.v1.ModelStateR\x05state\x12\x1b\n" +
 	"\tkv_policy\x18\x0e \x01(\tR\bkvPolicy\x12\"\n" +
-	"\rkv_policy_why\x18\x0f \x01(\tR\vkvPolicyWhy\"\x18\n" +
+	"\rkv_policy_why\x18\x0f \x01(\tR\vkvPolicyWhy\x12J\n" +
+	"\x11sampling_defaults\x18\x10 \x01(\v2\x1d.kvasir.inference.v1.SamplingR\x10samplingDefaults\"\x18\n" +
 	"\x16GetCapabilitiesRequest\"\xb0\x01\n" +
 	"\x17GetCapabilitiesResponse\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\tR\aversion\x12\x16\n" +
@@ -5305,45 +5338,46 @@ var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	54, // 61: kvasir.inference.v1.GetModelResponse.model:type_name -> kvasir.inference.v1.Model
 	73, // 62: kvasir.inference.v1.Model.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
 	12, // 63: kvasir.inference.v1.Model.state:type_name -> kvasir.inference.v1.ModelState
-	57, // 64: kvasir.inference.v1.GetCapabilitiesResponse.limits:type_name -> kvasir.inference.v1.Limits
-	70, // 65: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
-	60, // 66: kvasir.inference.v1.GetStatsResponse.namespaces:type_name -> kvasir.inference.v1.NamespaceStats
-	61, // 67: kvasir.inference.v1.GetStatsResponse.engine:type_name -> kvasir.inference.v1.EngineStats
-	63, // 68: kvasir.inference.v1.NamespaceStats.turn_ends:type_name -> kvasir.inference.v1.NamespaceStats.TurnEndsEntry
-	64, // 69: kvasir.inference.v1.NamespaceStats.refusals:type_name -> kvasir.inference.v1.NamespaceStats.RefusalsEntry
-	65, // 70: kvasir.inference.v1.NamespaceStats.sources:type_name -> kvasir.inference.v1.NamespaceStats.SourcesEntry
-	66, // 71: kvasir.inference.v1.NamespaceStats.misses:type_name -> kvasir.inference.v1.NamespaceStats.MissesEntry
-	67, // 72: kvasir.inference.v1.NamespaceStats.publications:type_name -> kvasir.inference.v1.NamespaceStats.PublicationsEntry
-	68, // 73: kvasir.inference.v1.NamespaceStats.made_good:type_name -> kvasir.inference.v1.NamespaceStats.MadeGoodEntry
-	13, // 74: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
-	31, // 75: kvasir.inference.v1.InferenceService.ListTurns:input_type -> kvasir.inference.v1.ListTurnsRequest
-	34, // 76: kvasir.inference.v1.InferenceService.CancelTurn:input_type -> kvasir.inference.v1.CancelTurnRequest
-	36, // 77: kvasir.inference.v1.InferenceService.ListHotMemories:input_type -> kvasir.inference.v1.ListHotMemoriesRequest
-	39, // 78: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
-	41, // 79: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
-	50, // 80: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
-	43, // 81: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
-	47, // 82: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
-	52, // 83: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
-	55, // 84: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
-	58, // 85: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
-	19, // 86: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
-	32, // 87: kvasir.inference.v1.InferenceService.ListTurns:output_type -> kvasir.inference.v1.ListTurnsResponse
-	35, // 88: kvasir.inference.v1.InferenceService.CancelTurn:output_type -> kvasir.inference.v1.CancelTurnResponse
-	37, // 89: kvasir.inference.v1.InferenceService.ListHotMemories:output_type -> kvasir.inference.v1.ListHotMemoriesResponse
-	40, // 90: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
-	42, // 91: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
-	51, // 92: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
-	44, // 93: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
-	48, // 94: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
-	53, // 95: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
-	56, // 96: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
-	59, // 97: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
-	86, // [86:98] is the sub-list for method output_type
-	74, // [74:86] is the sub-list for method input_type
-	74, // [74:74] is the sub-list for extension type_name
-	74, // [74:74] is the sub-list for extension extendee
-	0,  // [0:74] is the sub-list for field type_name
+	18, // 64: kvasir.inference.v1.Model.sampling_defaults:type_name -> kvasir.inference.v1.Sampling
+	57, // 65: kvasir.inference.v1.GetCapabilitiesResponse.limits:type_name -> kvasir.inference.v1.Limits
+	70, // 66: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
+	60, // 67: kvasir.inference.v1.GetStatsResponse.namespaces:type_name -> kvasir.inference.v1.NamespaceStats
+	61, // 68: kvasir.inference.v1.GetStatsResponse.engine:type_name -> kvasir.inference.v1.EngineStats
+	63, // 69: kvasir.inference.v1.NamespaceStats.turn_ends:type_name -> kvasir.inference.v1.NamespaceStats.TurnEndsEntry
+	64, // 70: kvasir.inference.v1.NamespaceStats.refusals:type_name -> kvasir.inference.v1.NamespaceStats.RefusalsEntry
+	65, // 71: kvasir.inference.v1.NamespaceStats.sources:type_name -> kvasir.inference.v1.NamespaceStats.SourcesEntry
+	66, // 72: kvasir.inference.v1.NamespaceStats.misses:type_name -> kvasir.inference.v1.NamespaceStats.MissesEntry
+	67, // 73: kvasir.inference.v1.NamespaceStats.publications:type_name -> kvasir.inference.v1.NamespaceStats.PublicationsEntry
+	68, // 74: kvasir.inference.v1.NamespaceStats.made_good:type_name -> kvasir.inference.v1.NamespaceStats.MadeGoodEntry
+	13, // 75: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
+	31, // 76: kvasir.inference.v1.InferenceService.ListTurns:input_type -> kvasir.inference.v1.ListTurnsRequest
+	34, // 77: kvasir.inference.v1.InferenceService.CancelTurn:input_type -> kvasir.inference.v1.CancelTurnRequest
+	36, // 78: kvasir.inference.v1.InferenceService.ListHotMemories:input_type -> kvasir.inference.v1.ListHotMemoriesRequest
+	39, // 79: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
+	41, // 80: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
+	50, // 81: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
+	43, // 82: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
+	47, // 83: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
+	52, // 84: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
+	55, // 85: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
+	58, // 86: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
+	19, // 87: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
+	32, // 88: kvasir.inference.v1.InferenceService.ListTurns:output_type -> kvasir.inference.v1.ListTurnsResponse
+	35, // 89: kvasir.inference.v1.InferenceService.CancelTurn:output_type -> kvasir.inference.v1.CancelTurnResponse
+	37, // 90: kvasir.inference.v1.InferenceService.ListHotMemories:output_type -> kvasir.inference.v1.ListHotMemoriesResponse
+	40, // 91: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
+	42, // 92: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
+	51, // 93: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
+	44, // 94: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
+	48, // 95: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
+	53, // 96: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
+	56, // 97: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
+	59, // 98: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
+	87, // [87:99] is the sub-list for method output_type
+	75, // [75:87] is the sub-list for method input_type
+	75, // [75:75] is the sub-list for extension type_name
+	75, // [75:75] is the sub-list for extension extendee
+	0,  // [0:75] is the sub-list for field type_name
 }
 
 func init() { file_kvasir_inference_v1_inference_proto_init() }
