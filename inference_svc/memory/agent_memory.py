@@ -5,7 +5,7 @@ engine or in the store, under the digests that are here.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -57,6 +57,8 @@ class PublicationState:
     generation: int = 0
     # The place in the store's history up to which events were known when the turn began.
     event_cursor: EventCursor | None = None
+    # Whether the memory goes on from the one that the store has, where the turn could not read that one.
+    may_follow: "Callable[[AgentMemory], bool] | None" = None
     # Manifests of the agent that this engine stored lately, for a turn that could not ask for the newest version.
     stored_before: frozenset[Digest] = frozenset()
     # Another writer's version that came first: neither this memory nor one that extends it may follow it.

@@ -33,6 +33,9 @@ class MissReason(Enum):
     COMPUTED = "computed"  # that was expected to be faster
 
 
+_STORE_AWAY = (MissReason.STORE_UNREACHABLE, MissReason.STORE_TIMEOUT, MissReason.STORE_REFUSED)
+
+
 @dataclass(frozen=True, slots=True)
 class Miss:
     """A miss and its explanation for people. The detail never quotes a text."""
@@ -40,6 +43,11 @@ class Miss:
     reason: MissReason
     detail: str
     is_sealed: bool = False  # the store lacks the namespace's key: it will refuse the next call, too
+
+    @property
+    def is_store_away(self) -> bool:
+        """Whether the store did not answer: it may have the agent's memory, whole."""
+        return self.reason in _STORE_AWAY
 
 
 class SnapshotState(Enum):

@@ -42,6 +42,12 @@ class Recollection:
     miss: Miss | None = None
     base: "Recollection | None" = None  # the version that goes on, where that is an older one
     on_full: str = ""  # the agent's label for a memory that outgrows its context
+    unproven: AgentMemory | None = None  # hot, and perhaps no longer the newest: the store could not be asked
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether the agent remembers something, or may do so, that cannot be read now."""
+        return self.memory is None and self.miss is not None and self.miss.reason is not MissReason.NEW_AGENT
 
     @property
     def continued(self) -> AgentMemory | None:
@@ -107,7 +113,8 @@ class Recall:
             if running is not None and not running.done() and is_undecided:
                 # It may soon become the newest version: a turn without it now would lose it.
                 detail = "the agent's turn before this one is being stored"
-                return Recollection(None, Source.COLD, None, Miss(MissReason.STORE_TIMEOUT, detail))
+                miss = Miss(MissReason.STORE_TIMEOUT, detail)
+                return Recollection(None, Source.COLD, None, miss, unproven=_followed(hot))
             if hot is not None:
                 self._engine.drop_hot(key)
             if ours.manifest is not None:
@@ -118,7 +125,7 @@ class Recall:
             hot = self._hot(key)
             if hot is not None and self._is_leased(key, hot):
                 return Recollection(hot, Source.HOT, hot.publication.head, on_full=hot.on_full)
-            return Recollection(None, Source.COLD, None, error.miss)
+            return Recollection(None, Source.COLD, None, error.miss, unproven=_followed(hot))
         return Recollection(None, Source.COLD, NO_HEAD, Miss(MissReason.NEW_AGENT, "nothing is remembered"))
 
     async def with_base(self, key: AgentKey, newest: Recollection, version: int, budget: Budget) -> Recollection:
@@ -180,7 +187,7 @@ class Recall:
 
     async def _warm(self, store: RemoteCache, key: AgentKey, head: Head, budget: Budget) -> Recollection:
         try:
-            manifest = await _parsed(await store.manifest(key.agent_id, head, budget))
+            manifest = await parsed(await store.manifest(key.agent_id, head, budget))
         except StoreMiss as error:
             # The head is known, but not its memory: this turn may still become the next version.
             return Recollection(None, Source.COLD, head, error.miss)
@@ -191,13 +198,14 @@ class Recall:
             return Recollection(self._read(manifest, head), Source.COLD, head, miss)
         memory = self._read(manifest, head)
         if unfit := unknown_token(memory, self._engine.vocabulary_size) or self._too_large(memory.publication):
-            return Recollection(None, Source.COLD, head, Miss(MissReason.MANIFEST_INVALID, unfit))
+            # Its text can be read all the same.
+            return Recollection(memory, Source.COLD, head, Miss(MissReason.MANIFEST_INVALID, unfit))
         return Recollection(memory, Source.WARM, head)
 
     async def _foreign(self, store: RemoteCache, key: AgentKey, foreign: Head, budget: Budget) -> Recollection:
         """The agent remembers under another KV identity: its transcript rebuilds a line of ours."""
         try:
-            manifest = await _parsed(await store.manifest(key.agent_id, foreign, budget))
+            manifest = await parsed(await store.manifest(key.agent_id, foreign, budget))
         except (StoreMiss, InvalidArgument):
             difference = f"kv_identity_hash: expected {self._engine.model.kv_identity_hash[:12]}…, found another"
             return Recollection(None, Source.COLD, NO_HEAD, Miss(MissReason.KV_IDENTITY_DIFFERS, difference))
@@ -225,13 +233,18 @@ class Recall:
         return None
 
 
+def _followed(hot: AgentMemory | None) -> AgentMemory | None:
+    """The hot memory, if it follows a version that is known. Else it could not read its agent's memory itself."""
+    return hot if hot is not None and hot.publication.head is not None else None
+
+
 def unknown_token(memory: AgentMemory, vocabulary_size: int) -> str:
     """Why the memory's token ids are invalid, or empty. An imported manifest may name any number as a token."""
     largest = memory.transcript.token_ids.largest
     return f"token_ids: expected ids below {vocabulary_size}, found {largest}" if largest >= vocabulary_size else ""
 
 
-async def _parsed(data: bytes) -> manifest_pb2.Manifest:
+async def parsed(data: bytes) -> manifest_pb2.Manifest:
     """A checked manifest. Raises InvalidArgument."""
     return await off_loop(len(data) > _LONG_BYTES, lambda: manifests.parse(data))
 

@@ -16,6 +16,7 @@ class Continuation(Enum):
     REWOUND = "rewound"  # an earlier point goes on
     REPLACED = "replaced"
     BRANCHED = "branched"  # answered beside the line, and not remembered
+    UNDECIDED = "undecided"  # the memory could not be read: decided when the turn is stored
 
 
 Messages = Sequence[manifest_pb2.Message]

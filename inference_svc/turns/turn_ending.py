@@ -6,6 +6,7 @@ A retry begins and ends here: its reply is replayed from memory.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import structlog
 from kvasir.cachestore.v1 import manifest_pb2
@@ -29,7 +30,7 @@ from inference_svc.text.literal_text import without_guards
 from inference_svc.text.prefix_matching import Outcome, RememberedText
 from inference_svc.turns.continuing import Continuation
 from inference_svc.turns.turn_data import TurnDelta, TurnFinished, TurnStarted, Warmed
-from inference_svc.turns.turn_state import TurnState, reply_reader
+from inference_svc.turns.turn_state import TurnState, may_follow, reply_reader
 
 _LOG = structlog.get_logger(__name__)
 _LOOK_S = 0.5  # how often it is looked whether bulk data still moves
@@ -229,7 +230,10 @@ class TurnEnding:
         if turn.request.is_read_only:
             reason = reason or "the memory was only read"
         elif turn.continuation is Continuation.BRANCHED:
-            reason = reason or "another conversation: a branch, which is not remembered"
+            found = turn.recollection
+            miss = found.miss if found is not None and found.is_unread else None
+            why = "another conversation" if miss is None else f"the memory cannot be read ({miss.detail})"
+            reason = reason or f"{why}: a branch, which is not remembered"
         return SnapshotOutcome(SnapshotState.NONE, turn.parent_version, reason)
 
     def warmed(self, turn: TurnState, recollection: Recollection, prepared: Prepared, ended: Ended) -> None:
@@ -294,6 +298,7 @@ class TurnEnding:
                 # An unstored memory counts under the lease under which it was made, and so does one that extends it.
                 generation=self._generation(key) if previous is None or previous.is_head else previous.generation,
                 event_cursor=turn.event_cursor,
+                may_follow=partial(may_follow, request) if turn.continuation is Continuation.UNDECIDED else None,
                 # A stop string may have removed tokens of a block that was sent already.
                 blocks=stored[: len(state.token_ids) // BLOCK_TOKENS],
                 windows=dict(prepared.stored_windows),

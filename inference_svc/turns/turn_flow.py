@@ -289,7 +289,7 @@ class TurnFlow:
         """Make the agent's memory hot, or the request's prompt, and generate nothing."""
         request, memory = turn.request, recollection.memory
         turn.parent_version = recollection.head.version if recollection.head is not None else 0
-        if recollection.head is None and recollection.kv_from is not Source.HOT:
+        if (recollection.head is None and recollection.kv_from is not Source.HOT) or recollection.is_unread:
             raise errors.Unavailable(
                 f"the agent's memory cannot be read now ({recollection.miss.detail if recollection.miss else ''})",
                 reason="MEMORY_UNREADABLE",

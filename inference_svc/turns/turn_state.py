@@ -14,7 +14,7 @@ from kvasir.on_full import OnFull
 from inference_svc.engine.api import AgentKey, CarriedTurn, Event, Resumed, TurnPlan, Wanted
 from inference_svc.engine.engine import TurnHandle
 from inference_svc.memory.agent_memory import AgentMemory
-from inference_svc.memory.outcomes import Miss, MissReason
+from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.publishing.block_stream import BlockStream
 from inference_svc.memory.publishing.copies import Pinning
 from inference_svc.memory.recall import Recollection
@@ -289,13 +289,33 @@ def continuation(request: TurnRequest, recollection: Recollection) -> Continuati
     memory, given = recollection.continued, request.input
     if not _is_remembered(recollection):
         return Continuation.NEW
-    if memory is None or not isinstance(given, MessagesInput) or not memory.messages:
+    if memory is None:
+        return _beside_unread(request, recollection)
+    if not isinstance(given, MessagesInput) or not memory.messages:
         return None
     if given.is_append or goes_on(given.messages, memory.messages):
         return Continuation.EXTENDED if recollection.base is None else Continuation.REWOUND
     if is_same_conversation(given.messages, memory.messages):
         return Continuation.REWOUND
     return Continuation.REPLACED if request.replaces else Continuation.BRANCHED
+
+
+def _beside_unread(request: TurnRequest, recollection: Recollection) -> Continuation:
+    """The same for a memory that cannot be read: no other conversation takes its place without the caller's word."""
+    given, hot, miss = request.input, recollection.unproven, recollection.miss
+    if request.replaces:
+        return Continuation.REPLACED
+    if miss is None or not miss.is_store_away:  # it will not be readable later either
+        return Continuation.BRANCHED if isinstance(given, MessagesInput) else Continuation.REPLACED
+    # What the agent remembered last is known well enough to protect it.
+    return Continuation.UNDECIDED if hot is None or may_follow(request, hot) else Continuation.BRANCHED
+
+
+def may_follow(request: TurnRequest, found: AgentMemory) -> bool:
+    """Whether a turn that could not read its agent's memory, `found`, leaves one that goes on from it."""
+    recollection = Recollection(found, Source.COLD, found.publication.head)
+    request = as_its_agent_has_it(request, recollection)
+    return continuation(request, recollection) is not Continuation.BRANCHED
 
 
 def remembered_time_ms(turn: TurnState, recollection: Recollection) -> int:
@@ -311,17 +331,8 @@ def remembered_time_ms(turn: TurnState, recollection: Recollection) -> int:
 
 def _is_remembered(recollection: Recollection) -> bool:
     """Whether the agent remembers something, as far as is known: a memory that cannot be read is there."""
-    memory, miss = recollection.continued, recollection.miss
-    if memory is not None:
-        return bool(memory.transcript.token_ids)
-    return miss is not None and miss.reason is not MissReason.NEW_AGENT
-
-
-_UNKNOWN: Sequence[MissReason] = (
-    MissReason.STORE_UNREACHABLE,
-    MissReason.STORE_TIMEOUT,
-    MissReason.STORE_REFUSED,
-)
+    memory = recollection.continued
+    return recollection.is_unread if memory is None else bool(memory.transcript.token_ids)
 
 
 def _refuse_append(agent_id: str, recollection: Recollection) -> None:
@@ -331,7 +342,7 @@ def _refuse_append(agent_id: str, recollection: Recollection) -> None:
         raise errors.FailedPrecondition(
             f"append_messages: {miss.detail}", reason="NAMESPACE_SEALED", field="append_messages"
         )
-    if recollection.memory is None and miss is not None and miss.reason in _UNKNOWN:
+    if recollection.memory is None and miss is not None and miss.is_store_away:
         # Without the agent's memory this would be another conversation, not a miss.
         raise errors.Unavailable(
             f"append_messages: the agent's memory cannot be read now ({miss.detail}); send all messages, or retry",

@@ -14,11 +14,12 @@ from kvasir.formats.digest import Digest
 
 from inference_svc.engine.api import AgentKey
 from inference_svc.engine.engine import Engine
-from inference_svc.memory.agent_memory import AgentMemory, PublicationState, to_manifest
+from inference_svc.memory.agent_memory import AgentMemory, PublicationState, from_manifest, to_manifest
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
 from inference_svc.memory.publishing.copies import Copies, StoredFiles
 from inference_svc.memory.publishing.memory_files import MemoryFiles
+from inference_svc.memory.recall import parsed
 from inference_svc.memory.store.answers import NO_HEAD, Head, StoreMiss
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.store.remote_cache import RemoteCache
@@ -92,6 +93,7 @@ class Committing:
                 async with self._in_time():
                     await self._know_lease()
                     await self._know_head()
+                    await self._know_conversation()
                 return await self._commit(files)
             except (errors.Unavailable, errors.DeadlineExceeded):
                 pass
@@ -141,6 +143,23 @@ class Committing:
             if publication.expected_version not in (None, head.version):
                 raise errors.Conflict("the head moved", metadata={"head_version": str(head.version)})
             publication.head = head
+
+    async def _know_conversation(self) -> None:
+        """Read the memory that a turn could not read. Raises Conflict (OTHER_CONVERSATION) if the turn does not go on
+        from it: it would take that memory's place, and its caller did not ask for that.
+        """
+        publication = self._publication
+        head, may_follow = publication.head, publication.may_follow
+        if may_follow is not None and head is not None and head.version:
+            budget = Budget(self.limits.head_budget_s, 1.0, self.clock)
+            manifest = await parsed(await self.store.manifest(self.key.agent_id, head, budget))
+            if not may_follow(from_manifest(manifest, head, self.engine.model.tokenizer_digest)):
+                raise errors.Conflict(
+                    "the agent remembers another conversation: this turn is a branch, which is not remembered",
+                    reason="OTHER_CONVERSATION",
+                    metadata={"head_version": str(head.version)},
+                )
+        publication.may_follow = None
 
     async def _may_be_changed(self, head: Head) -> bool:
         """Whether the agent may have been deleted, rolled back, or used elsewhere since the turn began, for a turn that

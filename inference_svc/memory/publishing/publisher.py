@@ -186,6 +186,7 @@ class Publisher:
                 self._drop(key, memory)
                 publication.lost_to = error.metadata.get("head_version", "another")
                 reason = f"another writer was first: version {publication.lost_to} is the agent's newest"
+                reason = error.message if error.reason == "OTHER_CONVERSATION" else reason
             except errors.KvasirError as error:
                 owing.is_refused = isinstance(error, errors.InvalidArgument)
                 reason = f"{type(error).__name__}: {error.message}"

@@ -149,6 +149,30 @@ def test_a_caller_who_goes_back_into_what_was_left_out_loses_no_message(call: st
     assert what_is_left_out(turn, recollection) == (left_out if cut else None)
 
 
+# --- memories that cannot be read now ---
+
+
+@pytest.mark.parametrize(
+    ("reason", "sent", "hot", "expected"),
+    [
+        (MissReason.STORE_TIMEOUT, (HELLO,), None, Continuation.UNDECIDED),
+        (MissReason.STORE_TIMEOUT, (HELLO, HI, HELLO), (HELLO, HI), Continuation.UNDECIDED),
+        (MissReason.STORE_TIMEOUT, said("a title"), (HELLO, HI), Continuation.BRANCHED),
+        (MissReason.BLOB_DAMAGED, (HELLO,), None, Continuation.BRANCHED),
+        (MissReason.NEW_AGENT, (HELLO,), None, Continuation.NEW),
+    ],
+)
+def test_a_memory_that_cannot_be_read_is_not_replaced_without_the_callers_word(
+    reason: MissReason, sent: tuple[manifest_pb2.Message, ...], hot: Any, expected: Continuation
+) -> None:
+    known = hot and replace(memory(messages=hot), transcript=RememberedText("x", TokenIds((1,)), (1,)))
+    unread = Recollection(None, Source.COLD, None, Miss(reason, "why"), unproven=known)
+    asked = request(input=MessagesInput(sent))
+    assert continuation(asked, unread) is expected
+    if expected is not Continuation.NEW:
+        assert continuation(replace(asked, replaces=True), unread) is Continuation.REPLACED
+
+
 # --- what is appended to ---
 
 

@@ -45,6 +45,7 @@ class Continuation(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CONTINUATION_REWOUND: _ClassVar[Continuation]
     CONTINUATION_REPLACED: _ClassVar[Continuation]
     CONTINUATION_BRANCHED: _ClassVar[Continuation]
+    CONTINUATION_UNDECIDED: _ClassVar[Continuation]
 
 class CacheSource(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -136,6 +137,7 @@ CONTINUATION_EXTENDED: Continuation
 CONTINUATION_REWOUND: Continuation
 CONTINUATION_REPLACED: Continuation
 CONTINUATION_BRANCHED: Continuation
+CONTINUATION_UNDECIDED: Continuation
 CACHE_SOURCE_UNSPECIFIED: CacheSource
 CACHE_SOURCE_COLD: CacheSource
 CACHE_SOURCE_HOT: CacheSource

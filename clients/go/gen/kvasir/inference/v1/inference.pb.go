@@ -261,6 +261,9 @@ const (
 	Continuation_CONTINUATION_REPLACED Continuation = 4
 	// Another conversation is answered beside it, and nothing of it is remembered.
 	Continuation_CONTINUATION_BRANCHED Continuation = 5
+	// The memory cannot be read now, because the store is away. The turn is remembered once the store has it and the memory turns out to go on with
+	// it, or to be none; it never takes the memory's place.
+	Continuation_CONTINUATION_UNDECIDED Continuation = 6
 )
 
 // Enum value maps for Continuation.
@@ -272,6 +275,7 @@ var (
 		3: "CONTINUATION_REWOUND",
 		4: "CONTINUATION_REPLACED",
 		5: "CONTINUATION_BRANCHED",
+		6: "CONTINUATION_UNDECIDED",
 	}
 	Continuation_value = map[string]int32{
 		"CONTINUATION_UNSPECIFIED": 0,
@@ -280,6 +284,7 @@ var (
 		"CONTINUATION_REWOUND":     3,
 		"CONTINUATION_REPLACED":    4,
 		"CONTINUATION_BRANCHED":    5,
+		"CONTINUATION_UNDECIDED":   6,
 	}
 )
 
@@ -5100,14 +5105,15 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\bPriority\x12\x18\n" +
 	"\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x18\n" +
 	"\x14PRIORITY_INTERACTIVE\x10\x01\x12\x17\n" +
-	"\x13PRIORITY_BACKGROUND\x10\x02*\xad\x01\n" +
+	"\x13PRIORITY_BACKGROUND\x10\x02*\xc9\x01\n" +
 	"\fContinuation\x12\x1c\n" +
 	"\x18CONTINUATION_UNSPECIFIED\x10\x00\x12\x14\n" +
 	"\x10CONTINUATION_NEW\x10\x01\x12\x19\n" +
 	"\x15CONTINUATION_EXTENDED\x10\x02\x12\x18\n" +
 	"\x14CONTINUATION_REWOUND\x10\x03\x12\x19\n" +
 	"\x15CONTINUATION_REPLACED\x10\x04\x12\x19\n" +
-	"\x15CONTINUATION_BRANCHED\x10\x05*\xa1\x01\n" +
+	"\x15CONTINUATION_BRANCHED\x10\x05\x12\x1a\n" +
+	"\x16CONTINUATION_UNDECIDED\x10\x06*\xa1\x01\n" +
 	"\vCacheSource\x12\x1c\n" +
 	"\x18CACHE_SOURCE_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11CACHE_SOURCE_COLD\x10\x01\x12\x14\n" +
