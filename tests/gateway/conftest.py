@@ -102,6 +102,7 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
 def strict(front: Front) -> Iterator[Front]:
     """The same services behind a gateway that ignores nothing."""
     options = ("--credentials", str(front.house.root / "credentials.toml"), "--strict", "--volatile", "none")
+    options += ("--alias", "gpt-4o=kvasir-tiny", "--alias", "claude-sonnet=kvasir-tiny")
     with running_gateway(front.house, *options, name="strict") as gateway:
         yield replace(front, gateway=gateway)
 

@@ -39,6 +39,7 @@ from kvasir_gateway.app import Gateway, GatewayLimits, Surroundings
 from kvasir_gateway.conversations import Conversations
 from kvasir_gateway.engine import EngineLink
 from kvasir_gateway.metrics import GatewayNumbers
+from kvasir_gateway.models import Aliases
 from kvasir_gateway.page.history import History
 from kvasir_gateway.page.routes import GatewayPage
 from kvasir_gateway.page.sessions import Sessions
@@ -75,6 +76,7 @@ class Options:
     is_strict: bool = False
     volatile: str = ",".join(RULES)
     any_model: bool = True
+    aliases: Sequence[tuple[str, str]] = ()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -122,6 +124,7 @@ async def serve(options: Options) -> int:
     conversations = Conversations(
         _key(options.state_dir), new_name=lambda: secrets.token_hex(6), now=lambda: datetime.now(UTC)
     )
+    aliases = Aliases.of(options.aliases)
     traces = Traces(options.traces_to, "gateway")
     engine = EngineLink.connect(options.engine, token=token, tls=tls, peers=_peers(options))
     audit = Audit("http", AuditFile(options.audit_file) if options.audit_file is not None else None)
@@ -139,12 +142,15 @@ async def serve(options: Options) -> int:
         limits=GatewayLimits(max_body_bytes=options.max_body_mib << 20),
         numbers=GatewayNumbers(),
         tolerance=Tolerance(is_strict=options.is_strict, rules=rules_of(options.volatile), any_model=options.any_model),
+        aliases=aliases,
         page=GatewayPage(engine, sessions, history, now=time.time),
         traces=traces,
         now=time.time,
         clock=time.perf_counter,
         new_request_id=lambda: uuid.uuid4().hex,
     )
+    if aliases.by_name and (known := await engine.models()):  # an engine that starts is not asked
+        aliases.check(known)
     listener = _listener(address.host, address.port)
     stop_page = None
     sampling = asyncio.create_task(history.follow(engine))
@@ -296,6 +302,14 @@ def _options(arguments: Sequence[str] | None) -> Options:
         "--strict is given, or --host",
     )
     parser.add_argument(
+        "--alias",
+        action="append",
+        default=[],
+        type=_named,
+        metavar="NAME=MODEL",
+        help="a name that clients may use for one of the engine's models; the answer names the model. Several times",
+    )
+    parser.add_argument(
         "--volatile",
         default=",".join(RULES),
         metavar="RULE,…|none",
@@ -321,6 +335,7 @@ def _options(arguments: Sequence[str] | None) -> Options:
         peer_ca_files=given.peer_ca_file,
         is_strict=given.strict,
         volatile=given.volatile,
+        aliases=given.alias,
         any_model=not (given.strict or given.host) if given.any_model is None else given.any_model,
     )
 

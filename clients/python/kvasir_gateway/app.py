@@ -65,6 +65,7 @@ class Surroundings:
     numbers: GatewayNumbers
     page: GatewayPage
     tolerance: Tolerance
+    aliases: models.Aliases
     traces: Traces
     now: Callable[[], float]  # Unix seconds
     clock: Callable[[], float]
@@ -169,7 +170,7 @@ class Gateway:
 
     async def count_tokens(self, call: Call) -> Response:
         asked = await self._body(call, anthropic_messages.CountedMessages)
-        turn = replace(asked.turn(call.reading), any_model=call.reading.any_model)
+        turn = self._around.aliases.applied(replace(asked.turn(call.reading), any_model=call.reading.any_model))
         count = await unless_left(call.request.receive, call.caller.count(turn))
         return JSONResponse({"input_tokens": count}, headers=self._reported(call))
 
@@ -216,11 +217,13 @@ class Gateway:
 
     async def list_models(self, call: Call) -> Response:
         found = await call.caller.client.list_models()
-        return JSONResponse(models.listed(found, for_anthropic="anthropic-version" in call.request.headers))
+        for_anthropic = "anthropic-version" in call.request.headers
+        return JSONResponse(models.listed(found, self._around.aliases, for_anthropic=for_anthropic))
 
     async def get_model(self, call: Call) -> Response:
-        found = await call.caller.client.get_model(call.request.path_params["name"])
-        return JSONResponse(models.one(found, for_anthropic="anthropic-version" in call.request.headers))
+        name = call.request.path_params["name"]
+        found = await call.caller.client.get_model(self._around.aliases.model(name))
+        return JSONResponse(models.one(name, found, for_anthropic="anthropic-version" in call.request.headers))
 
     async def healthz(self, _call: Call) -> Response:
         wellness = await self._around.engine.wellness()
@@ -234,6 +237,7 @@ class Gateway:
         has a status of its own."""
         turns = self._around.turns
         turn = replace(heads.with_memory(call.request, call.agent_id, turn), any_model=call.reading.any_model)
+        turn = self._around.aliases.applied(turn)
         if not call.reading.keeps_template_date:
             turn = replace(turn, memory={**turn.memory, "renew_template_date": True})
         memory = await turns.memory(turn, call.caller, call.namespace, call.agent_id)

@@ -18,6 +18,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.server.wellness import Ailment, Wellness
 
 from kvasir_gateway.conversations import PREFIX, Kept
+from kvasir_gateway.models import unknown_alias
 from kvasir_gateway.turn import Place, Said, ToolUse, Turn
 
 _PAGE = 1000
@@ -40,8 +41,7 @@ class CallerAtEngine:
                     yield event
             return
         except NotFound as error:
-            if not _is_for_loaded(turn, error):
-                raise
+            _check_is_for_loaded(turn, error)
         async with aclosing(self._generate(replace(turn, model=""), agent_id, request_id)) as events:
             async for event in events:
                 yield event
@@ -72,8 +72,7 @@ class CallerAtEngine:
         try:
             return await self.client.count_tokens(messages=messages, tools=turn.tools, model=turn.model)
         except NotFound as error:
-            if not _is_for_loaded(turn, error):
-                raise
+            _check_is_for_loaded(turn, error)
         return await self.client.count_tokens(messages=messages, tools=turn.tools)
 
     async def kept(self, name_prefix: str) -> list[Kept]:
@@ -211,6 +210,14 @@ class EngineLink:
             return _unwell("MODEL_NOT_LOADED", "the engine has no model loaded", store=True)
         return Wellness((), {"engine": True, "store": True})
 
+    async def models(self, within_s: float = 2.0) -> list[str]:
+        """The names of its models; none where it does not answer, or not to the gateway itself."""
+        try:
+            async with asyncio.timeout(within_s):
+                return [model.name for model in await self._own[0].list_models()]
+        except (TimeoutError, KvasirError):
+            return []
+
     async def close(self) -> None:
         for client in (*self._own, *self._peers.values()):
             await client.close()
@@ -220,9 +227,13 @@ def _unwell(reason: str, message: str, *, engine: bool = True, store: bool = Fal
     return Wellness([Ailment(reason, message)], {"engine": engine, "store": store})
 
 
-def _is_for_loaded(turn: Turn, error: NotFound) -> bool:
-    """Whether the loaded model answers instead."""
-    return turn.any_model and error.reason == "MODEL_NOT_FOUND"
+def _check_is_for_loaded(turn: Turn, error: NotFound) -> None:
+    """Raise the refusal, unless the loaded model answers instead."""
+    is_unknown = error.reason == "MODEL_NOT_FOUND"
+    if is_unknown and turn.alias:
+        raise unknown_alias(turn) from None
+    if not (is_unknown and turn.any_model):
+        raise error
 
 
 def mapping(message: Said) -> dict[str, Any]:

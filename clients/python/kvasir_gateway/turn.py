@@ -55,6 +55,8 @@ class Turn:
     is_streamed: bool = False
     # The loaded model answers where there is none of the name.
     any_model: bool = False
+    # The name that the caller knows the model by, where that stands for another.
+    alias: str = ""
     # Keeps conversations with the same opening apart. Never an identity.
     hint: str = ""
 

@@ -27,6 +27,7 @@ _NEIGHBOUR_PACKAGE = "smg_grpc_proto"
 # The gateway's own, where neither --http nor --no-http was said.
 DEFAULT_HTTP = "127.0.0.1:8642"
 _LAST_PORT = 65535
+_SHIPPED_MODEL = "kvasir-tiny"
 _TRACES_PACKAGE = "opentelemetry"
 
 
@@ -103,6 +104,19 @@ def check_models(given: Sequence[str]) -> list[GivenModel]:
     if twice := next((name for name in names if names.count(name) > 1), ""):
         raise WrongUsage(f"--model: two models are named {twice!r}; give them other names: NAME=PATH", field="--model")
     return models
+
+
+def check_aliases(given: Sequence[str], models: Sequence[GivenModel]) -> None:
+    """Raise WrongUsage unless each is NAME=MODEL, of a model that is given (or the shipped one), and of a new name."""
+    known = [model.name for model in models] or [_SHIPPED_MODEL]
+    names: list[str] = []
+    for each in given:
+        name, _, model = each.partition("=")
+        if not name or model not in known:
+            raise WrongUsage(f"--alias: expected NAME= one of {', '.join(known)}, got {each!r}", field="--alias")
+        if name in (*known, *names):
+            raise WrongUsage(f"--alias: {name!r} is a model's own name, or given twice", field="--alias")
+        names.append(name)
 
 
 def _model(item: str) -> GivenModel:

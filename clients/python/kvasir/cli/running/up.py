@@ -74,6 +74,13 @@ def up(
             help="Over HTTP the loaded model answers for names that are no model's. Left out: yes, unless --strict."
         ),
     ] = None,
+    alias: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A name that HTTP clients may use for one of the models; the answer names the model. Several times.",
+            metavar="NAME=MODEL",
+        ),
+    ] = None,
     volatile: Annotated[
         str,
         typer.Option(
@@ -198,12 +205,13 @@ def up(
     reading = (
         *(["--strict"] if strict else []),
         *([] if any_model is None else ["--any-model" if any_model else "--no-any-model"]),
-        *_given(("--volatile", volatile)),
+        *_given(("--volatile", volatile), *(("--alias", each) for each in alias or ())),
     )
     if no_http and reading:
         raise WrongUsage(f"{reading[0]} is the HTTP gateway's, and --no-http starts none", field=reading[0])
     checks.check_installed("store", "engine", gateway=bool(http), neighbour=neighbour)
     models = checks.check_models(model or [])
+    checks.check_aliases(alias or [], models)
     keep_alive_s = checks.seconds(keep_alive, "--keep-alive")
     expires_after_s = checks.expiry_seconds(expire_agents, "--expire-agents")
     sizes = {"--memory-gib": memory_gib, "--store-quota-gib": store_quota_gib, "--write-budget-gib": write_budget_gib}
