@@ -125,7 +125,7 @@ mutants: install ## Break the code once per mutant, see which test notices, writ
 bench-http: install ## 200 streams through the gateway, then 500 readers who leave
 	$(BIN)/python -m tests.gateway.http_load $(HTTP)
 
-test-http-clients: install ## LangChain, LiteLLM, the AI SDK and curl before a gateway; installs them into out/
+test-http-clients: install ## LangChain, LiteLLM, Ollama's client, the AI SDK and curl before a gateway; installs them into out/
 	$(BIN)/python -m tests.gateway.clients out/http-clients
 
 test-agents: install ## Claude Code and Codex, unmodified, before a gateway: minutes; installs them into out/. AGENTS="claude --whole" for one, with all its tools

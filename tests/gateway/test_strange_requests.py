@@ -28,12 +28,15 @@ from tests.gateway.conftest import ORIGIN, Front
 from tests.gateway.serving import MODEL
 
 SECRET = "heliotrope-canary"
+OLLAMA = ("/api/chat", "/api/generate")
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/agents/a/generate")
 
 
 def is_in_shape(path: str, body: Mapping[str, Any]) -> bool:
     """Whether an error looks as its API's do."""
     error = body["error"]
+    if path.startswith("/api/"):
+        return isinstance(error, str)
     if path.startswith("/v1/messages"):
         return body["type"] == "error" and set(error) == {"type", "message"}
     if path.startswith("/v1/agents"):
@@ -72,14 +75,14 @@ def test_a_strange_body_is_refused_in_the_shape_of_its_api(front: Front, path: s
     assert SECRET not in front.gateway.log + front.house.engine.log
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, *OLLAMA])
 def test_ten_megabytes_are_refused_before_they_are_read(front: Front, path: str) -> None:
     answer = post(front, path, b'{"model": "' + b"x" * (10 << 20) + b'"}')
     assert answer.status_code == 413
     assert is_in_shape(path, answer.json())
 
 
-@pytest.mark.parametrize("path", [*PATHS, "/healthz", "/openapi.json"])
+@pytest.mark.parametrize("path", [*PATHS, *OLLAMA, "/healthz", "/openapi.json"])
 @pytest.mark.parametrize(
     "headers", [{"host": "kvasir.attacker.example"}, {"origin": "https://attacker.example"}, {"origin": "null"}]
 )
@@ -89,7 +92,7 @@ def test_a_foreign_site_is_refused(front: Front, path: str, headers: dict[str, s
     assert is_in_shape(path, answer.json())
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, *OLLAMA])
 @pytest.mark.parametrize("key", ["", "Bearer wrong", "Basic abc", "Bearer " + "k" * 5000])
 def test_a_wrong_key_is_refused(front: Front, path: str, key: str) -> None:
     answer = post(front, path, b"{}", authorization=key)

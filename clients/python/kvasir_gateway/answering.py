@@ -119,7 +119,7 @@ async def gather(events: Events) -> Reply:
 
 
 class EventStream:
-    """A turn's answer as server-sent events, once its first event has come. It ends the turn when its reader leaves."""
+    """A turn's answer as a stream, once its first event has come. It ends the turn when its reader leaves."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class EventStream:
         self._events = events
         self._chunks = chunks
         self._error_event = error_event
-        self._headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **headers}
+        self._headers = {"cache-control": "no-cache", **headers}
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._headers.items()]

@@ -1,7 +1,6 @@
 """Anthropic's messages: the request as a turn, and the turn's events as a message or as its stream."""
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -22,6 +21,7 @@ from kvasir_gateway.turn import (
     ToolUse,
     TopK,
     Turn,
+    arguments_object,
     finish_reason,
     forced_calls,
     format_without_tools,
@@ -203,7 +203,7 @@ def whole(asked: Asked, reply: Reply, *, shows_thinking: bool) -> dict[str, Any]
     if reply.text:
         content.append({"type": "text", "text": reply.text})
     content += [
-        {"type": "tool_use", "id": call.id, "name": call.name, "input": _object(call.arguments_json)}
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments_object(call.arguments_json)}
         for call in reply.finished.tool_calls
     ]
     used = {**_usage(reply.started), "output_tokens": reply.finished.usage.completion_tokens}
@@ -251,7 +251,7 @@ class MessageEvents:
         frames = ""
         for call in finished.tool_calls:
             frames += self._closed() + self._opened("tool_use", {"id": call.id, "name": call.name, "input": {}})
-            arguments = json.dumps(_object(call.arguments_json), ensure_ascii=False)
+            arguments = json.dumps(arguments_object(call.arguments_json), ensure_ascii=False)
             frames += self._more({"type": "input_json_delta", "partial_json": arguments})
         usage = {**_usage(self._started), "output_tokens": finished.usage.completion_tokens}
         told = {"type": "message_delta", "delta": _ending(finished), "usage": usage}
@@ -345,19 +345,3 @@ def _use(block: Block, where: str) -> ToolUse:
     if not isinstance(name, str) or not isinstance(use_id, str) or not isinstance(arguments, dict):
         raise InvalidArgument(f"{where}: tool_use: expected id, name and an object as input", field=where)
     return ToolUse(use_id, name, json.dumps(arguments, ensure_ascii=False))
-
-
-def _object(text: str) -> dict[str, Any]:
-    """Arguments as the model wrote them, or nothing where they are no object. Of what JSON cannot say again there are
-    halves of characters, which are replaced, and numbers that are none, which become null."""
-    try:
-        value = json.loads(text, parse_float=_finite, parse_constant=lambda _: None)
-        value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _finite(text: str) -> float | None:
-    value = float(text)
-    return value if math.isfinite(value) else None

@@ -35,6 +35,8 @@ from kvasir_gateway.answering import ClientLeft, EventStream, Turns, gather, unl
 from kvasir_gateway.engine import CallerAtEngine, EngineLink
 from kvasir_gateway.errors import api_of, refused
 from kvasir_gateway.metrics import CountedApp, GatewayNumbers, is_at, route_of
+from kvasir_gateway.ollama import models as ollama_models
+from kvasir_gateway.ollama import turns as ollama_turns
 from kvasir_gateway.page.routes import GatewayPage
 from kvasir_gateway.reading import heads
 from kvasir_gateway.reading.tolerance import Reading, Tolerance
@@ -114,6 +116,12 @@ class Gateway:
             self._route("/v1/agents/{agent_id:path}", self.delete_agent, methods=["DELETE"]),
             get("/v1/models", self.list_models),
             get("/v1/models/{name:path}", self.get_model),
+            post("/api/chat", self.ollama_chat),
+            post("/api/generate", self.ollama_generate),
+            post("/api/show", self.ollama_show),
+            get("/api/tags", self.ollama_tags),
+            get("/api/ps", self.ollama_running),
+            get("/api/version", self.ollama_version),
             get("/healthz", self.healthz, is_open=True),
             get("/openapi.json", self.describe, is_open=True),
             *self._around.page.routes(),
@@ -225,6 +233,36 @@ class Gateway:
         found = await call.caller.client.get_model(self._around.aliases.model(name))
         return JSONResponse(models.one(name, found, for_anthropic="anthropic-version" in call.request.headers))
 
+    async def ollama_chat(self, call: Call) -> Answer:
+        return await self._ollama(call, await self._body(call, ollama_turns.OllamaChat), is_chat=True)
+
+    async def ollama_generate(self, call: Call) -> Answer:
+        return await self._ollama(call, await self._body(call, ollama_turns.OllamaGenerate), is_chat=False)
+
+    async def _ollama(
+        self, call: Call, asked: ollama_turns.OllamaChat | ollama_turns.OllamaGenerate, *, is_chat: bool
+    ) -> Answer:
+        turn = asked.turn(call.reading)
+        if turn is None:
+            found = await call.caller.model(ollama_turns.named(asked.model), any_model=call.reading.any_model)
+            return JSONResponse(ollama_turns.loaded(int(self._around.now()), found.name, is_chat=is_chat))
+        whole = partial(ollama_turns.whole, is_chat=is_chat, shows_thinking=asked.shows_thinking)
+        lines = partial(ollama_turns.OllamaLines, is_chat=is_chat, shows_thinking=asked.shows_thinking)
+        return await self._answer(call, turn, whole, lines)
+
+    async def ollama_show(self, call: Call) -> Response:
+        asked = await self._body(call, ollama_models.ShowRequest)
+        return JSONResponse(ollama_models.shown(await call.caller.model(asked.asked, any_model=call.reading.any_model)))
+
+    async def ollama_tags(self, call: Call) -> Response:
+        return JSONResponse(ollama_models.tags(await call.caller.client.list_models()))
+
+    async def ollama_running(self, call: Call) -> Response:
+        return JSONResponse(ollama_models.running(await call.caller.client.list_models()))
+
+    async def ollama_version(self, _call: Call) -> Response:
+        return JSONResponse({"version": ollama_models.VERSION})
+
     async def healthz(self, _call: Call) -> Response:
         wellness = await self._around.engine.wellness()
         return JSONResponse(wellness.body(), wellness.http_status)
@@ -263,7 +301,7 @@ class Gateway:
             memory.left()
             await events.aclose()
             raise
-        tell = api_of(call.request.url.path).error_event
+        api = api_of(call.request.url.path)
         return EventStream(
             first,
             events,
@@ -271,8 +309,8 @@ class Gateway:
             memory=memory,
             numbers=self._around.numbers,
             clock=self._around.clock,
-            error_event=lambda error: tell(error, call.request_id),
-            headers=headers,
+            error_event=lambda error: api.error_event(error, call.request_id),
+            headers={**headers, "content-type": api.stream_type},
         )
 
     async def _body(self, call: Call, kind: type[_Body]) -> _Body:

@@ -75,6 +75,15 @@ class CallerAtEngine:
             _check_is_for_loaded(turn, error)
         return await self.client.count_tokens(messages=messages, tools=turn.tools)
 
+    async def model(self, name: str, *, any_model: bool) -> pb.Model:
+        """The model of this name; with `any_model` the loaded one where there is none."""
+        try:
+            return await self.client.get_model(name)
+        except NotFound:
+            if not any_model:
+                raise
+        return await self.client.get_model("")
+
     async def kept(self, name_prefix: str) -> list[Kept]:
         """All agents whose names begin so."""
         found: list[Kept] = []

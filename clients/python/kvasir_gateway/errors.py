@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvasir_gateway.turn import sse
+from kvasir_gateway.turn import json_line, sse
 
 _log = logging.getLogger(__name__)
 _strangers = StrangersLines(time.monotonic)
@@ -106,6 +106,11 @@ def kvasir(error: KvasirError, request_id: str) -> Refusal:
     return Refusal(http_status(error), body, {"x-request-id": request_id, **_retry_after(error)})
 
 
+def ollama(error: KvasirError, request_id: str) -> Refusal:
+    """{"error": message}"""
+    return Refusal(http_status(error), {"error": error.message}, {"x-request-id": request_id, **_retry_after(error)})
+
+
 def openai_event(error: KvasirError, request_id: str) -> str:
     """An error inside a stream that has begun."""
     return sse(openai(error, request_id).body)
@@ -125,18 +130,24 @@ def kvasir_event(error: KvasirError, request_id: str) -> str:
     return sse(kvasir(error, request_id).body, "error")
 
 
+def ollama_event(error: KvasirError, request_id: str) -> str:
+    return json_line(ollama(error, request_id).body)
+
+
 @dataclass(frozen=True, slots=True)
 class Api:
-    """How one API tells errors: as an answer, and inside a stream."""
+    """How one API tells errors, as an answer and inside a stream, and what its streams are."""
 
     shape: Shape
     error_event: Callable[[KvasirError, str], str]
+    stream_type: str = "text/event-stream; charset=utf-8"
 
 
 _APIS = (
     ("/v1/messages", Api(anthropic, anthropic_event)),
     ("/v1/responses", Api(openai, responses_event)),
     ("/v1/agents", Api(kvasir, kvasir_event)),
+    ("/api/", Api(ollama, ollama_event, "application/x-ndjson")),
     ("", Api(openai, openai_event)),
 )
 

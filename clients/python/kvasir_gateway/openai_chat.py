@@ -329,11 +329,11 @@ def _logprobs(told: Sequence[pb.TokenLogprobs]) -> dict[str, Any] | None:
     """None where they were not asked for."""
     if not told:
         return None
-    content = [{**_spelled(each), "top_logprobs": [_spelled(alternative) for alternative in each.top]} for each in told]
+    content = [{**spelled(each), "top_logprobs": [spelled(alternative) for alternative in each.top]} for each in told]
     return {"content": content, "refusal": None}
 
 
-def _spelled(token: pb.TokenLogprobs | pb.TokenLogprob) -> dict[str, Any]:
+def spelled(token: pb.TokenLogprobs | pb.TokenLogprob) -> dict[str, Any]:
     """A token may be a part of a character: its bytes say so, and its text cannot."""
     text = token.spelling.decode("utf-8", "replace")
     return {"token": text, "logprob": token.logprob, "bytes": list(token.spelling)}

@@ -9,6 +9,9 @@ from pydantic.json_schema import models_json_schema
 
 from kvasir_gateway.agents import AgentTurn, ForkRequest, RollbackRequest
 from kvasir_gateway.anthropic_messages import CountedMessages, MessagesRequest
+from kvasir_gateway.errors import api_of
+from kvasir_gateway.ollama.models import ShowRequest
+from kvasir_gateway.ollama.turns import OllamaChat, OllamaGenerate
 from kvasir_gateway.openai_chat import ChatRequest
 from kvasir_gateway.openai_completions import CompletionRequest
 from kvasir_gateway.openai_responses import ResponsesRequest
@@ -35,6 +38,7 @@ class Operation:
 
 
 _COMPLETION = ("id", "object", "created", "model", "choices")
+_LINE = ("model", "created_at", "done")
 OPERATIONS = (
     Operation("post", "/v1/chat/completions", "OpenAI's chat completions", _COMPLETION, ChatRequest, streams=True),
     Operation("post", "/v1/completions", "OpenAI's completions", _COMPLETION, CompletionRequest, streams=True),
@@ -103,6 +107,12 @@ OPERATIONS = (
     ),
     Operation("get", "/v1/agents/{agent_id}", "One agent", ("agent_id",), error="KvasirError"),
     Operation("delete", "/v1/agents/{agent_id}", "Forget an agent", (), query=("force",), error="KvasirError"),
+    Operation("post", "/api/chat", "Ollama's chat", _LINE, OllamaChat, streams=True, error="OllamaError"),
+    Operation("post", "/api/generate", "Ollama's generate", _LINE, OllamaGenerate, streams=True, error="OllamaError"),
+    Operation("post", "/api/show", "One model, as Ollama shows it", ("details",), ShowRequest, error="OllamaError"),
+    Operation("get", "/api/tags", "The engine's models, as Ollama lists them", ("models",), error="OllamaError"),
+    Operation("get", "/api/ps", "Those that are loaded", ("models",), error="OllamaError"),
+    Operation("get", "/api/version", "The version of Ollama's API that this is", ("version",), error="OllamaError"),
     Operation("get", "/healthz", "Whether engine and store are well: 503 when not", ("status",), is_open=True),
 )
 _QUERY: dict[str, Json] = {
@@ -120,6 +130,7 @@ _ERRORS: dict[str, Json] = {
         "required": ["type", "error"],
         "properties": {"error": {"type": "object", "required": ["type", "message"]}},
     },
+    "OllamaError": {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}},
     "KvasirError": {
         "type": "object",
         "required": ["error"],
@@ -163,7 +174,7 @@ def _operation(operation: Operation) -> Json:
     answer = {"type": "object", "required": list(operation.answers)}
     content: Json = {"application/json": {"schema": answer}}
     if operation.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content[api_of(operation.path).stream_type.partition(";")[0]] = {"schema": {"type": "string"}}
     error = {"description": "A refusal", "content": {"application/json": {"schema": _ref(operation.error)}}}
     told: Json = {
         "summary": operation.summary,

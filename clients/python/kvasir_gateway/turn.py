@@ -109,10 +109,10 @@ def _finite(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-_MAX_INT32 = (1 << 31) - 1
+MAX_INT32 = (1 << 31) - 1
 # Beyond these bounds the contract has no number, and its refusal no field's name.
-TokenCount = Annotated[int, Ge(1), Le(_MAX_INT32)]
-TopK = Annotated[int, Ge(0), Le(_MAX_INT32)]
+TokenCount = Annotated[int, Ge(1), Le(MAX_INT32)]
+TopK = Annotated[int, Ge(0), Le(MAX_INT32)]
 # An object of the caller's own: a schema, arguments, metadata.
 FreeObject = Annotated[dict[str, Any], AfterValidator(_finite)]
 
@@ -152,6 +152,11 @@ def sse(data: object, event: str = "") -> str:
     """One server-sent event."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     return f"event: {event}\ndata: {text}\n\n" if event else f"data: {text}\n\n"
+
+
+def json_line(data: object) -> str:
+    """One object of a stream whose lines are JSON."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
 def comment(text: str) -> str:
@@ -210,3 +215,19 @@ def format_without_tools(schema: str | None, tools: Sequence[pb.Tool], field_nam
 def given(**settings: Any) -> dict[str, Any]:
     """Sampling settings without those that were left out."""
     return {name: value for name, value in settings.items() if value is not None}
+
+
+def arguments_object(text: str) -> dict[str, Any]:
+    """Arguments as the model wrote them, or nothing where they are no object. Of what JSON cannot say again there are
+    halves of characters, which are replaced, and numbers that are none, which become null."""
+    try:
+        value = json.loads(text, parse_float=_finite_number, parse_constant=lambda _: None)
+        value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _finite_number(text: str) -> float | None:
+    value = float(text)
+    return value if math.isfinite(value) else None

@@ -18,7 +18,11 @@ from tests.gateway.serving import MODEL
 
 HERE = Path(__file__).parent
 # Each in an environment of its own: they want different versions of the same packages.
-PYTHON_CLIENTS = {"langchain_talk.py": ("langchain-openai",), "litellm_talk.py": ("litellm", "mcp")}
+PYTHON_CLIENTS = {
+    "langchain_talk.py": ("langchain-openai",),
+    "litellm_talk.py": ("litellm", "mcp"),
+    "ollama_talk.py": ("ollama",),
+}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -6,6 +6,8 @@ from html.parser import HTMLParser
 
 import httpx2 as httpx
 
+# What a browser asks for; programs get other words at the root.
+HTML = {"accept": "text/html"}
 _EMPTY = frozenset({"meta", "link", "input", "img", "br", "hr"})
 
 
@@ -94,7 +96,7 @@ class Browser:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._client = httpx.Client(base_url=url, timeout=60)
+        self._client = httpx.Client(base_url=url, headers=HTML, timeout=60)
 
     def get(self, path: str, status: int = 200, **query: str) -> Html:
         answer = self._client.get(path, params=query or None)

@@ -10,7 +10,7 @@ import httpx2 as httpx
 import pytest
 
 from tests.gateway.conftest import ORIGIN, Front
-from tests.gateway.page.html_page import Browser, Html, parsed
+from tests.gateway.page.html_page import HTML, Browser, Html, parsed
 from tests.gateway.page.lives import BRANCHED, HOSTILE, MARKUP, endless_turn, live
 from tests.gateway.serving import GatewayProcess
 
@@ -73,7 +73,7 @@ def test_a_key_opens_a_session_that_a_script_cannot_read_and_that_ends(lived: Fr
     assert "first" in page.text
     jar = dict(browser._client.cookies)
     browser.send(page, "/page/logout", 401)
-    assert httpx.get(lived.gateway.url, cookies=jar).status_code == 401
+    assert httpx.get(lived.gateway.url, cookies=jar, headers=HTML).status_code == 401
     assert lived.keys["ada"] not in lived.gateway.log
 
 
@@ -217,7 +217,7 @@ def test_a_site_that_may_call_the_api_may_not_read_the_page(lived: Front) -> Non
         answer = httpx.get(lived.gateway.url + path, headers={"origin": ORIGIN, "x-api-key": lived.keys["ada"]})
         assert answer.status_code == 403
         assert not {"page/ada", "form_token"} & set(re.split(r"[^\w/]", answer.text))
-    assert httpx.get(lived.gateway.url, headers={"x-api-key": lived.keys["ada"]}).status_code == 200
+    assert httpx.get(lived.gateway.url, headers={**HTML, "x-api-key": lived.keys["ada"]}).status_code == 200
 
 
 def pages(lived: Front, ada: Browser) -> Iterator[httpx.Response]:
@@ -226,7 +226,7 @@ def pages(lived: Front, ada: Browser) -> Iterator[httpx.Response]:
     read = next(each.attributes["href"] for each in agent.all("a") if each.text.startswith("Read"))
     for path in ("/", f"/page/agent?id={BRANCHED}", read, "/page/agent?id=nobody"):
         yield ada._client.get(path)
-    yield httpx.get(lived.gateway.url)
+    yield httpx.get(lived.gateway.url, headers=HTML)
 
 
 def test_no_page_names_another_host_or_carries_a_script(lived: Front, ada: Browser) -> None:
@@ -279,7 +279,7 @@ def test_an_engine_that_is_away_is_told_and_without_keys_only_loopback_is_served
         assert "The engine does not answer." in page.text
         assert "The agents cannot be shown." in page.text
         assert not page.all("form", action="/page/logout")
-        by_name = httpx.get(gateway.url, headers={"host": "kvasir.example"})
+        by_name = httpx.get(gateway.url, headers={**HTML, "host": "kvasir.example"})
         assert by_name.status_code == 403
         assert httpx.get(gateway.url, headers={"host": "evil.example"}).status_code == 403
     finally:

@@ -15,7 +15,7 @@ from kvasir.formats.digest import is_hash
 from kvasir.names import check_agent_id, check_request_id
 from kvasir.server.log_errors import places
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from kvasir_gateway import errors
@@ -73,7 +73,7 @@ class GatewayPage:
         get = partial(self._route, methods=["GET"])
         post = partial(self._route, methods=["POST"])
         return [
-            get("/", self.overview),
+            self._guarded("/", self.front, methods=["GET"]),
             get("/page/turns", self.turns),
             get("/page/agent", self.agent),
             get("/page/messages", self.messages),
@@ -85,6 +85,12 @@ class GatewayPage:
             self._guarded("/page/logout", self.logout, methods=["POST"]),
             self._guarded("/page/assets/{name}", self.asset, methods=["GET"]),
         ]
+
+    async def front(self, request: Request) -> Response:
+        """The overview for browsers. Clients of Ollama's API look here for its words."""
+        if "text/html" not in request.headers.get("accept", ""):
+            return PlainTextResponse("Ollama is running", headers={"vary": "accept"})
+        return await self.overview(await self._look(request))
 
     async def overview(self, look: Look) -> Response:
         prefix, token = look.query("prefix"), look.query("page_token")

@@ -1,0 +1,1 @@
+"""Ollama's API: chat, generate, and its lists of models."""

@@ -1,0 +1,343 @@
+"""Ollama's chat and generate: requests as turns, and the turn's events as lines of JSON."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Le, MaxLen, MinLen
+from google.protobuf.duration_pb2 import Duration
+from kvasir.clients import Reply
+from kvasir.errors import InvalidArgument
+from kvasir.inference.v1 import inference_pb2 as pb
+from pydantic import Field
+
+from kvasir_gateway.openai_chat import schema_text, spelled
+from kvasir_gateway.reading.tolerance import Reading
+from kvasir_gateway.turn import (
+    MAX_INT32,
+    Asked,
+    Body,
+    FreeObject,
+    Lenient,
+    Said,
+    ToolUse,
+    TopK,
+    Turn,
+    arguments_object,
+    finish_reason,
+    format_without_tools,
+    function_tool,
+    given,
+    json_line,
+    refuse_unless,
+)
+
+_REASONS: Mapping[int, str] = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_STOP_SEQUENCE: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_TOOL_CALLS: "stop",
+}
+_MOST_TOKENS = 1 << 24  # that the engine can be asked for
+_MAX_REPEAT_LAST_N = 4096
+_ONE_ALONE = Field(None, description="1 alone.")
+_NO_IMAGES = Field(None, description="Refused unless empty: this model reads text alone.")
+
+ModelName = Annotated[str, MinLen(1)]
+
+
+class OllamaFunction(Lenient):
+    name: str
+    arguments: FreeObject
+
+
+class OllamaCall(Lenient):
+    id: str = ""
+    function: OllamaFunction
+
+
+class OllamaMessage(Lenient):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    images: list[str] | None = _NO_IMAGES
+    tool_calls: list[OllamaCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class OllamaOffer(Lenient):
+    name: Annotated[str, MinLen(1), MaxLen(128)]
+    description: str | None = None
+    parameters: FreeObject | None = None
+
+
+class OllamaTool(Lenient):
+    type: Literal["function"] = "function"
+    function: OllamaOffer
+
+
+class OllamaOptions(Body):
+    """What has no line here (num_ctx, num_gpu, …) is ignored and reported."""
+
+    num_predict: int | None = Field(default=None, description="Below 0, or left out: what fits.")
+    temperature: Annotated[float, Ge(0), Le(2)] | None = None
+    top_p: Annotated[float, Ge(0), Le(1)] | None = None
+    top_k: TopK | None = None
+    min_p: Annotated[float, Ge(0), Le(1)] | None = None
+    seed: int | None = Field(default=None, description="-1: random.")
+    stop: str | Annotated[list[str], MaxLen(16)] | None = None
+    repeat_penalty: float | None = None
+    repeat_last_n: Annotated[int, Ge(-1), Le(MAX_INT32)] | None = None
+    presence_penalty: Annotated[float, Ge(-2), Le(2)] | None = None
+    frequency_penalty: Annotated[float, Ge(-2), Le(2)] | None = None
+    mirostat: float | None = Field(default=None, description="0 alone.")
+    typical_p: float | None = _ONE_ALONE
+    tfs_z: float | None = _ONE_ALONE
+
+    def sampling(self, reading: Reading) -> dict[str, Any]:
+        refuse_unless((0,), {"options.mirostat": self.mirostat})
+        refuse_unless((1,), {"options.typical_p": self.typical_p, "options.tfs_z": self.tfs_z})
+        return {
+            **self._length(reading),
+            **given(
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                min_p=self.min_p,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                seed=self.seed & (1 << 64) - 1 if self.seed not in (None, -1) else None,
+                stop=[self.stop] if isinstance(self.stop, str) else self.stop,
+            ),
+            **self._penalty(),
+        }
+
+    def _length(self, reading: Reading) -> dict[str, Any]:
+        if self.num_predict is not None and self.num_predict > 0:
+            return reading.length(min(self.num_predict, _MOST_TOKENS))
+        if self.num_predict == 0 or (self.num_predict is not None and reading.is_strict):
+            raise InvalidArgument("options.num_predict: expected 1 or more", field="options.num_predict")
+        return {} if reading.is_strict else reading.length(_MOST_TOKENS)
+
+    def _penalty(self) -> dict[str, Any]:
+        """-1 counts the whole context, and here the most that is counted; 0 none of it."""
+        if self.repeat_penalty is None or self.repeat_last_n == 0:
+            return {}
+        last = self.repeat_last_n
+        tokens = None if last is None else min(last, _MAX_REPEAT_LAST_N) if last > 0 else _MAX_REPEAT_LAST_N
+        return given(repetition_penalty=self.repeat_penalty, repetition_tokens=tokens)
+
+
+class OllamaRequest(Body):
+    """What chat and generate have in common."""
+
+    model: ModelName
+    stream: bool | None = Field(None, description="Left out: true.")
+    format: Literal["", "json"] | FreeObject | None = Field(None, description='"json", or a JSON schema.')
+    options: OllamaOptions | None = None
+    think: bool | str | None = Field(None, description="false hides what the model thought; the model decides.")
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Ge(0), Le(20)] | None = None
+    keep_alive: float | str | None = Field(None, description="Ignored: models stay loaded.")
+
+    @property
+    def shows_thinking(self) -> bool:
+        return self.think is not False
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.stream is not False
+
+    def sampling(self, reading: Reading) -> dict[str, Any]:
+        reading.ignore_unless((), think=self.think, keep_alive=self.keep_alive)
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidArgument("top_logprobs: only with logprobs", field="top_logprobs")
+        options = self.options or OllamaOptions()
+        return options.sampling(reading) | given(logprobs=self.logprobs, top_logprobs=self.top_logprobs)
+
+    @property
+    def reply_schema(self) -> str | None:
+        if not self.format and self.format != {}:
+            return None
+        return schema_text(None if self.format == "json" else self.format)  # type: ignore[arg-type]  # not a text
+
+
+class OllamaChat(OllamaRequest):
+    """The body of /api/chat."""
+
+    messages: list[OllamaMessage] | None = Field(None, description="None: whether the model is there.")
+    tools: Annotated[list[OllamaTool], MaxLen(128)] | None = None
+
+    def turn(self, reading: Reading) -> Turn | None:
+        """What the engine is asked; None: nothing is to be generated. Raises InvalidArgument."""
+        if not self.messages:
+            return None
+        if self.messages[-1].role == "assistant":
+            raise InvalidArgument("messages: the last is the assistant's: no reply can be begun", field="messages")
+        offers = [tool.function for tool in self.tools or ()]
+        tools = tuple(function_tool(each.name, each.description, each.parameters) for each in offers)
+        return Turn(
+            model=named(self.model),
+            messages=tuple(said(self.messages, reading)),
+            tools=tools,
+            sampling=self.sampling(reading),
+            json_schema=format_without_tools(self.reply_schema, tools, "format"),
+            is_streamed=self.is_streamed,
+        )
+
+
+class OllamaGenerate(OllamaRequest):
+    """The body of /api/generate."""
+
+    prompt: str = Field("", description="Empty: whether the model is there.")
+    system: str | None = None
+    raw: bool | None = Field(None, description="true: the prompt as it is, without the model's template.")
+    suffix: str | None = Field(None, description="Refused.")
+    template: str | None = Field(None, description="Refused.")
+    context: list[int] | None = Field(None, description="Refused unless empty; see /api/chat.")
+    images: list[str] | None = _NO_IMAGES
+
+    def turn(self, reading: Reading) -> Turn | None:
+        """What the engine is asked; None: nothing is to be generated. Raises InvalidArgument."""
+        refuse_unless(("",), {"suffix": self.suffix, "template": self.template})
+        refuse_unless(([],), {"context": self.context, "images": self.images})
+        if not self.prompt:
+            return None
+        system = reading.content("system", [self.system]) if self.system else ""
+        if self.raw:
+            refuse_unless(("",), {"system": self.system})
+        opening = (Said("system", system),) if system else ()
+        return Turn(
+            model=named(self.model),
+            messages=() if self.raw else (*opening, Said("user", self.prompt)),
+            prompt=self.prompt if self.raw else "",
+            sampling=self.sampling(reading),
+            json_schema=self.reply_schema,
+            is_streamed=self.is_streamed,
+        )
+
+
+def named(model: str) -> str:
+    """Clients add this tag to names that have none."""
+    return model.removesuffix(":latest") or model
+
+
+def said(messages: Sequence[OllamaMessage], reading: Reading) -> Iterator[Said]:
+    """The messages as the engine knows them. Calls and results without ids belong together in their order."""
+    unanswered: list[str] = []
+    made = 0
+    for number, message in enumerate(messages):
+        refuse_unless(([],), {f"messages[{number}].images": message.images})
+        calls = []
+        for call in message.tool_calls or ():
+            # Nine letters and digits, as the strictest template wants them.
+            call_id, made = call.id or f"call{made:05d}", made + 1
+            calls.append(ToolUse(call_id, call.function.name, json.dumps(call.function.arguments, ensure_ascii=False)))
+        answers = message.tool_call_id or ""
+        if message.role == "tool" and not answers and unanswered:
+            answers = unanswered.pop(0)
+        unanswered = [call.id for call in calls] or unanswered
+        content = reading.content(message.role, [message.content or ""])
+        yield Said(message.role, content, message.tool_name or "", tuple(calls), answers)
+
+
+def whole(asked: Asked, reply: Reply, *, is_chat: bool, shows_thinking: bool) -> dict[str, Any]:
+    """A reply in one object."""
+    choice = reply.choices[0]
+    thought = choice.reasoning_text if shows_thinking else ""
+    return {
+        **_head(asked.created, reply.started.model or asked.model),
+        **_said(is_chat, choice.text, thought, choice.finished.tool_calls),
+        **_ending(reply.started, choice.finished),
+        **_logprobs(choice),
+    }
+
+
+class OllamaLines:
+    """A reply as objects, a line each."""
+
+    def __init__(self, asked: Asked, *, is_chat: bool, shows_thinking: bool) -> None:
+        self._asked = asked
+        self._is_chat = is_chat
+        self._shows_thinking = shows_thinking
+        self._started = pb.Started()
+
+    def frames(self, event: pb.GenerateResponse) -> str:
+        match event.WhichOneof("event"):
+            case "started":
+                self._started = event.started
+                return ""
+            case "prefill_progress":
+                return self._line("")  # proxies see that the connection lives
+            case "delta":
+                thought = event.delta.reasoning_text if self._shows_thinking else ""
+                if not (event.delta.text or thought or event.delta.logprobs):
+                    return ""
+                return self._line(event.delta.text, thought, **_logprobs(event.delta))
+            case _:
+                return self._finished(event.finished)
+
+    def end(self) -> str:
+        return ""
+
+    def _finished(self, finished: pb.Finished) -> str:
+        ending = _ending(self._started, finished)
+        calls = self._line("", calls=finished.tool_calls) if finished.tool_calls and self._is_chat else ""
+        return calls + self._line("", **ending)
+
+    def _line(self, text: str, thought: str = "", calls: Sequence[Any] = (), **more: Any) -> str:
+        head = _head(self._asked.created, self._started.model or self._asked.model)
+        return json_line({**head, **_said(self._is_chat, text, thought, calls), "done": False, **more})
+
+
+def loaded(created: int, model: str, *, is_chat: bool) -> dict[str, Any]:
+    """The answer to a request that asks for nothing but the model."""
+    return {**_head(created, model), **_said(is_chat, "", "", ()), "done": True, "done_reason": "load"}
+
+
+def _head(created: int, model: str) -> dict[str, Any]:
+    return {"model": model, "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z")}
+
+
+def _said(is_chat: bool, text: str, thought: str, calls: Sequence[Any]) -> dict[str, Any]:
+    thinking = {"thinking": thought} if thought else {}
+    if not is_chat:
+        return {"response": text, **thinking}
+    message: dict[str, Any] = {"role": "assistant", "content": text, **thinking}
+    if calls:
+        message["tool_calls"] = [
+            {"id": call.id, "function": {"name": call.name, "arguments": arguments_object(call.arguments_json)}}
+            for call in calls
+        ]
+    return {"message": message}
+
+
+def _ending(started: pb.Started, finished: pb.Finished) -> dict[str, Any]:
+    """Durations are whole nanoseconds. What a memory took to be read back is what its load took."""
+    timings = finished.timings
+    return {
+        "done": True,
+        "done_reason": finish_reason(finished, _REASONS),
+        "total_duration": _ns(timings.first_token) + _ns(timings.decode),
+        "load_duration": _ns(timings.restore),
+        "prompt_eval_count": started.prompt_tokens,
+        "prompt_eval_duration": _ns(timings.prefill),
+        "eval_count": finished.usage.completion_tokens,
+        "eval_duration": _ns(timings.decode),
+    }
+
+
+def _ns(duration: Duration) -> int:
+    return duration.seconds * 1_000_000_000 + duration.nanos
+
+
+def _logprobs(part: Any) -> dict[str, Any]:
+    if not part.logprobs:
+        return {}
+    return {
+        "logprobs": [
+            {**spelled(each), "top_logprobs": [spelled(alternative) for alternative in each.top]}
+            for each in part.logprobs
+        ]
+    }
