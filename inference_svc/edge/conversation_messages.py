@@ -32,6 +32,8 @@ def _read(message: message_pb2.Message, where: str) -> manifest_pb2.Message:
     if role is None:
         field = f"{where}.role"
         raise InvalidArgument(f"{field}: expected one of {', '.join(_ROLES.values())}, got {message.role}", field=field)
+    if message.reasoning and role != "assistant":
+        raise InvalidArgument(f"{where}.reasoning: only an assistant's message has it", field=f"{where}.reasoning")
     return manifest_pb2.Message(
         role=role,
         content="".join(_text(part, f"{where}.parts[{number}]") for number, part in enumerate(message.parts)),
@@ -41,6 +43,7 @@ def _read(message: message_pb2.Message, where: str) -> manifest_pb2.Message:
             for call in message.tool_calls
         ],
         tool_call_id=message.tool_call_id,
+        reasoning=message.reasoning,
     )
 
 

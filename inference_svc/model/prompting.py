@@ -31,8 +31,10 @@ from inference_svc.text.literal_text import (
 )
 from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.text.reply_parts import Markup, ReplyReader
+from inference_svc.text.reply_spacing import NO_SPACING, Spacing, spacing_of
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.template_clock import ASKS_TIME, TemplateClock, tell_time, telling, wall_clock_ms
+from inference_svc.text.template_names import REASONING, TemplateNames, names_read
 from inference_svc.text.token_ids import TokenIds
 from inference_svc.text.token_text import TokenText
 
@@ -80,7 +82,9 @@ class Prompting:
         unknown = getattr(tokenizer, "unk_token_id", None)  # stands for characters that the tokenizer does not know
         self._structure = frozenset(self._special_ids.values()) - {unknown}
         self._spellings = {each: spelling for spelling, each in self._special_ids.items() if each in self._structure}
+        self._names: dict[str, TemplateNames] = {}  # by the template's source
         self._reply_machine = reply_machine(tokenizer)
+        self._spacing = self._reply_spacing()
         self._longest_token = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
 
     async def run(self, namespace: str, work: Callable[[], T]) -> T:
@@ -148,11 +152,28 @@ class Prompting:
             raise InvalidArgument("messages: this model has no chat template; send a prompt", field="messages")
         if ASKS_TIME in str(getattr(self._tokenizer, "chat_template", "")):
             tell_time(self._tokenizer.get_chat_template(tools=tools))
+        if any(REASONING in message for message in messages):
+            messages = self._template_names(tools).keyed(messages)
         with telling(clock or self.clock()):
             text = self._tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False
             )
         return str(text)
+
+    def _template_names(self, tools: list[dict[str, Any]] | None) -> TemplateNames:
+        """What the template that serves these tools reads."""
+        if self._tokenizer._chat_template is not None:  # mlx-lm's own, a program
+            return TemplateNames((REASONING,), frozenset(("enable_thinking",)))
+        source = self._tokenizer.get_chat_template(tools=tools)
+        if source not in self._names:
+            self._names[source] = names_read(source, self._tokenizer.special_tokens_map)
+        return self._names[source]
+
+    def _reply_spacing(self) -> Spacing:
+        """The white space that the template writes around reasoning, where it reads any."""
+        if not (self._tokenizer.has_thinking and self._tokenizer.has_chat_template):
+            return NO_SPACING
+        return spacing_of(lambda messages: self.template(messages, None, False), self.tool_start)
 
     def tokenize(self, text: str, last: int | None = None) -> Tokenized:
         """Tokens of exactly this text, with nothing before or behind it. Only spellings without a guard become special
@@ -239,6 +260,8 @@ class Prompting:
             (lambda text: parser(text, fields)) if parser is not None else json.loads,
             tokenizer.tool_call_end if tokenizer.has_tool_calling else TOOL_CALL_END,
             tokenizer.response_initial_state or ("reasoning" if is_thinking else "normal"),
+            self._spacing,
+            prompt[len(prompt.rstrip()) :] if is_thinking else "",
         )
         return ReplyReader(markup, reply_id)
 

@@ -1,4 +1,4 @@
-"""Messages in, text out: conversations through the model's chat template, and replies back into messages.
+"""Messages in, text out: conversations through the model's chat template.
 
 The whole conversation is rendered each time; the character match finds the part that is remembered already. A template
 is asked for text and never for tokens.
@@ -16,6 +16,7 @@ from kvasir.errors import InvalidArgument
 from inference_svc.text.given_json import GivenJson, JsonField
 from inference_svc.text.literal_text import Specials, utf8_bytes, without_guards
 from inference_svc.text.prefix_matching import common_prefix_length
+from inference_svc.text.template_names import REASONING
 
 _INPUT_TAG = b"kvasir.turn_input.v1"
 _MAX_MESSAGES = 10_000
@@ -77,7 +78,7 @@ def check_counts(messages: Sequence[manifest_pb2.Message | message_pb2.Message],
 
 def of_caller(messages: Iterable[manifest_pb2.Message]) -> tuple[manifest_pb2.Message, ...]:
     """Messages that a caller sent: none is a reply of this engine, whatever they claim."""
-    return tuple(_unclaimed(message) if message.is_reply else message for message in messages)
+    return tuple(unclaimed(message) if message.is_reply else message for message in messages)
 
 
 def json_of_messages(messages: Iterable[manifest_pb2.Message], field: str) -> Iterator[JsonField]:
@@ -114,9 +115,25 @@ def tool_bytes(tool: Tool) -> int:
 
 
 def render(template: ChatTemplate, conversation: Dialogue, *, add_generation_prompt: bool = True) -> str:
-    """The text of a conversation. Raises InvalidArgument when the template refuses it or returns invalid text."""
+    """The text of a conversation. Raises InvalidArgument when the template refuses it or returns invalid text.
+
+    A template may refuse a call that has both reasoning and an answer before it (gpt-oss): then these lose their
+    reasoning.
+    """
     try:
-        text = template(list(conversation.messages), list(conversation.tools) or None, add_generation_prompt)
+        return _rendered(template, conversation, conversation.messages, add_generation_prompt)
+    except InvalidArgument:
+        fewer = tuple(_without_both(message) for message in conversation.messages)
+        if fewer == conversation.messages:
+            raise
+        return _rendered(template, conversation, fewer, add_generation_prompt)
+
+
+def _rendered(
+    template: ChatTemplate, conversation: Dialogue, messages: Sequence[dict[str, Any]], add_generation_prompt: bool
+) -> str:
+    try:
+        text = template(list(messages), list(conversation.tools) or None, add_generation_prompt)
         text.encode()  # raises for half of a surrogate pair; later steps rely on valid text
         return conversation.specials.settled(text)
     except InvalidArgument:
@@ -126,6 +143,11 @@ def render(template: ChatTemplate, conversation: Dialogue, *, add_generation_pro
         raise InvalidArgument(
             f"messages: the model's chat template refused them ({type(error).__name__})", field="messages"
         ) from None
+
+
+def _without_both(message: dict[str, Any]) -> dict[str, Any]:
+    is_both = REASONING in message and message["content"] and "tool_calls" in message
+    return {key: value for key, value in message.items() if key != REASONING} if is_both else message
 
 
 def lasting_chars(template: ChatTemplate, conversation: Dialogue, text: str) -> int | None:
@@ -139,61 +161,6 @@ def lasting_chars(template: ChatTemplate, conversation: Dialogue, text: str) -> 
     return common_prefix_length(lasting, text)
 
 
-def reply_message(
-    template: ChatTemplate,
-    conversation: Dialogue,
-    *,
-    reply: str,
-    rendered_text: str,
-    tool_calls: Sequence[manifest_pb2.ToolCall],
-    tool_start: str,
-    is_trusted: bool = True,
-) -> manifest_pb2.Message:
-    """The assistant's message to remember: the form that the template renders back to `rendered_text`.
-
-    Structured tool calls where they render to the same characters; else the reply as it was, so that the next turn
-    extends the memory instead of diverging from it, if the template takes the calls' results behind it. `tool_start`
-    stands before the calls. `is_trusted`: whether the message may count as a reply later; no message of a line that
-    was imported does.
-    """
-    plain = manifest_pb2.Message(role="assistant", content=reply, is_reply=True)
-    if not is_trusted:
-        plain = _unclaimed(plain)
-    if not tool_calls:
-        return plain
-    said = plain.content[: max(plain.content.find(tool_start), 0)]
-    structured = manifest_pb2.Message(role="assistant", content=said, tool_calls=tool_calls, is_reply=is_trusted)
-    try:
-        objects = GivenJson(json_of_messages([structured], "reply"))
-        objects.check_size()
-        objects.read()
-        as_calls = conversation.with_message(structured, objects)
-        rendered = render(template, as_calls, add_generation_prompt=False)
-    except InvalidArgument:
-        return plain  # the arguments are no JSON object, or the template refuses them
-    if rendered.startswith(rendered_text):
-        return structured
-    as_text = conversation.with_message(plain, objects)
-    is_refused = not _goes_on(template, as_text, tool_calls) and _goes_on(template, as_calls, tool_calls)
-    # Its arguments lost the guards that the reply has, so it does not count as one.
-    return _unclaimed(structured) if is_refused else plain
-
-
-def _goes_on(template: ChatTemplate, called: Dialogue, tool_calls: Sequence[manifest_pb2.ToolCall]) -> bool:
-    """Whether the template takes the results of calls, an answer and a question behind a conversation."""
-    results = [
-        manifest_pb2.Message(role="tool", content="x", name=call.name, tool_call_id=call.id) for call in tool_calls
-    ]
-    said = [manifest_pb2.Message(role=role, content="x") for role in ("assistant", "user")]
-    for message in (*results, *said):
-        called = called.with_message(message, GivenJson())
-    try:
-        render(template, called)
-    except InvalidArgument:
-        return False
-    return True
-
-
 def input_digest(
     kind: str,
     prompt: str,
@@ -203,14 +170,16 @@ def input_digest(
 ) -> str:
     """BLAKE3-256 over a request's input, in hex: every field prefixed with its length as 8 bytes little-endian.
 
-    In order: a tag, the kind of input, the prompt, each message's fields, each tool's fields, and each setting's name
-    and value; counts stand before repeated fields.
+    In order: a tag, the kind of input, the prompt, each message's fields (reasoning where there is some), each
+    tool's fields, and each setting's name and value; counts stand before repeated fields.
     """
     fields = [kind, prompt, str(len(messages))]
     for message in messages:
         fields += [message.role, message.content, message.name, message.tool_call_id, str(len(message.tool_calls))]
         for call in message.tool_calls:
             fields += [call.id, call.name, call.arguments_json]
+        if message.reasoning:
+            fields += ["reasoning", message.reasoning]
     fields.append(str(len(tools)))
     for tool in tools:
         fields += [tool.name, tool.description, tool.parameters_json]
@@ -245,6 +214,8 @@ def _message_fields(message: manifest_pb2.Message, objects: GivenJson, specials:
     # A reply is rendered as the model generated it: it may hold special tokens that the model generated itself.
     said: Callable[[Any], Any] = (lambda value: value) if message.is_reply else guarded
     fields: dict[str, Any] = {"role": message.role, "content": said(message.content)}
+    if message.reasoning:
+        fields[REASONING] = said(message.reasoning)
     if message.name:
         fields["name"] = guarded(message.name)
     if message.tool_call_id:
@@ -261,9 +232,11 @@ def _message_fields(message: manifest_pb2.Message, objects: GivenJson, specials:
     return fields
 
 
-def _unclaimed(message: manifest_pb2.Message) -> manifest_pb2.Message:
-    unclaimed = manifest_pb2.Message()
-    unclaimed.CopyFrom(message)
-    unclaimed.ClearField("is_reply")
-    unclaimed.content = without_guards(unclaimed.content)
-    return unclaimed
+def unclaimed(message: manifest_pb2.Message) -> manifest_pb2.Message:
+    """The message as a caller's own words."""
+    found = manifest_pb2.Message()
+    found.CopyFrom(message)
+    found.ClearField("is_reply")
+    found.content = without_guards(found.content)
+    found.reasoning = without_guards(found.reasoning)
+    return found

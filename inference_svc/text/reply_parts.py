@@ -14,6 +14,7 @@ from blake3 import blake3
 from kvasir.cachestore.v1 import manifest_pb2
 
 from inference_svc.text.given_json import GivenJson, is_bounded
+from inference_svc.text.reply_spacing import NO_SPACING, Spacing, Trimmed
 
 # States of mlx-lm's machine. Its other states stand before a part and say only which part follows.
 _ANSWER, _REASONING, _TOOL = "normal", "reasoning", "tool"
@@ -39,6 +40,8 @@ class Markup:
     parse: ToolParser  # what stands between the markers of a call: a mapping with name and arguments, or several
     tool_end: str  # empty: a call goes on to the reply's end
     initial: str = _ANSWER
+    spacing: Spacing = NO_SPACING
+    opened: str = ""  # white space behind the marker that opens reasoning, where the prompt ends with both
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,8 @@ class ReplyReader:
         self._state = markup.machine.make_state(markup.initial) if markup is not None else None
         self._unread = ""  # may be the beginning of a marker
         self._answer = self._reasoning = ""
+        self.has_reasoned = markup is not None and markup.initial == _REASONING
+        self._part = Trimmed("") if markup is None else self._begun(markup.initial, opened=markup.opened)
         self._aside = ""  # of a call or of what stands before a part, with the marker that opened it
         self._inner = ""  # of a call, between its markers
 
@@ -73,6 +78,11 @@ class ReplyReader:
             self._read(segments)
         return self._take()
 
+    def whole(self, reply: str, stop_text: str) -> ReplyPart:
+        """A reply that is there already."""
+        part, rest = self.push(reply), self.end(stop_text)
+        return ReplyPart(part.answer + rest.answer, part.reasoning + rest.reasoning)
+
     def end(self, stop_text: str = "") -> ReplyPart:
         """The reply is whole. `stop_text`: the end token's own text; for some models it is a call's end."""
         if self._markup is None:
@@ -81,6 +91,7 @@ class ReplyReader:
         self._keep(state, rest)
         if state == _TOOL and self._markup.tool_end in ("", stop_text):
             self._close_call("")
+        self._end_part(state)
         self._answer += self._aside
         self._aside = ""
         return self._take()
@@ -98,9 +109,9 @@ class ReplyReader:
 
     def _keep(self, state: str, text: str) -> None:
         if state == _ANSWER:
-            self._answer += text
+            self._answer += self._part.push(text)
         elif state == _REASONING:
-            self._reasoning += text
+            self._reasoning += self._part.push(text)
         else:
             self._aside += text
             self._inner += text
@@ -108,8 +119,28 @@ class ReplyReader:
     def _cross(self, state: str, following: str, marker: str) -> None:
         if state == _TOOL:
             self._close_call(marker)
-        self._aside = marker if following == _TOOL else ""
+        is_dropped = self._part.has_closed and (state == _REASONING or following == _TOOL)
+        space = self._part.end() if is_dropped else ""
+        if not is_dropped:
+            self._end_part(state)
+        self._part = self._begun(following, state)
+        self.has_reasoned |= following == _REASONING
+        self._aside = space + marker if following == _TOOL else ""
         self._inner = ""
+
+    def _begun(self, state: str, behind: str = "", opened: str = "") -> Trimmed:
+        """A part of a reply. `opened`: of the white space behind its marker what the prompt has already."""
+        assert self._markup is not None
+        spacing = self._markup.spacing
+        if state == _REASONING:
+            return Trimmed(spacing.opening.removeprefix(opened), spacing.closing)
+        return Trimmed(spacing.answer if (behind, state) == (_REASONING, _ANSWER) else "", spacing.call)
+
+    def _end_part(self, state: str) -> None:
+        if state == _REASONING:
+            self._reasoning += self._part.end()
+        else:
+            self._answer += self._part.end()
 
     def _close_call(self, marker: str) -> None:
         assert self._markup is not None

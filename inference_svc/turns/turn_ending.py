@@ -25,9 +25,9 @@ from inference_svc.memory.reuse_planning import Prepared
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model.model_host import MemoriesLeft
 from inference_svc.model.prompting import Prompting, RememberedReply
-from inference_svc.text import conversation
 from inference_svc.text.literal_text import without_guards
 from inference_svc.text.prefix_matching import Outcome, RememberedText
+from inference_svc.text.remembered_reply import Said, reply_message
 from inference_svc.turns.continuing import Continuation
 from inference_svc.turns.turn_data import TurnDelta, TurnFinished, TurnStarted, Warmed
 from inference_svc.turns.turn_state import TurnState, may_follow, reply_reader
@@ -327,12 +327,16 @@ class TurnEnding:
         said = prompting.remembered_reply(prompt, ended.prompt_tokens, ended.generated_text, ended.text, ended.state)
         if turn.dialogue is None:
             return said, ()
-        reply = conversation.reply_message(
+        told = Said(said.reply, calls)
+        if turn.reader.has_reasoned:
+            stop_text = ended.generated_text.removeprefix(ended.text)
+            part = reply_reader(turn.request, prompting, prompt).whole(said.reply, stop_text)
+            told = Said(said.reply, calls, True, part.answer, part.reasoning)
+        reply = reply_message(
             prompting.template_at(turn.clock),
             turn.dialogue,
-            reply=said.reply,
+            said=told,
             rendered_text=said.transcript.text,
-            tool_calls=calls,
             tool_start=prompting.tool_start,
             is_trusted=is_trusted,
         )
@@ -371,9 +375,9 @@ class TurnEnding:
         turn.running.tell(TurnStarted(prompt_tokens, prompt_tokens, Source.REPLAY, Outcome.EXACT, parent))
         transcript = memory.transcript.text
         reader = reply_reader(request, self._prompting, transcript[: remembered.prompt_chars])
-        part = reader.push(remembered.reply)
-        rest = reader.end(without_guards(transcript[remembered.prompt_chars :]).removeprefix(remembered.reply))
-        turn.running.tell(TurnDelta(part.answer + rest.answer, token_ids, part.reasoning + rest.reasoning))
+        behind = without_guards(transcript[remembered.prompt_chars :]).removeprefix(remembered.reply)
+        part = reader.whole(remembered.reply, behind)
+        turn.running.tell(TurnDelta(part.answer, token_ids, part.reasoning))
         snapshot = await self._outcome_again(turn, recollection, memory)
         elapsed_s = self._clock() - turn.arrived
         turn.running.tell(

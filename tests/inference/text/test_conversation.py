@@ -22,10 +22,10 @@ from inference_svc.text.conversation import (
     json_of_tools,
     lasting_chars,
     render,
-    reply_message,
 )
 from inference_svc.text.given_json import GivenJson
 from inference_svc.text.literal_text import Specials
+from inference_svc.text.remembered_reply import Said, reply_message
 from inference_svc.text.token_text import TokenText
 
 WEATHER = Tool("weather", "Tells the weather", '{"type": "object", "properties": {"place": {"type": "string"}}}')
@@ -65,9 +65,8 @@ def remember(reply: str, messages: list[manifest_pb2.Message], text: str, prompt
     return reply_message(
         prompting.template,
         told(messages, [WEATHER]),
-        reply=reply,
+        said=Said(reply, calls_of(reply, prompting)),
         rendered_text=text,
-        tool_calls=calls_of(reply, prompting),
         tool_start=prompting.tool_start,
     )
 
@@ -110,9 +109,8 @@ def remembered_call(template: ChatTemplate, prompting: Prompting, asked: manifes
     return reply_message(
         template,
         conversation,
-        reply=CALL,
+        said=Said(CALL, calls_of(CALL, prompting)),
         rendered_text=render(template, conversation) + CALL,
-        tool_calls=calls_of(CALL, prompting),
         tool_start=prompting.tool_start,
     )
 
@@ -185,10 +183,11 @@ def test_every_part_of_an_input_changes_its_digest() -> None:
         input_digest("prompt", "ab", (message("user", "x"),), (), ()),
         input_digest("prompt", "ab", (message("user", "", name="x"),), (), ()),
         input_digest("prompt", "ab", (message("userx", ""),), (), ()),
+        input_digest("prompt", "ab", (message("user", "", reasoning="x"),), (), ()),
         input_digest("prompt", "ab", (message("user", "", tool_calls=[call("{}")]),), (), ()),
         input_digest("prompt", "ab", (message("user", ""), message("user", "")), (), ()),
     }
-    assert len(digests) == 11
+    assert len(digests) == 12
     assert input_digest("prompt", "ab", (), (), ()) in digests
 
 

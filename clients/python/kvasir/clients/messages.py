@@ -22,14 +22,23 @@ def message(
     name: str = "",
     tool_calls: Iterable[message_pb2.ToolCall | Mapping[str, str]] = (),
     tool_call_id: str = "",
+    reasoning: str = "",
 ) -> message_pb2.Message:
-    """One message; `role` is system, user, assistant or tool. Raises InvalidArgument for another role."""
+    """One message; `role` is system, user, assistant or tool. `reasoning`: what an assistant thought before it. Raises
+    InvalidArgument for another role."""
     if role not in _ROLES:
         raise InvalidArgument(f"role: expected one of {', '.join(_ROLES)}, got {role[:40]!r}", field="role")
     calls = [call if isinstance(call, message_pb2.ToolCall) else message_pb2.ToolCall(**call) for call in tool_calls]
     # An answer that only calls tools says nothing, not an empty text.
     parts = ([message_pb2.Part(text=content)] if content else []) if isinstance(content, str) else content
-    return message_pb2.Message(role=_ROLES[role], parts=parts, name=name, tool_calls=calls, tool_call_id=tool_call_id)
+    return message_pb2.Message(
+        role=_ROLES[role],
+        parts=parts,
+        name=name,
+        tool_calls=calls,
+        tool_call_id=tool_call_id,
+        reasoning=reasoning,
+    )
 
 
 def message_list(given: Sequence[GivenMessage], field_name: str) -> list[message_pb2.Message]:

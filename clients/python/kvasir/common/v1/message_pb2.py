@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvasir/common/v1/message.proto\x12\x10kvasir.common.v1\"\xaa\x01\n\x07Message\x12$\n\x04role\x18\x01 \x01(\x0e\x32\x16.kvasir.common.v1.Role\x12%\n\x05parts\x18\x02 \x03(\x0b\x32\x16.kvasir.common.v1.Part\x12\x0c\n\x04name\x18\x03 \x01(\t\x12.\n\ntool_calls\x18\x04 \x03(\x0b\x32\x1a.kvasir.common.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\"K\n\x04Part\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12(\n\x05image\x18\x02 \x01(\x0b\x32\x17.kvasir.common.v1.ImageH\x00\x42\t\n\x07\x63ontent\")\n\x05Image\x12\x12\n\nmedia_type\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"<\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t*_\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\r\n\tROLE_USER\x10\x02\x12\x12\n\x0eROLE_ASSISTANT\x10\x03\x12\r\n\tROLE_TOOL\x10\x04\x42k\n\x14org.kvasir.common.v1P\x01Z/kvasir.org/client/gen/kvasir/common/v1;commonv1\xaa\x02\x10Kvasir.Common.V1\xba\x02\x0cKvasirCommonb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvasir/common/v1/message.proto\x12\x10kvasir.common.v1\"\xbd\x01\n\x07Message\x12$\n\x04role\x18\x01 \x01(\x0e\x32\x16.kvasir.common.v1.Role\x12%\n\x05parts\x18\x02 \x03(\x0b\x32\x16.kvasir.common.v1.Part\x12\x0c\n\x04name\x18\x03 \x01(\t\x12.\n\ntool_calls\x18\x04 \x03(\x0b\x32\x1a.kvasir.common.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"K\n\x04Part\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12(\n\x05image\x18\x02 \x01(\x0b\x32\x17.kvasir.common.v1.ImageH\x00\x42\t\n\x07\x63ontent\")\n\x05Image\x12\x12\n\nmedia_type\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"<\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t*_\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\r\n\tROLE_USER\x10\x02\x12\x12\n\x0eROLE_ASSISTANT\x10\x03\x12\r\n\tROLE_TOOL\x10\x04\x42k\n\x14org.kvasir.common.v1P\x01Z/kvasir.org/client/gen/kvasir/common/v1;commonv1\xaa\x02\x10Kvasir.Common.V1\xba\x02\x0cKvasirCommonb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,14 +32,14 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvasir.common.v1.message_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\024org.kvasir.common.v1P\001Z/kvasir.org/client/gen/kvasir/common/v1;commonv1\252\002\020Kvasir.Common.V1\272\002\014KvasirCommon'
-  _globals['_ROLE']._serialized_start=407
-  _globals['_ROLE']._serialized_end=502
+  _globals['_ROLE']._serialized_start=426
+  _globals['_ROLE']._serialized_end=521
   _globals['_MESSAGE']._serialized_start=53
-  _globals['_MESSAGE']._serialized_end=223
-  _globals['_PART']._serialized_start=225
-  _globals['_PART']._serialized_end=300
-  _globals['_IMAGE']._serialized_start=302
-  _globals['_IMAGE']._serialized_end=343
-  _globals['_TOOLCALL']._serialized_start=345
-  _globals['_TOOLCALL']._serialized_end=405
+  _globals['_MESSAGE']._serialized_end=242
+  _globals['_PART']._serialized_start=244
+  _globals['_PART']._serialized_end=319
+  _globals['_IMAGE']._serialized_start=321
+  _globals['_IMAGE']._serialized_end=362
+  _globals['_TOOLCALL']._serialized_start=364
+  _globals['_TOOLCALL']._serialized_end=424
 # @@protoc_insertion_point(module_scope)

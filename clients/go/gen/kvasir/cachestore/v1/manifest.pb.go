@@ -495,7 +495,9 @@ type Message struct {
 	ToolCallId string `protobuf:"bytes,5,opt,name=tool_call_id,json=toolCallId,proto3" json:"tool_call_id,omitempty"`
 	// The model said this itself: where its content spells a special token it was that token, unless U+FDD0 stands inside. In all
 	// other messages a special token's spelling is text. Set by engines alone; what callers and imported manifests claim is ignored.
-	IsReply       bool `protobuf:"varint,6,opt,name=is_reply,json=isReply,proto3" json:"is_reply,omitempty"`
+	IsReply bool `protobuf:"varint,6,opt,name=is_reply,json=isReply,proto3" json:"is_reply,omitempty"`
+	// What an assistant thought before it said this, without markers. Empty also where the content holds it.
+	Reasoning     string `protobuf:"bytes,7,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -570,6 +572,13 @@ func (x *Message) GetIsReply() bool {
 		return x.IsReply
 	}
 	return false
+}
+
+func (x *Message) GetReasoning() string {
+	if x != nil {
+		return x.Reasoning
+	}
+	return ""
 }
 
 type ToolCall struct {
@@ -779,7 +788,7 @@ const file_kvasir_cachestore_v1_manifest_proto_rawDesc = "" +
 	"\n" +
 	"StatePoint\x12\x16\n" +
 	"\x06tokens\x18\x01 \x01(\x04R\x06tokens\x124\n" +
-	"\x06digest\x18\x02 \x01(\v2\x1c.kvasir.cachestore.v1.DigestR\x06digest\"\xc7\x01\n" +
+	"\x06digest\x18\x02 \x01(\v2\x1c.kvasir.cachestore.v1.DigestR\x06digest\"\xe5\x01\n" +
 	"\aMessage\x12\x12\n" +
 	"\x04role\x18\x01 \x01(\tR\x04role\x12\x18\n" +
 	"\acontent\x18\x02 \x01(\tR\acontent\x12\x12\n" +
@@ -788,7 +797,8 @@ const file_kvasir_cachestore_v1_manifest_proto_rawDesc = "" +
 	"tool_calls\x18\x04 \x03(\v2\x1e.kvasir.cachestore.v1.ToolCallR\ttoolCalls\x12 \n" +
 	"\ftool_call_id\x18\x05 \x01(\tR\n" +
 	"toolCallId\x12\x19\n" +
-	"\bis_reply\x18\x06 \x01(\bR\aisReply\"U\n" +
+	"\bis_reply\x18\x06 \x01(\bR\aisReply\x12\x1c\n" +
+	"\treasoning\x18\a \x01(\tR\treasoning\"U\n" +
 	"\bToolCall\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12%\n" +

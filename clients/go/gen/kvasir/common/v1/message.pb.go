@@ -89,7 +89,10 @@ type Message struct {
 	// Tool calls made by this (assistant) message.
 	ToolCalls []*ToolCall `protobuf:"bytes,4,rep,name=tool_calls,json=toolCalls,proto3" json:"tool_calls,omitempty"`
 	// The call that this (tool) message answers.
-	ToolCallId    string `protobuf:"bytes,5,opt,name=tool_call_id,json=toolCallId,proto3" json:"tool_call_id,omitempty"`
+	ToolCallId string `protobuf:"bytes,5,opt,name=tool_call_id,json=toolCallId,proto3" json:"tool_call_id,omitempty"`
+	// What an assistant thought before it said `parts`, without markers: Delta.reasoning_text, as it came. The model's template decides whether the
+	// model reads it again: most do behind the last user's message alone.
+	Reasoning     string `protobuf:"bytes,6,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -155,6 +158,13 @@ func (x *Message) GetToolCalls() []*ToolCall {
 func (x *Message) GetToolCallId() string {
 	if x != nil {
 		return x.ToolCallId
+	}
+	return ""
+}
+
+func (x *Message) GetReasoning() string {
+	if x != nil {
+		return x.Reasoning
 	}
 	return ""
 }
@@ -361,7 +371,7 @@ var File_kvasir_common_v1_message_proto protoreflect.FileDescriptor
 
 const file_kvasir_common_v1_message_proto_rawDesc = "" +
 	"\n" +
-	"\x1ekvasir/common/v1/message.proto\x12\x10kvasir.common.v1\"\xd4\x01\n" +
+	"\x1ekvasir/common/v1/message.proto\x12\x10kvasir.common.v1\"\xf2\x01\n" +
 	"\aMessage\x12*\n" +
 	"\x04role\x18\x01 \x01(\x0e2\x16.kvasir.common.v1.RoleR\x04role\x12,\n" +
 	"\x05parts\x18\x02 \x03(\v2\x16.kvasir.common.v1.PartR\x05parts\x12\x12\n" +
@@ -369,7 +379,8 @@ const file_kvasir_common_v1_message_proto_rawDesc = "" +
 	"\n" +
 	"tool_calls\x18\x04 \x03(\v2\x1a.kvasir.common.v1.ToolCallR\ttoolCalls\x12 \n" +
 	"\ftool_call_id\x18\x05 \x01(\tR\n" +
-	"toolCallId\"X\n" +
+	"toolCallId\x12\x1c\n" +
+	"\treasoning\x18\x06 \x01(\tR\treasoning\"X\n" +
 	"\x04Part\x12\x14\n" +
 	"\x04text\x18\x01 \x01(\tH\x00R\x04text\x12/\n" +
 	"\x05image\x18\x02 \x01(\v2\x17.kvasir.common.v1.ImageH\x00R\x05imageB\t\n" +
