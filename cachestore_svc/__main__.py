@@ -6,7 +6,6 @@ This is the composition root: the clock, randomness and configuration are taken 
 import asyncio
 import contextlib
 import ctypes
-import resource
 import secrets
 import sys
 import time
@@ -21,6 +20,7 @@ from kvasir.server.audit import Audit, AuditFile
 from kvasir.server.interceptors import settle_garbage
 from kvasir.server.logs import configure_logs
 from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
+from kvasir.server.process_limits import settle_limits
 from kvasir.server.reloading import Reloading
 from kvasir.server.rpc_counts import RpcCounts
 from kvasir.server.serving import EdgeServer, RefusedToStart, run
@@ -63,9 +63,6 @@ from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
 from cachestore_svc.upkeep.passed_time import ClockReading
 
-# A descriptor per connection, blob being written and blob being read. macOS refuses more than the second.
-_FILE_LIMITS = (65_536, 10_240)
-
 # Of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
@@ -86,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = read_settings(options)
         configure_logs(settings.log_format, settings.log_level)
         if command == "serve":
-            raise_file_limit()
+            settle_limits()
             give_memory_back()
             run(serve(settings))
             return OK
@@ -279,18 +276,6 @@ def give_memory_back() -> None:
         mallopt(_M_ARENA_MAX, 2)
         mallopt(_M_MMAP_THRESHOLD, 12 << 20)
         mallopt(_M_TRIM_THRESHOLD, 32 << 20)
-
-
-def raise_file_limit() -> None:
-    """Let this process open as many files as it may: the usual 256 or 1024 are few for a server."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for wanted in _FILE_LIMITS:
-        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        if soft == resource.RLIM_INFINITY or soft >= limit:
-            return
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-            return
 
 
 def recover(settings: StoreSettings, namespaces: Sequence[str], as_json: bool) -> int:

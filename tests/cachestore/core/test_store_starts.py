@@ -4,7 +4,6 @@ import asyncio
 import errno
 import json
 import os
-import resource
 import threading
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 from kvasir.errors import FailedPrecondition
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.__main__ import collect_regularly, raise_file_limit
+from cachestore_svc.__main__ import collect_regularly
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.records import BlobKind
 from cachestore_svc.threads import StoreThreads
@@ -170,15 +169,3 @@ def test_a_disk_that_fails_once_does_not_end_collection(lab: Lab) -> None:
         disk.fails = True
         asyncio.run(collect_twice())
         assert store.stats(NS).blob_count == 0
-
-
-def test_a_server_may_open_as_many_files_as_the_system_lets_it() -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[0]), before[1]))
-    try:
-        raise_file_limit()
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        assert soft >= 10_240 or soft == hard
-        assert hard == before[1]
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
