@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -54,10 +55,14 @@ class Program:
         err: Path,
         given: Path | None = None,
         env: Mapping[str, str] | None = None,
+        open_files: int = 0,
     ) -> None:
+        """`open_files`: how many it may have at once; 0: as many as this process."""
         own = {**os.environ, **ONE_THREAD, **(env or {})}
         files = (given or Path(os.devnull), out, err)
-        self._process = _FORKS.Process(target=_become, args=(name, list(arguments), files, own), daemon=True)
+        self._process = _FORKS.Process(
+            target=_become, args=(name, list(arguments), files, own, open_files), daemon=True
+        )
         with _environment(ONE_THREAD):  # which the process that forks reads once, when the first program starts
             self._process.start()
 
@@ -108,7 +113,11 @@ def run(
         return subprocess.CompletedProcess([name, *arguments], code, out.read_text(), err.read_text())
 
 
-def _become(name: str, arguments: list[str], files: tuple[Path, Path, Path], env: dict[str, str]) -> None:
+def _become(
+    name: str, arguments: list[str], files: tuple[Path, Path, Path], env: dict[str, str], open_files: int
+) -> None:
+    if open_files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, open_files))
     for descriptor, path in enumerate(files):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND if descriptor else os.O_RDONLY, 0o600)
         os.dup2(file, descriptor)

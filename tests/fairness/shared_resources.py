@@ -1,4 +1,4 @@
-"""The table of all that callers share in both services, as data: its test holds it to the code, SHARED.md shows it.
+"""The table of all that callers share in the services and the gateway, as data: its test holds it to the code, SHARED.md shows it.
 
 A row's `site` is where the resource is counted ("file: attribute"), `cap` the name and value of its limit. What each
 namespace gets of it is `share`, who comes next `order`, and what a refused caller is told `told`: a reason, or that it
@@ -18,7 +18,7 @@ class Shared:
     """One resource that callers share."""
 
     resource: str
-    service: str  # "store", "engine" or "both"
+    service: str  # "store", "engine", "both" of these, or "gateway"
     site: str
     cap: tuple[str, object]  # "module:name", or "" for a number written at the site; and what that is
     share: str
@@ -377,9 +377,55 @@ SHARED = (
         IN_TURN + ", cell by cell, interactive before background",
         WAITS,
     ),
+    Shared(
+        "connections whose requests showed no key",
+        "gateway",
+        "clients/python/kvasir_gateway/connections.py: _strangers",
+        ("kvasir_gateway.connections:ConnectionLimits.strangers", 512),
+        "for strangers alone; of few open files an eighth",
+        "the oldest makes room for the newest",
+        "a closed connection",
+    ),
+    Shared(
+        "connections of key holders between two requests",
+        "gateway",
+        "clients/python/kvasir_gateway/connections.py: _resting",
+        ("kvasir_gateway.connections:ConnectionLimits.resting", 1024),
+        "none: one that is closed is opened again",
+        "the oldest makes room for the newest",
+        "a closed connection",
+    ),
+    Shared(
+        "requests that are not answered yet",
+        "gateway",
+        "clients/python/kvasir_gateway/bodies.py: requests",
+        ("kvasir_gateway.app:GatewayLimits.max_requests", 2000),
+        THREE_OF_FREE,
+        "none waits",
+        "TOO_MANY_CALLS",
+    ),
+    Shared(
+        "bodies, and what parsing makes of them",
+        "gateway",
+        "clients/python/kvasir_gateway/bodies.py: bodies",
+        ("kvasir_gateway.app:GatewayLimits.max_bodies_bytes", 256 << 20),
+        THREE_OF_FREE,
+        "none waits",
+        "PROMPTS_TOO_LARGE",
+    ),
+    Shared(
+        "the thread that reads bodies above 16 KiB",
+        "gateway",
+        "clients/python/kvasir_gateway/bodies.py: reading",
+        ("", 1),
+        "one body",
+        IN_TURN,
+        WAITS,
+    ),
 )
 
 OWN = (
+    Own("clients/python/kvasir_gateway/engine.py: few", "one request reads so many agents at once"),
     Own(
         "clients/python/kvasir/server/interceptors.py: room",
         "credentials of one namespace; where it is used has its row",

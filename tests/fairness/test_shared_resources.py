@@ -12,7 +12,7 @@ import pytest
 from tests.fairness.shared_resources import OWN, SHARED, Shared, markdown
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("inference_svc", "cachestore_svc", "clients/python/kvasir")
+PACKAGES = ("inference_svc", "cachestore_svc", "clients/python/kvasir", "clients/python/kvasir_gateway")
 # What a caller could fill or use up, by the name of what makes it. A thread pool is behind one of these.
 MAKERS = {
     "Shares",

@@ -45,8 +45,10 @@ class GatewayProcess:
         assert self._program is not None
         return self._program.pid
 
-    def start(self, within_s: float = 30.0) -> None:
-        self._program = Program("kvasir_gateway", self._arguments, out=self.log_file, err=self.log_file)
+    def start(self, within_s: float = 30.0, files: int = 0) -> None:
+        """`files`: how many it may open, at most; 0: as this process may."""
+        log = self.log_file
+        self._program = Program("kvasir_gateway", self._arguments, out=log, err=log, open_files=files)
         give_up = time.monotonic() + within_s
         while True:
             assert self._program.poll() is None, self.log

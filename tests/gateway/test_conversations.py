@@ -81,10 +81,11 @@ class Talk:
         return asyncio.run(self._turn(messages, answer or f"answer to {messages[-1].content}", hint))
 
     async def _turn(self, messages: tuple[Said, ...], answer: str, hint: str) -> str:
-        agent = await self.known.agent_for(self.namespace, messages, hint, self.records)
+        chain = self.known.chain(messages, hint)
+        agent = await self.known.agent_for(self.namespace, chain, messages, self.records)
         self.records.remembered[agent] = (*messages, reply(answer))
         version = self.versions[agent] = self.versions.get(agent, 0) + 1
-        self.known.answered(self.namespace, agent, messages, reply(answer), hint, version)
+        self.known.answered(self.namespace, agent, chain, reply(answer), version)
         self.known.left(self.namespace, agent)
         return agent
 
@@ -116,7 +117,7 @@ def test_while_an_agent_is_busy_a_second_turn_from_the_same_point_is_a_branch() 
     talk = Talk(conversations(), Records())
     first = talk.turn(user("Hello"), answer="Hi")
     asked = (user("Hello"), reply("Hi"), user("more"))
-    held = asyncio.run(talk.known.agent_for("n", asked, "", talk.records))
+    held = asyncio.run(talk.known.agent_for("n", talk.known.chain(asked, ""), asked, talk.records))
     assert held == first
     assert talk.turn(*asked) != first
 
@@ -125,9 +126,9 @@ def test_a_turn_that_has_left_twice_leaves_the_next_one_busy() -> None:
     talk = Talk(conversations(), Records())
     first = talk.turn(user("Hello"), answer="Hi")
     asked = (user("Hello"), reply("Hi"), user("more"))
-    memory = Memory(first, talk.known, "n")
+    memory = Memory(first, talk.known, "n", talk.known.chain(asked, ""))
     memory.left()
-    assert asyncio.run(talk.known.agent_for("n", asked, "", talk.records)) == first
+    assert asyncio.run(talk.known.agent_for("n", talk.known.chain(asked, ""), asked, talk.records)) == first
     memory.left()
     assert talk.turn(*asked) != first
 
@@ -158,7 +159,7 @@ def test_namespaces_hints_and_keys_keep_conversations_apart() -> None:
     assert Talk(known, Records(), "other").turn(*asked) != first
     assert Talk(known, records).turn(*asked, hint="another user") != first
     other_key = Conversations(b"k" * 32, new_name=lambda: "x", now=lambda: START)
-    name = asyncio.run(other_key.agent_for("n", [user("Hello")], "", records))
+    name = asyncio.run(other_key.agent_for("n", other_key.chain([user("Hello")], ""), [user("Hello")], records))
     assert name.split("/")[1] != first.split("/")[1]
 
 
@@ -194,9 +195,9 @@ def test_the_form_of_a_calls_arguments_and_its_id_do_not_matter() -> None:
     asked = user("weather?")
 
     async def first() -> str:
-        agent = await talk.known.agent_for("n", [asked], "", talk.records)
+        agent = await talk.known.agent_for("n", talk.known.chain([asked], ""), [asked], talk.records)
         said = Said("assistant", "", tool_calls=(ToolUse("c1", "weather", '{"a": 1, "b": 2}'),))
-        talk.known.answered("n", agent, [asked], said, "", 1)
+        talk.known.answered("n", agent, talk.known.chain([asked], ""), said, 1)
         talk.known.left("n", agent)
         return agent
 
@@ -279,10 +280,10 @@ def test_no_turn_extends_an_agent_that_remembers_something_else(steps: list[tupl
         line = lines[place % len(lines)]
         asked = (*line, user(text))
         before = dict(records.remembered)
-        agent = asyncio.run(known.agent_for("n", asked, "", records))
+        agent = asyncio.run(known.agent_for("n", known.chain(asked, ""), asked, records))
         assert agent not in before or asked[: len(before[agent])] == before[agent]
         records.remembered[agent] = (*asked, reply("r" + text))
-        known.answered("n", agent, asked, reply("r" + text), "", 0)
+        known.answered("n", agent, known.chain(asked, ""), reply("r" + text), 0)
         known.left("n", agent)
         lines.append(records.remembered[agent])
 

@@ -1,28 +1,23 @@
 """What nobody should send: each API refuses in its own shape, never with a 500, and nothing of a text is logged."""
 
-import asyncio
 import contextlib
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import httpx2 as httpx
 import pytest
-import uvicorn
 from hypothesis import HealthCheck, Phase, given, settings
 from kvasir.clients import Choice, Reply
 from kvasir.common.v1.message_pb2 import ToolCall
-from kvasir.errors import DeadlineExceeded, NotFound, ResourceExhausted, Unauthenticated
+from kvasir.errors import NotFound, Unauthenticated
 from kvasir.inference.v1 import inference_pb2 as pb
-from kvasir.server.fair_shares import Shares
-from kvasir_gateway import anthropic_messages, errors, security
-from kvasir_gateway.security import BodyRoom
+from kvasir_gateway import anthropic_messages, errors
 from kvasir_gateway.turn import Asked
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from uvicorn.server import ServerState
 
 from tests.gateway.conftest import ORIGIN, Front
 from tests.gateway.serving import MODEL
@@ -187,42 +182,6 @@ def test_strangers_cannot_fill_the_disk_with_lines(caplog: pytest.LogCaptureFixt
     assert caplog.messages[-1] == "request.refused request_id=mine status=404 reason=NOT_FOUND"
 
 
-@pytest.mark.parametrize("pieces", [[60, 60], [20, 20, 20, 20, 20, 20]])
-def test_all_bodies_together_have_a_bound(pieces: list[int]) -> None:
-    """A body that finds no room is refused while it comes, and what others hold is theirs until they are answered."""
-    room = Shares(100)
-    first, second = BodyRoom(room), BodyRoom(room)
-    first.namespace = second.namespace = "n"
-    assert asyncio.run(first.read(_sending([30]), 200)) == b"x" * 30
-    with pytest.raises(ResourceExhausted, match="of 100 bytes"):
-        asyncio.run(second.read(_sending(pieces), 200))
-    second.release()
-    assert room.held_by_all == 30
-    with pytest.raises(errors.BodyTooLarge):
-        asyncio.run(second.read(_sending([10, 10]), 15))
-    first.release()
-    second.release()
-    assert room.held_by_all == 0
-
-
-def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(security, "_SENDING_S", 0.05)
-    with pytest.raises(DeadlineExceeded) as late:
-        asyncio.run(BodyRoom(Shares(100)).read(_sending([10], is_whole=False), 200))
-    assert errors.http_status(late.value) == 408
-
-
-def _sending(pieces: list[int], *, is_whole: bool = True) -> Request:
-    """A request whose body comes in pieces of these sizes."""
-    left = [{"type": "http.request", "body": b"x" * size, "more_body": True} for size in pieces]
-    left += [{"type": "http.request", "body": b""}] * is_whole
-
-    async def receive() -> Any:
-        return left.pop(0) if left else await asyncio.sleep(60)
-
-    return Request({"type": "http", "method": "POST", "headers": []}, receive)
-
-
 def test_arguments_that_json_cannot_repeat_do_no_harm() -> None:
     """A model may write halves of characters, numbers that are none, or nothing that is JSON."""
     call = ToolCall(id="c", name="f", arguments_json='{"a": "\\ud800", "b": NaN, "c": 1e999, "d": [1.5]}')
@@ -266,84 +225,6 @@ def test_what_no_body_holds_is_bounded(front: Front, begun: bytes) -> None:
         with pytest.raises(OSError, match=r"Broken pipe|reset"):
             connection.sendall(b"a" * (8 << 20))
     assert httpx.get(f"{front.gateway.url}/healthz").json()["status"] == "ok"
-
-
-def test_a_connection_on_which_no_request_comes_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that has begun a request, before its first answer or after, is no better; one that is answered late is."""
-    monkeypatch.setattr(security, "_HEAD_S", 0.2)
-
-    async def app(_scope: Any, _receive: Any, send: Any) -> None:
-        await asyncio.sleep(0.6)
-        await send({"type": "http.response.start", "status": 204, "headers": []})
-        await send({"type": "http.response.body"})
-
-    asked = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
-
-    async def answer_to(sent: bytes, port: int) -> bytes:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(sent)
-        answer = await reader.read()
-        writer.close()
-        return answer
-
-    async def answers() -> list[bytes]:
-        async with connections_to(app) as (port, _state):
-            whole = asked + b"\r\n"
-            sent = (b"", asked, whole, whole + asked, whole + whole)
-            return await asyncio.gather(*(answer_to(each, port) for each in sent))
-
-    assert [answer.count(b"HTTP/1.1 204") for answer in asyncio.run(answers())] == [0, 0, 1, 1, 2]
-
-
-@contextlib.asynccontextmanager
-async def connections_to(app: Any) -> AsyncIterator[tuple[int, ServerState]]:
-    """The port of a server of this app, and what is open there."""
-    config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_keep_alive=60)
-    config.load()
-    state = ServerState()
-
-    def connection() -> security.Connection:
-        return security.Connection(config, state, {})
-
-    server = await asyncio.get_running_loop().create_server(connection, "127.0.0.1", 0)
-    async with server, asyncio.timeout(20):
-        yield server.sockets[0].getsockname()[1], state
-
-
-@pytest.mark.long(6)
-@pytest.mark.parametrize(
-    ("ends", "pieces"), [(b"", 256), (b"", 1), (b"connection: close\r\n", 1)], ids=["running", "over", "closed"]
-)
-def test_a_reader_who_takes_nothing_of_an_answer_is_cut_off_and_a_slow_one_is_not(
-    monkeypatch: pytest.MonkeyPatch, ends: bytes, pieces: int
-) -> None:
-    """Each would keep its connection for good, and 2,000 of them would shut everybody out."""
-    monkeypatch.setattr(security, "_HEAD_S", 0.2)
-    monkeypatch.setattr(security, "_READING_S", 0.7)
-    length = 24 << 20
-
-    async def app(_scope: Any, _receive: Any, send: Any) -> None:
-        headers = [(b"content-length", str(length).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for left in reversed(range(pieces)):
-            await send({"type": "http.response.body", "body": bytes(length // pieces), "more_body": left > 0})
-
-    async def slow_and_none() -> int:
-        async with connections_to(app) as (port, state):
-            streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
-            for _, writer in streams:
-                writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\n" + ends + b"\r\n")
-            taken = 0
-            while piece := await streams[0][0].read(1 << 20):
-                taken += len(piece)
-                await asyncio.sleep(0.02)
-            while state.connections:  # noqa: ASYNC110  of the one who takes nothing
-                await asyncio.sleep(0.02)
-            for _, writer in streams:
-                writer.close()
-            return taken
-
-    assert asyncio.run(slow_and_none()) > length
 
 
 @pytest.mark.long(24)

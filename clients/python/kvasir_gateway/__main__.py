@@ -30,12 +30,14 @@ from kvasir.errors import InvalidArgument, KvasirError
 from kvasir.server.audit import Audit, AuditFile
 from kvasir.server.log_errors import LineWithoutPayload
 from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
+from kvasir.server.process_limits import settle_limits
 from kvasir.server.reloading import Reloading
 from kvasir.server.traces import Traces
 from kvasir.server.wellness import Wellness
 
 from kvasir_gateway.answering import Turns
 from kvasir_gateway.app import Gateway, GatewayLimits, Surroundings
+from kvasir_gateway.connections import Connection, ConnectionLimits, Connections
 from kvasir_gateway.conversations import Conversations
 from kvasir_gateway.engine import EngineLink
 from kvasir_gateway.metrics import GatewayNumbers
@@ -45,12 +47,10 @@ from kvasir_gateway.page.routes import GatewayPage
 from kvasir_gateway.page.sessions import Sessions
 from kvasir_gateway.reading.tolerance import Tolerance
 from kvasir_gateway.reading.volatile import RULES, rules_of
-from kvasir_gateway.security import Connection, Gate
+from kvasir_gateway.security import Gate
 
 _log = logging.getLogger("kvasir_gateway")
 DEFAULT_LISTEN = "127.0.0.1:8642"
-# Requests that wait or run; the engine's own queue is shorter.
-_MAX_CONNECTIONS = 2000
 _STOP_GRACE_S = 5
 
 
@@ -125,6 +125,7 @@ async def serve(options: Options) -> int:
         _key(options.state_dir), new_name=lambda: secrets.token_hex(6), now=lambda: datetime.now(UTC)
     )
     aliases = Aliases.of(options.aliases)
+    limits = ConnectionLimits.of(settle_limits())
     traces = Traces(options.traces_to, "gateway")
     engine = EngineLink.connect(options.engine, token=token, tls=tls, peers=_peers(options))
     audit = Audit("http", AuditFile(options.audit_file) if options.audit_file is not None else None)
@@ -139,7 +140,7 @@ async def serve(options: Options) -> int:
         engine=engine,
         gate=gate,
         turns=Turns(conversations),
-        limits=GatewayLimits(max_body_bytes=options.max_body_mib << 20),
+        limits=GatewayLimits(max_body_bytes=options.max_body_mib << 20, max_requests=limits.requests),
         numbers=GatewayNumbers(),
         tolerance=Tolerance(is_strict=options.is_strict, rules=rules_of(options.volatile), any_model=options.any_model),
         aliases=aliases,
@@ -159,7 +160,7 @@ async def serve(options: Options) -> int:
             wellness = asked_of_loop(asyncio.get_running_loop(), partial(_wellness, engine, reloading))
             page = OperatorPage(About("gateway", "http"), around.numbers.metrics, wellness)
             stop_page = page.serve(options.metrics_listen)
-        await _serve(Gateway(around).app(), listener)
+        await _serve(Gateway(around).app(), listener, Connections(limits))
     finally:
         if stop_page is not None:
             await asyncio.to_thread(stop_page)
@@ -209,7 +210,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _serve(app: object, listener: socket.socket) -> None:
+async def _serve(app: object, listener: socket.socket, connections: Connections) -> None:
     config = uvicorn.Config(
         app,  # type: ignore[arg-type]
         lifespan="off",
@@ -217,9 +218,8 @@ async def _serve(app: object, listener: socket.socket) -> None:
         access_log=False,
         server_header=False,
         date_header=False,
-        limit_concurrency=_MAX_CONNECTIONS,
         timeout_graceful_shutdown=_STOP_GRACE_S,
-        http=Connection,
+        http=partial(Connection, connections=connections),  # type: ignore[arg-type]
     )
     server = _Server(config)
     host, port = listener.getsockname()[:2]

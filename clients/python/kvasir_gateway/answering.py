@@ -4,16 +4,18 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import TypeVar
 
 from kvasir.clients import Reply
+from kvasir.common.v1 import message_pb2
 from kvasir.errors import Cancelled, Internal, KvasirError
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.server.log_errors import places
 from starlette.types import Receive, Scope, Send
 
-from kvasir_gateway.conversations import Conversations
-from kvasir_gateway.engine import CallerAtEngine
+from kvasir_gateway.conversations import Chain, Conversations
+from kvasir_gateway.engine import CallerAtEngine, sent_messages
 from kvasir_gateway.metrics import GatewayNumbers
 from kvasir_gateway.turn import Chunks, Said, ToolUse, Turn
 
@@ -29,16 +31,17 @@ class ClientLeft(Cancelled):
 class Memory:
     """The memory of one turn: an agent that the caller named, one that was found for its conversation, or none."""
 
-    def __init__(self, agent_id: str, conversations: Conversations | None, namespace: str) -> None:
+    def __init__(self, agent_id: str, conversations: Conversations | None, namespace: str, chain: Chain) -> None:
         self.agent_id = agent_id
+        self._chain = chain
         self._conversations = conversations
         self._namespace = namespace
 
-    def answered(self, turn: Turn, reply: Reply) -> None:
+    def answered(self, reply: Reply) -> None:
         """The turn is done: its conversation goes on from here. To be called before its reader sees the end."""
         if self._conversations is not None and reply.finished.reason != pb.FINISH_REASON_CANCELLED:
             version = reply.finished.snapshot.version
-            self._conversations.answered(self._namespace, self.agent_id, turn.messages, said(reply), turn.hint, version)
+            self._conversations.answered(self._namespace, self.agent_id, self._chain, said(reply), version)
             self.left()
 
     def left(self) -> None:
@@ -48,6 +51,16 @@ class Memory:
             self._conversations = None
 
 
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A turn, and what is made of its messages: for a long conversation that takes its time."""
+
+    turn: Turn
+    chain: Chain
+    digest: str
+    messages: Sequence[message_pb2.Message]
+
+
 class Turns:
     """Turns of all callers."""
 
@@ -55,26 +68,32 @@ class Turns:
         self._conversations = conversations
         self._tidying: set[asyncio.Task[int]] = set()
 
-    async def memory(self, turn: Turn, caller: CallerAtEngine, namespace: str, agent_id: str) -> Memory:
+    def ready(self, turn: Turn) -> Ready:
+        """May run in any thread. Raises InvalidArgument."""
+        conversations, messages = self._conversations, sent_messages(turn)
+        return Ready(turn, conversations.chain(turn.messages, turn.hint), self.digest_of(turn.messages), messages)
+
+    async def memory(self, ready: Ready, caller: CallerAtEngine, namespace: str, agent_id: str) -> Memory:
         """What the turn remembers. Whoever asks must say when it has `left`."""
+        turn, chain = ready.turn, ready.chain
         is_aside = turn.memory.get("memory_mode") == pb.MEMORY_MODE_NONE or turn.sampling.get("n", 1) > 1
         if agent_id or not turn.messages or is_aside:
-            return Memory(agent_id, None, namespace)
+            return Memory(agent_id, None, namespace, chain)
         self._tidy(namespace, caller)
-        found = await self._conversations.agent_for(namespace, turn.messages, turn.hint, caller)
-        return Memory(found, self._conversations, namespace)
+        found = await self._conversations.agent_for(namespace, chain, turn.messages, caller)
+        return Memory(found, self._conversations, namespace, chain)
 
     def digest_of(self, messages: Sequence[Said]) -> str:
         return self._conversations.digest_of(messages)
 
-    async def events(self, turn: Turn, caller: CallerAtEngine, memory: Memory, request_id: str) -> Events:
+    async def events(self, ready: Ready, caller: CallerAtEngine, memory: Memory, request_id: str) -> Events:
         """A turn's events. Closing the generator cancels the turn."""
         reply = Reply()
-        async with aclosing(caller.generate(turn, memory.agent_id, request_id)) as events:
+        async with aclosing(caller.generate(ready.turn, ready.messages, memory.agent_id, request_id)) as events:
             async for event in events:
                 reply.add(event)
                 if event.HasField("finished"):
-                    memory.answered(turn, reply)
+                    memory.answered(reply)
                 yield event
 
     def _tidy(self, namespace: str, caller: CallerAtEngine) -> None:

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from kvasir.call_context import TRACE_KEY, name_call
 from kvasir.errors import Internal, InvalidArgument, KvasirError, NotFound
 from kvasir.names import check_agent_id
-from kvasir.server.fair_shares import Shares
 from kvasir.server.log_errors import places
 from kvasir.server.traces import Traces
 from pydantic import ValidationError
@@ -31,7 +30,9 @@ from kvasir_gateway import (
     openai_responses,
     openapi,
 )
-from kvasir_gateway.answering import ClientLeft, EventStream, Turns, gather, unless_left
+from kvasir_gateway.answering import ClientLeft, EventStream, Ready, Turns, gather, unless_left
+from kvasir_gateway.bodies import RequestRoom, Rooms
+from kvasir_gateway.connections import show_key
 from kvasir_gateway.engine import CallerAtEngine, EngineLink
 from kvasir_gateway.errors import api_of, refused
 from kvasir_gateway.metrics import CountedApp, GatewayNumbers, is_at, route_of
@@ -41,7 +42,7 @@ from kvasir_gateway.page.routes import GatewayPage
 from kvasir_gateway.reading import heads
 from kvasir_gateway.reading.tolerance import Reading, Tolerance
 from kvasir_gateway.reading.volatile import RULES, TEMPLATE_DATE
-from kvasir_gateway.security import BodyRoom, Gate, Site
+from kvasir_gateway.security import Gate, Site
 from kvasir_gateway.turn import Asked, Body, Chunks, Said, Turn, Whole
 
 _log = logging.getLogger(__name__)
@@ -50,8 +51,9 @@ _Body = TypeVar("_Body", bound=Body)
 
 @dataclass(frozen=True, slots=True)
 class GatewayLimits:
-    """What a request may take, and the bodies of all requests that are not answered yet."""
+    """What a request may take, and all requests that are not answered yet together."""
 
+    max_requests: int = 2000
     max_body_bytes: int = 8 << 20
     max_bodies_bytes: int = 256 << 20
 
@@ -83,7 +85,7 @@ class Call:
     namespace: str
     agent_id: str
     request_id: str
-    body: BodyRoom
+    room: RequestRoom
     reading: Reading
 
 
@@ -96,7 +98,7 @@ class Gateway:
     def __init__(self, around: Surroundings) -> None:
         self._around = around
         self._document = openapi.document(version("kvasir"))
-        self._bodies = Shares(around.limits.max_bodies_bytes)
+        self._rooms = Rooms(around.limits.max_requests, around.limits.max_bodies_bytes)
 
     def app(self) -> ASGIApp:
         post = partial(self._route, methods=["POST"])
@@ -134,7 +136,7 @@ class Gateway:
         asked = await self._body(call, openai_chat.ChatRequest)
         return await self._answer(
             call,
-            asked.turn(call.reading),
+            partial(asked.turn, call.reading),
             openai_chat.whole,
             partial(openai_chat.ChatChunks, wants_usage=asked.wants_usage),
         )
@@ -142,14 +144,14 @@ class Gateway:
     async def completions(self, call: Call) -> Answer:
         asked = await self._body(call, openai_completions.CompletionRequest)
         chunks = partial(openai_completions.CompletionChunks, wants_usage=asked.wants_usage)
-        return await self._answer(call, asked.turn(call.reading), openai_completions.whole, chunks)
+        return await self._answer(call, partial(asked.turn, call.reading), openai_completions.whole, chunks)
 
     async def responses(self, call: Call) -> Answer:
         asked = await self._body(call, openai_responses.ResponsesRequest)
         before = await unless_left(call.request.receive, self._earlier(call, asked))
         whole = partial(openai_responses.whole, request=asked)
         chunks = partial(openai_responses.ResponseEvents, request=asked)
-        return await self._answer(call, asked.turn(call.reading, before), whole, chunks)
+        return await self._answer(call, partial(asked.turn, call.reading, before), whole, chunks)
 
     async def _earlier(self, call: Call, asked: openai_responses.ResponsesRequest) -> Sequence[Said]:
         """What was said until the previous response; references to items give way to the items. Raises NotFound."""
@@ -174,12 +176,12 @@ class Gateway:
         asked = await self._body(call, anthropic_messages.MessagesRequest)
         whole = partial(anthropic_messages.whole, shows_thinking=asked.shows_thinking)
         chunks = partial(anthropic_messages.MessageEvents, shows_thinking=asked.shows_thinking)
-        return await self._answer(call, asked.turn(call.reading), whole, chunks)
+        return await self._answer(call, partial(asked.turn, call.reading), whole, chunks)
 
     async def count_tokens(self, call: Call) -> Response:
         asked = await self._body(call, anthropic_messages.CountedMessages)
-        turn = self._around.aliases.applied(replace(asked.turn(call.reading), any_model=call.reading.any_model))
-        count = await unless_left(call.request.receive, call.caller.count(turn))
+        ready = await call.room.made(partial(self._ready, call, partial(asked.turn, call.reading)))
+        count = await unless_left(call.request.receive, call.caller.count(ready.turn, ready.messages))
         return JSONResponse({"input_tokens": count}, headers=self._reported(call))
 
     async def agent_generate(self, call: Call) -> Answer:
@@ -189,7 +191,7 @@ class Gateway:
             reading=Reading(is_strict=True, rules=[RULES[TEMPLATE_DATE]]),
         )
         asked = await self._body(named, agents.AgentTurn)
-        return await self._answer(named, asked.turn(named.reading), agents.whole, agents.AgentEvents)
+        return await self._answer(named, partial(asked.turn, named.reading), agents.whole, agents.AgentEvents)
 
     async def list_agents(self, call: Call) -> Response:
         name_prefix = call.request.query_params.get("name_prefix", "")
@@ -270,24 +272,24 @@ class Gateway:
     async def describe(self, _call: Call) -> Response:
         return JSONResponse(self._document)
 
-    async def _answer(self, call: Call, turn: Turn, whole: Whole, chunks: Callable[[Asked], Chunks]) -> Answer:
+    async def _answer(
+        self, call: Call, translate: Callable[[], Turn], whole: Whole, chunks: Callable[[Asked], Chunks]
+    ) -> Answer:
         """A turn's answer in an API's words. The stream's status is sent once the turn has begun, so that a refusal
         has a status of its own."""
         turns = self._around.turns
-        turn = replace(heads.with_memory(call.request, call.agent_id, turn), any_model=call.reading.any_model)
-        turn = self._around.aliases.applied(turn)
-        if not call.reading.keeps_template_date:
-            turn = replace(turn, memory={**turn.memory, "renew_template_date": True})
-        memory = await turns.memory(turn, call.caller, call.namespace, call.agent_id)
+        ready = await call.room.made(partial(self._ready, call, translate))
+        turn = ready.turn
+        memory = await turns.memory(ready, call.caller, call.namespace, call.agent_id)
         asked = Asked(
             request_id=call.request_id,
             created=int(self._around.now()),
             model=turn.model,
             agent_id=memory.agent_id,
             messages=len(turn.messages),
-            digest=turns.digest_of(turn.messages),
+            digest=ready.digest,
         )
-        events = turns.events(turn, call.caller, memory, call.request_id)
+        events = turns.events(ready, call.caller, memory, call.request_id)
         headers = {"x-request-id": call.request_id, "request-id": call.request_id, **self._reported(call)}
         try:
             if not turn.is_streamed:
@@ -313,14 +315,25 @@ class Gateway:
             headers={**headers, "content-type": api.stream_type},
         )
 
+    def _ready(self, call: Call, translate: Callable[[], Turn]) -> Ready:
+        """The turn, with what the request says beside its body. In any thread. Raises InvalidArgument."""
+        turn = replace(heads.with_memory(call.request, call.agent_id, translate()), any_model=call.reading.any_model)
+        if not call.reading.keeps_template_date:
+            turn = replace(turn, memory={**turn.memory, "renew_template_date": True})
+        return self._around.turns.ready(self._around.aliases.applied(turn))
+
     async def _body(self, call: Call, kind: type[_Body]) -> _Body:
-        data = await call.body.read(call.request, self._around.limits.max_body_bytes)
-        try:
-            body = kind.model_validate_json(data)
-        except ValidationError as error:
-            raise errors.malformed(error) from None
-        call.reading.check(body)
-        return body
+        data = await call.room.read(call.request, self._around.limits.max_body_bytes)
+
+        def parse(data: bytes) -> _Body:
+            try:
+                body = kind.model_validate_json(data)
+            except ValidationError as error:
+                raise errors.malformed(error) from None
+            call.reading.check(body)
+            return body
+
+        return await call.room.parsed(data, parse)
 
     def _reported(self, call: Call) -> dict[str, str]:
         """What was not taken as it was sent, once the request is translated."""
@@ -330,11 +343,11 @@ class Gateway:
     def _route(
         self, path: str, handler: Callable[[Call], Awaitable[Any]], *, methods: list[str], is_open: bool = False
     ) -> Route:
-        async def answered(request: Request, body: BodyRoom) -> Any:
+        async def answered(request: Request, room: RequestRoom) -> Any:
             request_id = self._around.new_request_id()
             is_at(request.scope, path)
             try:
-                call = self._admitted(request, is_open, request_id, body)
+                call = self._admitted(request, is_open, request_id, room)
                 request_id = call.request_id
                 name_call(request_id)
                 return await handler(call)
@@ -349,43 +362,45 @@ class Gateway:
                 return refused(request, Internal(f"a bug of the gateway, in request {request_id}"), request_id)
 
         traces = self._around.traces if not is_open else Traces()
-        endpoint = _Endpoint(f"{methods[0]} {route_of(path)}", answered, self._bodies, traces)
+        endpoint = _Endpoint(f"{methods[0]} {route_of(path)}", answered, self._rooms, traces)
         return Route(path, endpoint, methods=methods)
 
-    def _admitted(self, request: Request, is_open: bool, new_request_id: str, body: BodyRoom) -> Call:
+    def _admitted(self, request: Request, is_open: bool, new_request_id: str, room: RequestRoom) -> Call:
         holder = None if is_open else self._around.gate.holder(request.headers)
-        body.namespace = holder.principal.namespace if holder is not None else ""
+        if holder is not None:
+            show_key(request.scope)
+            room.admit(holder.principal.namespace)
         return Call(
             request=request,
             caller=self._around.engine.of(holder.token if holder is not None else None),
-            namespace=body.namespace,
+            namespace=room.namespace,
             agent_id=heads.agent_of(request),
             request_id=heads.request_id(request, new_request_id),
-            body=body,
+            room=room,
             reading=self._around.tolerance.reading(),
         )
 
 
 class _Endpoint:
-    """A route's handler as an application: its body's room is held until the answer is sent."""
+    """A route's handler as an application: its place and its body's room are held until the answer is sent."""
 
     def __init__(
-        self, name: str, answered: Callable[[Request, BodyRoom], Awaitable[Any]], bodies: Shares, traces: Traces
+        self, name: str, answered: Callable[[Request, RequestRoom], Awaitable[Any]], rooms: Rooms, traces: Traces
     ) -> None:
         """`name`: that of its spans."""
         self._name = name
         self._answered = answered
-        self._bodies = bodies
+        self._rooms = rooms
         self._traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, request = BodyRoom(self._bodies), Request(scope, receive)
+        room, request = RequestRoom(self._rooms), Request(scope, receive)
         try:
             with self._traces.serving(self._name, request.headers.get(TRACE_KEY, "")):
-                answer = await self._answered(request, body)
+                answer = await self._answered(request, room)
                 await answer(scope, receive, send)
         finally:
-            body.release()
+            room.release()
 
 
 async def _refuse_route(request: Request, error: HTTPException) -> Response:

@@ -12,7 +12,7 @@ decided by the engine, character by character.
 import contextlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Protocol
@@ -58,10 +58,20 @@ class Tip:
 
 
 @dataclass(frozen=True, slots=True)
-class _Point:
+class Point:
     """A prefix of a conversation that may be remembered: its digest and the number of its messages."""
 
     digest: str
+    messages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A conversation's digests: of its opening (to the first message that is not the system's), then of each prefix
+    that ends with a reply; and of all its messages, from which the next one's follows."""
+
+    points: Sequence[Point]
+    digest: bytes
     messages: int
 
 
@@ -89,9 +99,21 @@ class Conversations:
         self._busy: set[tuple[str, str]] = set()
         self._tidied: dict[str, datetime] = {}
 
-    async def agent_for(self, namespace: str, messages: Sequence[Said], hint: str, records: AgentRecords) -> str:
+    def chain(self, messages: Sequence[Said], hint: str) -> Chain:
+        """For the other calls. Reads every message; changes nothing, and may run in any thread."""
+        digest = blake3(hint.encode("utf-8", "surrogatepass"), key=self._key).digest()
+        points: list[Point] = []
+        for number, message in enumerate(messages, 1):
+            digest = self._next(digest, message)
+            is_last = number == len(messages)
+            is_opening = not points and (message.role != "system" or is_last)
+            if is_opening or (points and message.role == "assistant"):
+                points.append(Point(digest.hex(), number))
+        return Chain(points, digest, len(messages))
+
+    async def agent_for(self, namespace: str, chain: Chain, messages: Sequence[Said], records: AgentRecords) -> str:
         """The agent that a turn with these messages shall extend: found, forked, or new. It is busy from now on."""
-        points = list(self._points(messages, hint))
+        points = chain.points
         name = f"{PREFIX}{points[0].digest[:_DIGEST_CHARS]}/{self._new_name()}"
         found = self._tip(namespace, points) or await self._stored_tip(points[0], messages, records)
         if found is not None:
@@ -102,15 +124,13 @@ class Conversations:
         self._busy.add((namespace, name))
         return name
 
-    def answered(
-        self, namespace: str, agent_id: str, messages: Sequence[Said], reply: Said, hint: str, version: int
-    ) -> None:
+    def answered(self, namespace: str, agent_id: str, chain: Chain, reply: Said, version: int) -> None:
         """The agent remembers these messages and the reply, as this version; 0: it is not known which."""
-        *_, last = self._points((*messages, reply), hint)
-        place = (namespace, last.digest)
+        digest = self._next(chain.digest, reply).hex()
+        place = (namespace, digest)
         self._forget(place)  # another agent may have answered the same
         self._answers[place] = (agent_id, version)
-        self._newest[namespace, agent_id] = last.digest
+        self._newest[namespace, agent_id] = digest
         if len(self._answers) > _MAX_TIPS:
             self._forget(next(iter(self._answers)))
 
@@ -147,7 +167,7 @@ class Conversations:
         if self._newest.get(newest) == place[1]:
             del self._newest[newest]
 
-    def _tip(self, namespace: str, points: Sequence[_Point]) -> Tip | None:
+    def _tip(self, namespace: str, points: Sequence[Point]) -> Tip | None:
         """The longest known prefix that ends with a reply. The opening is none: equal ones are different talks."""
         for point in reversed(points[1:]):
             if (answer := self._answers.get((namespace, point.digest))) is not None:
@@ -155,7 +175,7 @@ class Conversations:
                 return Tip(agent_id, version, self._newest.get((namespace, agent_id)) == point.digest)
         return None
 
-    async def _stored_tip(self, opening: _Point, messages: Sequence[Said], records: AgentRecords) -> Tip | None:
+    async def _stored_tip(self, opening: Point, messages: Sequence[Said], records: AgentRecords) -> Tip | None:
         if not any(message.role == "assistant" for message in messages):
             return None
         try:
@@ -174,18 +194,8 @@ class Conversations:
         # A memory that went on otherwise is forked, and the fork is cut by the engine.
         return Tip(best.agent_id, 0, is_whole)
 
-    def _points(self, messages: Sequence[Said], hint: str) -> Iterator[_Point]:
-        """The opening (to the first message that is not the system's), then each prefix that ends with a reply."""
-        digest = blake3(hint.encode("utf-8", "surrogatepass"), key=self._key).digest()
-        has_opening = False
-        for number, message in enumerate(messages, 1):
-            digest = blake3(digest + _canonical(message), key=self._key).digest()
-            is_last = number == len(messages)
-            if not has_opening and (message.role != "system" or is_last):
-                has_opening = True
-                yield _Point(digest.hex(), number)
-            elif message.role == "assistant":
-                yield _Point(digest.hex(), number)
+    def _next(self, digest: bytes, message: Said) -> bytes:
+        return blake3(digest + _canonical(message), key=self._key).digest()
 
 
 def common_messages(ones: Sequence[Said], others: Sequence[Said]) -> int:

@@ -12,6 +12,8 @@ from typing import Any
 
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients import AioInferenceClient, GenerateOptions, Tls
+from kvasir.clients.messages import message_list
+from kvasir.common.v1 import message_pb2
 from kvasir.errors import InvalidArgument, KvasirError, NotFound
 from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
@@ -25,6 +27,9 @@ _PAGE = 1000
 # An engine allows 320 calls on a connection, and the gateway has many callers. Idle ones are not opened.
 _CONNECTIONS = 16
 _AGENTS_AT_ONCE = 8  # of which one request reads the memory
+_MAX_MESSAGES = 10_000  # as the engine takes
+
+SentMessages = Sequence[message_pb2.Message]
 
 
 class CallerAtEngine:
@@ -33,20 +38,24 @@ class CallerAtEngine:
     def __init__(self, client: AioInferenceClient) -> None:
         self.client = client
 
-    async def generate(self, turn: Turn, agent_id: str, request_id: str) -> AsyncGenerator[pb.GenerateResponse, None]:
+    async def generate(
+        self, turn: Turn, messages: SentMessages, agent_id: str, request_id: str
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """A turn's events, wherever it moves. Closing the generator cancels the turn."""
         try:
-            async with aclosing(self._generate(turn, agent_id, request_id)) as events:
+            async with aclosing(self._generate(turn, messages, agent_id, request_id)) as events:
                 async for event in events:
                     yield event
             return
         except NotFound as error:
             _check_is_for_loaded(turn, error)
-        async with aclosing(self._generate(replace(turn, model=""), agent_id, request_id)) as events:
+        async with aclosing(self._generate(replace(turn, model=""), messages, agent_id, request_id)) as events:
             async for event in events:
                 yield event
 
-    async def _generate(self, turn: Turn, agent_id: str, request_id: str) -> AsyncGenerator[pb.GenerateResponse, None]:
+    async def _generate(
+        self, turn: Turn, messages: SentMessages, agent_id: str, request_id: str
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
         options = GenerateOptions(
             agent_id=agent_id,
             model=turn.model,
@@ -58,7 +67,6 @@ class CallerAtEngine:
             request_id=request_id,
             **turn.memory,
         )
-        messages = [mapping(message) for message in turn.messages]
         given: dict[str, Any] = {"append_messages" if turn.is_append else "messages": messages}
         if not messages:
             given = {"prompt": turn.prompt}
@@ -67,8 +75,7 @@ class CallerAtEngine:
                 if not event.HasField("moved"):  # it is followed here: its token is used up
                     yield event
 
-    async def count(self, turn: Turn) -> int:
-        messages = [mapping(message) for message in turn.messages]
+    async def count(self, turn: Turn, messages: SentMessages) -> int:
         try:
             return await self.client.count_tokens(messages=messages, tools=turn.tools, model=turn.model)
         except NotFound as error:
@@ -245,18 +252,18 @@ def _check_is_for_loaded(turn: Turn, error: NotFound) -> None:
         raise error
 
 
-def mapping(message: Said) -> dict[str, Any]:
-    """The message as the SDK takes it."""
-    fields: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.name:
-        fields["name"] = message.name
-    if message.tool_call_id:
-        fields["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        fields["tool_calls"] = [
-            {"id": call.id, "name": call.name, "arguments_json": call.arguments_json} for call in message.tool_calls
-        ]
-    return fields
+def sent_messages(turn: Turn) -> SentMessages:
+    """The turn's messages as the engine takes them. Raises InvalidArgument."""
+    if len(turn.messages) > _MAX_MESSAGES:
+        raise InvalidArgument(f"messages: expected at most {_MAX_MESSAGES}", field="messages")
+    return message_list([_mapping(message) for message in turn.messages], "messages")
+
+
+def _mapping(message: Said) -> dict[str, Any]:
+    calls = [{"id": call.id, "name": call.name, "arguments_json": call.arguments_json} for call in message.tool_calls]
+    fields = {"name": message.name, "tool_call_id": message.tool_call_id, "tool_calls": calls}
+    given = {name: value for name, value in fields.items() if value}
+    return {"role": message.role, "content": message.content, **given}
 
 
 def _kept(agent: cachestore_pb2.Agent) -> Kept:

@@ -19,6 +19,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from kvasir_gateway import errors
+from kvasir_gateway.connections import show_key
 from kvasir_gateway.engine import EngineLink
 from kvasir_gateway.metrics import is_at
 from kvasir_gateway.page import looking
@@ -188,6 +189,7 @@ class GatewayPage:
     async def _look(self, request: Request) -> Look:
         """Raises Unauthenticated, and PermissionDenied for a write that no form of ours sent."""
         visitor = self._sessions.visitor(request.headers, request.cookies)
+        show_key(request.scope)
         form: dict[str, str] = {}
         if request.method == "POST":
             form = await _form(request)

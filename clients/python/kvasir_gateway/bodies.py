@@ -1,0 +1,145 @@
+"""A request's place and its body: counted before any of it is parsed, and parsed and translated off the event loop.
+
+Eight megabytes of JSON can become gigabytes of objects, and parsing holds the interpreter while it lasts. So a scan in
+C counts what parsing would make, large bodies are read by one thread, in which namespaces take turns, and each body is
+billed to its namespace by what it becomes, until its answer is sent.
+"""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from kvasir.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+from kvasir.server.fair_shares import Shares
+from kvasir.server.shared_room import SharedRoom
+from starlette.requests import Request
+
+from kvasir_gateway.errors import BodyTooLarge
+
+MAX_CONTAINERS = 1 << 15
+"""Objects and arrays of one body: a conversation of 10,000 messages has about so many."""
+MAX_VALUES = 1 << 18
+"""Values of one body: a prompt of 131,072 token ids has half as many."""
+MAX_DEPTH = 64
+_SENDING_S = 60.0  # for a whole body
+_SMALL_BYTES = 16 << 10  # read at once: a thread would cost more
+_BYTES_PER_VALUE = 160  # what a value becomes in Python, beside its text
+# A string, also one that does not end: so each byte is looked at once.
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_Made = TypeVar("_Made")
+
+
+class Rooms:
+    """What all requests share: places, bytes of bodies, and the thread that reads large ones."""
+
+    def __init__(self, max_requests: int, max_bodies_bytes: int) -> None:
+        self.requests = Shares(max_requests)
+        self.bodies = Shares(max_bodies_bytes)
+        self.reading = SharedRoom(1)
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="bodies")
+
+
+class RequestRoom:
+    """One request's share of the rooms, until its answer is sent."""
+
+    def __init__(self, rooms: Rooms) -> None:
+        self._rooms = rooms
+        self._held_bytes = 0
+        self._is_large = False
+        self._is_admitted = False
+        self.namespace = ""
+
+    def admit(self, namespace: str) -> None:
+        """The request showed a key of this namespace. Raises ResourceExhausted."""
+        if not self._rooms.requests.take(namespace, 1):
+            text = (
+                f"too many requests are under way: {self._rooms.requests.held_by_all} of {self._rooms.requests.total}"
+            )
+            raise ResourceExhausted(text, reason="TOO_MANY_CALLS", retry_after_s=1)
+        self.namespace = namespace
+        self._is_admitted = True
+
+    async def read(self, request: Request, max_bytes: int) -> bytes:
+        """The body. Raises BodyTooLarge as soon as that is known, ResourceExhausted without room for it, and
+        DeadlineExceeded."""
+        too_large = BodyTooLarge(f"the body has more than {max_bytes} bytes")
+        length = request.headers.get("content-length", "")
+        if length.isdigit() and int(length) > max_bytes:
+            raise too_large
+        data = bytearray()
+        try:
+            async with asyncio.timeout(_SENDING_S):
+                async for piece in request.stream():
+                    if len(data) + len(piece) > max_bytes:
+                        raise too_large
+                    self._take(len(piece))
+                    data += piece
+        except TimeoutError:
+            text = f"the body did not come within {_SENDING_S:.0f} s"
+            raise DeadlineExceeded(text, reason="SENDER_STALLED") from None
+        self._is_large = len(data) > _SMALL_BYTES
+        return bytes(data)
+
+    async def parsed(self, data: bytes, parse: Callable[[bytes], _Made]) -> _Made:
+        """What `parse` makes of a body that is not too much. Raises InvalidArgument, ResourceExhausted."""
+        async with self._turn():
+            self._take(_BYTES_PER_VALUE * await self._made(lambda: count_values(data)))
+            return await self._made(lambda: parse(data))
+
+    async def made(self, make: Callable[[], _Made]) -> _Made:
+        """What is made of the body that was read, where it holds nobody up."""
+        async with self._turn():
+            return await self._made(make)
+
+    def release(self) -> None:
+        self._rooms.bodies.give_back(self.namespace, self._held_bytes)
+        self._held_bytes = 0
+        if self._is_admitted:
+            self._rooms.requests.give_back(self.namespace, 1)
+            self._is_admitted = False
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        if not self._is_large:
+            yield
+            return
+        async with self._rooms.reading.held_for(self.namespace, 1):
+            yield
+
+    async def _made(self, make: Callable[[], _Made]) -> _Made:
+        if not self._is_large:
+            return make()
+        return await asyncio.get_running_loop().run_in_executor(self._rooms.thread, make)
+
+    def _take(self, count: int) -> None:
+        bodies = self._rooms.bodies
+        if count and not bodies.take(self.namespace, count):
+            raise ResourceExhausted(
+                f"bodies of open requests take all their room: {bodies.held_by_all} of {bodies.total} bytes",
+                reason="PROMPTS_TOO_LARGE",
+                retry_after_s=1,
+            )
+        self._held_bytes += count
+
+
+def count_values(data: bytes) -> int:
+    """About how many values a body's JSON has; it need not be JSON. Raises InvalidArgument for too many, and for
+    brackets that nest too deep."""
+    structure = _STRING.sub(b"", data)
+    brackets = structure.translate(None, _NOT_BRACKETS)
+    containers = brackets.count(b"{") + brackets.count(b"[")
+    if containers > MAX_CONTAINERS:
+        raise InvalidArgument(f"body: expected at most {MAX_CONTAINERS} objects and arrays", field="body")
+    values = containers + structure.count(b",")
+    if values > MAX_VALUES:
+        raise InvalidArgument(f"body: expected at most {MAX_VALUES} values", field="body")
+    depth = 0
+    for bracket in brackets[: 2 * MAX_CONTAINERS]:
+        depth += 1 if bracket in b"{[" else -1
+        if depth > MAX_DEPTH:
+            raise InvalidArgument(f"body: expected at most {MAX_DEPTH} levels of nesting", field="body")
+    return values

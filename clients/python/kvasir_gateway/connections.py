@@ -1,0 +1,180 @@
+"""Connections: what they may cost before a request is admitted, and while nobody reads its answer.
+
+Who opens a connection is not known until it shows a key. So strangers' connections have a small room of their own, in
+which the oldest makes way for the newest, and so have those of key holders that rest between two requests.
+"""
+
+import asyncio
+import math
+from collections import OrderedDict
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+_MAX_HEAD_BYTES = 64 << 10
+_HEAD_S = 30.0  # for a whole head, from the connection or from the answer before
+_READING_S = 60.0  # in which the reader of an answer takes some of it
+_CONNECTION = "kvasir.connection"  # in an ASGI scope
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """How many connections may be open that no admitted request holds."""
+
+    strangers: int = 512
+    resting: int = 1024
+    requests: int = 2000
+    """Requests that were admitted and are not answered yet, of all namespaces."""
+
+    @classmethod
+    def of(cls, files: int) -> "ConnectionLimits":
+        """For a process that may open so many files: an eighth of them is left for everything else."""
+        most = cls()
+        return cls(min(most.strangers, files // 8), min(most.resting, files // 4), min(most.requests, files // 2))
+
+
+class Connections:
+    """The open connections that no admitted request holds. Belongs to one event loop."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self._limits = limits
+        self._strangers: OrderedDict[Connection, None] = OrderedDict()
+        self._resting: OrderedDict[Connection, None] = OrderedDict()
+
+    def opened(self, connection: "Connection") -> None:
+        self._keep(self._strangers, connection, self._limits.strangers)
+
+    def asks(self, connection: "Connection") -> None:
+        """A whole head came: of all strangers this one has been silent for the shortest time."""
+        self._resting.pop(connection, None)
+        if connection in self._strangers:
+            self._strangers.move_to_end(connection)
+
+    def admitted(self, connection: "Connection") -> None:
+        """Its request showed a key."""
+        self._strangers.pop(connection, None)
+
+    def rests(self, connection: "Connection") -> None:
+        """Its request was answered."""
+        if connection not in self._strangers:
+            self._keep(self._resting, connection, self._limits.resting)
+
+    def closed(self, connection: "Connection") -> None:
+        self._strangers.pop(connection, None)
+        self._resting.pop(connection, None)
+
+    @staticmethod
+    def _keep(room: "OrderedDict[Connection, None]", connection: "Connection", most: int) -> None:
+        room[connection] = None
+        while len(room) > most:
+            oldest, _ = room.popitem(last=False)
+            oldest.transport.abort()
+
+
+def show_key(scope: MutableMapping[str, Any]) -> None:
+    """A request of this scope showed a key that is known: its connection is a stranger's no longer."""
+    connection = scope.get(_CONNECTION)
+    if connection is not None:
+        connection.admitted()
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's own keeps all of a head that has no end, and waits for it. Its option bounds another parser's."""
+
+    _late: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
+    # Since the last that was a whole head, or a body's: of a head, or of a trailer.
+    _unread_bytes = 0
+
+    def __init__(self, *given: Any, connections: Connections, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._connections = connections
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._connections.opened(self)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._connections.closed(self)
+        self._stop_waiting()
+        self._stop_watching()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._check_reader(math.inf)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._stop_watching()
+
+    def data_received(self, data: bytes) -> None:
+        self._unread_bytes += len(data)
+        super().data_received(data)
+        if self._unread_bytes <= _MAX_HEAD_BYTES or self.transport.is_closing():
+            return
+        if self._is_answered:
+            self.send_400_response(f"The request's head has more than {_MAX_HEAD_BYTES} bytes.")
+        else:
+            self.transport.close()
+
+    def admitted(self) -> None:
+        """A request of it showed a key."""
+        self._connections.admitted(self)
+
+    def on_headers_complete(self) -> None:
+        self._unread_bytes = 0
+        self._stop_waiting()
+        self._connections.asks(self)
+        self.scope[_CONNECTION] = self  # type: ignore[literal-required]
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unread_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._unread_bytes = 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_answered:  # else the next request is here already
+            self._await_head()
+            if not self.transport.is_closing():
+                self._connections.rests(self)
+
+    @property
+    def _is_answered(self) -> bool:
+        """Whether no request is under way."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _await_head(self) -> None:
+        self._stop_waiting()
+        self._late = self.loop.call_later(_HEAD_S, self._close)
+
+    def _stop_waiting(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _close(self) -> None:
+        """It stays until its reader has taken all of the answer before."""
+        self.transport.close()
+        self._stop_watching()
+        self._check_reader(math.inf)
+
+    def _check_reader(self, unsent_before: float) -> None:
+        if (unsent := self.transport.get_write_buffer_size()) >= unsent_before:
+            self.transport.abort()
+        else:
+            self._stalled = self.loop.call_later(_READING_S, self._check_reader, unsent)
+
+    def _stop_watching(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None

@@ -1,0 +1,159 @@
+"""A body costs no more than it is counted for, is read where it holds nobody up, and is billed by what it becomes."""
+
+import asyncio
+import contextlib
+import json
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvasir.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+from kvasir_gateway import bodies, errors
+from kvasir_gateway.bodies import MAX_CONTAINERS, MAX_DEPTH, MAX_VALUES, RequestRoom, Rooms, count_values
+from starlette.requests import Request
+
+from tests.gateway.conftest import Front
+from tests.gateway.test_strange_requests import PATHS, is_in_shape, post
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(alphabet='a"\\[]{},:é'),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(alphabet='k"\\{[,'), inner, max_size=5),
+    max_leaves=30,
+)
+
+
+def values_in(value: object) -> int:
+    if isinstance(value, dict):
+        return 1 + sum(map(values_in, value.values()))
+    return 1 + sum(map(values_in, value)) if isinstance(value, list) else 1
+
+
+@settings(deadline=None)
+@given(_VALUES, st.sampled_from([None, 1]))
+def test_values_are_counted_as_parsing_makes_them(value: object, indent: int | None) -> None:
+    counted = count_values(json.dumps(value, indent=indent).encode())
+    assert values_in(value) - 1 <= counted <= 2 * values_in(value)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages": [' + b'{"role": "user"},' * MAX_CONTAINERS,
+        b"[" + b'"a",' * (MAX_VALUES + 1),
+        b'{"a":' * (MAX_DEPTH + 1),
+        b"[" * (8 << 20),
+    ],
+    ids=["containers", "values", "levels", "brackets"],
+)
+def test_too_much_is_refused_before_it_is_parsed(body: bytes) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        count_values(body)
+    assert refused.value.field == "body"
+
+
+@pytest.mark.parametrize("body", [b'"' + b'\\"' * (4 << 20), b'"' * (8 << 20), b'\\"[' * (2 << 20), b'"a\\'])
+def test_each_byte_is_looked_at_once(body: bytes) -> None:
+    """Strings that never end, and quotes that may begin one anywhere: a second look at each would take days."""
+    with contextlib.suppress(InvalidArgument):
+        count_values(body)
+
+
+def test_a_large_body_is_read_by_another_thread_and_namespaces_take_turns() -> None:
+    rooms, order, threads = Rooms(10, 1 << 30), [], set()
+    data = b" " * (1 << 20)
+
+    async def one(namespace: str) -> None:
+        room = RequestRoom(rooms)
+        room.admit(namespace)
+        assert await room.read(_sending([len(data)]), 2 * len(data)) == b"x" * len(data)
+
+        def parse(_: bytes) -> None:
+            order.append(namespace)
+            threads.add(threading.current_thread())
+
+        await room.parsed(data, parse)
+        room.release()
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(one("greedy") for _ in range(4)), one("modest"))
+
+    asyncio.run(all_of_them())
+    assert order.index("modest") <= 2
+    assert threading.current_thread() not in threads
+    assert (rooms.requests.held_by_all, rooms.bodies.held_by_all, rooms.reading.held_units) == (0, 0, 0)
+
+
+def test_a_body_is_billed_by_what_it_becomes_until_it_is_answered() -> None:
+    rooms = Rooms(10, 1 << 20)
+    room = RequestRoom(rooms)
+    room.admit("n")
+    many = b"[" + b"1," * 4000 + b"1]"
+    asyncio.run(room.parsed(many, json.loads))
+    assert rooms.bodies.held_by_all >= 4000 * 100
+    with pytest.raises(ResourceExhausted, match="bodies of open requests"):
+        asyncio.run(room.parsed(many, json.loads))
+    room.release()
+    assert rooms.bodies.held_by_all == 0
+
+
+def test_requests_beyond_their_places_are_told_to_come_back() -> None:
+    rooms = Rooms(4, 100)
+    first = [RequestRoom(rooms) for _ in range(3)]
+    for room in first:
+        room.admit("greedy")
+    with pytest.raises(ResourceExhausted) as refused:
+        RequestRoom(rooms).admit("greedy")
+    assert (refused.value.reason, refused.value.retry_after_s) == ("TOO_MANY_CALLS", 1)
+    RequestRoom(rooms).admit("modest")
+    for room in first:
+        room.release()
+        room.release()  # said again it does nothing
+    assert rooms.requests.held_by_all == 1
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_conversation_of_too_many_messages_is_refused_in_its_apis_shape(front: Front, path: str) -> None:
+    said = {"role": "user", "content": "a"}
+    asked = {"model": "m", "max_tokens": 1, "messages": [said] * 40_000, "input": "a", "prompt": "a"}
+    answer = post(front, path, json.dumps(asked).encode())
+    assert answer.status_code == 400
+    assert is_in_shape(path, answer.json())
+    assert "objects and arrays" in answer.text
+
+
+@pytest.mark.parametrize("pieces", [[60, 60], [20, 20, 20, 20, 20, 20]])
+def test_all_bodies_together_have_a_bound(pieces: list[int]) -> None:
+    """A body that finds no room is refused while it comes, and what others hold is theirs until they are answered."""
+    rooms = Rooms(10, 100)
+    room, first, second = rooms.bodies, RequestRoom(rooms), RequestRoom(rooms)
+    first.namespace = second.namespace = "n"
+    assert asyncio.run(first.read(_sending([30]), 200)) == b"x" * 30
+    with pytest.raises(ResourceExhausted, match="of 100 bytes"):
+        asyncio.run(second.read(_sending(pieces), 200))
+    second.release()
+    assert room.held_by_all == 30
+    with pytest.raises(errors.BodyTooLarge):
+        asyncio.run(second.read(_sending([10, 10]), 15))
+    first.release()
+    second.release()
+    assert room.held_by_all == 0
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_SENDING_S", 0.05)
+    with pytest.raises(DeadlineExceeded) as late:
+        asyncio.run(RequestRoom(Rooms(10, 100)).read(_sending([10], is_whole=False), 200))
+    assert errors.http_status(late.value) == 408
+
+
+def _sending(pieces: list[int], *, is_whole: bool = True) -> Request:
+    """A request whose body comes in pieces of these sizes."""
+    left = [{"type": "http.request", "body": b"x" * size, "more_body": True} for size in pieces]
+    left += [{"type": "http.request", "body": b""}] * is_whole
+
+    async def receive() -> Any:
+        return left.pop(0) if left else await asyncio.sleep(60)
+
+    return Request({"type": "http", "method": "POST", "headers": []}, receive)

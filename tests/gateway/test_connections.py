@@ -1,0 +1,217 @@
+"""What a connection may cost before its request is admitted: nobody without a key keeps a key's holder out."""
+
+import asyncio
+import contextlib
+import resource
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+import uvicorn
+from kvasir_gateway import connections
+from kvasir_gateway.connections import Connection, ConnectionLimits, Connections, show_key
+from uvicorn.server import ServerState
+
+from tests.gateway.conftest import Front
+from tests.gateway.serving import GatewayProcess
+
+_ASKED = b"GET / HTTP/1.1\r\nhost: localhost\r\nx-api-key: mine\r\n\r\n"
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@contextlib.asynccontextmanager
+async def connections_to(
+    app: Any, limits: ConnectionLimits = ConnectionLimits()
+) -> AsyncIterator[tuple[int, ServerState]]:
+    """The port of a server of this app, and what is open there."""
+    config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_keep_alive=60)
+    config.load()
+    state = ServerState()
+
+    open_ones = Connections(limits)
+
+    def connection() -> Connection:
+        return Connection(config, state, {}, connections=open_ones)
+
+    server = await asyncio.get_running_loop().create_server(connection, "127.0.0.1", 0)
+    async with server, asyncio.timeout(20):
+        yield server.sockets[0].getsockname()[1], state
+
+
+async def answers_key_holders(scope: Any, _receive: Any, send: Any) -> None:
+    """An application that knows every key."""
+    if any(name == b"x-api-key" for name, _ in scope["headers"]):
+        show_key(scope)
+    await send({"type": "http.response.start", "status": 204, "headers": []})
+    await send({"type": "http.response.body"})
+
+
+async def answer(stream: Stream, sent: bytes = _ASKED) -> bytes:
+    """The head of an answer; empty if the connection was closed."""
+    reader, writer = stream
+    with contextlib.suppress(OSError):
+        writer.write(sent)
+        return await reader.readuntil(b"\r\n\r\n")
+    return b""
+
+
+async def is_closed(stream: Stream) -> bool:
+    try:
+        async with asyncio.timeout(0.3):
+            return await stream[0].read(1) == b""
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+
+
+def test_the_oldest_silent_stranger_makes_way_for_the_newest() -> None:
+    async def closed() -> list[bool]:
+        async with connections_to(answers_key_holders, ConnectionLimits(strangers=3)) as (port, _):
+            streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+            streams[0][1].write(_ASKED.replace(b"x-api-key", b"x-other"))  # the one that asked is not the oldest
+            assert await streams[0][0].readuntil(b"\r\n\r\n")
+            streams += [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+            return list(await asyncio.gather(*map(is_closed, streams)))
+
+    assert asyncio.run(closed()) == [False, True, True, False, False]
+
+
+def test_strangers_close_no_connection_of_a_key_holder() -> None:
+    async def heads() -> list[bytes]:
+        async with connections_to(answers_key_holders, ConnectionLimits(strangers=4)) as (port, _):
+            known = await asyncio.open_connection("127.0.0.1", port)
+            found = [await answer(known)]
+            for _ in range(20):
+                await asyncio.open_connection("127.0.0.1", port)
+            found.append(await answer(known))
+            return [*found, await answer(await asyncio.open_connection("127.0.0.1", port))]
+
+    assert [head[:12] for head in asyncio.run(heads())] == [b"HTTP/1.1 204"] * 3
+
+
+def test_of_key_holders_connections_those_that_rest_longest_are_closed() -> None:
+    """One whose request is not answered yet does not rest."""
+    may_answer = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/slow":
+            show_key(scope)
+            await may_answer.wait()
+        await answers_key_holders(scope, receive, send)
+
+    async def heads() -> tuple[bytes, list[bytes]]:
+        async with connections_to(app, ConnectionLimits(resting=2)) as (port, _):
+            slow = await asyncio.open_connection("127.0.0.1", port)
+            slow[1].write(_ASKED.replace(b"GET /", b"GET /slow", 1))
+            streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+            for stream in streams:
+                assert await answer(stream)
+            found = []
+            for stream in streams:
+                with contextlib.suppress(asyncio.IncompleteReadError):
+                    found.append(await answer(stream))
+            may_answer.set()
+            return await slow[0].readuntil(b"\r\n\r\n"), found
+
+    slow, found = asyncio.run(heads())
+    assert slow[:12] == b"HTTP/1.1 204"
+    assert len([head for head in found if head]) == 2
+
+
+def test_a_process_with_few_files_keeps_some_for_each_kind_of_connection() -> None:
+    few, many = ConnectionLimits.of(256), ConnectionLimits.of(65_536)
+    assert few.strangers + few.resting + few.requests <= 256 - 32
+    assert min(few.strangers, few.resting, few.requests) >= 32
+    assert many == ConnectionLimits()
+
+
+@pytest.mark.long(15)
+@pytest.mark.parametrize("files", [256, 4096])
+def test_thousands_of_silent_connections_change_nothing_for_a_key_holder(
+    front: Front, files: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    gateway = GatewayProcess(
+        front.house, "--credentials", str(front.house.root / "credentials.toml"), name=f"files-{files}"
+    )
+    try:
+        gateway.start(files=files)
+        silent = []
+        for number in range(2500):
+            with contextlib.suppress(OSError):  # its backlog is full for a moment
+                silent.append(socket.create_connection(("127.0.0.1", gateway.port), timeout=1))
+            if number % 500 == 499:
+                for path in ("/v1/models", "/healthz", "/openapi.json"):
+                    assert httpx.get(gateway.url + path, headers=front.bearer(), timeout=5).status_code == 200
+        for each in silent:
+            each.close()
+    finally:
+        gateway.kill()
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_connection_on_which_no_request_comes_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has begun a request, before its first answer or after, is no better; one that is answered late is."""
+    monkeypatch.setattr(connections, "_HEAD_S", 0.2)
+
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.6)
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    asked = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
+
+    async def answer_to(sent: bytes, port: int) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        answer = await reader.read()
+        writer.close()
+        return answer
+
+    async def answers() -> list[bytes]:
+        async with connections_to(app) as (port, _state):
+            whole = asked + b"\r\n"
+            sent = (b"", asked, whole, whole + asked, whole + whole)
+            return await asyncio.gather(*(answer_to(each, port) for each in sent))
+
+    assert [answer.count(b"HTTP/1.1 204") for answer in asyncio.run(answers())] == [0, 0, 1, 1, 2]
+
+
+@pytest.mark.long(6)
+@pytest.mark.parametrize(
+    ("ends", "pieces"), [(b"", 256), (b"", 1), (b"connection: close\r\n", 1)], ids=["running", "over", "closed"]
+)
+def test_a_reader_who_takes_nothing_of_an_answer_is_cut_off_and_a_slow_one_is_not(
+    monkeypatch: pytest.MonkeyPatch, ends: bytes, pieces: int
+) -> None:
+    """Each would keep its connection for good, and 2,000 of them would shut everybody out."""
+    monkeypatch.setattr(connections, "_HEAD_S", 0.2)
+    monkeypatch.setattr(connections, "_READING_S", 0.7)
+    length = 24 << 20
+
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
+        headers = [(b"content-length", str(length).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for left in reversed(range(pieces)):
+            await send({"type": "http.response.body", "body": bytes(length // pieces), "more_body": left > 0})
+
+    async def slow_and_none() -> int:
+        async with connections_to(app) as (port, state):
+            streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+            for _, writer in streams:
+                writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\n" + ends + b"\r\n")
+            taken = 0
+            while piece := await streams[0][0].read(1 << 20):
+                taken += len(piece)
+                await asyncio.sleep(0.02)
+            while state.connections:  # noqa: ASYNC110  of the one who takes nothing
+                await asyncio.sleep(0.02)
+            for _, writer in streams:
+                writer.close()
+            return taken
+
+    assert asyncio.run(slow_and_none()) > length
