@@ -20,7 +20,6 @@ from kvasir.server.audit import Audit, AuditFile
 from kvasir.server.interceptors import settle_garbage
 from kvasir.server.logs import configure_logs
 from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
-from kvasir.server.process_limits import settle_limits
 from kvasir.server.reloading import Reloading
 from kvasir.server.rpc_counts import RpcCounts
 from kvasir.server.serving import EdgeServer, RefusedToStart, run
@@ -83,7 +82,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = read_settings(options)
         configure_logs(settings.log_format, settings.log_level)
         if command == "serve":
-            settle_limits()
             give_memory_back()
             run(serve(settings))
             return OK

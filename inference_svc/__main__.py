@@ -22,7 +22,6 @@ from kvasir.server.audit import Audit, AuditFile
 from kvasir.server.interceptors import settle_garbage
 from kvasir.server.logs import configure_logs
 from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
-from kvasir.server.process_limits import settle_limits
 from kvasir.server.reloading import Reloading
 from kvasir.server.serving import EdgeServer, RefusedToStart, run
 from kvasir.server.traces import Traces
@@ -80,7 +79,6 @@ def serve_as_told(arguments: Sequence[str], open_engine: Callable[..., Engine]) 
         settings = read_settings(arguments)
         configure_logs(settings.log_format, settings.log_level)
         logging.getLogger("httpx").setLevel(logging.WARNING)
-        settle_limits()
         run(serve(settings, open_engine))
     except (ConfigError, RefusedToStart, AddressError, CredentialFileError) as error:
         print(f"inference_svc: {error}", file=sys.stderr)

@@ -30,8 +30,8 @@ from kvasir.errors import InvalidArgument, KvasirError
 from kvasir.server.audit import Audit, AuditFile
 from kvasir.server.log_errors import LineWithoutPayload
 from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
-from kvasir.server.process_limits import settle_limits
 from kvasir.server.reloading import Reloading
+from kvasir.server.serving import settle_limits
 from kvasir.server.traces import Traces
 from kvasir.server.wellness import Wellness
 

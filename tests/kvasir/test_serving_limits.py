@@ -3,7 +3,7 @@
 import multiprocessing
 import resource
 
-from kvasir.server.process_limits import raise_file_limit, settle_limits
+from kvasir.server.serving import raise_file_limit, settle_limits
 
 
 def test_a_server_may_open_as_many_files_as_the_system_lets_it() -> None:
