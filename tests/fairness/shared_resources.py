@@ -1,4 +1,6 @@
-"""The table of all that callers share in the services and the gateway, as data: its test holds it to the code, SHARED.md shows it.
+"""The table of all that callers share in the services and the gateway, as data.
+
+Its test holds it to the code, and SHARED.md shows it.
 
 A row's `site` is where the resource is counted ("file: attribute"), `cap` the name and value of its limit. What each
 namespace gets of it is `share`, who comes next `order`, and what a refused caller is told `told`: a reason, or that it
