@@ -244,13 +244,13 @@ class Gateway:
     async def _ollama(
         self, call: Call, asked: ollama_turns.OllamaChat | ollama_turns.OllamaGenerate, *, is_chat: bool
     ) -> Answer:
-        turn = asked.turn(call.reading)
+        turn = await call.room.made(partial(asked.turn, call.reading))
         if turn is None:
             found = await call.caller.model(ollama_turns.named(asked.model), any_model=call.reading.any_model)
             return JSONResponse(ollama_turns.loaded(int(self._around.now()), found.name, is_chat=is_chat))
         whole = partial(ollama_turns.whole, is_chat=is_chat, shows_thinking=asked.shows_thinking)
         lines = partial(ollama_turns.OllamaLines, is_chat=is_chat, shows_thinking=asked.shows_thinking)
-        return await self._answer(call, turn, whole, lines)
+        return await self._answer(call, lambda: turn, whole, lines)
 
     async def ollama_show(self, call: Call) -> Response:
         asked = await self._body(call, ollama_models.ShowRequest)
