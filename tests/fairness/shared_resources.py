@@ -382,8 +382,8 @@ SHARED = (
     Shared(
         "connections whose requests showed no key",
         "gateway",
-        "clients/python/kvasir_gateway/connections.py: _strangers",
-        ("kvasir_gateway.connections:ConnectionLimits.strangers", 512),
+        "clients/python/kvasir_gateway/door/connections.py: _strangers",
+        ("kvasir_gateway.door.connections:ConnectionLimits.strangers", 512),
         "for strangers alone; of few open files an eighth",
         "the oldest makes room for the newest",
         "a closed connection",
@@ -391,8 +391,8 @@ SHARED = (
     Shared(
         "connections of key holders between two requests",
         "gateway",
-        "clients/python/kvasir_gateway/connections.py: _resting",
-        ("kvasir_gateway.connections:ConnectionLimits.resting", 1024),
+        "clients/python/kvasir_gateway/door/connections.py: _resting",
+        ("kvasir_gateway.door.connections:ConnectionLimits.resting", 1024),
         "none: one that is closed is opened again",
         "the oldest makes room for the newest",
         "a closed connection",
@@ -400,7 +400,7 @@ SHARED = (
     Shared(
         "requests that are not answered yet",
         "gateway",
-        "clients/python/kvasir_gateway/bodies.py: requests",
+        "clients/python/kvasir_gateway/door/bodies.py: requests",
         ("kvasir_gateway.app:GatewayLimits.max_requests", 2000),
         THREE_OF_FREE,
         "none waits",
@@ -409,7 +409,7 @@ SHARED = (
     Shared(
         "bodies, and what parsing makes of them",
         "gateway",
-        "clients/python/kvasir_gateway/bodies.py: bodies",
+        "clients/python/kvasir_gateway/door/bodies.py: bodies",
         ("kvasir_gateway.app:GatewayLimits.max_bodies_bytes", 256 << 20),
         THREE_OF_FREE,
         "none waits",
@@ -418,7 +418,7 @@ SHARED = (
     Shared(
         "the thread that reads bodies above 16 KiB",
         "gateway",
-        "clients/python/kvasir_gateway/bodies.py: reading",
+        "clients/python/kvasir_gateway/door/bodies.py: reading",
         ("", 1),
         "one body",
         IN_TURN,

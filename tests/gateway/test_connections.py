@@ -10,8 +10,8 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 import uvicorn
-from kvasir_gateway import connections
-from kvasir_gateway.connections import Connection, ConnectionLimits, Connections, show_key
+from kvasir_gateway.door import connections
+from kvasir_gateway.door.connections import Connection, ConnectionLimits, Connections, show_key
 from uvicorn.server import ServerState
 
 from tests.gateway.conftest import Front

@@ -37,8 +37,9 @@ from kvasir.server.wellness import Wellness
 
 from kvasir_gateway.answering import Turns
 from kvasir_gateway.app import Gateway, GatewayLimits, Surroundings
-from kvasir_gateway.connections import Connection, ConnectionLimits, Connections
 from kvasir_gateway.conversations import Conversations
+from kvasir_gateway.door.connections import Connection, ConnectionLimits, Connections
+from kvasir_gateway.door.security import Gate
 from kvasir_gateway.engine import EngineLink
 from kvasir_gateway.metrics import GatewayNumbers
 from kvasir_gateway.models import Aliases
@@ -47,7 +48,6 @@ from kvasir_gateway.page.routes import GatewayPage
 from kvasir_gateway.page.sessions import Sessions
 from kvasir_gateway.reading.tolerance import Tolerance
 from kvasir_gateway.reading.volatile import RULES, rules_of
-from kvasir_gateway.security import Gate
 
 _log = logging.getLogger("kvasir_gateway")
 DEFAULT_LISTEN = "127.0.0.1:8642"

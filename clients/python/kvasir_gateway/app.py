@@ -31,8 +31,9 @@ from kvasir_gateway import (
     openapi,
 )
 from kvasir_gateway.answering import ClientLeft, EventStream, Ready, Turns, gather, unless_left
-from kvasir_gateway.bodies import RequestRoom, Rooms
-from kvasir_gateway.connections import show_key
+from kvasir_gateway.door.bodies import RequestRoom, Rooms
+from kvasir_gateway.door.connections import show_key
+from kvasir_gateway.door.security import Gate, Site
 from kvasir_gateway.engine import CallerAtEngine, EngineLink
 from kvasir_gateway.errors import api_of, refused
 from kvasir_gateway.metrics import CountedApp, GatewayNumbers, is_at, route_of
@@ -42,7 +43,6 @@ from kvasir_gateway.page.routes import GatewayPage
 from kvasir_gateway.reading import heads
 from kvasir_gateway.reading.tolerance import Reading, Tolerance
 from kvasir_gateway.reading.volatile import RULES, TEMPLATE_DATE
-from kvasir_gateway.security import Gate, Site
 from kvasir_gateway.turn import Asked, Body, Chunks, Said, Turn, Whole
 
 _log = logging.getLogger(__name__)

@@ -7,12 +7,12 @@ from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.credentials import CLIENT, Credential, Credentials, Principal, hash_token
 from kvasir.errors import PermissionDenied, Unauthenticated
 from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir_gateway.door.security import Gate
 from kvasir_gateway.page.chart import HEIGHT, chart
 from kvasir_gateway.page.history import MINUTES, History
 from kvasir_gateway.page.rendering import age, size
 from kvasir_gateway.page.sessions import COOKIE, LIFETIME_S, Sessions, check_own_form
 from kvasir_gateway.page.tree import Row, rows
-from kvasir_gateway.security import Gate
 
 KEY = "kvasir-test-key-of-the-page-00000000"
 OTHER_KEY = "kvasir-test-key-of-the-page-11111111"

@@ -19,7 +19,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from kvasir_gateway import errors
-from kvasir_gateway.connections import show_key
+from kvasir_gateway.door.connections import show_key
 from kvasir_gateway.engine import EngineLink
 from kvasir_gateway.metrics import is_at
 from kvasir_gateway.page import looking

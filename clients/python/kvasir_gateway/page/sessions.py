@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvasir.errors import PermissionDenied, Unauthenticated
 
-from kvasir_gateway.security import Gate, KeyHolder
+from kvasir_gateway.door.security import Gate, KeyHolder
 
 COOKIE = "kvasir_session"
 LIFETIME_S = 12 * 3600
