@@ -11,7 +11,7 @@ from kvasir.clients import Choice, Reply
 from kvasir.errors import Cancelled, NotFound
 from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
-from kvasir_gateway import anthropic_messages, openai_responses
+from kvasir_gateway import anthropic_messages, openai_response_answers, openai_responses
 from kvasir_gateway.turn import Asked
 
 from tests.gateway.conftest import Front
@@ -190,13 +190,15 @@ def test_a_turn_that_is_cancelled_elsewhere_does_not_look_whole(front: Front, pa
     assert "cancelled by another call" in last
 
 
-@pytest.mark.parametrize("ending", [anthropic_messages.whole, openai_responses.whole])
+@pytest.mark.parametrize("ending", [anthropic_messages.whole, openai_response_answers.whole])
 def test_what_is_left_of_a_cancelled_turn_is_no_answer(ending: Callable[..., Any]) -> None:
     reply = Reply(choices=[Choice("Once", finished=pb.Finished(reason=pb.FINISH_REASON_CANCELLED))])
     asked = Asked(request_id="r", created=0, model=MODEL)
-    more = {"request": openai_responses.ResponsesRequest(model=MODEL, input="?")}
+    more: dict[str, Any] = {"seals": None, "shows_thinking": True}
+    if ending is openai_response_answers.whole:
+        more = {"request": openai_responses.ResponsesRequest(model=MODEL, input="?")}
     with pytest.raises(Cancelled):
-        ending(asked, reply, **(more if ending is openai_responses.whole else {"shows_thinking": True}))
+        ending(asked, reply, **more)
 
 
 @pytest.mark.long(3)

@@ -8,7 +8,7 @@ import pytest
 from kvasir.clients import Reply
 from kvasir.common.v1.message_pb2 import ToolCall
 from kvasir.inference.v1 import inference_pb2 as pb
-from kvasir_gateway import openai_responses
+from kvasir_gateway import openai_response_answers, openai_responses
 from kvasir_gateway.turn import Asked
 
 from tests.gateway.conftest import Front
@@ -92,12 +92,12 @@ def test_a_stream_has_the_items_of_a_whole_response(text: str, reasoning: str, c
     ]
     asked = Asked(request_id="r", created=0, model=MODEL)
     request = openai_responses.ResponsesRequest(model=MODEL, input="?")
-    reply, stream = Reply(), openai_responses.ResponseEvents(asked, request)
+    reply, stream = Reply(), openai_response_answers.ResponseEvents(asked, request)
     for event in events:
         reply.add(event)
         frames = stream.frames(event)
     last = json.loads(frames.strip().rpartition("data: ")[2])
-    assert last["response"] == openai_responses.whole(asked, reply, request)
+    assert last["response"] == openai_response_answers.whole(asked, reply, request)
 
 
 def test_a_function_is_called_and_its_output_read(front: Front) -> None:

@@ -187,7 +187,9 @@ def test_arguments_that_json_cannot_repeat_do_no_harm() -> None:
     call = ToolCall(id="c", name="f", arguments_json='{"a": "\\ud800", "b": NaN, "c": 1e999, "d": [1.5]}')
     finished = pb.Finished(reason=pb.FINISH_REASON_TOOL_CALLS, tool_calls=[call, ToolCall(id="d", arguments_json="{")])
     asked = Asked(request_id="r", created=0, model=MODEL)
-    told = anthropic_messages.whole(asked, Reply(choices=[Choice("", finished=finished)]), shows_thinking=True)
+    told = anthropic_messages.whole(
+        asked, Reply(choices=[Choice("", finished=finished)]), seals=None, shows_thinking=True
+    )
     uses = json.loads(JSONResponse(told).body)["content"]
     assert [use["input"] for use in uses] == [{"a": "?", "b": None, "c": None, "d": [1.5]}, {}]
 

@@ -12,7 +12,7 @@ from kvasir.clients import Reply
 from kvasir.common.v1.message_pb2 import ToolCall
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
-from kvasir_gateway import openai_responses
+from kvasir_gateway import openai_response_answers, openai_responses
 from kvasir_gateway.reading import volatile
 from kvasir_gateway.reading.tolerance import Reading, Tolerance
 from kvasir_gateway.turn import Asked
@@ -49,7 +49,7 @@ def ask(front: Front, path: str, **change: Any) -> httpx.Response:
         (CHAT, {"not a\nfield": 1}, "(unnamed)"),
         (CHAT, {"magic": None}, None),
         (COMPLETIONS, {"metadata": {}}, "metadata"),
-        (RESPONSES, {"reasoning": {"summary": "auto", "effort": None}}, "reasoning.summary"),
+        (RESPONSES, {"reasoning": {"summary": "auto", "context": "all"}}, "reasoning.context"),
         (RESPONSES, {"tools": [{"type": "web_search", "external_web_access": False}]}, "tools[0]"),
         (RESPONSES, {"text": {"verbosity": "low"}}, "text.verbosity"),
         (RESPONSES, {"client_metadata": {"a": "b"}, "include": ["reasoning.encrypted_content"]}, None),
@@ -212,11 +212,11 @@ def test_a_groups_functions_are_offered_flat_and_their_calls_name_the_group(fron
         pb.GenerateResponse(finished=pb.Finished(reason=pb.FINISH_REASON_TOOL_CALLS, tool_calls=made)),
     ]
     asked, reply = Asked(request_id="r", created=0, model=MODEL), Reply()
-    stream = openai_responses.ResponseEvents(asked, request)
+    stream = openai_response_answers.ResponseEvents(asked, request)
     for event in events:
         reply.add(event)
         frames = stream.frames(event)
-    whole = openai_responses.whole(asked, reply, request)
+    whole = openai_response_answers.whole(asked, reply, request)
     assert json.loads(frames.strip().rpartition("data: ")[2])["response"] == whole
     called = [(item.get("namespace"), item["name"]) for item in whole["output"]]
     assert called == [("agents", "spawn"), (None, "plain")]

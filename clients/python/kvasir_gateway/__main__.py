@@ -46,6 +46,7 @@ from kvasir_gateway.models import Aliases
 from kvasir_gateway.page.history import History
 from kvasir_gateway.page.routes import GatewayPage
 from kvasir_gateway.page.sessions import Sessions
+from kvasir_gateway.reading.seals import ThoughtSeals
 from kvasir_gateway.reading.tolerance import Tolerance
 from kvasir_gateway.reading.volatile import RULES, rules_of
 
@@ -121,9 +122,8 @@ async def serve(options: Options) -> int:
     token = read_token(options.token_file) if options.token_file is not None else None
     tls = Tls(options.ca_file) if options.ca_file is not None else None
     credentials = read_credentials(options.credentials_file) if options.credentials_file is not None else None
-    conversations = Conversations(
-        _key(options.state_dir), new_name=lambda: secrets.token_hex(6), now=lambda: datetime.now(UTC)
-    )
+    key = _key(options.state_dir)
+    conversations = Conversations(key, new_name=lambda: secrets.token_hex(6), now=lambda: datetime.now(UTC))
     aliases = Aliases.of(options.aliases)
     limits = ConnectionLimits.of(settle_limits())
     traces = Traces(options.traces_to, "gateway")
@@ -142,7 +142,12 @@ async def serve(options: Options) -> int:
         turns=Turns(conversations),
         limits=GatewayLimits(max_body_bytes=options.max_body_mib << 20, max_requests=limits.requests),
         numbers=GatewayNumbers(),
-        tolerance=Tolerance(is_strict=options.is_strict, rules=rules_of(options.volatile), any_model=options.any_model),
+        tolerance=Tolerance(
+            is_strict=options.is_strict,
+            rules=rules_of(options.volatile),
+            any_model=options.any_model,
+            seals=ThoughtSeals(key),
+        ),
         aliases=aliases,
         page=GatewayPage(engine, sessions, history, now=time.time),
         traces=traces,
@@ -242,7 +247,9 @@ def _listener(host: str, port: int) -> socket.socket:
 
 
 def _key(state_dir: Path) -> bytes:
-    """The key of conversations' digests: made once, kept for as long as their agents. Raises CredentialFileError."""
+    """The key of conversations' digests and of thoughts: made once, kept for as long as both. Raises
+    CredentialFileError.
+    """
     path = state_dir / "conversations.key"
     with contextlib.suppress(FileExistsError):
         write_private_text(path, secrets.token_hex(32))
@@ -260,7 +267,9 @@ def _options(arguments: Sequence[str] | None) -> Options:
     parser = argparse.ArgumentParser(prog="python -m kvasir_gateway", description=__doc__)
     parser.add_argument("--listen", default=DEFAULT_LISTEN, metavar="HOST:PORT", help="a loopback address")
     parser.add_argument("--engine", required=True, metavar="ADDRESS", help="unix:/path or host:port")
-    parser.add_argument("--state-dir", type=Path, required=True, help="where the key of conversations' names is kept")
+    parser.add_argument(
+        "--state-dir", type=Path, required=True, help="where the key of conversations' names and thoughts is kept"
+    )
     parser.add_argument("--token-file", type=Path, help="the gateway's own token, for an engine that wants one")
     parser.add_argument("--ca-file", type=Path, help="PEM: the engine's certificate, or its authority's")
     parser.add_argument(

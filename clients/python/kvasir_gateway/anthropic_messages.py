@@ -10,6 +10,7 @@ from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import Field, StringConstraints
 
+from kvasir_gateway.reading.seals import ThoughtSeals
 from kvasir_gateway.reading.tolerance import Reading
 from kvasir_gateway.turn import (
     Asked,
@@ -37,8 +38,7 @@ _REASONS: Mapping[int, str] = {
     pb.FINISH_REASON_LENGTH: "max_tokens",
     pb.FINISH_REASON_TOOL_CALLS: "tool_use",
 }
-# What a model thought is not shown to it again; its template would leave it out.
-_UNREAD = ("thinking", "redacted_thinking")
+_THOUGHTS = ("thinking", "redacted_thinking")
 # Tools that the caller runs and the model must know of itself (bash_…, text_editor_…) are refused.
 _TOOL_TYPES = "^(custom|(web_search|web_fetch|code_execution|tool_search_tool_regex|tool_search_tool_bm25)_[0-9]{8})$"
 _HINT = Field(None, description="Accepted as a hint: what is known is reused anyway.")
@@ -189,17 +189,32 @@ def said(messages: Sequence[AnthropicMessage], reading: Reading) -> Iterator[Sai
             yield Said(message.role, message.content)
         elif message.role == "assistant":
             uses = [block for block in message.content if block.get("type") == "tool_use"]
-            texts = [block for block in message.content if block.get("type") not in ("tool_use", *_UNREAD)]
-            yield Said(message.role, _text(texts, where), tool_calls=tuple(_use(use, where) for use in uses))
+            texts = [block for block in message.content if block.get("type") not in ("tool_use", *_THOUGHTS)]
+            calls = tuple(_use(use, where) for use in uses)
+            thoughts = "".join(_thoughts(message.content, where, reading))
+            yield Said(message.role, _text(texts, where), tool_calls=calls, reasoning=thoughts)
         else:
             yield from _user_said(message.content, where)
 
 
-def whole(asked: Asked, reply: Reply, *, shows_thinking: bool) -> dict[str, Any]:
+def _thoughts(blocks: Sequence[Block], where: str, reading: Reading) -> Iterator[str]:
+    """What this gateway's models thought. Others' thoughts, and those that somebody changed, mean nothing to them."""
+    for number, block in enumerate(blocks):
+        if block.get("type") not in _THOUGHTS:
+            continue
+        text = block.get("thinking")
+        seals = reading.seals
+        if isinstance(text, str) and seals is not None and seals.is_ours(text, block.get("signature")):
+            yield text
+        else:
+            reading.skip(f"{where}[{number}]")
+
+
+def whole(asked: Asked, reply: Reply, *, seals: ThoughtSeals | None, shows_thinking: bool) -> dict[str, Any]:
     """A message."""
     content: list[Block] = []
-    if reply.reasoning_text and shows_thinking:
-        content.append({"type": "thinking", "thinking": reply.reasoning_text, "signature": ""})
+    if (text := reply.reasoning_text) and shows_thinking:
+        content.append({"type": "thinking", "thinking": text, "signature": _signature(text, seals)})
     if reply.text:
         content.append({"type": "text", "text": reply.text})
     content += [
@@ -210,11 +225,17 @@ def whole(asked: Asked, reply: Reply, *, shows_thinking: bool) -> dict[str, Any]
     return {**_message(asked, reply.started), "content": content, **_ending(reply.finished), "usage": used}
 
 
+def _signature(text: str, seals: ThoughtSeals | None) -> str:
+    return "" if seals is None else seals.signature(text)
+
+
 class MessageEvents:
     """A message as its stream of events: blocks open and close one after the other."""
 
-    def __init__(self, asked: Asked, *, shows_thinking: bool) -> None:
+    def __init__(self, asked: Asked, *, seals: ThoughtSeals | None, shows_thinking: bool) -> None:
         self._asked = asked
+        self._seals = seals
+        self._thought = ""  # of the block that is open
         self._shows_thinking = shows_thinking
         self._started = pb.Started()
         self._block = -1
@@ -242,6 +263,7 @@ class MessageEvents:
         if delta.reasoning_text and self._shows_thinking:
             frames += self._opened("thinking", {"thinking": "", "signature": ""})
             frames += self._more({"type": "thinking_delta", "thinking": delta.reasoning_text})
+            self._thought += delta.reasoning_text
         if delta.text:
             frames += self._opened("text", {"text": ""})
             frames += self._more({"type": "text_delta", "text": delta.text})
@@ -273,8 +295,11 @@ class MessageEvents:
     def _closed(self) -> str:
         if not self._kind:
             return ""
-        self._kind = ""
-        return sse({"type": "content_block_stop", "index": self._block}, "content_block_stop")
+        signed = ""
+        if self._kind == "thinking":
+            signed = self._more({"type": "signature_delta", "signature": _signature(self._thought, self._seals)})
+        self._kind = self._thought = ""
+        return signed + sse({"type": "content_block_stop", "index": self._block}, "content_block_stop")
 
 
 def _message(asked: Asked, started: pb.Started) -> Block:

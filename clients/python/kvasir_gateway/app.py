@@ -27,6 +27,7 @@ from kvasir_gateway import (
     models,
     openai_chat,
     openai_completions,
+    openai_response_answers,
     openai_responses,
     openapi,
 )
@@ -149,8 +150,8 @@ class Gateway:
     async def responses(self, call: Call) -> Answer:
         asked = await self._body(call, openai_responses.ResponsesRequest)
         before = await unless_left(call.request.receive, self._earlier(call, asked))
-        whole = partial(openai_responses.whole, request=asked)
-        chunks = partial(openai_responses.ResponseEvents, request=asked)
+        whole = partial(openai_response_answers.whole, request=asked, seals=call.reading.seals)
+        chunks = partial(openai_response_answers.ResponseEvents, request=asked, seals=call.reading.seals)
         return await self._answer(call, partial(asked.turn, call.reading, before), whole, chunks)
 
     async def _earlier(self, call: Call, asked: openai_responses.ResponsesRequest) -> Sequence[Said]:
@@ -174,8 +175,9 @@ class Gateway:
 
     async def messages(self, call: Call) -> Answer:
         asked = await self._body(call, anthropic_messages.MessagesRequest)
-        whole = partial(anthropic_messages.whole, shows_thinking=asked.shows_thinking)
-        chunks = partial(anthropic_messages.MessageEvents, shows_thinking=asked.shows_thinking)
+        shown: dict[str, Any] = {"seals": call.reading.seals, "shows_thinking": asked.shows_thinking}
+        whole = partial(anthropic_messages.whole, **shown)
+        chunks = partial(anthropic_messages.MessageEvents, **shown)
         return await self._answer(call, partial(asked.turn, call.reading), whole, chunks)
 
     async def count_tokens(self, call: Call) -> Response:

@@ -262,6 +262,7 @@ def sent_messages(turn: Turn) -> SentMessages:
 def _mapping(message: Said) -> dict[str, Any]:
     calls = [{"id": call.id, "name": call.name, "arguments_json": call.arguments_json} for call in message.tool_calls]
     fields = {"name": message.name, "tool_call_id": message.tool_call_id, "tool_calls": calls}
+    fields["reasoning"] = message.reasoning
     given = {name: value for name, value in fields.items() if value}
     return {"role": message.role, "content": message.content, **given}
 
@@ -272,5 +273,7 @@ def _kept(agent: cachestore_pb2.Agent) -> Kept:
 
 def _said(message: Any) -> Said:
     calls = tuple(ToolUse(call.id, call.name, call.arguments_json) for call in message.tool_calls)
-    content = manifest.without_guards(message.content) if message.is_reply else message.content
-    return Said(message.role, content, message.name, calls, message.tool_call_id)
+    content, reasoning = message.content, message.reasoning
+    if message.is_reply:
+        content, reasoning = manifest.without_guards(content), manifest.without_guards(reasoning)
+    return Said(message.role, content, message.name, calls, message.tool_call_id, reasoning)

@@ -56,6 +56,8 @@ class ChatMessage(Lenient):
     name: str | None = None
     tool_calls: list[MadeCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: Any = Field(None, description="What an assistant thought, a string; also as `reasoning`.")
+    reasoning: Any = None
     function_call: None = Field(None, description="Refused unless null; see tool_calls.")
     audio: None = Field(None, description="Refused unless null: this model reads text alone.")
 
@@ -190,9 +192,16 @@ def said(messages: Sequence[ChatMessage], reading: Reading, field: str = "messag
                 ToolUse(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()
             ),
             tool_call_id=message.tool_call_id or "",
+            reasoning=_thoughts(message),
         )
         for number, message in enumerate(messages)
     )
+
+
+def _thoughts(message: ChatMessage) -> str:
+    """Other servers have objects in these fields, which mean nothing here."""
+    given = (each for each in (message.reasoning_content, message.reasoning) if isinstance(each, str) and each)
+    return next(given, "") if message.role == "assistant" else ""
 
 
 def offered(tools: list[pb.Tool], choice: object, parallel: bool | None) -> tuple[list[pb.Tool], pb.ToolChoice | None]:

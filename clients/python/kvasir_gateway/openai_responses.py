@@ -1,4 +1,4 @@
-"""OpenAI's responses: the request as a turn, and the turn's events as a response or as its stream.
+"""OpenAI's responses: the request as a turn. The answer is in `openai_response_answers.py`.
 
 The ids of a response and of its items name its agent and its turn. So `previous_response_id` and references to items
 need no memory of the gateway's own: the store knows what was said, also after a restart of everything.
@@ -12,8 +12,6 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, MaxLen, MinLen
-from kvasir.clients import Reply
-from kvasir.common.v1.message_pb2 import ToolCall
 from kvasir.errors import InvalidArgument, NotFound
 from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import Field
@@ -21,7 +19,6 @@ from pydantic import Field
 from kvasir_gateway.openai_chat import StreamOptions, offered, schema_text
 from kvasir_gateway.reading.tolerance import Reading
 from kvasir_gateway.turn import (
-    Asked,
     Body,
     FreeObject,
     Place,
@@ -29,18 +26,16 @@ from kvasir_gateway.turn import (
     TokenCount,
     ToolUse,
     Turn,
-    comment,
-    finish_reason,
     format_without_tools,
     function_tool,
     given,
     refuse_unless,
-    sse,
     texts_of,
 )
 
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
 _ID = re.compile(r"(resp_[01]|msg_|rs_|fc_)([0-9A-Za-z_-]{1,600})(?:\.([0-9]{1,3}))?")
+_SUMMARY = ("summary", "generate_summary")
 _REASONING = ("effort", "summary", "generate_summary", "context")
 MAX_REFERENCES = 256  # in one request
 
@@ -117,7 +112,7 @@ class ResponsesRequest(Body):
     )
     parallel_tool_calls: bool | None = Field(None, description="false only where calls are required: then exactly one.")
     text: TextSettings | None = None
-    reasoning: dict[str, Any] | None = Field(None, description="Ignored: the model decides.")
+    reasoning: dict[str, Any] | None = Field(None, description="Its summary is the thoughts themselves.")
     truncation: str | None = Field(None, description='"disabled" alone.')
     background: bool | None = Field(None, description="false alone.")
     conversation: str | dict[str, Any] | None = Field(None, description="Refused; see x-agent-id.")
@@ -137,7 +132,7 @@ class ResponsesRequest(Body):
     def turn(self, reading: Reading, before: Sequence[Said] = ()) -> Turn:
         """What the engine is asked; `before`: what was said until the previous response. Raises InvalidArgument."""
         for name, value in (self.reasoning or {}).items():
-            if value is not None:
+            if value is not None and not (name in _SUMMARY and self.wants_summary):
                 reading.ignore(f"reasoning.{name}" if name in _REASONING else "reasoning")
         refuse_unless(("disabled",), {"truncation": self.truncation})
         refuse_unless((False, 0), {"background": self.background, "top_logprobs": self.top_logprobs})
@@ -162,6 +157,16 @@ class ResponsesRequest(Body):
             is_streamed=bool(self.stream),
             hint=self.prompt_cache_key or "",
         )
+
+    @property
+    def wants_summary(self) -> bool:
+        """Whether thoughts are told as a summary of themselves, which is what clients show."""
+        asked = self.reasoning or {}
+        return any(asked.get(name) in ("auto", "concise", "detailed") for name in ("summary", "generate_summary"))
+
+    @property
+    def wants_sealed(self) -> bool:
+        return "reasoning.encrypted_content" in (self.include or ())
 
     @property
     def grouped(self) -> dict[str, tuple[str, str]]:
@@ -245,11 +250,11 @@ def references(items: str | list[Item]) -> dict[int, Place]:
 
 
 def referenced(given: str, place: Place, reply: Said) -> Item:
-    """The item that a reference names: the reply's text, one of its calls, or what was thought, which is not kept."""
+    """The item that a reference names: the reply's text, one of its calls, or what was thought."""
     if given.startswith("msg_"):
         return {"type": "message", "role": "assistant", "content": reply.content}
     if given.startswith("rs_"):
-        return {"type": "reasoning"}
+        return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": reply.reasoning}]}
     if place.call >= len(reply.tool_calls):
         raise lost(given, "input")
     call = reply.tool_calls[place.call]
@@ -257,13 +262,16 @@ def referenced(given: str, place: Place, reply: Said) -> Item:
 
 
 def said(items: Sequence[Item], reading: Reading) -> tuple[Said, ...]:
-    """The items as messages: an answer and its calls, which are items of their own here, become one message."""
+    """The items as messages: thoughts, an answer and its calls, which are items of their own here, become one."""
     messages: list[Said] = []
     for number, item in enumerate(items):
         where = f"input[{number}]"
         kind = item.get("type", "message")
         if kind == "message":
-            messages.append(_message_said(item, where, reading))
+            message = _message_said(item, where, reading)
+            if message.role == "assistant" and messages and _only_thinks(messages[-1]):
+                message = replace(message, reasoning=messages.pop().reasoning)
+            messages.append(message)
         elif kind == "function_call":
             name = _text(item, "name", where)
             if item.get("namespace") is not None:
@@ -276,7 +284,10 @@ def said(items: Sequence[Item], reading: Reading) -> tuple[Said, ...]:
             output = item.get("output")
             text = reading.content("tool", _texts(output, f"{where}.output"))
             messages.append(Said("tool", text, tool_call_id=_text(item, "call_id", where)))
-        elif kind != "reasoning":  # the model's template leaves out what it thought
+        elif kind == "reasoning":
+            if thoughts := _thoughts(item, where, reading):
+                messages.append(Said("assistant", "", reasoning=thoughts))
+        else:
             shown = repr(kind[:40]) if isinstance(kind, str) else "another value"
             raise InvalidArgument(
                 f"{where}.type: expected message, function_call or function_call_output, got {shown}",
@@ -287,182 +298,22 @@ def said(items: Sequence[Item], reading: Reading) -> tuple[Said, ...]:
     return tuple(messages)
 
 
-def whole(asked: Asked, reply: Reply, request: ResponsesRequest) -> dict[str, Any]:
-    """A response."""
-    output: list[Item] = []
-    if reply.reasoning_text:
-        output.append(_reasoning(asked, reply.reasoning_text))
-    if reply.text or not (output or reply.finished.tool_calls):
-        output.append(_message(asked, reply.text, "completed"))
-    output += [_call(asked, request, number, call) for number, call in enumerate(reply.finished.tool_calls)]
-    return _response(asked, request, reply.started, output, reply.finished)
+def _thoughts(item: Item, where: str, reading: Reading) -> str:
+    """What a model thought: sealed by this gateway, or as a text. A summary of another's is none."""
+    sealed = item.get("encrypted_content")
+    opened = reading.seals.opened(sealed) if reading.seals is not None else None
+    if sealed and opened is not None:
+        return opened
+    if sealed:
+        reading.skip(f"{where}.encrypted_content")
+    content = item.get("content")
+    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    texts = [part.get("text") for part in parts if part.get("type") == "reasoning_text"]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
-class ResponseEvents:
-    """A response as its stream of events: items open and close one after the other."""
-
-    def __init__(self, asked: Asked, request: ResponsesRequest) -> None:
-        self._asked = asked
-        self._request = request
-        self._reply = Reply()
-        self._number = -1
-        self._output: list[Item] = []
-        self._kind = ""
-        self._text = ""
-
-    def frames(self, event: pb.GenerateResponse) -> str:
-        self._reply.add(event)
-        match event.WhichOneof("event"):
-            case "started":
-                response = _response(self._asked, self._request, event.started, [], None)
-                return self._event("response.created", response=response) + self._event(
-                    "response.in_progress", response=response
-                )
-            case "prefill_progress":
-                return comment("prefill")
-            case "delta":
-                return self._delta(event.delta)
-            case _:
-                return self._finished(event.finished)
-
-    def end(self) -> str:
-        return ""
-
-    def _delta(self, delta: pb.Delta) -> str:
-        frames = ""
-        for kind, text in (("reasoning", delta.reasoning_text), ("message", delta.text)):
-            if text:
-                frames += self._opened(kind)
-                self._text += text
-                name = "response.reasoning_text.delta" if kind == "reasoning" else "response.output_text.delta"
-                logprobs: dict[str, Any] = {} if kind == "reasoning" else {"logprobs": []}
-                frames += self._event(name, **self._place(kind), delta=text, **logprobs)
-        return frames
-
-    def _finished(self, finished: pb.Finished) -> str:
-        frames = self._opened("message") if not (self._output or self._kind or finished.tool_calls) else ""
-        frames += self._closed()
-        for number, call in enumerate(finished.tool_calls):
-            index = len(self._output)
-            done = _call(self._asked, self._request, number, call)
-            begun = {**done, "arguments": "", "status": "in_progress"}
-            place = {"item_id": done["id"], "output_index": index}
-            frames += self._event("response.output_item.added", output_index=index, item=begun)
-            frames += self._event("response.function_call_arguments.delta", **place, delta=call.arguments_json)
-            frames += self._event(
-                "response.function_call_arguments.done", **place, name=done["name"], arguments=call.arguments_json
-            )
-            frames += self._event("response.output_item.done", output_index=index, item=done)
-            self._output.append(done)
-        response = _response(self._asked, self._request, self._reply.started, self._output, finished)
-        return frames + self._event(f"response.{response['status']}", response=response)
-
-    def _opened(self, kind: str) -> str:
-        if kind == self._kind:
-            return ""
-        frames = self._closed()
-        self._kind, self._text = kind, ""
-        item = _reasoning(self._asked, None) if kind == "reasoning" else _message(self._asked, None, "in_progress")
-        frames += self._event("response.output_item.added", output_index=len(self._output), item=item)
-        if kind == "message":
-            frames += self._event("response.content_part.added", **self._place(kind), part=_part(""))
-        return frames
-
-    def _closed(self) -> str:
-        kind, text = self._kind, self._text
-        if not kind:
-            return ""
-        place = self._place(kind)
-        if kind == "reasoning":
-            item = _reasoning(self._asked, text)
-            frames = self._event("response.reasoning_text.done", **place, text=text)
-        else:
-            item = _message(self._asked, text, "completed")
-            frames = self._event("response.output_text.done", **place, text=text, logprobs=[])
-            frames += self._event("response.content_part.done", **place, part=_part(text))
-        frames += self._event("response.output_item.done", output_index=len(self._output), item=item)
-        self._output.append(item)
-        self._kind = ""
-        return frames
-
-    def _place(self, kind: str) -> dict[str, Any]:
-        return {"item_id": _item_id(self._asked, kind), "output_index": len(self._output), "content_index": 0}
-
-    def _event(self, kind: str, **fields: Any) -> str:
-        self._number += 1
-        return sse({"type": kind, "sequence_number": self._number, **fields}, kind)
-
-
-def _response(
-    asked: Asked, request: ResponsesRequest, started: pb.Started, output: list[Item], finished: pb.Finished | None
-) -> dict[str, Any]:
-    is_cut = finished is not None and finish_reason(finished) == "length"
-    usage = None
-    if finished is not None:
-        usage = {
-            "input_tokens": started.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": started.cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": finished.usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": started.prompt_tokens + finished.usage.completion_tokens,
-        }
-    tools = [tool.as_applied() for tool in request.tools or () if tool.type in ("function", "namespace")]
-    text_format = {"type": "text"}
-    if request.text is not None and request.text.format is not None:
-        text_format = request.text.format.model_dump(by_alias=True, exclude_none=True)
-    return {
-        "id": f"resp_{int(bool(request.instructions))}{_names(asked)}",
-        "object": "response",
-        "created_at": asked.created,
-        "status": "in_progress" if finished is None else "incomplete" if is_cut else "completed",
-        "error": None,
-        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "instructions": request.instructions,
-        "max_output_tokens": request.max_output_tokens,
-        "metadata": request.metadata or {},
-        "model": started.model or asked.model,
-        "output": output,
-        "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "previous_response_id": request.previous_response_id,
-        "temperature": request.temperature,
-        "text": {"format": text_format},
-        "tool_choice": request.tool_choice or "auto",
-        "tools": tools,
-        "top_p": request.top_p,
-        "truncation": "disabled",
-        "usage": usage,
-    }
-
-
-def _names(asked: Asked) -> str:
-    names = f"{asked.messages}\n{asked.digest}\n{asked.request_id}\n{asked.agent_id}"
-    return base64.urlsafe_b64encode(names.encode()).decode().rstrip("=")
-
-
-def _item_id(asked: Asked, kind: str) -> str:
-    return f"{'rs' if kind == 'reasoning' else 'msg'}_{_names(asked)}"
-
-
-def _message(asked: Asked, text: str | None, status: str) -> Item:
-    content = [] if text is None else [_part(text)]
-    head = {"id": _item_id(asked, "message"), "type": "message", "role": "assistant"}
-    return {**head, "status": status, "content": content}
-
-
-def _part(text: str) -> Item:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _reasoning(asked: Asked, text: str | None) -> Item:
-    content = [] if text is None else [{"type": "reasoning_text", "text": text}]
-    return {"id": _item_id(asked, "reasoning"), "type": "reasoning", "summary": [], "content": content}
-
-
-def _call(asked: Asked, request: ResponsesRequest, number: int, call: ToolCall) -> Item:
-    head = {"id": f"fc_{_names(asked)}.{number}", "type": "function_call", "call_id": call.id}
-    group, name = request.grouped.get(call.name, ("", call.name))
-    names = {"namespace": group, "name": name} if group else {"name": name}
-    return {**head, **names, "arguments": call.arguments_json, "status": "completed"}
+def _only_thinks(message: Said) -> bool:
+    return message == Said("assistant", "", reasoning=message.reasoning)
 
 
 def _message_said(item: Item, where: str, reading: Reading) -> Said:

@@ -32,6 +32,7 @@ class Said:
     name: str = ""
     tool_calls: tuple[ToolUse, ...] = ()
     tool_call_id: str = ""
+    reasoning: str = ""  # what an assistant thought before it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,6 +60,7 @@ class OllamaCall(Lenient):
 class OllamaMessage(Lenient):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
+    thinking: str | None = None
     images: list[str] | None = _NO_IMAGES
     tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
@@ -239,7 +240,8 @@ def said(messages: Sequence[OllamaMessage], reading: Reading) -> Iterator[Said]:
             answers = unanswered.pop(0)
         unanswered = [call.id for call in calls] or unanswered
         content = reading.content(message.role, [message.content or ""])
-        yield Said(message.role, content, message.tool_name or "", tuple(calls), answers)
+        thoughts = message.thinking or "" if message.role == "assistant" else ""
+        yield Said(message.role, content, message.tool_name or "", tuple(calls), answers, thoughts)
 
 
 def whole(asked: Asked, reply: Reply, *, is_chat: bool, shows_thinking: bool) -> dict[str, Any]:

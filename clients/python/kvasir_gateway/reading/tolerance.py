@@ -10,6 +10,7 @@ from typing import Any
 
 from kvasir.errors import InvalidArgument
 
+from kvasir_gateway.reading.seals import ThoughtSeals
 from kvasir_gateway.reading.volatile import RULES, TEMPLATE_DATE, Rule
 from kvasir_gateway.turn import Body, refuse_unless
 
@@ -41,6 +42,7 @@ class Reading:
     is_strict: bool = False
     rules: Sequence[Rule] = ()
     any_model: bool = False  # the loaded one answers for a name that is no model's
+    seals: ThoughtSeals | None = None  # None: no thoughts are known as ours
     _ignored: set[str] = field(default_factory=set)
     _applied: set[str] = field(default_factory=set)
 
@@ -61,6 +63,10 @@ class Reading:
 
     def ignore(self, name: str) -> None:
         self._ignore(name, "this engine cannot apply it; leave it out")
+
+    def skip(self, name: str) -> None:
+        """Note what means nothing here and is refused by no gateway: a part of a history that others made."""
+        self._note(name)
 
     def ignore_tool(self, number: int) -> None:
         """A tool that the server would run; the model is not offered it."""
@@ -110,6 +116,9 @@ class Reading:
     def _ignore(self, name: str, why: str, reason: str | None = None) -> None:
         if self.is_strict:
             raise InvalidArgument(f"{name}: {why}", reason=reason, field=name)
+        self._note(name)
+
+    def _note(self, name: str) -> None:
         self._ignored.add(name)
         if len(self._ignored) > _MAX_IGNORED:
             text = f"body: expected at most {_MAX_IGNORED} fields that this server does not know"
@@ -120,15 +129,21 @@ class Tolerance:
     """How requests are read here, and which ignored fields the log has named."""
 
     def __init__(
-        self, *, is_strict: bool = False, rules: Sequence[Rule] = tuple(RULES.values()), any_model: bool = True
+        self,
+        *,
+        is_strict: bool = False,
+        rules: Sequence[Rule] = tuple(RULES.values()),
+        any_model: bool = True,
+        seals: ThoughtSeals | None = None,
     ) -> None:
         self._is_strict = is_strict
         self._rules = rules
         self._any_model = any_model
+        self._seals = seals
         self._logged: set[str] = set()
 
     def reading(self) -> Reading:
-        return Reading(self._is_strict, self._rules, self._any_model)
+        return Reading(self._is_strict, self._rules, self._any_model, self._seals)
 
     def log(self, path: str, reading: Reading) -> None:
         """A line for each field when it is ignored for the first time."""
