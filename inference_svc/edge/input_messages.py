@@ -3,6 +3,7 @@ retry is recognized.
 """
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
@@ -21,7 +22,11 @@ from inference_svc.text.conversation import (
 )
 from inference_svc.text.given_json import GivenJson
 from inference_svc.text.literal_text import utf8_bytes
-from inference_svc.turns.turn_data import MessagesInput, PromptInput
+from inference_svc.text.token_ids import TokenIds
+from inference_svc.turns.turn_data import MessagesInput, PromptInput, TokensInput, TurnRequest
+
+Input: TypeAlias = PromptInput | TokensInput | MessagesInput
+_TOKEN_BYTES = 4
 
 
 def read_tools(given: Sequence[pb.Tool]) -> list[Tool]:
@@ -29,9 +34,9 @@ def read_tools(given: Sequence[pb.Tool]) -> list[Tool]:
     return [Tool(tool.name, tool.description, tool.parameters_json) for tool in given]
 
 
-def read_objects(given: PromptInput | MessagesInput, tools: Sequence[Tool]) -> GivenJson:
+def read_objects(given: Input, tools: Sequence[Tool]) -> GivenJson:
     """The JSON of an input, short enough to be parsed."""
-    if isinstance(given, PromptInput):
+    if not isinstance(given, MessagesInput):
         if tools:
             raise InvalidArgument("tools: only with messages; a prompt holds its tools in its text", field="tools")
         return GivenJson()
@@ -41,18 +46,24 @@ def read_objects(given: PromptInput | MessagesInput, tools: Sequence[Tool]) -> G
     return objects
 
 
-def input_bytes(given: PromptInput | MessagesInput, tools: Sequence[Tool]) -> int:
+def input_bytes(given: Input, tools: Sequence[Tool]) -> int:
     if isinstance(given, PromptInput):
         return utf8_bytes(given.prompt)
+    if isinstance(given, TokensInput):
+        return _TOKEN_BYTES * len(given.token_ids)
     return sum(message.ByteSize() for message in given.messages) + sum(map(tool_bytes, tools))
 
 
-def read_input(
-    request: pb.GenerateRequest | pb.CountTokensRequest | pb.WarmRequest, max_prompt_bytes: int
-) -> PromptInput | MessagesInput:
+def read_input(request: pb.GenerateRequest | pb.CountTokensRequest | pb.WarmRequest, max_prompt_bytes: int) -> Input:
     kind = request.WhichOneof("input")
     if kind is None:
-        raise InvalidArgument("input: expected prompt, messages or append_messages", field="input")
+        known = "prompt, prompt_token_ids, messages or append_messages"
+        raise InvalidArgument(f"input: expected {known}", field="input")
+    if kind == "prompt_token_ids":
+        tokens = TokenIds(request.prompt_token_ids.ids)
+        check_token_ids(tokens, kind)
+        _check_size(kind, _TOKEN_BYTES * len(tokens), max_prompt_bytes)
+        return TokensInput(tokens)
     if kind == "prompt":
         prompt = request.prompt  # read once: each access decodes it anew
         if not prompt:
@@ -76,7 +87,22 @@ def _check_size(field: str, size_bytes: int, max_bytes: int) -> None:
         )
 
 
-def turn_input_digest(request: pb.GenerateRequest, given: PromptInput | MessagesInput, tools: Sequence[Tool]) -> str:
+def check_token_ids(given: TokenIds, field: str, vocabulary_size: int = 1 << 32) -> None:
+    """Raise InvalidArgument for no tokens, and for one that the model does not have."""
+    if not given:
+        raise InvalidArgument(f"{field}: expected at least one token", field=field)
+    if given.largest >= vocabulary_size:
+        raise InvalidArgument(f"{field}: expected token ids below {vocabulary_size}, got {given.largest}", field=field)
+
+
+def check_known_tokens(turn: TurnRequest, vocabulary_size: int) -> TurnRequest:
+    """The turn. Raises InvalidArgument for a prompt of tokens that the model does not have."""
+    if isinstance(turn.input, TokensInput):
+        check_token_ids(turn.input.token_ids, turn.input.name, vocabulary_size)
+    return turn
+
+
+def turn_input_digest(request: pb.GenerateRequest, given: Input, tools: Sequence[Tool]) -> str:
     """The input's digest, sampling included: with other settings the reply is another."""
     given_settings = settings(request)
     if request.HasField("base_version"):
@@ -85,4 +111,6 @@ def turn_input_digest(request: pb.GenerateRequest, given: PromptInput | Messages
         given_settings.append(("renew_template_date", "True"))
     if isinstance(given, PromptInput):
         return input_digest("prompt", given.prompt, (), tools, given_settings)
+    if isinstance(given, TokensInput):
+        return input_digest("tokens", " ".join(map(str, given.token_ids)), (), tools, given_settings)
     return input_digest("append" if given.is_append else "messages", "", given.messages, tools, given_settings)

@@ -77,6 +77,7 @@ def turn_request(
         base_version=request.base_version if request.HasField("base_version") else None,
         replaces=request.replace_memory,
         renews_template_date=request.renew_template_date,
+        returns_prompt_ids=request.return_prompt_token_ids,
         on_full=_on_full(request),
         priority=_priority(request),
         caller=caller,
@@ -261,7 +262,7 @@ def _on_full(request: pb.GenerateRequest) -> OnFull | None:
             f"on_full.policy: expected REFUSE, DROP_OLDEST or SUMMARIZE, got {given.policy}", field="on_full.policy"
         )
     policy = _ON_FULL[given.policy]
-    if request.WhichOneof("input") == "prompt":
+    if request.WhichOneof("input") in ("prompt", "prompt_token_ids"):
         raise InvalidArgument("on_full: only with messages; a prompt has no borders to cut at", field="on_full")
     if given.summary_request and policy is not OnFullPolicy.SUMMARIZE:
         raise InvalidArgument("on_full.summary_request: only with SUMMARIZE", field="on_full.summary_request")
@@ -296,6 +297,7 @@ def _started(event: TurnStarted, request_id: str, model_name: str) -> pb.Started
         continuation=write_continuation(event.continuation),
         base_version=event.base_version,
         kept_template_date=event.has_kept_date,
+        prompt_token_ids=event.prompt_ids,
     )
 
 

@@ -18,6 +18,7 @@ from kvasir.names import check_request_id
 from kvasir.server.interceptors import current_principal
 
 from inference_svc.edge import messages, stats_messages
+from inference_svc.edge.input_messages import check_known_tokens
 from inference_svc.edge.sampling_messages import with_defaults
 from inference_svc.engine.api import AgentKey
 from inference_svc.formats.reply_formats import ReplyFormats
@@ -141,6 +142,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             await self._formats.check(caller.namespace, checked.sampling.constraint, served.engine.grammars)
             served = await self._host.awake(request.model)
         checked = with_defaults(checked, served.engine.model.sampling_defaults)
+        check_known_tokens(checked, served.engine.vocabulary_size)
         await self._tell(served.turns.begin(checked), checked.request_id, served, context)
 
     async def _resume(self, request: pb.GenerateRequest, caller: Principal, context: Any) -> None:
@@ -178,7 +180,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         )
         name_call(checked.request_id)
         served = await self._host.awake(request.model)
-        running = served.turns.begin(checked)
+        running = served.turns.begin(check_known_tokens(checked, served.engine.vocabulary_size))
         started: TurnStarted | None = None
         warmed: Warmed | None = None
         try:
@@ -228,7 +230,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             max_prompt_bytes=self._limits.max_prompt_bytes,
         )
         served = await self._host.awake(request.model)
-        tokens = await served.turns.count_tokens(checked)
+        tokens = await served.turns.count_tokens(check_known_tokens(checked, served.engine.vocabulary_size))
         return pb.CountTokensResponse(tokens=tokens, context_tokens=served.engine.model.context_tokens)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:

@@ -12,7 +12,7 @@ from inference_svc.memory.outcomes import Miss, SnapshotOutcome, Source
 from inference_svc.text.conversation import Tool
 from inference_svc.text.given_json import GivenJson
 from inference_svc.text.prefix_matching import Outcome
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import NO_TOKENS, TokenIds
 from inference_svc.turns.continuing import Continuation
 
 
@@ -36,8 +36,8 @@ class TokensInput:
 
     @property
     def name(self) -> str:
-        """As of a text."""
-        return "prompt"
+        """The request's field that it came in."""
+        return "prompt_token_ids"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,7 @@ class TurnRequest:
     base_version: int | None = None  # goes on from this version instead of the newest
     replaces: bool = False  # another conversation takes the place of the agent's
     renews_template_date: bool = False  # the template prints the turn's date, not the conversation's
+    returns_prompt_ids: bool = False  # the reader wants the prompt's tokens
     choices: int = 1  # number of replies; several only without an agent
     choice: int = 0  # index of this reply
     priority: Priority = Priority.INTERACTIVE
@@ -98,6 +99,7 @@ class TurnStarted:
     continuation: Continuation | None = None  # None: no agent's memory was looked at
     base_version: int = 0
     has_kept_date: bool = False  # the template printed the memory's, which is not today's
+    prompt_ids: TokenIds = NO_TOKENS  # if they were asked for
 
 
 @dataclass(frozen=True, slots=True)

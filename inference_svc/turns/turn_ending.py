@@ -372,7 +372,9 @@ class TurnEnding:
         is_head = memory.publication.is_head and head is not None
         parent = (head.parent_version if is_head else head.version) if head is not None else 0
         prompt_tokens = remembered.prompt_tokens
-        turn.running.tell(TurnStarted(prompt_tokens, prompt_tokens, Source.REPLAY, Outcome.EXACT, parent))
+        ids = memory.transcript.token_ids[: prompt_tokens if request.returns_prompt_ids else 0]
+        began = TurnStarted(prompt_tokens, prompt_tokens, Source.REPLAY, Outcome.EXACT, parent, prompt_ids=ids)
+        turn.running.tell(began)
         transcript = memory.transcript.text
         reader = reply_reader(request, self._prompting, transcript[: remembered.prompt_chars])
         behind = without_guards(transcript[remembered.prompt_chars :]).removeprefix(remembered.reply)

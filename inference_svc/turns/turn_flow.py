@@ -226,7 +226,7 @@ class TurnFlow:
             turn.continuation = continuation(request, recollection)
         turn.shortened = what_is_left_out(turn, recollection)
         turn.messages = whole_conversation(request, recollection, is_retry=is_retry)
-        text = await self._prompt(turn, recollection)
+        text = await self._prompt(turn, remembered_time_ms(turn, recollection))
         try:
             ran = await self._plans.plan_and_run(turn, recollection, text, budget)
         except errors.ResourceExhausted as error:
@@ -249,12 +249,12 @@ class TurnFlow:
         """From the arrival of its KV on; the engine waits for `own` before it computes. Raises FailedPrecondition
         (HANDOVER_PARENT_DIFFERS) if the agent's newest version is not the one that the turn extends.
         """
-        begun, request = taken.begun, turn.request
+        begun = taken.begun
         await self._lines.recall_parent(turn, begun, self._budget())
         turn.messages, turn.continuation = begun.messages, begun.continuation
         turn.shortened, turn.shortening = begun.shortened, begun.shortening
-        turn.is_brought, turn.clock = begun.is_brought, self._prompting.clock(begun.template_time_ms)
-        text, turn.dialogue = await prompt_text(self._prompting, request, begun.messages, turn.clock)
+        turn.is_brought = begun.is_brought
+        text = await self._prompt(turn, begun.template_time_ms)
         if sum(begun.prompt.chars) != len(text):
             raise errors.InvalidArgument(
                 f"opening.prompt_token_chars: the prompt has {len(text)} characters", field="opening.prompt_token_chars"
@@ -307,7 +307,7 @@ class TurnFlow:
                 )
             request = turn.request = as_its_agent_has_it(request, recollection)
             turn.messages = whole_conversation(request, recollection, is_retry=False)
-            text = await self._prompt(turn, recollection)
+            text = await self._prompt(turn, remembered_time_ms(turn, recollection))
         elif memory is None or not memory.transcript.token_ids:
             miss = recollection.miss
             turn.running.tell(TurnStarted(0, 0, Source.COLD, Outcome.NONE, turn.parent_version, miss))
@@ -318,13 +318,15 @@ class TurnFlow:
         recollection, prepared, ended = await self._plans.plan_and_run(turn, recollection, text, budget)
         self._ending.warmed(turn, recollection, prepared, ended)
 
-    async def _prompt(self, turn: TurnState, recollection: Recollection) -> str:
-        """The prompt's text. Sets the tokens or the dialogue that belong to it, and the time that it tells."""
+    async def _prompt(self, turn: TurnState, told_ms: int) -> str:
+        """The prompt's text. Sets the tokens or the dialogue that belong to it, and the time that it tells, which is
+        `told_ms` unless that is 0.
+        """
         request, given, prompting = turn.request, turn.request.input, self._prompting
         if isinstance(given, TokensInput):
             text, turn.tokens = await prompting.run(request.namespace, lambda: prompting.spelled(given.token_ids))
             return text
-        turn.clock = prompting.clock(remembered_time_ms(turn, recollection))
+        turn.clock = prompting.clock(told_ms)
         text, turn.dialogue = await prompt_text(prompting, request, turn.messages, turn.clock)
         return text
 

@@ -18,6 +18,7 @@ from inference_svc.memory.reuse_planning import Prepared
 from inference_svc.memory.service_stats import NamespaceCounters
 from inference_svc.memory.swap_store import SwapStore
 from inference_svc.text.reply_parts import ReplyPart
+from inference_svc.text.token_ids import NO_TOKENS
 from inference_svc.turns.continuing import of_text
 from inference_svc.turns.handoff import HandOff
 from inference_svc.turns.turn_data import TurnDelta, TurnStarted
@@ -141,6 +142,7 @@ class TurnReporter:
                 continuation=turn.continuation or (of_text(prepared.match) if turn.key is not None else None),
                 base_version=turn.request.base_version or turn.parent_version,
                 has_kept_date=turn.clock.has_kept,
+                prompt_ids=prepared.tokens.ids if turn.request.returns_prompt_ids else NO_TOKENS,
             )
         )
 

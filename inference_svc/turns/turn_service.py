@@ -20,7 +20,7 @@ from inference_svc.turns.choices import Choices
 from inference_svc.turns.outbox import Outbox
 from inference_svc.turns.plan_running import TurnLimits
 from inference_svc.turns.prompt_text import prompt_text
-from inference_svc.turns.turn_data import MessagesInput, OpenTurn, TurnFinished, TurnRequest
+from inference_svc.turns.turn_data import MessagesInput, OpenTurn, TokensInput, TurnFinished, TurnRequest
 from inference_svc.turns.turn_ending import TurnEnding
 from inference_svc.turns.turn_flow import TurnFlow
 from inference_svc.turns.turn_state import TakenTurn, TurnState, TurnTask
@@ -172,6 +172,8 @@ class TurnService:
         except while the first count makes that copy.
         """
         given = request.input
+        if isinstance(given, TokensInput):
+            return len(given.token_ids)
         messages = given.messages if isinstance(given, MessagesInput) else ()
         with self._admission.turn(request.namespace, request.caller, request.input_bytes):
             async with self._counting.held_for(request.namespace, 1):

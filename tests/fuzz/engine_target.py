@@ -130,6 +130,7 @@ def _known() -> Known:
         "base_version": (1, 1, 2),
         "stop": (".", " the", "ab"),
         "stop_token_ids": (2, 5, 1000),
+        "ids": (1, 2, 77, 1000),
         "repetition_penalty": (1.0, 1.2),
         "repetition_tokens": (1, 64),
         "frequency_penalty": (0.0, 0.5, -2.0),

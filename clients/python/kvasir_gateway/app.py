@@ -135,17 +135,20 @@ class Gateway:
 
     async def chat_completions(self, call: Call) -> Answer:
         asked = await self._body(call, openai_chat.ChatRequest)
+        wants_ids = bool(asked.return_token_ids)
         return await self._answer(
             call,
             partial(asked.turn, call.reading),
-            openai_chat.whole,
-            partial(openai_chat.ChatChunks, wants_usage=asked.wants_usage),
+            partial(openai_chat.whole, wants_ids=wants_ids),
+            partial(openai_chat.ChatChunks, wants_usage=asked.wants_usage, wants_ids=wants_ids),
         )
 
     async def completions(self, call: Call) -> Answer:
         asked = await self._body(call, openai_completions.CompletionRequest)
-        chunks = partial(openai_completions.CompletionChunks, wants_usage=asked.wants_usage)
-        return await self._answer(call, partial(asked.turn, call.reading), openai_completions.whole, chunks)
+        wants_ids = bool(asked.return_token_ids)
+        whole = partial(openai_completions.whole, wants_ids=wants_ids)
+        chunks = partial(openai_completions.CompletionChunks, wants_usage=asked.wants_usage, wants_ids=wants_ids)
+        return await self._answer(call, partial(asked.turn, call.reading), whole, chunks)
 
     async def responses(self, call: Call) -> Answer:
         asked = await self._body(call, openai_responses.ResponsesRequest)

@@ -65,6 +65,7 @@ class CallerAtEngine:
             tools=turn.tools,
             tool_choice=turn.tool_choice,
             request_id=request_id,
+            return_prompt_token_ids=turn.returns_token_ids,
             **turn.memory,
         )
         given: dict[str, Any] = {"append_messages" if turn.is_append else "messages": messages}

@@ -1,7 +1,8 @@
 """OpenAI's chat completions: the request as a turn, and the turn's events as a completion or as its chunks."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, MaxLen, MinLen
@@ -111,6 +112,7 @@ class SamplingFields(Body):
     top_k: TopK | None = None
     min_p: Annotated[float, Ge(0), Le(1)] | None = None
     repetition_penalty: float | None = None
+    return_token_ids: bool | None = Field(None, description="Also the tokens of prompt and reply.")
 
     def sampling(self, reading: Reading, max_tokens: int | None) -> dict[str, Any]:
         return reading.length(max_tokens) | given(
@@ -177,6 +179,7 @@ class ChatRequest(SamplingFields):
             },
             json_schema=format_without_tools(_schema(self.response_format), tools, "response_format"),
             is_streamed=bool(self.stream),
+            returns_token_ids=bool(self.return_token_ids),
             hint=self.prompt_cache_key or "",
         )
 
@@ -221,24 +224,30 @@ def offered(tools: list[pb.Tool], choice: object, parallel: bool | None) -> tupl
     return tools, None
 
 
-def whole(asked: Asked, reply: Reply) -> dict[str, Any]:
+def whole(asked: Asked, reply: Reply, *, wants_ids: bool = False) -> dict[str, Any]:
     """A chat completion."""
+    ids = {"prompt_token_ids": list(reply.started.prompt_token_ids)} if wants_ids else {}
     return {
         "id": f"chatcmpl-{asked.request_id}",
         "object": "chat.completion",
         "created": asked.created,
         "model": reply.started.model or asked.model,
-        "choices": [_choice(number, choice) for number, choice in enumerate(reply.choices)],
+        "choices": [
+            {**_choice(number, choice), **token_ids(choice.token_ids, wants_ids)}
+            for number, choice in enumerate(reply.choices)
+        ],
         "usage": usage(reply),
+        **ids,
     }
 
 
 class ChatChunks:
     """A chat completion as chunks."""
 
-    def __init__(self, asked: Asked, *, wants_usage: bool) -> None:
+    def __init__(self, asked: Asked, *, wants_usage: bool, wants_ids: bool = False) -> None:
         self._asked = asked
         self._wants_usage = wants_usage
+        self._wants_ids = wants_ids
         self._reply = Reply()
         self._begun: set[int] = set()
 
@@ -246,7 +255,8 @@ class ChatChunks:
         match event.WhichOneof("event"):
             case "started":
                 self._reply.started = event.started
-                return self._chunk(0, self._opened(0))
+                ids = list(event.started.prompt_token_ids) if self._wants_ids else None
+                return self._chunk(0, self._opened(0), prompt_token_ids=ids)
             case "prefill_progress":
                 return comment("prefill")
             case "delta":
@@ -263,9 +273,10 @@ class ChatChunks:
             fields["content"] = delta.text
         if delta.reasoning_text:
             fields["reasoning_content"] = delta.reasoning_text
-        if not fields and not delta.logprobs:
+        ids = token_ids(delta.token_ids, self._wants_ids)
+        if not fields and not delta.logprobs and not any(ids.values()):
             return ""
-        return self._chunk(delta.choice, fields, logprobs=_logprobs(delta.logprobs))
+        return self._chunk(delta.choice, {**fields}, logprobs=_logprobs(delta.logprobs), ids=ids)
 
     def _finished(self, finished: pb.Finished) -> str:
         self._reply.add(pb.GenerateResponse(finished=finished))
@@ -283,17 +294,25 @@ class ChatChunks:
         return {"role": "assistant", "content": ""}
 
     def _chunk(
-        self, choice: int, delta: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None
+        self,
+        choice: int,
+        delta: dict[str, Any],
+        reason: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+        ids: Mapping[str, Any] = MappingProxyType({}),
+        prompt_token_ids: Sequence[int] | None = None,
     ) -> str:
-        return self._frame([{"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}])
+        each = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason, **ids}
+        return self._frame([each], **given(prompt_token_ids=prompt_token_ids))
 
-    def _frame(self, choices: list[dict[str, Any]], used: dict[str, Any] | None = None) -> str:
+    def _frame(self, choices: list[dict[str, Any]], used: dict[str, Any] | None = None, **more: Any) -> str:
         chunk = {
             "id": f"chatcmpl-{self._asked.request_id}",
             "object": "chat.completion.chunk",
             "created": self._asked.created,
             "model": self._reply.started.model or self._asked.model,
             "choices": choices,
+            **more,
         }
         if self._wants_usage:
             chunk["usage"] = used
@@ -317,6 +336,10 @@ def calls(finished: pb.Finished) -> list[dict[str, Any]]:
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json}}
         for call in finished.tool_calls
     ]
+
+
+def token_ids(ids: Sequence[int], wanted: bool) -> dict[str, Any]:
+    return {"token_ids": list(ids)} if wanted else {}
 
 
 def schema_text(schema: dict[str, Any] | None) -> str:

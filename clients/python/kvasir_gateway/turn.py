@@ -41,7 +41,9 @@ class Turn:
 
     model: str
     messages: tuple[Said, ...] = ()
-    prompt: str = ""
+    prompt: str | Sequence[int] = ""
+    # The answer has the prompt's tokens, and those of the reply.
+    returns_token_ids: bool = False
     # The messages follow those that the agent remembers.
     is_append: bool = False
     # Fields of GenerateOptions that say how an agent's memory is used.

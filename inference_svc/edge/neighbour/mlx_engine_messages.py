@@ -7,6 +7,7 @@ from kvasir.errors import InvalidArgument, KvasirError
 from kvasir.inference.v1 import inference_pb2 as pb
 from smg_grpc_proto import mlx_engine_pb2 as mlx
 
+from inference_svc.edge.input_messages import check_token_ids
 from inference_svc.edge.sampling_messages import MAX_TOP_LOGPROBS, clamps_max_tokens, sampling_params, settings
 from inference_svc.engine.api import TokenLogprobs
 from inference_svc.engine.context import check_fits
@@ -25,11 +26,8 @@ def token_ids(request: mlx.GenerateRequest, *, vocabulary_size: int, context_tok
     """
     field = "tokenized.input_ids"
     given = TokenIds(request.tokenized.input_ids)
-    if not given:
-        raise InvalidArgument(f"{field}: expected at least one token", field=field)
+    check_token_ids(given, field, vocabulary_size)
     check_fits(len(given), 1, context_tokens)
-    if given.largest >= vocabulary_size:
-        raise InvalidArgument(f"{field}: expected token ids below {vocabulary_size}, got {given.largest}", field=field)
     return given
 
 
@@ -66,7 +64,7 @@ def fields_by_their_names() -> Iterator[None]:
         yield
     except KvasirError as error:
         ours = error.field or ""
-        theirs = "input" if ours == "prompt" else ours.replace("sampling.", "sampling_params.", 1)
+        theirs = "input" if ours in ("prompt", "prompt_token_ids") else ours.replace("sampling.", "sampling_params.", 1)
         if theirs == ours:
             raise
         raise type(error)(

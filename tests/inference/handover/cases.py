@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from kvasir.inference.v1 import inference_pb2 as pb
+from tokenizers import Tokenizer
 
 from inference_svc.model import kvasir_tiny
 from tools.kvasir_tiny.tools import schema
@@ -12,6 +13,8 @@ _SHOP = schema("shop_price")["function"]
 TOOLS = [pb.Tool(name=_SHOP["name"], description=_SHOP["description"], parameters_json=json.dumps(_SHOP["parameters"]))]
 # More than two blocks, so that some go ahead.
 STORY = "Ada keeps a lamp, a rope and a map in her bag. Ben walks to the harbour and counts the ships. " * 14
+_TOKENIZER = Tokenizer.from_file(str(kvasir_tiny.path() / "tokenizer.json"))
+STORY_IDS = _TOKENIZER.encode(STORY, add_special_tokens=False).ids
 # Without its end token kvasir-tiny speaks on.
 _END = json.loads((kvasir_tiny.path() / "config.json").read_text())["eos_token_id"]
 ON = {"logit_bias": dict.fromkeys([_END] if isinstance(_END, int) else _END, -100.0), "max_tokens": 70}
@@ -29,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
             "presence_penalty": 0.5,
         },
     },
-    "penalized": {"prompt": STORY, "sampling": {**_SAMPLED, "repetition_penalty": 1.4, "top_p": 0.9, "top_k": 50}},
+    "penalized": {"prompt": STORY_IDS, "sampling": {**_SAMPLED, "repetition_penalty": 1.4, "top_p": 0.9, "top_k": 50}},
     "messages": {"messages": [{"role": "user", "content": STORY}], "sampling": _SAMPLED},
     "tools": {
         "messages": [{"role": "user", "content": f"{STORY} How much does a lamp cost?"}],

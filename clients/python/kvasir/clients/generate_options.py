@@ -39,6 +39,8 @@ class GenerateOptions:
     replace_memory: bool = False
     # A template that prints the date prints the turn's own, not the one that the agent's conversation began with.
     renew_template_date: bool = False
+    # Report the prompt's tokens, in `started`.
+    return_prompt_token_ids: bool = False
     # What happens when the conversation no longer fits the context: `pb.OnFull(policy=pb.ON_FULL_POLICY_DROP_OLDEST)`.
     # None: what the agent's label `kvasir.on_full` says, else the turn is refused.
     on_full: pb.OnFull | None = None
@@ -86,6 +88,7 @@ class OptionArguments(TypedDict, total=False):
     expect_existing: bool
     replace_memory: bool
     renew_template_date: bool
+    return_prompt_token_ids: bool
     on_full: pb.OnFull | None
     max_tokens: int | None
     sampling: Sampling | None

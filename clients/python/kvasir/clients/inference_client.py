@@ -23,6 +23,7 @@ from kvasir.clients.inference_client_turns import (
     KnownVersions,
     Messages,
     Moved,
+    Prompt,
     Reply,
     count_request,
     lost_by,
@@ -66,7 +67,7 @@ class InferenceClient(AgentClient):
     def generate(
         self,
         *,
-        prompt: str | None = None,
+        prompt: Prompt | None = None,
         messages: Messages | None = None,
         append_messages: Messages | None = None,
         options: GenerateOptions | None = None,
@@ -78,10 +79,11 @@ class InferenceClient(AgentClient):
         If the turn moves to another engine, `moved` comes, and then the rest from there, if `peers` has that engine.
         Else Unavailable (TURN_MOVED) is raised; its metadata has the peer's name and the resume_token.
 
-        Give exactly one of `prompt`, `messages` and `append_messages` (which follow the messages that the agent
-        remembers). GenerateOptions says what else a turn takes, as a value in `options` or as arguments of the call.
-        Closing the generator cancels the turn. Raises the types of `kvasir.errors`. When an agent's turn breaks, the
-        error's metadata has the turn's request_id (ask again with it: nothing is done twice) and remembered_version.
+        Give exactly one of `prompt` (a text, or token ids), `messages` and `append_messages`, which follow what the
+        agent remembers. GenerateOptions says what else a turn takes, as a value in `options` or as arguments of the
+        call. Closing the generator cancels the turn. Raises the types of `kvasir.errors`. When an agent's turn breaks,
+        the error's metadata has the turn's request_id (ask again with it: nothing is done twice) and
+        remembered_version.
         """
         options = merged_options(options, named)
         request = turn_request(
@@ -139,7 +141,7 @@ class InferenceClient(AgentClient):
     def reply(
         self,
         *,
-        prompt: str | None = None,
+        prompt: Prompt | None = None,
         messages: Messages | None = None,
         append_messages: Messages | None = None,
         options: GenerateOptions | None = None,
@@ -187,7 +189,7 @@ class InferenceClient(AgentClient):
         self,
         *,
         agent_id: str,
-        prompt: str | None = None,
+        prompt: Prompt | None = None,
         messages: Messages | None = None,
         append_messages: Messages | None = None,
         tools: Sequence[pb.Tool] = (),
@@ -201,7 +203,7 @@ class InferenceClient(AgentClient):
     def count_tokens(
         self,
         *,
-        prompt: str | None = None,
+        prompt: Prompt | None = None,
         messages: Messages | None = None,
         tools: Sequence[pb.Tool] = (),
         model: str = "",

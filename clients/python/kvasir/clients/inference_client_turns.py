@@ -13,6 +13,7 @@ from kvasir.errors import Cancelled, DeadlineExceeded, Internal, InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 
 Messages = Sequence[GivenMessage]
+Prompt = str | Sequence[int]  # a text, or token ids of the model
 
 _READ_RPCS = ("ListTurns", "ListHotMemories", "CountTokens", "ListModels", "GetModel", "GetCapabilities", "GetStats")
 READS = (*AGENT_READS, *(f"kvasir.inference.v1.InferenceService/{name}" for name in _READ_RPCS))
@@ -27,7 +28,7 @@ _KNOWN = {None: "which version is kept is not known here", 0: "it remembered not
 class Input:
     """The input of a turn: exactly one of them."""
 
-    prompt: str | None
+    prompt: Prompt | None
     messages: Messages | None
     append_messages: Messages | None
 
@@ -143,6 +144,7 @@ def turn_request(given: Input, options: GenerateOptions, request_id: str) -> pb.
             expect_existing=options.expect_existing,
             replace_memory=options.replace_memory,
             renew_template_date=options.renew_template_date,
+            return_prompt_token_ids=options.return_prompt_token_ids,
             on_full=options.on_full,
             sampling=options.to_proto_sampling(),
             tools=options.tools,
@@ -182,10 +184,14 @@ def _refusing() -> Iterator[None]:
         raise InvalidArgument(f"request: {type(error).__name__}: {str(error)[:200]}", field="request") from None
 
 
-def _inputs(given: Input) -> dict[str, str | pb.MessageList]:
+def _inputs(given: Input) -> dict[str, str | pb.MessageList | pb.TokenIds]:
     """The inputs that were given, by field name."""
+    prompt = given.prompt
+    with _refusing():
+        tokens = None if prompt is None or isinstance(prompt, str) else pb.TokenIds(ids=prompt)
     inputs = {
-        "prompt": given.prompt,
+        "prompt": prompt if isinstance(prompt, str) else None,
+        "prompt_token_ids": tokens,
         "messages": _message_list(given.messages, "messages"),
         "append_messages": _message_list(given.append_messages, "append_messages"),
     }

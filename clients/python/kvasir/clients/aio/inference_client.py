@@ -24,6 +24,7 @@ from kvasir.clients.inference_client_turns import (
     KnownVersions,
     Messages,
     Moved,
+    Prompt,
     Reply,
     count_request,
     lost_by,
@@ -67,7 +68,7 @@ class AioInferenceClient(AioAgentClient):
     async def generate(
         self,
         *,
-        prompt: str | None = None,
+        prompt: Prompt | None = None,
         messages: Messages | None = None,
         append_messages: Messages | None = None,
         options: GenerateOptions | None = None,
@@ -79,10 +80,11 @@ class AioInferenceClient(AioAgentClient):
         If the turn moves to another engine, `moved` comes, and then the rest from there, if `peers` has that engine.
         Else Unavailable (TURN_MOVED) is raised; its metadata has the peer's name and the resume_token.
 
-        Give exactly one of `prompt`, `messages` and `append_messages` (which follow the messages that the agent
-        remembers). GenerateOptions says what else a turn takes, as a value in `options` or as arguments of the call.
-        Closing the generator cancels the turn. Raises the types of `kvasir.errors`. When an agent's turn breaks, the
-        error's metadata has the turn's request_id (ask again with it: nothing is done twice) and remembered_version.
+        Give exactly one of `prompt` (a text, or token ids), `messages` and `append_messages`, which follow what the
+        agent remembers. GenerateOptions says what else a turn takes, as a value in `options` or as arguments of the
+        call. Closing the generator cancels the turn. Raises the types of `kvasir.errors`. When an agent's turn breaks,
+        the error's metadata has the turn's request_id (ask again with it: nothing is done twice) and
+        remembered_version.
         """
         options = merged_options(options, named)
         request = turn_request(
@@ -143,7 +145,7 @@ class AioInferenceClient(AioAgentClient):
     async def reply(
         self,
         *,
-        prompt: str | None = None,
+        prompt: Prompt | None = None,
         messages: Messages | None = None,
         append_messages: Messages | None = None,
         options: GenerateOptions | None = None,
@@ -191,7 +193,7 @@ class AioInferenceClient(AioAgentClient):
         self,
         *,
         agent_id: str,
-        prompt: str | None = None,
+        prompt: Prompt | None = None,
         messages: Messages | None = None,
         append_messages: Messages | None = None,
         tools: Sequence[pb.Tool] = (),
@@ -205,7 +207,7 @@ class AioInferenceClient(AioAgentClient):
     async def count_tokens(
         self,
         *,
-        prompt: str | None = None,
+        prompt: Prompt | None = None,
         messages: Messages | None = None,
         tools: Sequence[pb.Tool] = (),
         model: str = "",

@@ -807,6 +807,7 @@ type GenerateRequest struct {
 	//	*GenerateRequest_Prompt
 	//	*GenerateRequest_Messages
 	//	*GenerateRequest_AppendMessages
+	//	*GenerateRequest_PromptTokenIds
 	Input    isGenerateRequest_Input `protobuf_oneof:"input"`
 	Sampling *Sampling               `protobuf:"bytes,8,opt,name=sampling,proto3" json:"sampling,omitempty"`
 	// Tools that the template may offer to the model: at most 128, and 1 MiB in all.
@@ -838,9 +839,11 @@ type GenerateRequest struct {
 	// A template that prints the date prints this turn's. Else it prints the one that the agent's conversation began with, so that midnight costs no memory.
 	RenewTemplateDate bool `protobuf:"varint,20,opt,name=renew_template_date,json=renewTemplateDate,proto3" json:"renew_template_date,omitempty"`
 	// Whether the reply must be calls of tools. Default: the model decides.
-	ToolChoice    *ToolChoice `protobuf:"bytes,21,opt,name=tool_choice,json=toolChoice,proto3" json:"tool_choice,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	ToolChoice *ToolChoice `protobuf:"bytes,21,opt,name=tool_choice,json=toolChoice,proto3" json:"tool_choice,omitempty"`
+	// Report the prompt's tokens in Started. Those of the reply are always in its deltas.
+	ReturnPromptTokenIds bool `protobuf:"varint,23,opt,name=return_prompt_token_ids,json=returnPromptTokenIds,proto3" json:"return_prompt_token_ids,omitempty"`
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
 }
 
 func (x *GenerateRequest) Reset() {
@@ -930,6 +933,15 @@ func (x *GenerateRequest) GetAppendMessages() *MessageList {
 	if x != nil {
 		if x, ok := x.Input.(*GenerateRequest_AppendMessages); ok {
 			return x.AppendMessages
+		}
+	}
+	return nil
+}
+
+func (x *GenerateRequest) GetPromptTokenIds() *TokenIds {
+	if x != nil {
+		if x, ok := x.Input.(*GenerateRequest_PromptTokenIds); ok {
+			return x.PromptTokenIds
 		}
 	}
 	return nil
@@ -1044,6 +1056,13 @@ func (x *GenerateRequest) GetToolChoice() *ToolChoice {
 	return nil
 }
 
+func (x *GenerateRequest) GetReturnPromptTokenIds() bool {
+	if x != nil {
+		return x.ReturnPromptTokenIds
+	}
+	return false
+}
+
 type isGenerateRequest_Input interface {
 	isGenerateRequest_Input()
 }
@@ -1066,11 +1085,19 @@ type GenerateRequest_AppendMessages struct {
 	AppendMessages *MessageList `protobuf:"bytes,7,opt,name=append_messages,json=appendMessages,proto3,oneof"`
 }
 
+type GenerateRequest_PromptTokenIds struct {
+	// The whole prompt as tokens of the model, taken as they are: a special token is one, as in a prompt, so they are the caller's own text and nobody
+	// else's. Their text is remembered, and reused by turns of any input.
+	PromptTokenIds *TokenIds `protobuf:"bytes,22,opt,name=prompt_token_ids,json=promptTokenIds,proto3,oneof"`
+}
+
 func (*GenerateRequest_Prompt) isGenerateRequest_Input() {}
 
 func (*GenerateRequest_Messages) isGenerateRequest_Input() {}
 
 func (*GenerateRequest_AppendMessages) isGenerateRequest_Input() {}
+
+func (*GenerateRequest_PromptTokenIds) isGenerateRequest_Input() {}
 
 type isGenerateRequest_ResponseFormat interface {
 	isGenerateRequest_ResponseFormat()
@@ -1266,6 +1293,51 @@ func (x *MessageList) GetMessages() []*v1.Message {
 	return nil
 }
 
+// TokenIds are below the vocabulary's size: INVALID_ARGUMENT.
+type TokenIds struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Ids           []uint32               `protobuf:"varint,1,rep,packed,name=ids,proto3" json:"ids,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TokenIds) Reset() {
+	*x = TokenIds{}
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TokenIds) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TokenIds) ProtoMessage() {}
+
+func (x *TokenIds) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TokenIds.ProtoReflect.Descriptor instead.
+func (*TokenIds) Descriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *TokenIds) GetIds() []uint32 {
+	if x != nil {
+		return x.Ids
+	}
+	return nil
+}
+
 type Tool struct {
 	state       protoimpl.MessageState `protogen:"open.v1"`
 	Name        string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
@@ -1278,7 +1350,7 @@ type Tool struct {
 
 func (x *Tool) Reset() {
 	*x = Tool{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[4]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1290,7 +1362,7 @@ func (x *Tool) String() string {
 func (*Tool) ProtoMessage() {}
 
 func (x *Tool) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[4]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1303,7 +1375,7 @@ func (x *Tool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tool.ProtoReflect.Descriptor instead.
 func (*Tool) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{4}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Tool) GetName() string {
@@ -1372,7 +1444,7 @@ type Sampling struct {
 
 func (x *Sampling) Reset() {
 	*x = Sampling{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[5]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1384,7 +1456,7 @@ func (x *Sampling) String() string {
 func (*Sampling) ProtoMessage() {}
 
 func (x *Sampling) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[5]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1397,7 +1469,7 @@ func (x *Sampling) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Sampling.ProtoReflect.Descriptor instead.
 func (*Sampling) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{5}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Sampling) GetMaxTokens() int32 {
@@ -1535,7 +1607,7 @@ type GenerateResponse struct {
 
 func (x *GenerateResponse) Reset() {
 	*x = GenerateResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[6]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1547,7 +1619,7 @@ func (x *GenerateResponse) String() string {
 func (*GenerateResponse) ProtoMessage() {}
 
 func (x *GenerateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[6]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1560,7 +1632,7 @@ func (x *GenerateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GenerateResponse.ProtoReflect.Descriptor instead.
 func (*GenerateResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{6}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *GenerateResponse) GetEvent() isGenerateResponse_Event {
@@ -1665,7 +1737,7 @@ type Moved struct {
 
 func (x *Moved) Reset() {
 	*x = Moved{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[7]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1677,7 +1749,7 @@ func (x *Moved) String() string {
 func (*Moved) ProtoMessage() {}
 
 func (x *Moved) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[7]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1690,7 +1762,7 @@ func (x *Moved) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Moved.ProtoReflect.Descriptor instead.
 func (*Moved) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{7}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Moved) GetPeer() string {
@@ -1736,13 +1808,15 @@ type Started struct {
 	BaseVersion int64 `protobuf:"varint,11,opt,name=base_version,json=baseVersion,proto3" json:"base_version,omitempty"`
 	// The template asked for the time, and was told the one that the memory has where this turn's reads differently.
 	KeptTemplateDate bool `protobuf:"varint,12,opt,name=kept_template_date,json=keptTemplateDate,proto3" json:"kept_template_date,omitempty"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// With return_prompt_token_ids.
+	PromptTokenIds []uint32 `protobuf:"varint,13,rep,packed,name=prompt_token_ids,json=promptTokenIds,proto3" json:"prompt_token_ids,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *Started) Reset() {
 	*x = Started{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[8]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1754,7 +1828,7 @@ func (x *Started) String() string {
 func (*Started) ProtoMessage() {}
 
 func (x *Started) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[8]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1767,7 +1841,7 @@ func (x *Started) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Started.ProtoReflect.Descriptor instead.
 func (*Started) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{8}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Started) GetRequestId() string {
@@ -1854,6 +1928,13 @@ func (x *Started) GetKeptTemplateDate() bool {
 	return false
 }
 
+func (x *Started) GetPromptTokenIds() []uint32 {
+	if x != nil {
+		return x.PromptTokenIds
+	}
+	return nil
+}
+
 type PrefillProgress struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	TokensDone    int64                  `protobuf:"varint,1,opt,name=tokens_done,json=tokensDone,proto3" json:"tokens_done,omitempty"`
@@ -1864,7 +1945,7 @@ type PrefillProgress struct {
 
 func (x *PrefillProgress) Reset() {
 	*x = PrefillProgress{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[9]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1876,7 +1957,7 @@ func (x *PrefillProgress) String() string {
 func (*PrefillProgress) ProtoMessage() {}
 
 func (x *PrefillProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[9]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1889,7 +1970,7 @@ func (x *PrefillProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillProgress.ProtoReflect.Descriptor instead.
 func (*PrefillProgress) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{9}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *PrefillProgress) GetTokensDone() int64 {
@@ -1925,7 +2006,7 @@ type Delta struct {
 
 func (x *Delta) Reset() {
 	*x = Delta{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[10]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1937,7 +2018,7 @@ func (x *Delta) String() string {
 func (*Delta) ProtoMessage() {}
 
 func (x *Delta) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[10]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1950,7 +2031,7 @@ func (x *Delta) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Delta.ProtoReflect.Descriptor instead.
 func (*Delta) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{10}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Delta) GetText() string {
@@ -2002,7 +2083,7 @@ type TokenLogprobs struct {
 
 func (x *TokenLogprobs) Reset() {
 	*x = TokenLogprobs{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[11]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2014,7 +2095,7 @@ func (x *TokenLogprobs) String() string {
 func (*TokenLogprobs) ProtoMessage() {}
 
 func (x *TokenLogprobs) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[11]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2027,7 +2108,7 @@ func (x *TokenLogprobs) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenLogprobs.ProtoReflect.Descriptor instead.
 func (*TokenLogprobs) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{11}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *TokenLogprobs) GetLogprob() float32 {
@@ -2062,7 +2143,7 @@ type TokenLogprob struct {
 
 func (x *TokenLogprob) Reset() {
 	*x = TokenLogprob{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[12]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2074,7 +2155,7 @@ func (x *TokenLogprob) String() string {
 func (*TokenLogprob) ProtoMessage() {}
 
 func (x *TokenLogprob) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[12]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2087,7 +2168,7 @@ func (x *TokenLogprob) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenLogprob.ProtoReflect.Descriptor instead.
 func (*TokenLogprob) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{12}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *TokenLogprob) GetTokenId() uint32 {
@@ -2134,7 +2215,7 @@ type Finished struct {
 
 func (x *Finished) Reset() {
 	*x = Finished{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[13]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2146,7 +2227,7 @@ func (x *Finished) String() string {
 func (*Finished) ProtoMessage() {}
 
 func (x *Finished) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[13]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2159,7 +2240,7 @@ func (x *Finished) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Finished.ProtoReflect.Descriptor instead.
 func (*Finished) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{13}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Finished) GetReason() FinishReason {
@@ -2248,7 +2329,7 @@ type Shortening struct {
 
 func (x *Shortening) Reset() {
 	*x = Shortening{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2260,7 +2341,7 @@ func (x *Shortening) String() string {
 func (*Shortening) ProtoMessage() {}
 
 func (x *Shortening) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2273,7 +2354,7 @@ func (x *Shortening) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Shortening.ProtoReflect.Descriptor instead.
 func (*Shortening) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{14}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Shortening) GetPolicy() OnFullPolicy {
@@ -2315,7 +2396,7 @@ type Usage struct {
 
 func (x *Usage) Reset() {
 	*x = Usage{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2327,7 +2408,7 @@ func (x *Usage) String() string {
 func (*Usage) ProtoMessage() {}
 
 func (x *Usage) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2340,7 +2421,7 @@ func (x *Usage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Usage.ProtoReflect.Descriptor instead.
 func (*Usage) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{15}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Usage) GetPromptTokens() int64 {
@@ -2379,7 +2460,7 @@ type Timings struct {
 
 func (x *Timings) Reset() {
 	*x = Timings{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2391,7 +2472,7 @@ func (x *Timings) String() string {
 func (*Timings) ProtoMessage() {}
 
 func (x *Timings) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2404,7 +2485,7 @@ func (x *Timings) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Timings.ProtoReflect.Descriptor instead.
 func (*Timings) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{16}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Timings) GetQueue() *durationpb.Duration {
@@ -2459,7 +2540,7 @@ type SnapshotOutcome struct {
 
 func (x *SnapshotOutcome) Reset() {
 	*x = SnapshotOutcome{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2471,7 +2552,7 @@ func (x *SnapshotOutcome) String() string {
 func (*SnapshotOutcome) ProtoMessage() {}
 
 func (x *SnapshotOutcome) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2484,7 +2565,7 @@ func (x *SnapshotOutcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotOutcome.ProtoReflect.Descriptor instead.
 func (*SnapshotOutcome) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{17}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *SnapshotOutcome) GetState() SnapshotState {
@@ -2530,7 +2611,7 @@ type ListTurnsRequest struct {
 
 func (x *ListTurnsRequest) Reset() {
 	*x = ListTurnsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2542,7 +2623,7 @@ func (x *ListTurnsRequest) String() string {
 func (*ListTurnsRequest) ProtoMessage() {}
 
 func (x *ListTurnsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2555,7 +2636,7 @@ func (x *ListTurnsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTurnsRequest.ProtoReflect.Descriptor instead.
 func (*ListTurnsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{18}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{19}
 }
 
 type ListTurnsResponse struct {
@@ -2568,7 +2649,7 @@ type ListTurnsResponse struct {
 
 func (x *ListTurnsResponse) Reset() {
 	*x = ListTurnsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2580,7 +2661,7 @@ func (x *ListTurnsResponse) String() string {
 func (*ListTurnsResponse) ProtoMessage() {}
 
 func (x *ListTurnsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2593,7 +2674,7 @@ func (x *ListTurnsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTurnsResponse.ProtoReflect.Descriptor instead.
 func (*ListTurnsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{19}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *ListTurnsResponse) GetTurns() []*Turn {
@@ -2625,7 +2706,7 @@ type Turn struct {
 
 func (x *Turn) Reset() {
 	*x = Turn{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2637,7 +2718,7 @@ func (x *Turn) String() string {
 func (*Turn) ProtoMessage() {}
 
 func (x *Turn) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2650,7 +2731,7 @@ func (x *Turn) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Turn.ProtoReflect.Descriptor instead.
 func (*Turn) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{20}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Turn) GetRequestId() string {
@@ -2718,7 +2799,7 @@ type CancelTurnRequest struct {
 
 func (x *CancelTurnRequest) Reset() {
 	*x = CancelTurnRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2730,7 +2811,7 @@ func (x *CancelTurnRequest) String() string {
 func (*CancelTurnRequest) ProtoMessage() {}
 
 func (x *CancelTurnRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2743,7 +2824,7 @@ func (x *CancelTurnRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelTurnRequest.ProtoReflect.Descriptor instead.
 func (*CancelTurnRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{21}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *CancelTurnRequest) GetRequestId() string {
@@ -2763,7 +2844,7 @@ type CancelTurnResponse struct {
 
 func (x *CancelTurnResponse) Reset() {
 	*x = CancelTurnResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2775,7 +2856,7 @@ func (x *CancelTurnResponse) String() string {
 func (*CancelTurnResponse) ProtoMessage() {}
 
 func (x *CancelTurnResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2788,7 +2869,7 @@ func (x *CancelTurnResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelTurnResponse.ProtoReflect.Descriptor instead.
 func (*CancelTurnResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{22}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *CancelTurnResponse) GetFinished() []*Finished {
@@ -2808,7 +2889,7 @@ type ListHotMemoriesRequest struct {
 
 func (x *ListHotMemoriesRequest) Reset() {
 	*x = ListHotMemoriesRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2820,7 +2901,7 @@ func (x *ListHotMemoriesRequest) String() string {
 func (*ListHotMemoriesRequest) ProtoMessage() {}
 
 func (x *ListHotMemoriesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2833,7 +2914,7 @@ func (x *ListHotMemoriesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListHotMemoriesRequest.ProtoReflect.Descriptor instead.
 func (*ListHotMemoriesRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{23}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *ListHotMemoriesRequest) GetAgentIds() []string {
@@ -2853,7 +2934,7 @@ type ListHotMemoriesResponse struct {
 
 func (x *ListHotMemoriesResponse) Reset() {
 	*x = ListHotMemoriesResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2865,7 +2946,7 @@ func (x *ListHotMemoriesResponse) String() string {
 func (*ListHotMemoriesResponse) ProtoMessage() {}
 
 func (x *ListHotMemoriesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2878,7 +2959,7 @@ func (x *ListHotMemoriesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListHotMemoriesResponse.ProtoReflect.Descriptor instead.
 func (*ListHotMemoriesResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{24}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *ListHotMemoriesResponse) GetMemories() []*HotMemory {
@@ -2906,7 +2987,7 @@ type HotMemory struct {
 
 func (x *HotMemory) Reset() {
 	*x = HotMemory{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2918,7 +2999,7 @@ func (x *HotMemory) String() string {
 func (*HotMemory) ProtoMessage() {}
 
 func (x *HotMemory) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2931,7 +3012,7 @@ func (x *HotMemory) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HotMemory.ProtoReflect.Descriptor instead.
 func (*HotMemory) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{25}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *HotMemory) GetAgentId() string {
@@ -2982,6 +3063,7 @@ type WarmRequest struct {
 	//	*WarmRequest_Prompt
 	//	*WarmRequest_Messages
 	//	*WarmRequest_AppendMessages
+	//	*WarmRequest_PromptTokenIds
 	Input isWarmRequest_Input `protobuf_oneof:"input"`
 	// Tools that the template may offer to the model.
 	Tools         []*Tool `protobuf:"bytes,6,rep,name=tools,proto3" json:"tools,omitempty"`
@@ -2991,7 +3073,7 @@ type WarmRequest struct {
 
 func (x *WarmRequest) Reset() {
 	*x = WarmRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3003,7 +3085,7 @@ func (x *WarmRequest) String() string {
 func (*WarmRequest) ProtoMessage() {}
 
 func (x *WarmRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3016,7 +3098,7 @@ func (x *WarmRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmRequest.ProtoReflect.Descriptor instead.
 func (*WarmRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{26}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *WarmRequest) GetModel() string {
@@ -3067,6 +3149,15 @@ func (x *WarmRequest) GetAppendMessages() *MessageList {
 	return nil
 }
 
+func (x *WarmRequest) GetPromptTokenIds() *TokenIds {
+	if x != nil {
+		if x, ok := x.Input.(*WarmRequest_PromptTokenIds); ok {
+			return x.PromptTokenIds
+		}
+	}
+	return nil
+}
+
 func (x *WarmRequest) GetTools() []*Tool {
 	if x != nil {
 		return x.Tools
@@ -3090,11 +3181,17 @@ type WarmRequest_AppendMessages struct {
 	AppendMessages *MessageList `protobuf:"bytes,5,opt,name=append_messages,json=appendMessages,proto3,oneof"`
 }
 
+type WarmRequest_PromptTokenIds struct {
+	PromptTokenIds *TokenIds `protobuf:"bytes,7,opt,name=prompt_token_ids,json=promptTokenIds,proto3,oneof"`
+}
+
 func (*WarmRequest_Prompt) isWarmRequest_Input() {}
 
 func (*WarmRequest_Messages) isWarmRequest_Input() {}
 
 func (*WarmRequest_AppendMessages) isWarmRequest_Input() {}
+
+func (*WarmRequest_PromptTokenIds) isWarmRequest_Input() {}
 
 type WarmResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -3120,7 +3217,7 @@ type WarmResponse struct {
 
 func (x *WarmResponse) Reset() {
 	*x = WarmResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3132,7 +3229,7 @@ func (x *WarmResponse) String() string {
 func (*WarmResponse) ProtoMessage() {}
 
 func (x *WarmResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3145,7 +3242,7 @@ func (x *WarmResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmResponse.ProtoReflect.Descriptor instead.
 func (*WarmResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{27}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *WarmResponse) GetModel() string {
@@ -3233,6 +3330,7 @@ type CountTokensRequest struct {
 	//
 	//	*CountTokensRequest_Prompt
 	//	*CountTokensRequest_Messages
+	//	*CountTokensRequest_PromptTokenIds
 	Input         isCountTokensRequest_Input `protobuf_oneof:"input"`
 	Tools         []*Tool                    `protobuf:"bytes,4,rep,name=tools,proto3" json:"tools,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -3241,7 +3339,7 @@ type CountTokensRequest struct {
 
 func (x *CountTokensRequest) Reset() {
 	*x = CountTokensRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3253,7 +3351,7 @@ func (x *CountTokensRequest) String() string {
 func (*CountTokensRequest) ProtoMessage() {}
 
 func (x *CountTokensRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3266,7 +3364,7 @@ func (x *CountTokensRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CountTokensRequest.ProtoReflect.Descriptor instead.
 func (*CountTokensRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{28}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *CountTokensRequest) GetModel() string {
@@ -3301,6 +3399,15 @@ func (x *CountTokensRequest) GetMessages() *MessageList {
 	return nil
 }
 
+func (x *CountTokensRequest) GetPromptTokenIds() *TokenIds {
+	if x != nil {
+		if x, ok := x.Input.(*CountTokensRequest_PromptTokenIds); ok {
+			return x.PromptTokenIds
+		}
+	}
+	return nil
+}
+
 func (x *CountTokensRequest) GetTools() []*Tool {
 	if x != nil {
 		return x.Tools
@@ -3320,9 +3427,15 @@ type CountTokensRequest_Messages struct {
 	Messages *MessageList `protobuf:"bytes,3,opt,name=messages,proto3,oneof"`
 }
 
+type CountTokensRequest_PromptTokenIds struct {
+	PromptTokenIds *TokenIds `protobuf:"bytes,5,opt,name=prompt_token_ids,json=promptTokenIds,proto3,oneof"`
+}
+
 func (*CountTokensRequest_Prompt) isCountTokensRequest_Input() {}
 
 func (*CountTokensRequest_Messages) isCountTokensRequest_Input() {}
+
+func (*CountTokensRequest_PromptTokenIds) isCountTokensRequest_Input() {}
 
 type CountTokensResponse struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
@@ -3335,7 +3448,7 @@ type CountTokensResponse struct {
 
 func (x *CountTokensResponse) Reset() {
 	*x = CountTokensResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3347,7 +3460,7 @@ func (x *CountTokensResponse) String() string {
 func (*CountTokensResponse) ProtoMessage() {}
 
 func (x *CountTokensResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3360,7 +3473,7 @@ func (x *CountTokensResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CountTokensResponse.ProtoReflect.Descriptor instead.
 func (*CountTokensResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{29}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *CountTokensResponse) GetTokens() int64 {
@@ -3389,7 +3502,7 @@ type LoadModelRequest struct {
 
 func (x *LoadModelRequest) Reset() {
 	*x = LoadModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3401,7 +3514,7 @@ func (x *LoadModelRequest) String() string {
 func (*LoadModelRequest) ProtoMessage() {}
 
 func (x *LoadModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3414,7 +3527,7 @@ func (x *LoadModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadModelRequest.ProtoReflect.Descriptor instead.
 func (*LoadModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{30}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *LoadModelRequest) GetModel() string {
@@ -3444,7 +3557,7 @@ type LoadModelResponse struct {
 
 func (x *LoadModelResponse) Reset() {
 	*x = LoadModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3456,7 +3569,7 @@ func (x *LoadModelResponse) String() string {
 func (*LoadModelResponse) ProtoMessage() {}
 
 func (x *LoadModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3469,7 +3582,7 @@ func (x *LoadModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadModelResponse.ProtoReflect.Descriptor instead.
 func (*LoadModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{31}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *LoadModelResponse) GetEvent() isLoadModelResponse_Event {
@@ -3524,7 +3637,7 @@ type LoadProgress struct {
 
 func (x *LoadProgress) Reset() {
 	*x = LoadProgress{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3536,7 +3649,7 @@ func (x *LoadProgress) String() string {
 func (*LoadProgress) ProtoMessage() {}
 
 func (x *LoadProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3549,7 +3662,7 @@ func (x *LoadProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadProgress.ProtoReflect.Descriptor instead.
 func (*LoadProgress) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{32}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *LoadProgress) GetStage() LoadStage {
@@ -3577,7 +3690,7 @@ type LoadedModel struct {
 
 func (x *LoadedModel) Reset() {
 	*x = LoadedModel{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3589,7 +3702,7 @@ func (x *LoadedModel) String() string {
 func (*LoadedModel) ProtoMessage() {}
 
 func (x *LoadedModel) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3602,7 +3715,7 @@ func (x *LoadedModel) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadedModel.ProtoReflect.Descriptor instead.
 func (*LoadedModel) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{33}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *LoadedModel) GetModel() *Model {
@@ -3631,7 +3744,7 @@ type UnloadModelRequest struct {
 
 func (x *UnloadModelRequest) Reset() {
 	*x = UnloadModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3643,7 +3756,7 @@ func (x *UnloadModelRequest) String() string {
 func (*UnloadModelRequest) ProtoMessage() {}
 
 func (x *UnloadModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3656,7 +3769,7 @@ func (x *UnloadModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadModelRequest.ProtoReflect.Descriptor instead.
 func (*UnloadModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{34}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *UnloadModelRequest) GetModel() string {
@@ -3682,7 +3795,7 @@ type UnloadModelResponse struct {
 
 func (x *UnloadModelResponse) Reset() {
 	*x = UnloadModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3694,7 +3807,7 @@ func (x *UnloadModelResponse) String() string {
 func (*UnloadModelResponse) ProtoMessage() {}
 
 func (x *UnloadModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3707,7 +3820,7 @@ func (x *UnloadModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadModelResponse.ProtoReflect.Descriptor instead.
 func (*UnloadModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{35}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *UnloadModelResponse) GetLeft() *MemoriesLeft {
@@ -3730,7 +3843,7 @@ type MemoriesLeft struct {
 
 func (x *MemoriesLeft) Reset() {
 	*x = MemoriesLeft{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3742,7 +3855,7 @@ func (x *MemoriesLeft) String() string {
 func (*MemoriesLeft) ProtoMessage() {}
 
 func (x *MemoriesLeft) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3755,7 +3868,7 @@ func (x *MemoriesLeft) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemoriesLeft.ProtoReflect.Descriptor instead.
 func (*MemoriesLeft) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{36}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *MemoriesLeft) GetStored() int64 {
@@ -3780,7 +3893,7 @@ type ListModelsRequest struct {
 
 func (x *ListModelsRequest) Reset() {
 	*x = ListModelsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3792,7 +3905,7 @@ func (x *ListModelsRequest) String() string {
 func (*ListModelsRequest) ProtoMessage() {}
 
 func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3805,7 +3918,7 @@ func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsRequest.ProtoReflect.Descriptor instead.
 func (*ListModelsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{37}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{38}
 }
 
 type ListModelsResponse struct {
@@ -3817,7 +3930,7 @@ type ListModelsResponse struct {
 
 func (x *ListModelsResponse) Reset() {
 	*x = ListModelsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3829,7 +3942,7 @@ func (x *ListModelsResponse) String() string {
 func (*ListModelsResponse) ProtoMessage() {}
 
 func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3842,7 +3955,7 @@ func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsResponse.ProtoReflect.Descriptor instead.
 func (*ListModelsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{38}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *ListModelsResponse) GetModels() []*Model {
@@ -3862,7 +3975,7 @@ type GetModelRequest struct {
 
 func (x *GetModelRequest) Reset() {
 	*x = GetModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3874,7 +3987,7 @@ func (x *GetModelRequest) String() string {
 func (*GetModelRequest) ProtoMessage() {}
 
 func (x *GetModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3887,7 +4000,7 @@ func (x *GetModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetModelRequest.ProtoReflect.Descriptor instead.
 func (*GetModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{39}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *GetModelRequest) GetModel() string {
@@ -3906,7 +4019,7 @@ type GetModelResponse struct {
 
 func (x *GetModelResponse) Reset() {
 	*x = GetModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3918,7 +4031,7 @@ func (x *GetModelResponse) String() string {
 func (*GetModelResponse) ProtoMessage() {}
 
 func (x *GetModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3931,7 +4044,7 @@ func (x *GetModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetModelResponse.ProtoReflect.Descriptor instead.
 func (*GetModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{40}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *GetModelResponse) GetModel() *Model {
@@ -3971,7 +4084,7 @@ type Model struct {
 
 func (x *Model) Reset() {
 	*x = Model{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3983,7 +4096,7 @@ func (x *Model) String() string {
 func (*Model) ProtoMessage() {}
 
 func (x *Model) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3996,7 +4109,7 @@ func (x *Model) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Model.ProtoReflect.Descriptor instead.
 func (*Model) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{41}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *Model) GetName() string {
@@ -4119,7 +4232,7 @@ type GetCapabilitiesRequest struct {
 
 func (x *GetCapabilitiesRequest) Reset() {
 	*x = GetCapabilitiesRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4131,7 +4244,7 @@ func (x *GetCapabilitiesRequest) String() string {
 func (*GetCapabilitiesRequest) ProtoMessage() {}
 
 func (x *GetCapabilitiesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4144,7 +4257,7 @@ func (x *GetCapabilitiesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCapabilitiesRequest.ProtoReflect.Descriptor instead.
 func (*GetCapabilitiesRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{42}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{43}
 }
 
 type GetCapabilitiesResponse struct {
@@ -4162,7 +4275,7 @@ type GetCapabilitiesResponse struct {
 
 func (x *GetCapabilitiesResponse) Reset() {
 	*x = GetCapabilitiesResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4174,7 +4287,7 @@ func (x *GetCapabilitiesResponse) String() string {
 func (*GetCapabilitiesResponse) ProtoMessage() {}
 
 func (x *GetCapabilitiesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4187,7 +4300,7 @@ func (x *GetCapabilitiesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCapabilitiesResponse.ProtoReflect.Descriptor instead.
 func (*GetCapabilitiesResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{43}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *GetCapabilitiesResponse) GetVersion() string {
@@ -4245,7 +4358,7 @@ type Limits struct {
 
 func (x *Limits) Reset() {
 	*x = Limits{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4257,7 +4370,7 @@ func (x *Limits) String() string {
 func (*Limits) ProtoMessage() {}
 
 func (x *Limits) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4270,7 +4383,7 @@ func (x *Limits) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Limits.ProtoReflect.Descriptor instead.
 func (*Limits) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{44}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *Limits) GetMaxPromptBytes() int64 {
@@ -4330,7 +4443,7 @@ type GetStatsRequest struct {
 
 func (x *GetStatsRequest) Reset() {
 	*x = GetStatsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4342,7 +4455,7 @@ func (x *GetStatsRequest) String() string {
 func (*GetStatsRequest) ProtoMessage() {}
 
 func (x *GetStatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4355,7 +4468,7 @@ func (x *GetStatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatsRequest.ProtoReflect.Descriptor instead.
 func (*GetStatsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{45}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{46}
 }
 
 type GetStatsResponse struct {
@@ -4375,7 +4488,7 @@ type GetStatsResponse struct {
 
 func (x *GetStatsResponse) Reset() {
 	*x = GetStatsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4387,7 +4500,7 @@ func (x *GetStatsResponse) String() string {
 func (*GetStatsResponse) ProtoMessage() {}
 
 func (x *GetStatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4400,7 +4513,7 @@ func (x *GetStatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatsResponse.ProtoReflect.Descriptor instead.
 func (*GetStatsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{46}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *GetStatsResponse) GetModel() string {
@@ -4474,7 +4587,7 @@ type NamespaceStats struct {
 
 func (x *NamespaceStats) Reset() {
 	*x = NamespaceStats{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4486,7 +4599,7 @@ func (x *NamespaceStats) String() string {
 func (*NamespaceStats) ProtoMessage() {}
 
 func (x *NamespaceStats) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4499,7 +4612,7 @@ func (x *NamespaceStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NamespaceStats.ProtoReflect.Descriptor instead.
 func (*NamespaceStats) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{47}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *NamespaceStats) GetNamespace() string {
@@ -4645,7 +4758,7 @@ type EngineStats struct {
 
 func (x *EngineStats) Reset() {
 	*x = EngineStats{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4657,7 +4770,7 @@ func (x *EngineStats) String() string {
 func (*EngineStats) ProtoMessage() {}
 
 func (x *EngineStats) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4670,7 +4783,7 @@ func (x *EngineStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EngineStats.ProtoReflect.Descriptor instead.
 func (*EngineStats) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{48}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *EngineStats) GetKvMemoryBytes() int64 {
@@ -4740,7 +4853,7 @@ var File_kvasir_inference_v1_inference_proto protoreflect.FileDescriptor
 
 const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\n" +
-	"#kvasir/inference/v1/inference.proto\x12\x13kvasir.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#kvasir/cachestore/v1/identity.proto\x1a#kvasir/cachestore/v1/manifest.proto\x1a\x1ekvasir/common/v1/message.proto\"\x84\b\n" +
+	"#kvasir/inference/v1/inference.proto\x12\x13kvasir.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#kvasir/cachestore/v1/identity.proto\x1a#kvasir/cachestore/v1/manifest.proto\x1a\x1ekvasir/common/v1/message.proto\"\x86\t\n" +
 	"\x0fGenerateRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -4749,7 +4862,8 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x10expected_version\x18\x04 \x01(\x03H\x02R\x0fexpectedVersion\x88\x01\x01\x12\x18\n" +
 	"\x06prompt\x18\x05 \x01(\tH\x00R\x06prompt\x12>\n" +
 	"\bmessages\x18\x06 \x01(\v2 .kvasir.inference.v1.MessageListH\x00R\bmessages\x12K\n" +
-	"\x0fappend_messages\x18\a \x01(\v2 .kvasir.inference.v1.MessageListH\x00R\x0eappendMessages\x129\n" +
+	"\x0fappend_messages\x18\a \x01(\v2 .kvasir.inference.v1.MessageListH\x00R\x0eappendMessages\x12I\n" +
+	"\x10prompt_token_ids\x18\x16 \x01(\v2\x1d.kvasir.inference.v1.TokenIdsH\x00R\x0epromptTokenIds\x129\n" +
 	"\bsampling\x18\b \x01(\v2\x1d.kvasir.inference.v1.SamplingR\bsampling\x12/\n" +
 	"\x05tools\x18\t \x03(\v2\x19.kvasir.inference.v1.ToolR\x05tools\x12!\n" +
 	"\fkeep_partial\x18\n" +
@@ -4767,7 +4881,8 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\fresume_token\x18\x13 \x01(\tR\vresumeToken\x12.\n" +
 	"\x13renew_template_date\x18\x14 \x01(\bR\x11renewTemplateDate\x12@\n" +
 	"\vtool_choice\x18\x15 \x01(\v2\x1f.kvasir.inference.v1.ToolChoiceR\n" +
-	"toolChoiceB\a\n" +
+	"toolChoice\x125\n" +
+	"\x17return_prompt_token_ids\x18\x17 \x01(\bR\x14returnPromptTokenIdsB\a\n" +
 	"\x05inputB\x11\n" +
 	"\x0fresponse_formatB\x13\n" +
 	"\x11_expected_versionB\x0f\n" +
@@ -4783,7 +4898,9 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x0fsummary_request\x18\x03 \x01(\tR\x0esummaryRequestB\a\n" +
 	"\x05_keep\"D\n" +
 	"\vMessageList\x125\n" +
-	"\bmessages\x18\x01 \x03(\v2\x19.kvasir.common.v1.MessageR\bmessages\"e\n" +
+	"\bmessages\x18\x01 \x03(\v2\x19.kvasir.common.v1.MessageR\bmessages\"\x1c\n" +
+	"\bTokenIds\x12\x10\n" +
+	"\x03ids\x18\x01 \x03(\rR\x03ids\"e\n" +
 	"\x04Tool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12 \n" +
 	"\vdescription\x18\x02 \x01(\tR\vdescription\x12'\n" +
@@ -4835,7 +4952,7 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x04peer\x18\x01 \x01(\tR\x04peer\x12!\n" +
 	"\fresume_token\x18\x02 \x01(\tR\vresumeToken\x128\n" +
 	"\n" +
-	"expires_in\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\texpiresIn\"\x86\x04\n" +
+	"expires_in\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\texpiresIn\"\xb0\x04\n" +
 	"\aStarted\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -4850,7 +4967,8 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\fcontinuation\x18\n" +
 	" \x01(\x0e2!.kvasir.inference.v1.ContinuationR\fcontinuation\x12!\n" +
 	"\fbase_version\x18\v \x01(\x03R\vbaseVersion\x12,\n" +
-	"\x12kept_template_date\x18\f \x01(\bR\x10keptTemplateDate\"U\n" +
+	"\x12kept_template_date\x18\f \x01(\bR\x10keptTemplateDate\x12(\n" +
+	"\x10prompt_token_ids\x18\r \x03(\rR\x0epromptTokenIds\"U\n" +
 	"\x0fPrefillProgress\x12\x1f\n" +
 	"\vtokens_done\x18\x01 \x01(\x03R\n" +
 	"tokensDone\x12!\n" +
@@ -4934,13 +5052,14 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x06tokens\x18\x02 \x01(\x03R\x06tokens\x12\x19\n" +
 	"\bkv_bytes\x18\x03 \x01(\x03R\akvBytes\x12\x18\n" +
 	"\aversion\x18\x04 \x01(\x03R\aversion\x12\x1b\n" +
-	"\tis_stored\x18\x05 \x01(\bR\bisStored\"\x9f\x02\n" +
+	"\tis_stored\x18\x05 \x01(\bR\bisStored\"\xea\x02\n" +
 	"\vWarmRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12\x19\n" +
 	"\bagent_id\x18\x02 \x01(\tR\aagentId\x12\x18\n" +
 	"\x06prompt\x18\x03 \x01(\tH\x00R\x06prompt\x12>\n" +
 	"\bmessages\x18\x04 \x01(\v2 .kvasir.inference.v1.MessageListH\x00R\bmessages\x12K\n" +
-	"\x0fappend_messages\x18\x05 \x01(\v2 .kvasir.inference.v1.MessageListH\x00R\x0eappendMessages\x12/\n" +
+	"\x0fappend_messages\x18\x05 \x01(\v2 .kvasir.inference.v1.MessageListH\x00R\x0eappendMessages\x12I\n" +
+	"\x10prompt_token_ids\x18\a \x01(\v2\x1d.kvasir.inference.v1.TokenIdsH\x00R\x0epromptTokenIds\x12/\n" +
 	"\x05tools\x18\x06 \x03(\v2\x19.kvasir.inference.v1.ToolR\x05toolsB\a\n" +
 	"\x05input\"\xcd\x03\n" +
 	"\fWarmResponse\x12\x14\n" +
@@ -4955,11 +5074,12 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\aversion\x18\t \x01(\x03R\aversion\x123\n" +
 	"\arestore\x18\n" +
 	" \x01(\v2\x19.google.protobuf.DurationR\arestore\x123\n" +
-	"\aprefill\x18\v \x01(\v2\x19.google.protobuf.DurationR\aprefill\"\xbe\x01\n" +
+	"\aprefill\x18\v \x01(\v2\x19.google.protobuf.DurationR\aprefill\"\x89\x02\n" +
 	"\x12CountTokensRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12\x18\n" +
 	"\x06prompt\x18\x02 \x01(\tH\x00R\x06prompt\x12>\n" +
-	"\bmessages\x18\x03 \x01(\v2 .kvasir.inference.v1.MessageListH\x00R\bmessages\x12/\n" +
+	"\bmessages\x18\x03 \x01(\v2 .kvasir.inference.v1.MessageListH\x00R\bmessages\x12I\n" +
+	"\x10prompt_token_ids\x18\x05 \x01(\v2\x1d.kvasir.inference.v1.TokenIdsH\x00R\x0epromptTokenIds\x12/\n" +
 	"\x05tools\x18\x04 \x03(\v2\x19.kvasir.inference.v1.ToolR\x05toolsB\a\n" +
 	"\x05input\"T\n" +
 	"\x13CountTokensResponse\x12\x16\n" +
@@ -5202,7 +5322,7 @@ func file_kvasir_inference_v1_inference_proto_rawDescGZIP() []byte {
 }
 
 var file_kvasir_inference_v1_inference_proto_enumTypes = make([]protoimpl.EnumInfo, 13)
-var file_kvasir_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 56)
+var file_kvasir_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 57)
 var file_kvasir_inference_v1_inference_proto_goTypes = []any{
 	(ToolChoiceKind)(0),             // 0: kvasir.inference.v1.ToolChoiceKind
 	(OnFullPolicy)(0),               // 1: kvasir.inference.v1.OnFullPolicy
@@ -5221,169 +5341,173 @@ var file_kvasir_inference_v1_inference_proto_goTypes = []any{
 	(*ToolChoice)(nil),              // 14: kvasir.inference.v1.ToolChoice
 	(*OnFull)(nil),                  // 15: kvasir.inference.v1.OnFull
 	(*MessageList)(nil),             // 16: kvasir.inference.v1.MessageList
-	(*Tool)(nil),                    // 17: kvasir.inference.v1.Tool
-	(*Sampling)(nil),                // 18: kvasir.inference.v1.Sampling
-	(*GenerateResponse)(nil),        // 19: kvasir.inference.v1.GenerateResponse
-	(*Moved)(nil),                   // 20: kvasir.inference.v1.Moved
-	(*Started)(nil),                 // 21: kvasir.inference.v1.Started
-	(*PrefillProgress)(nil),         // 22: kvasir.inference.v1.PrefillProgress
-	(*Delta)(nil),                   // 23: kvasir.inference.v1.Delta
-	(*TokenLogprobs)(nil),           // 24: kvasir.inference.v1.TokenLogprobs
-	(*TokenLogprob)(nil),            // 25: kvasir.inference.v1.TokenLogprob
-	(*Finished)(nil),                // 26: kvasir.inference.v1.Finished
-	(*Shortening)(nil),              // 27: kvasir.inference.v1.Shortening
-	(*Usage)(nil),                   // 28: kvasir.inference.v1.Usage
-	(*Timings)(nil),                 // 29: kvasir.inference.v1.Timings
-	(*SnapshotOutcome)(nil),         // 30: kvasir.inference.v1.SnapshotOutcome
-	(*ListTurnsRequest)(nil),        // 31: kvasir.inference.v1.ListTurnsRequest
-	(*ListTurnsResponse)(nil),       // 32: kvasir.inference.v1.ListTurnsResponse
-	(*Turn)(nil),                    // 33: kvasir.inference.v1.Turn
-	(*CancelTurnRequest)(nil),       // 34: kvasir.inference.v1.CancelTurnRequest
-	(*CancelTurnResponse)(nil),      // 35: kvasir.inference.v1.CancelTurnResponse
-	(*ListHotMemoriesRequest)(nil),  // 36: kvasir.inference.v1.ListHotMemoriesRequest
-	(*ListHotMemoriesResponse)(nil), // 37: kvasir.inference.v1.ListHotMemoriesResponse
-	(*HotMemory)(nil),               // 38: kvasir.inference.v1.HotMemory
-	(*WarmRequest)(nil),             // 39: kvasir.inference.v1.WarmRequest
-	(*WarmResponse)(nil),            // 40: kvasir.inference.v1.WarmResponse
-	(*CountTokensRequest)(nil),      // 41: kvasir.inference.v1.CountTokensRequest
-	(*CountTokensResponse)(nil),     // 42: kvasir.inference.v1.CountTokensResponse
-	(*LoadModelRequest)(nil),        // 43: kvasir.inference.v1.LoadModelRequest
-	(*LoadModelResponse)(nil),       // 44: kvasir.inference.v1.LoadModelResponse
-	(*LoadProgress)(nil),            // 45: kvasir.inference.v1.LoadProgress
-	(*LoadedModel)(nil),             // 46: kvasir.inference.v1.LoadedModel
-	(*UnloadModelRequest)(nil),      // 47: kvasir.inference.v1.UnloadModelRequest
-	(*UnloadModelResponse)(nil),     // 48: kvasir.inference.v1.UnloadModelResponse
-	(*MemoriesLeft)(nil),            // 49: kvasir.inference.v1.MemoriesLeft
-	(*ListModelsRequest)(nil),       // 50: kvasir.inference.v1.ListModelsRequest
-	(*ListModelsResponse)(nil),      // 51: kvasir.inference.v1.ListModelsResponse
-	(*GetModelRequest)(nil),         // 52: kvasir.inference.v1.GetModelRequest
-	(*GetModelResponse)(nil),        // 53: kvasir.inference.v1.GetModelResponse
-	(*Model)(nil),                   // 54: kvasir.inference.v1.Model
-	(*GetCapabilitiesRequest)(nil),  // 55: kvasir.inference.v1.GetCapabilitiesRequest
-	(*GetCapabilitiesResponse)(nil), // 56: kvasir.inference.v1.GetCapabilitiesResponse
-	(*Limits)(nil),                  // 57: kvasir.inference.v1.Limits
-	(*GetStatsRequest)(nil),         // 58: kvasir.inference.v1.GetStatsRequest
-	(*GetStatsResponse)(nil),        // 59: kvasir.inference.v1.GetStatsResponse
-	(*NamespaceStats)(nil),          // 60: kvasir.inference.v1.NamespaceStats
-	(*EngineStats)(nil),             // 61: kvasir.inference.v1.EngineStats
-	nil,                             // 62: kvasir.inference.v1.Sampling.LogitBiasEntry
-	nil,                             // 63: kvasir.inference.v1.NamespaceStats.TurnEndsEntry
-	nil,                             // 64: kvasir.inference.v1.NamespaceStats.RefusalsEntry
-	nil,                             // 65: kvasir.inference.v1.NamespaceStats.SourcesEntry
-	nil,                             // 66: kvasir.inference.v1.NamespaceStats.MissesEntry
-	nil,                             // 67: kvasir.inference.v1.NamespaceStats.PublicationsEntry
-	nil,                             // 68: kvasir.inference.v1.NamespaceStats.MadeGoodEntry
-	(*v1.Message)(nil),              // 69: kvasir.common.v1.Message
-	(*durationpb.Duration)(nil),     // 70: google.protobuf.Duration
-	(*v1.ToolCall)(nil),             // 71: kvasir.common.v1.ToolCall
-	(*v11.Digest)(nil),              // 72: kvasir.cachestore.v1.Digest
-	(*v11.KvIdentity)(nil),          // 73: kvasir.cachestore.v1.KvIdentity
+	(*TokenIds)(nil),                // 17: kvasir.inference.v1.TokenIds
+	(*Tool)(nil),                    // 18: kvasir.inference.v1.Tool
+	(*Sampling)(nil),                // 19: kvasir.inference.v1.Sampling
+	(*GenerateResponse)(nil),        // 20: kvasir.inference.v1.GenerateResponse
+	(*Moved)(nil),                   // 21: kvasir.inference.v1.Moved
+	(*Started)(nil),                 // 22: kvasir.inference.v1.Started
+	(*PrefillProgress)(nil),         // 23: kvasir.inference.v1.PrefillProgress
+	(*Delta)(nil),                   // 24: kvasir.inference.v1.Delta
+	(*TokenLogprobs)(nil),           // 25: kvasir.inference.v1.TokenLogprobs
+	(*TokenLogprob)(nil),            // 26: kvasir.inference.v1.TokenLogprob
+	(*Finished)(nil),                // 27: kvasir.inference.v1.Finished
+	(*Shortening)(nil),              // 28: kvasir.inference.v1.Shortening
+	(*Usage)(nil),                   // 29: kvasir.inference.v1.Usage
+	(*Timings)(nil),                 // 30: kvasir.inference.v1.Timings
+	(*SnapshotOutcome)(nil),         // 31: kvasir.inference.v1.SnapshotOutcome
+	(*ListTurnsRequest)(nil),        // 32: kvasir.inference.v1.ListTurnsRequest
+	(*ListTurnsResponse)(nil),       // 33: kvasir.inference.v1.ListTurnsResponse
+	(*Turn)(nil),                    // 34: kvasir.inference.v1.Turn
+	(*CancelTurnRequest)(nil),       // 35: kvasir.inference.v1.CancelTurnRequest
+	(*CancelTurnResponse)(nil),      // 36: kvasir.inference.v1.CancelTurnResponse
+	(*ListHotMemoriesRequest)(nil),  // 37: kvasir.inference.v1.ListHotMemoriesRequest
+	(*ListHotMemoriesResponse)(nil), // 38: kvasir.inference.v1.ListHotMemoriesResponse
+	(*HotMemory)(nil),               // 39: kvasir.inference.v1.HotMemory
+	(*WarmRequest)(nil),             // 40: kvasir.inference.v1.WarmRequest
+	(*WarmResponse)(nil),            // 41: kvasir.inference.v1.WarmResponse
+	(*CountTokensRequest)(nil),      // 42: kvasir.inference.v1.CountTokensRequest
+	(*CountTokensResponse)(nil),     // 43: kvasir.inference.v1.CountTokensResponse
+	(*LoadModelRequest)(nil),        // 44: kvasir.inference.v1.LoadModelRequest
+	(*LoadModelResponse)(nil),       // 45: kvasir.inference.v1.LoadModelResponse
+	(*LoadProgress)(nil),            // 46: kvasir.inference.v1.LoadProgress
+	(*LoadedModel)(nil),             // 47: kvasir.inference.v1.LoadedModel
+	(*UnloadModelRequest)(nil),      // 48: kvasir.inference.v1.UnloadModelRequest
+	(*UnloadModelResponse)(nil),     // 49: kvasir.inference.v1.UnloadModelResponse
+	(*MemoriesLeft)(nil),            // 50: kvasir.inference.v1.MemoriesLeft
+	(*ListModelsRequest)(nil),       // 51: kvasir.inference.v1.ListModelsRequest
+	(*ListModelsResponse)(nil),      // 52: kvasir.inference.v1.ListModelsResponse
+	(*GetModelRequest)(nil),         // 53: kvasir.inference.v1.GetModelRequest
+	(*GetModelResponse)(nil),        // 54: kvasir.inference.v1.GetModelResponse
+	(*Model)(nil),                   // 55: kvasir.inference.v1.Model
+	(*GetCapabilitiesRequest)(nil),  // 56: kvasir.inference.v1.GetCapabilitiesRequest
+	(*GetCapabilitiesResponse)(nil), // 57: kvasir.inference.v1.GetCapabilitiesResponse
+	(*Limits)(nil),                  // 58: kvasir.inference.v1.Limits
+	(*GetStatsRequest)(nil),         // 59: kvasir.inference.v1.GetStatsRequest
+	(*GetStatsResponse)(nil),        // 60: kvasir.inference.v1.GetStatsResponse
+	(*NamespaceStats)(nil),          // 61: kvasir.inference.v1.NamespaceStats
+	(*EngineStats)(nil),             // 62: kvasir.inference.v1.EngineStats
+	nil,                             // 63: kvasir.inference.v1.Sampling.LogitBiasEntry
+	nil,                             // 64: kvasir.inference.v1.NamespaceStats.TurnEndsEntry
+	nil,                             // 65: kvasir.inference.v1.NamespaceStats.RefusalsEntry
+	nil,                             // 66: kvasir.inference.v1.NamespaceStats.SourcesEntry
+	nil,                             // 67: kvasir.inference.v1.NamespaceStats.MissesEntry
+	nil,                             // 68: kvasir.inference.v1.NamespaceStats.PublicationsEntry
+	nil,                             // 69: kvasir.inference.v1.NamespaceStats.MadeGoodEntry
+	(*v1.Message)(nil),              // 70: kvasir.common.v1.Message
+	(*durationpb.Duration)(nil),     // 71: google.protobuf.Duration
+	(*v1.ToolCall)(nil),             // 72: kvasir.common.v1.ToolCall
+	(*v11.Digest)(nil),              // 73: kvasir.cachestore.v1.Digest
+	(*v11.KvIdentity)(nil),          // 74: kvasir.cachestore.v1.KvIdentity
 }
 var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	16, // 0: kvasir.inference.v1.GenerateRequest.messages:type_name -> kvasir.inference.v1.MessageList
 	16, // 1: kvasir.inference.v1.GenerateRequest.append_messages:type_name -> kvasir.inference.v1.MessageList
-	18, // 2: kvasir.inference.v1.GenerateRequest.sampling:type_name -> kvasir.inference.v1.Sampling
-	17, // 3: kvasir.inference.v1.GenerateRequest.tools:type_name -> kvasir.inference.v1.Tool
-	3,  // 4: kvasir.inference.v1.GenerateRequest.priority:type_name -> kvasir.inference.v1.Priority
-	2,  // 5: kvasir.inference.v1.GenerateRequest.memory_mode:type_name -> kvasir.inference.v1.MemoryMode
-	15, // 6: kvasir.inference.v1.GenerateRequest.on_full:type_name -> kvasir.inference.v1.OnFull
-	14, // 7: kvasir.inference.v1.GenerateRequest.tool_choice:type_name -> kvasir.inference.v1.ToolChoice
-	0,  // 8: kvasir.inference.v1.ToolChoice.kind:type_name -> kvasir.inference.v1.ToolChoiceKind
-	1,  // 9: kvasir.inference.v1.OnFull.policy:type_name -> kvasir.inference.v1.OnFullPolicy
-	69, // 10: kvasir.inference.v1.MessageList.messages:type_name -> kvasir.common.v1.Message
-	62, // 11: kvasir.inference.v1.Sampling.logit_bias:type_name -> kvasir.inference.v1.Sampling.LogitBiasEntry
-	21, // 12: kvasir.inference.v1.GenerateResponse.started:type_name -> kvasir.inference.v1.Started
-	22, // 13: kvasir.inference.v1.GenerateResponse.prefill_progress:type_name -> kvasir.inference.v1.PrefillProgress
-	23, // 14: kvasir.inference.v1.GenerateResponse.delta:type_name -> kvasir.inference.v1.Delta
-	26, // 15: kvasir.inference.v1.GenerateResponse.finished:type_name -> kvasir.inference.v1.Finished
-	20, // 16: kvasir.inference.v1.GenerateResponse.moved:type_name -> kvasir.inference.v1.Moved
-	70, // 17: kvasir.inference.v1.Moved.expires_in:type_name -> google.protobuf.Duration
-	5,  // 18: kvasir.inference.v1.Started.source:type_name -> kvasir.inference.v1.CacheSource
-	7,  // 19: kvasir.inference.v1.Started.miss:type_name -> kvasir.inference.v1.MissReason
-	6,  // 20: kvasir.inference.v1.Started.match:type_name -> kvasir.inference.v1.PrefixMatch
-	4,  // 21: kvasir.inference.v1.Started.continuation:type_name -> kvasir.inference.v1.Continuation
-	24, // 22: kvasir.inference.v1.Delta.logprobs:type_name -> kvasir.inference.v1.TokenLogprobs
-	25, // 23: kvasir.inference.v1.TokenLogprobs.top:type_name -> kvasir.inference.v1.TokenLogprob
-	8,  // 24: kvasir.inference.v1.Finished.reason:type_name -> kvasir.inference.v1.FinishReason
-	28, // 25: kvasir.inference.v1.Finished.usage:type_name -> kvasir.inference.v1.Usage
-	29, // 26: kvasir.inference.v1.Finished.timings:type_name -> kvasir.inference.v1.Timings
-	30, // 27: kvasir.inference.v1.Finished.snapshot:type_name -> kvasir.inference.v1.SnapshotOutcome
-	71, // 28: kvasir.inference.v1.Finished.tool_calls:type_name -> kvasir.common.v1.ToolCall
-	27, // 29: kvasir.inference.v1.Finished.shortening:type_name -> kvasir.inference.v1.Shortening
-	1,  // 30: kvasir.inference.v1.Shortening.policy:type_name -> kvasir.inference.v1.OnFullPolicy
-	70, // 31: kvasir.inference.v1.Timings.queue:type_name -> google.protobuf.Duration
-	70, // 32: kvasir.inference.v1.Timings.restore:type_name -> google.protobuf.Duration
-	70, // 33: kvasir.inference.v1.Timings.prefill:type_name -> google.protobuf.Duration
-	70, // 34: kvasir.inference.v1.Timings.first_token:type_name -> google.protobuf.Duration
-	70, // 35: kvasir.inference.v1.Timings.decode:type_name -> google.protobuf.Duration
-	9,  // 36: kvasir.inference.v1.SnapshotOutcome.state:type_name -> kvasir.inference.v1.SnapshotState
-	72, // 37: kvasir.inference.v1.SnapshotOutcome.manifest:type_name -> kvasir.cachestore.v1.Digest
-	33, // 38: kvasir.inference.v1.ListTurnsResponse.turns:type_name -> kvasir.inference.v1.Turn
-	10, // 39: kvasir.inference.v1.Turn.state:type_name -> kvasir.inference.v1.TurnState
-	70, // 40: kvasir.inference.v1.Turn.age:type_name -> google.protobuf.Duration
-	26, // 41: kvasir.inference.v1.CancelTurnResponse.finished:type_name -> kvasir.inference.v1.Finished
-	38, // 42: kvasir.inference.v1.ListHotMemoriesResponse.memories:type_name -> kvasir.inference.v1.HotMemory
-	16, // 43: kvasir.inference.v1.WarmRequest.messages:type_name -> kvasir.inference.v1.MessageList
-	16, // 44: kvasir.inference.v1.WarmRequest.append_messages:type_name -> kvasir.inference.v1.MessageList
-	17, // 45: kvasir.inference.v1.WarmRequest.tools:type_name -> kvasir.inference.v1.Tool
-	5,  // 46: kvasir.inference.v1.WarmResponse.source:type_name -> kvasir.inference.v1.CacheSource
-	7,  // 47: kvasir.inference.v1.WarmResponse.miss:type_name -> kvasir.inference.v1.MissReason
-	6,  // 48: kvasir.inference.v1.WarmResponse.match:type_name -> kvasir.inference.v1.PrefixMatch
-	70, // 49: kvasir.inference.v1.WarmResponse.restore:type_name -> google.protobuf.Duration
-	70, // 50: kvasir.inference.v1.WarmResponse.prefill:type_name -> google.protobuf.Duration
-	16, // 51: kvasir.inference.v1.CountTokensRequest.messages:type_name -> kvasir.inference.v1.MessageList
-	17, // 52: kvasir.inference.v1.CountTokensRequest.tools:type_name -> kvasir.inference.v1.Tool
-	45, // 53: kvasir.inference.v1.LoadModelResponse.progress:type_name -> kvasir.inference.v1.LoadProgress
-	46, // 54: kvasir.inference.v1.LoadModelResponse.done:type_name -> kvasir.inference.v1.LoadedModel
-	11, // 55: kvasir.inference.v1.LoadProgress.stage:type_name -> kvasir.inference.v1.LoadStage
-	70, // 56: kvasir.inference.v1.LoadProgress.elapsed:type_name -> google.protobuf.Duration
-	54, // 57: kvasir.inference.v1.LoadedModel.model:type_name -> kvasir.inference.v1.Model
-	49, // 58: kvasir.inference.v1.LoadedModel.left:type_name -> kvasir.inference.v1.MemoriesLeft
-	49, // 59: kvasir.inference.v1.UnloadModelResponse.left:type_name -> kvasir.inference.v1.MemoriesLeft
-	54, // 60: kvasir.inference.v1.ListModelsResponse.models:type_name -> kvasir.inference.v1.Model
-	54, // 61: kvasir.inference.v1.GetModelResponse.model:type_name -> kvasir.inference.v1.Model
-	73, // 62: kvasir.inference.v1.Model.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
-	12, // 63: kvasir.inference.v1.Model.state:type_name -> kvasir.inference.v1.ModelState
-	18, // 64: kvasir.inference.v1.Model.sampling_defaults:type_name -> kvasir.inference.v1.Sampling
-	57, // 65: kvasir.inference.v1.GetCapabilitiesResponse.limits:type_name -> kvasir.inference.v1.Limits
-	70, // 66: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
-	60, // 67: kvasir.inference.v1.GetStatsResponse.namespaces:type_name -> kvasir.inference.v1.NamespaceStats
-	61, // 68: kvasir.inference.v1.GetStatsResponse.engine:type_name -> kvasir.inference.v1.EngineStats
-	63, // 69: kvasir.inference.v1.NamespaceStats.turn_ends:type_name -> kvasir.inference.v1.NamespaceStats.TurnEndsEntry
-	64, // 70: kvasir.inference.v1.NamespaceStats.refusals:type_name -> kvasir.inference.v1.NamespaceStats.RefusalsEntry
-	65, // 71: kvasir.inference.v1.NamespaceStats.sources:type_name -> kvasir.inference.v1.NamespaceStats.SourcesEntry
-	66, // 72: kvasir.inference.v1.NamespaceStats.misses:type_name -> kvasir.inference.v1.NamespaceStats.MissesEntry
-	67, // 73: kvasir.inference.v1.NamespaceStats.publications:type_name -> kvasir.inference.v1.NamespaceStats.PublicationsEntry
-	68, // 74: kvasir.inference.v1.NamespaceStats.made_good:type_name -> kvasir.inference.v1.NamespaceStats.MadeGoodEntry
-	13, // 75: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
-	31, // 76: kvasir.inference.v1.InferenceService.ListTurns:input_type -> kvasir.inference.v1.ListTurnsRequest
-	34, // 77: kvasir.inference.v1.InferenceService.CancelTurn:input_type -> kvasir.inference.v1.CancelTurnRequest
-	36, // 78: kvasir.inference.v1.InferenceService.ListHotMemories:input_type -> kvasir.inference.v1.ListHotMemoriesRequest
-	39, // 79: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
-	41, // 80: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
-	50, // 81: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
-	43, // 82: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
-	47, // 83: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
-	52, // 84: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
-	55, // 85: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
-	58, // 86: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
-	19, // 87: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
-	32, // 88: kvasir.inference.v1.InferenceService.ListTurns:output_type -> kvasir.inference.v1.ListTurnsResponse
-	35, // 89: kvasir.inference.v1.InferenceService.CancelTurn:output_type -> kvasir.inference.v1.CancelTurnResponse
-	37, // 90: kvasir.inference.v1.InferenceService.ListHotMemories:output_type -> kvasir.inference.v1.ListHotMemoriesResponse
-	40, // 91: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
-	42, // 92: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
-	51, // 93: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
-	44, // 94: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
-	48, // 95: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
-	53, // 96: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
-	56, // 97: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
-	59, // 98: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
-	87, // [87:99] is the sub-list for method output_type
-	75, // [75:87] is the sub-list for method input_type
-	75, // [75:75] is the sub-list for extension type_name
-	75, // [75:75] is the sub-list for extension extendee
-	0,  // [0:75] is the sub-list for field type_name
+	17, // 2: kvasir.inference.v1.GenerateRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
+	19, // 3: kvasir.inference.v1.GenerateRequest.sampling:type_name -> kvasir.inference.v1.Sampling
+	18, // 4: kvasir.inference.v1.GenerateRequest.tools:type_name -> kvasir.inference.v1.Tool
+	3,  // 5: kvasir.inference.v1.GenerateRequest.priority:type_name -> kvasir.inference.v1.Priority
+	2,  // 6: kvasir.inference.v1.GenerateRequest.memory_mode:type_name -> kvasir.inference.v1.MemoryMode
+	15, // 7: kvasir.inference.v1.GenerateRequest.on_full:type_name -> kvasir.inference.v1.OnFull
+	14, // 8: kvasir.inference.v1.GenerateRequest.tool_choice:type_name -> kvasir.inference.v1.ToolChoice
+	0,  // 9: kvasir.inference.v1.ToolChoice.kind:type_name -> kvasir.inference.v1.ToolChoiceKind
+	1,  // 10: kvasir.inference.v1.OnFull.policy:type_name -> kvasir.inference.v1.OnFullPolicy
+	70, // 11: kvasir.inference.v1.MessageList.messages:type_name -> kvasir.common.v1.Message
+	63, // 12: kvasir.inference.v1.Sampling.logit_bias:type_name -> kvasir.inference.v1.Sampling.LogitBiasEntry
+	22, // 13: kvasir.inference.v1.GenerateResponse.started:type_name -> kvasir.inference.v1.Started
+	23, // 14: kvasir.inference.v1.GenerateResponse.prefill_progress:type_name -> kvasir.inference.v1.PrefillProgress
+	24, // 15: kvasir.inference.v1.GenerateResponse.delta:type_name -> kvasir.inference.v1.Delta
+	27, // 16: kvasir.inference.v1.GenerateResponse.finished:type_name -> kvasir.inference.v1.Finished
+	21, // 17: kvasir.inference.v1.GenerateResponse.moved:type_name -> kvasir.inference.v1.Moved
+	71, // 18: kvasir.inference.v1.Moved.expires_in:type_name -> google.protobuf.Duration
+	5,  // 19: kvasir.inference.v1.Started.source:type_name -> kvasir.inference.v1.CacheSource
+	7,  // 20: kvasir.inference.v1.Started.miss:type_name -> kvasir.inference.v1.MissReason
+	6,  // 21: kvasir.inference.v1.Started.match:type_name -> kvasir.inference.v1.PrefixMatch
+	4,  // 22: kvasir.inference.v1.Started.continuation:type_name -> kvasir.inference.v1.Continuation
+	25, // 23: kvasir.inference.v1.Delta.logprobs:type_name -> kvasir.inference.v1.TokenLogprobs
+	26, // 24: kvasir.inference.v1.TokenLogprobs.top:type_name -> kvasir.inference.v1.TokenLogprob
+	8,  // 25: kvasir.inference.v1.Finished.reason:type_name -> kvasir.inference.v1.FinishReason
+	29, // 26: kvasir.inference.v1.Finished.usage:type_name -> kvasir.inference.v1.Usage
+	30, // 27: kvasir.inference.v1.Finished.timings:type_name -> kvasir.inference.v1.Timings
+	31, // 28: kvasir.inference.v1.Finished.snapshot:type_name -> kvasir.inference.v1.SnapshotOutcome
+	72, // 29: kvasir.inference.v1.Finished.tool_calls:type_name -> kvasir.common.v1.ToolCall
+	28, // 30: kvasir.inference.v1.Finished.shortening:type_name -> kvasir.inference.v1.Shortening
+	1,  // 31: kvasir.inference.v1.Shortening.policy:type_name -> kvasir.inference.v1.OnFullPolicy
+	71, // 32: kvasir.inference.v1.Timings.queue:type_name -> google.protobuf.Duration
+	71, // 33: kvasir.inference.v1.Timings.restore:type_name -> google.protobuf.Duration
+	71, // 34: kvasir.inference.v1.Timings.prefill:type_name -> google.protobuf.Duration
+	71, // 35: kvasir.inference.v1.Timings.first_token:type_name -> google.protobuf.Duration
+	71, // 36: kvasir.inference.v1.Timings.decode:type_name -> google.protobuf.Duration
+	9,  // 37: kvasir.inference.v1.SnapshotOutcome.state:type_name -> kvasir.inference.v1.SnapshotState
+	73, // 38: kvasir.inference.v1.SnapshotOutcome.manifest:type_name -> kvasir.cachestore.v1.Digest
+	34, // 39: kvasir.inference.v1.ListTurnsResponse.turns:type_name -> kvasir.inference.v1.Turn
+	10, // 40: kvasir.inference.v1.Turn.state:type_name -> kvasir.inference.v1.TurnState
+	71, // 41: kvasir.inference.v1.Turn.age:type_name -> google.protobuf.Duration
+	27, // 42: kvasir.inference.v1.CancelTurnResponse.finished:type_name -> kvasir.inference.v1.Finished
+	39, // 43: kvasir.inference.v1.ListHotMemoriesResponse.memories:type_name -> kvasir.inference.v1.HotMemory
+	16, // 44: kvasir.inference.v1.WarmRequest.messages:type_name -> kvasir.inference.v1.MessageList
+	16, // 45: kvasir.inference.v1.WarmRequest.append_messages:type_name -> kvasir.inference.v1.MessageList
+	17, // 46: kvasir.inference.v1.WarmRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
+	18, // 47: kvasir.inference.v1.WarmRequest.tools:type_name -> kvasir.inference.v1.Tool
+	5,  // 48: kvasir.inference.v1.WarmResponse.source:type_name -> kvasir.inference.v1.CacheSource
+	7,  // 49: kvasir.inference.v1.WarmResponse.miss:type_name -> kvasir.inference.v1.MissReason
+	6,  // 50: kvasir.inference.v1.WarmResponse.match:type_name -> kvasir.inference.v1.PrefixMatch
+	71, // 51: kvasir.inference.v1.WarmResponse.restore:type_name -> google.protobuf.Duration
+	71, // 52: kvasir.inference.v1.WarmResponse.prefill:type_name -> google.protobuf.Duration
+	16, // 53: kvasir.inference.v1.CountTokensRequest.messages:type_name -> kvasir.inference.v1.MessageList
+	17, // 54: kvasir.inference.v1.CountTokensRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
+	18, // 55: kvasir.inference.v1.CountTokensRequest.tools:type_name -> kvasir.inference.v1.Tool
+	46, // 56: kvasir.inference.v1.LoadModelResponse.progress:type_name -> kvasir.inference.v1.LoadProgress
+	47, // 57: kvasir.inference.v1.LoadModelResponse.done:type_name -> kvasir.inference.v1.LoadedModel
+	11, // 58: kvasir.inference.v1.LoadProgress.stage:type_name -> kvasir.inference.v1.LoadStage
+	71, // 59: kvasir.inference.v1.LoadProgress.elapsed:type_name -> google.protobuf.Duration
+	55, // 60: kvasir.inference.v1.LoadedModel.model:type_name -> kvasir.inference.v1.Model
+	50, // 61: kvasir.inference.v1.LoadedModel.left:type_name -> kvasir.inference.v1.MemoriesLeft
+	50, // 62: kvasir.inference.v1.UnloadModelResponse.left:type_name -> kvasir.inference.v1.MemoriesLeft
+	55, // 63: kvasir.inference.v1.ListModelsResponse.models:type_name -> kvasir.inference.v1.Model
+	55, // 64: kvasir.inference.v1.GetModelResponse.model:type_name -> kvasir.inference.v1.Model
+	74, // 65: kvasir.inference.v1.Model.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
+	12, // 66: kvasir.inference.v1.Model.state:type_name -> kvasir.inference.v1.ModelState
+	19, // 67: kvasir.inference.v1.Model.sampling_defaults:type_name -> kvasir.inference.v1.Sampling
+	58, // 68: kvasir.inference.v1.GetCapabilitiesResponse.limits:type_name -> kvasir.inference.v1.Limits
+	71, // 69: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
+	61, // 70: kvasir.inference.v1.GetStatsResponse.namespaces:type_name -> kvasir.inference.v1.NamespaceStats
+	62, // 71: kvasir.inference.v1.GetStatsResponse.engine:type_name -> kvasir.inference.v1.EngineStats
+	64, // 72: kvasir.inference.v1.NamespaceStats.turn_ends:type_name -> kvasir.inference.v1.NamespaceStats.TurnEndsEntry
+	65, // 73: kvasir.inference.v1.NamespaceStats.refusals:type_name -> kvasir.inference.v1.NamespaceStats.RefusalsEntry
+	66, // 74: kvasir.inference.v1.NamespaceStats.sources:type_name -> kvasir.inference.v1.NamespaceStats.SourcesEntry
+	67, // 75: kvasir.inference.v1.NamespaceStats.misses:type_name -> kvasir.inference.v1.NamespaceStats.MissesEntry
+	68, // 76: kvasir.inference.v1.NamespaceStats.publications:type_name -> kvasir.inference.v1.NamespaceStats.PublicationsEntry
+	69, // 77: kvasir.inference.v1.NamespaceStats.made_good:type_name -> kvasir.inference.v1.NamespaceStats.MadeGoodEntry
+	13, // 78: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
+	32, // 79: kvasir.inference.v1.InferenceService.ListTurns:input_type -> kvasir.inference.v1.ListTurnsRequest
+	35, // 80: kvasir.inference.v1.InferenceService.CancelTurn:input_type -> kvasir.inference.v1.CancelTurnRequest
+	37, // 81: kvasir.inference.v1.InferenceService.ListHotMemories:input_type -> kvasir.inference.v1.ListHotMemoriesRequest
+	40, // 82: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
+	42, // 83: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
+	51, // 84: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
+	44, // 85: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
+	48, // 86: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
+	53, // 87: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
+	56, // 88: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
+	59, // 89: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
+	20, // 90: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
+	33, // 91: kvasir.inference.v1.InferenceService.ListTurns:output_type -> kvasir.inference.v1.ListTurnsResponse
+	36, // 92: kvasir.inference.v1.InferenceService.CancelTurn:output_type -> kvasir.inference.v1.CancelTurnResponse
+	38, // 93: kvasir.inference.v1.InferenceService.ListHotMemories:output_type -> kvasir.inference.v1.ListHotMemoriesResponse
+	41, // 94: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
+	43, // 95: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
+	52, // 96: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
+	45, // 97: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
+	49, // 98: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
+	54, // 99: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
+	57, // 100: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
+	60, // 101: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
+	90, // [90:102] is the sub-list for method output_type
+	78, // [78:90] is the sub-list for method input_type
+	78, // [78:78] is the sub-list for extension type_name
+	78, // [78:78] is the sub-list for extension extendee
+	0,  // [0:78] is the sub-list for field type_name
 }
 
 func init() { file_kvasir_inference_v1_inference_proto_init() }
@@ -5395,28 +5519,31 @@ func file_kvasir_inference_v1_inference_proto_init() {
 		(*GenerateRequest_Prompt)(nil),
 		(*GenerateRequest_Messages)(nil),
 		(*GenerateRequest_AppendMessages)(nil),
+		(*GenerateRequest_PromptTokenIds)(nil),
 		(*GenerateRequest_JsonSchema)(nil),
 		(*GenerateRequest_Regex)(nil),
 	}
 	file_kvasir_inference_v1_inference_proto_msgTypes[2].OneofWrappers = []any{}
-	file_kvasir_inference_v1_inference_proto_msgTypes[5].OneofWrappers = []any{}
-	file_kvasir_inference_v1_inference_proto_msgTypes[6].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[6].OneofWrappers = []any{}
+	file_kvasir_inference_v1_inference_proto_msgTypes[7].OneofWrappers = []any{
 		(*GenerateResponse_Started)(nil),
 		(*GenerateResponse_PrefillProgress)(nil),
 		(*GenerateResponse_Delta)(nil),
 		(*GenerateResponse_Finished)(nil),
 		(*GenerateResponse_Moved)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[26].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[27].OneofWrappers = []any{
 		(*WarmRequest_Prompt)(nil),
 		(*WarmRequest_Messages)(nil),
 		(*WarmRequest_AppendMessages)(nil),
+		(*WarmRequest_PromptTokenIds)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[28].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[29].OneofWrappers = []any{
 		(*CountTokensRequest_Prompt)(nil),
 		(*CountTokensRequest_Messages)(nil),
+		(*CountTokensRequest_PromptTokenIds)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[31].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[32].OneofWrappers = []any{
 		(*LoadModelResponse_Progress)(nil),
 		(*LoadModelResponse_Done)(nil),
 	}
@@ -5426,7 +5553,7 @@ func file_kvasir_inference_v1_inference_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvasir_inference_v1_inference_proto_rawDesc), len(file_kvasir_inference_v1_inference_proto_rawDesc)),
 			NumEnums:      13,
-			NumMessages:   56,
+			NumMessages:   57,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
