@@ -27,6 +27,7 @@ MAX_DEPTH = 64
 _SENDING_S = 60.0  # for a whole body
 _SMALL_BYTES = 16 << 10  # read at once: a thread would cost more
 _BYTES_PER_VALUE = 160  # what a value becomes in Python, beside its text
+_MORE_COPIES = 3  # of its text, on its way to the engine
 # A string, also one that does not end: so each byte is looked at once.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -87,7 +88,8 @@ class RequestRoom:
     async def parsed(self, data: bytes, parse: Callable[[bytes], _Made]) -> _Made:
         """What `parse` makes of a body that is not too much. Raises InvalidArgument, ResourceExhausted."""
         async with self._turn():
-            self._take(_BYTES_PER_VALUE * await self._made(lambda: count_values(data)))
+            values = await self._made(lambda: count_values(data))
+            self._take(_MORE_COPIES * len(data) + _BYTES_PER_VALUE * values)
             return await self._made(lambda: parse(data))
 
     async def made(self, make: Callable[[], _Made]) -> _Made:
