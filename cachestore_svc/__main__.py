@@ -5,7 +5,6 @@ This is the composition root: the clock, randomness and configuration are taken 
 
 import asyncio
 import contextlib
-import ctypes
 import secrets
 import sys
 import time
@@ -22,7 +21,7 @@ from kvasir.server.logs import configure_logs
 from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
 from kvasir.server.reloading import Reloading
 from kvasir.server.rpc_counts import RpcCounts
-from kvasir.server.serving import EdgeServer, RefusedToStart, run
+from kvasir.server.serving import EdgeServer, RefusedToStart, give_memory_back, run
 from kvasir.server.shared_room import SharedRoom
 from kvasir.server.traces import Traces
 from kvasir.server.wellness import Ailment, Wellness
@@ -62,9 +61,6 @@ from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
 from cachestore_svc.upkeep.passed_time import ClockReading
 
-# Of glibc's malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-
 _PROTOCOL = "kvasir.cachestore.v1"
 
 
@@ -82,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = read_settings(options)
         configure_logs(settings.log_format, settings.log_level)
         if command == "serve":
-            give_memory_back()
+            give_memory_back(12 << 20)
             run(serve(settings))
             return OK
         if command == "keys":
@@ -263,17 +259,6 @@ async def collect_regularly(store: Store, threads: StoreThreads, interval_s: flo
             log.exception("gc.failed")
         else:
             log.info("gc.done", **asdict(report), agents_expired=expired.agents_expired)
-
-
-def give_memory_back() -> None:
-    """Let glibc return what was freed, whatever its own settings are. It keeps an arena for each of many threads, and
-    large blocks for the next ones: sixty exports of 15 MiB left half of a gigabyte. Others are left as they are.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_ARENA_MAX, 2)
-        mallopt(_M_MMAP_THRESHOLD, 12 << 20)
-        mallopt(_M_TRIM_THRESHOLD, 32 << 20)
 
 
 def recover(settings: StoreSettings, namespaces: Sequence[str], as_json: bool) -> int:

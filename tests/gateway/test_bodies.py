@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvasir.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
-from kvasir_gateway.door import bodies, errors
+from kvasir_gateway import errors
+from kvasir_gateway.door import bodies
 from kvasir_gateway.door.bodies import MAX_CONTAINERS, MAX_DEPTH, MAX_VALUES, RequestRoom, Rooms, count_values
 from starlette.requests import Request
 

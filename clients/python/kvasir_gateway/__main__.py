@@ -31,7 +31,7 @@ from kvasir.server.audit import Audit, AuditFile
 from kvasir.server.log_errors import LineWithoutPayload
 from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
 from kvasir.server.reloading import Reloading
-from kvasir.server.serving import settle_limits
+from kvasir.server.serving import give_memory_back, settle_limits
 from kvasir.server.traces import Traces
 from kvasir.server.wellness import Wellness
 
@@ -126,6 +126,7 @@ async def serve(options: Options) -> int:
     conversations = Conversations(key, new_name=lambda: secrets.token_hex(6), now=lambda: datetime.now(UTC))
     aliases = Aliases.of(options.aliases)
     limits = ConnectionLimits.of(settle_limits())
+    give_memory_back(1 << 20)
     traces = Traces(options.traces_to, "gateway")
     engine = EngineLink.connect(options.engine, token=token, tls=tls, peers=_peers(options))
     audit = Audit("http", AuditFile(options.audit_file) if options.audit_file is not None else None)
