@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 
-from kvasir import expires_after, on_full
+from kvasir import expires_after, on_full, volatile
 from kvasir.errors import InvalidArgument
 from kvasir.formats.digest import is_hash
 
@@ -48,6 +48,8 @@ def check_labels(labels: Mapping[str, str]) -> None:
             )
     if setting := labels.get(on_full.LABEL):
         on_full.from_label(setting)
+    if setting := labels.get(volatile.LABEL):
+        volatile.from_label(setting)
     if setting := labels.get(expires_after.LABEL):
         expires_after.from_label(setting)
 

@@ -395,11 +395,12 @@ ROOMS = {
     },
     SDK: {
         "bench": "clients credentials errors formats",
-        "cli": "address bench clients credentials errors expires_after formats on_full",
+        "cli": "address bench clients credentials errors expires_after formats on_full volatile",
         "clients": "address call_context errors formats status syncing",
         "server": "address call_context credentials errors status",
         "formats": "errors names",
         "on_full": "errors",
+        "volatile": "errors",
         "expires_after": "errors",
     },
     GATEWAY: {},

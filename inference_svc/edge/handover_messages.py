@@ -13,6 +13,7 @@ from kvasir.names import check_agent_id, check_request_id
 from kvasir.on_full import OnFullPolicy
 
 from inference_svc.edge import messages
+from inference_svc.edge.reuse_messages import write_continuation
 from inference_svc.engine.api import CarriedTurn, Timings
 from inference_svc.handover.giving import Given
 from inference_svc.handover.passing import Opening, Promise, Stand, Surroundings
@@ -24,9 +25,7 @@ from inference_svc.turns.turn_state import BegunTurn
 
 FORMAT = 1
 FRAME_BYTES = 1 << 20
-_CONTINUATIONS: dict[int, Continuation | None] = {
-    messages.write_continuation(each): each for each in (None, *Continuation)
-}
+_CONTINUATIONS: dict[int, Continuation | None] = {write_continuation(each): each for each in (None, *Continuation)}
 _POLICIES = {getattr(inference_pb2, f"ON_FULL_POLICY_{policy.name}"): policy for policy in OnFullPolicy}
 _ROLES = frozenset({"system", "user", "assistant", "tool"})
 
@@ -58,10 +57,11 @@ def write_opening(opening: Opening) -> pb.TakeTurnRequest:
             rewind_point_tokens=begun.rewind_point_tokens,  # type: ignore[arg-type]  # None leaves it out
             parent_manifest=begun.parent_manifest.to_proto() if begun.parent_manifest is not None else None,
             is_brought=begun.is_brought,
-            continuation=messages.write_continuation(begun.continuation),
+            continuation=write_continuation(begun.continuation),
             shortened=begun.shortened,
             shortening=messages.write_shortening(begun.shortening) if begun.shortening is not None else None,
             template_time_ms=begun.template_time_ms,
+            tools_order=begun.tools_order,
             age=messages.duration(begun.age_s),
             first_token=None if begun.first_token_s is None else messages.duration(begun.first_token_s),
             choices=opening.choices,
@@ -97,6 +97,7 @@ def read_opening(message: pb.TurnOpening, *, is_trusted: bool) -> Opening:
         shortened=message.shortened if message.HasField("shortened") else None,
         shortening=_shortening(message.shortening) if message.HasField("shortening") else None,
         template_time_ms=message.template_time_ms,
+        tools_order=message.tools_order if message.HasField("tools_order") else None,
         age_s=_seconds(message.age),
         first_token_s=_seconds(message.first_token) if message.HasField("first_token") else None,
     )

@@ -107,8 +107,8 @@ def turn_input_digest(request: pb.GenerateRequest, given: Input, tools: Sequence
     given_settings = settings(request)
     if request.HasField("base_version"):
         given_settings.append(("base_version", str(request.base_version)))
-    if request.renew_template_date:
-        given_settings.append(("renew_template_date", "True"))
+    if request.HasField("volatile"):
+        given_settings.append(("volatile", ",".join(sorted(set(request.volatile.names)))))
     if isinstance(given, PromptInput):
         return input_digest("prompt", given.prompt, (), tools, given_settings)
     if isinstance(given, TokensInput):

@@ -10,13 +10,12 @@ from kvasir.on_full import DEFAULT_KEEP, OnFull, OnFullPolicy, checked_keep
 
 from inference_svc.edge.conversation_messages import write_calls
 from inference_svc.edge.input_messages import input_bytes, read_input, read_objects, read_tools, turn_input_digest
+from inference_svc.edge.reuse_messages import MATCHES, SOURCES, read_rules, write_miss, write_started
 from inference_svc.edge.sampling_messages import choice_count, clamps_max_tokens, sampling_params
 from inference_svc.engine.api import Prefilled, Priority, SamplingParams, Timings, TokenLogprobs
-from inference_svc.memory.outcomes import Miss, SnapshotOutcome, SnapshotState, Source
+from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.text.literal_text import from_outside, utf8_bytes
-from inference_svc.text.prefix_matching import Outcome
-from inference_svc.turns.continuing import Continuation
 from inference_svc.turns.turn_data import (
     OpenTurn,
     PromptInput,
@@ -30,8 +29,6 @@ from inference_svc.turns.turn_data import (
     Warmed,
 )
 
-_SOURCES = {source: getattr(pb, f"CACHE_SOURCE_{source.name}") for source in Source}
-_MATCHES = {outcome: getattr(pb, f"PREFIX_MATCH_{outcome.name}") for outcome in Outcome}
 _STATES = {state: getattr(pb, f"SNAPSHOT_STATE_{state.name}") for state in SnapshotState}
 _ON_FULL = {getattr(pb, f"ON_FULL_POLICY_{policy.name}"): policy for policy in OnFullPolicy}
 _MAX_SUMMARY_REQUEST_BYTES = 4096
@@ -76,7 +73,8 @@ def turn_request(
         expects_memory=request.expect_existing,
         base_version=request.base_version if request.HasField("base_version") else None,
         replaces=request.replace_memory,
-        renews_template_date=request.renew_template_date,
+        rules=read_rules(request),
+        has_default_rules=request.volatile.is_default,
         returns_prompt_ids=request.return_prompt_token_ids,
         on_full=_on_full(request),
         priority=_priority(request),
@@ -138,10 +136,10 @@ def warm_response(started: TurnStarted, warmed: Warmed, model_name: str) -> pb.W
         tokens=warmed.tokens,
         cached_tokens=warmed.cached_tokens,
         computed_tokens=warmed.tokens - warmed.cached_tokens,
-        source=_SOURCES[started.source],
+        source=SOURCES[started.source],
         reason=started.miss.detail if started.miss is not None else "",
-        miss=_miss(started.miss),
-        match=_MATCHES[started.match],
+        miss=write_miss(started.miss),
+        match=MATCHES[started.match],
         version=warmed.version,
         restore=duration(warmed.restore_s),
         prefill=duration(warmed.prefill_s),
@@ -174,7 +172,7 @@ def response(
     """An event of one choice as the stream's message. `spelling`: what a token spells."""
     match event:
         case TurnStarted():
-            return pb.GenerateResponse(started=_started(event, request_id, model_name))
+            return pb.GenerateResponse(started=write_started(event, request_id, model_name))
         case Prefilled(done, total):
             return pb.GenerateResponse(prefill_progress=pb.PrefillProgress(tokens_done=done, tokens_total=total))
         case TurnDelta():
@@ -281,36 +279,6 @@ def _priority(request: pb.GenerateRequest) -> Priority:
     if request.priority not in known:
         raise InvalidArgument(f"priority: expected one of the enum's, got {request.priority}", field="priority")
     return known[request.priority]
-
-
-def _started(event: TurnStarted, request_id: str, model_name: str) -> pb.Started:
-    return pb.Started(
-        request_id=request_id,
-        model=model_name,
-        prompt_tokens=event.prompt_tokens,
-        cached_tokens=event.cached_tokens,
-        source=_SOURCES[event.source],
-        reason=event.miss.detail if event.miss is not None else "",
-        miss=_miss(event.miss),
-        match=_MATCHES[event.match],
-        parent_version=event.parent_version,
-        continuation=write_continuation(event.continuation),
-        base_version=event.base_version,
-        kept_template_date=event.has_kept_date,
-        prompt_token_ids=event.prompt_ids,
-    )
-
-
-def write_continuation(continuation: Continuation | None) -> pb.Continuation:
-    if continuation is None:
-        return pb.CONTINUATION_UNSPECIFIED
-    return getattr(pb, f"CONTINUATION_{continuation.name}")  # type: ignore[no-any-return]
-
-
-def _miss(miss: Miss | None) -> pb.MissReason:
-    if miss is None:
-        return pb.MISS_REASON_UNSPECIFIED
-    return getattr(pb, f"MISS_REASON_{miss.reason.name}")  # type: ignore[no-any-return]
 
 
 def _delta(event: TurnDelta, choice: int, spelling: Callable[[int], bytes]) -> pb.Delta:

@@ -168,6 +168,7 @@ class TurnGiver:
             shortened=turn.shortened,
             shortening=turn.shortening,
             template_time_ms=turn.clock.told_ms,
+            tools_order=turn.tools_order,
             age_s=self.clock() - turn.arrived,
             first_token_s=None if turn.first_token_at is None else turn.first_token_at - turn.arrived,
         )

@@ -16,7 +16,7 @@ from kvasir.formats.digest import Digest
 
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
 from inference_svc.memory.owing import Owing
-from inference_svc.memory.store.answers import EventCursor, Head
+from inference_svc.memory.store.answers import NO_SETTINGS, AgentSettings, EventCursor, Head
 from inference_svc.memory.stored_windows import StoredWindow, listed_windows, stored_windows
 from inference_svc.memory.trust import Claim, Version
 from inference_svc.model.model_info import ModelInfo
@@ -117,7 +117,8 @@ class AgentMemory:
     ahead: "Ahead | None" = None  # the prompt that the hot KV holds, if it holds more than this memory
     shortened: manifest_pb2.Shortened | None = None  # what `messages` lack; None: nothing
     template_time_ms: int = 0  # what the template was told; 0: it did not ask
-    on_full: str = ""  # the agent's label when the turn began, for turns that cannot ask the store
+    tools_order: manifest_pb2.ToolsOrder | None = None  # as the template was given them; None: none, or not known
+    settings: AgentSettings = NO_SETTINGS  # the agent's when the turn began, for turns that cannot ask the store
 
     @property
     def unstored_tokens(self) -> int:
@@ -176,6 +177,7 @@ def from_manifest(manifest: manifest_pb2.Manifest, head: Head, tokenizer_digest:
         is_brought=head.is_brought,
         shortened=manifest.shortened if manifest.HasField("shortened") else None,
         template_time_ms=manifest.template_time_ms,
+        tools_order=manifest.tools_order if manifest.HasField("tools_order") else None,
     )
 
 
@@ -209,4 +211,5 @@ def to_manifest(
         created_unix_ms=memory.publication.created_unix_ms,
         shortened=memory.shortened,
         template_time_ms=memory.template_time_ms,
+        tools_order=memory.tools_order,
     )

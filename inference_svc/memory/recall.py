@@ -20,7 +20,7 @@ from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory, Publication, PublicationState, from_manifest
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.outcomes import Miss, MissReason, Source
-from inference_svc.memory.store.answers import NO_HEAD, Head, StoreMiss
+from inference_svc.memory.store.answers import NO_HEAD, NO_SETTINGS, AgentSettings, Head, StoreMiss
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.trust import is_unbroken, may_use_hot
@@ -41,7 +41,7 @@ class Recollection:
     head: Head | None
     miss: Miss | None = None
     base: "Recollection | None" = None  # the version that goes on, where that is an older one
-    on_full: str = ""  # the agent's label for a memory that outgrows its context
+    settings: AgentSettings = NO_SETTINGS
     unproven: AgentMemory | None = None  # hot, and perhaps no longer the newest: the store could not be asked
 
     @property
@@ -104,11 +104,11 @@ class Recall:
             await _wait(running, budget)
         try:
             heads = await store.heads(key.agent_id, self._engine.model.kv_identity_hash, budget)
-            ours, on_full = (heads.ours, heads.on_full) if heads is not None else (NO_HEAD, "")
+            ours, settings = (heads.ours, heads.settings) if heads is not None else (NO_HEAD, NO_SETTINGS)
             if hot is not None and await self._is_current(key, hot.publication, ours, store, budget):
                 if not hot.publication.is_being_published:
                     hot.publication.learn(ours)
-                return Recollection(hot, Source.HOT, ours, on_full=on_full)
+                return Recollection(hot, Source.HOT, ours, settings=settings)
             is_undecided = hot is None or hot.publication.head is None or (hot.publication.is_begun and ours == NO_HEAD)
             if running is not None and not running.done() and is_undecided:
                 # It may soon become the newest version: a turn without it now would lose it.
@@ -118,13 +118,13 @@ class Recall:
             if hot is not None:
                 self._engine.drop_hot(key)
             if ours.manifest is not None:
-                return replace(await self._warm(store, key, ours, budget), on_full=on_full)
+                return replace(await self._warm(store, key, ours, budget), settings=settings)
             if heads is not None and heads.foreign is not None:
-                return replace(await self._foreign(store, key, heads.foreign, budget), on_full=on_full)
+                return replace(await self._foreign(store, key, heads.foreign, budget), settings=settings)
         except StoreMiss as error:
             hot = self._hot(key)
             if hot is not None and self._is_leased(key, hot):
-                return Recollection(hot, Source.HOT, hot.publication.head, on_full=hot.on_full)
+                return Recollection(hot, Source.HOT, hot.publication.head, settings=hot.settings)
             return Recollection(None, Source.COLD, None, error.miss, unproven=_followed(hot))
         return Recollection(None, Source.COLD, NO_HEAD, Miss(MissReason.NEW_AGENT, "nothing is remembered"))
 

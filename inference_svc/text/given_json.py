@@ -58,6 +58,10 @@ class GivenJson:
         """These fields and others, such as those of remembered messages. Parsed fields stay parsed."""
         return GivenJson([*fields, *self._fields], self._known)
 
+    def knowing(self, known: Mapping[str, dict[str, Any]]) -> "GivenJson":
+        """The same fields, with more objects by their text."""
+        return GivenJson(self._fields, {**self._known, **known})
+
     def object(self, text: str) -> dict[str, Any]:
         """The object of a field's text, which must have been parsed. Callers must not change it."""
         return self._known[text] if text else {}

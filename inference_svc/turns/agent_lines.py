@@ -95,7 +95,7 @@ class AgentLines:
                 retry_after_s=1.0,
             )
         _check_extends(turn, begun, found.head.identity)
-        turn.recollection = Recollection(None, Source.COLD, found.head, on_full=found.on_full)
+        turn.recollection = Recollection(None, Source.COLD, found.head, settings=found.settings)
         turn.parent_version = found.head.version
 
     async def take_over(self, turn: TurnState, begun: BegunTurn) -> None:

@@ -1,14 +1,24 @@
-"""The text of a turn's prompt: the caller's own, or a conversation through the model's template."""
+"""The text of a turn's prompt: the caller's own, or a conversation through the model's template.
+
+What of a conversation is volatile stays as the agent's memory has it, by rules with names: the date that a template
+prints, and the order of tools. So the prompt follows from the memory and the request alone, and the memory is reused.
+"""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from kvasir import volatile
 from kvasir.cachestore.v1 import manifest_pb2
 
+from inference_svc.memory.recall import Recollection
 from inference_svc.model.prompting import Prompting
+from inference_svc.text import tools_order
 from inference_svc.text.conversation import Dialogue, dialogue, json_of_messages, render
 from inference_svc.text.literal_text import from_outside
 from inference_svc.text.template_clock import TemplateClock
+from inference_svc.turns.continuing import Continuation
 from inference_svc.turns.turn_data import MessagesInput, PromptInput, TurnRequest
+from inference_svc.turns.turn_state import TurnState, continuation
 
 
 async def prompt_text(
@@ -33,3 +43,54 @@ async def prompt_text(
         return render(prompting.template_at(clock), conversation), conversation
 
     return await prompting.run(request.namespace, rendered)
+
+
+def rules_in_force(request: TurnRequest, recollection: Recollection) -> frozenset[str]:
+    """The caller's own rules, else the agent's label, else the caller's defaults. Raises InvalidArgument for a label
+    that names none.
+    """
+    label = recollection.settings.volatile
+    if request.rules is not None and not (label and request.has_default_rules):
+        return request.rules
+    return volatile.from_label(label) if label else volatile.DEFAULT
+
+
+def remembered_time_ms(turn: TurnState, recollection: Recollection) -> int:
+    """What the turn's template is told that the time is: what the memory's was told, where its conversation goes on and
+    the rule holds. 0: the turn's own.
+    """
+    memory = recollection.continued
+    if memory is None or not memory.template_time_ms:
+        return 0
+    if volatile.TEMPLATE_DATE not in rules_in_force(turn.request, recollection):
+        return 0
+    how = turn.continuation or continuation(turn.request, recollection)
+    return memory.template_time_ms if how in (Continuation.EXTENDED, Continuation.REWOUND) else 0
+
+
+def remembered_order(turn: TurnState, recollection: Recollection) -> manifest_pb2.ToolsOrder | None:
+    """The order in which the memory has its tools, also for a branch: it has no meaning. None: the turn's own."""
+    memory = recollection.continued
+    if memory is None or volatile.TOOLS_ORDER not in rules_in_force(turn.request, recollection):
+        return None
+    return memory.tools_order
+
+
+async def order_tools(prompting: Prompting, turn: TurnState, order: manifest_pb2.ToolsOrder | None) -> None:
+    """Put the turn's tools in this order, if it is theirs, and note the order that they have then."""
+    request = turn.request
+    if not request.tools:
+        return
+    await prompting.read(request.namespace, request.objects)
+
+    def ordered() -> tuple[TurnRequest, manifest_pb2.ToolsOrder | None]:
+        own = tools_order.order_of(request.tools, request.objects)
+        found = tools_order.in_order(request.tools, request.objects, order) if order not in (None, own) else None
+        if found is None:
+            return request, own
+        tools, objects = found
+        return replace(request, tools=tools, objects=objects), order
+
+    turn.request, turn.tools_order = await prompting.run(request.namespace, ordered)
+    if turn.request is not request:
+        turn.kept.add(volatile.TOOLS_ORDER)

@@ -196,7 +196,8 @@ class MemoryShortener:
             is_read_only=is_read_only,
         )
         task = TurnTask(self._serving.outbox())
-        return TurnState(request, task, arrived=self._serving.clock(), clock=turn.clock)
+        arrived = self._serving.clock()
+        return TurnState(request, task, arrived=arrived, clock=turn.clock, tools_order=turn.tools_order)
 
     def _kept_tokens(self, request: TurnRequest, setting: OnFull) -> int:
         return kept_tokens(self._context_tokens, self._full_tokens(request), setting.keep)
@@ -250,7 +251,8 @@ def _setting(request: TurnRequest, recollection: Recollection) -> OnFull:
     """The turn's own setting, or its agent's. Raises InvalidArgument for a label that says none."""
     if request.on_full is not None:
         return request.on_full
-    return on_full.from_label(recollection.on_full) if recollection.on_full else OnFull()
+    label = recollection.settings.on_full
+    return on_full.from_label(label) if label else OnFull()
 
 
 def _is_newest(memory: AgentMemory, newest: Recollection) -> bool:

@@ -73,7 +73,8 @@ class TurnRequest:
     expects_memory: bool = False  # an agent that remembers nothing is refused
     base_version: int | None = None  # goes on from this version instead of the newest
     replaces: bool = False  # another conversation takes the place of the agent's
-    renews_template_date: bool = False  # the template prints the turn's date, not the conversation's
+    rules: frozenset[str] | None = None  # for what is volatile (`prompt_text`); None: the label's, else the defaults
+    has_default_rules: bool = False  # an agent's label goes before `rules`
     returns_prompt_ids: bool = False  # the reader wants the prompt's tokens
     choices: int = 1  # number of replies; several only without an agent
     choice: int = 0  # index of this reply
@@ -98,7 +99,7 @@ class TurnStarted:
     miss: Miss | None = None
     continuation: Continuation | None = None  # None: no agent's memory was looked at
     base_version: int = 0
-    has_kept_date: bool = False  # the template printed the memory's, which is not today's
+    kept: tuple[str, ...] = ()  # rules by which the prompt has what the memory has, which is not the turn's own
     prompt_ids: TokenIds = NO_TOKENS  # if they were asked for
 
 

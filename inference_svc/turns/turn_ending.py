@@ -262,7 +262,7 @@ class TurnEnding:
                     memory.publication, event_cursor=turn.event_cursor, generation=self._generation(turn.key)
                 )
                 memory = replace(memory, publication=publication)
-            self._tag(turn.key, replace(memory, on_full=recollection.on_full))
+            self._tag(turn.key, replace(memory, settings=recollection.settings))
         restore_s = turn.restore_s + ended.timings.restore_s
         tokens, version = len(state.token_ids), turn.parent_version
         turn.running.tell(Warmed(tokens, ended.cached_tokens, version, restore_s, ended.timings.prefill_s))
@@ -307,7 +307,8 @@ class TurnEnding:
             is_brought=turn.is_brought or is_brought(recollection, prepared),
             shortened=turn.shortened,
             template_time_ms=turn.clock.told_ms if turn.dialogue is not None else 0,
-            on_full=recollection.on_full,
+            tools_order=turn.tools_order if turn.dialogue is not None else None,
+            settings=recollection.settings,
         )
         self._tag(key, memory)
         return memory

@@ -19,6 +19,7 @@ from dataclasses import replace
 
 import structlog
 from kvasir import errors
+from kvasir.cachestore.v1 import manifest_pb2
 
 from inference_svc.engine.api import AgentKey, Cold, Ended
 from inference_svc.engine.engine import Engine
@@ -36,7 +37,7 @@ from inference_svc.turns.admission import Admission
 from inference_svc.turns.agent_lines import AgentLines, MemoryMovedError
 from inference_svc.turns.outbox import Outbox
 from inference_svc.turns.plan_running import PlanRunner, TurnLimits, moved_away
-from inference_svc.turns.prompt_text import prompt_text
+from inference_svc.turns.prompt_text import order_tools, prompt_text, remembered_order, remembered_time_ms
 from inference_svc.turns.shortening import MemoryShortener, Serving
 from inference_svc.turns.turn_data import (
     PromptInput,
@@ -53,7 +54,6 @@ from inference_svc.turns.turn_state import (
     check_existing,
     check_parent,
     continuation,
-    remembered_time_ms,
     what_is_left_out,
     whole_conversation,
 )
@@ -226,7 +226,7 @@ class TurnFlow:
             turn.continuation = continuation(request, recollection)
         turn.shortened = what_is_left_out(turn, recollection)
         turn.messages = whole_conversation(request, recollection, is_retry=is_retry)
-        text = await self._prompt(turn, remembered_time_ms(turn, recollection))
+        text = await self._prompt(turn, remembered_time_ms(turn, recollection), remembered_order(turn, recollection))
         try:
             ran = await self._plans.plan_and_run(turn, recollection, text, budget)
         except errors.ResourceExhausted as error:
@@ -254,7 +254,7 @@ class TurnFlow:
         turn.messages, turn.continuation = begun.messages, begun.continuation
         turn.shortened, turn.shortening = begun.shortened, begun.shortening
         turn.is_brought = begun.is_brought
-        text = await self._prompt(turn, begun.template_time_ms)
+        text = await self._prompt(turn, begun.template_time_ms, begun.tools_order)
         if sum(begun.prompt.chars) != len(text):
             raise errors.InvalidArgument(
                 f"opening.prompt_token_chars: the prompt has {len(text)} characters", field="opening.prompt_token_chars"
@@ -307,7 +307,9 @@ class TurnFlow:
                 )
             request = turn.request = as_its_agent_has_it(request, recollection)
             turn.messages = whole_conversation(request, recollection, is_retry=False)
-            text = await self._prompt(turn, remembered_time_ms(turn, recollection))
+            text = await self._prompt(
+                turn, remembered_time_ms(turn, recollection), remembered_order(turn, recollection)
+            )
         elif memory is None or not memory.transcript.token_ids:
             miss = recollection.miss
             turn.running.tell(TurnStarted(0, 0, Source.COLD, Outcome.NONE, turn.parent_version, miss))
@@ -318,7 +320,7 @@ class TurnFlow:
         recollection, prepared, ended = await self._plans.plan_and_run(turn, recollection, text, budget)
         self._ending.warmed(turn, recollection, prepared, ended)
 
-    async def _prompt(self, turn: TurnState, told_ms: int) -> str:
+    async def _prompt(self, turn: TurnState, told_ms: int, order: manifest_pb2.ToolsOrder | None) -> str:
         """The prompt's text. Sets the tokens or the dialogue that belong to it, and the time that it tells, which is
         `told_ms` unless that is 0.
         """
@@ -327,7 +329,8 @@ class TurnFlow:
             text, turn.tokens = await prompting.run(request.namespace, lambda: prompting.spelled(given.token_ids))
             return text
         turn.clock = prompting.clock(told_ms)
-        text, turn.dialogue = await prompt_text(prompting, request, turn.messages, turn.clock)
+        await order_tools(prompting, turn, order)
+        text, turn.dialogue = await prompt_text(prompting, turn.request, turn.messages, turn.clock)
         return text
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import structlog
 from kvasir import errors
 from kvasir.formats.block_hash import BLOCK_TOKENS
+from kvasir.volatile import TEMPLATE_DATE
 
 from inference_svc.engine.api import BlocksFull, Ended, Event, Failed, Prefilled, Resumed, Started, Tokens
 from inference_svc.memory.outcomes import Source
@@ -141,7 +142,7 @@ class TurnReporter:
                 miss=prepared.miss,
                 continuation=turn.continuation or (of_text(prepared.match) if turn.key is not None else None),
                 base_version=turn.request.base_version or turn.parent_version,
-                has_kept_date=turn.clock.has_kept,
+                kept=tuple(sorted(turn.kept | ({TEMPLATE_DATE} if turn.clock.has_kept else set()))),
                 prompt_ids=prepared.tokens.ids if turn.request.returns_prompt_ids else NO_TOKENS,
             )
         )

@@ -103,6 +103,7 @@ class BegunTurn:
     age_s: float  # since the request arrived
     first_token_s: float | None  # from then until the reply's first token; None: there is none yet
     template_time_ms: int = 0  # what its template was told; 0: it did not ask
+    tools_order: manifest_pb2.ToolsOrder | None = None  # as the template was given them
 
 
 class TakenTurn:
@@ -153,6 +154,8 @@ class TurnState:
     computed: int = 0  # prompt tokens whose KV is there
     parent_version: int = 0
     clock: TemplateClock = field(default_factory=TemplateClock)
+    tools_order: manifest_pb2.ToolsOrder | None = None  # of the request's tools, as the template is given them
+    kept: set[str] = field(default_factory=set)  # rules by which the prompt has what the memory has
     continuation: Continuation | None = None  # None: the prompt's match decides, or no memory was looked at
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -316,17 +319,6 @@ def may_follow(request: TurnRequest, found: AgentMemory) -> bool:
     recollection = Recollection(found, Source.COLD, found.publication.head)
     request = as_its_agent_has_it(request, recollection)
     return continuation(request, recollection) is not Continuation.BRANCHED
-
-
-def remembered_time_ms(turn: TurnState, recollection: Recollection) -> int:
-    """What the turn's template is told that the time is: what the memory's was told, where its conversation goes on and
-    no caller renews it. 0: the turn's own.
-    """
-    memory, request = recollection.continued, turn.request
-    if memory is None or not memory.template_time_ms or request.renews_template_date:
-        return 0
-    how = turn.continuation or continuation(request, recollection)
-    return memory.template_time_ms if how in (Continuation.EXTENDED, Continuation.REWOUND) else 0
 
 
 def _is_remembered(recollection: Recollection) -> bool:

@@ -8,12 +8,12 @@ import httpx2 as httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvasir import volatile
 from kvasir.clients import Reply
 from kvasir.common.v1.message_pb2 import ToolCall
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir_gateway import openai_response_answers, openai_responses
-from kvasir_gateway.reading import volatile
 from kvasir_gateway.reading.tolerance import Reading, Tolerance
 from kvasir_gateway.turn import Asked
 
@@ -180,7 +180,7 @@ def test_without_the_rule_a_billing_line_is_prompted(strict: Front) -> None:
 
 @given(st.text(), st.sampled_from(["user", "assistant", "tool", "system"]))
 def test_no_other_text_changes(text: str, role: str) -> None:
-    reading = Tolerance().reading()
+    reading = Tolerance().reading(None)
     billing = BILLING.format(n=7)
     assert reading.content(role, ["", text]) == text
     assert "x-kvasir-volatile" not in reading.headers()
@@ -192,10 +192,10 @@ def test_no_other_text_changes(text: str, role: str) -> None:
 
 
 def test_rules_are_chosen_by_name() -> None:
-    assert volatile.rules_of("none") == []
-    assert [rule.name for rule in volatile.rules_of("billing-line")] == ["billing-line"]
-    with pytest.raises(InvalidArgument, match="'clock' is none of billing-line, template-date, none"):
-        volatile.rules_of("billing-line,clock")
+    assert volatile.rules_of("none", "--volatile") == frozenset()
+    assert volatile.rules_of("billing-line, tools-order", "--volatile") == {"billing-line", "tools-order"}
+    with pytest.raises(InvalidArgument, match=r"--volatile: .clock. is none of billing-line, template-date, .*none"):
+        volatile.rules_of("billing-line,clock", "--volatile")
 
 
 def test_a_groups_functions_are_offered_flat_and_their_calls_name_the_group(front: Front) -> None:

@@ -18,6 +18,7 @@ from kvasir.inference.v1 import inference_pb2_grpc
 
 TOOLS = [pb.Tool(name="look")]
 FULL = pb.OnFull(policy=pb.ON_FULL_POLICY_DROP_OLDEST)
+DATES = pb.VolatileRules(names=["template-date"])
 TIDES = pb.ToolChoice(kind=pb.TOOL_CHOICE_KIND_NAMED, name="tides")
 # Every option, and the request's field with what must arrive in it.
 ARRIVES: dict[str, tuple[Any, str, Any]] = {
@@ -27,7 +28,8 @@ ARRIVES: dict[str, tuple[Any, str, Any]] = {
     "base_version": (3, "base_version", 3),
     "expect_existing": (True, "expect_existing", True),
     "replace_memory": (True, "replace_memory", True),
-    "renew_template_date": (True, "renew_template_date", True),
+    "volatile": (DATES, "volatile", DATES),
+    "return_prompt_token_ids": (True, "return_prompt_token_ids", True),
     "on_full": (FULL, "on_full", FULL),
     "max_tokens": (50, "sampling", pb.Sampling(max_tokens=50)),
     "sampling": ({"temperature": 0.5}, "sampling", pb.Sampling(temperature=0.5)),

@@ -34,6 +34,7 @@ from kvasir.server.reloading import Reloading
 from kvasir.server.serving import give_memory_back, settle_limits
 from kvasir.server.traces import Traces
 from kvasir.server.wellness import Wellness
+from kvasir.volatile import DEFAULT, RULES, rules_of
 
 from kvasir_gateway.answering import Turns
 from kvasir_gateway.app import Gateway, GatewayLimits, Surroundings
@@ -48,7 +49,6 @@ from kvasir_gateway.page.routes import GatewayPage
 from kvasir_gateway.page.sessions import Sessions
 from kvasir_gateway.reading.seals import ThoughtSeals
 from kvasir_gateway.reading.tolerance import Tolerance
-from kvasir_gateway.reading.volatile import RULES, rules_of
 
 _log = logging.getLogger("kvasir_gateway")
 DEFAULT_LISTEN = "127.0.0.1:8642"
@@ -75,7 +75,7 @@ class Options:
     peers: Sequence[tuple[str, str]] = ()
     peer_ca_files: Sequence[tuple[str, str]] = ()
     is_strict: bool = False
-    volatile: str = ",".join(RULES)
+    volatile: str = ",".join(sorted(DEFAULT))
     any_model: bool = True
     aliases: Sequence[tuple[str, str]] = ()
 
@@ -145,7 +145,7 @@ async def serve(options: Options) -> int:
         numbers=GatewayNumbers(),
         tolerance=Tolerance(
             is_strict=options.is_strict,
-            rules=rules_of(options.volatile),
+            rules=rules_of(options.volatile, "--volatile"),
             any_model=options.any_model,
             seals=ThoughtSeals(key),
         ),
@@ -321,10 +321,11 @@ def _options(arguments: Sequence[str] | None) -> Options:
     )
     parser.add_argument(
         "--volatile",
-        default=",".join(RULES),
+        default=",".join(sorted(DEFAULT)),
         metavar="RULE,…|none",
-        help="what of a prompt does not change from request to request; default: all. "
-        + ". ".join(f"{rule.name}: {rule.applies_to}" for rule in RULES.values()),
+        help="what of a prompt does not change from request to request; an agent's label kvasir.volatile and a "
+        f"request's header go before it; default: {', '.join(sorted(DEFAULT))}. "
+        + ". ".join(f"{name}: {applies_to}" for name, applies_to in RULES.items()),
     )
     given = parser.parse_args(arguments)
     return Options(

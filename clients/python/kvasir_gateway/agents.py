@@ -52,7 +52,6 @@ class AgentTurn(OwnBody):
     base_version: Version | None = Field(None, description="Go on from this version instead of the newest.")
     expect_existing: bool = Field(False, description="Refuse an agent that remembers nothing yet.")
     replace_memory: bool = Field(False, description="Messages of another conversation replace the agent's.")
-    renew_template_date: bool = Field(False, description="A template prints the turn's date, not the conversation's.")
     memory_mode: Literal["READ_WRITE", "READ_ONLY", "NONE"] | None = None
     sampling: AgentSampling | None = None
     tools: Annotated[list[ChatTool], MaxLen(128)] | None = None
@@ -79,7 +78,6 @@ class AgentTurn(OwnBody):
                 "base_version": self.base_version,
                 "expect_existing": self.expect_existing,
                 "replace_memory": self.replace_memory,
-                "renew_template_date": self.renew_template_date,
                 "keep_partial": self.keep_partial,
                 "memory_mode": pb.MemoryMode.Value(f"MEMORY_MODE_{self.memory_mode or 'UNSPECIFIED'}"),
             },

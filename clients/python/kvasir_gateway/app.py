@@ -43,7 +43,7 @@ from kvasir_gateway.ollama import turns as ollama_turns
 from kvasir_gateway.page.routes import GatewayPage
 from kvasir_gateway.reading import heads
 from kvasir_gateway.reading.tolerance import Reading, Tolerance
-from kvasir_gateway.reading.volatile import RULES, TEMPLATE_DATE
+from kvasir_gateway.reading.volatile import BILLING, HEADER
 from kvasir_gateway.turn import Asked, Body, Chunks, Said, Turn, Whole
 
 _log = logging.getLogger(__name__)
@@ -193,7 +193,7 @@ class Gateway:
         named = replace(
             call,
             agent_id=heads.agent_in_path(call.request),
-            reading=Reading(is_strict=True, rules=[RULES[TEMPLATE_DATE]]),
+            reading=Reading(is_strict=True, rules=call.reading.rules),
         )
         asked = await self._body(named, agents.AgentTurn)
         return await self._answer(named, partial(asked.turn, named.reading), agents.whole, agents.AgentEvents)
@@ -323,12 +323,13 @@ class Gateway:
     def _ready(self, call: Call, translate: Callable[[], Turn]) -> Ready:
         """The turn, with what the request says beside its body. In any thread. Raises InvalidArgument."""
         turn = replace(heads.with_memory(call.request, call.agent_id, translate()), any_model=call.reading.any_model)
-        if not call.reading.keeps_template_date:
-            turn = replace(turn, memory={**turn.memory, "renew_template_date": True})
+        turn = replace(turn, memory={**turn.memory, "volatile": call.reading.rules.for_engine()})
         return self._around.turns.ready(self._around.aliases.applied(turn))
 
     async def _body(self, call: Call, kind: type[_Body]) -> _Body:
         data = await call.room.read(call.request, self._around.limits.max_body_bytes)
+        if call.agent_id and not call.reading.rules.is_asked and BILLING.encode() in data:
+            call.reading.rules = await call.caller.rules_of(call.agent_id, call.reading.rules)
 
         def parse(data: bytes) -> _Body:
             try:
@@ -382,7 +383,7 @@ class Gateway:
             agent_id=heads.agent_of(request),
             request_id=heads.request_id(request, new_request_id),
             room=room,
-            reading=self._around.tolerance.reading(),
+            reading=self._around.tolerance.reading(request.headers.get(HEADER)),
         )
 
 

@@ -10,6 +10,7 @@ from itertools import cycle
 from types import MappingProxyType
 from typing import Any
 
+from kvasir import volatile
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients import AioInferenceClient, GenerateOptions, Tls
 from kvasir.clients.messages import message_list
@@ -21,6 +22,7 @@ from kvasir.server.wellness import Ailment, Wellness
 
 from kvasir_gateway.conversations import PREFIX, Kept
 from kvasir_gateway.models import unknown_alias
+from kvasir_gateway.reading.volatile import Rules
 from kvasir_gateway.turn import Place, Said, ToolUse, Turn
 
 _PAGE = 1000
@@ -158,6 +160,14 @@ class CallerAtEngine:
             if is_kept_whole and is_reply and digest_of(until[:-1]) == place.digest:
                 found[place] = until
         return found
+
+    async def rules_of(self, agent_id: str, rules: Rules) -> Rules:
+        """The rules that an agent's label names, else these."""
+        try:
+            label = (await self.client.get_agent(agent_id)).labels.get(volatile.LABEL)
+            return Rules(volatile.from_label(label), is_asked=True) if label else rules
+        except KvasirError:  # there is no such agent yet, or it cannot be said now
+            return rules
 
     async def fork(self, source: str, name: str, version: int | None) -> None:
         await self.client.fork_agent(source, name, version=version)

@@ -43,12 +43,23 @@ NO_HEAD = Head(0, None, 0)
 
 
 @dataclass(frozen=True, slots=True)
+class AgentSettings:
+    """What an agent's labels say of its turns. Empty: nothing."""
+
+    on_full: str = ""
+    volatile: str = ""
+
+
+NO_SETTINGS = AgentSettings()
+
+
+@dataclass(frozen=True, slots=True)
 class AgentHeads:
     """Heads of the requested line, and of the agent's most recently used line with another KV identity."""
 
     ours: Head
     foreign: Head | None
-    on_full: str = ""  # the agent's label for it
+    settings: AgentSettings = NO_SETTINGS
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from kvasir import errors, on_full
+from kvasir import errors, on_full, volatile
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients.aio.handed_upload import FEATURE, put_by_files
 from kvasir.formats.block_file import FileBytes
@@ -21,6 +21,7 @@ from inference_svc.memory.outcomes import Miss, MissReason
 from inference_svc.memory.store.answers import (
     NO_HEAD,
     AgentHeads,
+    AgentSettings,
     EventCursor,
     Granted,
     Head,
@@ -73,7 +74,8 @@ class RemoteCache(StoreConnection):
             lines = [head_of(line) for line in agent.lines]
         ours = next((line for line in lines if line.kv_identity_hash == kv_identity_hash), NO_HEAD)
         foreign = next((line for line in lines if line.kv_identity_hash != kv_identity_hash), None)
-        return AgentHeads(ours, foreign, agent.labels.get(on_full.LABEL, ""))
+        labels = agent.labels
+        return AgentHeads(ours, foreign, AgentSettings(labels.get(on_full.LABEL, ""), labels.get(volatile.LABEL, "")))
 
     async def version(self, agent_id: str, kv_identity_hash: str, version: int, budget: Budget) -> Head:
         """A version of the agent's line. Raises NotFound (VERSION_NOT_FOUND, AGENT_NOT_FOUND)."""

@@ -58,7 +58,7 @@ def goes_on_whole(before: Reply, reply: Reply) -> None:
     started = reply.started
     assert started.cached_tokens > before.finished.memory_tokens - 4
     assert not started.reason
-    assert started.kept_template_date
+    assert list(started.kept) == ["template-date"]
 
 
 def test_a_talk_over_midnights_is_reused_whole_and_equals_one_whose_clock_never_moved(
@@ -78,7 +78,7 @@ def test_a_talk_over_midnights_is_reused_whole_and_equals_one_whose_clock_never_
         with house.client() as client:
             talk = remembered(client, "ada")
     date = date_of(talk.template_time_ms)
-    assert not replies[0].started.kept_template_date
+    assert not replies[0].started.kept
     assert talk.text.count(date) == talk.text.count("Today is") == 1
     with running_house(tmp_path / "still", dated(model, tmp_path / "model", date)) as house, house.client() as client:
         expected = [say(client, "ada", text) for text in TALK]
@@ -113,7 +113,7 @@ def test_a_new_conversation_gets_a_date_of_its_own(ada: InferenceClient) -> None
     assert ones.template_time_ms < twos.template_time_ms
     branch = ada.reply(agent_id="one", messages=user("Of something else."), sampling=GREEDY)
     assert branch.started.continuation == pb.CONTINUATION_BRANCHED
-    assert not branch.started.kept_template_date
+    assert not branch.started.kept
     ada.reply(agent_id="one", messages=user("Of something else."), replace_memory=True, sampling=GREEDY)
     replaced = remembered(ada, "one")
     assert replaced.template_time_ms > twos.template_time_ms
@@ -124,10 +124,10 @@ def test_a_new_conversation_gets_a_date_of_its_own(ada: InferenceClient) -> None
 def test_whoever_wants_the_turns_own_date_gets_it_and_the_next_turn_keeps_that(ada: InferenceClient) -> None:
     say(ada, "renewed", TALK[0])
     before = remembered(ada, "renewed")
-    renewed = say(ada, "renewed", TALK[1], renew_template_date=True)
+    renewed = say(ada, "renewed", TALK[1], volatile=pb.VolatileRules())
     assert renewed.started.match == pb.PREFIX_MATCH_DIVERGE
     assert renewed.started.miss == pb.MISS_REASON_TEXT_DIFFERS
-    assert not renewed.started.kept_template_date
+    assert not renewed.started.kept
     after = remembered(ada, "renewed")
     assert after.template_time_ms > before.template_time_ms
     assert date_of(after.template_time_ms) in after.text
@@ -138,7 +138,7 @@ def test_prompts_and_templates_without_a_date_leave_none(ada: InferenceClient, c
     ada.reply(agent_id="raw", prompt="Once upon a time", sampling=GREEDY)
     say(client, "dateless", TALK[0])
     assert remembered(ada, "raw").template_time_ms == remembered(client, "dateless").template_time_ms == 0
-    assert not say(client, "dateless", TALK[1]).started.kept_template_date
+    assert not say(client, "dateless", TALK[1]).started.kept
 
 
 def test_a_shortened_conversation_keeps_its_date(dated_model: Path, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_shortened_conversation_keeps_its_date(dated_model: Path, tmp_path: Pa
     with running_house(tmp_path, dated_model, engine_options=options) as house, house.client() as client:
         for number in range(12):
             reply = say(client, "long", f"{number}: {TALK[2]}", on_full=drop)
-            assert reply.started.kept_template_date == (number > 0)
+            assert reply.started.kept == (["template-date"] if number else [])
         versions = [each.version for each in client.list_snapshots("long").snapshots]
         memories = [remembered(client, "long", version) for version in versions]
     assert any(memory.shortened.is_after_turn for memory in memories)

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvasir import expires_after, on_full
+from kvasir import expires_after, on_full, volatile
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cli import carrying, failures
 from kvasir.cli.caller import COMPLETION_S, Caller, JsonOption, caller_of, completing
@@ -35,7 +35,10 @@ from kvasir.errors import KvasirError
 
 app = typer.Typer(help="Look after agents' memories.", no_args_is_help=True)
 MOST_VERSION = (1 << 63) - 1  # of the contract's int64
-_OWN, _SETTINGS = "kvasir.", {on_full.LABEL, expires_after.LABEL}  # Kvasir's labels; those of them that people set
+_OWN, _SETTINGS = (
+    "kvasir.",
+    {on_full.LABEL, expires_after.LABEL, volatile.LABEL},
+)  # Kvasir's labels; those of them that people set
 _PAGE = 1000
 _COMPLETED = 100
 

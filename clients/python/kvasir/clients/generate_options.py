@@ -37,8 +37,9 @@ class GenerateOptions:
     # `messages` that begin another conversation take the place of the agent's. Else they are answered as a branch,
     # which is not remembered.
     replace_memory: bool = False
-    # A template that prints the date prints the turn's own, not the one that the agent's conversation began with.
-    renew_template_date: bool = False
+    # Which volatile parts of a prompt stay as the agent's memory has them: `pb.VolatileRules(names=["tools-order"])`.
+    # None: what the agent's label `kvasir.volatile` says, else template-date and tools-order.
+    volatile: pb.VolatileRules | None = None
     # Report the prompt's tokens, in `started`.
     return_prompt_token_ids: bool = False
     # What happens when the conversation no longer fits the context: `pb.OnFull(policy=pb.ON_FULL_POLICY_DROP_OLDEST)`.
@@ -87,7 +88,7 @@ class OptionArguments(TypedDict, total=False):
     base_version: int | None
     expect_existing: bool
     replace_memory: bool
-    renew_template_date: bool
+    volatile: pb.VolatileRules | None
     return_prompt_token_ids: bool
     on_full: pb.OnFull | None
     max_tokens: int | None

@@ -143,7 +143,7 @@ def turn_request(given: Input, options: GenerateOptions, request_id: str) -> pb.
             base_version=options.base_version,  # type: ignore[arg-type]
             expect_existing=options.expect_existing,
             replace_memory=options.replace_memory,
-            renew_template_date=options.renew_template_date,
+            volatile=options.volatile,
             return_prompt_token_ids=options.return_prompt_token_ids,
             on_full=options.on_full,
             sampling=options.to_proto_sampling(),

@@ -32,6 +32,7 @@ MAX_MESSAGES = 100_000
 MAX_DROPPED_MESSAGES = 1 << 31
 MAX_DIMENSION = 1 << 20
 MAX_TEMPLATE_TIME_MS = 253_402_300_799_999  # the last of the year 9999
+MAX_TOOL_PLACES = 1 << 16
 MAX_STATE_TENSORS = 16
 MAX_STATE_AXES = 7
 ROLES = ("system", "user", "assistant", "tool")
@@ -72,6 +73,7 @@ def build(
     created_unix_ms: int,
     shortened: manifest_pb2.Shortened | None = None,
     template_time_ms: int = 0,
+    tools_order: manifest_pb2.ToolsOrder | None = None,
 ) -> bytes:
     """The bytes of a checked manifest. Raises InvalidArgument. `states` are (tokens seen, digest), ascending; `windows`
     by window and first block, ascending."""
@@ -94,6 +96,7 @@ def build(
         created_unix_ms=created_unix_ms,
         shortened=shortened,
         template_time_ms=template_time_ms,
+        tools_order=tools_order,
     )
     check(manifest)
     return manifest.SerializeToString(deterministic=True)
@@ -136,6 +139,9 @@ def check(manifest: manifest_pb2.Manifest) -> None:
         raise _wrong("created_unix_ms", f"expected 0 or more, got {manifest.created_unix_ms}")
     if not 0 <= manifest.template_time_ms <= MAX_TEMPLATE_TIME_MS:
         raise _wrong("template_time_ms", f"expected 0 to {MAX_TEMPLATE_TIME_MS}, got {manifest.template_time_ms}")
+    _check_optional_hash("tools_order.set_hash", manifest.tools_order.set_hash)
+    if (places := len(manifest.tools_order.places)) > MAX_TOOL_PLACES:
+        raise _wrong("tools_order.places", f"expected at most {MAX_TOOL_PLACES}, got {places}")
 
 
 def check_kv_identity(identity: identity_pb2.KvIdentity) -> None:

@@ -12,7 +12,6 @@ from kvasir.names import check_agent_id, check_request_id
 from starlette.requests import Request
 
 from kvasir_gateway.reading.tolerance import Reading
-from kvasir_gateway.reading.volatile import TEMPLATE_DATE
 from kvasir_gateway.turn import Turn
 
 _MAX_PAGE = 1000
@@ -39,8 +38,7 @@ def with_memory(request: Request, agent_id: str, turn: Turn) -> Turn:
 
 def told(reading: Reading, agent_id: str, turn: Turn, started: pb.Started) -> dict[str, str]:
     """What the turn does to which agent's memory, and what else is known once it has begun."""
-    if started.kept_template_date:
-        reading.applied(TEMPLATE_DATE)
+    reading.applied(started.kept)
     headers = reading.headers()
     done = pb.Continuation.Name(started.continuation).removeprefix("CONTINUATION_").lower()
     if started.source == pb.CACHE_SOURCE_REPLAY:

@@ -4,14 +4,15 @@ out. What would change the reply's meaning is refused either way, and a strict g
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvasir.errors import InvalidArgument
+from kvasir.volatile import BILLING_LINE, DEFAULT
 
 from kvasir_gateway.reading.seals import ThoughtSeals
-from kvasir_gateway.reading.volatile import RULES, TEMPLATE_DATE, Rule
+from kvasir_gateway.reading.volatile import HEADER, NO_RULES, Rules, asked
 from kvasir_gateway.turn import Body, refuse_unless
 
 # Fields of peers' servers and of older APIs that say what the reply is to be: without them it would be another one.
@@ -40,7 +41,7 @@ class Reading:
     """One request, as it is read: what was ignored of it, and which rules applied."""
 
     is_strict: bool = False
-    rules: Sequence[Rule] = ()
+    rules: Rules = NO_RULES
     any_model: bool = False  # the loaded one answers for a name that is no model's
     seals: ThoughtSeals | None = None  # None: no thoughts are known as ours
     _ignored: set[str] = field(default_factory=set)
@@ -77,20 +78,14 @@ class Reading:
         return "".join(map(self._lasting, texts) if role == "system" else texts)
 
     def _lasting(self, text: str) -> str:
-        for rule in self.rules:
-            kept = text if rule.without is None else rule.without(text)
-            if kept != text:
-                self.applied(rule.name)
-            text = kept
-        return text
+        lasting = self.rules.lasting(text)
+        if lasting != text:
+            self.applied([BILLING_LINE])
+        return lasting
 
-    def applied(self, rule: str) -> None:
-        """A rule changed the prompt."""
-        self._applied.add(rule)
-
-    @property
-    def keeps_template_date(self) -> bool:
-        return any(rule.name == TEMPLATE_DATE for rule in self.rules)
+    def applied(self, rules: Iterable[str]) -> None:
+        """Rules changed the prompt."""
+        self._applied.update(rules)
 
     def length(self, max_tokens: int | None) -> dict[str, Any]:
         """Of a Sampling: clients send the most that they know of, whatever the context is."""
@@ -110,7 +105,7 @@ class Reading:
             more = [f"+{len(names) - _MAX_NAMED}"] if len(names) > _MAX_NAMED else []
             told["x-kvasir-ignored"] = ", ".join([*names[:_MAX_NAMED], *more])
         if self._applied:
-            told["x-kvasir-volatile"] = ", ".join(sorted(self._applied))
+            told[HEADER] = ", ".join(sorted(self._applied))
         return told
 
     def _ignore(self, name: str, why: str, reason: str | None = None) -> None:
@@ -132,7 +127,7 @@ class Tolerance:
         self,
         *,
         is_strict: bool = False,
-        rules: Sequence[Rule] = tuple(RULES.values()),
+        rules: frozenset[str] = DEFAULT,
         any_model: bool = True,
         seals: ThoughtSeals | None = None,
     ) -> None:
@@ -142,8 +137,9 @@ class Tolerance:
         self._seals = seals
         self._logged: set[str] = set()
 
-    def reading(self) -> Reading:
-        return Reading(self._is_strict, self._rules, self._any_model, self._seals)
+    def reading(self, rules: str | None) -> Reading:
+        """`rules`: what a request's header says of them. Raises InvalidArgument."""
+        return Reading(self._is_strict, asked(rules, self._rules), self._any_model, self._seals)
 
     def log(self, path: str, reading: Reading) -> None:
         """A line for each field when it is ignored for the first time."""

@@ -1,51 +1,42 @@
-"""What of a prompt is left out, or kept as it was, because it changes from request to request and means nothing to a
-model: lines of a system's text, and the date that a template prints. Each rule has a name, so that it can be switched
-off and is reported.
+"""The rules for what of a prompt is volatile, as a request over HTTP has them: of its header, else of its agent's
+label, else of the gateway. The gateway itself leaves out billing lines; the rest is the engine's.
 
 No other text changes, and never a user's or an assistant's.
 """
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvasir.errors import InvalidArgument
+from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.volatile import BILLING_LINE, DEFAULT, rules_of
 
-TEMPLATE_DATE = "template-date"
-_BILLING = "x-anthropic-billing-header:"
+HEADER = "x-kvasir-volatile"
+BILLING = "x-anthropic-billing-header:"
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """`without` gives a system's text without what is volatile; it gets each text as it was sent, block by block. None:
-    the engine applies the rule.
-    """
+class Rules:
+    """`is_asked`: the request names them, so that no label goes before them."""
 
-    name: str
-    applies_to: str
-    without: Callable[[str], str] | None = None
+    names: frozenset[str] = DEFAULT
+    is_asked: bool = False
 
+    def lasting(self, text: str) -> str:
+        """A system's text without what is volatile; each text as it was sent, block by block. Clients put the billing
+        line first, as a block of its own; proxies that translate may put it before the rest.
+        """
+        is_billed = BILLING_LINE in self.names and text.startswith(BILLING)
+        return text.partition("\n")[2] if is_billed else text
 
-def _without_billing_line(text: str) -> str:
-    """Clients put it first, as a block of its own; proxies that translate may put it before the rest."""
-    return text.partition("\n")[2] if text.startswith(_BILLING) else text
-
-
-RULES: Mapping[str, Rule] = {
-    rule.name: rule
-    for rule in (
-        Rule(
-            "billing-line",
-            f"a system text's first line that begins with {_BILLING!r}, which providers strip too, is left out",
-            _without_billing_line,
-        ),
-        Rule(TEMPLATE_DATE, "the date that the model's template prints stays the one that the conversation began with"),
-    )
-}
+    def for_engine(self) -> pb.VolatileRules | None:
+        """None: its own defaults."""
+        if self.names == DEFAULT and not self.is_asked:
+            return None
+        return pb.VolatileRules(names=sorted(self.names - {BILLING_LINE}), is_default=not self.is_asked)
 
 
-def rules_of(text: str) -> Sequence[Rule]:
-    """RULE,… or none. Raises InvalidArgument for a name that is no rule's."""
-    names = [] if text == "none" else text.split(",")
-    if unknown := [name for name in names if name not in RULES]:
-        raise InvalidArgument(f"--volatile: {unknown[0]!r} is none of {', '.join(RULES)}, none", field="--volatile")
-    return [RULES[name] for name in names]
+NO_RULES = Rules(frozenset())
+
+
+def asked(header: str | None, defaults: frozenset[str]) -> Rules:
+    """The rules of a request. Raises InvalidArgument for a header that names others."""
+    return Rules(defaults) if header is None else Rules(rules_of(header, HEADER), is_asked=True)

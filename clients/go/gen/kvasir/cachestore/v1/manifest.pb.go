@@ -118,8 +118,10 @@ type Manifest struct {
 	// What the chat template was told when it asked for the time, so that the conversation's next turns print the same date:
 	// milliseconds of the wall clock since 1970-01-01 00:00, without a zone. 0: it did not ask, or this is not known.
 	TemplateTimeMs int64 `protobuf:"varint,18,opt,name=template_time_ms,json=templateTimeMs,proto3" json:"template_time_ms,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// How the template was given the tools, so that the same ones are rendered alike again. Absent: there were none, or this is not known.
+	ToolsOrder    *ToolsOrder `protobuf:"bytes,19,opt,name=tools_order,json=toolsOrder,proto3" json:"tools_order,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Manifest) Reset() {
@@ -278,6 +280,70 @@ func (x *Manifest) GetTemplateTimeMs() int64 {
 	return 0
 }
 
+func (x *Manifest) GetToolsOrder() *ToolsOrder {
+	if x != nil {
+		return x.ToolsOrder
+	}
+	return nil
+}
+
+// ToolsOrder says in which order a set of tools and the keys of their JSON were rendered. The tools' canonical form is [name, description, parameters]
+// as JSON: keys sorted, no white space, ASCII.
+type ToolsOrder struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// BLAKE3-256 of the tools' canonical forms, sorted, each prefixed with its length as 8 bytes little-endian. Hex.
+	SetHash string `protobuf:"bytes,1,opt,name=set_hash,json=setHash,proto3" json:"set_hash,omitempty"`
+	// For each tool, as rendered, its place among the sorted ones. Then, tool by tool, for each object of two or more keys in its parameters, from the
+	// outside in and in the order of rendering: for each key its place among the object's sorted ones.
+	Places        []uint32 `protobuf:"varint,2,rep,packed,name=places,proto3" json:"places,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ToolsOrder) Reset() {
+	*x = ToolsOrder{}
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ToolsOrder) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ToolsOrder) ProtoMessage() {}
+
+func (x *ToolsOrder) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ToolsOrder.ProtoReflect.Descriptor instead.
+func (*ToolsOrder) Descriptor() ([]byte, []int) {
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *ToolsOrder) GetSetHash() string {
+	if x != nil {
+		return x.SetHash
+	}
+	return ""
+}
+
+func (x *ToolsOrder) GetPlaces() []uint32 {
+	if x != nil {
+		return x.Places
+	}
+	return nil
+}
+
 // Shortened says what a conversation lacks because it outgrew its model's context.
 type Shortened struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -295,7 +361,7 @@ type Shortened struct {
 
 func (x *Shortened) Reset() {
 	*x = Shortened{}
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[2]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -307,7 +373,7 @@ func (x *Shortened) String() string {
 func (*Shortened) ProtoMessage() {}
 
 func (x *Shortened) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[2]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -320,7 +386,7 @@ func (x *Shortened) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Shortened.ProtoReflect.Descriptor instead.
 func (*Shortened) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{2}
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *Shortened) GetDroppedMessages() uint64 {
@@ -372,7 +438,7 @@ type WindowBlocks struct {
 
 func (x *WindowBlocks) Reset() {
 	*x = WindowBlocks{}
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[3]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -384,7 +450,7 @@ func (x *WindowBlocks) String() string {
 func (*WindowBlocks) ProtoMessage() {}
 
 func (x *WindowBlocks) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[3]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -397,7 +463,7 @@ func (x *WindowBlocks) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WindowBlocks.ProtoReflect.Descriptor instead.
 func (*WindowBlocks) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{3}
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *WindowBlocks) GetWindow() uint32 {
@@ -439,7 +505,7 @@ type StatePoint struct {
 
 func (x *StatePoint) Reset() {
 	*x = StatePoint{}
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[4]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -451,7 +517,7 @@ func (x *StatePoint) String() string {
 func (*StatePoint) ProtoMessage() {}
 
 func (x *StatePoint) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[4]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -464,7 +530,7 @@ func (x *StatePoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatePoint.ProtoReflect.Descriptor instead.
 func (*StatePoint) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{4}
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *StatePoint) GetTokens() uint64 {
@@ -504,7 +570,7 @@ type Message struct {
 
 func (x *Message) Reset() {
 	*x = Message{}
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[5]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -516,7 +582,7 @@ func (x *Message) String() string {
 func (*Message) ProtoMessage() {}
 
 func (x *Message) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[5]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -529,7 +595,7 @@ func (x *Message) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Message.ProtoReflect.Descriptor instead.
 func (*Message) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{5}
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Message) GetRole() string {
@@ -593,7 +659,7 @@ type ToolCall struct {
 
 func (x *ToolCall) Reset() {
 	*x = ToolCall{}
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[6]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -605,7 +671,7 @@ func (x *ToolCall) String() string {
 func (*ToolCall) ProtoMessage() {}
 
 func (x *ToolCall) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[6]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -618,7 +684,7 @@ func (x *ToolCall) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ToolCall.ProtoReflect.Descriptor instead.
 func (*ToolCall) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{6}
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *ToolCall) GetId() string {
@@ -665,7 +731,7 @@ type Turn struct {
 
 func (x *Turn) Reset() {
 	*x = Turn{}
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[7]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -677,7 +743,7 @@ func (x *Turn) String() string {
 func (*Turn) ProtoMessage() {}
 
 func (x *Turn) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[7]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -690,7 +756,7 @@ func (x *Turn) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Turn.ProtoReflect.Descriptor instead.
 func (*Turn) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{7}
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Turn) GetRequestId() string {
@@ -750,7 +816,7 @@ const file_kvasir_cachestore_v1_manifest_proto_rawDesc = "" +
 	"\x06Digest\x12\x12\n" +
 	"\x04hash\x18\x01 \x01(\tR\x04hash\x12\x1d\n" +
 	"\n" +
-	"size_bytes\x18\x02 \x01(\x03R\tsizeBytes\"\xbb\x06\n" +
+	"size_bytes\x18\x02 \x01(\x03R\tsizeBytes\"\xfe\x06\n" +
 	"\bManifest\x12\x16\n" +
 	"\x06format\x18\x01 \x01(\rR\x06format\x12A\n" +
 	"\vkv_identity\x18\x02 \x01(\v2 .kvasir.cachestore.v1.KvIdentityR\n" +
@@ -772,7 +838,13 @@ const file_kvasir_cachestore_v1_manifest_proto_rawDesc = "" +
 	"\x0fcreated_unix_ms\x18\x0f \x01(\x03R\rcreatedUnixMs\x12<\n" +
 	"\awindows\x18\x10 \x03(\v2\".kvasir.cachestore.v1.WindowBlocksR\awindows\x12=\n" +
 	"\tshortened\x18\x11 \x01(\v2\x1f.kvasir.cachestore.v1.ShortenedR\tshortened\x12(\n" +
-	"\x10template_time_ms\x18\x12 \x01(\x03R\x0etemplateTimeMs\"\xb3\x01\n" +
+	"\x10template_time_ms\x18\x12 \x01(\x03R\x0etemplateTimeMs\x12A\n" +
+	"\vtools_order\x18\x13 \x01(\v2 .kvasir.cachestore.v1.ToolsOrderR\n" +
+	"toolsOrder\"?\n" +
+	"\n" +
+	"ToolsOrder\x12\x19\n" +
+	"\bset_hash\x18\x01 \x01(\tR\asetHash\x12\x16\n" +
+	"\x06places\x18\x02 \x03(\rR\x06places\"\xb3\x01\n" +
 	"\tShortened\x12)\n" +
 	"\x10dropped_messages\x18\x01 \x01(\x04R\x0fdroppedMessages\x12\x1f\n" +
 	"\vhas_summary\x18\x02 \x01(\bR\n" +
@@ -826,36 +898,38 @@ func file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP() []byte {
 	return file_kvasir_cachestore_v1_manifest_proto_rawDescData
 }
 
-var file_kvasir_cachestore_v1_manifest_proto_msgTypes = make([]protoimpl.MessageInfo, 8)
+var file_kvasir_cachestore_v1_manifest_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
 var file_kvasir_cachestore_v1_manifest_proto_goTypes = []any{
 	(*Digest)(nil),       // 0: kvasir.cachestore.v1.Digest
 	(*Manifest)(nil),     // 1: kvasir.cachestore.v1.Manifest
-	(*Shortened)(nil),    // 2: kvasir.cachestore.v1.Shortened
-	(*WindowBlocks)(nil), // 3: kvasir.cachestore.v1.WindowBlocks
-	(*StatePoint)(nil),   // 4: kvasir.cachestore.v1.StatePoint
-	(*Message)(nil),      // 5: kvasir.cachestore.v1.Message
-	(*ToolCall)(nil),     // 6: kvasir.cachestore.v1.ToolCall
-	(*Turn)(nil),         // 7: kvasir.cachestore.v1.Turn
-	(*KvIdentity)(nil),   // 8: kvasir.cachestore.v1.KvIdentity
+	(*ToolsOrder)(nil),   // 2: kvasir.cachestore.v1.ToolsOrder
+	(*Shortened)(nil),    // 3: kvasir.cachestore.v1.Shortened
+	(*WindowBlocks)(nil), // 4: kvasir.cachestore.v1.WindowBlocks
+	(*StatePoint)(nil),   // 5: kvasir.cachestore.v1.StatePoint
+	(*Message)(nil),      // 6: kvasir.cachestore.v1.Message
+	(*ToolCall)(nil),     // 7: kvasir.cachestore.v1.ToolCall
+	(*Turn)(nil),         // 8: kvasir.cachestore.v1.Turn
+	(*KvIdentity)(nil),   // 9: kvasir.cachestore.v1.KvIdentity
 }
 var file_kvasir_cachestore_v1_manifest_proto_depIdxs = []int32{
-	8,  // 0: kvasir.cachestore.v1.Manifest.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
-	5,  // 1: kvasir.cachestore.v1.Manifest.messages:type_name -> kvasir.cachestore.v1.Message
+	9,  // 0: kvasir.cachestore.v1.Manifest.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
+	6,  // 1: kvasir.cachestore.v1.Manifest.messages:type_name -> kvasir.cachestore.v1.Message
 	0,  // 2: kvasir.cachestore.v1.Manifest.blocks:type_name -> kvasir.cachestore.v1.Digest
 	0,  // 3: kvasir.cachestore.v1.Manifest.tail:type_name -> kvasir.cachestore.v1.Digest
-	4,  // 4: kvasir.cachestore.v1.Manifest.states:type_name -> kvasir.cachestore.v1.StatePoint
-	7,  // 5: kvasir.cachestore.v1.Manifest.turn:type_name -> kvasir.cachestore.v1.Turn
-	3,  // 6: kvasir.cachestore.v1.Manifest.windows:type_name -> kvasir.cachestore.v1.WindowBlocks
-	2,  // 7: kvasir.cachestore.v1.Manifest.shortened:type_name -> kvasir.cachestore.v1.Shortened
-	0,  // 8: kvasir.cachestore.v1.WindowBlocks.blocks:type_name -> kvasir.cachestore.v1.Digest
-	0,  // 9: kvasir.cachestore.v1.WindowBlocks.tail:type_name -> kvasir.cachestore.v1.Digest
-	0,  // 10: kvasir.cachestore.v1.StatePoint.digest:type_name -> kvasir.cachestore.v1.Digest
-	6,  // 11: kvasir.cachestore.v1.Message.tool_calls:type_name -> kvasir.cachestore.v1.ToolCall
-	12, // [12:12] is the sub-list for method output_type
-	12, // [12:12] is the sub-list for method input_type
-	12, // [12:12] is the sub-list for extension type_name
-	12, // [12:12] is the sub-list for extension extendee
-	0,  // [0:12] is the sub-list for field type_name
+	5,  // 4: kvasir.cachestore.v1.Manifest.states:type_name -> kvasir.cachestore.v1.StatePoint
+	8,  // 5: kvasir.cachestore.v1.Manifest.turn:type_name -> kvasir.cachestore.v1.Turn
+	4,  // 6: kvasir.cachestore.v1.Manifest.windows:type_name -> kvasir.cachestore.v1.WindowBlocks
+	3,  // 7: kvasir.cachestore.v1.Manifest.shortened:type_name -> kvasir.cachestore.v1.Shortened
+	2,  // 8: kvasir.cachestore.v1.Manifest.tools_order:type_name -> kvasir.cachestore.v1.ToolsOrder
+	0,  // 9: kvasir.cachestore.v1.WindowBlocks.blocks:type_name -> kvasir.cachestore.v1.Digest
+	0,  // 10: kvasir.cachestore.v1.WindowBlocks.tail:type_name -> kvasir.cachestore.v1.Digest
+	0,  // 11: kvasir.cachestore.v1.StatePoint.digest:type_name -> kvasir.cachestore.v1.Digest
+	7,  // 12: kvasir.cachestore.v1.Message.tool_calls:type_name -> kvasir.cachestore.v1.ToolCall
+	13, // [13:13] is the sub-list for method output_type
+	13, // [13:13] is the sub-list for method input_type
+	13, // [13:13] is the sub-list for extension type_name
+	13, // [13:13] is the sub-list for extension extendee
+	0,  // [0:13] is the sub-list for field type_name
 }
 
 func init() { file_kvasir_cachestore_v1_manifest_proto_init() }
@@ -870,7 +944,7 @@ func file_kvasir_cachestore_v1_manifest_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvasir_cachestore_v1_manifest_proto_rawDesc), len(file_kvasir_cachestore_v1_manifest_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   8,
+			NumMessages:   9,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

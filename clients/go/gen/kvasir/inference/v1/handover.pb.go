@@ -195,8 +195,10 @@ type TurnOpening struct {
 	Choices []int32 `protobuf:"varint,19,rep,packed,name=choices,proto3" json:"choices,omitempty"`
 	// Manifest.template_time_ms of the turn.
 	TemplateTimeMs int64 `protobuf:"varint,20,opt,name=template_time_ms,json=templateTimeMs,proto3" json:"template_time_ms,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Manifest.tools_order of the turn.
+	ToolsOrder    *v1.ToolsOrder `protobuf:"bytes,21,opt,name=tools_order,json=toolsOrder,proto3" json:"tools_order,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *TurnOpening) Reset() {
@@ -367,6 +369,13 @@ func (x *TurnOpening) GetTemplateTimeMs() int64 {
 		return x.TemplateTimeMs
 	}
 	return 0
+}
+
+func (x *TurnOpening) GetToolsOrder() *v1.ToolsOrder {
+	if x != nil {
+		return x.ToolsOrder
+	}
+	return nil
 }
 
 // TurnSurroundings says where a turn was computed.
@@ -1140,7 +1149,7 @@ const file_kvasir_inference_v1_handover_proto_rawDesc = "" +
 	"\x05frame\x18\x03 \x01(\fH\x00R\x05frame\x126\n" +
 	"\x05stand\x18\x04 \x01(\v2\x1e.kvasir.inference.v1.TurnStandH\x00R\x05stand\x129\n" +
 	"\x06commit\x18\x05 \x01(\v2\x1f.kvasir.inference.v1.TurnCommitH\x00R\x06commitB\x06\n" +
-	"\x04part\"\xd4\a\n" +
+	"\x04part\"\x97\b\n" +
 	"\vTurnOpening\x12\x16\n" +
 	"\x06format\x18\x01 \x01(\x05R\x06format\x12I\n" +
 	"\fsurroundings\x18\x02 \x01(\v2%.kvasir.inference.v1.TurnSurroundingsR\fsurroundings\x12>\n" +
@@ -1168,7 +1177,9 @@ const file_kvasir_inference_v1_handover_proto_rawDesc = "" +
 	"\vfirst_token\x18\x12 \x01(\v2\x19.google.protobuf.DurationR\n" +
 	"firstToken\x12\x18\n" +
 	"\achoices\x18\x13 \x03(\x05R\achoices\x12(\n" +
-	"\x10template_time_ms\x18\x14 \x01(\x03R\x0etemplateTimeMsB\x16\n" +
+	"\x10template_time_ms\x18\x14 \x01(\x03R\x0etemplateTimeMs\x12A\n" +
+	"\vtools_order\x18\x15 \x01(\v2 .kvasir.cachestore.v1.ToolsOrderR\n" +
+	"toolsOrderB\x16\n" +
 	"\x14_rewind_point_tokens\"\xb3\x02\n" +
 	"\x10TurnSurroundings\x12(\n" +
 	"\x10kv_identity_hash\x18\x01 \x01(\tR\x0ekvIdentityHash\x12)\n" +
@@ -1269,7 +1280,8 @@ var file_kvasir_inference_v1_handover_proto_goTypes = []any{
 	(*v1.Shortened)(nil),         // 17: kvasir.cachestore.v1.Shortened
 	(*Shortening)(nil),           // 18: kvasir.inference.v1.Shortening
 	(*durationpb.Duration)(nil),  // 19: google.protobuf.Duration
-	(*Timings)(nil),              // 20: kvasir.inference.v1.Timings
+	(*v1.ToolsOrder)(nil),        // 20: kvasir.cachestore.v1.ToolsOrder
+	(*Timings)(nil),              // 21: kvasir.inference.v1.Timings
 }
 var file_kvasir_inference_v1_handover_proto_depIdxs = []int32{
 	1,  // 0: kvasir.inference.v1.TakeTurnRequest.opening:type_name -> kvasir.inference.v1.TurnOpening
@@ -1285,23 +1297,24 @@ var file_kvasir_inference_v1_handover_proto_depIdxs = []int32{
 	18, // 10: kvasir.inference.v1.TurnOpening.shortening:type_name -> kvasir.inference.v1.Shortening
 	19, // 11: kvasir.inference.v1.TurnOpening.age:type_name -> google.protobuf.Duration
 	19, // 12: kvasir.inference.v1.TurnOpening.first_token:type_name -> google.protobuf.Duration
-	15, // 13: kvasir.inference.v1.TurnFile.digest:type_name -> kvasir.cachestore.v1.Digest
-	5,  // 14: kvasir.inference.v1.TurnStand.groups:type_name -> kvasir.inference.v1.TurnGroup
-	20, // 15: kvasir.inference.v1.TurnStand.spent:type_name -> kvasir.inference.v1.Timings
-	8,  // 16: kvasir.inference.v1.TakeTurnResponse.opened:type_name -> kvasir.inference.v1.TurnOpened
-	9,  // 17: kvasir.inference.v1.TakeTurnResponse.prepared:type_name -> kvasir.inference.v1.TurnPrepared
-	10, // 18: kvasir.inference.v1.TakeTurnResponse.taken:type_name -> kvasir.inference.v1.TurnTaken
-	19, // 19: kvasir.inference.v1.TurnPrepared.expires_in:type_name -> google.protobuf.Duration
-	19, // 20: kvasir.inference.v1.HandOverTurnResponse.gap:type_name -> google.protobuf.Duration
-	0,  // 21: kvasir.inference.v1.HandOverService.TakeTurn:input_type -> kvasir.inference.v1.TakeTurnRequest
-	11, // 22: kvasir.inference.v1.HandOverService.HandOverTurn:input_type -> kvasir.inference.v1.HandOverTurnRequest
-	7,  // 23: kvasir.inference.v1.HandOverService.TakeTurn:output_type -> kvasir.inference.v1.TakeTurnResponse
-	12, // 24: kvasir.inference.v1.HandOverService.HandOverTurn:output_type -> kvasir.inference.v1.HandOverTurnResponse
-	23, // [23:25] is the sub-list for method output_type
-	21, // [21:23] is the sub-list for method input_type
-	21, // [21:21] is the sub-list for extension type_name
-	21, // [21:21] is the sub-list for extension extendee
-	0,  // [0:21] is the sub-list for field type_name
+	20, // 13: kvasir.inference.v1.TurnOpening.tools_order:type_name -> kvasir.cachestore.v1.ToolsOrder
+	15, // 14: kvasir.inference.v1.TurnFile.digest:type_name -> kvasir.cachestore.v1.Digest
+	5,  // 15: kvasir.inference.v1.TurnStand.groups:type_name -> kvasir.inference.v1.TurnGroup
+	21, // 16: kvasir.inference.v1.TurnStand.spent:type_name -> kvasir.inference.v1.Timings
+	8,  // 17: kvasir.inference.v1.TakeTurnResponse.opened:type_name -> kvasir.inference.v1.TurnOpened
+	9,  // 18: kvasir.inference.v1.TakeTurnResponse.prepared:type_name -> kvasir.inference.v1.TurnPrepared
+	10, // 19: kvasir.inference.v1.TakeTurnResponse.taken:type_name -> kvasir.inference.v1.TurnTaken
+	19, // 20: kvasir.inference.v1.TurnPrepared.expires_in:type_name -> google.protobuf.Duration
+	19, // 21: kvasir.inference.v1.HandOverTurnResponse.gap:type_name -> google.protobuf.Duration
+	0,  // 22: kvasir.inference.v1.HandOverService.TakeTurn:input_type -> kvasir.inference.v1.TakeTurnRequest
+	11, // 23: kvasir.inference.v1.HandOverService.HandOverTurn:input_type -> kvasir.inference.v1.HandOverTurnRequest
+	7,  // 24: kvasir.inference.v1.HandOverService.TakeTurn:output_type -> kvasir.inference.v1.TakeTurnResponse
+	12, // 25: kvasir.inference.v1.HandOverService.HandOverTurn:output_type -> kvasir.inference.v1.HandOverTurnResponse
+	24, // [24:26] is the sub-list for method output_type
+	22, // [22:24] is the sub-list for method input_type
+	22, // [22:22] is the sub-list for extension type_name
+	22, // [22:22] is the sub-list for extension extendee
+	0,  // [0:22] is the sub-list for field type_name
 }
 
 func init() { file_kvasir_inference_v1_handover_proto_init() }

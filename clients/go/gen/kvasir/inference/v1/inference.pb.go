@@ -836,8 +836,9 @@ type GenerateRequest struct {
 	// Instead of an input, and of all else: the rest of a reply that another service began (Moved). NOT_FOUND (RESUME_TOKEN_UNKNOWN) for a token
 	// that was used, is too old, or is another caller's.
 	ResumeToken string `protobuf:"bytes,19,opt,name=resume_token,json=resumeToken,proto3" json:"resume_token,omitempty"`
-	// A template that prints the date prints this turn's. Else it prints the one that the agent's conversation began with, so that midnight costs no memory.
-	RenewTemplateDate bool `protobuf:"varint,20,opt,name=renew_template_date,json=renewTemplateDate,proto3" json:"renew_template_date,omitempty"`
+	// Which of a prompt's volatile parts keep the value that the agent's memory has. Absent: what the agent's label "kvasir.volatile" says
+	// ("template-date,tools-order", "none"), else template-date and tools-order.
+	Volatile *VolatileRules `protobuf:"bytes,20,opt,name=volatile,proto3" json:"volatile,omitempty"`
 	// Whether the reply must be calls of tools. Default: the model decides.
 	ToolChoice *ToolChoice `protobuf:"bytes,21,opt,name=tool_choice,json=toolChoice,proto3" json:"tool_choice,omitempty"`
 	// Report the prompt's tokens in Started. Those of the reply are always in its deltas.
@@ -1042,11 +1043,11 @@ func (x *GenerateRequest) GetResumeToken() string {
 	return ""
 }
 
-func (x *GenerateRequest) GetRenewTemplateDate() bool {
+func (x *GenerateRequest) GetVolatile() *VolatileRules {
 	if x != nil {
-		return x.RenewTemplateDate
+		return x.Volatile
 	}
-	return false
+	return nil
 }
 
 func (x *GenerateRequest) GetToolChoice() *ToolChoice {
@@ -1181,6 +1182,62 @@ func (x *ToolChoice) GetOneCall() bool {
 	return false
 }
 
+// VolatileRules names rules for what changes from turn to turn and means nothing, or little. Where a rule applies, the prompt has what the memory has:
+// - "template-date": the date that a template prints is the one that the conversation began with.
+// - "tools-order": tools that are the memory's, in another order or with the keys of their JSON in another order, are rendered as the memory has them.
+type VolatileRules struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Names []string               `protobuf:"bytes,1,rep,name=names,proto3" json:"names,omitempty"`
+	// An agent's label goes before them.
+	IsDefault     bool `protobuf:"varint,2,opt,name=is_default,json=isDefault,proto3" json:"is_default,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *VolatileRules) Reset() {
+	*x = VolatileRules{}
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *VolatileRules) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*VolatileRules) ProtoMessage() {}
+
+func (x *VolatileRules) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use VolatileRules.ProtoReflect.Descriptor instead.
+func (*VolatileRules) Descriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *VolatileRules) GetNames() []string {
+	if x != nil {
+		return x.Names
+	}
+	return nil
+}
+
+func (x *VolatileRules) GetIsDefault() bool {
+	if x != nil {
+		return x.IsDefault
+	}
+	return false
+}
+
 // OnFull says what happens to a conversation that no longer fits its model's context. The system's messages at its beginning stay, and so do the newest
 // messages; what is left out ends before a user's message. Where one question has many tool calls behind it, the oldest of those go, each with its results, and the question stays. A summary of earlier messages
 // stays until a newer one takes its place. Mostly this is done after a reply, once the memory fills 80 % of the context: the shorter memory is computed
@@ -1200,7 +1257,7 @@ type OnFull struct {
 
 func (x *OnFull) Reset() {
 	*x = OnFull{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[2]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1212,7 +1269,7 @@ func (x *OnFull) String() string {
 func (*OnFull) ProtoMessage() {}
 
 func (x *OnFull) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[2]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1225,7 +1282,7 @@ func (x *OnFull) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OnFull.ProtoReflect.Descriptor instead.
 func (*OnFull) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{2}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *OnFull) GetPolicy() OnFullPolicy {
@@ -1258,7 +1315,7 @@ type MessageList struct {
 
 func (x *MessageList) Reset() {
 	*x = MessageList{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[3]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1270,7 +1327,7 @@ func (x *MessageList) String() string {
 func (*MessageList) ProtoMessage() {}
 
 func (x *MessageList) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[3]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1283,7 +1340,7 @@ func (x *MessageList) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MessageList.ProtoReflect.Descriptor instead.
 func (*MessageList) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{3}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *MessageList) GetMessages() []*v1.Message {
@@ -1303,7 +1360,7 @@ type TokenIds struct {
 
 func (x *TokenIds) Reset() {
 	*x = TokenIds{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[4]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1315,7 +1372,7 @@ func (x *TokenIds) String() string {
 func (*TokenIds) ProtoMessage() {}
 
 func (x *TokenIds) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[4]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1328,7 +1385,7 @@ func (x *TokenIds) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenIds.ProtoReflect.Descriptor instead.
 func (*TokenIds) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{4}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *TokenIds) GetIds() []uint32 {
@@ -1350,7 +1407,7 @@ type Tool struct {
 
 func (x *Tool) Reset() {
 	*x = Tool{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[5]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1362,7 +1419,7 @@ func (x *Tool) String() string {
 func (*Tool) ProtoMessage() {}
 
 func (x *Tool) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[5]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1375,7 +1432,7 @@ func (x *Tool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tool.ProtoReflect.Descriptor instead.
 func (*Tool) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{5}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Tool) GetName() string {
@@ -1444,7 +1501,7 @@ type Sampling struct {
 
 func (x *Sampling) Reset() {
 	*x = Sampling{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[6]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1456,7 +1513,7 @@ func (x *Sampling) String() string {
 func (*Sampling) ProtoMessage() {}
 
 func (x *Sampling) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[6]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1469,7 +1526,7 @@ func (x *Sampling) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Sampling.ProtoReflect.Descriptor instead.
 func (*Sampling) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{6}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Sampling) GetMaxTokens() int32 {
@@ -1607,7 +1664,7 @@ type GenerateResponse struct {
 
 func (x *GenerateResponse) Reset() {
 	*x = GenerateResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[7]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1619,7 +1676,7 @@ func (x *GenerateResponse) String() string {
 func (*GenerateResponse) ProtoMessage() {}
 
 func (x *GenerateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[7]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1632,7 +1689,7 @@ func (x *GenerateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GenerateResponse.ProtoReflect.Descriptor instead.
 func (*GenerateResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{7}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *GenerateResponse) GetEvent() isGenerateResponse_Event {
@@ -1737,7 +1794,7 @@ type Moved struct {
 
 func (x *Moved) Reset() {
 	*x = Moved{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[8]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1749,7 +1806,7 @@ func (x *Moved) String() string {
 func (*Moved) ProtoMessage() {}
 
 func (x *Moved) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[8]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1762,7 +1819,7 @@ func (x *Moved) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Moved.ProtoReflect.Descriptor instead.
 func (*Moved) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{8}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Moved) GetPeer() string {
@@ -1806,8 +1863,8 @@ type Started struct {
 	Continuation Continuation `protobuf:"varint,10,opt,name=continuation,proto3,enum=kvasir.inference.v1.Continuation" json:"continuation,omitempty"`
 	// The version whose conversation goes on: base_version, or the newest; 0 if none.
 	BaseVersion int64 `protobuf:"varint,11,opt,name=base_version,json=baseVersion,proto3" json:"base_version,omitempty"`
-	// The template asked for the time, and was told the one that the memory has where this turn's reads differently.
-	KeptTemplateDate bool `protobuf:"varint,12,opt,name=kept_template_date,json=keptTemplateDate,proto3" json:"kept_template_date,omitempty"`
+	// The rules (VolatileRules) by which the prompt has what the memory has, where this turn's own would read differently.
+	Kept []string `protobuf:"bytes,12,rep,name=kept,proto3" json:"kept,omitempty"`
 	// With return_prompt_token_ids.
 	PromptTokenIds []uint32 `protobuf:"varint,13,rep,packed,name=prompt_token_ids,json=promptTokenIds,proto3" json:"prompt_token_ids,omitempty"`
 	unknownFields  protoimpl.UnknownFields
@@ -1816,7 +1873,7 @@ type Started struct {
 
 func (x *Started) Reset() {
 	*x = Started{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[9]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1828,7 +1885,7 @@ func (x *Started) String() string {
 func (*Started) ProtoMessage() {}
 
 func (x *Started) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[9]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1841,7 +1898,7 @@ func (x *Started) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Started.ProtoReflect.Descriptor instead.
 func (*Started) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{9}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Started) GetRequestId() string {
@@ -1921,11 +1978,11 @@ func (x *Started) GetBaseVersion() int64 {
 	return 0
 }
 
-func (x *Started) GetKeptTemplateDate() bool {
+func (x *Started) GetKept() []string {
 	if x != nil {
-		return x.KeptTemplateDate
+		return x.Kept
 	}
-	return false
+	return nil
 }
 
 func (x *Started) GetPromptTokenIds() []uint32 {
@@ -1945,7 +2002,7 @@ type PrefillProgress struct {
 
 func (x *PrefillProgress) Reset() {
 	*x = PrefillProgress{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[10]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1957,7 +2014,7 @@ func (x *PrefillProgress) String() string {
 func (*PrefillProgress) ProtoMessage() {}
 
 func (x *PrefillProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[10]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1970,7 +2027,7 @@ func (x *PrefillProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillProgress.ProtoReflect.Descriptor instead.
 func (*PrefillProgress) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{10}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *PrefillProgress) GetTokensDone() int64 {
@@ -2006,7 +2063,7 @@ type Delta struct {
 
 func (x *Delta) Reset() {
 	*x = Delta{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[11]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2018,7 +2075,7 @@ func (x *Delta) String() string {
 func (*Delta) ProtoMessage() {}
 
 func (x *Delta) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[11]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2031,7 +2088,7 @@ func (x *Delta) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Delta.ProtoReflect.Descriptor instead.
 func (*Delta) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{11}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Delta) GetText() string {
@@ -2083,7 +2140,7 @@ type TokenLogprobs struct {
 
 func (x *TokenLogprobs) Reset() {
 	*x = TokenLogprobs{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[12]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2095,7 +2152,7 @@ func (x *TokenLogprobs) String() string {
 func (*TokenLogprobs) ProtoMessage() {}
 
 func (x *TokenLogprobs) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[12]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2108,7 +2165,7 @@ func (x *TokenLogprobs) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenLogprobs.ProtoReflect.Descriptor instead.
 func (*TokenLogprobs) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{12}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *TokenLogprobs) GetLogprob() float32 {
@@ -2143,7 +2200,7 @@ type TokenLogprob struct {
 
 func (x *TokenLogprob) Reset() {
 	*x = TokenLogprob{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[13]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2155,7 +2212,7 @@ func (x *TokenLogprob) String() string {
 func (*TokenLogprob) ProtoMessage() {}
 
 func (x *TokenLogprob) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[13]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2168,7 +2225,7 @@ func (x *TokenLogprob) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenLogprob.ProtoReflect.Descriptor instead.
 func (*TokenLogprob) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{13}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *TokenLogprob) GetTokenId() uint32 {
@@ -2215,7 +2272,7 @@ type Finished struct {
 
 func (x *Finished) Reset() {
 	*x = Finished{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2227,7 +2284,7 @@ func (x *Finished) String() string {
 func (*Finished) ProtoMessage() {}
 
 func (x *Finished) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2240,7 +2297,7 @@ func (x *Finished) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Finished.ProtoReflect.Descriptor instead.
 func (*Finished) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{14}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Finished) GetReason() FinishReason {
@@ -2329,7 +2386,7 @@ type Shortening struct {
 
 func (x *Shortening) Reset() {
 	*x = Shortening{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2341,7 +2398,7 @@ func (x *Shortening) String() string {
 func (*Shortening) ProtoMessage() {}
 
 func (x *Shortening) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2354,7 +2411,7 @@ func (x *Shortening) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Shortening.ProtoReflect.Descriptor instead.
 func (*Shortening) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{15}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Shortening) GetPolicy() OnFullPolicy {
@@ -2396,7 +2453,7 @@ type Usage struct {
 
 func (x *Usage) Reset() {
 	*x = Usage{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2408,7 +2465,7 @@ func (x *Usage) String() string {
 func (*Usage) ProtoMessage() {}
 
 func (x *Usage) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2421,7 +2478,7 @@ func (x *Usage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Usage.ProtoReflect.Descriptor instead.
 func (*Usage) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{16}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Usage) GetPromptTokens() int64 {
@@ -2460,7 +2517,7 @@ type Timings struct {
 
 func (x *Timings) Reset() {
 	*x = Timings{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2472,7 +2529,7 @@ func (x *Timings) String() string {
 func (*Timings) ProtoMessage() {}
 
 func (x *Timings) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2485,7 +2542,7 @@ func (x *Timings) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Timings.ProtoReflect.Descriptor instead.
 func (*Timings) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{17}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *Timings) GetQueue() *durationpb.Duration {
@@ -2540,7 +2597,7 @@ type SnapshotOutcome struct {
 
 func (x *SnapshotOutcome) Reset() {
 	*x = SnapshotOutcome{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2552,7 +2609,7 @@ func (x *SnapshotOutcome) String() string {
 func (*SnapshotOutcome) ProtoMessage() {}
 
 func (x *SnapshotOutcome) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2565,7 +2622,7 @@ func (x *SnapshotOutcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotOutcome.ProtoReflect.Descriptor instead.
 func (*SnapshotOutcome) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{18}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *SnapshotOutcome) GetState() SnapshotState {
@@ -2611,7 +2668,7 @@ type ListTurnsRequest struct {
 
 func (x *ListTurnsRequest) Reset() {
 	*x = ListTurnsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2623,7 +2680,7 @@ func (x *ListTurnsRequest) String() string {
 func (*ListTurnsRequest) ProtoMessage() {}
 
 func (x *ListTurnsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2636,7 +2693,7 @@ func (x *ListTurnsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTurnsRequest.ProtoReflect.Descriptor instead.
 func (*ListTurnsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{19}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{20}
 }
 
 type ListTurnsResponse struct {
@@ -2649,7 +2706,7 @@ type ListTurnsResponse struct {
 
 func (x *ListTurnsResponse) Reset() {
 	*x = ListTurnsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2661,7 +2718,7 @@ func (x *ListTurnsResponse) String() string {
 func (*ListTurnsResponse) ProtoMessage() {}
 
 func (x *ListTurnsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2674,7 +2731,7 @@ func (x *ListTurnsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTurnsResponse.ProtoReflect.Descriptor instead.
 func (*ListTurnsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{20}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *ListTurnsResponse) GetTurns() []*Turn {
@@ -2706,7 +2763,7 @@ type Turn struct {
 
 func (x *Turn) Reset() {
 	*x = Turn{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2718,7 +2775,7 @@ func (x *Turn) String() string {
 func (*Turn) ProtoMessage() {}
 
 func (x *Turn) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2731,7 +2788,7 @@ func (x *Turn) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Turn.ProtoReflect.Descriptor instead.
 func (*Turn) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{21}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *Turn) GetRequestId() string {
@@ -2799,7 +2856,7 @@ type CancelTurnRequest struct {
 
 func (x *CancelTurnRequest) Reset() {
 	*x = CancelTurnRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2811,7 +2868,7 @@ func (x *CancelTurnRequest) String() string {
 func (*CancelTurnRequest) ProtoMessage() {}
 
 func (x *CancelTurnRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2824,7 +2881,7 @@ func (x *CancelTurnRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelTurnRequest.ProtoReflect.Descriptor instead.
 func (*CancelTurnRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{22}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *CancelTurnRequest) GetRequestId() string {
@@ -2844,7 +2901,7 @@ type CancelTurnResponse struct {
 
 func (x *CancelTurnResponse) Reset() {
 	*x = CancelTurnResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2856,7 +2913,7 @@ func (x *CancelTurnResponse) String() string {
 func (*CancelTurnResponse) ProtoMessage() {}
 
 func (x *CancelTurnResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2869,7 +2926,7 @@ func (x *CancelTurnResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelTurnResponse.ProtoReflect.Descriptor instead.
 func (*CancelTurnResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{23}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *CancelTurnResponse) GetFinished() []*Finished {
@@ -2889,7 +2946,7 @@ type ListHotMemoriesRequest struct {
 
 func (x *ListHotMemoriesRequest) Reset() {
 	*x = ListHotMemoriesRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2901,7 +2958,7 @@ func (x *ListHotMemoriesRequest) String() string {
 func (*ListHotMemoriesRequest) ProtoMessage() {}
 
 func (x *ListHotMemoriesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2914,7 +2971,7 @@ func (x *ListHotMemoriesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListHotMemoriesRequest.ProtoReflect.Descriptor instead.
 func (*ListHotMemoriesRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{24}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *ListHotMemoriesRequest) GetAgentIds() []string {
@@ -2934,7 +2991,7 @@ type ListHotMemoriesResponse struct {
 
 func (x *ListHotMemoriesResponse) Reset() {
 	*x = ListHotMemoriesResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2946,7 +3003,7 @@ func (x *ListHotMemoriesResponse) String() string {
 func (*ListHotMemoriesResponse) ProtoMessage() {}
 
 func (x *ListHotMemoriesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2959,7 +3016,7 @@ func (x *ListHotMemoriesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListHotMemoriesResponse.ProtoReflect.Descriptor instead.
 func (*ListHotMemoriesResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{25}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *ListHotMemoriesResponse) GetMemories() []*HotMemory {
@@ -2987,7 +3044,7 @@ type HotMemory struct {
 
 func (x *HotMemory) Reset() {
 	*x = HotMemory{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2999,7 +3056,7 @@ func (x *HotMemory) String() string {
 func (*HotMemory) ProtoMessage() {}
 
 func (x *HotMemory) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3012,7 +3069,7 @@ func (x *HotMemory) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HotMemory.ProtoReflect.Descriptor instead.
 func (*HotMemory) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{26}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *HotMemory) GetAgentId() string {
@@ -3073,7 +3130,7 @@ type WarmRequest struct {
 
 func (x *WarmRequest) Reset() {
 	*x = WarmRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3085,7 +3142,7 @@ func (x *WarmRequest) String() string {
 func (*WarmRequest) ProtoMessage() {}
 
 func (x *WarmRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3098,7 +3155,7 @@ func (x *WarmRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmRequest.ProtoReflect.Descriptor instead.
 func (*WarmRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{27}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *WarmRequest) GetModel() string {
@@ -3217,7 +3274,7 @@ type WarmResponse struct {
 
 func (x *WarmResponse) Reset() {
 	*x = WarmResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3229,7 +3286,7 @@ func (x *WarmResponse) String() string {
 func (*WarmResponse) ProtoMessage() {}
 
 func (x *WarmResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3242,7 +3299,7 @@ func (x *WarmResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmResponse.ProtoReflect.Descriptor instead.
 func (*WarmResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{28}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *WarmResponse) GetModel() string {
@@ -3339,7 +3396,7 @@ type CountTokensRequest struct {
 
 func (x *CountTokensRequest) Reset() {
 	*x = CountTokensRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3351,7 +3408,7 @@ func (x *CountTokensRequest) String() string {
 func (*CountTokensRequest) ProtoMessage() {}
 
 func (x *CountTokensRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3364,7 +3421,7 @@ func (x *CountTokensRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CountTokensRequest.ProtoReflect.Descriptor instead.
 func (*CountTokensRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{29}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *CountTokensRequest) GetModel() string {
@@ -3448,7 +3505,7 @@ type CountTokensResponse struct {
 
 func (x *CountTokensResponse) Reset() {
 	*x = CountTokensResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3460,7 +3517,7 @@ func (x *CountTokensResponse) String() string {
 func (*CountTokensResponse) ProtoMessage() {}
 
 func (x *CountTokensResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3473,7 +3530,7 @@ func (x *CountTokensResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CountTokensResponse.ProtoReflect.Descriptor instead.
 func (*CountTokensResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{30}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *CountTokensResponse) GetTokens() int64 {
@@ -3502,7 +3559,7 @@ type LoadModelRequest struct {
 
 func (x *LoadModelRequest) Reset() {
 	*x = LoadModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3514,7 +3571,7 @@ func (x *LoadModelRequest) String() string {
 func (*LoadModelRequest) ProtoMessage() {}
 
 func (x *LoadModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3527,7 +3584,7 @@ func (x *LoadModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadModelRequest.ProtoReflect.Descriptor instead.
 func (*LoadModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{31}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *LoadModelRequest) GetModel() string {
@@ -3557,7 +3614,7 @@ type LoadModelResponse struct {
 
 func (x *LoadModelResponse) Reset() {
 	*x = LoadModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3569,7 +3626,7 @@ func (x *LoadModelResponse) String() string {
 func (*LoadModelResponse) ProtoMessage() {}
 
 func (x *LoadModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3582,7 +3639,7 @@ func (x *LoadModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadModelResponse.ProtoReflect.Descriptor instead.
 func (*LoadModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{32}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *LoadModelResponse) GetEvent() isLoadModelResponse_Event {
@@ -3637,7 +3694,7 @@ type LoadProgress struct {
 
 func (x *LoadProgress) Reset() {
 	*x = LoadProgress{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3649,7 +3706,7 @@ func (x *LoadProgress) String() string {
 func (*LoadProgress) ProtoMessage() {}
 
 func (x *LoadProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3662,7 +3719,7 @@ func (x *LoadProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadProgress.ProtoReflect.Descriptor instead.
 func (*LoadProgress) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{33}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *LoadProgress) GetStage() LoadStage {
@@ -3690,7 +3747,7 @@ type LoadedModel struct {
 
 func (x *LoadedModel) Reset() {
 	*x = LoadedModel{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3702,7 +3759,7 @@ func (x *LoadedModel) String() string {
 func (*LoadedModel) ProtoMessage() {}
 
 func (x *LoadedModel) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3715,7 +3772,7 @@ func (x *LoadedModel) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadedModel.ProtoReflect.Descriptor instead.
 func (*LoadedModel) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{34}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *LoadedModel) GetModel() *Model {
@@ -3744,7 +3801,7 @@ type UnloadModelRequest struct {
 
 func (x *UnloadModelRequest) Reset() {
 	*x = UnloadModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3756,7 +3813,7 @@ func (x *UnloadModelRequest) String() string {
 func (*UnloadModelRequest) ProtoMessage() {}
 
 func (x *UnloadModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3769,7 +3826,7 @@ func (x *UnloadModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadModelRequest.ProtoReflect.Descriptor instead.
 func (*UnloadModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{35}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *UnloadModelRequest) GetModel() string {
@@ -3795,7 +3852,7 @@ type UnloadModelResponse struct {
 
 func (x *UnloadModelResponse) Reset() {
 	*x = UnloadModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3807,7 +3864,7 @@ func (x *UnloadModelResponse) String() string {
 func (*UnloadModelResponse) ProtoMessage() {}
 
 func (x *UnloadModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3820,7 +3877,7 @@ func (x *UnloadModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadModelResponse.ProtoReflect.Descriptor instead.
 func (*UnloadModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{36}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *UnloadModelResponse) GetLeft() *MemoriesLeft {
@@ -3843,7 +3900,7 @@ type MemoriesLeft struct {
 
 func (x *MemoriesLeft) Reset() {
 	*x = MemoriesLeft{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3855,7 +3912,7 @@ func (x *MemoriesLeft) String() string {
 func (*MemoriesLeft) ProtoMessage() {}
 
 func (x *MemoriesLeft) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3868,7 +3925,7 @@ func (x *MemoriesLeft) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemoriesLeft.ProtoReflect.Descriptor instead.
 func (*MemoriesLeft) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{37}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *MemoriesLeft) GetStored() int64 {
@@ -3893,7 +3950,7 @@ type ListModelsRequest struct {
 
 func (x *ListModelsRequest) Reset() {
 	*x = ListModelsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3905,7 +3962,7 @@ func (x *ListModelsRequest) String() string {
 func (*ListModelsRequest) ProtoMessage() {}
 
 func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3918,7 +3975,7 @@ func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsRequest.ProtoReflect.Descriptor instead.
 func (*ListModelsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{38}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{39}
 }
 
 type ListModelsResponse struct {
@@ -3930,7 +3987,7 @@ type ListModelsResponse struct {
 
 func (x *ListModelsResponse) Reset() {
 	*x = ListModelsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3942,7 +3999,7 @@ func (x *ListModelsResponse) String() string {
 func (*ListModelsResponse) ProtoMessage() {}
 
 func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3955,7 +4012,7 @@ func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsResponse.ProtoReflect.Descriptor instead.
 func (*ListModelsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{39}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *ListModelsResponse) GetModels() []*Model {
@@ -3975,7 +4032,7 @@ type GetModelRequest struct {
 
 func (x *GetModelRequest) Reset() {
 	*x = GetModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3987,7 +4044,7 @@ func (x *GetModelRequest) String() string {
 func (*GetModelRequest) ProtoMessage() {}
 
 func (x *GetModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4000,7 +4057,7 @@ func (x *GetModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetModelRequest.ProtoReflect.Descriptor instead.
 func (*GetModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{40}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *GetModelRequest) GetModel() string {
@@ -4019,7 +4076,7 @@ type GetModelResponse struct {
 
 func (x *GetModelResponse) Reset() {
 	*x = GetModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4031,7 +4088,7 @@ func (x *GetModelResponse) String() string {
 func (*GetModelResponse) ProtoMessage() {}
 
 func (x *GetModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4044,7 +4101,7 @@ func (x *GetModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetModelResponse.ProtoReflect.Descriptor instead.
 func (*GetModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{41}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *GetModelResponse) GetModel() *Model {
@@ -4084,7 +4141,7 @@ type Model struct {
 
 func (x *Model) Reset() {
 	*x = Model{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4096,7 +4153,7 @@ func (x *Model) String() string {
 func (*Model) ProtoMessage() {}
 
 func (x *Model) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4109,7 +4166,7 @@ func (x *Model) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Model.ProtoReflect.Descriptor instead.
 func (*Model) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{42}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *Model) GetName() string {
@@ -4232,7 +4289,7 @@ type GetCapabilitiesRequest struct {
 
 func (x *GetCapabilitiesRequest) Reset() {
 	*x = GetCapabilitiesRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4244,7 +4301,7 @@ func (x *GetCapabilitiesRequest) String() string {
 func (*GetCapabilitiesRequest) ProtoMessage() {}
 
 func (x *GetCapabilitiesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4257,7 +4314,7 @@ func (x *GetCapabilitiesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCapabilitiesRequest.ProtoReflect.Descriptor instead.
 func (*GetCapabilitiesRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{43}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{44}
 }
 
 type GetCapabilitiesResponse struct {
@@ -4275,7 +4332,7 @@ type GetCapabilitiesResponse struct {
 
 func (x *GetCapabilitiesResponse) Reset() {
 	*x = GetCapabilitiesResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4287,7 +4344,7 @@ func (x *GetCapabilitiesResponse) String() string {
 func (*GetCapabilitiesResponse) ProtoMessage() {}
 
 func (x *GetCapabilitiesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4300,7 +4357,7 @@ func (x *GetCapabilitiesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCapabilitiesResponse.ProtoReflect.Descriptor instead.
 func (*GetCapabilitiesResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{44}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *GetCapabilitiesResponse) GetVersion() string {
@@ -4358,7 +4415,7 @@ type Limits struct {
 
 func (x *Limits) Reset() {
 	*x = Limits{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4370,7 +4427,7 @@ func (x *Limits) String() string {
 func (*Limits) ProtoMessage() {}
 
 func (x *Limits) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4383,7 +4440,7 @@ func (x *Limits) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Limits.ProtoReflect.Descriptor instead.
 func (*Limits) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{45}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *Limits) GetMaxPromptBytes() int64 {
@@ -4443,7 +4500,7 @@ type GetStatsRequest struct {
 
 func (x *GetStatsRequest) Reset() {
 	*x = GetStatsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4455,7 +4512,7 @@ func (x *GetStatsRequest) String() string {
 func (*GetStatsRequest) ProtoMessage() {}
 
 func (x *GetStatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4468,7 +4525,7 @@ func (x *GetStatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatsRequest.ProtoReflect.Descriptor instead.
 func (*GetStatsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{46}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{47}
 }
 
 type GetStatsResponse struct {
@@ -4488,7 +4545,7 @@ type GetStatsResponse struct {
 
 func (x *GetStatsResponse) Reset() {
 	*x = GetStatsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4500,7 +4557,7 @@ func (x *GetStatsResponse) String() string {
 func (*GetStatsResponse) ProtoMessage() {}
 
 func (x *GetStatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4513,7 +4570,7 @@ func (x *GetStatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatsResponse.ProtoReflect.Descriptor instead.
 func (*GetStatsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{47}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *GetStatsResponse) GetModel() string {
@@ -4587,7 +4644,7 @@ type NamespaceStats struct {
 
 func (x *NamespaceStats) Reset() {
 	*x = NamespaceStats{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4599,7 +4656,7 @@ func (x *NamespaceStats) String() string {
 func (*NamespaceStats) ProtoMessage() {}
 
 func (x *NamespaceStats) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4612,7 +4669,7 @@ func (x *NamespaceStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NamespaceStats.ProtoReflect.Descriptor instead.
 func (*NamespaceStats) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{48}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *NamespaceStats) GetNamespace() string {
@@ -4758,7 +4815,7 @@ type EngineStats struct {
 
 func (x *EngineStats) Reset() {
 	*x = EngineStats{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[49]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4770,7 +4827,7 @@ func (x *EngineStats) String() string {
 func (*EngineStats) ProtoMessage() {}
 
 func (x *EngineStats) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[49]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4783,7 +4840,7 @@ func (x *EngineStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EngineStats.ProtoReflect.Descriptor instead.
 func (*EngineStats) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{49}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{50}
 }
 
 func (x *EngineStats) GetKvMemoryBytes() int64 {
@@ -4853,7 +4910,7 @@ var File_kvasir_inference_v1_inference_proto protoreflect.FileDescriptor
 
 const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\n" +
-	"#kvasir/inference/v1/inference.proto\x12\x13kvasir.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#kvasir/cachestore/v1/identity.proto\x1a#kvasir/cachestore/v1/manifest.proto\x1a\x1ekvasir/common/v1/message.proto\"\x86\t\n" +
+	"#kvasir/inference/v1/inference.proto\x12\x13kvasir.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#kvasir/cachestore/v1/identity.proto\x1a#kvasir/cachestore/v1/manifest.proto\x1a\x1ekvasir/common/v1/message.proto\"\x96\t\n" +
 	"\x0fGenerateRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -4878,8 +4935,8 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\fbase_version\x18\x10 \x01(\x03H\x03R\vbaseVersion\x88\x01\x01\x12%\n" +
 	"\x0ereplace_memory\x18\x11 \x01(\bR\rreplaceMemory\x124\n" +
 	"\aon_full\x18\x12 \x01(\v2\x1b.kvasir.inference.v1.OnFullR\x06onFull\x12!\n" +
-	"\fresume_token\x18\x13 \x01(\tR\vresumeToken\x12.\n" +
-	"\x13renew_template_date\x18\x14 \x01(\bR\x11renewTemplateDate\x12@\n" +
+	"\fresume_token\x18\x13 \x01(\tR\vresumeToken\x12>\n" +
+	"\bvolatile\x18\x14 \x01(\v2\".kvasir.inference.v1.VolatileRulesR\bvolatile\x12@\n" +
 	"\vtool_choice\x18\x15 \x01(\v2\x1f.kvasir.inference.v1.ToolChoiceR\n" +
 	"toolChoice\x125\n" +
 	"\x17return_prompt_token_ids\x18\x17 \x01(\bR\x14returnPromptTokenIdsB\a\n" +
@@ -4891,7 +4948,11 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"ToolChoice\x127\n" +
 	"\x04kind\x18\x01 \x01(\x0e2#.kvasir.inference.v1.ToolChoiceKindR\x04kind\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x19\n" +
-	"\bone_call\x18\x03 \x01(\bR\aoneCall\"\x8e\x01\n" +
+	"\bone_call\x18\x03 \x01(\bR\aoneCall\"D\n" +
+	"\rVolatileRules\x12\x14\n" +
+	"\x05names\x18\x01 \x03(\tR\x05names\x12\x1d\n" +
+	"\n" +
+	"is_default\x18\x02 \x01(\bR\tisDefault\"\x8e\x01\n" +
 	"\x06OnFull\x129\n" +
 	"\x06policy\x18\x01 \x01(\x0e2!.kvasir.inference.v1.OnFullPolicyR\x06policy\x12\x17\n" +
 	"\x04keep\x18\x02 \x01(\x01H\x00R\x04keep\x88\x01\x01\x12'\n" +
@@ -4952,7 +5013,7 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x04peer\x18\x01 \x01(\tR\x04peer\x12!\n" +
 	"\fresume_token\x18\x02 \x01(\tR\vresumeToken\x128\n" +
 	"\n" +
-	"expires_in\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\texpiresIn\"\xb0\x04\n" +
+	"expires_in\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\texpiresIn\"\x96\x04\n" +
 	"\aStarted\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -4966,8 +5027,8 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x0eparent_version\x18\t \x01(\x03R\rparentVersion\x12E\n" +
 	"\fcontinuation\x18\n" +
 	" \x01(\x0e2!.kvasir.inference.v1.ContinuationR\fcontinuation\x12!\n" +
-	"\fbase_version\x18\v \x01(\x03R\vbaseVersion\x12,\n" +
-	"\x12kept_template_date\x18\f \x01(\bR\x10keptTemplateDate\x12(\n" +
+	"\fbase_version\x18\v \x01(\x03R\vbaseVersion\x12\x12\n" +
+	"\x04kept\x18\f \x03(\tR\x04kept\x12(\n" +
 	"\x10prompt_token_ids\x18\r \x03(\rR\x0epromptTokenIds\"U\n" +
 	"\x0fPrefillProgress\x12\x1f\n" +
 	"\vtokens_done\x18\x01 \x01(\x03R\n" +
@@ -5322,7 +5383,7 @@ func file_kvasir_inference_v1_inference_proto_rawDescGZIP() []byte {
 }
 
 var file_kvasir_inference_v1_inference_proto_enumTypes = make([]protoimpl.EnumInfo, 13)
-var file_kvasir_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 57)
+var file_kvasir_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 58)
 var file_kvasir_inference_v1_inference_proto_goTypes = []any{
 	(ToolChoiceKind)(0),             // 0: kvasir.inference.v1.ToolChoiceKind
 	(OnFullPolicy)(0),               // 1: kvasir.inference.v1.OnFullPolicy
@@ -5339,175 +5400,177 @@ var file_kvasir_inference_v1_inference_proto_goTypes = []any{
 	(ModelState)(0),                 // 12: kvasir.inference.v1.ModelState
 	(*GenerateRequest)(nil),         // 13: kvasir.inference.v1.GenerateRequest
 	(*ToolChoice)(nil),              // 14: kvasir.inference.v1.ToolChoice
-	(*OnFull)(nil),                  // 15: kvasir.inference.v1.OnFull
-	(*MessageList)(nil),             // 16: kvasir.inference.v1.MessageList
-	(*TokenIds)(nil),                // 17: kvasir.inference.v1.TokenIds
-	(*Tool)(nil),                    // 18: kvasir.inference.v1.Tool
-	(*Sampling)(nil),                // 19: kvasir.inference.v1.Sampling
-	(*GenerateResponse)(nil),        // 20: kvasir.inference.v1.GenerateResponse
-	(*Moved)(nil),                   // 21: kvasir.inference.v1.Moved
-	(*Started)(nil),                 // 22: kvasir.inference.v1.Started
-	(*PrefillProgress)(nil),         // 23: kvasir.inference.v1.PrefillProgress
-	(*Delta)(nil),                   // 24: kvasir.inference.v1.Delta
-	(*TokenLogprobs)(nil),           // 25: kvasir.inference.v1.TokenLogprobs
-	(*TokenLogprob)(nil),            // 26: kvasir.inference.v1.TokenLogprob
-	(*Finished)(nil),                // 27: kvasir.inference.v1.Finished
-	(*Shortening)(nil),              // 28: kvasir.inference.v1.Shortening
-	(*Usage)(nil),                   // 29: kvasir.inference.v1.Usage
-	(*Timings)(nil),                 // 30: kvasir.inference.v1.Timings
-	(*SnapshotOutcome)(nil),         // 31: kvasir.inference.v1.SnapshotOutcome
-	(*ListTurnsRequest)(nil),        // 32: kvasir.inference.v1.ListTurnsRequest
-	(*ListTurnsResponse)(nil),       // 33: kvasir.inference.v1.ListTurnsResponse
-	(*Turn)(nil),                    // 34: kvasir.inference.v1.Turn
-	(*CancelTurnRequest)(nil),       // 35: kvasir.inference.v1.CancelTurnRequest
-	(*CancelTurnResponse)(nil),      // 36: kvasir.inference.v1.CancelTurnResponse
-	(*ListHotMemoriesRequest)(nil),  // 37: kvasir.inference.v1.ListHotMemoriesRequest
-	(*ListHotMemoriesResponse)(nil), // 38: kvasir.inference.v1.ListHotMemoriesResponse
-	(*HotMemory)(nil),               // 39: kvasir.inference.v1.HotMemory
-	(*WarmRequest)(nil),             // 40: kvasir.inference.v1.WarmRequest
-	(*WarmResponse)(nil),            // 41: kvasir.inference.v1.WarmResponse
-	(*CountTokensRequest)(nil),      // 42: kvasir.inference.v1.CountTokensRequest
-	(*CountTokensResponse)(nil),     // 43: kvasir.inference.v1.CountTokensResponse
-	(*LoadModelRequest)(nil),        // 44: kvasir.inference.v1.LoadModelRequest
-	(*LoadModelResponse)(nil),       // 45: kvasir.inference.v1.LoadModelResponse
-	(*LoadProgress)(nil),            // 46: kvasir.inference.v1.LoadProgress
-	(*LoadedModel)(nil),             // 47: kvasir.inference.v1.LoadedModel
-	(*UnloadModelRequest)(nil),      // 48: kvasir.inference.v1.UnloadModelRequest
-	(*UnloadModelResponse)(nil),     // 49: kvasir.inference.v1.UnloadModelResponse
-	(*MemoriesLeft)(nil),            // 50: kvasir.inference.v1.MemoriesLeft
-	(*ListModelsRequest)(nil),       // 51: kvasir.inference.v1.ListModelsRequest
-	(*ListModelsResponse)(nil),      // 52: kvasir.inference.v1.ListModelsResponse
-	(*GetModelRequest)(nil),         // 53: kvasir.inference.v1.GetModelRequest
-	(*GetModelResponse)(nil),        // 54: kvasir.inference.v1.GetModelResponse
-	(*Model)(nil),                   // 55: kvasir.inference.v1.Model
-	(*GetCapabilitiesRequest)(nil),  // 56: kvasir.inference.v1.GetCapabilitiesRequest
-	(*GetCapabilitiesResponse)(nil), // 57: kvasir.inference.v1.GetCapabilitiesResponse
-	(*Limits)(nil),                  // 58: kvasir.inference.v1.Limits
-	(*GetStatsRequest)(nil),         // 59: kvasir.inference.v1.GetStatsRequest
-	(*GetStatsResponse)(nil),        // 60: kvasir.inference.v1.GetStatsResponse
-	(*NamespaceStats)(nil),          // 61: kvasir.inference.v1.NamespaceStats
-	(*EngineStats)(nil),             // 62: kvasir.inference.v1.EngineStats
-	nil,                             // 63: kvasir.inference.v1.Sampling.LogitBiasEntry
-	nil,                             // 64: kvasir.inference.v1.NamespaceStats.TurnEndsEntry
-	nil,                             // 65: kvasir.inference.v1.NamespaceStats.RefusalsEntry
-	nil,                             // 66: kvasir.inference.v1.NamespaceStats.SourcesEntry
-	nil,                             // 67: kvasir.inference.v1.NamespaceStats.MissesEntry
-	nil,                             // 68: kvasir.inference.v1.NamespaceStats.PublicationsEntry
-	nil,                             // 69: kvasir.inference.v1.NamespaceStats.MadeGoodEntry
-	(*v1.Message)(nil),              // 70: kvasir.common.v1.Message
-	(*durationpb.Duration)(nil),     // 71: google.protobuf.Duration
-	(*v1.ToolCall)(nil),             // 72: kvasir.common.v1.ToolCall
-	(*v11.Digest)(nil),              // 73: kvasir.cachestore.v1.Digest
-	(*v11.KvIdentity)(nil),          // 74: kvasir.cachestore.v1.KvIdentity
+	(*VolatileRules)(nil),           // 15: kvasir.inference.v1.VolatileRules
+	(*OnFull)(nil),                  // 16: kvasir.inference.v1.OnFull
+	(*MessageList)(nil),             // 17: kvasir.inference.v1.MessageList
+	(*TokenIds)(nil),                // 18: kvasir.inference.v1.TokenIds
+	(*Tool)(nil),                    // 19: kvasir.inference.v1.Tool
+	(*Sampling)(nil),                // 20: kvasir.inference.v1.Sampling
+	(*GenerateResponse)(nil),        // 21: kvasir.inference.v1.GenerateResponse
+	(*Moved)(nil),                   // 22: kvasir.inference.v1.Moved
+	(*Started)(nil),                 // 23: kvasir.inference.v1.Started
+	(*PrefillProgress)(nil),         // 24: kvasir.inference.v1.PrefillProgress
+	(*Delta)(nil),                   // 25: kvasir.inference.v1.Delta
+	(*TokenLogprobs)(nil),           // 26: kvasir.inference.v1.TokenLogprobs
+	(*TokenLogprob)(nil),            // 27: kvasir.inference.v1.TokenLogprob
+	(*Finished)(nil),                // 28: kvasir.inference.v1.Finished
+	(*Shortening)(nil),              // 29: kvasir.inference.v1.Shortening
+	(*Usage)(nil),                   // 30: kvasir.inference.v1.Usage
+	(*Timings)(nil),                 // 31: kvasir.inference.v1.Timings
+	(*SnapshotOutcome)(nil),         // 32: kvasir.inference.v1.SnapshotOutcome
+	(*ListTurnsRequest)(nil),        // 33: kvasir.inference.v1.ListTurnsRequest
+	(*ListTurnsResponse)(nil),       // 34: kvasir.inference.v1.ListTurnsResponse
+	(*Turn)(nil),                    // 35: kvasir.inference.v1.Turn
+	(*CancelTurnRequest)(nil),       // 36: kvasir.inference.v1.CancelTurnRequest
+	(*CancelTurnResponse)(nil),      // 37: kvasir.inference.v1.CancelTurnResponse
+	(*ListHotMemoriesRequest)(nil),  // 38: kvasir.inference.v1.ListHotMemoriesRequest
+	(*ListHotMemoriesResponse)(nil), // 39: kvasir.inference.v1.ListHotMemoriesResponse
+	(*HotMemory)(nil),               // 40: kvasir.inference.v1.HotMemory
+	(*WarmRequest)(nil),             // 41: kvasir.inference.v1.WarmRequest
+	(*WarmResponse)(nil),            // 42: kvasir.inference.v1.WarmResponse
+	(*CountTokensRequest)(nil),      // 43: kvasir.inference.v1.CountTokensRequest
+	(*CountTokensResponse)(nil),     // 44: kvasir.inference.v1.CountTokensResponse
+	(*LoadModelRequest)(nil),        // 45: kvasir.inference.v1.LoadModelRequest
+	(*LoadModelResponse)(nil),       // 46: kvasir.inference.v1.LoadModelResponse
+	(*LoadProgress)(nil),            // 47: kvasir.inference.v1.LoadProgress
+	(*LoadedModel)(nil),             // 48: kvasir.inference.v1.LoadedModel
+	(*UnloadModelRequest)(nil),      // 49: kvasir.inference.v1.UnloadModelRequest
+	(*UnloadModelResponse)(nil),     // 50: kvasir.inference.v1.UnloadModelResponse
+	(*MemoriesLeft)(nil),            // 51: kvasir.inference.v1.MemoriesLeft
+	(*ListModelsRequest)(nil),       // 52: kvasir.inference.v1.ListModelsRequest
+	(*ListModelsResponse)(nil),      // 53: kvasir.inference.v1.ListModelsResponse
+	(*GetModelRequest)(nil),         // 54: kvasir.inference.v1.GetModelRequest
+	(*GetModelResponse)(nil),        // 55: kvasir.inference.v1.GetModelResponse
+	(*Model)(nil),                   // 56: kvasir.inference.v1.Model
+	(*GetCapabilitiesRequest)(nil),  // 57: kvasir.inference.v1.GetCapabilitiesRequest
+	(*GetCapabilitiesResponse)(nil), // 58: kvasir.inference.v1.GetCapabilitiesResponse
+	(*Limits)(nil),                  // 59: kvasir.inference.v1.Limits
+	(*GetStatsRequest)(nil),         // 60: kvasir.inference.v1.GetStatsRequest
+	(*GetStatsResponse)(nil),        // 61: kvasir.inference.v1.GetStatsResponse
+	(*NamespaceStats)(nil),          // 62: kvasir.inference.v1.NamespaceStats
+	(*EngineStats)(nil),             // 63: kvasir.inference.v1.EngineStats
+	nil,                             // 64: kvasir.inference.v1.Sampling.LogitBiasEntry
+	nil,                             // 65: kvasir.inference.v1.NamespaceStats.TurnEndsEntry
+	nil,                             // 66: kvasir.inference.v1.NamespaceStats.RefusalsEntry
+	nil,                             // 67: kvasir.inference.v1.NamespaceStats.SourcesEntry
+	nil,                             // 68: kvasir.inference.v1.NamespaceStats.MissesEntry
+	nil,                             // 69: kvasir.inference.v1.NamespaceStats.PublicationsEntry
+	nil,                             // 70: kvasir.inference.v1.NamespaceStats.MadeGoodEntry
+	(*v1.Message)(nil),              // 71: kvasir.common.v1.Message
+	(*durationpb.Duration)(nil),     // 72: google.protobuf.Duration
+	(*v1.ToolCall)(nil),             // 73: kvasir.common.v1.ToolCall
+	(*v11.Digest)(nil),              // 74: kvasir.cachestore.v1.Digest
+	(*v11.KvIdentity)(nil),          // 75: kvasir.cachestore.v1.KvIdentity
 }
 var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
-	16, // 0: kvasir.inference.v1.GenerateRequest.messages:type_name -> kvasir.inference.v1.MessageList
-	16, // 1: kvasir.inference.v1.GenerateRequest.append_messages:type_name -> kvasir.inference.v1.MessageList
-	17, // 2: kvasir.inference.v1.GenerateRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
-	19, // 3: kvasir.inference.v1.GenerateRequest.sampling:type_name -> kvasir.inference.v1.Sampling
-	18, // 4: kvasir.inference.v1.GenerateRequest.tools:type_name -> kvasir.inference.v1.Tool
+	17, // 0: kvasir.inference.v1.GenerateRequest.messages:type_name -> kvasir.inference.v1.MessageList
+	17, // 1: kvasir.inference.v1.GenerateRequest.append_messages:type_name -> kvasir.inference.v1.MessageList
+	18, // 2: kvasir.inference.v1.GenerateRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
+	20, // 3: kvasir.inference.v1.GenerateRequest.sampling:type_name -> kvasir.inference.v1.Sampling
+	19, // 4: kvasir.inference.v1.GenerateRequest.tools:type_name -> kvasir.inference.v1.Tool
 	3,  // 5: kvasir.inference.v1.GenerateRequest.priority:type_name -> kvasir.inference.v1.Priority
 	2,  // 6: kvasir.inference.v1.GenerateRequest.memory_mode:type_name -> kvasir.inference.v1.MemoryMode
-	15, // 7: kvasir.inference.v1.GenerateRequest.on_full:type_name -> kvasir.inference.v1.OnFull
-	14, // 8: kvasir.inference.v1.GenerateRequest.tool_choice:type_name -> kvasir.inference.v1.ToolChoice
-	0,  // 9: kvasir.inference.v1.ToolChoice.kind:type_name -> kvasir.inference.v1.ToolChoiceKind
-	1,  // 10: kvasir.inference.v1.OnFull.policy:type_name -> kvasir.inference.v1.OnFullPolicy
-	70, // 11: kvasir.inference.v1.MessageList.messages:type_name -> kvasir.common.v1.Message
-	63, // 12: kvasir.inference.v1.Sampling.logit_bias:type_name -> kvasir.inference.v1.Sampling.LogitBiasEntry
-	22, // 13: kvasir.inference.v1.GenerateResponse.started:type_name -> kvasir.inference.v1.Started
-	23, // 14: kvasir.inference.v1.GenerateResponse.prefill_progress:type_name -> kvasir.inference.v1.PrefillProgress
-	24, // 15: kvasir.inference.v1.GenerateResponse.delta:type_name -> kvasir.inference.v1.Delta
-	27, // 16: kvasir.inference.v1.GenerateResponse.finished:type_name -> kvasir.inference.v1.Finished
-	21, // 17: kvasir.inference.v1.GenerateResponse.moved:type_name -> kvasir.inference.v1.Moved
-	71, // 18: kvasir.inference.v1.Moved.expires_in:type_name -> google.protobuf.Duration
-	5,  // 19: kvasir.inference.v1.Started.source:type_name -> kvasir.inference.v1.CacheSource
-	7,  // 20: kvasir.inference.v1.Started.miss:type_name -> kvasir.inference.v1.MissReason
-	6,  // 21: kvasir.inference.v1.Started.match:type_name -> kvasir.inference.v1.PrefixMatch
-	4,  // 22: kvasir.inference.v1.Started.continuation:type_name -> kvasir.inference.v1.Continuation
-	25, // 23: kvasir.inference.v1.Delta.logprobs:type_name -> kvasir.inference.v1.TokenLogprobs
-	26, // 24: kvasir.inference.v1.TokenLogprobs.top:type_name -> kvasir.inference.v1.TokenLogprob
-	8,  // 25: kvasir.inference.v1.Finished.reason:type_name -> kvasir.inference.v1.FinishReason
-	29, // 26: kvasir.inference.v1.Finished.usage:type_name -> kvasir.inference.v1.Usage
-	30, // 27: kvasir.inference.v1.Finished.timings:type_name -> kvasir.inference.v1.Timings
-	31, // 28: kvasir.inference.v1.Finished.snapshot:type_name -> kvasir.inference.v1.SnapshotOutcome
-	72, // 29: kvasir.inference.v1.Finished.tool_calls:type_name -> kvasir.common.v1.ToolCall
-	28, // 30: kvasir.inference.v1.Finished.shortening:type_name -> kvasir.inference.v1.Shortening
-	1,  // 31: kvasir.inference.v1.Shortening.policy:type_name -> kvasir.inference.v1.OnFullPolicy
-	71, // 32: kvasir.inference.v1.Timings.queue:type_name -> google.protobuf.Duration
-	71, // 33: kvasir.inference.v1.Timings.restore:type_name -> google.protobuf.Duration
-	71, // 34: kvasir.inference.v1.Timings.prefill:type_name -> google.protobuf.Duration
-	71, // 35: kvasir.inference.v1.Timings.first_token:type_name -> google.protobuf.Duration
-	71, // 36: kvasir.inference.v1.Timings.decode:type_name -> google.protobuf.Duration
-	9,  // 37: kvasir.inference.v1.SnapshotOutcome.state:type_name -> kvasir.inference.v1.SnapshotState
-	73, // 38: kvasir.inference.v1.SnapshotOutcome.manifest:type_name -> kvasir.cachestore.v1.Digest
-	34, // 39: kvasir.inference.v1.ListTurnsResponse.turns:type_name -> kvasir.inference.v1.Turn
-	10, // 40: kvasir.inference.v1.Turn.state:type_name -> kvasir.inference.v1.TurnState
-	71, // 41: kvasir.inference.v1.Turn.age:type_name -> google.protobuf.Duration
-	27, // 42: kvasir.inference.v1.CancelTurnResponse.finished:type_name -> kvasir.inference.v1.Finished
-	39, // 43: kvasir.inference.v1.ListHotMemoriesResponse.memories:type_name -> kvasir.inference.v1.HotMemory
-	16, // 44: kvasir.inference.v1.WarmRequest.messages:type_name -> kvasir.inference.v1.MessageList
-	16, // 45: kvasir.inference.v1.WarmRequest.append_messages:type_name -> kvasir.inference.v1.MessageList
-	17, // 46: kvasir.inference.v1.WarmRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
-	18, // 47: kvasir.inference.v1.WarmRequest.tools:type_name -> kvasir.inference.v1.Tool
-	5,  // 48: kvasir.inference.v1.WarmResponse.source:type_name -> kvasir.inference.v1.CacheSource
-	7,  // 49: kvasir.inference.v1.WarmResponse.miss:type_name -> kvasir.inference.v1.MissReason
-	6,  // 50: kvasir.inference.v1.WarmResponse.match:type_name -> kvasir.inference.v1.PrefixMatch
-	71, // 51: kvasir.inference.v1.WarmResponse.restore:type_name -> google.protobuf.Duration
-	71, // 52: kvasir.inference.v1.WarmResponse.prefill:type_name -> google.protobuf.Duration
-	16, // 53: kvasir.inference.v1.CountTokensRequest.messages:type_name -> kvasir.inference.v1.MessageList
-	17, // 54: kvasir.inference.v1.CountTokensRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
-	18, // 55: kvasir.inference.v1.CountTokensRequest.tools:type_name -> kvasir.inference.v1.Tool
-	46, // 56: kvasir.inference.v1.LoadModelResponse.progress:type_name -> kvasir.inference.v1.LoadProgress
-	47, // 57: kvasir.inference.v1.LoadModelResponse.done:type_name -> kvasir.inference.v1.LoadedModel
-	11, // 58: kvasir.inference.v1.LoadProgress.stage:type_name -> kvasir.inference.v1.LoadStage
-	71, // 59: kvasir.inference.v1.LoadProgress.elapsed:type_name -> google.protobuf.Duration
-	55, // 60: kvasir.inference.v1.LoadedModel.model:type_name -> kvasir.inference.v1.Model
-	50, // 61: kvasir.inference.v1.LoadedModel.left:type_name -> kvasir.inference.v1.MemoriesLeft
-	50, // 62: kvasir.inference.v1.UnloadModelResponse.left:type_name -> kvasir.inference.v1.MemoriesLeft
-	55, // 63: kvasir.inference.v1.ListModelsResponse.models:type_name -> kvasir.inference.v1.Model
-	55, // 64: kvasir.inference.v1.GetModelResponse.model:type_name -> kvasir.inference.v1.Model
-	74, // 65: kvasir.inference.v1.Model.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
-	12, // 66: kvasir.inference.v1.Model.state:type_name -> kvasir.inference.v1.ModelState
-	19, // 67: kvasir.inference.v1.Model.sampling_defaults:type_name -> kvasir.inference.v1.Sampling
-	58, // 68: kvasir.inference.v1.GetCapabilitiesResponse.limits:type_name -> kvasir.inference.v1.Limits
-	71, // 69: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
-	61, // 70: kvasir.inference.v1.GetStatsResponse.namespaces:type_name -> kvasir.inference.v1.NamespaceStats
-	62, // 71: kvasir.inference.v1.GetStatsResponse.engine:type_name -> kvasir.inference.v1.EngineStats
-	64, // 72: kvasir.inference.v1.NamespaceStats.turn_ends:type_name -> kvasir.inference.v1.NamespaceStats.TurnEndsEntry
-	65, // 73: kvasir.inference.v1.NamespaceStats.refusals:type_name -> kvasir.inference.v1.NamespaceStats.RefusalsEntry
-	66, // 74: kvasir.inference.v1.NamespaceStats.sources:type_name -> kvasir.inference.v1.NamespaceStats.SourcesEntry
-	67, // 75: kvasir.inference.v1.NamespaceStats.misses:type_name -> kvasir.inference.v1.NamespaceStats.MissesEntry
-	68, // 76: kvasir.inference.v1.NamespaceStats.publications:type_name -> kvasir.inference.v1.NamespaceStats.PublicationsEntry
-	69, // 77: kvasir.inference.v1.NamespaceStats.made_good:type_name -> kvasir.inference.v1.NamespaceStats.MadeGoodEntry
-	13, // 78: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
-	32, // 79: kvasir.inference.v1.InferenceService.ListTurns:input_type -> kvasir.inference.v1.ListTurnsRequest
-	35, // 80: kvasir.inference.v1.InferenceService.CancelTurn:input_type -> kvasir.inference.v1.CancelTurnRequest
-	37, // 81: kvasir.inference.v1.InferenceService.ListHotMemories:input_type -> kvasir.inference.v1.ListHotMemoriesRequest
-	40, // 82: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
-	42, // 83: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
-	51, // 84: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
-	44, // 85: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
-	48, // 86: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
-	53, // 87: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
-	56, // 88: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
-	59, // 89: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
-	20, // 90: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
-	33, // 91: kvasir.inference.v1.InferenceService.ListTurns:output_type -> kvasir.inference.v1.ListTurnsResponse
-	36, // 92: kvasir.inference.v1.InferenceService.CancelTurn:output_type -> kvasir.inference.v1.CancelTurnResponse
-	38, // 93: kvasir.inference.v1.InferenceService.ListHotMemories:output_type -> kvasir.inference.v1.ListHotMemoriesResponse
-	41, // 94: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
-	43, // 95: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
-	52, // 96: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
-	45, // 97: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
-	49, // 98: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
-	54, // 99: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
-	57, // 100: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
-	60, // 101: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
-	90, // [90:102] is the sub-list for method output_type
-	78, // [78:90] is the sub-list for method input_type
-	78, // [78:78] is the sub-list for extension type_name
-	78, // [78:78] is the sub-list for extension extendee
-	0,  // [0:78] is the sub-list for field type_name
+	16, // 7: kvasir.inference.v1.GenerateRequest.on_full:type_name -> kvasir.inference.v1.OnFull
+	15, // 8: kvasir.inference.v1.GenerateRequest.volatile:type_name -> kvasir.inference.v1.VolatileRules
+	14, // 9: kvasir.inference.v1.GenerateRequest.tool_choice:type_name -> kvasir.inference.v1.ToolChoice
+	0,  // 10: kvasir.inference.v1.ToolChoice.kind:type_name -> kvasir.inference.v1.ToolChoiceKind
+	1,  // 11: kvasir.inference.v1.OnFull.policy:type_name -> kvasir.inference.v1.OnFullPolicy
+	71, // 12: kvasir.inference.v1.MessageList.messages:type_name -> kvasir.common.v1.Message
+	64, // 13: kvasir.inference.v1.Sampling.logit_bias:type_name -> kvasir.inference.v1.Sampling.LogitBiasEntry
+	23, // 14: kvasir.inference.v1.GenerateResponse.started:type_name -> kvasir.inference.v1.Started
+	24, // 15: kvasir.inference.v1.GenerateResponse.prefill_progress:type_name -> kvasir.inference.v1.PrefillProgress
+	25, // 16: kvasir.inference.v1.GenerateResponse.delta:type_name -> kvasir.inference.v1.Delta
+	28, // 17: kvasir.inference.v1.GenerateResponse.finished:type_name -> kvasir.inference.v1.Finished
+	22, // 18: kvasir.inference.v1.GenerateResponse.moved:type_name -> kvasir.inference.v1.Moved
+	72, // 19: kvasir.inference.v1.Moved.expires_in:type_name -> google.protobuf.Duration
+	5,  // 20: kvasir.inference.v1.Started.source:type_name -> kvasir.inference.v1.CacheSource
+	7,  // 21: kvasir.inference.v1.Started.miss:type_name -> kvasir.inference.v1.MissReason
+	6,  // 22: kvasir.inference.v1.Started.match:type_name -> kvasir.inference.v1.PrefixMatch
+	4,  // 23: kvasir.inference.v1.Started.continuation:type_name -> kvasir.inference.v1.Continuation
+	26, // 24: kvasir.inference.v1.Delta.logprobs:type_name -> kvasir.inference.v1.TokenLogprobs
+	27, // 25: kvasir.inference.v1.TokenLogprobs.top:type_name -> kvasir.inference.v1.TokenLogprob
+	8,  // 26: kvasir.inference.v1.Finished.reason:type_name -> kvasir.inference.v1.FinishReason
+	30, // 27: kvasir.inference.v1.Finished.usage:type_name -> kvasir.inference.v1.Usage
+	31, // 28: kvasir.inference.v1.Finished.timings:type_name -> kvasir.inference.v1.Timings
+	32, // 29: kvasir.inference.v1.Finished.snapshot:type_name -> kvasir.inference.v1.SnapshotOutcome
+	73, // 30: kvasir.inference.v1.Finished.tool_calls:type_name -> kvasir.common.v1.ToolCall
+	29, // 31: kvasir.inference.v1.Finished.shortening:type_name -> kvasir.inference.v1.Shortening
+	1,  // 32: kvasir.inference.v1.Shortening.policy:type_name -> kvasir.inference.v1.OnFullPolicy
+	72, // 33: kvasir.inference.v1.Timings.queue:type_name -> google.protobuf.Duration
+	72, // 34: kvasir.inference.v1.Timings.restore:type_name -> google.protobuf.Duration
+	72, // 35: kvasir.inference.v1.Timings.prefill:type_name -> google.protobuf.Duration
+	72, // 36: kvasir.inference.v1.Timings.first_token:type_name -> google.protobuf.Duration
+	72, // 37: kvasir.inference.v1.Timings.decode:type_name -> google.protobuf.Duration
+	9,  // 38: kvasir.inference.v1.SnapshotOutcome.state:type_name -> kvasir.inference.v1.SnapshotState
+	74, // 39: kvasir.inference.v1.SnapshotOutcome.manifest:type_name -> kvasir.cachestore.v1.Digest
+	35, // 40: kvasir.inference.v1.ListTurnsResponse.turns:type_name -> kvasir.inference.v1.Turn
+	10, // 41: kvasir.inference.v1.Turn.state:type_name -> kvasir.inference.v1.TurnState
+	72, // 42: kvasir.inference.v1.Turn.age:type_name -> google.protobuf.Duration
+	28, // 43: kvasir.inference.v1.CancelTurnResponse.finished:type_name -> kvasir.inference.v1.Finished
+	40, // 44: kvasir.inference.v1.ListHotMemoriesResponse.memories:type_name -> kvasir.inference.v1.HotMemory
+	17, // 45: kvasir.inference.v1.WarmRequest.messages:type_name -> kvasir.inference.v1.MessageList
+	17, // 46: kvasir.inference.v1.WarmRequest.append_messages:type_name -> kvasir.inference.v1.MessageList
+	18, // 47: kvasir.inference.v1.WarmRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
+	19, // 48: kvasir.inference.v1.WarmRequest.tools:type_name -> kvasir.inference.v1.Tool
+	5,  // 49: kvasir.inference.v1.WarmResponse.source:type_name -> kvasir.inference.v1.CacheSource
+	7,  // 50: kvasir.inference.v1.WarmResponse.miss:type_name -> kvasir.inference.v1.MissReason
+	6,  // 51: kvasir.inference.v1.WarmResponse.match:type_name -> kvasir.inference.v1.PrefixMatch
+	72, // 52: kvasir.inference.v1.WarmResponse.restore:type_name -> google.protobuf.Duration
+	72, // 53: kvasir.inference.v1.WarmResponse.prefill:type_name -> google.protobuf.Duration
+	17, // 54: kvasir.inference.v1.CountTokensRequest.messages:type_name -> kvasir.inference.v1.MessageList
+	18, // 55: kvasir.inference.v1.CountTokensRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
+	19, // 56: kvasir.inference.v1.CountTokensRequest.tools:type_name -> kvasir.inference.v1.Tool
+	47, // 57: kvasir.inference.v1.LoadModelResponse.progress:type_name -> kvasir.inference.v1.LoadProgress
+	48, // 58: kvasir.inference.v1.LoadModelResponse.done:type_name -> kvasir.inference.v1.LoadedModel
+	11, // 59: kvasir.inference.v1.LoadProgress.stage:type_name -> kvasir.inference.v1.LoadStage
+	72, // 60: kvasir.inference.v1.LoadProgress.elapsed:type_name -> google.protobuf.Duration
+	56, // 61: kvasir.inference.v1.LoadedModel.model:type_name -> kvasir.inference.v1.Model
+	51, // 62: kvasir.inference.v1.LoadedModel.left:type_name -> kvasir.inference.v1.MemoriesLeft
+	51, // 63: kvasir.inference.v1.UnloadModelResponse.left:type_name -> kvasir.inference.v1.MemoriesLeft
+	56, // 64: kvasir.inference.v1.ListModelsResponse.models:type_name -> kvasir.inference.v1.Model
+	56, // 65: kvasir.inference.v1.GetModelResponse.model:type_name -> kvasir.inference.v1.Model
+	75, // 66: kvasir.inference.v1.Model.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
+	12, // 67: kvasir.inference.v1.Model.state:type_name -> kvasir.inference.v1.ModelState
+	20, // 68: kvasir.inference.v1.Model.sampling_defaults:type_name -> kvasir.inference.v1.Sampling
+	59, // 69: kvasir.inference.v1.GetCapabilitiesResponse.limits:type_name -> kvasir.inference.v1.Limits
+	72, // 70: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
+	62, // 71: kvasir.inference.v1.GetStatsResponse.namespaces:type_name -> kvasir.inference.v1.NamespaceStats
+	63, // 72: kvasir.inference.v1.GetStatsResponse.engine:type_name -> kvasir.inference.v1.EngineStats
+	65, // 73: kvasir.inference.v1.NamespaceStats.turn_ends:type_name -> kvasir.inference.v1.NamespaceStats.TurnEndsEntry
+	66, // 74: kvasir.inference.v1.NamespaceStats.refusals:type_name -> kvasir.inference.v1.NamespaceStats.RefusalsEntry
+	67, // 75: kvasir.inference.v1.NamespaceStats.sources:type_name -> kvasir.inference.v1.NamespaceStats.SourcesEntry
+	68, // 76: kvasir.inference.v1.NamespaceStats.misses:type_name -> kvasir.inference.v1.NamespaceStats.MissesEntry
+	69, // 77: kvasir.inference.v1.NamespaceStats.publications:type_name -> kvasir.inference.v1.NamespaceStats.PublicationsEntry
+	70, // 78: kvasir.inference.v1.NamespaceStats.made_good:type_name -> kvasir.inference.v1.NamespaceStats.MadeGoodEntry
+	13, // 79: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
+	33, // 80: kvasir.inference.v1.InferenceService.ListTurns:input_type -> kvasir.inference.v1.ListTurnsRequest
+	36, // 81: kvasir.inference.v1.InferenceService.CancelTurn:input_type -> kvasir.inference.v1.CancelTurnRequest
+	38, // 82: kvasir.inference.v1.InferenceService.ListHotMemories:input_type -> kvasir.inference.v1.ListHotMemoriesRequest
+	41, // 83: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
+	43, // 84: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
+	52, // 85: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
+	45, // 86: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
+	49, // 87: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
+	54, // 88: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
+	57, // 89: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
+	60, // 90: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
+	21, // 91: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
+	34, // 92: kvasir.inference.v1.InferenceService.ListTurns:output_type -> kvasir.inference.v1.ListTurnsResponse
+	37, // 93: kvasir.inference.v1.InferenceService.CancelTurn:output_type -> kvasir.inference.v1.CancelTurnResponse
+	39, // 94: kvasir.inference.v1.InferenceService.ListHotMemories:output_type -> kvasir.inference.v1.ListHotMemoriesResponse
+	42, // 95: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
+	44, // 96: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
+	53, // 97: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
+	46, // 98: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
+	50, // 99: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
+	55, // 100: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
+	58, // 101: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
+	61, // 102: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
+	91, // [91:103] is the sub-list for method output_type
+	79, // [79:91] is the sub-list for method input_type
+	79, // [79:79] is the sub-list for extension type_name
+	79, // [79:79] is the sub-list for extension extendee
+	0,  // [0:79] is the sub-list for field type_name
 }
 
 func init() { file_kvasir_inference_v1_inference_proto_init() }
@@ -5523,27 +5586,27 @@ func file_kvasir_inference_v1_inference_proto_init() {
 		(*GenerateRequest_JsonSchema)(nil),
 		(*GenerateRequest_Regex)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[2].OneofWrappers = []any{}
-	file_kvasir_inference_v1_inference_proto_msgTypes[6].OneofWrappers = []any{}
-	file_kvasir_inference_v1_inference_proto_msgTypes[7].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[3].OneofWrappers = []any{}
+	file_kvasir_inference_v1_inference_proto_msgTypes[7].OneofWrappers = []any{}
+	file_kvasir_inference_v1_inference_proto_msgTypes[8].OneofWrappers = []any{
 		(*GenerateResponse_Started)(nil),
 		(*GenerateResponse_PrefillProgress)(nil),
 		(*GenerateResponse_Delta)(nil),
 		(*GenerateResponse_Finished)(nil),
 		(*GenerateResponse_Moved)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[27].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[28].OneofWrappers = []any{
 		(*WarmRequest_Prompt)(nil),
 		(*WarmRequest_Messages)(nil),
 		(*WarmRequest_AppendMessages)(nil),
 		(*WarmRequest_PromptTokenIds)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[29].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[30].OneofWrappers = []any{
 		(*CountTokensRequest_Prompt)(nil),
 		(*CountTokensRequest_Messages)(nil),
 		(*CountTokensRequest_PromptTokenIds)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[32].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[33].OneofWrappers = []any{
 		(*LoadModelResponse_Progress)(nil),
 		(*LoadModelResponse_Done)(nil),
 	}
@@ -5553,7 +5616,7 @@ func file_kvasir_inference_v1_inference_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvasir_inference_v1_inference_proto_rawDesc), len(file_kvasir_inference_v1_inference_proto_rawDesc)),
 			NumEnums:      13,
-			NumMessages:   57,
+			NumMessages:   58,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
