@@ -7,7 +7,7 @@ from typing import Any
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from inference_svc.edge.forced_calls import forced_calls
+from inference_svc.edge.tool_calls import bound_calls
 from inference_svc.engine.api import SamplingParams
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.turns.turn_data import TurnRequest
@@ -98,6 +98,7 @@ def settings(request: pb.GenerateRequest) -> list[tuple[str, str]]:
         given.append((kind, getattr(request, kind)))
     if choice := request.tool_choice.ListFields():
         given.append(("tool_choice", repr([(field.name, value) for field, value in choice])))
+    given += [("strict_tool", str(place)) for place, tool in enumerate(request.tools) if tool.strict]
     return given
 
 
@@ -171,8 +172,10 @@ def _check_companions(given: pb.Sampling) -> None:
 
 
 def _constraint(request: pb.GenerateRequest) -> Constraint | None:
-    if (forced := forced_calls(request)) is not None:
-        return forced
+    return bound_calls(request, _reply_format(request))
+
+
+def _reply_format(request: pb.GenerateRequest) -> Constraint | None:
     if (field := request.WhichOneof("response_format")) is None:
         return None
     kind, text = ConstraintKind(field), getattr(request, field)

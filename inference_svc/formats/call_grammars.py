@@ -1,4 +1,4 @@
-"""Grammars of forced tool calls, for each call format: llguidance's text made of tools' names and schemas. Pure.
+"""Grammars of tool calls, for each call format: llguidance's text made of tools' names and schemas. Pure.
 
 mlx-lm's parser of the format reads what a grammar admits as calls of these tools, with arguments that fit.
 A grammar may admit less than a schema does (bounded numbers, no property that the schema does not name), never more.
@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvasir.errors import FailedPrecondition, InvalidArgument
+from kvasir.errors import InvalidArgument
 
-Schema = dict[str, Any]
+from inference_svc.formats.call_schemas import Schema, narrowed, without
 
 # A space, or a line's end with indentation. Without a bound a model could write white space until max_tokens.
 WHITE_SPACE = r"\x20|\n\x20{0,16}"
-_MAX_NUMBER = 10**15  # whole numbers up to here are exact as floats, which some parsers make of them
 _NAME, _KEY, _IDENTIFIER = (
     re.compile(r"[\w.-]+", re.ASCII),
     re.compile(r"[\w.$-]+", re.ASCII),
@@ -62,7 +61,7 @@ class Writing:
 
     def json(self, schema: Schema) -> str:
         """A JSON value that a schema admits, in which no end of a call is spelled."""
-        guarded = _narrowed(schema, self.ends, self)
+        guarded = narrowed(schema, self.ends, self.refused)
         return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": WHITE_SPACE}, **guarded}, ensure_ascii=False)
 
     def refused(self, what: str) -> InvalidArgument:
@@ -73,7 +72,7 @@ class Writing:
 
 
 @dataclass(frozen=True, slots=True)
-class _Format:
+class CallFormat:
     """`start` and `end` are around each call, or around all of them (`is_list`), with `between` them."""
 
     start: str
@@ -83,6 +82,11 @@ class _Format:
     between: str = ""
     is_list: bool = False
     name: re.Pattern[str] = _NAME
+
+    @property
+    def marker(self) -> str:
+        """Of `start` what a reader takes for the beginning of a call."""
+        return self.start.rstrip("\n[")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +152,7 @@ class _Tags:
         ends = [end for end in writing.ends if end in self.close] + [
             end for end in writing.ends if end not in self.close
         ]
-        parts = [f"/{_without(ends)}{head}/"]
+        parts = [f"/{without(ends)}{head}/"]
         if low or high != "":
             parts.append(f"/(?s:.{{{low},{high}}}){head}/")
         parts += [f"~/{each}{head}/" for each in self.barred]
@@ -221,10 +225,10 @@ _LONGCAT = _Tags(
     "{}\n", "<longcat_arg_key>{}</longcat_arg_key>\n<longcat_arg_value>", "</longcat_arg_value>\n", "", True, True
 )
 _MINICPM = _Tags(
-    '<function name="{}">',
+    '"{}">',
     '<param name="{}">',
     "</param>",
-    "</function>",
+    "",
     False,
     True,
     barred=(_NULL, r"<!\[CDATA(?s:.*)"),
@@ -238,29 +242,30 @@ _MUSE = _Tags(
     False,
     texts_are_json=True,
 )
-_GLM_FORMAT = _Format("<tool_call>", "</tool_call>", _GLM, ("</arg_value>",), "\n")
+_TAGS = (_QWEN, _MINIMAX, _GLM, _LONGCAT, _MINICPM, _MUSE)
+_GLM_FORMAT = CallFormat("<tool_call>", "</tool_call>", _GLM, ("</arg_value>",), "\n")
 
-FORMATS: Mapping[str, _Format] = {
-    "json_tools": _Format("<tool_call>\n", "\n</tool_call>", _json_call, between="\n"),
-    "mistral": _Format("[TOOL_CALLS]", "", _header_call),
-    "kimi_k2": _Format(
+FORMATS: Mapping[str, CallFormat] = {
+    "json_tools": CallFormat("<tool_call>\n", "\n</tool_call>", _json_call, between="\n"),
+    "mistral": CallFormat("[TOOL_CALLS]", "", _header_call),
+    "kimi_k2": CallFormat(
         "<|tool_calls_section_begin|>",
         "<|tool_calls_section_end|>",
         _kimi_k2_call,
         ("<|tool_call_end|>",),
         is_list=True,
     ),
-    "kimi_k3": _Format("<|open|>tools<|sep|>", "<|close|>tools<|sep|>", _kimi_k3_call, ("<|close|>",), is_list=True),
-    "pythonic": _Format("<|tool_call_start|>[", "]<|tool_call_end|>", _pythonic_call, between=", ", is_list=True),
-    "qwen3_coder": _Format("<tool_call>\n", "\n</tool_call>", _QWEN, ("</parameter>",), "\n"),
-    "minimax_m2": _Format(
+    "kimi_k3": CallFormat("<|open|>tools<|sep|>", "<|close|>tools<|sep|>", _kimi_k3_call, ("<|close|>",), is_list=True),
+    "pythonic": CallFormat("<|tool_call_start|>[", "]<|tool_call_end|>", _pythonic_call, between=", ", is_list=True),
+    "qwen3_coder": CallFormat("<tool_call>\n", "\n</tool_call>", _QWEN, ("</parameter>",), "\n"),
+    "minimax_m2": CallFormat(
         "<minimax:tool_call>\n", "</minimax:tool_call>", _MINIMAX, ("</parameter>", "</invoke>"), is_list=True
     ),
     "glm47": _GLM_FORMAT,
     "laguna": _GLM_FORMAT,
-    "longcat": _Format("<longcat_tool_call>", "</longcat_tool_call>", _LONGCAT, ("</longcat_arg_value>",), "\n"),
-    "minicpm5": _Format("", "", _MINICPM, ("</param>", "</function>")),
-    "muse_spark": _Format(
+    "longcat": CallFormat("<longcat_tool_call>", "</longcat_tool_call>", _LONGCAT, ("</longcat_arg_value>",), "\n"),
+    "minicpm5": CallFormat("<function name=", "</function>", _MINICPM, ("</param>",)),
+    "muse_spark": CallFormat(
         "<atem:function_calls>\n",
         "</atem:function_calls>",
         _MUSE,
@@ -270,80 +275,28 @@ FORMATS: Mapping[str, _Format] = {
 }
 
 
-def call_grammar(format_name: str, tools: Sequence[Mapping[str, Any]], *, one_call: bool, spelling: Spelling) -> str:
-    """llguidance's Lark text of a reply that is calls. `tools`: name and parameters of each that may be called. Raises
-    FailedPrecondition for a format that no grammar describes, InvalidArgument that names the tool for a schema that the
-    format cannot carry.
+def call_rules(format_name: str, tools: Sequence[Mapping[str, Any]], spelling: Spelling) -> Iterator[str]:
+    """A rule's body for a call of each tool, which fits its schema unless it is said not to be strict. Raises
+    InvalidArgument that names the tool.
     """
-    if format_name not in FORMATS:
-        raise FailedPrecondition(
-            f"tool_choice: no grammar describes this model's calls ({format_name})",
-            reason="NO_FORCED_CALLS",
-            field="tool_choice",
-        )
     form = FORMATS[format_name]
-    calls = "\n    | ".join(_calls(format_name, form, tools, spelling))
-    start, end = spelling.rule(form.start), spelling.rule(form.end)
-    between = spelling.rule(form.between)
-    if form.is_list:
-        more = "" if one_call else f" ({between} call)*"
-        start_rule = f"{start} call{more} {end}"
-    else:
-        more = "" if one_call else f" ({between} {start} call {end})*"
-        start_rule = f"{start} call {end}{more}"
-    return _with_terminals(f"start: {start_rule}\ncall: {calls}\n")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelCalls:
-    """How one model writes calls: the name of mlx-lm's parser, and the tokens that its tokenizer added."""
-
-    format: str
-    spelling: Spelling
-
-    def grammar(self, asked: str, spelling: Spelling) -> str:
-        """The grammar of a constraint's text. Raises as `call_grammar`."""
-        wanted = json.loads(asked)
-        try:
-            tools = [{**tool, "parameters": _parameters(tool)} for tool in wanted["tools"]]
-            return call_grammar(self.format, tools, one_call=wanted["one_call"], spelling=spelling)
-        except RecursionError:
-            raise InvalidArgument("tools: nested too deeply", reason="FORMAT_TOO_COMPLEX", field="tools") from None
-
-
-NO_CALLS = ModelCalls("none", Spelling({}))
-
-
-def _parameters(tool: Mapping[str, Any]) -> Schema:
-    field = f"tools[{tool['place']}].parameters_json"
-    try:
-        schema = json.loads(tool["parameters"] or "{}")
-    except ValueError:
-        raise InvalidArgument(f"{field}: expected a JSON object", field=field) from None
-    if not isinstance(schema, dict):
-        raise InvalidArgument(f"{field}: expected a JSON object", field=field)
-    return schema
-
-
-def _calls(format_name: str, form: _Format, tools: Sequence[Mapping[str, Any]], spelling: Spelling) -> Iterator[str]:
     ends = tuple(dict.fromkeys(text for text in (form.end.strip(), *form.ends) if text.startswith("<")))
     for tool in tools:
         writing = Writing(format_name, f"tools[{tool['place']}]", spelling, tuple(_one_bracket(end) for end in ends))
         if not form.name.fullmatch(tool["name"]):
             raise writing.refused(f"its name {tool['name'][:80]!r}")
-        schema = tool["parameters"] or {}
-        yield form.call(tool["name"], {"type": "object", **_as_schema(schema)}, writing)
+        schema = {"type": "object", **_as_schema(tool["parameters"] or {})}
+        yield form.call(tool["name"], schema if tool.get("strict", True) else _any_arguments(form, schema), writing)
 
 
-def _with_terminals(grammar: str) -> str:
-    """Each intersection of regular expressions becomes a terminal of its own: rules cannot hold one."""
-    terminals: list[str] = []
-    pieces = re.split(r"TERMINAL\((/.*?/)\)(?=[ )?\n]|$)", grammar)
-    for number in range(1, len(pieces), 2):
-        if pieces[number] not in terminals:
-            terminals.append(pieces[number])
-        pieces[number] = f"TEXT_{terminals.index(pieces[number])}"
-    return "".join(pieces) + "".join(f"TEXT_{number}: {body}\n" for number, body in enumerate(terminals))
+def _any_arguments(form: CallFormat, schema: Schema) -> Schema:
+    """Any object, or where properties are written apart, anything for those that can be written."""
+    if form.call not in (_pythonic_call, *_TAGS):
+        return {"type": "object"}
+    is_json = form.call in (_pythonic_call, _MUSE)
+    anything = {"type": ["string", "number", "boolean", "null", "array", "object"] if is_json else "string"}
+    keys = filter(_is_identifier, _as_schema(schema.get("properties")))
+    return {"type": "object", "properties": dict.fromkeys(keys, anything)}
 
 
 def _one_bracket(text: str) -> str:
@@ -373,80 +326,3 @@ def _check_object(schema: Schema, writing: Writing) -> None:
         )
     if missing := set(schema.get("required", ())) - set(schema.get("properties", {})):
         raise writing.refused(f"required {sorted(missing)[0][:80]!r} is no property")
-
-
-def _narrowed(schema: Any, ends: Sequence[str], writing: Writing) -> Any:
-    """A schema that admits no more, and nothing that a parser reads otherwise: numbers are bounded and without
-    exponent, objects have the properties that are named, texts spell no end of a call.
-    """
-    if schema is True or schema == {}:
-        return _narrowed({"type": ["string", "number", "boolean", "null"]}, ends, writing)
-    if not isinstance(schema, dict):
-        return schema
-    narrow = {
-        key: _narrowed_part(key, value, ends, writing)
-        for key, value in schema.items()
-        if key not in ("default", "examples")
-    }
-    for option in [*narrow.get("enum", ()), *([narrow["const"]] if "const" in narrow else ())]:
-        if any(end in json.dumps(option, ensure_ascii=False) for end in ends):
-            raise writing.refused("one of its values")
-    kinds = narrow.get("type", ())
-    kinds = [kinds] if isinstance(kinds, str) else list(kinds)
-    is_open = "enum" not in narrow and "const" not in narrow
-    if is_open and {"integer", "number"} & set(kinds):
-        _bound(narrow)
-    if is_open and "string" in kinds and "pattern" not in narrow and "format" not in narrow and ends:
-        narrow["allOf"] = [*narrow.get("allOf", ()), {"pattern": f"^{_without(ends)}$"}]
-    if "object" in kinds or "properties" in narrow:
-        if any(end in key for end in ends for key in narrow.get("properties", ())):
-            raise writing.refused("the name of a property")
-        narrow.setdefault("additionalProperties", "properties" not in narrow and "patternProperties" not in narrow)
-        if narrow["additionalProperties"] not in (False, None):
-            narrow["additionalProperties"] = _narrowed(narrow["additionalProperties"], ends, writing)
-    return narrow
-
-
-def _narrowed_part(key: str, value: Any, ends: Sequence[str], writing: Writing) -> Any:
-    if key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, dict):
-        return {name: _narrowed(each, ends, writing) for name, each in value.items()}
-    if key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
-        return [_narrowed(each, ends, writing) for each in value]
-    return _narrowed(value, ends, writing) if key == "items" else value
-
-
-def _bound(schema: Schema) -> None:
-    if "minimum" not in schema and "exclusiveMinimum" not in schema:
-        schema["minimum"] = min(-_MAX_NUMBER, schema.get("maximum", 0), schema.get("exclusiveMaximum", 0) - 1)
-    if "maximum" not in schema and "exclusiveMaximum" not in schema:
-        schema["maximum"] = max(_MAX_NUMBER, schema.get("minimum", 0), schema.get("exclusiveMinimum", 0) + 1)
-
-
-def _without(words: Sequence[str]) -> str:
-    """A regular expression of the texts that hold none of some words, in which "<" stands at the beginning alone."""
-    tries = _trie([word[1:] for word in words])
-    begun = _begun(tries)
-    return f"(?:[^<]|<(?:{begun}<)*{_left(tries)})*(?:<(?:{begun}<)*{begun})?"
-
-
-def _trie(words: Sequence[str]) -> dict[str, Any]:
-    """Words by their first letters; where one ends, nothing follows."""
-    first = sorted({word[0] for word in words if word})
-    return {} if "" in words else {char: _trie([word[1:] for word in words if word[:1] == char]) for char in first}
-
-
-def _begun(trie: dict[str, Any]) -> str:
-    """The beginnings of words, not the whole ones; the empty one, too."""
-    longer = [re.escape(char).replace("/", r"\/") + _begun(rest) for char, rest in trie.items() if rest]
-    return f"(?:{'|'.join(longer)})?" if longer else ""
-
-
-def _left(trie: dict[str, Any]) -> str:
-    """A beginning of a word, and a character with which it is none."""
-    own = [f"[^<{''.join(map(_in_class, trie))}]"]
-    longer = [re.escape(char).replace("/", r"\/") + _left(rest) for char, rest in trie.items() if rest]
-    return f"(?:{'|'.join([*own, *longer])})"
-
-
-def _in_class(char: str) -> str:
-    return "\\" + char if char in "^]\\-[/" else char

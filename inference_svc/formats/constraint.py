@@ -11,16 +11,25 @@ class ConstraintKind(Enum):
     REGEX = "regex"
     TOOL_CHOICE = "tool_choice"
     """Calls of tools in a model's own format: JSON of one_call and of each tool's place, name and parameters."""
+    CALLS_OR_FORMAT = "response_format"
+    """The same, or a text that matches `format`: its kind and text."""
+    CALLS_IN_TEXT = "tools"
+    """Any text, in which calls are bound once they begin: JSON as of TOOL_CHOICE, and whether each tool is strict."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A format that the whole reply must match. It was compiled once, so it is known to be valid."""
+    """What a reply must match. It was compiled once, so it is known to be valid."""
 
     kind: ConstraintKind
     text: str
 
     @property
-    def is_calls(self) -> bool:
-        """Whether replies are calls of tools, which are read as such."""
-        return self.kind is ConstraintKind.TOOL_CHOICE
+    def has_calls(self) -> bool:
+        """Whether replies may have calls of tools, which are read as such."""
+        return self.kind not in (ConstraintKind.JSON_SCHEMA, ConstraintKind.REGEX)
+
+    @property
+    def begins_reply(self) -> bool:
+        """Whether a reply's first token is bound: no thoughts stand before it."""
+        return self.kind is not ConstraintKind.CALLS_IN_TEXT

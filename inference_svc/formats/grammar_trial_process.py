@@ -39,11 +39,11 @@ class Trial:
 
 def grammar_of(kind: str, text: str) -> str:
     """llguidance's form of a JSON schema, a regex, or its own text for calls of tools. Raises ValueError."""
-    if kind == "tool_choice":
-        return LLMatcher.grammar_from_lark(text)
     if kind == "json_schema":
         return LLMatcher.grammar_from_json_schema(text, defaults=_JSON_OPTIONS)  # type: ignore[arg-type]
-    return LLMatcher.grammar_from_regex(text)
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(text)
+    return LLMatcher.grammar_from_lark(text)
 
 
 def limits() -> LLParserLimits:

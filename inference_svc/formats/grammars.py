@@ -15,11 +15,12 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from numpy.typing import NDArray
 
-from inference_svc.formats.call_grammars import NO_CALLS, ModelCalls, Spelling
-from inference_svc.formats.constraint import Constraint
+from inference_svc.formats.call_grammars import Spelling
+from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.formats.format_cache import FormatCache
 from inference_svc.formats.grammar_trial import check, refused, too_complex
 from inference_svc.formats.grammar_trial_process import begin_replies, grammar_of, limits
+from inference_svc.formats.reply_grammars import NO_CALLS, ModelCalls
 
 _MAX_KEPT = 32
 _WORD_BITS = 32
@@ -80,9 +81,12 @@ class Grammars:
 
     def in_letters(self, constraint: Constraint) -> Constraint:
         """The format as a tokenizer of letters alone can try it. Raises as `compile`."""
-        if not constraint.is_calls:
+        if not constraint.has_calls:
             return constraint
-        return Constraint(constraint.kind, self._calls.grammar(constraint.text, Spelling({})))
+        # In free text a trial would come to no call.
+        is_free = constraint.kind is ConstraintKind.CALLS_IN_TEXT
+        kind = ConstraintKind.TOOL_CHOICE if is_free else constraint.kind
+        return Constraint(constraint.kind, self._calls.grammar(kind, constraint.text, Spelling({})))
 
     def matcher(self, namespace: str, constraint: Constraint, stop_token_ids: Collection[int] = ()) -> "GrammarMatcher":
         """A matcher for a new reply, copied from the compiled format. `stop_token_ids` are added to the model's own.
@@ -111,7 +115,9 @@ class Grammars:
         with self._building:
             self._tokenizer = self._tokenizer or self._build_tokenizer()
         try:
-            text = self._calls.grammar(constraint.text, self._spelling()) if constraint.is_calls else constraint.text
+            text = constraint.text
+            if constraint.has_calls:
+                text = self._calls.grammar(constraint.kind, text, self._spelling())
             grammar = grammar_of(constraint.kind.value, text)
         except ValueError as error:
             raise refused(constraint, str(error)) from None

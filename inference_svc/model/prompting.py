@@ -248,22 +248,22 @@ class Prompting:
         """The text before a tool call in a reply."""
         return self._tokenizer.tool_call_start or TOOL_CALL_START
 
-    def reader(self, prompt: str, tools: Sequence[dict[str, Any]], reply_id: str) -> ReplyReader:
+    def reader(self, prompt: str, tools: Sequence[dict[str, Any]], reply_id: str, begins_with: str = "") -> ReplyReader:
         """A reader of the reply to a prompt that the chat template made; that prompt may already begin the reasoning.
-        `tools`: as templates take them.
+        `tools`: as templates take them. `begins_with`: as of ReplyReader; such a reply has no thoughts before it.
         """
         tokenizer, fields = self._tokenizer, list(tools) or None
         parser = tokenizer.tool_parser
-        is_thinking = tokenizer.has_thinking and prompt.rstrip().endswith(tokenizer.think_start)
+        is_thinking = tokenizer.has_thinking and prompt.rstrip().endswith(tokenizer.think_start) and not begins_with
         markup = Markup(
             self._reply_machine,
             (lambda text: parser(text, fields)) if parser is not None else json.loads,
             tokenizer.tool_call_end if tokenizer.has_tool_calling else TOOL_CALL_END,
-            tokenizer.response_initial_state or ("reasoning" if is_thinking else "normal"),
+            ("" if begins_with else tokenizer.response_initial_state) or ("reasoning" if is_thinking else "normal"),
             self._spacing,
             prompt[len(prompt.rstrip()) :] if is_thinking else "",
         )
-        return ReplyReader(markup, reply_id)
+        return ReplyReader(markup, reply_id, begins_with)
 
     def remembered_reply(
         self, prompt: str, prompt_tokens: int, generated: str, reply: str, state: SequenceState

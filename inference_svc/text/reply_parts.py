@@ -55,11 +55,15 @@ class ReplyPart:
 class ReplyReader:
     """Reads one reply. Without markup, all of it is answer."""
 
-    def __init__(self, markup: Markup | None = None, reply_id: str = "") -> None:
-        """`reply_id`: by which the reply's calls get the same ids again, and another reply's do not."""
+    def __init__(self, markup: Markup | None = None, reply_id: str = "", begins_with: str = "") -> None:
+        """`reply_id`: by which the reply's calls get the same ids again, and another reply's do not. `begins_with`: a
+        reply that begins otherwise is all answer.
+        """
         self.calls: list[manifest_pb2.ToolCall] = []
         self._markup = markup
         self._reply_id = reply_id
+        self._begins_with = begins_with  # empty once it is known whether the reply does
+        self._beginning = ""
         self._state = markup.machine.make_state(markup.initial) if markup is not None else None
         self._unread = ""  # may be the beginning of a marker
         self._answer = self._reasoning = ""
@@ -70,6 +74,13 @@ class ReplyReader:
 
     def push(self, text: str) -> ReplyPart:
         """Read more. A character at a time, so that it is known which characters a marker was."""
+        if self._begins_with:
+            text = self._beginning = self._beginning + text
+            if len(text) < len(self._begins_with) and self._begins_with.startswith(text):
+                return ReplyPart()
+            if not text.startswith(self._begins_with):
+                self._markup = None
+            self._begins_with = ""
         if self._markup is None:
             return ReplyPart(text)
         for char in text:
@@ -85,6 +96,9 @@ class ReplyReader:
 
     def end(self, stop_text: str = "") -> ReplyPart:
         """The reply is whole. `stop_text`: the end token's own text; for some models it is a call's end."""
+        if self._begins_with:
+            self._begins_with, self._markup = "", None
+            return ReplyPart(self._beginning)
         if self._markup is None:
             return ReplyPart()
         self._state, rest, state = self._markup.machine.flush(self._state)

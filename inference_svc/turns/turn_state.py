@@ -360,8 +360,9 @@ def _refuse_append(agent_id: str, recollection: Recollection) -> None:
 def reply_reader(request: TurnRequest, prompting: Prompting, prompt: str) -> ReplyReader:
     """Reads the reply. A reply to a raw prompt, or in a requested format, is all answer."""
     constraint = request.sampling.constraint
-    is_formatted = constraint is not None and not constraint.is_calls
+    is_formatted = constraint is not None and not constraint.has_calls
     if not isinstance(request.input, MessagesInput) or is_formatted:
         return ReplyReader()
     tools = tool_fields(request.tools, request.objects)
-    return prompting.reader(prompt, tools, f"{request.request_id}-{request.choice}")
+    reply_id, is_bound = f"{request.request_id}-{request.choice}", constraint is not None and constraint.begins_reply
+    return prompting.reader(prompt, tools, reply_id, begins_with=prompting.tool_start if is_bound else "")

@@ -76,8 +76,7 @@ def test_a_field_that_changes_no_meaning_is_ignored_and_reported(
     ("path", "change", "field"),
     [
         (CHAT, {"tool_choice": "required"}, "tool_choice"),
-        (CHAT, {"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
-        (CHAT, {"tools": [FUNCTION], "parallel_tool_calls": False}, "parallel_tool_calls"),
+        (CHAT, {"tool_choice": {"type": "allowed_tools"}}, "tool_choice.tools"),
         (CHAT, {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {}}}, "tool_choice.name"),
         (
             CHAT,

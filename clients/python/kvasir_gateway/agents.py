@@ -82,7 +82,7 @@ class AgentTurn(OwnBody):
                 "memory_mode": pb.MemoryMode.Value(f"MEMORY_MODE_{self.memory_mode or 'UNSPECIFIED'}"),
             },
             sampling=given(**self.sampling.model_dump()) if self.sampling is not None else {},
-            tools=tuple(function_tool(each.name, each.description, each.parameters) for each in functions),
+            tools=tuple(function_tool(each.name, each.description, each.parameters, each.strict) for each in functions),
             json_schema=self.json_schema,
             regex=self.regex,
             is_streamed=self.stream,

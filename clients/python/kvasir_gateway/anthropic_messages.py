@@ -25,7 +25,8 @@ from kvasir_gateway.turn import (
     arguments_object,
     finish_reason,
     forced_calls,
-    format_without_tools,
+    format_of_text,
+    free_calls,
     function_tool,
     given,
     refuse_unless,
@@ -57,7 +58,7 @@ class AnthropicTool(Body):
     name: Annotated[str, MinLen(1), MaxLen(128)]
     description: str | None = None
     input_schema: FreeObject | None = None
-    strict: bool | None = Field(None, description="Accepted as a wish: arguments are as the model writes them.")
+    strict: bool | None = Field(None, description="Arguments fit the schema, where the model's format allows it.")
     eager_input_streaming: bool | None = Field(None, description="Accepted: arguments come in one piece.")
     cache_control: FreeObject | None = _HINT
 
@@ -106,36 +107,38 @@ class CountedMessages(Body):
         system = reading.content("system", _texts(self.system, "system")) if self.system else ""
         opening = (Said("system", system),) if system else ()
         tools = tuple(self._tools(reading))
+        tool_choice = self._calls(tools)
         config = self.output_config
         schema = json.dumps(config.format.schema_) if config is not None and config.format is not None else None
         return Turn(
             model=self.model,
             messages=(*opening, *said(self.messages, reading)),
             tools=tools,
-            tool_choice=self._forced_calls(),
-            json_schema=format_without_tools(schema, tools, "output_config.format"),
+            tool_choice=tool_choice,
+            json_schema=format_of_text(schema, tool_choice),
         )
 
     def _tools(self, reading: Reading) -> Iterator[pb.Tool]:
         choice = self.tool_choice
         if choice is not None and choice.type == "none":
             return
-        if choice is not None and choice.type == "auto":
-            refuse_unless((False,), {"tool_choice.disable_parallel_tool_use": choice.disable_parallel_tool_use})
         for number, tool in enumerate(self.tools or ()):
             if tool.type not in (None, "custom"):
                 reading.ignore_tool(number)
                 continue
-            yield function_tool(tool.name, tool.description, tool.input_schema)
+            yield function_tool(tool.name, tool.description, tool.input_schema, tool.strict)
 
-    def _forced_calls(self) -> pb.ToolChoice | None:
+    def _calls(self, tools: Sequence[pb.Tool]) -> pb.ToolChoice | None:
         choice = self.tool_choice
-        if choice is None or choice.type not in ("any", "tool"):
+        if choice is None or choice.type == "none":
             return None
+        one_call = bool(choice.disable_parallel_tool_use)
+        if choice.type == "auto":
+            return free_calls(tools, one_call=one_call)
         if choice.type == "tool" and choice.name is None:
             raise InvalidArgument("tool_choice.name: expected a tool's", field="tool_choice.name")
         name = choice.name if choice.type == "tool" else None
-        return forced_calls(name, one_call=bool(choice.disable_parallel_tool_use))
+        return forced_calls(name, one_call=one_call)
 
 
 class MessagesRequest(CountedMessages):

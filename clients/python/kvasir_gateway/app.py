@@ -322,8 +322,10 @@ class Gateway:
 
     def _ready(self, call: Call, translate: Callable[[], Turn]) -> Ready:
         """The turn, with what the request says beside its body. In any thread. Raises InvalidArgument."""
-        turn = replace(heads.with_memory(call.request, call.agent_id, translate()), any_model=call.reading.any_model)
-        turn = replace(turn, memory={**turn.memory, "volatile": call.reading.rules.for_engine()})
+        reading = call.reading
+        turn = heads.with_memory(call.request, call.agent_id, translate())
+        turn = replace(turn, any_model=reading.any_model, ignore=None if reading.is_strict else reading.ignore)
+        turn = replace(turn, memory={**turn.memory, "volatile": reading.rules.for_engine()})
         return self._around.turns.ready(self._around.aliases.applied(turn))
 
     async def _body(self, call: Call, kind: type[_Body]) -> _Body:

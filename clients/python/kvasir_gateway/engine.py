@@ -15,7 +15,7 @@ from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients import AioInferenceClient, GenerateOptions, Tls
 from kvasir.clients.messages import message_list
 from kvasir.common.v1 import message_pb2
-from kvasir.errors import InvalidArgument, KvasirError, NotFound
+from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError, NotFound
 from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.server.wellness import Ailment, Wellness
@@ -28,6 +28,7 @@ from kvasir_gateway.turn import Place, Said, ToolUse, Turn
 _PAGE = 1000
 # An engine allows 320 calls on a connection, and the gateway has many callers. Idle ones are not opened.
 _CONNECTIONS = 16
+_NOT_BOUND = ("NO_FORCED_CALLS", "FORMAT_INVALID", "FORMAT_TOO_COMPLEX")  # reasons why no grammar binds calls
 _AGENTS_AT_ONCE = 8  # of which one request reads the memory
 _MAX_MESSAGES = 10_000  # as the engine takes
 
@@ -44,16 +45,18 @@ class CallerAtEngine:
         self, turn: Turn, messages: SentMessages, agent_id: str, request_id: str
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """A turn's events, wherever it moves. Closing the generator cancels the turn."""
-        try:
-            async with aclosing(self._generate(turn, messages, agent_id, request_id)) as events:
-                async for event in events:
-                    yield event
-            return
-        except NotFound as error:
-            _check_is_for_loaded(turn, error)
-        async with aclosing(self._generate(replace(turn, model=""), messages, agent_id, request_id)) as events:
-            async for event in events:
-                yield event
+        has_begun, tried = False, None
+        while turn is not tried:
+            tried = turn
+            try:
+                async with aclosing(self._generate(turn, messages, agent_id, request_id)) as events:
+                    async for event in events:
+                        has_begun = True
+                        yield event
+            except (NotFound, InvalidArgument, FailedPrecondition) as error:
+                if has_begun:
+                    raise
+                turn = _taken_instead(turn, error)
 
     async def _generate(
         self, turn: Turn, messages: SentMessages, agent_id: str, request_id: str
@@ -82,7 +85,7 @@ class CallerAtEngine:
         try:
             return await self.client.count_tokens(messages=messages, tools=turn.tools, model=turn.model)
         except NotFound as error:
-            _check_is_for_loaded(turn, error)
+            _taken_instead(turn, error)
         return await self.client.count_tokens(messages=messages, tools=turn.tools)
 
     async def model(self, name: str, *, any_model: bool) -> pb.Model:
@@ -254,13 +257,21 @@ def _unwell(reason: str, message: str, *, engine: bool = True, store: bool = Fal
     return Wellness([Ailment(reason, message)], {"engine": engine, "store": store})
 
 
-def _check_is_for_loaded(turn: Turn, error: NotFound) -> None:
-    """Raise the refusal, unless the loaded model answers instead."""
+def _taken_instead(turn: Turn, error: KvasirError) -> Turn:
+    """The turn that is asked for instead of one that was refused: of the loaded model, or with tools whose calls are
+    not bound. Raises the refusal if there is none.
+    """
     is_unknown = error.reason == "MODEL_NOT_FOUND"
     if is_unknown and turn.alias:
         raise unknown_alias(turn) from None
-    if not (is_unknown and turn.any_model):
+    if is_unknown and turn.any_model:
+        return replace(turn, model="", any_model=False)
+    is_of_tools = error.reason in _NOT_BOUND and (error.field or "").startswith("tools")
+    if turn.ignore is None or not is_of_tools or not any(tool.strict for tool in turn.tools):
         raise error
+    turn.ignore("tools.strict")
+    tools = [pb.Tool(name=t.name, description=t.description, parameters_json=t.parameters_json) for t in turn.tools]
+    return replace(turn, tools=tuple(tools), ignore=None)
 
 
 def sent_messages(turn: Turn) -> SentMessages:

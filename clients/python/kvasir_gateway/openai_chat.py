@@ -25,7 +25,8 @@ from kvasir_gateway.turn import (
     comment,
     finish_reason,
     forced_calls,
-    format_without_tools,
+    format_of_text,
+    free_calls,
     function_tool,
     given,
     refuse_unless,
@@ -67,7 +68,7 @@ class OfferedFunction(Body):
     name: Annotated[str, MinLen(1), MaxLen(128)]
     description: str | None = None
     parameters: FreeObject | None = None
-    strict: bool | None = Field(None, description="Accepted as a wish: arguments are as the model writes them.")
+    strict: bool | None = Field(None, description="Arguments fit the schema, where the model's format allows it.")
 
 
 class ChatTool(Body):
@@ -143,9 +144,9 @@ class ChatRequest(SamplingFields):
     top_logprobs: Annotated[int, Ge(0), Le(20)] | None = None
     tools: Annotated[list[ChatTool], MaxLen(128)] | None = None
     tool_choice: str | FreeObject | None = Field(
-        None, description='"auto", "none", "required", or the function to call.'
+        None, description='"auto", "none", "required", the function to call, or allowed_tools.'
     )
-    parallel_tool_calls: bool | None = Field(None, description="false only where calls are required: then exactly one.")
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call, which ends the reply.")
     response_format: ResponseFormat | None = None
     reasoning_effort: str | None = Field(None, description="Ignored: the model decides.")
     verbosity: str | None = Field(None, description="Ignored.")
@@ -165,7 +166,8 @@ class ChatRequest(SamplingFields):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidArgument("top_logprobs: only with logprobs", field="top_logprobs")
         tools = [
-            function_tool(t.function.name, t.function.description, t.function.parameters) for t in self.tools or ()
+            function_tool(t.function.name, t.function.description, t.function.parameters, t.function.strict)
+            for t in self.tools or ()
         ]
         tools, tool_choice = offered(tools, self.tool_choice, self.parallel_tool_calls)
         return Turn(
@@ -177,7 +179,7 @@ class ChatRequest(SamplingFields):
                 **self.sampling(reading, self.max_completion_tokens or self.max_tokens),
                 **given(logprobs=self.logprobs, top_logprobs=self.top_logprobs),
             },
-            json_schema=format_without_tools(_schema(self.response_format), tools, "response_format"),
+            json_schema=format_of_text(_schema(self.response_format), tool_choice),
             is_streamed=bool(self.stream),
             returns_token_ids=bool(self.return_token_ids),
             hint=self.prompt_cache_key or "",
@@ -211,17 +213,29 @@ def offered(tools: list[pb.Tool], choice: object, parallel: bool | None) -> tupl
     """The tools that the model may call, and what it must. Raises InvalidArgument for what cannot be enforced."""
     if choice == "none":
         return [], None
+    one_call = parallel is False
     if choice == "required":
-        return tools, forced_calls(None, one_call=parallel is False)
+        return tools, forced_calls(None, one_call=one_call)
     if isinstance(choice, dict) and choice.get("type") == "function":
-        function = choice.get("function", choice)  # the Responses API has the name beside the type
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise InvalidArgument("tool_choice.name: expected a string", field="tool_choice.name")
-        return tools, forced_calls(function["name"], one_call=True)
+        return tools, forced_calls(_name_of(choice), one_call=True)
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools", choice)  # the Responses API has them beside the type
+        if not isinstance(allowed, dict) or not isinstance(allowed.get("tools"), list) or not allowed["tools"]:
+            raise InvalidArgument("tool_choice.tools: expected a list of tools", field="tool_choice.tools")
+        refuse_unless(("auto", "required"), {"tool_choice.mode": allowed.get("mode")})
+        names = [_name_of(each) for each in allowed["tools"]]
+        if allowed.get("mode") == "required":
+            return tools, forced_calls(None, one_call=one_call, names=names)
+        return tools, free_calls(tools, one_call=one_call, names=names)
     refuse_unless(("auto", {"type": "auto"}), {"tool_choice": choice})
-    if tools:
-        refuse_unless((True,), {"parallel_tool_calls": parallel})
-    return tools, None
+    return tools, free_calls(tools, one_call=one_call)
+
+
+def _name_of(tool: object) -> str:
+    function = tool.get("function", tool) if isinstance(tool, dict) else None  # the Responses API has the name beside
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidArgument("tool_choice.name: expected a string", field="tool_choice.name")
+    return str(function["name"])
 
 
 def whole(asked: Asked, reply: Reply, *, wants_ids: bool = False) -> dict[str, Any]:

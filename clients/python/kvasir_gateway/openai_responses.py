@@ -26,7 +26,7 @@ from kvasir_gateway.turn import (
     TokenCount,
     ToolUse,
     Turn,
-    format_without_tools,
+    format_of_text,
     function_tool,
     given,
     refuse_unless,
@@ -47,7 +47,7 @@ class FunctionTool(Body):
     name: Annotated[str, MinLen(1), MaxLen(128)]
     description: str | None = None
     parameters: FreeObject | None = None
-    strict: bool | None = Field(None, description="Accepted as a wish: arguments are as the model writes them.")
+    strict: bool | None = Field(None, description="Arguments fit the schema, where the model's format allows it.")
 
 
 _FUNCTION_FIELDS = set(FunctionTool.model_fields)
@@ -71,7 +71,7 @@ class ResponseTool(Body):
     name: Annotated[str, MinLen(1), MaxLen(128)] | None = None
     description: str | None = None
     parameters: FreeObject | None = None
-    strict: bool | None = Field(None, description="Accepted as a wish: arguments are as the model writes them.")
+    strict: bool | None = Field(None, description="Arguments fit the schema, where the model's format allows it.")
     tools: Annotated[list[FunctionTool], MaxLen(128)] | None = Field(None, description="The group's.")
 
     def as_applied(self) -> dict[str, Any]:
@@ -108,9 +108,9 @@ class ResponsesRequest(Body):
     top_p: Annotated[float, Ge(0), Le(1)] | None = None
     tools: Annotated[list[ResponseTool], MaxLen(128)] | None = None
     tool_choice: str | FreeObject | None = Field(
-        None, description='"auto", "none", "required", or the function to call.'
+        None, description='"auto", "none", "required", the function to call, or allowed_tools.'
     )
-    parallel_tool_calls: bool | None = Field(None, description="false only where calls are required: then exactly one.")
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call, which ends the reply.")
     text: TextSettings | None = None
     reasoning: dict[str, Any] | None = Field(None, description="Its summary is the thoughts themselves.")
     truncation: str | None = Field(None, description='"disabled" alone.')
@@ -153,7 +153,7 @@ class ResponsesRequest(Body):
                 **reading.length(self.max_output_tokens),
                 **given(temperature=self.temperature, top_p=self.top_p),
             },
-            json_schema=format_without_tools(self._schema(), tools, "text.format"),
+            json_schema=format_of_text(self._schema(), tool_choice),
             is_streamed=bool(self.stream),
             hint=self.prompt_cache_key or "",
         )
@@ -191,7 +191,7 @@ class ResponsesRequest(Body):
                 if name in names:
                     raise InvalidArgument(f"{where}: two tools would have one name", field=where)
                 names.add(name)
-                yield function_tool(name, each.description, each.parameters)
+                yield function_tool(name, each.description, each.parameters, each.strict)
 
     def _schema(self) -> str | None:
         asked = self.text.format if self.text is not None else None

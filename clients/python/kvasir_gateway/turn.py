@@ -58,6 +58,8 @@ class Turn:
     is_streamed: bool = False
     # The loaded model answers where there is none of the name.
     any_model: bool = False
+    # Takes the name of what the engine cannot apply and the caller can do without. None: such a turn is refused.
+    ignore: Callable[[str], None] | None = None
     # The name that the caller knows the model by, where that stands for another.
     alias: str = ""
     # Keeps conversations with the same opening apart. Never an identity.
@@ -185,10 +187,13 @@ def _text_of_part(part: dict[str, Any], where: str) -> str:
     raise InvalidArgument(f"{where}.type: expected text, got {shown!r}: this model reads text alone", field=where)
 
 
-def function_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> pb.Tool:
+def function_tool(
+    name: str, description: str | None, parameters: Mapping[str, Any] | None, strict: bool | None = None
+) -> pb.Tool:
     """A tool for the model's chat template."""
     schema = parameters if parameters is not None else {"type": "object", "properties": {}}
-    return pb.Tool(name=name, description=description or "", parameters_json=json.dumps(schema))
+    text = json.dumps(schema)
+    return pb.Tool(name=name, description=description or "", parameters_json=text, strict=bool(strict))
 
 
 def refuse_unless(neutral: Iterable[object], given: Mapping[str, object]) -> None:
@@ -199,20 +204,23 @@ def refuse_unless(neutral: Iterable[object], given: Mapping[str, object]) -> Non
             raise InvalidArgument(f"{name}: this engine cannot apply it; leave it out", field=name)
 
 
-def forced_calls(name: str | None, *, one_call: bool) -> pb.ToolChoice:
-    """Calls that the reply must be: of one tool, or without a name of any."""
+def forced_calls(name: str | None, *, one_call: bool, names: Sequence[str] = ()) -> pb.ToolChoice:
+    """Calls that the reply must be: of one tool, or without a name of any, or of some."""
     if name is not None:
         return pb.ToolChoice(kind=pb.TOOL_CHOICE_KIND_NAMED, name=name)
-    return pb.ToolChoice(kind=pb.TOOL_CHOICE_KIND_REQUIRED, one_call=one_call)
+    return pb.ToolChoice(kind=pb.TOOL_CHOICE_KIND_REQUIRED, one_call=one_call, names=names)
 
 
-def format_without_tools(schema: str | None, tools: Sequence[pb.Tool], field_name: str) -> str | None:
-    """The schema of the reply. Raises InvalidArgument where tools are offered too: a reply in a format calls none."""
-    if schema is not None and tools:
-        raise InvalidArgument(
-            f"{field_name}: with tools, none of them could be called; leave one out", field=field_name
-        )
-    return schema
+def free_calls(tools: Sequence[pb.Tool], *, one_call: bool, names: Sequence[str] = ()) -> pb.ToolChoice | None:
+    """Calls that the reply may have; None where any are free to come."""
+    if not tools or not (one_call or names):
+        return None
+    return pb.ToolChoice(one_call=one_call, names=names)
+
+
+def format_of_text(schema: str | None, choice: pb.ToolChoice | None) -> str | None:
+    """The schema of the reply's text: a reply that must be calls has none."""
+    return None if choice is not None and choice.kind else schema
 
 
 def given(**settings: Any) -> dict[str, Any]:

@@ -11,8 +11,9 @@ import pytest
 from kvasir.errors import FailedPrecondition, InvalidArgument
 from llguidance import LLMatcher, LLTokenizer
 
-from inference_svc.formats.call_grammars import FORMATS, Spelling, call_grammar
+from inference_svc.formats.call_grammars import FORMATS, Spelling
 from inference_svc.formats.grammar_trial_process import limits
+from inference_svc.formats.reply_grammars import reply_grammar
 from tests.sampling import sampled
 
 TOKENIZER = LLTokenizer("byte")
@@ -62,7 +63,7 @@ EVERY = pytest.mark.parametrize("name", sorted(FORMATS))
 def compiled(
     name: str, tools: list[dict[str, Any]], *, one_call: bool = False, spelling: Spelling = LETTERS
 ) -> LLMatcher:
-    text = LLMatcher.grammar_from_lark(call_grammar(name, tools, one_call=one_call, spelling=spelling))
+    text = LLMatcher.grammar_from_lark(reply_grammar(name, tools, one_call=one_call, spelling=spelling))
     matcher = LLMatcher(TOKENIZER, text, log_level=0, limits=limits())
     assert not matcher.is_error(), matcher.get_error()
     return matcher
@@ -156,7 +157,7 @@ def test_a_text_that_a_parser_reads_as_another_is_not_admitted(name: str) -> Non
 
 
 def test_a_special_token_stands_for_its_spelling() -> None:
-    text = call_grammar("json_tools", TOOLS, one_call=True, spelling=Spelling({"<tool_call>": 65, "</tool_call>": 66}))
+    text = reply_grammar("json_tools", TOOLS, one_call=True, spelling=Spelling({"<tool_call>": 65, "</tool_call>": 66}))
     assert text.startswith('start: <[65]> "\\n" call "\\n" <[66]>\n')
 
 
@@ -171,7 +172,7 @@ def test_a_text_may_hold_what_does_not_end_the_call() -> None:
 @pytest.mark.parametrize("name", ["gemma4", "function_gemma", "channels"])
 def test_a_format_without_a_grammar_is_refused_by_name(name: str) -> None:
     with pytest.raises(FailedPrecondition, match=f"tool_choice: .*{name}") as refused:
-        call_grammar(name, TOOLS, one_call=True, spelling=LETTERS)
+        reply_grammar(name, TOOLS, one_call=True, spelling=LETTERS)
     assert refused.value.reason == "NO_FORCED_CALLS"
 
 
@@ -194,6 +195,6 @@ def test_what_a_format_cannot_carry_is_refused_with_the_tools_place(
 ) -> None:
     tools = [{"place": 3, "name": tool, "parameters": schema}]
     with pytest.raises(InvalidArgument) as refused:
-        call_grammar(name, tools, one_call=True, spelling=LETTERS)
+        reply_grammar(name, tools, one_call=True, spelling=LETTERS)
     assert refused.value.field == "tools[3]"
     assert name in json.dumps(str(refused.value))

@@ -1,4 +1,4 @@
-"""Forced calls over the wire: a model says calls of the tools and nothing else, beside other turns as alone."""
+"""Calls over the wire, forced or bound once they begin or beside a format: any logits make calls that fit."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +22,7 @@ SCHEMA: dict[str, Any] = {
 }
 TOOLS = [pb.Tool(name=name, parameters_json=json.dumps(SCHEMA)) for name in ("weather", "tides")]
 REQUIRED = pb.ToolChoice(kind=pb.TOOL_CHOICE_KIND_REQUIRED, one_call=True)
+CALL = 1022  # the token <tool_call>
 TIDES = pb.ToolChoice(kind=pb.TOOL_CHOICE_KIND_NAMED, name="tides")
 
 
@@ -61,13 +62,79 @@ def test_a_named_tool_is_the_one_called_and_the_agent_goes_on_from_it(client: In
     assert [call.name for call in after.finished.tool_calls] == ["tides"]
 
 
+def begun(engine: InferenceClient, seed: int, choice: pb.ToolChoice | None, **options: Any) -> Reply:
+    """A reply whose model wants nothing so much as to begin a call."""
+    sampling = {"max_tokens": 90, "temperature": 1.0, "seed": seed, "logit_bias": {CALL: 100.0}}
+    said = [{"role": "user", "content": f"Where is key {seed}?"}]
+    return engine.reply(messages=said, tool_choice=choice, sampling=sampling, **options)
+
+
+def test_a_call_is_bound_once_it_begins_and_is_the_last_where_only_one_may_be(client: InferenceClient) -> None:
+    strict = [pb.Tool(name=tool.name, parameters_json=tool.parameters_json, strict=True) for tool in TOOLS]
+    for seed in range(sampled(4, of=200)):
+        (call,) = begun(client, seed, pb.ToolChoice(one_call=True), tools=strict).finished.tool_calls
+        jsonschema_rs.validate(SCHEMA, json.loads(call.arguments_json))
+        several = begun(client, seed, None, tools=strict)
+        for call in several.finished.tool_calls:
+            jsonschema_rs.validate(SCHEMA, json.loads(call.arguments_json))
+        only = begun(client, seed, pb.ToolChoice(names=["tides"]), tools=strict)
+        assert {call.name for call in only.finished.tool_calls} <= {"tides"}
+        assert len(several.finished.tool_calls) + len(only.finished.tool_calls) > 1
+        assert not begun(client, seed, None, tools=TOOLS).finished.tool_calls, "they are as the model writes them"
+
+
+def test_beside_a_format_a_reply_is_calls_or_its_text(client: InferenceClient) -> None:
+    format_: dict[str, Any] = {"type": "object", "properties": {"n": {"enum": [1, 20]}}, "required": ["n"]}
+    format_["additionalProperties"] = False
+    seeds, kinds = range(sampled(12, of=1000)), set()
+
+    def asked(seed: int) -> Reply:
+        said = [{"role": "user", "content": f"Where is key {seed}?"}]
+        sampling = {"max_tokens": 200, "temperature": 2.0, "seed": seed, "logit_bias": {CALL: 3.0}}
+        return client.reply(messages=said, tools=TOOLS, json_schema=format_, sampling=sampling)
+
+    with ThreadPoolExecutor(4) as pool:
+        beside = list(pool.map(asked, seeds))
+    for seed, reply in zip(seeds, beside, strict=True):
+        kinds.add(bool(reply.finished.tool_calls))
+        for call in reply.finished.tool_calls:
+            jsonschema_rs.validate(SCHEMA, json.loads(call.arguments_json))
+            assert not reply.text.strip()
+        if not reply.finished.tool_calls:
+            jsonschema_rs.validate(format_, json.loads(reply.text))
+        if seed % 4 == 0:
+            assert asked(seed).token_ids == reply.token_ids
+    assert kinds == {True, False}
+
+
+def test_a_reply_beside_a_format_is_replayed_as_it_was(client: InferenceClient) -> None:
+    asked: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "Which?"}],
+        "tools": TOOLS,
+        "regex": "<too(l_call|_lcall)>x</too(l_call|_lcall)>",  # the markers' letters are text here
+        "sampling": {"max_tokens": 60, "logit_bias": {CALL: -100.0}},
+        "agent_id": "chooser",
+        "request_id": "r",
+    }
+    first, again = client.reply(**asked), client.reply(**asked)
+    assert again.started.source == pb.CACHE_SOURCE_REPLAY
+    assert first.text == again.text
+    assert first.text.startswith("<too")
+    assert not (*first.finished.tool_calls, *again.finished.tool_calls)
+
+
 @pytest.mark.parametrize(
     ("choice", "options", "field"),
     [
         (pb.ToolChoice(kind=9), {}, "tool_choice.kind"),  # type: ignore[arg-type]
         (pb.ToolChoice(kind=pb.TOOL_CHOICE_KIND_NAMED, name="moon"), {}, "tool_choice.name"),
         (pb.ToolChoice(name="tides"), {}, "tool_choice.name"),
-        (pb.ToolChoice(one_call=True), {}, "tool_choice.one_call"),
+        (pb.ToolChoice(one_call=True), {"tools": ()}, "tool_choice"),
+        (pb.ToolChoice(names=["tides", "moon"]), {}, "tool_choice.names[1]"),
+        (pb.ToolChoice(kind=pb.TOOL_CHOICE_KIND_NAMED, name="tides", names=["tides"]), {}, "tool_choice.names"),
+        (pb.ToolChoice(kind=pb.TOOL_CHOICE_KIND_NAMED, name="tides", one_call=True), {}, "tool_choice.one_call"),
+        (None, {"tools": [pb.Tool(name="f g", parameters_json="{}", strict=True)]}, "tools[0]"),
+        (None, {"json_schema": '{"type": "objekt"}'}, "response_format"),
         (REQUIRED, {"tools": ()}, "tool_choice"),
         (REQUIRED, {"regex": "a"}, "tool_choice"),
         (REQUIRED, {"tools": [pb.Tool(name="f g", parameters_json="{}")]}, "tools[0]"),
@@ -75,7 +142,7 @@ def test_a_named_tool_is_the_one_called_and_the_agent_goes_on_from_it(client: In
     ],
 )
 def test_a_choice_that_cannot_be_applied_is_refused(
-    client: InferenceClient, choice: pb.ToolChoice, options: dict[str, Any], field: str
+    client: InferenceClient, choice: pb.ToolChoice | None, options: dict[str, Any], field: str
 ) -> None:
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}], "tools": TOOLS, **options}
     with pytest.raises(errors.InvalidArgument) as refused:

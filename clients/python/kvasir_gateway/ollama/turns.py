@@ -26,7 +26,6 @@ from kvasir_gateway.turn import (
     Turn,
     arguments_object,
     finish_reason,
-    format_without_tools,
     function_tool,
     given,
     json_line,
@@ -183,7 +182,7 @@ class OllamaChat(OllamaRequest):
             messages=tuple(said(self.messages, reading)),
             tools=tools,
             sampling=self.sampling(reading),
-            json_schema=format_without_tools(self.reply_schema, tools, "format"),
+            json_schema=self.reply_schema,
             is_streamed=self.is_streamed,
         )
 

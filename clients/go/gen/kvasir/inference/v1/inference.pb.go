@@ -816,7 +816,7 @@ type GenerateRequest struct {
 	KeepPartial bool `protobuf:"varint,10,opt,name=keep_partial,json=keepPartial,proto3" json:"keep_partial,omitempty"`
 	// Who is served first when not all can be. Default: interactive.
 	Priority Priority `protobuf:"varint,11,opt,name=priority,proto3,enum=kvasir.inference.v1.Priority" json:"priority,omitempty"`
-	// What the whole reply must match; at most 64 KiB. Default: anything.
+	// What the whole reply must match; at most 64 KiB. With tools: this, or calls of them that fit their schemas. Default: anything.
 	//
 	// Types that are valid to be assigned to ResponseFormat:
 	//
@@ -1118,15 +1118,18 @@ func (*GenerateRequest_JsonSchema) isGenerateRequest_ResponseFormat() {}
 
 func (*GenerateRequest_Regex) isGenerateRequest_ResponseFormat() {}
 
-// ToolChoice forces calls: the reply is, from its first token on, calls in the model's own format, whose names are the tools' and whose arguments fit
-// their schemas. REQUIRED and NAMED only with tools, and without a response_format. FAILED_PRECONDITION (NO_FORCED_CALLS) for a model whose format of calls no grammar describes.
+// ToolChoice says which calls a reply may or must have. REQUIRED and NAMED force calls: the reply is, from its first token on, calls in the model's own
+// format, whose names are the tools' and whose arguments fit their schemas; only with tools, and without a response_format. Where the model decides, one_call,
+// names and Tool.strict bind a call once it begins. FAILED_PRECONDITION (NO_FORCED_CALLS) for a model whose format of calls no grammar describes.
 type ToolChoice struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Kind  ToolChoiceKind         `protobuf:"varint,1,opt,name=kind,proto3,enum=kvasir.inference.v1.ToolChoiceKind" json:"kind,omitempty"`
 	// With NAMED: the tool.
 	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
-	// Only with REQUIRED: exactly one call. Default: one or more.
-	OneCall       bool `protobuf:"varint,3,opt,name=one_call,json=oneCall,proto3" json:"one_call,omitempty"`
+	// Not with NAMED, which is one call anyway: at most one call, which ends the reply. Default: as many as the model makes.
+	OneCall bool `protobuf:"varint,3,opt,name=one_call,json=oneCall,proto3" json:"one_call,omitempty"`
+	// Not with NAMED: only these of the tools may be called. Default: all.
+	Names         []string `protobuf:"bytes,4,rep,name=names,proto3" json:"names,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1180,6 +1183,13 @@ func (x *ToolChoice) GetOneCall() bool {
 		return x.OneCall
 	}
 	return false
+}
+
+func (x *ToolChoice) GetNames() []string {
+	if x != nil {
+		return x.Names
+	}
+	return nil
 }
 
 // VolatileRules names rules for what changes from turn to turn and means nothing, or little. Where a rule applies, the prompt has what the memory has:
@@ -1401,8 +1411,11 @@ type Tool struct {
 	Description string                 `protobuf:"bytes,2,opt,name=description,proto3" json:"description,omitempty"`
 	// A JSON schema object.
 	ParametersJson string `protobuf:"bytes,3,opt,name=parameters_json,json=parametersJson,proto3" json:"parameters_json,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Once a call begins, its name is one of the tools', and its arguments fit this schema, by a grammar of the model's format. Other tools' arguments fit theirs where
+	// the format can carry them. INVALID_ARGUMENT (FORMAT_INVALID) for a schema that it cannot.
+	Strict        bool `protobuf:"varint,4,opt,name=strict,proto3" json:"strict,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Tool) Reset() {
@@ -1454,6 +1467,13 @@ func (x *Tool) GetParametersJson() string {
 		return x.ParametersJson
 	}
 	return ""
+}
+
+func (x *Tool) GetStrict() bool {
+	if x != nil {
+		return x.Strict
+	}
+	return false
 }
 
 // Sampling parameters. What is absent takes the model's default (Model.sampling_defaults), else the one named here.
@@ -4943,12 +4963,13 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x05inputB\x11\n" +
 	"\x0fresponse_formatB\x13\n" +
 	"\x11_expected_versionB\x0f\n" +
-	"\r_base_version\"t\n" +
+	"\r_base_version\"\x8a\x01\n" +
 	"\n" +
 	"ToolChoice\x127\n" +
 	"\x04kind\x18\x01 \x01(\x0e2#.kvasir.inference.v1.ToolChoiceKindR\x04kind\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x19\n" +
-	"\bone_call\x18\x03 \x01(\bR\aoneCall\"D\n" +
+	"\bone_call\x18\x03 \x01(\bR\aoneCall\x12\x14\n" +
+	"\x05names\x18\x04 \x03(\tR\x05names\"D\n" +
 	"\rVolatileRules\x12\x14\n" +
 	"\x05names\x18\x01 \x03(\tR\x05names\x12\x1d\n" +
 	"\n" +
@@ -4961,11 +4982,12 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\vMessageList\x125\n" +
 	"\bmessages\x18\x01 \x03(\v2\x19.kvasir.common.v1.MessageR\bmessages\"\x1c\n" +
 	"\bTokenIds\x12\x10\n" +
-	"\x03ids\x18\x01 \x03(\rR\x03ids\"e\n" +
+	"\x03ids\x18\x01 \x03(\rR\x03ids\"}\n" +
 	"\x04Tool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12 \n" +
 	"\vdescription\x18\x02 \x01(\tR\vdescription\x12'\n" +
-	"\x0fparameters_json\x18\x03 \x01(\tR\x0eparametersJson\"\xe9\x06\n" +
+	"\x0fparameters_json\x18\x03 \x01(\tR\x0eparametersJson\x12\x16\n" +
+	"\x06strict\x18\x04 \x01(\bR\x06strict\"\xe9\x06\n" +
 	"\bSampling\x12\"\n" +
 	"\n" +
 	"max_tokens\x18\x01 \x01(\x05H\x00R\tmaxTokens\x88\x01\x01\x12%\n" +

@@ -1,0 +1,149 @@
+"""Grammars of replies with tool calls: calls alone, calls or a format's text, or any text in which a call is bound once
+it begins. Pure.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvasir.errors import FailedPrecondition, InvalidArgument
+
+from inference_svc.formats.call_grammars import FORMATS, WHITE_SPACE, CallFormat, Spelling, call_rules
+from inference_svc.formats.call_schemas import Schema
+from inference_svc.formats.constraint import ConstraintKind
+
+_ANY_TEXT = "(?s:.*)"
+
+
+def reply_grammar(
+    format_name: str,
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    one_call: bool,
+    spelling: Spelling,
+    kind: ConstraintKind = ConstraintKind.TOOL_CHOICE,
+    reply_format: Mapping[str, str] | None = None,
+) -> str:
+    """llguidance's Lark text. `tools`: name and parameters of each that may be called. `reply_format`: kind and text of
+    the format that a reply without calls has. Raises FailedPrecondition for a format of calls that no grammar
+    describes, InvalidArgument that names the tool for a schema that the format cannot carry.
+    """
+    field = kind.value
+    if format_name not in FORMATS:
+        raise FailedPrecondition(
+            f"{field}: no grammar describes this model's calls ({format_name})", reason="NO_FORCED_CALLS", field=field
+        )
+    form = FORMATS[format_name]
+    calls = "\n    | ".join(call_rules(format_name, tools, spelling))
+    if kind is ConstraintKind.CALLS_IN_TEXT:
+        rules = _in_text(form, spelling, one_call=one_call)
+    else:
+        rules = f"start: {_all_calls(form, spelling, one_call=one_call)}\n"
+        if reply_format is not None:
+            rules = f"{rules.strip()}\n    | format\nformat: {_format(reply_format)}\n"
+    return _with_terminals(f"{rules}call: {calls}\n")
+
+
+def _all_calls(form: CallFormat, spelling: Spelling, *, one_call: bool) -> str:
+    start, end, between = (spelling.rule(text) for text in (form.start, form.end, form.between))
+    if form.is_list:
+        more = "" if one_call else f" ({between} call)*"
+        return f"{start} call{more} {end}"
+    more = "" if one_call else f" ({between} {start} call {end})*"
+    return f"{start} call {end}{more}"
+
+
+def _in_text(form: CallFormat, spelling: Spelling, *, one_call: bool) -> str:
+    """Text, in which each marker of a call is followed by a call. Special tokens stand in text, too."""
+    first, *others = spelling.pieces(form.marker)
+    rest, end, start, between = (
+        spelling.rule(text) for text in (form.start.removeprefix(form.marker), form.end, form.start, form.between)
+    )
+    free = set(spelling.special_ids.values()) - {first}
+    specials = f"<[{','.join(map(str, sorted(free)))}]>" if free else ""
+    parts = [f"TEXT {specials}"] if specials else []
+    tail = "TEXT"
+    if isinstance(first, str):
+        mark = "mark[lazy]: TEXT " + json.dumps(first)
+    else:
+        following = " ".join(f"<[{each}]>" if isinstance(each, int) else json.dumps(each) for each in others)
+        mark = f"mark: TEXT <[{first}]> {following}"
+        if others and isinstance(others[0], str):  # the token begins other things, too
+            other = f"TERMINAL(/{_ANY_TEXT}/ & ~/{re.escape(others[0])}/)"
+            parts += [f"TEXT <[{first}]> {other} {specials}"]
+            tail = f"TEXT (<[{first}]> {other} )?"
+    many = f" ({between} call)*" if form.is_list and not one_call else ""
+    bound = f"mark {rest} call{many} {end}"
+    free_part = f"part: {' | '.join(parts)}\n" if parts else ""
+    before = "part* " if parts else ""
+    if one_call:
+        rules = f"start: {before}tail | {before}bound\n"
+    elif form.end:
+        rules = f"start: ({'part | ' if parts else ''}bound)* tail\n"
+    else:  # a call goes on to the next one's beginning, or the reply's end
+        rules = f"start: {before}tail | {before}bound ({between} {start} call)*\n"
+    return f"{rules}bound: {bound}\n{mark}\n{free_part}tail: {tail}\nTEXT: /{_ANY_TEXT}/\n"
+
+
+def _format(reply_format: Mapping[str, str]) -> str:
+    text = reply_format["text"]
+    if reply_format["kind"] == ConstraintKind.REGEX.value:
+        return "/" + text.replace("/", r"\/").replace("\n", r"\n") + "/"
+    try:
+        schema = json.loads(text)
+    except ValueError:
+        raise InvalidArgument("json_schema: expected JSON", reason="FORMAT_INVALID", field="json_schema") from None
+    if isinstance(schema, dict):
+        schema = {"x-guidance": {"whitespace_pattern": WHITE_SPACE}, **schema}
+    return "%json " + json.dumps(schema, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCalls:
+    """How one model writes calls: the name of mlx-lm's parser, and the tokens that its tokenizer added."""
+
+    format: str
+    spelling: Spelling
+
+    def grammar(self, kind: ConstraintKind, asked: str, spelling: Spelling) -> str:
+        """The grammar of a constraint's text. Raises as `reply_grammar`."""
+        wanted = json.loads(asked)
+        try:
+            tools = [{**tool, "parameters": _parameters(tool)} for tool in wanted["tools"]]
+            return reply_grammar(
+                self.format,
+                tools,
+                one_call=wanted["one_call"],
+                spelling=spelling,
+                kind=kind,
+                reply_format=wanted.get("format"),
+            )
+        except RecursionError:
+            raise InvalidArgument("tools: nested too deeply", reason="FORMAT_TOO_COMPLEX", field="tools") from None
+
+
+NO_CALLS = ModelCalls("none", Spelling({}))
+
+
+def _parameters(tool: Mapping[str, Any]) -> Schema:
+    field = f"tools[{tool['place']}].parameters_json"
+    try:
+        schema = json.loads(tool["parameters"] or "{}")
+    except ValueError:
+        raise InvalidArgument(f"{field}: expected a JSON object", field=field) from None
+    if not isinstance(schema, dict):
+        raise InvalidArgument(f"{field}: expected a JSON object", field=field)
+    return schema
+
+
+def _with_terminals(grammar: str) -> str:
+    """Each intersection of regular expressions becomes a terminal of its own: rules cannot hold one."""
+    terminals: list[str] = []
+    pieces = re.split(r"TERMINAL\((/.*?/)\)(?=[ )?\n]|$)", grammar)
+    for number in range(1, len(pieces), 2):
+        if pieces[number] not in terminals:
+            terminals.append(pieces[number])
+        pieces[number] = f"TEXT_{terminals.index(pieces[number])}"
+    return "".join(pieces) + "".join(f"TEXT_{number}: {body}\n" for number, body in enumerate(terminals))
