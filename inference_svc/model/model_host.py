@@ -16,6 +16,8 @@ from typing import Generic, Protocol, TypeVar
 import structlog
 from kvasir.errors import FailedPrecondition, KvasirError, NotFound, Unavailable
 
+from inference_svc.model import device_memory
+
 _LOG = structlog.get_logger(__name__)
 _RETRY_AFTER_S = 1.0
 
@@ -249,7 +251,10 @@ class ModelHost(Generic[ServedT]):
         served, name = self._served, self._loaded
         self._served, self._loaded = None, ""
         await served.close()
-        _LOG.info("model.unloaded", model=name, stored=left.stored, dropped=left.unstored)
+        del served
+        await asyncio.to_thread(device_memory.give_back)
+        facts = {"stored": left.stored, "dropped": left.unstored, "left_bytes": device_memory.active_bytes()}
+        _LOG.info("model.unloaded", model=name, **facts)
         return left
 
     async def _open_as(self, name: str) -> None:

@@ -1,5 +1,6 @@
 """Several models, one loaded at a time: what is named, what is refused, and that agents' lines survive a swap."""
 
+import re
 import secrets
 import threading
 import time
@@ -94,6 +95,8 @@ def test_what_is_not_loaded_is_refused_with_what_to_do_and_no_path_is_taken_from
 
         client.unload_model()
         client.unload_model("first")  # changes nothing
+        left_bytes = int(re.findall(r"left_bytes\W+(\d+)", house.engine.log)[-1])
+        assert left_bytes < 1 << 16, "of weights and pages"
         assert not any(each.state == pb.MODEL_STATE_LOADED for each in client.list_models())
         assert client.get_stats().model == ""
         for call in (lambda: client.reply(prompt="hello"), lambda: client.count_tokens(prompt="hello")):
