@@ -36,12 +36,23 @@ class Records:
         self.used: dict[str, datetime] = {}
         self.forks: list[tuple[str, int | None]] = []
         self.pinned: set[str] = set()
+        self.openings: dict[str, str] = {}
         self.is_down = False
 
-    async def kept(self, name_prefix: str) -> list[Kept]:
+    async def kept(self, name_prefix: str, opening: str = "") -> list[Kept]:
         if self.is_down:
             raise Unavailable("down")
-        return [Kept(name, self.used.get(name, START)) for name in self.remembered if name.startswith(name_prefix)]
+        names = [name for name in self.remembered if name.startswith(name_prefix)]
+        return [
+            Kept(name, self.used.get(name, START))
+            for name in names
+            if not opening or self.openings.get(name) == opening
+        ]
+
+    async def open_anew(self, agent_id: str, opening: str) -> None:
+        if agent_id not in self.remembered:
+            raise NotFound("gone")
+        self.openings[agent_id] = opening
 
     async def messages(self, agent_id: str) -> Sequence[Said]:
         return self.remembered.get(agent_id, ())

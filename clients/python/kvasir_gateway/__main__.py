@@ -48,6 +48,7 @@ from kvasir_gateway.page.history import History
 from kvasir_gateway.page.routes import GatewayPage
 from kvasir_gateway.page.sessions import Sessions
 from kvasir_gateway.reading.seals import ThoughtSeals
+from kvasir_gateway.reading.side_calls import SIDE_RULES, side_rules_of
 from kvasir_gateway.reading.tolerance import Tolerance
 
 _log = logging.getLogger("kvasir_gateway")
@@ -77,6 +78,7 @@ class Options:
     is_strict: bool = False
     volatile: str = ",".join(sorted(DEFAULT))
     any_model: bool = True
+    side_calls: str = ",".join(SIDE_RULES)
     aliases: Sequence[tuple[str, str]] = ()
 
 
@@ -148,6 +150,7 @@ async def serve(options: Options) -> int:
             rules=rules_of(options.volatile, "--volatile"),
             any_model=options.any_model,
             seals=ThoughtSeals(key),
+            side_rules=side_rules_of(options.side_calls),
         ),
         aliases=aliases,
         page=GatewayPage(engine, sessions, history, now=time.time),
@@ -327,6 +330,13 @@ def _options(arguments: Sequence[str] | None) -> Options:
         f"request's header go before it; default: {', '.join(sorted(DEFAULT))}. "
         + ". ".join(f"{name}: {applies_to}" for name, applies_to in RULES.items()),
     )
+    parser.add_argument(
+        "--side-calls",
+        default=",".join(SIDE_RULES),
+        metavar="RULE,…|none",
+        help="which requests beside a conversation leave no memory, when they name no agent; default: all. "
+        + ". ".join(f"{rule.name}: {rule.applies_to}" for rule in SIDE_RULES.values()),
+    )
     given = parser.parse_args(arguments)
     return Options(
         listen=given.listen,
@@ -346,6 +356,7 @@ def _options(arguments: Sequence[str] | None) -> Options:
         peer_ca_files=given.peer_ca_file,
         is_strict=given.strict,
         volatile=given.volatile,
+        side_calls=given.side_calls,
         aliases=given.alias,
         any_model=not (given.strict or given.host) if given.any_model is None else given.any_model,
     )

@@ -4,8 +4,9 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from kvasir.clients import Reply
 from kvasir.common.v1 import message_pb2
@@ -17,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from kvasir_gateway.conversations import Chain, Conversations
 from kvasir_gateway.engine import CallerAtEngine, sent_messages
 from kvasir_gateway.metrics import GatewayNumbers
+from kvasir_gateway.reading.side_calls import SUMMARY, SideRule, side_call_of
 from kvasir_gateway.turn import Chunks, Said, ToolUse, Turn
 
 _log = logging.getLogger(__name__)
@@ -31,8 +33,19 @@ class ClientLeft(Cancelled):
 class Memory:
     """The memory of one turn: an agent that the caller named, one that was found for its conversation, or none."""
 
-    def __init__(self, agent_id: str, conversations: Conversations | None, namespace: str, chain: Chain) -> None:
+    side_call = ""  # the rule that took the turn for one
+
+    def __init__(
+        self,
+        agent_id: str,
+        conversations: Conversations | None,
+        namespace: str,
+        chain: Chain,
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """`options`: fields of GenerateOptions that say how the turn uses it."""
         self.agent_id = agent_id
+        self.options = options
         self._chain = chain
         self._conversations = conversations
         self._namespace = namespace
@@ -51,6 +64,25 @@ class Memory:
             self._conversations = None
 
 
+class SideMemory(Memory):
+    """What a side call reads: the memory of the conversation that it follows, if there is one. It changes nothing."""
+
+    def __init__(
+        self, agent_id: str, conversations: Conversations, namespace: str, chain: Chain, side_call: str
+    ) -> None:
+        mode = pb.MEMORY_MODE_READ_ONLY if agent_id else pb.MEMORY_MODE_NONE
+        super().__init__(agent_id, conversations, namespace, chain, {"memory_mode": mode})
+        self.side_call = side_call
+
+    def answered(self, reply: Reply) -> None:
+        """A summary may take the place of its conversation's history."""
+        if self.side_call == SUMMARY and self.agent_id and self._conversations is not None:
+            self._conversations.summarized(self._namespace, self.agent_id, self._chain, reply.text)
+
+    def left(self) -> None:
+        """Nothing was taken."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ready:
     """A turn, and what is made of its messages: for a long conversation that takes its time."""
@@ -59,6 +91,10 @@ class Ready:
     chain: Chain
     digest: str
     messages: Sequence[message_pb2.Message]
+    side_call: str  # the rule that takes it for one
+
+    def using(self, memory: Memory) -> "Ready":
+        return replace(self, turn=replace(self.turn, memory={**self.turn.memory, **memory.options}))
 
 
 class Turns:
@@ -68,10 +104,10 @@ class Turns:
         self._conversations = conversations
         self._tidying: set[asyncio.Task[int]] = set()
 
-    def ready(self, turn: Turn) -> Ready:
+    def ready(self, turn: Turn, side_rules: Sequence[SideRule] = ()) -> Ready:
         """May run in any thread. Raises InvalidArgument."""
-        conversations, messages = self._conversations, sent_messages(turn)
-        return Ready(turn, conversations.chain(turn.messages, turn.hint), self.digest_of(turn.messages), messages)
+        chain, digest = self._conversations.chain(turn.messages, turn.hint), self.digest_of(turn.messages)
+        return Ready(turn, chain, digest, sent_messages(turn), side_call_of(turn, side_rules))
 
     async def memory(self, ready: Ready, caller: CallerAtEngine, namespace: str, agent_id: str) -> Memory:
         """What the turn remembers. Whoever asks must say when it has `left`."""
@@ -80,8 +116,15 @@ class Turns:
         if agent_id or not turn.messages or is_aside:
             return Memory(agent_id, None, namespace, chain)
         self._tidy(namespace, caller)
-        found = await self._conversations.agent_for(namespace, chain, turn.messages, caller)
-        return Memory(found, self._conversations, namespace, chain)
+        known = self._conversations
+        # First: what clients write around a summary may read like a request for one.
+        if compacted := await known.compacted(namespace, chain, turn.messages, caller):
+            return Memory(compacted, known, namespace, chain, {"replace_memory": True})
+        if ready.side_call:
+            read = await known.agent_behind(namespace, chain, turn.messages, caller)
+            return SideMemory(read, known, namespace, chain, ready.side_call)
+        found = await known.agent_for(namespace, chain, turn.messages, caller)
+        return Memory(found, known, namespace, chain)
 
     def digest_of(self, messages: Sequence[Said]) -> str:
         return self._conversations.digest_of(messages)

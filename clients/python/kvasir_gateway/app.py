@@ -284,8 +284,10 @@ class Gateway:
         has a status of its own."""
         turns = self._around.turns
         ready = await call.room.made(partial(self._ready, call, translate))
-        turn = ready.turn
         memory = await turns.memory(ready, call.caller, call.namespace, call.agent_id)
+        call.reading.side_call = memory.side_call
+        ready = ready.using(memory)
+        turn = ready.turn
         asked = Asked(
             request_id=call.request_id,
             created=int(self._around.now()),
@@ -324,9 +326,10 @@ class Gateway:
         """The turn, with what the request says beside its body. In any thread. Raises InvalidArgument."""
         reading = call.reading
         turn = heads.with_memory(call.request, call.agent_id, translate())
+        side_rules = () if call.agent_id or turn.memory else reading.side_rules
         turn = replace(turn, any_model=reading.any_model, ignore=None if reading.is_strict else reading.ignore)
         turn = replace(turn, memory={**turn.memory, "volatile": reading.rules.for_engine()})
-        return self._around.turns.ready(self._around.aliases.applied(turn))
+        return self._around.turns.ready(self._around.aliases.applied(turn), side_rules)
 
     async def _body(self, call: Call, kind: type[_Body]) -> _Body:
         data = await call.room.read(call.request, self._around.limits.max_body_bytes)

@@ -20,6 +20,7 @@ from typing import Protocol
 from blake3 import blake3
 from kvasir.errors import KvasirError
 
+from kvasir_gateway.reading.compaction import Summaries
 from kvasir_gateway.turn import Said
 
 PREFIX = "conversation/"
@@ -39,7 +40,9 @@ class Kept:
 class AgentRecords(Protocol):
     """What the store knows about a caller's agents."""
 
-    async def kept(self, name_prefix: str) -> list[Kept]: ...
+    async def kept(self, name_prefix: str, opening: str = "") -> list[Kept]: ...
+
+    async def open_anew(self, agent_id: str, opening: str) -> None: ...
 
     async def messages(self, agent_id: str) -> Sequence[Said]: ...
 
@@ -68,11 +71,13 @@ class Point:
 @dataclass(frozen=True, slots=True)
 class Chain:
     """A conversation's digests: of its opening (to the first message that is not the system's), then of each prefix
-    that ends with a reply; and of all its messages, from which the next one's follows."""
+    that ends with a reply; and of all its messages, from which the next one's follows. `session`: of the caller's
+    hint."""
 
     points: Sequence[Point]
     digest: bytes
     messages: int
+    session: bytes
 
 
 class Conversations:
@@ -98,10 +103,11 @@ class Conversations:
         self._newest: dict[tuple[str, str], str] = {}
         self._busy: set[tuple[str, str]] = set()
         self._tidied: dict[str, datetime] = {}
+        self._summaries = Summaries()
 
     def chain(self, messages: Sequence[Said], hint: str) -> Chain:
         """For the other calls. Reads every message; changes nothing, and may run in any thread."""
-        digest = blake3(hint.encode("utf-8", "surrogatepass"), key=self._key).digest()
+        digest = session = blake3(hint.encode("utf-8", "surrogatepass"), key=self._key).digest()
         points: list[Point] = []
         for number, message in enumerate(messages, 1):
             digest = self._next(digest, message)
@@ -109,7 +115,7 @@ class Conversations:
             is_opening = not points and (message.role != "system" or is_last)
             if is_opening or (points and message.role == "assistant"):
                 points.append(Point(digest.hex(), number))
-        return Chain(points, digest, len(messages))
+        return Chain(points, digest, len(messages), session)
 
     async def agent_for(self, namespace: str, chain: Chain, messages: Sequence[Said], records: AgentRecords) -> str:
         """The agent that a turn with these messages shall extend: found, forked, or new. It is busy from now on."""
@@ -123,6 +129,34 @@ class Conversations:
                 await _fork(found, name, records)
         self._busy.add((namespace, name))
         return name
+
+    async def agent_behind(self, namespace: str, chain: Chain, messages: Sequence[Said], records: AgentRecords) -> str:
+        """The agent that remembers the conversation so far, for a turn that changes nothing of it; else nothing."""
+        points = chain.points
+        found = self._tip(namespace, points) or await self._stored_tip(points[0], messages, records)
+        return found.agent_id if found is not None else ""
+
+    async def compacted(self, namespace: str, chain: Chain, messages: Sequence[Said], records: AgentRecords) -> str:
+        """The agent whose history a summary in these messages takes the place of; else nothing. It is busy from now
+        on, and found under the new opening, too."""
+        agent_id = ""
+        if self._tip(namespace, chain.points) is None:
+            agent_id = await self._summaries.agent_of(namespace, chain.session, messages)
+        if not agent_id or (namespace, agent_id) in self._busy:
+            return ""
+        self._busy.add((namespace, agent_id))
+        try:
+            await records.open_anew(agent_id, chain.points[0].digest[:_DIGEST_CHARS])
+        except BaseException as error:
+            self._busy.discard((namespace, agent_id))
+            if not isinstance(error, KvasirError):
+                raise
+            return ""  # it is gone, or nobody can say
+        return agent_id
+
+    def summarized(self, namespace: str, agent_id: str, chain: Chain, text: str) -> None:
+        """A client was given a summary of what the agent remembers."""
+        self._summaries.add(namespace, agent_id, chain.session, text)
 
     def answered(self, namespace: str, agent_id: str, chain: Chain, reply: Said, version: int) -> None:
         """The agent remembers these messages and the reply, as this version; 0: it is not known which."""
@@ -179,7 +213,8 @@ class Conversations:
         if not any(message.role == "assistant" for message in messages):
             return None
         try:
-            kept = await records.kept(f"{PREFIX}{opening.digest[:_DIGEST_CHARS]}/")
+            digest = opening.digest[:_DIGEST_CHARS]
+            kept = [*await records.kept(f"{PREFIX}{digest}/"), *await records.kept(PREFIX, opening=digest)]
         except KvasirError:
             return None  # a store that does not answer is a miss, here as in the engine
         kept.sort(key=lambda agent: agent.used_at, reverse=True)

@@ -29,6 +29,8 @@ _PAGE = 1000
 # An engine allows 320 calls on a connection, and the gateway has many callers. Idle ones are not opened.
 _CONNECTIONS = 16
 _NOT_BOUND = ("NO_FORCED_CALLS", "FORMAT_INVALID", "FORMAT_TOO_COMPLEX")  # reasons why no grammar binds calls
+# The label of an agent whose conversation was compacted: the digest of its newest opening.
+_OPENING = "conversation.opening"
 _AGENTS_AT_ONCE = 8  # of which one request reads the memory
 _MAX_MESSAGES = 10_000  # as the engine takes
 
@@ -97,16 +99,23 @@ class CallerAtEngine:
                 raise
         return await self.client.get_model("")
 
-    async def kept(self, name_prefix: str) -> list[Kept]:
-        """All agents whose names begin so."""
+    async def kept(self, name_prefix: str, opening: str = "") -> list[Kept]:
+        """All agents whose names begin so; of a compacted conversation those that have this newer opening."""
+        labels = {_OPENING: opening} if opening else {}
         found: list[Kept] = []
         token = ""
         while True:
-            page = await self.client.list_agents(name_prefix=name_prefix, page_size=_PAGE, page_token=token)
+            page = await self.client.list_agents(
+                name_prefix=name_prefix, labels=labels, page_size=_PAGE, page_token=token
+            )
             found += [_kept(agent) for agent in page.agents]
             token = page.next_page_token
             if not token:
                 return found
+
+    async def open_anew(self, agent_id: str, opening: str) -> None:
+        """The agent's conversation begins otherwise from now on."""
+        await self.client.update_agent(agent_id, labels={_OPENING: opening})
 
     async def messages(self, agent_id: str) -> Sequence[Said]:
         """What an agent remembers; nothing when that cannot be said."""

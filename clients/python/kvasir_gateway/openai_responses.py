@@ -156,6 +156,7 @@ class ResponsesRequest(Body):
             json_schema=format_of_text(self._schema(), tool_choice),
             is_streamed=bool(self.stream),
             hint=self.prompt_cache_key or "",
+            is_stored=self.store is not False,
         )
 
     @property

@@ -64,6 +64,8 @@ class Turn:
     alias: str = ""
     # Keeps conversations with the same opening apart. Never an identity.
     hint: str = ""
+    # The caller may go on from the reply by its id alone.
+    is_stored: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ out. What would change the reply's meaning is refused either way, and a strict g
 
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from kvasir.errors import InvalidArgument
 from kvasir.volatile import BILLING_LINE, DEFAULT
 
 from kvasir_gateway.reading.seals import ThoughtSeals
+from kvasir_gateway.reading.side_calls import SIDE_RULES, SideRule
 from kvasir_gateway.reading.volatile import HEADER, NO_RULES, Rules, asked
 from kvasir_gateway.turn import Body, refuse_unless
 
@@ -44,6 +45,8 @@ class Reading:
     rules: Rules = NO_RULES
     any_model: bool = False  # the loaded one answers for a name that is no model's
     seals: ThoughtSeals | None = None  # None: no thoughts are known as ours
+    side_rules: Sequence[SideRule] = ()
+    side_call: str = ""  # the rule that took the turn for one
     _ignored: set[str] = field(default_factory=set)
     _applied: set[str] = field(default_factory=set)
 
@@ -106,6 +109,8 @@ class Reading:
             told["x-kvasir-ignored"] = ", ".join([*names[:_MAX_NAMED], *more])
         if self._applied:
             told[HEADER] = ", ".join(sorted(self._applied))
+        if self.side_call:
+            told["x-kvasir-side-call"] = self.side_call
         return told
 
     def _ignore(self, name: str, why: str, reason: str | None = None) -> None:
@@ -130,8 +135,10 @@ class Tolerance:
         rules: frozenset[str] = DEFAULT,
         any_model: bool = True,
         seals: ThoughtSeals | None = None,
+        side_rules: Sequence[SideRule] = tuple(SIDE_RULES.values()),
     ) -> None:
         self._is_strict = is_strict
+        self._side_rules = side_rules
         self._rules = rules
         self._any_model = any_model
         self._seals = seals
@@ -139,7 +146,7 @@ class Tolerance:
 
     def reading(self, rules: str | None) -> Reading:
         """`rules`: what a request's header says of them. Raises InvalidArgument."""
-        return Reading(self._is_strict, asked(rules, self._rules), self._any_model, self._seals)
+        return Reading(self._is_strict, asked(rules, self._rules), self._any_model, self._seals, self._side_rules)
 
     def log(self, path: str, reading: Reading) -> None:
         """A line for each field when it is ignored for the first time."""

@@ -89,6 +89,14 @@ def up(
             metavar="RULE,…|none",
         ),
     ] = "",
+    side_calls: Annotated[
+        str,
+        typer.Option(
+            help="Which requests over HTTP leave no memory, because a client asks beside its conversation, for a title "
+            "or a summary: `python -m kvasir_gateway --help` has the rules. Left out: all of them.",
+            metavar="RULE,…|none",
+        ),
+    ] = "",
     peer: Annotated[
         list[str] | None,
         typer.Option(
@@ -205,7 +213,7 @@ def up(
     reading = (
         *(["--strict"] if strict else []),
         *([] if any_model is None else ["--any-model" if any_model else "--no-any-model"]),
-        *_given(("--volatile", volatile), *(("--alias", each) for each in alias or ())),
+        *_given(("--volatile", volatile), ("--side-calls", side_calls), *(("--alias", each) for each in alias or ())),
     )
     if no_http and reading:
         raise WrongUsage(f"{reading[0]} is the HTTP gateway's, and --no-http starts none", field=reading[0])

@@ -1,0 +1,95 @@
+"""Which requests are side calls: a client asks beside its conversation, for a title or a summary, and never goes on
+from the reply. They leave no memory: else each would be an agent, or push its conversation aside.
+
+A rule reads where such prompts say what they ask for: the beginnings of the system's texts and of the user's. A request
+that is wrongly taken for a side call loses little: its next turn has the reply in it, and becomes a memory from there.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvasir.errors import InvalidArgument
+
+from kvasir_gateway.turn import Said, Turn
+
+_HEAD_CHARS = 600  # Claude Code's request for a summary begins with 413 characters about tools and tags
+# Longer ones are worth a memory, unless a system's text says what they are: somebody may ask on about a long text.
+_SHORT_CHARS = 8000
+_PROBE_CHARS = 100
+_OF_TALK = r"(conversations?|chat|session|thread|discussion|messages?|context|history|task)"
+# No pattern crosses a NUL: it stands between the beginning of a text and its end.
+_TITLE = re.compile(
+    rf"\btitles?\b[^\0]{{0,160}}\b{_OF_TALK}\b|\b{_OF_TALK}\b[^\0]{{0,160}}\btitles?\b"
+    rf"|\b(tags|follow-?up questions)\b[^\0]{{0,160}}\b{_OF_TALK}\b|\bnew (conversation )?topic\b",
+    re.IGNORECASE,
+)
+_SUMMARY = re.compile(
+    rf"\b(summar(y|ies|i[sz]\w+)|compaction|handoff)\b[^\0]{{0,80}}\b{_OF_TALK}\b"
+    rf"|\b{_OF_TALK}\b[^\0]{{0,40}}\b(summar(y|i[sz]\w+)|compaction)\b",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SideRule:
+    """`applies_to` says to what, and why."""
+
+    name: str
+    applies_to: str
+    is_it: Callable[[Turn], bool]
+
+
+def _asks(pattern: re.Pattern[str]) -> Callable[[Turn], bool]:
+    return lambda turn: any(pattern.search(head) for head in _heads(turn))
+
+
+def _is_probe(turn: Turn) -> bool:
+    is_short = len(turn.messages) == 1 and len(turn.messages[0].content) <= _PROBE_CHARS
+    return is_short and turn.sampling.get("max_tokens") == 1
+
+
+SUMMARY = "summary"
+SIDE_RULES: Mapping[str, SideRule] = {
+    rule.name: rule
+    for rule in (
+        SideRule(SUMMARY, "a summary of the conversation is asked for, which takes its place later", _asks(_SUMMARY)),
+        SideRule("title", "a title, topic, tags or next questions of a conversation are asked for", _asks(_TITLE)),
+        SideRule("probe", "one short message whose reply may have one token: nobody goes on from it", _is_probe),
+    )
+}
+
+
+def side_rules_of(text: str) -> Sequence[SideRule]:
+    """RULE,… or none. Raises InvalidArgument for a name that is no rule's."""
+    names = [] if text == "none" else text.split(",")
+    if unknown := [name for name in names if name not in SIDE_RULES]:
+        raise InvalidArgument(
+            f"--side-calls: {unknown[0]!r} is none of {', '.join(SIDE_RULES)}, none", field="--side-calls"
+        )
+    return [SIDE_RULES[name] for name in names]
+
+
+def side_call_of(turn: Turn, rules: Sequence[SideRule]) -> str:
+    """The name of the first rule that takes the turn for a side call; else nothing."""
+    if turn.is_append or turn.is_stored or not turn.messages or turn.messages[-1].role != "user":
+        return ""
+    return next((rule.name for rule in rules if rule.is_it(turn)), "")
+
+
+def _heads(turn: Turn) -> Iterator[str]:
+    """Where a side call says what it asks for. In a conversation that has replies only its last text does: what its
+    system texts say is not about this request. Tools are offered to an agent that begins, not to a side call.
+    """
+    said = turn.messages
+    if any(message.role == "assistant" for message in said):
+        yield said[-1].content[:_HEAD_CHARS]
+    elif not turn.tools:
+        is_short = sum(len(message.content) for message in said) <= _SHORT_CHARS
+        yield from (_head(message) for message in said if is_short or message.role == "system")
+
+
+def _head(message: Said) -> str:
+    """A user's text may quote the conversation before it says what it asks for."""
+    text = message.content
+    return text[:_HEAD_CHARS] if message.role == "system" else f"{text[:_HEAD_CHARS]}\0{text[-_HEAD_CHARS:]}"

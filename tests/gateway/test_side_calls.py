@@ -1,0 +1,194 @@
+"""Requests beside a conversation, for a title or a summary: they leave no memory, and a summary that takes a history's
+place goes on in the same agent."""
+
+import asyncio
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from kvasir.errors import InvalidArgument
+from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir_gateway.reading.side_calls import SIDE_RULES, side_call_of, side_rules_of
+from kvasir_gateway.turn import Said, Turn
+
+from tests.gateway.conftest import Front
+from tests.gateway.serving import MODEL
+from tests.gateway.test_conversations import Records, Talk, conversations, reply, user
+
+# As clients ask; the words are ours.
+TITLES = [
+    (Said("system", "You generate titles. The title names the thread and nothing else."), user("Fix the build.")),
+    (user("Generate a title for this conversation:\n"), user('"Fix the build."')),
+    (user("### Task:\nGenerate a concise title that sums up the chat history.\n<chat_history>…</chat_history>"),),
+    (user("<chat_history>hello</chat_history>\n" + "x" * 2000 + "\nGive three tags for the conversation above."),),
+    (Said("system", "Say whether this message begins a new conversation topic."), user("And now the tests.")),
+]
+SUMMARIES = [
+    (Said("system", "You are a context summarization assistant."), user("<conversation>\n" + "x" * 90_000)),
+    (
+        user("Fix it."),
+        reply("Done."),
+        user("Answer with text only. Write a detailed summary of the conversation so far."),
+    ),
+    (user("Fix it."), reply("Done."), user("This is a CONTEXT CHECKPOINT COMPACTION. Write a handoff summary.")),
+]
+TURNS = [
+    (Said("system", "You are a helpful assistant that stays on topic."), user("What is the title of this film?")),
+    (Said("system", "A conversation may be summarized."), user("Hi"), reply("Hi"), user("Fix the build.")),
+    (user("Summarize this conversation:\n" + "x" * 20_000),),  # somebody may ask on
+    (user("Generate a title for this conversation"), reply("Builds"), Said("tool", "a summary of the conversation")),
+]
+TOOL = pb.Tool(name="look")
+
+
+def found(messages: tuple[Said, ...], **fields: Any) -> str:
+    return side_call_of(Turn(model="", messages=messages, **fields), list(SIDE_RULES.values()))
+
+
+def test_titles_and_summaries_are_side_calls_and_turns_are_not() -> None:
+    assert [found(messages) for messages in TITLES] == ["title"] * len(TITLES)
+    assert [found(messages) for messages in SUMMARIES] == ["summary"] * len(SUMMARIES)
+    assert [found(messages) for messages in TURNS] == [""] * len(TURNS)
+    assert found((user("quota"),), sampling={"max_tokens": 1}) == "probe"
+    assert found((user("quota"),), sampling={"max_tokens": 2}) == ""
+    # An agent that begins is offered tools; whoever names a response later wants it kept.
+    assert found(TITLES[0], tools=(TOOL,)) == ""
+    assert found(SUMMARIES[1], tools=(TOOL,)) == "summary"
+    assert found(TITLES[0], is_stored=True) == ""
+
+
+def test_rules_are_switched_by_name() -> None:
+    assert side_rules_of("none") == []
+    assert side_call_of(Turn(model="", messages=TITLES[0]), side_rules_of("summary")) == ""
+    with pytest.raises(InvalidArgument, match="'titles' is none of summary, title, probe, none"):
+        side_rules_of("titles")
+
+
+SUMMARY = "1. What was asked for:\n- the build of the library is to be mended, without new warnings"
+COMPACTED = (user(f"This goes on from an earlier conversation.\n{SUMMARY}\nGo on."),)
+
+
+def compacted(talk: Talk, messages: tuple[Said, ...], hint: str = "session", namespace: str = "n") -> str:
+    chain = talk.known.chain(messages, hint)
+    return asyncio.run(talk.known.compacted(namespace, chain, messages, talk.records))
+
+
+def test_a_summary_that_takes_the_historys_place_goes_on_in_the_same_agent_also_after_a_restart() -> None:
+    talk = Talk(conversations(), Records())
+    first = talk.turn(user("Hello"), answer="Hi", hint="session")
+    talk.known.summarized("n", first, talk.known.chain((), "session"), SUMMARY)
+    assert compacted(talk, COMPACTED) == first
+    assert compacted(talk, COMPACTED) == "", "it is busy"
+    talk.known.left("n", first)
+    talk.records.remembered[first] = (*COMPACTED, reply("I go on."))
+    talk.known = conversations()
+    assert talk.turn(*COMPACTED, reply("I go on."), user("more"), hint="session") == first
+
+
+@pytest.mark.parametrize(
+    ("namespace", "hint", "text"),
+    [("other", "session", SUMMARY), ("n", "another", SUMMARY), ("n", "session", "1. What was asked for:")],
+)
+def test_a_summary_of_another_caller_or_session_or_only_its_headings_is_none(
+    namespace: str, hint: str, text: str
+) -> None:
+    talk = Talk(conversations(), Records())
+    first = talk.turn(user("Hello"), answer="Hi", hint="session")
+    talk.known.summarized("n", first, talk.known.chain((), "session"), SUMMARY)
+    assert compacted(talk, (user(text),), hint, namespace) == ""
+
+
+def test_a_summary_of_an_agent_that_is_gone_begins_another() -> None:
+    talk = Talk(conversations(), Records())
+    first = talk.turn(user("Hello"), answer="Hi")
+    talk.known.summarized("n", first, talk.known.chain((), ""), SUMMARY)
+    del talk.records.remembered[first]
+    assert compacted(talk, COMPACTED, "") == ""
+    gone = (*COMPACTED, reply("x"), user("y"))
+    assert asyncio.run(talk.known.agent_behind("n", talk.known.chain(gone, ""), gone, talk.records)) == ""
+
+
+# A reply of one line that is long enough to be known again.
+LONG_LINE = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "summary",
+        "schema": {
+            "type": "object",
+            "properties": {"summary": {"type": "string", "pattern": "^[a-z ]{60}$"}},
+            "required": ["summary"],
+        },
+    },
+}
+
+
+class Chat:
+    """Chat completions without an agent's name."""
+
+    def __init__(self, front: Front, caller: str) -> None:
+        self._front, self._caller = front, caller
+
+    def ask(self, *messages: Said, max_tokens: int = 16, **fields: Any) -> httpx.Response:
+        sent = [{"role": message.role, "content": message.content} for message in messages]
+        answer = httpx.post(
+            f"{self._front.gateway.url}/v1/chat/completions",
+            json={"model": MODEL, "messages": sent, "max_tokens": max_tokens, **fields},
+            headers=self._front.bearer(self._caller),
+            timeout=60,
+        )
+        assert answer.status_code == 200, answer.text
+        return answer
+
+    def agents(self) -> set[str]:
+        url = f"{self._front.gateway.url}/v1/agents?name_prefix=conversation/&page_size=1000"
+        listed = httpx.get(url, headers=self._front.bearer(self._caller)).json()
+        return {agent["agent_id"] for agent in listed.get("agents", ())}
+
+    def versions(self, agent: str) -> int:
+        url = f"{self._front.gateway.url}/v1/agents/{agent.replace('/', '%2F')}/versions"
+        return len(httpx.get(url, headers=self._front.bearer(self._caller)).json()["snapshots"])
+
+
+def text(answer: httpx.Response) -> str:
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def cached(answer: httpx.Response) -> float:
+    usage = answer.json()["usage"]
+    return float(usage["prompt_tokens_details"]["cached_tokens"] / usage["prompt_tokens"])
+
+
+def test_side_calls_leave_no_memory_and_a_compacted_conversation_goes_on_in_its_agent(front: Front) -> None:
+    chat = Chat(front, "bob")
+    before = chat.agents()
+    title = chat.ask(*TITLES[1])
+    assert (title.headers["x-kvasir-side-call"], title.headers["x-agent-memory"]) == ("title", "none")
+    opening = (Said("system", "You live in a small town. " * 40), user("My name is Anna."))
+    first = chat.ask(*opening)
+    agent = first.headers["x-agent-id"]
+    history = (*opening, reply(text(first)))
+    asking = user("Write a detailed summary of the conversation so far.")
+    asked = chat.ask(*history, asking, max_tokens=128, response_format=LONG_LINE)
+    assert (asked.headers["x-kvasir-side-call"], asked.headers["x-agent-memory"]) == ("summary", "read-only")
+    assert (asked.headers["x-agent-id"], cached(asked) > 0.9) == (agent, True)
+    again = chat.ask(*history, user("What is my name?"))
+    assert (again.headers["x-agent-id"], again.headers["x-agent-memory"]) == (agent, "extended")
+    assert "Anna" in text(again)
+    assert "x-kvasir-side-call" not in again.headers
+    compacted = (opening[0], user(f"This goes on from an earlier conversation.\n{text(asked)}\nGo on."))
+    begun = chat.ask(*compacted)
+    assert (begun.headers["x-agent-id"], begun.headers["x-agent-memory"]) == (agent, "replaced")
+    assert cached(begun) > 0.5, "the instructions"
+    assert chat.versions(agent) == 3
+    assert chat.agents() - before == {agent}
+
+
+def test_a_turn_taken_for_a_side_call_becomes_a_memory_when_it_goes_on(front: Front) -> None:
+    chat = Chat(front, "ada")
+    asked = user("My name is Anna. Give me a title for this conversation.")
+    guessed = chat.ask(asked)
+    assert guessed.headers["x-kvasir-side-call"] == "title"
+    on = chat.ask(asked, reply(text(guessed)), user("What is my name?"))
+    assert on.headers["x-agent-memory"] == "new"
+    more = chat.ask(asked, reply(text(guessed)), user("What is my name?"), reply(text(on)), user("And yours?"))
+    assert (more.headers["x-agent-id"], more.headers["x-agent-memory"]) == (on.headers["x-agent-id"], "extended")
