@@ -159,6 +159,18 @@ def test_what_is_no_scenario_at_all_is_refused_too(text: str) -> None:
         Scenario.parse(text)
 
 
+def test_a_time_of_day_is_a_text_and_takes_no_time() -> None:
+    """In YAML 1.1 it is a number to base 60, and a long one takes minutes."""
+    assert Scenario.parse(RIGHT.replace("[Porto, Oslo]", "[12:30]")).outcomes[0].contains == "12:30"
+    with pytest.raises(ScenarioInvalid, match="at most 200 characters, got 50001"):
+        Scenario.parse(RIGHT.replace("[Porto, Oslo]", f"[{'1:' * 25_000}1]"))
+
+
+def test_a_file_of_too_many_parts_is_refused_before_it_is_read() -> None:
+    with pytest.raises(ScenarioInvalid, match="at most 60000 lines"):
+        Scenario.parse("values:\n" + "  a: b\n" * 31_000)
+
+
 def test_a_few_values_cannot_spell_gigabytes() -> None:
     text = RIGHT.replace("[Porto, Oslo]", f"[{'P' * 200}]").replace("in ${place}", "in " + "${place}" * 200)
     with pytest.raises(ScenarioInvalid, match="at most 32768 characters of values"):
