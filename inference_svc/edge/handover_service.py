@@ -16,6 +16,7 @@ from inference_svc.edge import handover_messages as wire
 from inference_svc.edge.input_messages import check_known_tokens
 from inference_svc.edge.sampling_messages import with_defaults
 from inference_svc.edge.service import check_serves
+from inference_svc.edge.thinking_messages import with_thinking
 from inference_svc.formats.reply_formats import ReplyFormats
 from inference_svc.handover.resume_tokens import ResumeTokens
 from inference_svc.handover.taking import Taking
@@ -83,6 +84,7 @@ class HandOverService(handover_pb2_grpc.HandOverServiceServicer):  # type: ignor
         await self._formats.check(caller.namespace, request.sampling.constraint, served.engine.grammars)
         request = with_defaults(request, served.engine.model.sampling_defaults)
         check_known_tokens(request, served.engine.vocabulary_size)
+        request = await with_thinking(request, served.prompting)
         return Taking(served.turns, served.engine, self._room, self._tokens, opening, request, served.giver.version)
 
     async def HandOverTurn(self, request: pb.HandOverTurnRequest, context: Any) -> pb.HandOverTurnResponse:

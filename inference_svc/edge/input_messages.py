@@ -10,6 +10,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 
 from inference_svc.edge.conversation_messages import read_messages
 from inference_svc.edge.sampling_messages import settings
+from inference_svc.edge.thinking_messages import thinking_settings
 from inference_svc.text.conversation import (
     Tool,
     check_counts,
@@ -109,6 +110,7 @@ def turn_input_digest(request: pb.GenerateRequest, given: Input, tools: Sequence
         given_settings.append(("base_version", str(request.base_version)))
     if request.HasField("volatile"):
         given_settings.append(("volatile", ",".join(sorted(set(request.volatile.names)))))
+    given_settings += thinking_settings(request)
     if isinstance(given, PromptInput):
         return input_digest("prompt", given.prompt, (), tools, given_settings)
     if isinstance(given, TokensInput):

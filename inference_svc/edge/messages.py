@@ -12,6 +12,7 @@ from inference_svc.edge.conversation_messages import write_calls
 from inference_svc.edge.input_messages import input_bytes, read_input, read_objects, read_tools, turn_input_digest
 from inference_svc.edge.reuse_messages import MATCHES, SOURCES, read_rules, write_miss, write_started
 from inference_svc.edge.sampling_messages import choice_count, clamps_max_tokens, sampling_params
+from inference_svc.edge.thinking_messages import read_thinking
 from inference_svc.engine.api import Prefilled, Priority, SamplingParams, Timings, TokenLogprobs
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
 from inference_svc.model.model_info import ModelInfo
@@ -78,6 +79,7 @@ def turn_request(
         returns_prompt_ids=request.return_prompt_token_ids,
         on_full=_on_full(request),
         priority=_priority(request),
+        thinking=read_thinking(request),
         caller=caller,
         input_bytes=input_bytes(given, tools),
         origin=request,
@@ -111,6 +113,7 @@ def warm_request(
         objects=objects,
         # Turns whose reply a caller awaits come first.
         priority=Priority.BACKGROUND,
+        thinking=read_thinking(request),
         caller=caller,
         input_bytes=input_bytes(given, tools),
         is_warming=True,
@@ -161,6 +164,7 @@ def count_request(request: pb.CountTokensRequest, *, namespace: str, caller: str
         clamps_max_tokens=False,
         tools=tools,
         objects=objects,
+        thinking=read_thinking(request),
         caller=caller,
         input_bytes=input_bytes(given, tools),
     )

@@ -20,6 +20,7 @@ from kvasir.server.interceptors import current_principal
 from inference_svc.edge import messages, stats_messages
 from inference_svc.edge.input_messages import check_known_tokens
 from inference_svc.edge.sampling_messages import with_defaults
+from inference_svc.edge.thinking_messages import with_thinking
 from inference_svc.engine.api import AgentKey
 from inference_svc.formats.reply_formats import ReplyFormats
 from inference_svc.handover.resume_tokens import ResumeTokens
@@ -143,6 +144,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             served = await self._host.awake(request.model)
         checked = with_defaults(checked, served.engine.model.sampling_defaults)
         check_known_tokens(checked, served.engine.vocabulary_size)
+        checked = await with_thinking(checked, served.prompting)
         await self._tell(served.turns.begin(checked), checked.request_id, served, context)
 
     async def _resume(self, request: pb.GenerateRequest, caller: Principal, context: Any) -> None:
@@ -180,7 +182,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         )
         name_call(checked.request_id)
         served = await self._host.awake(request.model)
-        running = served.turns.begin(check_known_tokens(checked, served.engine.vocabulary_size))
+        checked = check_known_tokens(checked, served.engine.vocabulary_size)
+        running = served.turns.begin(await with_thinking(checked, served.prompting))
         started: TurnStarted | None = None
         warmed: Warmed | None = None
         try:
@@ -230,7 +233,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             max_prompt_bytes=self._limits.max_prompt_bytes,
         )
         served = await self._host.awake(request.model)
-        tokens = await served.turns.count_tokens(check_known_tokens(checked, served.engine.vocabulary_size))
+        checked = check_known_tokens(checked, served.engine.vocabulary_size)
+        tokens = await served.turns.count_tokens(await with_thinking(checked, served.prompting))
         return pb.CountTokensResponse(tokens=tokens, context_tokens=served.engine.model.context_tokens)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:

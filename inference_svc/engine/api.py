@@ -14,6 +14,7 @@ from kvasir.formats.block_hash import BLOCK_TOKENS
 
 from inference_svc.engine.incoming import Incoming
 from inference_svc.formats.constraint import Constraint
+from inference_svc.text.reasoning_limit import ReasoningLimit
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.token_ids import TokenIds
 
@@ -52,6 +53,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
     logprobs: int | None = None  # report each token's log probability and so many of the likeliest; None: neither
     constraint: Constraint | None = None
+    reasoning_limit: ReasoningLimit | None = None
 
 
 @dataclass(frozen=True, slots=True)

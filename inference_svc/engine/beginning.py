@@ -79,7 +79,7 @@ def begin(sequence: Sequence, reuse: Reuse, forked: SequenceKV, model: ModelInfo
     Raises FailedPrecondition (RESTORED_TOKENS_DIFFER, STATE_MISSING) and DataLoss (BLOB_DAMAGED); nothing has changed
     then.
     """
-    sequence.sampler = Sampler(sequence.plan.sampling, sequence.plan.token_ids, sequence.matcher)
+    sequence.sampler = Sampler(sequence.plan.sampling, sequence.plan.token_ids, sequence.matcher, watch=sequence.watch)
     sequence.leave_queue()
     if isinstance(sequence.plan.reuse, Restored) and not reuse.is_shared:
         sequence.arrives(_RestoredKV(sequence, sequence.plan.reuse, forked, model))

@@ -31,7 +31,17 @@ def sampler_of_carried(sequence: Sequence) -> Sampler:
     if sequence.matcher is not None:
         for token_id in reply_ids:
             sequence.matcher.accept(token_id)
-    return Sampler(sequence.plan.sampling, carried.token_ids, sequence.matcher, carried.sampler_key, reply_ids)
+    if sequence.watch is not None:
+        for token_id in reply_ids:
+            sequence.watch.accept(token_id)
+    return Sampler(
+        sequence.plan.sampling,
+        carried.token_ids,
+        sequence.matcher,
+        carried.sampler_key,
+        reply_ids,
+        sequence.watch,
+    )
 
 
 def check_carried(plan: TurnPlan, carried: CarriedTurn, model: ModelInfo, vocabulary_size: int) -> None:

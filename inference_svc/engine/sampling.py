@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from inference_svc.engine.api import SamplingParams, TokenLogprobs
 from inference_svc.formats.grammars import GrammarMatcher
+from inference_svc.text.reasoning_limit import ReasoningWatch
 
 # Below it the second likeliest token has no chance, and a division by it may leave float32's range.
 _LEAST_TEMPERATURE = 1e-4
@@ -47,10 +48,12 @@ class Sampler:
         constraint: GrammarMatcher | None = None,
         key: Sequence[int] | None = None,
         reply_ids: Sequence[int] = (),
+        watch: ReasoningWatch | None = None,
     ) -> None:
         """`prompt_ids`: the tokens before the next one, which the repetition penalty counts too. `key`: of the next
-        draw, where tokens were drawn before (`key_words`); these are `reply_ids`.
+        draw, where tokens were drawn before (`key_words`); these are `reply_ids`. `watch`: of the reply's reasoning.
         """
+        self._watch = watch
         self._params = params
         self.constraint = constraint
         self._key = mx.random.key(params.seed) if key is None else mx.array(list(key), dtype=mx.uint32)
@@ -80,12 +83,14 @@ class Sampler:
             and not self._counts_reply
             and self.constraint is None
             and self._params.logprobs is None
+            and (self._watch is None or (self._watch.forced is None and self._watch.banned is None))
         )
 
     @property
     def waits_for_last_token(self) -> bool:
         """Whether the last token must be known before the next can be drawn."""
-        return self.constraint is not None or self._recent is not None
+        waits = self._watch is not None and self._watch.waits
+        return self.constraint is not None or self._recent is not None or waits
 
     @property
     def _is_greedy(self) -> bool:
@@ -98,7 +103,9 @@ class Sampler:
             shaped = self._shaped(row)
         except KvasirError as error:
             return error
-        if self._is_greedy:
+        if self._watch is not None and (forced := self._watch.forced) is not None:
+            token = mx.array(forced, dtype=mx.uint32)
+        elif self._is_greedy:
             token = mx.argmax(shaped)
         else:
             logprobs = _filtered(shaped - mx.logsumexp(shaped), self._params)
@@ -119,6 +126,8 @@ class Sampler:
             row = row - self._penalties(row.size)
         if self.constraint is not None:
             row = mx.where(_unpacked(self.constraint.allowed(), row.size), row, -mx.inf)
+        if self._watch is not None and (banned := self._watch.banned) is not None:
+            row = mx.where(mx.arange(row.size) == banned, -mx.inf, row)
         return row
 
     def _penalties(self, vocabulary_size: int) -> mx.array:
@@ -142,8 +151,12 @@ class Sampler:
         top = mx.argpartition(-logprobs, count - 1)[:count]
         return logprobs[token], top.astype(mx.uint32), logprobs[top]
 
-    def _accept(self, row: "_PlannedDraw") -> Drawn:
-        token: Any = row.token.item()
+    def _accept(self, token: int, row: "_PlannedDraw | None") -> Drawn:
+        """The token was drawn; a row without a planned draw took the likeliest."""
+        if self._watch is not None:
+            self._watch.accept(token)
+        if row is None:
+            return Drawn(token)
         if self.constraint is not None:
             self.constraint.accept(token)
         if self._recent is not None:
@@ -210,12 +223,10 @@ class Draws:
 def _drawn(sampler: Sampler, token: int, is_sound: bool, row: _PlannedDraw | KvasirError | None) -> Drawn | KvasirError:
     if not is_sound:
         return Internal("the model computed what is no number; the turn cannot go on", reason="LOGITS_NOT_FINITE")
-    if row is None:
-        return Drawn(token)
     if isinstance(row, KvasirError):
         return row
     try:
-        return sampler._accept(row)
+        return sampler._accept(token, row)
     except KvasirError as error:
         return error
 

@@ -38,6 +38,7 @@ from inference_svc.engine.scheduling.memory_ledger import Reservation
 from inference_svc.engine.scheduling.schedulable import ScheduleRecord, Status
 from inference_svc.formats.grammars import GrammarMatcher
 from inference_svc.model.model_info import ModelInfo
+from inference_svc.text.reasoning_limit import ReasoningWatch
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.token_ids import TokenIds
 from inference_svc.text.token_text import TokenText
@@ -91,6 +92,8 @@ class Sequence:
         self.most_tokens = self.prompt_tokens + plan.sampling.max_tokens  # if it generates all that it may
         self.listener = listener
         self.matcher = matcher  # of the plan's constraint; advanced by the sampler
+        limit = plan.sampling.reasoning_limit
+        self.watch = ReasoningWatch(limit, token_text) if limit is not None else None  # advanced by the sampler
         self.schedule = ScheduleRecord()
         self.token_ids = plan.token_ids.growing()
         self.computed = 0  # leading tokens whose KV exists

@@ -6,10 +6,9 @@ event loop goes on. Namespaces take turns: a hundred long prompts of one namespa
 
 import asyncio
 import copy
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ from typing import Any, TypeVar
 from kvasir.errors import InvalidArgument, Unavailable
 from kvasir.server.shared_room import SharedRoom
 
-from inference_svc.model.reply_machine import TOOL_CALL_END, TOOL_CALL_START, reply_machine
+from inference_svc.model.reply_machine import reply_marks
 from inference_svc.text.conversation import ChatTemplate
 from inference_svc.text.given_json import GivenJson
 from inference_svc.text.literal_text import (
@@ -30,17 +29,20 @@ from inference_svc.text.literal_text import (
     without_guards,
 )
 from inference_svc.text.prefix_matching import RememberedText
+from inference_svc.text.reasoning_limit import ReasoningLimit
 from inference_svc.text.reply_parts import Markup, ReplyReader
 from inference_svc.text.reply_spacing import NO_SPACING, Spacing, spacing_of
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.template_clock import ASKS_TIME, TemplateClock, tell_time, telling, wall_clock_ms
 from inference_svc.text.template_names import REASONING, TemplateNames, names_read
+from inference_svc.text.template_settings import AppliedThinking, AskedThinking, Scalar, applied
 from inference_svc.text.token_ids import TokenIds
 from inference_svc.text.token_text import TokenText
 
 T = TypeVar("T")
 _REPLACEMENT = "\ufffd"
 _BORDER = "\n"  # a text that no token joins with what follows
+_NO_TOKEN = -1  # in place of a token that is not special
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +85,9 @@ class Prompting:
         self._structure = frozenset(self._special_ids.values()) - {unknown}
         self._spellings = {each: spelling for spelling, each in self._special_ids.items() if each in self._structure}
         self._names: dict[str, TemplateNames] = {}  # by the template's source
-        self._reply_machine = reply_machine(tokenizer)
+        self._marks = reply_marks(tokenizer)
         self._spacing = self._reply_spacing()
+        self._limit = self._reasoning_limit()
         self._longest_token = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
 
     async def run(self, namespace: str, work: Callable[[], T]) -> T:
@@ -134,9 +137,22 @@ class Prompting:
         """Tells a turn's template the time. `remembered_ms`: what the memory that goes on was told; 0: nothing."""
         return TemplateClock(remembered_ms, wall_clock_ms(self._now_ms()))
 
-    def template_at(self, clock: TemplateClock) -> ChatTemplate:
-        """The chat template, which is told the time by `clock`."""
-        return partial(self.template, clock=clock)
+    def template_at(self, clock: TemplateClock, settings: Mapping[str, Scalar] | None = None) -> ChatTemplate:
+        """The chat template, which is told the time by `clock` and given settings that it reads."""
+        return partial(self.template, clock=clock, settings=settings)
+
+    def applied(self, asked: AskedThinking, *, has_tools: bool, begins_with_answer: bool) -> AppliedThinking:
+        """What this model makes of what is asked. Raises InvalidArgument that names what it cannot apply."""
+        names = self._template_names([{}] if has_tools else None)
+        thinks = self._marks.thinking is not None
+        found = applied(asked, names.settings, thinks=thinks, begins_with_answer=begins_with_answer)
+        return replace(found, settings=self.specials.guarded_value(dict(found.settings)))
+
+    def reasoning_limit(self, most_tokens: int, prompt: str) -> ReasoningLimit | None:
+        """The limit of the reply to a prompt that the chat template made."""
+        if self._limit is None:
+            return None
+        return replace(self._limit, most_tokens=most_tokens, is_open=prompt.rstrip().endswith(self._limit.start))
 
     def template(
         self,
@@ -144,6 +160,7 @@ class Prompting:
         tools: list[dict[str, Any]] | None,
         add_generation_prompt: bool,
         clock: TemplateClock | None = None,
+        settings: Mapping[str, Scalar] | None = None,
     ) -> str:
         """The chat template's text; without a clock it is told the machine's time. Raises InvalidArgument if the model
         has none, and any error of the template.
@@ -156,12 +173,14 @@ class Prompting:
             messages = self._template_names(tools).keyed(messages)
         with telling(clock or self.clock()):
             text = self._tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False
+                messages, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False, **(settings or {})
             )
         return str(text)
 
     def _template_names(self, tools: list[dict[str, Any]] | None) -> TemplateNames:
         """What the template that serves these tools reads."""
+        if not self._tokenizer.has_chat_template:
+            return TemplateNames()
         if self._tokenizer._chat_template is not None:  # mlx-lm's own, a program
             return TemplateNames((REASONING,), frozenset(("enable_thinking",)))
         source = self._tokenizer.get_chat_template(tools=tools)
@@ -169,9 +188,19 @@ class Prompting:
             self._names[source] = names_read(source, self._tokenizer.special_tokens_map)
         return self._names[source]
 
+    def _reasoning_limit(self) -> ReasoningLimit | None:
+        """How this model's reasoning is ended; None for a model that has none."""
+        if self._marks.thinking is None:
+            return None
+        start, end = self._marks.thinking
+        spacing, behind = self._spacing.closing, end + self._spacing.answer
+        closing, spaced = (tuple(self.tokenize(text, _NO_TOKEN).ids) for text in (behind, spacing + behind))
+        starts = self._encoded(start)
+        return ReasoningLimit(0, start, end, spacing, closing, spaced, starts[0] if len(starts) == 1 else None)
+
     def _reply_spacing(self) -> Spacing:
         """The white space that the template writes around reasoning, where it reads any."""
-        if not (self._tokenizer.has_thinking and self._tokenizer.has_chat_template):
+        if self._marks.thinking is None or not self._tokenizer.has_chat_template:
             return NO_SPACING
         return spacing_of(lambda messages: self.template(messages, None, False), self.tool_start)
 
@@ -246,20 +275,20 @@ class Prompting:
     @property
     def tool_start(self) -> str:
         """The text before a tool call in a reply."""
-        return self._tokenizer.tool_call_start or TOOL_CALL_START
+        return self._marks.call_start
 
     def reader(self, prompt: str, tools: Sequence[dict[str, Any]], reply_id: str, begins_with: str = "") -> ReplyReader:
         """A reader of the reply to a prompt that the chat template made; that prompt may already begin the reasoning.
         `tools`: as templates take them. `begins_with`: as of ReplyReader; such a reply has no thoughts before it.
         """
-        tokenizer, fields = self._tokenizer, list(tools) or None
-        parser = tokenizer.tool_parser
-        is_thinking = tokenizer.has_thinking and prompt.rstrip().endswith(tokenizer.think_start) and not begins_with
+        marks, fields = self._marks, list(tools) or None
+        ends = marks.thinking is not None and prompt.rstrip().endswith(marks.thinking[0])
+        is_thinking = ends and marks.initial == "normal" and not begins_with
         markup = Markup(
-            self._reply_machine,
-            (lambda text: parser(text, fields)) if parser is not None else json.loads,
-            tokenizer.tool_call_end if tokenizer.has_tool_calling else TOOL_CALL_END,
-            ("" if begins_with else tokenizer.response_initial_state) or ("reasoning" if is_thinking else "normal"),
+            marks.machine,
+            lambda text: marks.parse(text, fields),
+            marks.call_end,
+            "normal" if begins_with else "reasoning" if is_thinking else marks.initial,
             self._spacing,
             prompt[len(prompt.rstrip()) :] if is_thinking else "",
         )

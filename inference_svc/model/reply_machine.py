@@ -1,5 +1,12 @@
-"""Where the parts of a reply begin and end, as mlx-lm knows it for a model: reasoning, tool calls, answer."""
+"""Where the parts of a reply begin and end, as mlx-lm knows it for a model: reasoning, tool calls, answer.
 
+Of harmony, gpt-oss's format, mlx-lm knows nothing: its replies are messages to channels.
+"""
+
+import json
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +18,51 @@ _KNOWN = (
     *("has_thinking", "think_start", "think_end", "has_tool_calling", "tool_call_start", "tool_call_end"),
     *("response_transitions", "structural_markers"),
 )
+_HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>")
+_ANALYSIS, _FINAL, _PREAMBLE = (f"<|channel|>{name}<|message|>" for name in ("analysis", "final", "commentary"))
+# The state before a message's text says which part follows.
+_HEAD = "head"
+_HARMONY_EDGES = {
+    _HEAD: [(_ANALYSIS, "reasoning"), (_FINAL, "normal"), (_PREAMBLE, "normal"), (" to=functions.", "tool")],
+    "reasoning": [("<|end|>", _HEAD)],
+    "normal": [("<|end|>", _HEAD)],
+}
+_HARMONY_CALL = re.compile(r"([\w.-]+)[^{]*?<\|message\|>(.*)", re.DOTALL)
 
 
-def reply_machine(tokenizer: Any) -> Any:
-    """mlx-lm's TextStateMachine of a model. `tokenizer`: its TokenizerWrapper."""
+@dataclass(frozen=True, slots=True)
+class ReplyMarks:
+    """How one model writes its replies. `call_end`: empty where a call goes on to the reply's end."""
+
+    machine: Any  # mlx-lm's TextStateMachine
+    initial: str  # the part that a reply begins with, unless its prompt says another
+    thinking: tuple[str, str] | None  # what stands before and behind reasoning; None: the model has none
+    call_start: str
+    call_end: str
+    parse: Callable[[str, list[dict[str, Any]] | None], Any]  # a call's text: a mapping or several. May raise anything
+
+
+def reply_marks(tokenizer: Any) -> ReplyMarks:
+    """`tokenizer`: mlx-lm's TokenizerWrapper."""
     markers = SimpleNamespace(**{name: getattr(tokenizer, name) for name in _KNOWN})
-    if not markers.has_tool_calling:
-        markers.has_tool_calling = True
+    initial, parser = tokenizer.response_initial_state or "normal", tokenizer.tool_parser
+    thinking = (markers.think_start, markers.think_end) if markers.has_thinking else None
+    if thinking is None and _is_harmony(tokenizer.get_vocab()):
+        initial, parser, thinking = _HEAD, _harmony_call, (_ANALYSIS, "<|end|>")
+        markers.response_transitions = _HARMONY_EDGES
+        markers.tool_call_start, markers.tool_call_end = " to=functions.", "<|call|>"
+    elif not markers.has_tool_calling:
         markers.tool_call_start, markers.tool_call_end = TOOL_CALL_START, TOOL_CALL_END
-    return make_text_state_machine(markers)  # type: ignore[no-untyped-call]
+    markers.has_tool_calling = True
+    machine = make_text_state_machine(markers)  # type: ignore[no-untyped-call]
+    parse = parser or (lambda text, _tools: json.loads(text))
+    return ReplyMarks(machine, initial, thinking, markers.tool_call_start, markers.tool_call_end, parse)
+
+
+def _is_harmony(vocabulary: Collection[str]) -> bool:
+    return all(marker in vocabulary for marker in _HARMONY)
+
+
+def _harmony_call(text: str, _tools: object) -> Any:
+    match = _HARMONY_CALL.match(text)
+    return {"name": match[1], "arguments": json.loads(match[2])} if match else None

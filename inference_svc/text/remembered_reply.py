@@ -17,7 +17,7 @@ class Said:
 
     reply: str
     tool_calls: Sequence[manifest_pb2.ToolCall] = ()
-    has_reasoned: bool = False  # a part of it is reasoning, which may be empty
+    has_reasoned: bool = False  # it has reasoning, which may be empty, or heads of messages
     answer: str = ""
     reasoning: str = ""
 

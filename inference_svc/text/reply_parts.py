@@ -67,7 +67,8 @@ class ReplyReader:
         self._state = markup.machine.make_state(markup.initial) if markup is not None else None
         self._unread = ""  # may be the beginning of a marker
         self._answer = self._reasoning = ""
-        self.has_reasoned = markup is not None and markup.initial == _REASONING
+        # A part of it is reasoning, which may be empty, or the head of a message.
+        self.has_reasoned = markup is not None and markup.initial != _ANSWER
         self._part = Trimmed("") if markup is None else self._begun(markup.initial, opened=markup.opened)
         self._aside = ""  # of a call or of what stands before a part, with the marker that opened it
         self._inner = ""  # of a call, between its markers

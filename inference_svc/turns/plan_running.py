@@ -99,7 +99,7 @@ class PlanRunner:
         usable_rewind_point: int | None = None
         usable_windows = True
         if (dialogue := turn.dialogue) is not None and self._engine.model.has_rewind_points:
-            template = self._prompting.template_at(turn.clock)
+            template = self._prompting.template_at(turn.clock, turn.request.template_settings)
             turn.rewind_point_chars = await self._prompting.run(
                 turn.request.namespace, lambda: conversation.lasting_chars(template, dialogue, text)
             )
@@ -174,6 +174,8 @@ class PlanRunner:
         if turn.request.clamps_max_tokens:
             sampling = replace(sampling, max_tokens=_clamped(sampling.max_tokens, self._engine.most_new_tokens(count)))
         check_fits(count, sampling.max_tokens, context, field=turn.request.input.name)
+        if (most := turn.request.most_reasoning_tokens) is not None:
+            sampling = replace(sampling, reasoning_limit=self._prompting.reasoning_limit(most, prepared.text))
         return TurnPlan(
             token_ids=prepared.tokens.ids,
             token_chars=prepared.tokens.chars,

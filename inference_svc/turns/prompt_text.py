@@ -40,7 +40,7 @@ async def prompt_text(
 
     def rendered() -> tuple[str, Dialogue]:
         conversation = dialogue(messages, request.tools, objects, prompting.specials)
-        return render(prompting.template_at(clock), conversation), conversation
+        return render(prompting.template_at(clock, request.template_settings), conversation), conversation
 
     return await prompting.run(request.namespace, rendered)
 

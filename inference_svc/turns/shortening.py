@@ -226,10 +226,10 @@ class MemoryShortener:
         counter = await self._prompting.twin(request.namespace)
         await counter.read(request.namespace, objects)
 
+        template = counter.template_at(turn.clock, request.template_settings)
+
         def tokens_of(candidate: Messages) -> int:
-            text = render(
-                counter.template_at(turn.clock), dialogue(candidate, request.tools, objects, counter.specials)
-            )
+            text = render(template, dialogue(candidate, request.tools, objects, counter.specials))
             return len(counter.tokenize(text).ids)
 
         before = turn.shortened

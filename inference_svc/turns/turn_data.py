@@ -1,6 +1,6 @@
 """Requests and results of turns: plain data between the service's edge and turn preparation."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -12,6 +12,7 @@ from inference_svc.memory.outcomes import Miss, SnapshotOutcome, Source
 from inference_svc.text.conversation import Tool
 from inference_svc.text.given_json import GivenJson
 from inference_svc.text.prefix_matching import Outcome
+from inference_svc.text.template_settings import AskedThinking, Scalar
 from inference_svc.text.token_ids import NO_TOKENS, TokenIds
 from inference_svc.turns.continuing import Continuation
 
@@ -76,6 +77,10 @@ class TurnRequest:
     rules: frozenset[str] | None = None  # for what is volatile (`prompt_text`); None: the label's, else the defaults
     has_default_rules: bool = False  # an agent's label goes before `rules`
     returns_prompt_ids: bool = False  # the reader wants the prompt's tokens
+    thinking: AskedThinking | None = None  # None: as the template has it
+    template_settings: Mapping[str, Scalar] = field(default_factory=dict)  # what of it the model's template is given
+    most_reasoning_tokens: int | None = None
+    ignored_settings: tuple[str, ...] = ()  # what of it the model cannot apply
     choices: int = 1  # number of replies; several only without an agent
     choice: int = 0  # index of this reply
     priority: Priority = Priority.INTERACTIVE
@@ -101,6 +106,7 @@ class TurnStarted:
     base_version: int = 0
     kept: tuple[str, ...] = ()  # rules by which the prompt has what the memory has, which is not the turn's own
     prompt_ids: TokenIds = NO_TOKENS  # if they were asked for
+    ignored_settings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

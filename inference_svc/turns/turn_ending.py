@@ -334,7 +334,7 @@ class TurnEnding:
             part = reply_reader(turn.request, prompting, prompt).whole(said.reply, stop_text)
             told = Said(said.reply, calls, True, part.answer, part.reasoning)
         reply = reply_message(
-            prompting.template_at(turn.clock),
+            prompting.template_at(turn.clock, turn.request.template_settings),
             turn.dialogue,
             said=told,
             rendered_text=said.transcript.text,

@@ -144,6 +144,7 @@ class TurnReporter:
                 base_version=turn.request.base_version or turn.parent_version,
                 kept=tuple(sorted(turn.kept | ({TEMPLATE_DATE} if turn.clock.has_kept else set()))),
                 prompt_ids=prepared.tokens.ids if turn.request.returns_prompt_ids else NO_TOKENS,
+                ignored_settings=turn.request.ignored_settings,
             )
         )
 

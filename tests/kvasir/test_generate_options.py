@@ -20,6 +20,7 @@ TOOLS = [pb.Tool(name="look")]
 FULL = pb.OnFull(policy=pb.ON_FULL_POLICY_DROP_OLDEST)
 DATES = pb.VolatileRules(names=["template-date"])
 TIDES = pb.ToolChoice(kind=pb.TOOL_CHOICE_KIND_NAMED, name="tides")
+THINKING = pb.Thinking(budget_tokens=3)
 # Every option, and the request's field with what must arrive in it.
 ARRIVES: dict[str, tuple[Any, str, Any]] = {
     "agent_id": ("ada", "agent_id", "ada"),
@@ -37,6 +38,9 @@ ARRIVES: dict[str, tuple[Any, str, Any]] = {
     "regex": ("a|b", "regex", "a|b"),
     "tools": (TOOLS, "tools", TOOLS),
     "tool_choice": (TIDES, "tool_choice", TIDES),
+    "thinking": (THINKING, "thinking", THINKING),
+    "template_settings": ({"x": True}, "template_settings", {"x": pb.TemplateValue(flag=True)}),
+    "ignore_unread_settings": (True, "ignore_unread_settings", True),
     "keep_partial": (True, "keep_partial", True),
     "priority": (pb.PRIORITY_BACKGROUND, "priority", pb.PRIORITY_BACKGROUND),
     "model": ("second", "model", "second"),

@@ -22,6 +22,7 @@ from inference_svc.engine.api import (
     TurnPlan,
 )
 from inference_svc.engine.engine import Engine, TurnHandle
+from inference_svc.text.reasoning_limit import ReasoningLimit
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.token_ids import TokenIds
 from tests.inference.engine.tiny_models import VOCABULARY
@@ -76,6 +77,10 @@ class Listener:
             raise last.error
         assert isinstance(last, Ended)
         return last
+
+
+# The prompt begins them; special tokens of kvasir-tiny's tokenizer end and begin them. They end within a reply.
+THOUGHTS = ReasoningLimit(20, "<|endoftext|>", "<|im_start|>", "\n", (1, 5), (4, 1, 5), start_id=0, is_open=True)
 
 
 class Driver:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,19 @@ from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.kv.policy import PolicyRequest, Rung
 from inference_svc.model.loading import load
 from inference_svc.text.token_text import TokenText
-from tests.inference.engine.driving import Driver, Listener, tokens_of
+from tests.inference.engine.driving import THOUGHTS, Driver, Listener, tokens_of
 
 TAGS = Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "array", "items": {"type": "integer"}, "maxItems": 4}')
 WORDS = Constraint(ConstraintKind.REGEX, "([a-z]{1,5} ){3}end")
+LIMIT = replace(THOUGHTS, most_tokens=3)
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "constraint": TAGS},
     {"constraint": WORDS, "logprobs": 3},
     {"temperature": 1.3, "top_p": 0.9, "repetition_penalty": 1.4, "logprobs": 0},
     {"temperature": 0.8, "logit_bias": ((50, 4.0), (60, -100.0)), "frequency_penalty": 0.7},
     {},
+    {"reasoning_limit": LIMIT},
+    {"reasoning_limit": LIMIT, "temperature": 1.0, "logprobs": 2},
 )
 
 
@@ -51,6 +55,8 @@ def test_every_kind_of_reply_is_the_same_alone_and_beside_all_others(driver: Dri
     json.loads(together[0].end().text)
     assert together[1].end().text.endswith(" end")
     assert len(logprobs(together[1])) == together[1].end().completion_tokens
+    for limited in together[-2:]:
+        assert driver.reply(limited.end())[3:6] == LIMIT.spaced_closing
 
 
 def test_log_probabilities_are_those_of_the_models_logits(model_dir: Path, tmp_path: Path) -> None:

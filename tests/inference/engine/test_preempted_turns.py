@@ -30,7 +30,7 @@ from inference_svc.engine.engine import Engine
 from inference_svc.engine.incoming import Incoming
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from tests.inference.engine.cells import cells_of
-from tests.inference.engine.driving import Driver, Listener, tokens_of
+from tests.inference.engine.driving import THOUGHTS, Driver, Listener, tokens_of
 from tests.sampling import pairs
 
 PROMPT = tokens_of(700, 1)
@@ -124,6 +124,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sampled": {"temperature": 0.9, "seed": 7, "logprobs": 3, "frequency_penalty": 0.6, "presence_penalty": 0.3},
     "penalized": {"repetition_penalty": 1.5, "temperature": 0.7, "seed": 3, "top_p": 0.9},
     "constrained": {"constraint": Constraint(ConstraintKind.REGEX, "([a-z]{3} ){30}"), "temperature": 0.8, "seed": 1},
+    "limited": {"reasoning_limit": THOUGHTS, "temperature": 0.9, "seed": 2},
 }
 CUTS: dict[str, tuple[type[Event], int]] = {"decoding": (Tokens, 10), "prefilling": (Prefilled, 2)}
 

@@ -1,6 +1,7 @@
 """Thoughts over the turns of a running engine: told, remembered, sent back by callers, dropped by templates."""
 
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.system_fixtures import House, running_house
-from tests.thinking_models import THOUGHT, write_thinking_model
+from tests.thinking_models import THINK, THOUGHT, write_thinking_model
 
 ASKED = [{"role": "user", "content": "How much does a lamp cost? Look it up, and think about it first."}]
 RESULT = {"role": "tool", "content": "7 coins", "name": "shop_price"}
 # Thoughts end at some time, and the reply by its length.
+UNENDING = {"max_tokens": 40, "logit_bias": {THINK: -100.0, THOUGHT: -100.0, 2: -100.0, 1022: -100.0}}
 ENDING = {"max_tokens": 48, "temperature": 1.0, "seed": 3, "logit_bias": {THOUGHT: 5.0, 2: -100.0, 1022: -100.0}}
 
 
@@ -107,6 +109,99 @@ def test_a_retry_tells_the_thoughts_again_and_other_thoughts_are_another_turn(
     histories = [[*ASKED, {**sent_back(first), "reasoning": text}, RESULT] for text in ("One.", "Two.")]
     replies = [ada.reply(agent_id=agent, messages=each, request_id="r", sampling=ENDING) for each in histories]
     assert all(reply.started.source != pb.CACHE_SOURCE_REPLAY for reply in replies)
+
+
+def test_a_budget_ends_the_thoughts_by_the_templates_end_and_the_reply_goes_on(
+    ada: InferenceClient, new_agent: Callable[[], str]
+) -> None:
+    """Counted to the token; a tool loop extends the memory of such a reply too."""
+    for budget in (0, 1, 9):
+        agent, thinking = new_agent(), pb.Thinking(budget_tokens=budget)
+        reply = ada.reply(agent_id=agent, messages=ASKED, thinking=thinking, sampling=UNENDING)
+        assert reply.token_ids.index(THOUGHT) == budget
+        assert len(reply.token_ids) == UNENDING["max_tokens"]
+        assert bool(reply.reasoning_text) == bool(budget)
+        assert reply.text
+        after = ada.reply(agent_id=agent, messages=[*ASKED, sent_back(reply), RESULT], sampling=UNENDING)
+        assert after.started.cached_tokens == reply.finished.memory_tokens
+
+
+def test_a_budget_beside_other_turns_changes_no_token_of_any(ada: InferenceClient, thinking: House) -> None:
+    asked: list[dict[str, Any]] = [
+        {"messages": ASKED, "sampling": UNENDING, "thinking": pb.Thinking(budget_tokens=number)} for number in (2, 5)
+    ]
+    asked += [{"messages": ASKED, "sampling": ENDING}, {"messages": ASKED, "sampling": {"max_tokens": 40}}]
+    alone = [ada.reply(**each).token_ids for each in asked]
+    with futures.ThreadPoolExecutor(len(asked)) as pool:
+        together = list(pool.map(lambda each: ada.reply(**each).token_ids, asked))
+    assert together == alone
+
+
+def test_thinking_off_is_another_prompt_and_shows_as_one(ada: InferenceClient, new_agent: Callable[[], str]) -> None:
+    agent, off = new_agent(), pb.Thinking(mode=pb.THINKING_MODE_OFF)
+    first = begun(ada, agent)
+    without = ada.reply(agent_id=agent, messages=ASKED, thinking=off, sampling=ENDING)
+    assert without.started.match == pb.PREFIX_MATCH_DIVERGE
+    assert without.reasoning_text == ""
+    said = remembered(ada, agent)
+    assert said.text[: said.turn.prompt_chars].endswith("</think>")
+    assert (said.messages[-1].content, said.messages[-1].reasoning) == (without.text, "")
+    by_name = ada.reply(messages=ASKED, template_settings={"thinking": False}, sampling=ENDING)
+    assert by_name.token_ids == without.token_ids != first.token_ids
+
+
+def test_a_retry_with_another_budget_is_another_turn(ada: InferenceClient, new_agent: Callable[[], str]) -> None:
+    agent = new_agent()
+    replies = [
+        begun(ada, agent, request_id="budget", thinking=pb.Thinking(budget_tokens=budget)) for budget in (3, 4, 4)
+    ]
+    is_replayed = [reply.started.source == pb.CACHE_SOURCE_REPLAY for reply in replies]
+    assert is_replayed == [False, False, True]
+    assert replies[1].reasoning_text == replies[2].reasoning_text
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"thinking": pb.Thinking(effort="low")}, "thinking.effort"),
+        ({"thinking": pb.Thinking(budget_tokens=3), "regex": "a+"}, "thinking.budget_tokens"),
+        ({"template_settings": {"magic": 1}}, "template_settings.magic"),
+        ({"template_settings": {"messages": "x"}}, "template_settings.messages"),
+        ({"template_settings": {"tokenize": True}}, "template_settings.tokenize"),
+    ],
+)
+def test_what_the_model_cannot_apply_is_refused_or_left_out_and_named(
+    ada: InferenceClient, asked: dict[str, Any], field: str
+) -> None:
+    given = {"messages": ASKED, "sampling": {"max_tokens": 2}, **asked}
+    with pytest.raises(InvalidArgument) as refused:
+        ada.reply(**given)
+    assert refused.value.field == field
+    reply = ada.reply(**given, ignore_unread_settings=True)
+    assert list(reply.started.ignored_settings) == [field]
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"thinking": pb.Thinking(budget_tokens=-1)}, "thinking.budget_tokens"),
+        ({"thinking": pb.Thinking(budget_tokens=1, mode=pb.THINKING_MODE_OFF)}, "thinking.budget_tokens"),
+        ({"thinking": pb.Thinking(effort="a little")}, "thinking.effort"),
+        ({"thinking": pb.Thinking(mode=9)}, "thinking.mode"),  # type: ignore[arg-type]
+        ({"template_settings": {"a b": 1}}, "template_settings"),
+        ({"template_settings": {"thinking": "x" * 300}}, "template_settings.thinking"),
+        ({"template_settings": {f"s{number}": 1 for number in range(17)}}, "template_settings"),
+        ({"template_settings": {"thinking": float("nan")}}, "template_settings.thinking"),
+    ],
+)
+def test_settings_out_of_range_are_refused_by_every_service(
+    ada: InferenceClient, asked: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        ada.reply(messages=ASKED, ignore_unread_settings=True, **asked)
+    assert refused.value.field == field
+    with pytest.raises(InvalidArgument, match="only with messages"):
+        ada.reply(prompt="x", thinking=pb.Thinking(budget_tokens=1))
 
 
 def test_only_an_assistants_message_has_thoughts(ada: InferenceClient) -> None:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.model.reply_machine import reply_machine
+from inference_svc.model.reply_machine import reply_marks
 from inference_svc.text.reply_parts import Markup, ReplyReader, ToolParser, call_id
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"place": "Oslo"}}</tool_call>'
@@ -23,6 +23,8 @@ NO_MARKERS: dict[str, Any] = {
     **dict.fromkeys(("has_thinking", "has_tool_calling"), False),
     "response_transitions": {},
     "structural_markers": (),
+    **dict.fromkeys(("response_initial_state", "tool_parser")),
+    "get_vocab": dict,
 }
 THINKING = {"has_thinking": True, "think_start": "<think>", "think_end": "</think>"}
 FIRST, SECOND = (call_id("r", number) for number in range(2))
@@ -34,7 +36,7 @@ REPLIES = st.lists(st.sampled_from([*PIECES, CALL, '{"name": "x"}', "ab\n", "Ã©æ
 
 
 def reader(parse: ToolParser = json.loads, initial: str = "normal", tool_end: str = "", **markers: Any) -> ReplyReader:
-    machine = reply_machine(SimpleNamespace(**{**NO_MARKERS, **markers}))
+    machine = reply_marks(SimpleNamespace(**{**NO_MARKERS, **markers})).machine
     known_end = markers.get("tool_call_end", "</tool_call>")
     return ReplyReader(Markup(machine, parse, tool_end or known_end, initial), "r")
 

@@ -117,7 +117,7 @@ class Surroundings:
     def clock(self, remembered_ms: int = 0) -> TemplateClock:
         return TemplateClock(remembered_ms)
 
-    def template_at(self, clock: object) -> Callable[..., str]:
+    def template_at(self, clock: object, settings: object) -> Callable[..., str]:
         return self.template
 
     async def run(self, namespace: str, work: Callable[[], Any]) -> Any:

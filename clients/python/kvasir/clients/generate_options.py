@@ -1,7 +1,7 @@
 """How a turn is to be done, as one value: everything of a turn's request but its input."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
 from kvasir.errors import InvalidArgument
@@ -9,6 +9,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 
 Sampling = pb.Sampling | Mapping[str, object]
 JsonSchema = str | Mapping[str, object]
+TemplateSetting = bool | int | float | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,13 @@ class GenerateOptions:
     tools: Sequence[pb.Tool] = ()
     # The reply must be calls of them: `pb.ToolChoice(kind=pb.TOOL_CHOICE_KIND_REQUIRED)`. None: the model decides.
     tool_choice: pb.ToolChoice | None = None
+    # How much the model reasons: `pb.Thinking(mode=pb.THINKING_MODE_OFF)`, `pb.Thinking(budget_tokens=500)`. None: as
+    # its chat template has it.
+    thinking: pb.Thinking | None = None
+    # Settings that the model's chat template reads: `{"clear_thinking": False}`.
+    template_settings: Mapping[str, TemplateSetting] = field(default_factory=dict)
+    # What the model cannot apply of both is left out and named in `Started.ignored_settings`. Else it is refused.
+    ignore_unread_settings: bool = False
     # Remember what was generated before a cancel, a deadline or a disconnect.
     keep_partial: bool = False
     # Who is served first when not all can be. Unspecified: as interactive.
@@ -79,6 +87,18 @@ class GenerateOptions:
         return merged
 
 
+def template_values(given: Mapping[str, TemplateSetting]) -> dict[str, pb.TemplateValue]:
+    """Settings of a template as the contract has them. Raises InvalidArgument for what is none."""
+    fields: dict[type, str] = {bool: "flag", int: "number", float: "real", str: "text"}
+    found = {}
+    for name, value in given.items():
+        if type(value) not in fields:
+            field_name = f"template_settings.{name}"
+            raise InvalidArgument(f"{field_name}: expected a flag, a number or a text", field=field_name)
+        found[name] = pb.TemplateValue(**{fields[type(value)]: value})  # type: ignore[arg-type]
+    return found
+
+
 class OptionArguments(TypedDict, total=False):
     """The fields of GenerateOptions as arguments of a call: type checkers and editors know them only by such a list."""
 
@@ -97,6 +117,9 @@ class OptionArguments(TypedDict, total=False):
     regex: str | None
     tools: Sequence[pb.Tool]
     tool_choice: pb.ToolChoice | None
+    thinking: pb.Thinking | None
+    template_settings: Mapping[str, TemplateSetting]
+    ignore_unread_settings: bool
     keep_partial: bool
     priority: pb.Priority
     model: str

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from kvasir.clients.generate_options import GenerateOptions
+from kvasir.clients.generate_options import GenerateOptions, template_values
 from kvasir.clients.messages import GivenMessage, message_list
 from kvasir.clients.store_client_transfers import AGENT_READS
 from kvasir.errors import Cancelled, DeadlineExceeded, Internal, InvalidArgument, KvasirError, Unavailable
@@ -149,6 +149,9 @@ def turn_request(given: Input, options: GenerateOptions, request_id: str) -> pb.
             sampling=options.to_proto_sampling(),
             tools=options.tools,
             tool_choice=options.tool_choice,
+            thinking=options.thinking,
+            template_settings=template_values(options.template_settings),
+            ignore_unread_settings=options.ignore_unread_settings,
             keep_partial=options.keep_partial,
             priority=options.priority,
             json_schema=json.dumps(schema) if isinstance(schema, Mapping) else schema,  # type: ignore[arg-type]

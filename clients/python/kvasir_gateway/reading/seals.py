@@ -9,8 +9,6 @@ import binascii
 import hmac
 
 from blake3 import blake3
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 _NONCE_BYTES = 12
 _MARK = b"kvasir.thoughts.v1"
@@ -20,6 +18,9 @@ class ThoughtSeals:
     """Signs and seals with keys of their own, made of one of 32 bytes."""
 
     def __init__(self, key: bytes) -> None:
+        # Late: only who serves has seals.
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
         self._signing = blake3(_MARK + b" signature", key=key).digest()
         self._sealing = AESGCM(blake3(_MARK + b" seal", key=key).digest())
         self._numbering = blake3(_MARK + b" nonce", key=key).digest()
@@ -39,6 +40,8 @@ class ThoughtSeals:
 
     def opened(self, sealed: object) -> str | None:
         """The text; None for what this gateway has not sealed."""
+        from cryptography.exceptions import InvalidTag
+
         try:
             data = base64.b64decode(sealed if isinstance(sealed, str) else "", validate=True)
             return self._sealing.decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], _MARK).decode()

@@ -11,6 +11,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class ThinkingMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    THINKING_MODE_UNSPECIFIED: _ClassVar[ThinkingMode]
+    THINKING_MODE_ON: _ClassVar[ThinkingMode]
+    THINKING_MODE_OFF: _ClassVar[ThinkingMode]
+
 class ToolChoiceKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     TOOL_CHOICE_KIND_UNSPECIFIED: _ClassVar[ToolChoiceKind]
@@ -117,6 +123,9 @@ class ModelState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MODEL_STATE_LOADED: _ClassVar[ModelState]
     MODEL_STATE_RETIRING: _ClassVar[ModelState]
     MODEL_STATE_ASLEEP: _ClassVar[ModelState]
+THINKING_MODE_UNSPECIFIED: ThinkingMode
+THINKING_MODE_ON: ThinkingMode
+THINKING_MODE_OFF: ThinkingMode
 TOOL_CHOICE_KIND_UNSPECIFIED: ToolChoiceKind
 TOOL_CHOICE_KIND_REQUIRED: ToolChoiceKind
 TOOL_CHOICE_KIND_NAMED: ToolChoiceKind
@@ -187,7 +196,14 @@ MODEL_STATE_RETIRING: ModelState
 MODEL_STATE_ASLEEP: ModelState
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "agent_id", "expected_version", "prompt", "messages", "append_messages", "prompt_token_ids", "sampling", "tools", "keep_partial", "priority", "json_schema", "regex", "expect_existing", "memory_mode", "base_version", "replace_memory", "on_full", "resume_token", "volatile", "tool_choice", "return_prompt_token_ids")
+    __slots__ = ("request_id", "model", "agent_id", "expected_version", "prompt", "messages", "append_messages", "prompt_token_ids", "sampling", "tools", "keep_partial", "priority", "json_schema", "regex", "expect_existing", "memory_mode", "base_version", "replace_memory", "on_full", "resume_token", "volatile", "tool_choice", "return_prompt_token_ids", "thinking", "template_settings", "ignore_unread_settings")
+    class TemplateSettingsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: TemplateValue
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[TemplateValue, _Mapping]] = ...) -> None: ...
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -211,6 +227,9 @@ class GenerateRequest(_message.Message):
     VOLATILE_FIELD_NUMBER: _ClassVar[int]
     TOOL_CHOICE_FIELD_NUMBER: _ClassVar[int]
     RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    THINKING_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_UNREAD_SETTINGS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     agent_id: str
@@ -234,7 +253,32 @@ class GenerateRequest(_message.Message):
     volatile: VolatileRules
     tool_choice: ToolChoice
     return_prompt_token_ids: bool
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., agent_id: _Optional[str] = ..., expected_version: _Optional[int] = ..., prompt: _Optional[str] = ..., messages: _Optional[_Union[MessageList, _Mapping]] = ..., append_messages: _Optional[_Union[MessageList, _Mapping]] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., keep_partial: bool = ..., priority: _Optional[_Union[Priority, str]] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., expect_existing: bool = ..., memory_mode: _Optional[_Union[MemoryMode, str]] = ..., base_version: _Optional[int] = ..., replace_memory: bool = ..., on_full: _Optional[_Union[OnFull, _Mapping]] = ..., resume_token: _Optional[str] = ..., volatile: _Optional[_Union[VolatileRules, _Mapping]] = ..., tool_choice: _Optional[_Union[ToolChoice, _Mapping]] = ..., return_prompt_token_ids: bool = ...) -> None: ...
+    thinking: Thinking
+    template_settings: _containers.MessageMap[str, TemplateValue]
+    ignore_unread_settings: bool
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., agent_id: _Optional[str] = ..., expected_version: _Optional[int] = ..., prompt: _Optional[str] = ..., messages: _Optional[_Union[MessageList, _Mapping]] = ..., append_messages: _Optional[_Union[MessageList, _Mapping]] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., keep_partial: bool = ..., priority: _Optional[_Union[Priority, str]] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., expect_existing: bool = ..., memory_mode: _Optional[_Union[MemoryMode, str]] = ..., base_version: _Optional[int] = ..., replace_memory: bool = ..., on_full: _Optional[_Union[OnFull, _Mapping]] = ..., resume_token: _Optional[str] = ..., volatile: _Optional[_Union[VolatileRules, _Mapping]] = ..., tool_choice: _Optional[_Union[ToolChoice, _Mapping]] = ..., return_prompt_token_ids: bool = ..., thinking: _Optional[_Union[Thinking, _Mapping]] = ..., template_settings: _Optional[_Mapping[str, TemplateValue]] = ..., ignore_unread_settings: bool = ...) -> None: ...
+
+class Thinking(_message.Message):
+    __slots__ = ("mode", "budget_tokens", "effort")
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EFFORT_FIELD_NUMBER: _ClassVar[int]
+    mode: ThinkingMode
+    budget_tokens: int
+    effort: str
+    def __init__(self, mode: _Optional[_Union[ThinkingMode, str]] = ..., budget_tokens: _Optional[int] = ..., effort: _Optional[str] = ...) -> None: ...
+
+class TemplateValue(_message.Message):
+    __slots__ = ("flag", "number", "real", "text")
+    FLAG_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REAL_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    flag: bool
+    number: int
+    real: float
+    text: str
+    def __init__(self, flag: bool = ..., number: _Optional[int] = ..., real: _Optional[float] = ..., text: _Optional[str] = ...) -> None: ...
 
 class ToolChoice(_message.Message):
     __slots__ = ("kind", "name", "one_call", "names")
@@ -360,7 +404,7 @@ class Moved(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., resume_token: _Optional[str] = ..., expires_in: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("request_id", "model", "prompt_tokens", "cached_tokens", "source", "reason", "miss", "match", "parent_version", "continuation", "base_version", "kept", "prompt_token_ids")
+    __slots__ = ("request_id", "model", "prompt_tokens", "cached_tokens", "source", "reason", "miss", "match", "parent_version", "continuation", "base_version", "kept", "prompt_token_ids", "ignored_settings")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -374,6 +418,7 @@ class Started(_message.Message):
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    IGNORED_SETTINGS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     prompt_tokens: int
@@ -387,7 +432,8 @@ class Started(_message.Message):
     base_version: int
     kept: _containers.RepeatedScalarFieldContainer[str]
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., source: _Optional[_Union[CacheSource, str]] = ..., reason: _Optional[str] = ..., miss: _Optional[_Union[MissReason, str]] = ..., match: _Optional[_Union[PrefixMatch, str]] = ..., parent_version: _Optional[int] = ..., continuation: _Optional[_Union[Continuation, str]] = ..., base_version: _Optional[int] = ..., kept: _Optional[_Iterable[str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    ignored_settings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., source: _Optional[_Union[CacheSource, str]] = ..., reason: _Optional[str] = ..., miss: _Optional[_Union[MissReason, str]] = ..., match: _Optional[_Union[PrefixMatch, str]] = ..., parent_version: _Optional[int] = ..., continuation: _Optional[_Union[Continuation, str]] = ..., base_version: _Optional[int] = ..., kept: _Optional[_Iterable[str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., ignored_settings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PrefillProgress(_message.Message):
     __slots__ = ("tokens_done", "tokens_total")
@@ -574,7 +620,14 @@ class HotMemory(_message.Message):
     def __init__(self, agent_id: _Optional[str] = ..., tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., version: _Optional[int] = ..., is_stored: bool = ...) -> None: ...
 
 class WarmRequest(_message.Message):
-    __slots__ = ("model", "agent_id", "prompt", "messages", "append_messages", "prompt_token_ids", "tools")
+    __slots__ = ("model", "agent_id", "prompt", "messages", "append_messages", "prompt_token_ids", "tools", "thinking", "template_settings", "ignore_unread_settings")
+    class TemplateSettingsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: TemplateValue
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[TemplateValue, _Mapping]] = ...) -> None: ...
     MODEL_FIELD_NUMBER: _ClassVar[int]
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -582,6 +635,9 @@ class WarmRequest(_message.Message):
     APPEND_MESSAGES_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TOOLS_FIELD_NUMBER: _ClassVar[int]
+    THINKING_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_UNREAD_SETTINGS_FIELD_NUMBER: _ClassVar[int]
     model: str
     agent_id: str
     prompt: str
@@ -589,7 +645,10 @@ class WarmRequest(_message.Message):
     append_messages: MessageList
     prompt_token_ids: TokenIds
     tools: _containers.RepeatedCompositeFieldContainer[Tool]
-    def __init__(self, model: _Optional[str] = ..., agent_id: _Optional[str] = ..., prompt: _Optional[str] = ..., messages: _Optional[_Union[MessageList, _Mapping]] = ..., append_messages: _Optional[_Union[MessageList, _Mapping]] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ...) -> None: ...
+    thinking: Thinking
+    template_settings: _containers.MessageMap[str, TemplateValue]
+    ignore_unread_settings: bool
+    def __init__(self, model: _Optional[str] = ..., agent_id: _Optional[str] = ..., prompt: _Optional[str] = ..., messages: _Optional[_Union[MessageList, _Mapping]] = ..., append_messages: _Optional[_Union[MessageList, _Mapping]] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., thinking: _Optional[_Union[Thinking, _Mapping]] = ..., template_settings: _Optional[_Mapping[str, TemplateValue]] = ..., ignore_unread_settings: bool = ...) -> None: ...
 
 class WarmResponse(_message.Message):
     __slots__ = ("model", "tokens", "cached_tokens", "computed_tokens", "source", "reason", "miss", "match", "version", "restore", "prefill")
@@ -618,18 +677,31 @@ class WarmResponse(_message.Message):
     def __init__(self, model: _Optional[str] = ..., tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., source: _Optional[_Union[CacheSource, str]] = ..., reason: _Optional[str] = ..., miss: _Optional[_Union[MissReason, str]] = ..., match: _Optional[_Union[PrefixMatch, str]] = ..., version: _Optional[int] = ..., restore: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., prefill: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class CountTokensRequest(_message.Message):
-    __slots__ = ("model", "prompt", "messages", "prompt_token_ids", "tools")
+    __slots__ = ("model", "prompt", "messages", "prompt_token_ids", "tools", "thinking", "template_settings", "ignore_unread_settings")
+    class TemplateSettingsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: TemplateValue
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[TemplateValue, _Mapping]] = ...) -> None: ...
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TOOLS_FIELD_NUMBER: _ClassVar[int]
+    THINKING_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_UNREAD_SETTINGS_FIELD_NUMBER: _ClassVar[int]
     model: str
     prompt: str
     messages: MessageList
     prompt_token_ids: TokenIds
     tools: _containers.RepeatedCompositeFieldContainer[Tool]
-    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., messages: _Optional[_Union[MessageList, _Mapping]] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ...) -> None: ...
+    thinking: Thinking
+    template_settings: _containers.MessageMap[str, TemplateValue]
+    ignore_unread_settings: bool
+    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., messages: _Optional[_Union[MessageList, _Mapping]] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., thinking: _Optional[_Union[Thinking, _Mapping]] = ..., template_settings: _Optional[_Mapping[str, TemplateValue]] = ..., ignore_unread_settings: bool = ...) -> None: ...
 
 class CountTokensResponse(_message.Message):
     __slots__ = ("tokens", "context_tokens")

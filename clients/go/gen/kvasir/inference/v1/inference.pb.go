@@ -30,6 +30,56 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+type ThinkingMode int32
+
+const (
+	// As the template has it.
+	ThinkingMode_THINKING_MODE_UNSPECIFIED ThinkingMode = 0
+	ThinkingMode_THINKING_MODE_ON          ThinkingMode = 1
+	ThinkingMode_THINKING_MODE_OFF         ThinkingMode = 2
+)
+
+// Enum value maps for ThinkingMode.
+var (
+	ThinkingMode_name = map[int32]string{
+		0: "THINKING_MODE_UNSPECIFIED",
+		1: "THINKING_MODE_ON",
+		2: "THINKING_MODE_OFF",
+	}
+	ThinkingMode_value = map[string]int32{
+		"THINKING_MODE_UNSPECIFIED": 0,
+		"THINKING_MODE_ON":          1,
+		"THINKING_MODE_OFF":         2,
+	}
+)
+
+func (x ThinkingMode) Enum() *ThinkingMode {
+	p := new(ThinkingMode)
+	*p = x
+	return p
+}
+
+func (x ThinkingMode) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (ThinkingMode) Descriptor() protoreflect.EnumDescriptor {
+	return file_kvasir_inference_v1_inference_proto_enumTypes[0].Descriptor()
+}
+
+func (ThinkingMode) Type() protoreflect.EnumType {
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[0]
+}
+
+func (x ThinkingMode) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use ThinkingMode.Descriptor instead.
+func (ThinkingMode) EnumDescriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{0}
+}
+
 type ToolChoiceKind int32
 
 const (
@@ -66,11 +116,11 @@ func (x ToolChoiceKind) String() string {
 }
 
 func (ToolChoiceKind) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[0].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[1].Descriptor()
 }
 
 func (ToolChoiceKind) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[0]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[1]
 }
 
 func (x ToolChoiceKind) Number() protoreflect.EnumNumber {
@@ -79,7 +129,7 @@ func (x ToolChoiceKind) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use ToolChoiceKind.Descriptor instead.
 func (ToolChoiceKind) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{0}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{1}
 }
 
 type OnFullPolicy int32
@@ -122,11 +172,11 @@ func (x OnFullPolicy) String() string {
 }
 
 func (OnFullPolicy) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[1].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[2].Descriptor()
 }
 
 func (OnFullPolicy) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[1]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[2]
 }
 
 func (x OnFullPolicy) Number() protoreflect.EnumNumber {
@@ -135,7 +185,7 @@ func (x OnFullPolicy) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use OnFullPolicy.Descriptor instead.
 func (OnFullPolicy) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{1}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{2}
 }
 
 // MemoryMode says what a turn does with its agent's memory.
@@ -178,11 +228,11 @@ func (x MemoryMode) String() string {
 }
 
 func (MemoryMode) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[2].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[3].Descriptor()
 }
 
 func (MemoryMode) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[2]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[3]
 }
 
 func (x MemoryMode) Number() protoreflect.EnumNumber {
@@ -191,7 +241,7 @@ func (x MemoryMode) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use MemoryMode.Descriptor instead.
 func (MemoryMode) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{2}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{3}
 }
 
 // Waiting raises a turn of either kind: nobody waits for ever.
@@ -229,11 +279,11 @@ func (x Priority) String() string {
 }
 
 func (Priority) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[3].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[4].Descriptor()
 }
 
 func (Priority) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[3]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[4]
 }
 
 func (x Priority) Number() protoreflect.EnumNumber {
@@ -242,7 +292,7 @@ func (x Priority) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Priority.Descriptor instead.
 func (Priority) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{3}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{4}
 }
 
 // Continuation says how a turn's input stands to what its agent remembers.
@@ -299,11 +349,11 @@ func (x Continuation) String() string {
 }
 
 func (Continuation) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[4].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[5].Descriptor()
 }
 
 func (Continuation) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[4]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[5]
 }
 
 func (x Continuation) Number() protoreflect.EnumNumber {
@@ -312,7 +362,7 @@ func (x Continuation) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Continuation.Descriptor instead.
 func (Continuation) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{4}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{5}
 }
 
 type CacheSource int32
@@ -361,11 +411,11 @@ func (x CacheSource) String() string {
 }
 
 func (CacheSource) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[5].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[6].Descriptor()
 }
 
 func (CacheSource) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[5]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[6]
 }
 
 func (x CacheSource) Number() protoreflect.EnumNumber {
@@ -374,7 +424,7 @@ func (x CacheSource) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use CacheSource.Descriptor instead.
 func (CacheSource) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{5}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{6}
 }
 
 type PrefixMatch int32
@@ -416,11 +466,11 @@ func (x PrefixMatch) String() string {
 }
 
 func (PrefixMatch) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[6].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[7].Descriptor()
 }
 
 func (PrefixMatch) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[6]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[7]
 }
 
 func (x PrefixMatch) Number() protoreflect.EnumNumber {
@@ -429,7 +479,7 @@ func (x PrefixMatch) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use PrefixMatch.Descriptor instead.
 func (PrefixMatch) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{6}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{7}
 }
 
 type MissReason int32
@@ -497,11 +547,11 @@ func (x MissReason) String() string {
 }
 
 func (MissReason) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[7].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[8].Descriptor()
 }
 
 func (MissReason) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[7]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[8]
 }
 
 func (x MissReason) Number() protoreflect.EnumNumber {
@@ -510,7 +560,7 @@ func (x MissReason) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use MissReason.Descriptor instead.
 func (MissReason) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{7}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{8}
 }
 
 type FinishReason int32
@@ -557,11 +607,11 @@ func (x FinishReason) String() string {
 }
 
 func (FinishReason) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[8].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[9].Descriptor()
 }
 
 func (FinishReason) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[8]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[9]
 }
 
 func (x FinishReason) Number() protoreflect.EnumNumber {
@@ -570,7 +620,7 @@ func (x FinishReason) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use FinishReason.Descriptor instead.
 func (FinishReason) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{8}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{9}
 }
 
 type SnapshotState int32
@@ -615,11 +665,11 @@ func (x SnapshotState) String() string {
 }
 
 func (SnapshotState) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[9].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[10].Descriptor()
 }
 
 func (SnapshotState) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[9]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[10]
 }
 
 func (x SnapshotState) Number() protoreflect.EnumNumber {
@@ -628,7 +678,7 @@ func (x SnapshotState) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use SnapshotState.Descriptor instead.
 func (SnapshotState) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{9}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{10}
 }
 
 type TurnState int32
@@ -665,11 +715,11 @@ func (x TurnState) String() string {
 }
 
 func (TurnState) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[10].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[11].Descriptor()
 }
 
 func (TurnState) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[10]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[11]
 }
 
 func (x TurnState) Number() protoreflect.EnumNumber {
@@ -678,7 +728,7 @@ func (x TurnState) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use TurnState.Descriptor instead.
 func (TurnState) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{10}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{11}
 }
 
 type LoadStage int32
@@ -716,11 +766,11 @@ func (x LoadStage) String() string {
 }
 
 func (LoadStage) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[11].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[12].Descriptor()
 }
 
 func (LoadStage) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[11]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[12]
 }
 
 func (x LoadStage) Number() protoreflect.EnumNumber {
@@ -729,7 +779,7 @@ func (x LoadStage) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use LoadStage.Descriptor instead.
 func (LoadStage) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{11}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{12}
 }
 
 type ModelState int32
@@ -776,11 +826,11 @@ func (x ModelState) String() string {
 }
 
 func (ModelState) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[12].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[13].Descriptor()
 }
 
 func (ModelState) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[12]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[13]
 }
 
 func (x ModelState) Number() protoreflect.EnumNumber {
@@ -789,7 +839,7 @@ func (x ModelState) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use ModelState.Descriptor instead.
 func (ModelState) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{12}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{13}
 }
 
 type GenerateRequest struct {
@@ -843,6 +893,12 @@ type GenerateRequest struct {
 	ToolChoice *ToolChoice `protobuf:"bytes,21,opt,name=tool_choice,json=toolChoice,proto3" json:"tool_choice,omitempty"`
 	// Report the prompt's tokens in Started. Those of the reply are always in its deltas.
 	ReturnPromptTokenIds bool `protobuf:"varint,23,opt,name=return_prompt_token_ids,json=returnPromptTokenIds,proto3" json:"return_prompt_token_ids,omitempty"`
+	// How much the model reasons before it answers. Only with messages. Default: as its chat template has it.
+	Thinking *Thinking `protobuf:"bytes,24,opt,name=thinking,proto3" json:"thinking,omitempty"`
+	// Settings of the model's chat template, such as "clear_thinking": names that its source reads, at most 16. Only with messages.
+	TemplateSettings map[string]*TemplateValue `protobuf:"bytes,25,rep,name=template_settings,json=templateSettings,proto3" json:"template_settings,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// Leave out what this model cannot apply of `thinking` and `template_settings`, and name it in Started.ignored_settings. Default: INVALID_ARGUMENT.
+	IgnoreUnreadSettings bool `protobuf:"varint,26,opt,name=ignore_unread_settings,json=ignoreUnreadSettings,proto3" json:"ignore_unread_settings,omitempty"`
 	unknownFields        protoimpl.UnknownFields
 	sizeCache            protoimpl.SizeCache
 }
@@ -1064,6 +1120,27 @@ func (x *GenerateRequest) GetReturnPromptTokenIds() bool {
 	return false
 }
 
+func (x *GenerateRequest) GetThinking() *Thinking {
+	if x != nil {
+		return x.Thinking
+	}
+	return nil
+}
+
+func (x *GenerateRequest) GetTemplateSettings() map[string]*TemplateValue {
+	if x != nil {
+		return x.TemplateSettings
+	}
+	return nil
+}
+
+func (x *GenerateRequest) GetIgnoreUnreadSettings() bool {
+	if x != nil {
+		return x.IgnoreUnreadSettings
+	}
+	return false
+}
+
 type isGenerateRequest_Input interface {
 	isGenerateRequest_Input()
 }
@@ -1118,6 +1195,186 @@ func (*GenerateRequest_JsonSchema) isGenerateRequest_ResponseFormat() {}
 
 func (*GenerateRequest_Regex) isGenerateRequest_ResponseFormat() {}
 
+// Thinking says how much a model reasons. What changes its prompt is part of the prompt's text, and so of what is matched with a memory.
+type Thinking struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// By the template's own switch. A template that has none: OFF is a budget of no tokens.
+	Mode ThinkingMode `protobuf:"varint,1,opt,name=mode,proto3,enum=kvasir.inference.v1.ThinkingMode" json:"mode,omitempty"`
+	// Most tokens of reasoning in a reply, 0 or more. After so many the reply goes on with the end of reasoning as the template writes it, whose tokens
+	// are not counted. Not with OFF, nor with a response_format or forced calls, which begin with no reasoning.
+	BudgetTokens *int32 `protobuf:"varint,2,opt,name=budget_tokens,json=budgetTokens,proto3,oneof" json:"budget_tokens,omitempty"`
+	// "minimal", "low", "medium", "high", "xhigh" or "max", for templates that read reasoning_effort.
+	Effort        string `protobuf:"bytes,3,opt,name=effort,proto3" json:"effort,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Thinking) Reset() {
+	*x = Thinking{}
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Thinking) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Thinking) ProtoMessage() {}
+
+func (x *Thinking) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Thinking.ProtoReflect.Descriptor instead.
+func (*Thinking) Descriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *Thinking) GetMode() ThinkingMode {
+	if x != nil {
+		return x.Mode
+	}
+	return ThinkingMode_THINKING_MODE_UNSPECIFIED
+}
+
+func (x *Thinking) GetBudgetTokens() int32 {
+	if x != nil && x.BudgetTokens != nil {
+		return *x.BudgetTokens
+	}
+	return 0
+}
+
+func (x *Thinking) GetEffort() string {
+	if x != nil {
+		return x.Effort
+	}
+	return ""
+}
+
+type TemplateValue struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Types that are valid to be assigned to Value:
+	//
+	//	*TemplateValue_Flag
+	//	*TemplateValue_Number
+	//	*TemplateValue_Real
+	//	*TemplateValue_Text
+	Value         isTemplateValue_Value `protobuf_oneof:"value"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TemplateValue) Reset() {
+	*x = TemplateValue{}
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TemplateValue) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TemplateValue) ProtoMessage() {}
+
+func (x *TemplateValue) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TemplateValue.ProtoReflect.Descriptor instead.
+func (*TemplateValue) Descriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *TemplateValue) GetValue() isTemplateValue_Value {
+	if x != nil {
+		return x.Value
+	}
+	return nil
+}
+
+func (x *TemplateValue) GetFlag() bool {
+	if x != nil {
+		if x, ok := x.Value.(*TemplateValue_Flag); ok {
+			return x.Flag
+		}
+	}
+	return false
+}
+
+func (x *TemplateValue) GetNumber() int64 {
+	if x != nil {
+		if x, ok := x.Value.(*TemplateValue_Number); ok {
+			return x.Number
+		}
+	}
+	return 0
+}
+
+func (x *TemplateValue) GetReal() float64 {
+	if x != nil {
+		if x, ok := x.Value.(*TemplateValue_Real); ok {
+			return x.Real
+		}
+	}
+	return 0
+}
+
+func (x *TemplateValue) GetText() string {
+	if x != nil {
+		if x, ok := x.Value.(*TemplateValue_Text); ok {
+			return x.Text
+		}
+	}
+	return ""
+}
+
+type isTemplateValue_Value interface {
+	isTemplateValue_Value()
+}
+
+type TemplateValue_Flag struct {
+	Flag bool `protobuf:"varint,1,opt,name=flag,proto3,oneof"`
+}
+
+type TemplateValue_Number struct {
+	Number int64 `protobuf:"varint,2,opt,name=number,proto3,oneof"`
+}
+
+type TemplateValue_Real struct {
+	Real float64 `protobuf:"fixed64,3,opt,name=real,proto3,oneof"`
+}
+
+type TemplateValue_Text struct {
+	// At most 256 characters. What spells a special token in it is text.
+	Text string `protobuf:"bytes,4,opt,name=text,proto3,oneof"`
+}
+
+func (*TemplateValue_Flag) isTemplateValue_Value() {}
+
+func (*TemplateValue_Number) isTemplateValue_Value() {}
+
+func (*TemplateValue_Real) isTemplateValue_Value() {}
+
+func (*TemplateValue_Text) isTemplateValue_Value() {}
+
 // ToolChoice says which calls a reply may or must have. REQUIRED and NAMED force calls: the reply is, from its first token on, calls in the model's own
 // format, whose names are the tools' and whose arguments fit their schemas; only with tools, and without a response_format. Where the model decides, one_call,
 // names and Tool.strict bind a call once it begins. FAILED_PRECONDITION (NO_FORCED_CALLS) for a model whose format of calls no grammar describes.
@@ -1136,7 +1393,7 @@ type ToolChoice struct {
 
 func (x *ToolChoice) Reset() {
 	*x = ToolChoice{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[1]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1148,7 +1405,7 @@ func (x *ToolChoice) String() string {
 func (*ToolChoice) ProtoMessage() {}
 
 func (x *ToolChoice) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[1]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1161,7 +1418,7 @@ func (x *ToolChoice) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ToolChoice.ProtoReflect.Descriptor instead.
 func (*ToolChoice) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{1}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *ToolChoice) GetKind() ToolChoiceKind {
@@ -1206,7 +1463,7 @@ type VolatileRules struct {
 
 func (x *VolatileRules) Reset() {
 	*x = VolatileRules{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[2]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1218,7 +1475,7 @@ func (x *VolatileRules) String() string {
 func (*VolatileRules) ProtoMessage() {}
 
 func (x *VolatileRules) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[2]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1231,7 +1488,7 @@ func (x *VolatileRules) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VolatileRules.ProtoReflect.Descriptor instead.
 func (*VolatileRules) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{2}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *VolatileRules) GetNames() []string {
@@ -1267,7 +1524,7 @@ type OnFull struct {
 
 func (x *OnFull) Reset() {
 	*x = OnFull{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[3]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1279,7 +1536,7 @@ func (x *OnFull) String() string {
 func (*OnFull) ProtoMessage() {}
 
 func (x *OnFull) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[3]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1292,7 +1549,7 @@ func (x *OnFull) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OnFull.ProtoReflect.Descriptor instead.
 func (*OnFull) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{3}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *OnFull) GetPolicy() OnFullPolicy {
@@ -1325,7 +1582,7 @@ type MessageList struct {
 
 func (x *MessageList) Reset() {
 	*x = MessageList{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[4]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1337,7 +1594,7 @@ func (x *MessageList) String() string {
 func (*MessageList) ProtoMessage() {}
 
 func (x *MessageList) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[4]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1350,7 +1607,7 @@ func (x *MessageList) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MessageList.ProtoReflect.Descriptor instead.
 func (*MessageList) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{4}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *MessageList) GetMessages() []*v1.Message {
@@ -1370,7 +1627,7 @@ type TokenIds struct {
 
 func (x *TokenIds) Reset() {
 	*x = TokenIds{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[5]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1382,7 +1639,7 @@ func (x *TokenIds) String() string {
 func (*TokenIds) ProtoMessage() {}
 
 func (x *TokenIds) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[5]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1395,7 +1652,7 @@ func (x *TokenIds) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenIds.ProtoReflect.Descriptor instead.
 func (*TokenIds) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{5}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *TokenIds) GetIds() []uint32 {
@@ -1420,7 +1677,7 @@ type Tool struct {
 
 func (x *Tool) Reset() {
 	*x = Tool{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[6]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1432,7 +1689,7 @@ func (x *Tool) String() string {
 func (*Tool) ProtoMessage() {}
 
 func (x *Tool) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[6]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1445,7 +1702,7 @@ func (x *Tool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tool.ProtoReflect.Descriptor instead.
 func (*Tool) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{6}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Tool) GetName() string {
@@ -1521,7 +1778,7 @@ type Sampling struct {
 
 func (x *Sampling) Reset() {
 	*x = Sampling{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[7]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1533,7 +1790,7 @@ func (x *Sampling) String() string {
 func (*Sampling) ProtoMessage() {}
 
 func (x *Sampling) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[7]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1546,7 +1803,7 @@ func (x *Sampling) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Sampling.ProtoReflect.Descriptor instead.
 func (*Sampling) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{7}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Sampling) GetMaxTokens() int32 {
@@ -1684,7 +1941,7 @@ type GenerateResponse struct {
 
 func (x *GenerateResponse) Reset() {
 	*x = GenerateResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[8]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1696,7 +1953,7 @@ func (x *GenerateResponse) String() string {
 func (*GenerateResponse) ProtoMessage() {}
 
 func (x *GenerateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[8]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1709,7 +1966,7 @@ func (x *GenerateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GenerateResponse.ProtoReflect.Descriptor instead.
 func (*GenerateResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{8}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *GenerateResponse) GetEvent() isGenerateResponse_Event {
@@ -1814,7 +2071,7 @@ type Moved struct {
 
 func (x *Moved) Reset() {
 	*x = Moved{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[9]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1826,7 +2083,7 @@ func (x *Moved) String() string {
 func (*Moved) ProtoMessage() {}
 
 func (x *Moved) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[9]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1839,7 +2096,7 @@ func (x *Moved) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Moved.ProtoReflect.Descriptor instead.
 func (*Moved) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{9}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Moved) GetPeer() string {
@@ -1887,13 +2144,15 @@ type Started struct {
 	Kept []string `protobuf:"bytes,12,rep,name=kept,proto3" json:"kept,omitempty"`
 	// With return_prompt_token_ids.
 	PromptTokenIds []uint32 `protobuf:"varint,13,rep,packed,name=prompt_token_ids,json=promptTokenIds,proto3" json:"prompt_token_ids,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// With ignore_unread_settings, what was left out: "thinking.mode", "thinking.budget_tokens", "thinking.effort", "template_settings.NAME".
+	IgnoredSettings []string `protobuf:"bytes,14,rep,name=ignored_settings,json=ignoredSettings,proto3" json:"ignored_settings,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *Started) Reset() {
 	*x = Started{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[10]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1905,7 +2164,7 @@ func (x *Started) String() string {
 func (*Started) ProtoMessage() {}
 
 func (x *Started) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[10]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1918,7 +2177,7 @@ func (x *Started) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Started.ProtoReflect.Descriptor instead.
 func (*Started) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{10}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Started) GetRequestId() string {
@@ -2012,6 +2271,13 @@ func (x *Started) GetPromptTokenIds() []uint32 {
 	return nil
 }
 
+func (x *Started) GetIgnoredSettings() []string {
+	if x != nil {
+		return x.IgnoredSettings
+	}
+	return nil
+}
+
 type PrefillProgress struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	TokensDone    int64                  `protobuf:"varint,1,opt,name=tokens_done,json=tokensDone,proto3" json:"tokens_done,omitempty"`
@@ -2022,7 +2288,7 @@ type PrefillProgress struct {
 
 func (x *PrefillProgress) Reset() {
 	*x = PrefillProgress{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[11]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2034,7 +2300,7 @@ func (x *PrefillProgress) String() string {
 func (*PrefillProgress) ProtoMessage() {}
 
 func (x *PrefillProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[11]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2047,7 +2313,7 @@ func (x *PrefillProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillProgress.ProtoReflect.Descriptor instead.
 func (*PrefillProgress) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{11}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *PrefillProgress) GetTokensDone() int64 {
@@ -2083,7 +2349,7 @@ type Delta struct {
 
 func (x *Delta) Reset() {
 	*x = Delta{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[12]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2095,7 +2361,7 @@ func (x *Delta) String() string {
 func (*Delta) ProtoMessage() {}
 
 func (x *Delta) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[12]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2108,7 +2374,7 @@ func (x *Delta) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Delta.ProtoReflect.Descriptor instead.
 func (*Delta) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{12}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Delta) GetText() string {
@@ -2160,7 +2426,7 @@ type TokenLogprobs struct {
 
 func (x *TokenLogprobs) Reset() {
 	*x = TokenLogprobs{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[13]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2172,7 +2438,7 @@ func (x *TokenLogprobs) String() string {
 func (*TokenLogprobs) ProtoMessage() {}
 
 func (x *TokenLogprobs) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[13]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2185,7 +2451,7 @@ func (x *TokenLogprobs) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenLogprobs.ProtoReflect.Descriptor instead.
 func (*TokenLogprobs) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{13}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *TokenLogprobs) GetLogprob() float32 {
@@ -2220,7 +2486,7 @@ type TokenLogprob struct {
 
 func (x *TokenLogprob) Reset() {
 	*x = TokenLogprob{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2232,7 +2498,7 @@ func (x *TokenLogprob) String() string {
 func (*TokenLogprob) ProtoMessage() {}
 
 func (x *TokenLogprob) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2245,7 +2511,7 @@ func (x *TokenLogprob) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenLogprob.ProtoReflect.Descriptor instead.
 func (*TokenLogprob) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{14}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *TokenLogprob) GetTokenId() uint32 {
@@ -2292,7 +2558,7 @@ type Finished struct {
 
 func (x *Finished) Reset() {
 	*x = Finished{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2304,7 +2570,7 @@ func (x *Finished) String() string {
 func (*Finished) ProtoMessage() {}
 
 func (x *Finished) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2317,7 +2583,7 @@ func (x *Finished) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Finished.ProtoReflect.Descriptor instead.
 func (*Finished) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{15}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Finished) GetReason() FinishReason {
@@ -2406,7 +2672,7 @@ type Shortening struct {
 
 func (x *Shortening) Reset() {
 	*x = Shortening{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2418,7 +2684,7 @@ func (x *Shortening) String() string {
 func (*Shortening) ProtoMessage() {}
 
 func (x *Shortening) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2431,7 +2697,7 @@ func (x *Shortening) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Shortening.ProtoReflect.Descriptor instead.
 func (*Shortening) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{16}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *Shortening) GetPolicy() OnFullPolicy {
@@ -2473,7 +2739,7 @@ type Usage struct {
 
 func (x *Usage) Reset() {
 	*x = Usage{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2485,7 +2751,7 @@ func (x *Usage) String() string {
 func (*Usage) ProtoMessage() {}
 
 func (x *Usage) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2498,7 +2764,7 @@ func (x *Usage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Usage.ProtoReflect.Descriptor instead.
 func (*Usage) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{17}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *Usage) GetPromptTokens() int64 {
@@ -2537,7 +2803,7 @@ type Timings struct {
 
 func (x *Timings) Reset() {
 	*x = Timings{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2549,7 +2815,7 @@ func (x *Timings) String() string {
 func (*Timings) ProtoMessage() {}
 
 func (x *Timings) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2562,7 +2828,7 @@ func (x *Timings) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Timings.ProtoReflect.Descriptor instead.
 func (*Timings) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{18}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Timings) GetQueue() *durationpb.Duration {
@@ -2617,7 +2883,7 @@ type SnapshotOutcome struct {
 
 func (x *SnapshotOutcome) Reset() {
 	*x = SnapshotOutcome{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2629,7 +2895,7 @@ func (x *SnapshotOutcome) String() string {
 func (*SnapshotOutcome) ProtoMessage() {}
 
 func (x *SnapshotOutcome) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2642,7 +2908,7 @@ func (x *SnapshotOutcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotOutcome.ProtoReflect.Descriptor instead.
 func (*SnapshotOutcome) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{19}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *SnapshotOutcome) GetState() SnapshotState {
@@ -2688,7 +2954,7 @@ type ListTurnsRequest struct {
 
 func (x *ListTurnsRequest) Reset() {
 	*x = ListTurnsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2700,7 +2966,7 @@ func (x *ListTurnsRequest) String() string {
 func (*ListTurnsRequest) ProtoMessage() {}
 
 func (x *ListTurnsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2713,7 +2979,7 @@ func (x *ListTurnsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTurnsRequest.ProtoReflect.Descriptor instead.
 func (*ListTurnsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{20}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{22}
 }
 
 type ListTurnsResponse struct {
@@ -2726,7 +2992,7 @@ type ListTurnsResponse struct {
 
 func (x *ListTurnsResponse) Reset() {
 	*x = ListTurnsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2738,7 +3004,7 @@ func (x *ListTurnsResponse) String() string {
 func (*ListTurnsResponse) ProtoMessage() {}
 
 func (x *ListTurnsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2751,7 +3017,7 @@ func (x *ListTurnsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTurnsResponse.ProtoReflect.Descriptor instead.
 func (*ListTurnsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{21}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *ListTurnsResponse) GetTurns() []*Turn {
@@ -2783,7 +3049,7 @@ type Turn struct {
 
 func (x *Turn) Reset() {
 	*x = Turn{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2795,7 +3061,7 @@ func (x *Turn) String() string {
 func (*Turn) ProtoMessage() {}
 
 func (x *Turn) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2808,7 +3074,7 @@ func (x *Turn) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Turn.ProtoReflect.Descriptor instead.
 func (*Turn) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{22}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *Turn) GetRequestId() string {
@@ -2876,7 +3142,7 @@ type CancelTurnRequest struct {
 
 func (x *CancelTurnRequest) Reset() {
 	*x = CancelTurnRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2888,7 +3154,7 @@ func (x *CancelTurnRequest) String() string {
 func (*CancelTurnRequest) ProtoMessage() {}
 
 func (x *CancelTurnRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2901,7 +3167,7 @@ func (x *CancelTurnRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelTurnRequest.ProtoReflect.Descriptor instead.
 func (*CancelTurnRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{23}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *CancelTurnRequest) GetRequestId() string {
@@ -2921,7 +3187,7 @@ type CancelTurnResponse struct {
 
 func (x *CancelTurnResponse) Reset() {
 	*x = CancelTurnResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2933,7 +3199,7 @@ func (x *CancelTurnResponse) String() string {
 func (*CancelTurnResponse) ProtoMessage() {}
 
 func (x *CancelTurnResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2946,7 +3212,7 @@ func (x *CancelTurnResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelTurnResponse.ProtoReflect.Descriptor instead.
 func (*CancelTurnResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{24}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *CancelTurnResponse) GetFinished() []*Finished {
@@ -2966,7 +3232,7 @@ type ListHotMemoriesRequest struct {
 
 func (x *ListHotMemoriesRequest) Reset() {
 	*x = ListHotMemoriesRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2978,7 +3244,7 @@ func (x *ListHotMemoriesRequest) String() string {
 func (*ListHotMemoriesRequest) ProtoMessage() {}
 
 func (x *ListHotMemoriesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2991,7 +3257,7 @@ func (x *ListHotMemoriesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListHotMemoriesRequest.ProtoReflect.Descriptor instead.
 func (*ListHotMemoriesRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{25}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *ListHotMemoriesRequest) GetAgentIds() []string {
@@ -3011,7 +3277,7 @@ type ListHotMemoriesResponse struct {
 
 func (x *ListHotMemoriesResponse) Reset() {
 	*x = ListHotMemoriesResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3023,7 +3289,7 @@ func (x *ListHotMemoriesResponse) String() string {
 func (*ListHotMemoriesResponse) ProtoMessage() {}
 
 func (x *ListHotMemoriesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3036,7 +3302,7 @@ func (x *ListHotMemoriesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListHotMemoriesResponse.ProtoReflect.Descriptor instead.
 func (*ListHotMemoriesResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{26}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *ListHotMemoriesResponse) GetMemories() []*HotMemory {
@@ -3064,7 +3330,7 @@ type HotMemory struct {
 
 func (x *HotMemory) Reset() {
 	*x = HotMemory{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3076,7 +3342,7 @@ func (x *HotMemory) String() string {
 func (*HotMemory) ProtoMessage() {}
 
 func (x *HotMemory) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3089,7 +3355,7 @@ func (x *HotMemory) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HotMemory.ProtoReflect.Descriptor instead.
 func (*HotMemory) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{27}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *HotMemory) GetAgentId() string {
@@ -3143,14 +3409,18 @@ type WarmRequest struct {
 	//	*WarmRequest_PromptTokenIds
 	Input isWarmRequest_Input `protobuf_oneof:"input"`
 	// Tools that the template may offer to the model.
-	Tools         []*Tool `protobuf:"bytes,6,rep,name=tools,proto3" json:"tools,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Tools []*Tool `protobuf:"bytes,6,rep,name=tools,proto3" json:"tools,omitempty"`
+	// As in GenerateRequest; a budget changes nothing here.
+	Thinking             *Thinking                 `protobuf:"bytes,8,opt,name=thinking,proto3" json:"thinking,omitempty"`
+	TemplateSettings     map[string]*TemplateValue `protobuf:"bytes,9,rep,name=template_settings,json=templateSettings,proto3" json:"template_settings,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	IgnoreUnreadSettings bool                      `protobuf:"varint,10,opt,name=ignore_unread_settings,json=ignoreUnreadSettings,proto3" json:"ignore_unread_settings,omitempty"`
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
 }
 
 func (x *WarmRequest) Reset() {
 	*x = WarmRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3162,7 +3432,7 @@ func (x *WarmRequest) String() string {
 func (*WarmRequest) ProtoMessage() {}
 
 func (x *WarmRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3175,7 +3445,7 @@ func (x *WarmRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmRequest.ProtoReflect.Descriptor instead.
 func (*WarmRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{28}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *WarmRequest) GetModel() string {
@@ -3242,6 +3512,27 @@ func (x *WarmRequest) GetTools() []*Tool {
 	return nil
 }
 
+func (x *WarmRequest) GetThinking() *Thinking {
+	if x != nil {
+		return x.Thinking
+	}
+	return nil
+}
+
+func (x *WarmRequest) GetTemplateSettings() map[string]*TemplateValue {
+	if x != nil {
+		return x.TemplateSettings
+	}
+	return nil
+}
+
+func (x *WarmRequest) GetIgnoreUnreadSettings() bool {
+	if x != nil {
+		return x.IgnoreUnreadSettings
+	}
+	return false
+}
+
 type isWarmRequest_Input interface {
 	isWarmRequest_Input()
 }
@@ -3294,7 +3585,7 @@ type WarmResponse struct {
 
 func (x *WarmResponse) Reset() {
 	*x = WarmResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3306,7 +3597,7 @@ func (x *WarmResponse) String() string {
 func (*WarmResponse) ProtoMessage() {}
 
 func (x *WarmResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3319,7 +3610,7 @@ func (x *WarmResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmResponse.ProtoReflect.Descriptor instead.
 func (*WarmResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{29}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *WarmResponse) GetModel() string {
@@ -3408,15 +3699,19 @@ type CountTokensRequest struct {
 	//	*CountTokensRequest_Prompt
 	//	*CountTokensRequest_Messages
 	//	*CountTokensRequest_PromptTokenIds
-	Input         isCountTokensRequest_Input `protobuf_oneof:"input"`
-	Tools         []*Tool                    `protobuf:"bytes,4,rep,name=tools,proto3" json:"tools,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Input isCountTokensRequest_Input `protobuf_oneof:"input"`
+	Tools []*Tool                    `protobuf:"bytes,4,rep,name=tools,proto3" json:"tools,omitempty"`
+	// As in GenerateRequest; a budget changes nothing here.
+	Thinking             *Thinking                 `protobuf:"bytes,6,opt,name=thinking,proto3" json:"thinking,omitempty"`
+	TemplateSettings     map[string]*TemplateValue `protobuf:"bytes,7,rep,name=template_settings,json=templateSettings,proto3" json:"template_settings,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	IgnoreUnreadSettings bool                      `protobuf:"varint,8,opt,name=ignore_unread_settings,json=ignoreUnreadSettings,proto3" json:"ignore_unread_settings,omitempty"`
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
 }
 
 func (x *CountTokensRequest) Reset() {
 	*x = CountTokensRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3428,7 +3723,7 @@ func (x *CountTokensRequest) String() string {
 func (*CountTokensRequest) ProtoMessage() {}
 
 func (x *CountTokensRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3441,7 +3736,7 @@ func (x *CountTokensRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CountTokensRequest.ProtoReflect.Descriptor instead.
 func (*CountTokensRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{30}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *CountTokensRequest) GetModel() string {
@@ -3492,6 +3787,27 @@ func (x *CountTokensRequest) GetTools() []*Tool {
 	return nil
 }
 
+func (x *CountTokensRequest) GetThinking() *Thinking {
+	if x != nil {
+		return x.Thinking
+	}
+	return nil
+}
+
+func (x *CountTokensRequest) GetTemplateSettings() map[string]*TemplateValue {
+	if x != nil {
+		return x.TemplateSettings
+	}
+	return nil
+}
+
+func (x *CountTokensRequest) GetIgnoreUnreadSettings() bool {
+	if x != nil {
+		return x.IgnoreUnreadSettings
+	}
+	return false
+}
+
 type isCountTokensRequest_Input interface {
 	isCountTokensRequest_Input()
 }
@@ -3525,7 +3841,7 @@ type CountTokensResponse struct {
 
 func (x *CountTokensResponse) Reset() {
 	*x = CountTokensResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3537,7 +3853,7 @@ func (x *CountTokensResponse) String() string {
 func (*CountTokensResponse) ProtoMessage() {}
 
 func (x *CountTokensResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3550,7 +3866,7 @@ func (x *CountTokensResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CountTokensResponse.ProtoReflect.Descriptor instead.
 func (*CountTokensResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{31}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *CountTokensResponse) GetTokens() int64 {
@@ -3579,7 +3895,7 @@ type LoadModelRequest struct {
 
 func (x *LoadModelRequest) Reset() {
 	*x = LoadModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3591,7 +3907,7 @@ func (x *LoadModelRequest) String() string {
 func (*LoadModelRequest) ProtoMessage() {}
 
 func (x *LoadModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3604,7 +3920,7 @@ func (x *LoadModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadModelRequest.ProtoReflect.Descriptor instead.
 func (*LoadModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{32}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *LoadModelRequest) GetModel() string {
@@ -3634,7 +3950,7 @@ type LoadModelResponse struct {
 
 func (x *LoadModelResponse) Reset() {
 	*x = LoadModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3646,7 +3962,7 @@ func (x *LoadModelResponse) String() string {
 func (*LoadModelResponse) ProtoMessage() {}
 
 func (x *LoadModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3659,7 +3975,7 @@ func (x *LoadModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadModelResponse.ProtoReflect.Descriptor instead.
 func (*LoadModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{33}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *LoadModelResponse) GetEvent() isLoadModelResponse_Event {
@@ -3714,7 +4030,7 @@ type LoadProgress struct {
 
 func (x *LoadProgress) Reset() {
 	*x = LoadProgress{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3726,7 +4042,7 @@ func (x *LoadProgress) String() string {
 func (*LoadProgress) ProtoMessage() {}
 
 func (x *LoadProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3739,7 +4055,7 @@ func (x *LoadProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadProgress.ProtoReflect.Descriptor instead.
 func (*LoadProgress) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{34}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *LoadProgress) GetStage() LoadStage {
@@ -3767,7 +4083,7 @@ type LoadedModel struct {
 
 func (x *LoadedModel) Reset() {
 	*x = LoadedModel{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3779,7 +4095,7 @@ func (x *LoadedModel) String() string {
 func (*LoadedModel) ProtoMessage() {}
 
 func (x *LoadedModel) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3792,7 +4108,7 @@ func (x *LoadedModel) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadedModel.ProtoReflect.Descriptor instead.
 func (*LoadedModel) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{35}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *LoadedModel) GetModel() *Model {
@@ -3821,7 +4137,7 @@ type UnloadModelRequest struct {
 
 func (x *UnloadModelRequest) Reset() {
 	*x = UnloadModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3833,7 +4149,7 @@ func (x *UnloadModelRequest) String() string {
 func (*UnloadModelRequest) ProtoMessage() {}
 
 func (x *UnloadModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3846,7 +4162,7 @@ func (x *UnloadModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadModelRequest.ProtoReflect.Descriptor instead.
 func (*UnloadModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{36}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *UnloadModelRequest) GetModel() string {
@@ -3872,7 +4188,7 @@ type UnloadModelResponse struct {
 
 func (x *UnloadModelResponse) Reset() {
 	*x = UnloadModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3884,7 +4200,7 @@ func (x *UnloadModelResponse) String() string {
 func (*UnloadModelResponse) ProtoMessage() {}
 
 func (x *UnloadModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3897,7 +4213,7 @@ func (x *UnloadModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadModelResponse.ProtoReflect.Descriptor instead.
 func (*UnloadModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{37}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *UnloadModelResponse) GetLeft() *MemoriesLeft {
@@ -3920,7 +4236,7 @@ type MemoriesLeft struct {
 
 func (x *MemoriesLeft) Reset() {
 	*x = MemoriesLeft{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3932,7 +4248,7 @@ func (x *MemoriesLeft) String() string {
 func (*MemoriesLeft) ProtoMessage() {}
 
 func (x *MemoriesLeft) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3945,7 +4261,7 @@ func (x *MemoriesLeft) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemoriesLeft.ProtoReflect.Descriptor instead.
 func (*MemoriesLeft) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{38}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *MemoriesLeft) GetStored() int64 {
@@ -3970,7 +4286,7 @@ type ListModelsRequest struct {
 
 func (x *ListModelsRequest) Reset() {
 	*x = ListModelsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3982,7 +4298,7 @@ func (x *ListModelsRequest) String() string {
 func (*ListModelsRequest) ProtoMessage() {}
 
 func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3995,7 +4311,7 @@ func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsRequest.ProtoReflect.Descriptor instead.
 func (*ListModelsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{39}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{41}
 }
 
 type ListModelsResponse struct {
@@ -4007,7 +4323,7 @@ type ListModelsResponse struct {
 
 func (x *ListModelsResponse) Reset() {
 	*x = ListModelsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4019,7 +4335,7 @@ func (x *ListModelsResponse) String() string {
 func (*ListModelsResponse) ProtoMessage() {}
 
 func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4032,7 +4348,7 @@ func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsResponse.ProtoReflect.Descriptor instead.
 func (*ListModelsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{40}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *ListModelsResponse) GetModels() []*Model {
@@ -4052,7 +4368,7 @@ type GetModelRequest struct {
 
 func (x *GetModelRequest) Reset() {
 	*x = GetModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4064,7 +4380,7 @@ func (x *GetModelRequest) String() string {
 func (*GetModelRequest) ProtoMessage() {}
 
 func (x *GetModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4077,7 +4393,7 @@ func (x *GetModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetModelRequest.ProtoReflect.Descriptor instead.
 func (*GetModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{41}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *GetModelRequest) GetModel() string {
@@ -4096,7 +4412,7 @@ type GetModelResponse struct {
 
 func (x *GetModelResponse) Reset() {
 	*x = GetModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4108,7 +4424,7 @@ func (x *GetModelResponse) String() string {
 func (*GetModelResponse) ProtoMessage() {}
 
 func (x *GetModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4121,7 +4437,7 @@ func (x *GetModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetModelResponse.ProtoReflect.Descriptor instead.
 func (*GetModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{42}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *GetModelResponse) GetModel() *Model {
@@ -4161,7 +4477,7 @@ type Model struct {
 
 func (x *Model) Reset() {
 	*x = Model{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4173,7 +4489,7 @@ func (x *Model) String() string {
 func (*Model) ProtoMessage() {}
 
 func (x *Model) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4186,7 +4502,7 @@ func (x *Model) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Model.ProtoReflect.Descriptor instead.
 func (*Model) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{43}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *Model) GetName() string {
@@ -4309,7 +4625,7 @@ type GetCapabilitiesRequest struct {
 
 func (x *GetCapabilitiesRequest) Reset() {
 	*x = GetCapabilitiesRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4321,7 +4637,7 @@ func (x *GetCapabilitiesRequest) String() string {
 func (*GetCapabilitiesRequest) ProtoMessage() {}
 
 func (x *GetCapabilitiesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4334,7 +4650,7 @@ func (x *GetCapabilitiesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCapabilitiesRequest.ProtoReflect.Descriptor instead.
 func (*GetCapabilitiesRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{44}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{46}
 }
 
 type GetCapabilitiesResponse struct {
@@ -4352,7 +4668,7 @@ type GetCapabilitiesResponse struct {
 
 func (x *GetCapabilitiesResponse) Reset() {
 	*x = GetCapabilitiesResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4364,7 +4680,7 @@ func (x *GetCapabilitiesResponse) String() string {
 func (*GetCapabilitiesResponse) ProtoMessage() {}
 
 func (x *GetCapabilitiesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4377,7 +4693,7 @@ func (x *GetCapabilitiesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCapabilitiesResponse.ProtoReflect.Descriptor instead.
 func (*GetCapabilitiesResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{45}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *GetCapabilitiesResponse) GetVersion() string {
@@ -4435,7 +4751,7 @@ type Limits struct {
 
 func (x *Limits) Reset() {
 	*x = Limits{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4447,7 +4763,7 @@ func (x *Limits) String() string {
 func (*Limits) ProtoMessage() {}
 
 func (x *Limits) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4460,7 +4776,7 @@ func (x *Limits) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Limits.ProtoReflect.Descriptor instead.
 func (*Limits) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{46}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *Limits) GetMaxPromptBytes() int64 {
@@ -4520,7 +4836,7 @@ type GetStatsRequest struct {
 
 func (x *GetStatsRequest) Reset() {
 	*x = GetStatsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4532,7 +4848,7 @@ func (x *GetStatsRequest) String() string {
 func (*GetStatsRequest) ProtoMessage() {}
 
 func (x *GetStatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4545,7 +4861,7 @@ func (x *GetStatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatsRequest.ProtoReflect.Descriptor instead.
 func (*GetStatsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{47}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{49}
 }
 
 type GetStatsResponse struct {
@@ -4565,7 +4881,7 @@ type GetStatsResponse struct {
 
 func (x *GetStatsResponse) Reset() {
 	*x = GetStatsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4577,7 +4893,7 @@ func (x *GetStatsResponse) String() string {
 func (*GetStatsResponse) ProtoMessage() {}
 
 func (x *GetStatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4590,7 +4906,7 @@ func (x *GetStatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatsResponse.ProtoReflect.Descriptor instead.
 func (*GetStatsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{48}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{50}
 }
 
 func (x *GetStatsResponse) GetModel() string {
@@ -4664,7 +4980,7 @@ type NamespaceStats struct {
 
 func (x *NamespaceStats) Reset() {
 	*x = NamespaceStats{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[49]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[51]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4676,7 +4992,7 @@ func (x *NamespaceStats) String() string {
 func (*NamespaceStats) ProtoMessage() {}
 
 func (x *NamespaceStats) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[49]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[51]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4689,7 +5005,7 @@ func (x *NamespaceStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NamespaceStats.ProtoReflect.Descriptor instead.
 func (*NamespaceStats) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{49}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{51}
 }
 
 func (x *NamespaceStats) GetNamespace() string {
@@ -4835,7 +5151,7 @@ type EngineStats struct {
 
 func (x *EngineStats) Reset() {
 	*x = EngineStats{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[50]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[52]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4847,7 +5163,7 @@ func (x *EngineStats) String() string {
 func (*EngineStats) ProtoMessage() {}
 
 func (x *EngineStats) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[50]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[52]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4860,7 +5176,7 @@ func (x *EngineStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EngineStats.ProtoReflect.Descriptor instead.
 func (*EngineStats) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{50}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{52}
 }
 
 func (x *EngineStats) GetKvMemoryBytes() int64 {
@@ -4930,7 +5246,7 @@ var File_kvasir_inference_v1_inference_proto protoreflect.FileDescriptor
 
 const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\n" +
-	"#kvasir/inference/v1/inference.proto\x12\x13kvasir.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#kvasir/cachestore/v1/identity.proto\x1a#kvasir/cachestore/v1/manifest.proto\x1a\x1ekvasir/common/v1/message.proto\"\x96\t\n" +
+	"#kvasir/inference/v1/inference.proto\x12\x13kvasir.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#kvasir/cachestore/v1/identity.proto\x1a#kvasir/cachestore/v1/manifest.proto\x1a\x1ekvasir/common/v1/message.proto\"\xd9\v\n" +
 	"\x0fGenerateRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -4959,11 +5275,28 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\bvolatile\x18\x14 \x01(\v2\".kvasir.inference.v1.VolatileRulesR\bvolatile\x12@\n" +
 	"\vtool_choice\x18\x15 \x01(\v2\x1f.kvasir.inference.v1.ToolChoiceR\n" +
 	"toolChoice\x125\n" +
-	"\x17return_prompt_token_ids\x18\x17 \x01(\bR\x14returnPromptTokenIdsB\a\n" +
+	"\x17return_prompt_token_ids\x18\x17 \x01(\bR\x14returnPromptTokenIds\x129\n" +
+	"\bthinking\x18\x18 \x01(\v2\x1d.kvasir.inference.v1.ThinkingR\bthinking\x12g\n" +
+	"\x11template_settings\x18\x19 \x03(\v2:.kvasir.inference.v1.GenerateRequest.TemplateSettingsEntryR\x10templateSettings\x124\n" +
+	"\x16ignore_unread_settings\x18\x1a \x01(\bR\x14ignoreUnreadSettings\x1ag\n" +
+	"\x15TemplateSettingsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x128\n" +
+	"\x05value\x18\x02 \x01(\v2\".kvasir.inference.v1.TemplateValueR\x05value:\x028\x01B\a\n" +
 	"\x05inputB\x11\n" +
 	"\x0fresponse_formatB\x13\n" +
 	"\x11_expected_versionB\x0f\n" +
-	"\r_base_version\"\x8a\x01\n" +
+	"\r_base_version\"\x95\x01\n" +
+	"\bThinking\x125\n" +
+	"\x04mode\x18\x01 \x01(\x0e2!.kvasir.inference.v1.ThinkingModeR\x04mode\x12(\n" +
+	"\rbudget_tokens\x18\x02 \x01(\x05H\x00R\fbudgetTokens\x88\x01\x01\x12\x16\n" +
+	"\x06effort\x18\x03 \x01(\tR\x06effortB\x10\n" +
+	"\x0e_budget_tokens\"t\n" +
+	"\rTemplateValue\x12\x14\n" +
+	"\x04flag\x18\x01 \x01(\bH\x00R\x04flag\x12\x18\n" +
+	"\x06number\x18\x02 \x01(\x03H\x00R\x06number\x12\x14\n" +
+	"\x04real\x18\x03 \x01(\x01H\x00R\x04real\x12\x14\n" +
+	"\x04text\x18\x04 \x01(\tH\x00R\x04textB\a\n" +
+	"\x05value\"\x8a\x01\n" +
 	"\n" +
 	"ToolChoice\x127\n" +
 	"\x04kind\x18\x01 \x01(\x0e2#.kvasir.inference.v1.ToolChoiceKindR\x04kind\x12\x12\n" +
@@ -5035,7 +5368,7 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x04peer\x18\x01 \x01(\tR\x04peer\x12!\n" +
 	"\fresume_token\x18\x02 \x01(\tR\vresumeToken\x128\n" +
 	"\n" +
-	"expires_in\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\texpiresIn\"\x96\x04\n" +
+	"expires_in\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\texpiresIn\"\xc1\x04\n" +
 	"\aStarted\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -5051,7 +5384,8 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	" \x01(\x0e2!.kvasir.inference.v1.ContinuationR\fcontinuation\x12!\n" +
 	"\fbase_version\x18\v \x01(\x03R\vbaseVersion\x12\x12\n" +
 	"\x04kept\x18\f \x03(\tR\x04kept\x12(\n" +
-	"\x10prompt_token_ids\x18\r \x03(\rR\x0epromptTokenIds\"U\n" +
+	"\x10prompt_token_ids\x18\r \x03(\rR\x0epromptTokenIds\x12)\n" +
+	"\x10ignored_settings\x18\x0e \x03(\tR\x0fignoredSettings\"U\n" +
 	"\x0fPrefillProgress\x12\x1f\n" +
 	"\vtokens_done\x18\x01 \x01(\x03R\n" +
 	"tokensDone\x12!\n" +
@@ -5135,7 +5469,7 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x06tokens\x18\x02 \x01(\x03R\x06tokens\x12\x19\n" +
 	"\bkv_bytes\x18\x03 \x01(\x03R\akvBytes\x12\x18\n" +
 	"\aversion\x18\x04 \x01(\x03R\aversion\x12\x1b\n" +
-	"\tis_stored\x18\x05 \x01(\bR\bisStored\"\xea\x02\n" +
+	"\tis_stored\x18\x05 \x01(\bR\bisStored\"\xa9\x05\n" +
 	"\vWarmRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12\x19\n" +
 	"\bagent_id\x18\x02 \x01(\tR\aagentId\x12\x18\n" +
@@ -5143,7 +5477,14 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\bmessages\x18\x04 \x01(\v2 .kvasir.inference.v1.MessageListH\x00R\bmessages\x12K\n" +
 	"\x0fappend_messages\x18\x05 \x01(\v2 .kvasir.inference.v1.MessageListH\x00R\x0eappendMessages\x12I\n" +
 	"\x10prompt_token_ids\x18\a \x01(\v2\x1d.kvasir.inference.v1.TokenIdsH\x00R\x0epromptTokenIds\x12/\n" +
-	"\x05tools\x18\x06 \x03(\v2\x19.kvasir.inference.v1.ToolR\x05toolsB\a\n" +
+	"\x05tools\x18\x06 \x03(\v2\x19.kvasir.inference.v1.ToolR\x05tools\x129\n" +
+	"\bthinking\x18\b \x01(\v2\x1d.kvasir.inference.v1.ThinkingR\bthinking\x12c\n" +
+	"\x11template_settings\x18\t \x03(\v26.kvasir.inference.v1.WarmRequest.TemplateSettingsEntryR\x10templateSettings\x124\n" +
+	"\x16ignore_unread_settings\x18\n" +
+	" \x01(\bR\x14ignoreUnreadSettings\x1ag\n" +
+	"\x15TemplateSettingsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x128\n" +
+	"\x05value\x18\x02 \x01(\v2\".kvasir.inference.v1.TemplateValueR\x05value:\x028\x01B\a\n" +
 	"\x05input\"\xcd\x03\n" +
 	"\fWarmResponse\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12\x16\n" +
@@ -5157,13 +5498,19 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\aversion\x18\t \x01(\x03R\aversion\x123\n" +
 	"\arestore\x18\n" +
 	" \x01(\v2\x19.google.protobuf.DurationR\arestore\x123\n" +
-	"\aprefill\x18\v \x01(\v2\x19.google.protobuf.DurationR\aprefill\"\x89\x02\n" +
+	"\aprefill\x18\v \x01(\v2\x19.google.protobuf.DurationR\aprefill\"\xcf\x04\n" +
 	"\x12CountTokensRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12\x18\n" +
 	"\x06prompt\x18\x02 \x01(\tH\x00R\x06prompt\x12>\n" +
 	"\bmessages\x18\x03 \x01(\v2 .kvasir.inference.v1.MessageListH\x00R\bmessages\x12I\n" +
 	"\x10prompt_token_ids\x18\x05 \x01(\v2\x1d.kvasir.inference.v1.TokenIdsH\x00R\x0epromptTokenIds\x12/\n" +
-	"\x05tools\x18\x04 \x03(\v2\x19.kvasir.inference.v1.ToolR\x05toolsB\a\n" +
+	"\x05tools\x18\x04 \x03(\v2\x19.kvasir.inference.v1.ToolR\x05tools\x129\n" +
+	"\bthinking\x18\x06 \x01(\v2\x1d.kvasir.inference.v1.ThinkingR\bthinking\x12j\n" +
+	"\x11template_settings\x18\a \x03(\v2=.kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntryR\x10templateSettings\x124\n" +
+	"\x16ignore_unread_settings\x18\b \x01(\bR\x14ignoreUnreadSettings\x1ag\n" +
+	"\x15TemplateSettingsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x128\n" +
+	"\x05value\x18\x02 \x01(\v2\".kvasir.inference.v1.TemplateValueR\x05value:\x028\x01B\a\n" +
 	"\x05input\"T\n" +
 	"\x13CountTokensResponse\x12\x16\n" +
 	"\x06tokens\x18\x01 \x01(\x03R\x06tokens\x12%\n" +
@@ -5289,7 +5636,11 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x0fcomputed_tokens\x18\a \x01(\x03R\x0ecomputedTokens\x12 \n" +
 	"\vpreemptions\x18\b \x01(\x03R\vpreemptions\x12\x1f\n" +
 	"\vmodel_loads\x18\t \x01(\x03R\n" +
-	"modelLoads*m\n" +
+	"modelLoads*Z\n" +
+	"\fThinkingMode\x12\x1d\n" +
+	"\x19THINKING_MODE_UNSPECIFIED\x10\x00\x12\x14\n" +
+	"\x10THINKING_MODE_ON\x10\x01\x12\x15\n" +
+	"\x11THINKING_MODE_OFF\x10\x02*m\n" +
 	"\x0eToolChoiceKind\x12 \n" +
 	"\x1cTOOL_CHOICE_KIND_UNSPECIFIED\x10\x00\x12\x1d\n" +
 	"\x19TOOL_CHOICE_KIND_REQUIRED\x10\x01\x12\x1a\n" +
@@ -5404,195 +5755,211 @@ func file_kvasir_inference_v1_inference_proto_rawDescGZIP() []byte {
 	return file_kvasir_inference_v1_inference_proto_rawDescData
 }
 
-var file_kvasir_inference_v1_inference_proto_enumTypes = make([]protoimpl.EnumInfo, 13)
-var file_kvasir_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 58)
+var file_kvasir_inference_v1_inference_proto_enumTypes = make([]protoimpl.EnumInfo, 14)
+var file_kvasir_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 63)
 var file_kvasir_inference_v1_inference_proto_goTypes = []any{
-	(ToolChoiceKind)(0),             // 0: kvasir.inference.v1.ToolChoiceKind
-	(OnFullPolicy)(0),               // 1: kvasir.inference.v1.OnFullPolicy
-	(MemoryMode)(0),                 // 2: kvasir.inference.v1.MemoryMode
-	(Priority)(0),                   // 3: kvasir.inference.v1.Priority
-	(Continuation)(0),               // 4: kvasir.inference.v1.Continuation
-	(CacheSource)(0),                // 5: kvasir.inference.v1.CacheSource
-	(PrefixMatch)(0),                // 6: kvasir.inference.v1.PrefixMatch
-	(MissReason)(0),                 // 7: kvasir.inference.v1.MissReason
-	(FinishReason)(0),               // 8: kvasir.inference.v1.FinishReason
-	(SnapshotState)(0),              // 9: kvasir.inference.v1.SnapshotState
-	(TurnState)(0),                  // 10: kvasir.inference.v1.TurnState
-	(LoadStage)(0),                  // 11: kvasir.inference.v1.LoadStage
-	(ModelState)(0),                 // 12: kvasir.inference.v1.ModelState
-	(*GenerateRequest)(nil),         // 13: kvasir.inference.v1.GenerateRequest
-	(*ToolChoice)(nil),              // 14: kvasir.inference.v1.ToolChoice
-	(*VolatileRules)(nil),           // 15: kvasir.inference.v1.VolatileRules
-	(*OnFull)(nil),                  // 16: kvasir.inference.v1.OnFull
-	(*MessageList)(nil),             // 17: kvasir.inference.v1.MessageList
-	(*TokenIds)(nil),                // 18: kvasir.inference.v1.TokenIds
-	(*Tool)(nil),                    // 19: kvasir.inference.v1.Tool
-	(*Sampling)(nil),                // 20: kvasir.inference.v1.Sampling
-	(*GenerateResponse)(nil),        // 21: kvasir.inference.v1.GenerateResponse
-	(*Moved)(nil),                   // 22: kvasir.inference.v1.Moved
-	(*Started)(nil),                 // 23: kvasir.inference.v1.Started
-	(*PrefillProgress)(nil),         // 24: kvasir.inference.v1.PrefillProgress
-	(*Delta)(nil),                   // 25: kvasir.inference.v1.Delta
-	(*TokenLogprobs)(nil),           // 26: kvasir.inference.v1.TokenLogprobs
-	(*TokenLogprob)(nil),            // 27: kvasir.inference.v1.TokenLogprob
-	(*Finished)(nil),                // 28: kvasir.inference.v1.Finished
-	(*Shortening)(nil),              // 29: kvasir.inference.v1.Shortening
-	(*Usage)(nil),                   // 30: kvasir.inference.v1.Usage
-	(*Timings)(nil),                 // 31: kvasir.inference.v1.Timings
-	(*SnapshotOutcome)(nil),         // 32: kvasir.inference.v1.SnapshotOutcome
-	(*ListTurnsRequest)(nil),        // 33: kvasir.inference.v1.ListTurnsRequest
-	(*ListTurnsResponse)(nil),       // 34: kvasir.inference.v1.ListTurnsResponse
-	(*Turn)(nil),                    // 35: kvasir.inference.v1.Turn
-	(*CancelTurnRequest)(nil),       // 36: kvasir.inference.v1.CancelTurnRequest
-	(*CancelTurnResponse)(nil),      // 37: kvasir.inference.v1.CancelTurnResponse
-	(*ListHotMemoriesRequest)(nil),  // 38: kvasir.inference.v1.ListHotMemoriesRequest
-	(*ListHotMemoriesResponse)(nil), // 39: kvasir.inference.v1.ListHotMemoriesResponse
-	(*HotMemory)(nil),               // 40: kvasir.inference.v1.HotMemory
-	(*WarmRequest)(nil),             // 41: kvasir.inference.v1.WarmRequest
-	(*WarmResponse)(nil),            // 42: kvasir.inference.v1.WarmResponse
-	(*CountTokensRequest)(nil),      // 43: kvasir.inference.v1.CountTokensRequest
-	(*CountTokensResponse)(nil),     // 44: kvasir.inference.v1.CountTokensResponse
-	(*LoadModelRequest)(nil),        // 45: kvasir.inference.v1.LoadModelRequest
-	(*LoadModelResponse)(nil),       // 46: kvasir.inference.v1.LoadModelResponse
-	(*LoadProgress)(nil),            // 47: kvasir.inference.v1.LoadProgress
-	(*LoadedModel)(nil),             // 48: kvasir.inference.v1.LoadedModel
-	(*UnloadModelRequest)(nil),      // 49: kvasir.inference.v1.UnloadModelRequest
-	(*UnloadModelResponse)(nil),     // 50: kvasir.inference.v1.UnloadModelResponse
-	(*MemoriesLeft)(nil),            // 51: kvasir.inference.v1.MemoriesLeft
-	(*ListModelsRequest)(nil),       // 52: kvasir.inference.v1.ListModelsRequest
-	(*ListModelsResponse)(nil),      // 53: kvasir.inference.v1.ListModelsResponse
-	(*GetModelRequest)(nil),         // 54: kvasir.inference.v1.GetModelRequest
-	(*GetModelResponse)(nil),        // 55: kvasir.inference.v1.GetModelResponse
-	(*Model)(nil),                   // 56: kvasir.inference.v1.Model
-	(*GetCapabilitiesRequest)(nil),  // 57: kvasir.inference.v1.GetCapabilitiesRequest
-	(*GetCapabilitiesResponse)(nil), // 58: kvasir.inference.v1.GetCapabilitiesResponse
-	(*Limits)(nil),                  // 59: kvasir.inference.v1.Limits
-	(*GetStatsRequest)(nil),         // 60: kvasir.inference.v1.GetStatsRequest
-	(*GetStatsResponse)(nil),        // 61: kvasir.inference.v1.GetStatsResponse
-	(*NamespaceStats)(nil),          // 62: kvasir.inference.v1.NamespaceStats
-	(*EngineStats)(nil),             // 63: kvasir.inference.v1.EngineStats
-	nil,                             // 64: kvasir.inference.v1.Sampling.LogitBiasEntry
-	nil,                             // 65: kvasir.inference.v1.NamespaceStats.TurnEndsEntry
-	nil,                             // 66: kvasir.inference.v1.NamespaceStats.RefusalsEntry
-	nil,                             // 67: kvasir.inference.v1.NamespaceStats.SourcesEntry
-	nil,                             // 68: kvasir.inference.v1.NamespaceStats.MissesEntry
-	nil,                             // 69: kvasir.inference.v1.NamespaceStats.PublicationsEntry
-	nil,                             // 70: kvasir.inference.v1.NamespaceStats.MadeGoodEntry
-	(*v1.Message)(nil),              // 71: kvasir.common.v1.Message
-	(*durationpb.Duration)(nil),     // 72: google.protobuf.Duration
-	(*v1.ToolCall)(nil),             // 73: kvasir.common.v1.ToolCall
-	(*v11.Digest)(nil),              // 74: kvasir.cachestore.v1.Digest
-	(*v11.KvIdentity)(nil),          // 75: kvasir.cachestore.v1.KvIdentity
+	(ThinkingMode)(0),               // 0: kvasir.inference.v1.ThinkingMode
+	(ToolChoiceKind)(0),             // 1: kvasir.inference.v1.ToolChoiceKind
+	(OnFullPolicy)(0),               // 2: kvasir.inference.v1.OnFullPolicy
+	(MemoryMode)(0),                 // 3: kvasir.inference.v1.MemoryMode
+	(Priority)(0),                   // 4: kvasir.inference.v1.Priority
+	(Continuation)(0),               // 5: kvasir.inference.v1.Continuation
+	(CacheSource)(0),                // 6: kvasir.inference.v1.CacheSource
+	(PrefixMatch)(0),                // 7: kvasir.inference.v1.PrefixMatch
+	(MissReason)(0),                 // 8: kvasir.inference.v1.MissReason
+	(FinishReason)(0),               // 9: kvasir.inference.v1.FinishReason
+	(SnapshotState)(0),              // 10: kvasir.inference.v1.SnapshotState
+	(TurnState)(0),                  // 11: kvasir.inference.v1.TurnState
+	(LoadStage)(0),                  // 12: kvasir.inference.v1.LoadStage
+	(ModelState)(0),                 // 13: kvasir.inference.v1.ModelState
+	(*GenerateRequest)(nil),         // 14: kvasir.inference.v1.GenerateRequest
+	(*Thinking)(nil),                // 15: kvasir.inference.v1.Thinking
+	(*TemplateValue)(nil),           // 16: kvasir.inference.v1.TemplateValue
+	(*ToolChoice)(nil),              // 17: kvasir.inference.v1.ToolChoice
+	(*VolatileRules)(nil),           // 18: kvasir.inference.v1.VolatileRules
+	(*OnFull)(nil),                  // 19: kvasir.inference.v1.OnFull
+	(*MessageList)(nil),             // 20: kvasir.inference.v1.MessageList
+	(*TokenIds)(nil),                // 21: kvasir.inference.v1.TokenIds
+	(*Tool)(nil),                    // 22: kvasir.inference.v1.Tool
+	(*Sampling)(nil),                // 23: kvasir.inference.v1.Sampling
+	(*GenerateResponse)(nil),        // 24: kvasir.inference.v1.GenerateResponse
+	(*Moved)(nil),                   // 25: kvasir.inference.v1.Moved
+	(*Started)(nil),                 // 26: kvasir.inference.v1.Started
+	(*PrefillProgress)(nil),         // 27: kvasir.inference.v1.PrefillProgress
+	(*Delta)(nil),                   // 28: kvasir.inference.v1.Delta
+	(*TokenLogprobs)(nil),           // 29: kvasir.inference.v1.TokenLogprobs
+	(*TokenLogprob)(nil),            // 30: kvasir.inference.v1.TokenLogprob
+	(*Finished)(nil),                // 31: kvasir.inference.v1.Finished
+	(*Shortening)(nil),              // 32: kvasir.inference.v1.Shortening
+	(*Usage)(nil),                   // 33: kvasir.inference.v1.Usage
+	(*Timings)(nil),                 // 34: kvasir.inference.v1.Timings
+	(*SnapshotOutcome)(nil),         // 35: kvasir.inference.v1.SnapshotOutcome
+	(*ListTurnsRequest)(nil),        // 36: kvasir.inference.v1.ListTurnsRequest
+	(*ListTurnsResponse)(nil),       // 37: kvasir.inference.v1.ListTurnsResponse
+	(*Turn)(nil),                    // 38: kvasir.inference.v1.Turn
+	(*CancelTurnRequest)(nil),       // 39: kvasir.inference.v1.CancelTurnRequest
+	(*CancelTurnResponse)(nil),      // 40: kvasir.inference.v1.CancelTurnResponse
+	(*ListHotMemoriesRequest)(nil),  // 41: kvasir.inference.v1.ListHotMemoriesRequest
+	(*ListHotMemoriesResponse)(nil), // 42: kvasir.inference.v1.ListHotMemoriesResponse
+	(*HotMemory)(nil),               // 43: kvasir.inference.v1.HotMemory
+	(*WarmRequest)(nil),             // 44: kvasir.inference.v1.WarmRequest
+	(*WarmResponse)(nil),            // 45: kvasir.inference.v1.WarmResponse
+	(*CountTokensRequest)(nil),      // 46: kvasir.inference.v1.CountTokensRequest
+	(*CountTokensResponse)(nil),     // 47: kvasir.inference.v1.CountTokensResponse
+	(*LoadModelRequest)(nil),        // 48: kvasir.inference.v1.LoadModelRequest
+	(*LoadModelResponse)(nil),       // 49: kvasir.inference.v1.LoadModelResponse
+	(*LoadProgress)(nil),            // 50: kvasir.inference.v1.LoadProgress
+	(*LoadedModel)(nil),             // 51: kvasir.inference.v1.LoadedModel
+	(*UnloadModelRequest)(nil),      // 52: kvasir.inference.v1.UnloadModelRequest
+	(*UnloadModelResponse)(nil),     // 53: kvasir.inference.v1.UnloadModelResponse
+	(*MemoriesLeft)(nil),            // 54: kvasir.inference.v1.MemoriesLeft
+	(*ListModelsRequest)(nil),       // 55: kvasir.inference.v1.ListModelsRequest
+	(*ListModelsResponse)(nil),      // 56: kvasir.inference.v1.ListModelsResponse
+	(*GetModelRequest)(nil),         // 57: kvasir.inference.v1.GetModelRequest
+	(*GetModelResponse)(nil),        // 58: kvasir.inference.v1.GetModelResponse
+	(*Model)(nil),                   // 59: kvasir.inference.v1.Model
+	(*GetCapabilitiesRequest)(nil),  // 60: kvasir.inference.v1.GetCapabilitiesRequest
+	(*GetCapabilitiesResponse)(nil), // 61: kvasir.inference.v1.GetCapabilitiesResponse
+	(*Limits)(nil),                  // 62: kvasir.inference.v1.Limits
+	(*GetStatsRequest)(nil),         // 63: kvasir.inference.v1.GetStatsRequest
+	(*GetStatsResponse)(nil),        // 64: kvasir.inference.v1.GetStatsResponse
+	(*NamespaceStats)(nil),          // 65: kvasir.inference.v1.NamespaceStats
+	(*EngineStats)(nil),             // 66: kvasir.inference.v1.EngineStats
+	nil,                             // 67: kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry
+	nil,                             // 68: kvasir.inference.v1.Sampling.LogitBiasEntry
+	nil,                             // 69: kvasir.inference.v1.WarmRequest.TemplateSettingsEntry
+	nil,                             // 70: kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry
+	nil,                             // 71: kvasir.inference.v1.NamespaceStats.TurnEndsEntry
+	nil,                             // 72: kvasir.inference.v1.NamespaceStats.RefusalsEntry
+	nil,                             // 73: kvasir.inference.v1.NamespaceStats.SourcesEntry
+	nil,                             // 74: kvasir.inference.v1.NamespaceStats.MissesEntry
+	nil,                             // 75: kvasir.inference.v1.NamespaceStats.PublicationsEntry
+	nil,                             // 76: kvasir.inference.v1.NamespaceStats.MadeGoodEntry
+	(*v1.Message)(nil),              // 77: kvasir.common.v1.Message
+	(*durationpb.Duration)(nil),     // 78: google.protobuf.Duration
+	(*v1.ToolCall)(nil),             // 79: kvasir.common.v1.ToolCall
+	(*v11.Digest)(nil),              // 80: kvasir.cachestore.v1.Digest
+	(*v11.KvIdentity)(nil),          // 81: kvasir.cachestore.v1.KvIdentity
 }
 var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
-	17, // 0: kvasir.inference.v1.GenerateRequest.messages:type_name -> kvasir.inference.v1.MessageList
-	17, // 1: kvasir.inference.v1.GenerateRequest.append_messages:type_name -> kvasir.inference.v1.MessageList
-	18, // 2: kvasir.inference.v1.GenerateRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
-	20, // 3: kvasir.inference.v1.GenerateRequest.sampling:type_name -> kvasir.inference.v1.Sampling
-	19, // 4: kvasir.inference.v1.GenerateRequest.tools:type_name -> kvasir.inference.v1.Tool
-	3,  // 5: kvasir.inference.v1.GenerateRequest.priority:type_name -> kvasir.inference.v1.Priority
-	2,  // 6: kvasir.inference.v1.GenerateRequest.memory_mode:type_name -> kvasir.inference.v1.MemoryMode
-	16, // 7: kvasir.inference.v1.GenerateRequest.on_full:type_name -> kvasir.inference.v1.OnFull
-	15, // 8: kvasir.inference.v1.GenerateRequest.volatile:type_name -> kvasir.inference.v1.VolatileRules
-	14, // 9: kvasir.inference.v1.GenerateRequest.tool_choice:type_name -> kvasir.inference.v1.ToolChoice
-	0,  // 10: kvasir.inference.v1.ToolChoice.kind:type_name -> kvasir.inference.v1.ToolChoiceKind
-	1,  // 11: kvasir.inference.v1.OnFull.policy:type_name -> kvasir.inference.v1.OnFullPolicy
-	71, // 12: kvasir.inference.v1.MessageList.messages:type_name -> kvasir.common.v1.Message
-	64, // 13: kvasir.inference.v1.Sampling.logit_bias:type_name -> kvasir.inference.v1.Sampling.LogitBiasEntry
-	23, // 14: kvasir.inference.v1.GenerateResponse.started:type_name -> kvasir.inference.v1.Started
-	24, // 15: kvasir.inference.v1.GenerateResponse.prefill_progress:type_name -> kvasir.inference.v1.PrefillProgress
-	25, // 16: kvasir.inference.v1.GenerateResponse.delta:type_name -> kvasir.inference.v1.Delta
-	28, // 17: kvasir.inference.v1.GenerateResponse.finished:type_name -> kvasir.inference.v1.Finished
-	22, // 18: kvasir.inference.v1.GenerateResponse.moved:type_name -> kvasir.inference.v1.Moved
-	72, // 19: kvasir.inference.v1.Moved.expires_in:type_name -> google.protobuf.Duration
-	5,  // 20: kvasir.inference.v1.Started.source:type_name -> kvasir.inference.v1.CacheSource
-	7,  // 21: kvasir.inference.v1.Started.miss:type_name -> kvasir.inference.v1.MissReason
-	6,  // 22: kvasir.inference.v1.Started.match:type_name -> kvasir.inference.v1.PrefixMatch
-	4,  // 23: kvasir.inference.v1.Started.continuation:type_name -> kvasir.inference.v1.Continuation
-	26, // 24: kvasir.inference.v1.Delta.logprobs:type_name -> kvasir.inference.v1.TokenLogprobs
-	27, // 25: kvasir.inference.v1.TokenLogprobs.top:type_name -> kvasir.inference.v1.TokenLogprob
-	8,  // 26: kvasir.inference.v1.Finished.reason:type_name -> kvasir.inference.v1.FinishReason
-	30, // 27: kvasir.inference.v1.Finished.usage:type_name -> kvasir.inference.v1.Usage
-	31, // 28: kvasir.inference.v1.Finished.timings:type_name -> kvasir.inference.v1.Timings
-	32, // 29: kvasir.inference.v1.Finished.snapshot:type_name -> kvasir.inference.v1.SnapshotOutcome
-	73, // 30: kvasir.inference.v1.Finished.tool_calls:type_name -> kvasir.common.v1.ToolCall
-	29, // 31: kvasir.inference.v1.Finished.shortening:type_name -> kvasir.inference.v1.Shortening
-	1,  // 32: kvasir.inference.v1.Shortening.policy:type_name -> kvasir.inference.v1.OnFullPolicy
-	72, // 33: kvasir.inference.v1.Timings.queue:type_name -> google.protobuf.Duration
-	72, // 34: kvasir.inference.v1.Timings.restore:type_name -> google.protobuf.Duration
-	72, // 35: kvasir.inference.v1.Timings.prefill:type_name -> google.protobuf.Duration
-	72, // 36: kvasir.inference.v1.Timings.first_token:type_name -> google.protobuf.Duration
-	72, // 37: kvasir.inference.v1.Timings.decode:type_name -> google.protobuf.Duration
-	9,  // 38: kvasir.inference.v1.SnapshotOutcome.state:type_name -> kvasir.inference.v1.SnapshotState
-	74, // 39: kvasir.inference.v1.SnapshotOutcome.manifest:type_name -> kvasir.cachestore.v1.Digest
-	35, // 40: kvasir.inference.v1.ListTurnsResponse.turns:type_name -> kvasir.inference.v1.Turn
-	10, // 41: kvasir.inference.v1.Turn.state:type_name -> kvasir.inference.v1.TurnState
-	72, // 42: kvasir.inference.v1.Turn.age:type_name -> google.protobuf.Duration
-	28, // 43: kvasir.inference.v1.CancelTurnResponse.finished:type_name -> kvasir.inference.v1.Finished
-	40, // 44: kvasir.inference.v1.ListHotMemoriesResponse.memories:type_name -> kvasir.inference.v1.HotMemory
-	17, // 45: kvasir.inference.v1.WarmRequest.messages:type_name -> kvasir.inference.v1.MessageList
-	17, // 46: kvasir.inference.v1.WarmRequest.append_messages:type_name -> kvasir.inference.v1.MessageList
-	18, // 47: kvasir.inference.v1.WarmRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
-	19, // 48: kvasir.inference.v1.WarmRequest.tools:type_name -> kvasir.inference.v1.Tool
-	5,  // 49: kvasir.inference.v1.WarmResponse.source:type_name -> kvasir.inference.v1.CacheSource
-	7,  // 50: kvasir.inference.v1.WarmResponse.miss:type_name -> kvasir.inference.v1.MissReason
-	6,  // 51: kvasir.inference.v1.WarmResponse.match:type_name -> kvasir.inference.v1.PrefixMatch
-	72, // 52: kvasir.inference.v1.WarmResponse.restore:type_name -> google.protobuf.Duration
-	72, // 53: kvasir.inference.v1.WarmResponse.prefill:type_name -> google.protobuf.Duration
-	17, // 54: kvasir.inference.v1.CountTokensRequest.messages:type_name -> kvasir.inference.v1.MessageList
-	18, // 55: kvasir.inference.v1.CountTokensRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
-	19, // 56: kvasir.inference.v1.CountTokensRequest.tools:type_name -> kvasir.inference.v1.Tool
-	47, // 57: kvasir.inference.v1.LoadModelResponse.progress:type_name -> kvasir.inference.v1.LoadProgress
-	48, // 58: kvasir.inference.v1.LoadModelResponse.done:type_name -> kvasir.inference.v1.LoadedModel
-	11, // 59: kvasir.inference.v1.LoadProgress.stage:type_name -> kvasir.inference.v1.LoadStage
-	72, // 60: kvasir.inference.v1.LoadProgress.elapsed:type_name -> google.protobuf.Duration
-	56, // 61: kvasir.inference.v1.LoadedModel.model:type_name -> kvasir.inference.v1.Model
-	51, // 62: kvasir.inference.v1.LoadedModel.left:type_name -> kvasir.inference.v1.MemoriesLeft
-	51, // 63: kvasir.inference.v1.UnloadModelResponse.left:type_name -> kvasir.inference.v1.MemoriesLeft
-	56, // 64: kvasir.inference.v1.ListModelsResponse.models:type_name -> kvasir.inference.v1.Model
-	56, // 65: kvasir.inference.v1.GetModelResponse.model:type_name -> kvasir.inference.v1.Model
-	75, // 66: kvasir.inference.v1.Model.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
-	12, // 67: kvasir.inference.v1.Model.state:type_name -> kvasir.inference.v1.ModelState
-	20, // 68: kvasir.inference.v1.Model.sampling_defaults:type_name -> kvasir.inference.v1.Sampling
-	59, // 69: kvasir.inference.v1.GetCapabilitiesResponse.limits:type_name -> kvasir.inference.v1.Limits
-	72, // 70: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
-	62, // 71: kvasir.inference.v1.GetStatsResponse.namespaces:type_name -> kvasir.inference.v1.NamespaceStats
-	63, // 72: kvasir.inference.v1.GetStatsResponse.engine:type_name -> kvasir.inference.v1.EngineStats
-	65, // 73: kvasir.inference.v1.NamespaceStats.turn_ends:type_name -> kvasir.inference.v1.NamespaceStats.TurnEndsEntry
-	66, // 74: kvasir.inference.v1.NamespaceStats.refusals:type_name -> kvasir.inference.v1.NamespaceStats.RefusalsEntry
-	67, // 75: kvasir.inference.v1.NamespaceStats.sources:type_name -> kvasir.inference.v1.NamespaceStats.SourcesEntry
-	68, // 76: kvasir.inference.v1.NamespaceStats.misses:type_name -> kvasir.inference.v1.NamespaceStats.MissesEntry
-	69, // 77: kvasir.inference.v1.NamespaceStats.publications:type_name -> kvasir.inference.v1.NamespaceStats.PublicationsEntry
-	70, // 78: kvasir.inference.v1.NamespaceStats.made_good:type_name -> kvasir.inference.v1.NamespaceStats.MadeGoodEntry
-	13, // 79: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
-	33, // 80: kvasir.inference.v1.InferenceService.ListTurns:input_type -> kvasir.inference.v1.ListTurnsRequest
-	36, // 81: kvasir.inference.v1.InferenceService.CancelTurn:input_type -> kvasir.inference.v1.CancelTurnRequest
-	38, // 82: kvasir.inference.v1.InferenceService.ListHotMemories:input_type -> kvasir.inference.v1.ListHotMemoriesRequest
-	41, // 83: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
-	43, // 84: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
-	52, // 85: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
-	45, // 86: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
-	49, // 87: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
-	54, // 88: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
-	57, // 89: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
-	60, // 90: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
-	21, // 91: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
-	34, // 92: kvasir.inference.v1.InferenceService.ListTurns:output_type -> kvasir.inference.v1.ListTurnsResponse
-	37, // 93: kvasir.inference.v1.InferenceService.CancelTurn:output_type -> kvasir.inference.v1.CancelTurnResponse
-	39, // 94: kvasir.inference.v1.InferenceService.ListHotMemories:output_type -> kvasir.inference.v1.ListHotMemoriesResponse
-	42, // 95: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
-	44, // 96: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
-	53, // 97: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
-	46, // 98: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
-	50, // 99: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
-	55, // 100: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
-	58, // 101: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
-	61, // 102: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
-	91, // [91:103] is the sub-list for method output_type
-	79, // [79:91] is the sub-list for method input_type
-	79, // [79:79] is the sub-list for extension type_name
-	79, // [79:79] is the sub-list for extension extendee
-	0,  // [0:79] is the sub-list for field type_name
+	20,  // 0: kvasir.inference.v1.GenerateRequest.messages:type_name -> kvasir.inference.v1.MessageList
+	20,  // 1: kvasir.inference.v1.GenerateRequest.append_messages:type_name -> kvasir.inference.v1.MessageList
+	21,  // 2: kvasir.inference.v1.GenerateRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
+	23,  // 3: kvasir.inference.v1.GenerateRequest.sampling:type_name -> kvasir.inference.v1.Sampling
+	22,  // 4: kvasir.inference.v1.GenerateRequest.tools:type_name -> kvasir.inference.v1.Tool
+	4,   // 5: kvasir.inference.v1.GenerateRequest.priority:type_name -> kvasir.inference.v1.Priority
+	3,   // 6: kvasir.inference.v1.GenerateRequest.memory_mode:type_name -> kvasir.inference.v1.MemoryMode
+	19,  // 7: kvasir.inference.v1.GenerateRequest.on_full:type_name -> kvasir.inference.v1.OnFull
+	18,  // 8: kvasir.inference.v1.GenerateRequest.volatile:type_name -> kvasir.inference.v1.VolatileRules
+	17,  // 9: kvasir.inference.v1.GenerateRequest.tool_choice:type_name -> kvasir.inference.v1.ToolChoice
+	15,  // 10: kvasir.inference.v1.GenerateRequest.thinking:type_name -> kvasir.inference.v1.Thinking
+	67,  // 11: kvasir.inference.v1.GenerateRequest.template_settings:type_name -> kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry
+	0,   // 12: kvasir.inference.v1.Thinking.mode:type_name -> kvasir.inference.v1.ThinkingMode
+	1,   // 13: kvasir.inference.v1.ToolChoice.kind:type_name -> kvasir.inference.v1.ToolChoiceKind
+	2,   // 14: kvasir.inference.v1.OnFull.policy:type_name -> kvasir.inference.v1.OnFullPolicy
+	77,  // 15: kvasir.inference.v1.MessageList.messages:type_name -> kvasir.common.v1.Message
+	68,  // 16: kvasir.inference.v1.Sampling.logit_bias:type_name -> kvasir.inference.v1.Sampling.LogitBiasEntry
+	26,  // 17: kvasir.inference.v1.GenerateResponse.started:type_name -> kvasir.inference.v1.Started
+	27,  // 18: kvasir.inference.v1.GenerateResponse.prefill_progress:type_name -> kvasir.inference.v1.PrefillProgress
+	28,  // 19: kvasir.inference.v1.GenerateResponse.delta:type_name -> kvasir.inference.v1.Delta
+	31,  // 20: kvasir.inference.v1.GenerateResponse.finished:type_name -> kvasir.inference.v1.Finished
+	25,  // 21: kvasir.inference.v1.GenerateResponse.moved:type_name -> kvasir.inference.v1.Moved
+	78,  // 22: kvasir.inference.v1.Moved.expires_in:type_name -> google.protobuf.Duration
+	6,   // 23: kvasir.inference.v1.Started.source:type_name -> kvasir.inference.v1.CacheSource
+	8,   // 24: kvasir.inference.v1.Started.miss:type_name -> kvasir.inference.v1.MissReason
+	7,   // 25: kvasir.inference.v1.Started.match:type_name -> kvasir.inference.v1.PrefixMatch
+	5,   // 26: kvasir.inference.v1.Started.continuation:type_name -> kvasir.inference.v1.Continuation
+	29,  // 27: kvasir.inference.v1.Delta.logprobs:type_name -> kvasir.inference.v1.TokenLogprobs
+	30,  // 28: kvasir.inference.v1.TokenLogprobs.top:type_name -> kvasir.inference.v1.TokenLogprob
+	9,   // 29: kvasir.inference.v1.Finished.reason:type_name -> kvasir.inference.v1.FinishReason
+	33,  // 30: kvasir.inference.v1.Finished.usage:type_name -> kvasir.inference.v1.Usage
+	34,  // 31: kvasir.inference.v1.Finished.timings:type_name -> kvasir.inference.v1.Timings
+	35,  // 32: kvasir.inference.v1.Finished.snapshot:type_name -> kvasir.inference.v1.SnapshotOutcome
+	79,  // 33: kvasir.inference.v1.Finished.tool_calls:type_name -> kvasir.common.v1.ToolCall
+	32,  // 34: kvasir.inference.v1.Finished.shortening:type_name -> kvasir.inference.v1.Shortening
+	2,   // 35: kvasir.inference.v1.Shortening.policy:type_name -> kvasir.inference.v1.OnFullPolicy
+	78,  // 36: kvasir.inference.v1.Timings.queue:type_name -> google.protobuf.Duration
+	78,  // 37: kvasir.inference.v1.Timings.restore:type_name -> google.protobuf.Duration
+	78,  // 38: kvasir.inference.v1.Timings.prefill:type_name -> google.protobuf.Duration
+	78,  // 39: kvasir.inference.v1.Timings.first_token:type_name -> google.protobuf.Duration
+	78,  // 40: kvasir.inference.v1.Timings.decode:type_name -> google.protobuf.Duration
+	10,  // 41: kvasir.inference.v1.SnapshotOutcome.state:type_name -> kvasir.inference.v1.SnapshotState
+	80,  // 42: kvasir.inference.v1.SnapshotOutcome.manifest:type_name -> kvasir.cachestore.v1.Digest
+	38,  // 43: kvasir.inference.v1.ListTurnsResponse.turns:type_name -> kvasir.inference.v1.Turn
+	11,  // 44: kvasir.inference.v1.Turn.state:type_name -> kvasir.inference.v1.TurnState
+	78,  // 45: kvasir.inference.v1.Turn.age:type_name -> google.protobuf.Duration
+	31,  // 46: kvasir.inference.v1.CancelTurnResponse.finished:type_name -> kvasir.inference.v1.Finished
+	43,  // 47: kvasir.inference.v1.ListHotMemoriesResponse.memories:type_name -> kvasir.inference.v1.HotMemory
+	20,  // 48: kvasir.inference.v1.WarmRequest.messages:type_name -> kvasir.inference.v1.MessageList
+	20,  // 49: kvasir.inference.v1.WarmRequest.append_messages:type_name -> kvasir.inference.v1.MessageList
+	21,  // 50: kvasir.inference.v1.WarmRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
+	22,  // 51: kvasir.inference.v1.WarmRequest.tools:type_name -> kvasir.inference.v1.Tool
+	15,  // 52: kvasir.inference.v1.WarmRequest.thinking:type_name -> kvasir.inference.v1.Thinking
+	69,  // 53: kvasir.inference.v1.WarmRequest.template_settings:type_name -> kvasir.inference.v1.WarmRequest.TemplateSettingsEntry
+	6,   // 54: kvasir.inference.v1.WarmResponse.source:type_name -> kvasir.inference.v1.CacheSource
+	8,   // 55: kvasir.inference.v1.WarmResponse.miss:type_name -> kvasir.inference.v1.MissReason
+	7,   // 56: kvasir.inference.v1.WarmResponse.match:type_name -> kvasir.inference.v1.PrefixMatch
+	78,  // 57: kvasir.inference.v1.WarmResponse.restore:type_name -> google.protobuf.Duration
+	78,  // 58: kvasir.inference.v1.WarmResponse.prefill:type_name -> google.protobuf.Duration
+	20,  // 59: kvasir.inference.v1.CountTokensRequest.messages:type_name -> kvasir.inference.v1.MessageList
+	21,  // 60: kvasir.inference.v1.CountTokensRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
+	22,  // 61: kvasir.inference.v1.CountTokensRequest.tools:type_name -> kvasir.inference.v1.Tool
+	15,  // 62: kvasir.inference.v1.CountTokensRequest.thinking:type_name -> kvasir.inference.v1.Thinking
+	70,  // 63: kvasir.inference.v1.CountTokensRequest.template_settings:type_name -> kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry
+	50,  // 64: kvasir.inference.v1.LoadModelResponse.progress:type_name -> kvasir.inference.v1.LoadProgress
+	51,  // 65: kvasir.inference.v1.LoadModelResponse.done:type_name -> kvasir.inference.v1.LoadedModel
+	12,  // 66: kvasir.inference.v1.LoadProgress.stage:type_name -> kvasir.inference.v1.LoadStage
+	78,  // 67: kvasir.inference.v1.LoadProgress.elapsed:type_name -> google.protobuf.Duration
+	59,  // 68: kvasir.inference.v1.LoadedModel.model:type_name -> kvasir.inference.v1.Model
+	54,  // 69: kvasir.inference.v1.LoadedModel.left:type_name -> kvasir.inference.v1.MemoriesLeft
+	54,  // 70: kvasir.inference.v1.UnloadModelResponse.left:type_name -> kvasir.inference.v1.MemoriesLeft
+	59,  // 71: kvasir.inference.v1.ListModelsResponse.models:type_name -> kvasir.inference.v1.Model
+	59,  // 72: kvasir.inference.v1.GetModelResponse.model:type_name -> kvasir.inference.v1.Model
+	81,  // 73: kvasir.inference.v1.Model.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
+	13,  // 74: kvasir.inference.v1.Model.state:type_name -> kvasir.inference.v1.ModelState
+	23,  // 75: kvasir.inference.v1.Model.sampling_defaults:type_name -> kvasir.inference.v1.Sampling
+	62,  // 76: kvasir.inference.v1.GetCapabilitiesResponse.limits:type_name -> kvasir.inference.v1.Limits
+	78,  // 77: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
+	65,  // 78: kvasir.inference.v1.GetStatsResponse.namespaces:type_name -> kvasir.inference.v1.NamespaceStats
+	66,  // 79: kvasir.inference.v1.GetStatsResponse.engine:type_name -> kvasir.inference.v1.EngineStats
+	71,  // 80: kvasir.inference.v1.NamespaceStats.turn_ends:type_name -> kvasir.inference.v1.NamespaceStats.TurnEndsEntry
+	72,  // 81: kvasir.inference.v1.NamespaceStats.refusals:type_name -> kvasir.inference.v1.NamespaceStats.RefusalsEntry
+	73,  // 82: kvasir.inference.v1.NamespaceStats.sources:type_name -> kvasir.inference.v1.NamespaceStats.SourcesEntry
+	74,  // 83: kvasir.inference.v1.NamespaceStats.misses:type_name -> kvasir.inference.v1.NamespaceStats.MissesEntry
+	75,  // 84: kvasir.inference.v1.NamespaceStats.publications:type_name -> kvasir.inference.v1.NamespaceStats.PublicationsEntry
+	76,  // 85: kvasir.inference.v1.NamespaceStats.made_good:type_name -> kvasir.inference.v1.NamespaceStats.MadeGoodEntry
+	16,  // 86: kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
+	16,  // 87: kvasir.inference.v1.WarmRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
+	16,  // 88: kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
+	14,  // 89: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
+	36,  // 90: kvasir.inference.v1.InferenceService.ListTurns:input_type -> kvasir.inference.v1.ListTurnsRequest
+	39,  // 91: kvasir.inference.v1.InferenceService.CancelTurn:input_type -> kvasir.inference.v1.CancelTurnRequest
+	41,  // 92: kvasir.inference.v1.InferenceService.ListHotMemories:input_type -> kvasir.inference.v1.ListHotMemoriesRequest
+	44,  // 93: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
+	46,  // 94: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
+	55,  // 95: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
+	48,  // 96: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
+	52,  // 97: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
+	57,  // 98: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
+	60,  // 99: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
+	63,  // 100: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
+	24,  // 101: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
+	37,  // 102: kvasir.inference.v1.InferenceService.ListTurns:output_type -> kvasir.inference.v1.ListTurnsResponse
+	40,  // 103: kvasir.inference.v1.InferenceService.CancelTurn:output_type -> kvasir.inference.v1.CancelTurnResponse
+	42,  // 104: kvasir.inference.v1.InferenceService.ListHotMemories:output_type -> kvasir.inference.v1.ListHotMemoriesResponse
+	45,  // 105: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
+	47,  // 106: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
+	56,  // 107: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
+	49,  // 108: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
+	53,  // 109: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
+	58,  // 110: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
+	61,  // 111: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
+	64,  // 112: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
+	101, // [101:113] is the sub-list for method output_type
+	89,  // [89:101] is the sub-list for method input_type
+	89,  // [89:89] is the sub-list for extension type_name
+	89,  // [89:89] is the sub-list for extension extendee
+	0,   // [0:89] is the sub-list for field type_name
 }
 
 func init() { file_kvasir_inference_v1_inference_proto_init() }
@@ -5608,27 +5975,34 @@ func file_kvasir_inference_v1_inference_proto_init() {
 		(*GenerateRequest_JsonSchema)(nil),
 		(*GenerateRequest_Regex)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[3].OneofWrappers = []any{}
-	file_kvasir_inference_v1_inference_proto_msgTypes[7].OneofWrappers = []any{}
-	file_kvasir_inference_v1_inference_proto_msgTypes[8].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[1].OneofWrappers = []any{}
+	file_kvasir_inference_v1_inference_proto_msgTypes[2].OneofWrappers = []any{
+		(*TemplateValue_Flag)(nil),
+		(*TemplateValue_Number)(nil),
+		(*TemplateValue_Real)(nil),
+		(*TemplateValue_Text)(nil),
+	}
+	file_kvasir_inference_v1_inference_proto_msgTypes[5].OneofWrappers = []any{}
+	file_kvasir_inference_v1_inference_proto_msgTypes[9].OneofWrappers = []any{}
+	file_kvasir_inference_v1_inference_proto_msgTypes[10].OneofWrappers = []any{
 		(*GenerateResponse_Started)(nil),
 		(*GenerateResponse_PrefillProgress)(nil),
 		(*GenerateResponse_Delta)(nil),
 		(*GenerateResponse_Finished)(nil),
 		(*GenerateResponse_Moved)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[28].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[30].OneofWrappers = []any{
 		(*WarmRequest_Prompt)(nil),
 		(*WarmRequest_Messages)(nil),
 		(*WarmRequest_AppendMessages)(nil),
 		(*WarmRequest_PromptTokenIds)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[30].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[32].OneofWrappers = []any{
 		(*CountTokensRequest_Prompt)(nil),
 		(*CountTokensRequest_Messages)(nil),
 		(*CountTokensRequest_PromptTokenIds)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[33].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[35].OneofWrappers = []any{
 		(*LoadModelResponse_Progress)(nil),
 		(*LoadModelResponse_Done)(nil),
 	}
@@ -5637,8 +6011,8 @@ func file_kvasir_inference_v1_inference_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvasir_inference_v1_inference_proto_rawDesc), len(file_kvasir_inference_v1_inference_proto_rawDesc)),
-			NumEnums:      13,
-			NumMessages:   58,
+			NumEnums:      14,
+			NumMessages:   63,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

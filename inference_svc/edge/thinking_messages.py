@@ -1,0 +1,82 @@
+"""Thinking and the chat template's settings from the wire, and what the loaded model makes of them."""
+
+import math
+import re
+from dataclasses import replace
+
+from kvasir.errors import InvalidArgument
+from kvasir.inference.v1 import inference_pb2 as pb
+
+from inference_svc.model.prompting import Prompting
+from inference_svc.text.literal_text import from_outside
+from inference_svc.text.template_settings import EFFORTS, AskedThinking, Scalar
+from inference_svc.turns.turn_data import TurnRequest
+
+Request = pb.GenerateRequest | pb.WarmRequest | pb.CountTokensRequest
+
+MAX_SETTINGS, MAX_SETTING_CHARS = 16, 256
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+_MODES = {pb.THINKING_MODE_UNSPECIFIED: None, pb.THINKING_MODE_ON: True, pb.THINKING_MODE_OFF: False}
+
+
+def read_thinking(request: Request) -> AskedThinking | None:
+    """None where nothing is asked. Raises InvalidArgument that names the field."""
+    given, settings = request.thinking, request.template_settings
+    if not (given.ListFields() or settings):
+        return None
+    if request.WhichOneof("input") not in ("messages", "append_messages"):
+        field = "thinking" if given.ListFields() else "template_settings"
+        raise InvalidArgument(f"{field}: only with messages: a prompt is as its caller made it", field=field)
+    if given.mode not in _MODES:
+        raise InvalidArgument(f"thinking.mode: expected one of the enum's, got {given.mode}", field="thinking.mode")
+    if given.effort and given.effort not in EFFORTS:
+        raise InvalidArgument(f"thinking.effort: expected one of {', '.join(EFFORTS)}", field="thinking.effort")
+    most = given.budget_tokens if given.HasField("budget_tokens") else None
+    if most is not None and (most < 0 or given.mode == pb.THINKING_MODE_OFF):
+        expected = "0 or more" if most < 0 else "none with THINKING_MODE_OFF"
+        raise InvalidArgument(f"thinking.budget_tokens: expected {expected}", field="thinking.budget_tokens")
+    if len(settings) > MAX_SETTINGS:
+        raise InvalidArgument(f"template_settings: expected at most {MAX_SETTINGS}", field="template_settings")
+    values = {name: _value(name, settings[name]) for name in sorted(settings)}
+    return AskedThinking(_MODES[given.mode], most, given.effort, values, request.ignore_unread_settings)
+
+
+def thinking_settings(request: Request) -> list[tuple[str, str]]:
+    """Names and values for the input's digest."""
+    given = [(f"thinking.{field.name}", repr(value)) for field, value in request.thinking.ListFields()]
+    values = {name: request.template_settings[name] for name in sorted(request.template_settings)}
+    return given + [(f"template_settings.{name}", repr(_value(name, value))) for name, value in values.items()]
+
+
+async def with_thinking(turn: TurnRequest, prompting: Prompting) -> TurnRequest:
+    """The turn, with what the model makes of what it asks. Raises InvalidArgument that names what it cannot apply."""
+    asked = turn.thinking
+    if asked is None:
+        return turn
+    constraint = turn.sampling.constraint
+    begins_with_answer = constraint is not None and constraint.begins_reply
+    found = await prompting.run(
+        turn.namespace,
+        lambda: prompting.applied(asked, has_tools=bool(turn.tools), begins_with_answer=begins_with_answer),
+    )
+    return replace(
+        turn,
+        template_settings=found.settings,
+        most_reasoning_tokens=found.most_tokens,
+        ignored_settings=found.ignored,
+    )
+
+
+def _value(name: str, given: pb.TemplateValue) -> Scalar:
+    field = f"template_settings.{name}" if _NAME.fullmatch(name) else "template_settings"
+    if field == "template_settings":
+        raise InvalidArgument("template_settings: expected names of at most 64 letters, digits and _", field=field)
+    kind = given.WhichOneof("value")
+    if kind is None:
+        raise InvalidArgument(f"{field}: expected a value", field=field)
+    value: Scalar = getattr(given, kind)
+    if isinstance(value, str) and len(value) > MAX_SETTING_CHARS:
+        raise InvalidArgument(f"{field}: expected at most {MAX_SETTING_CHARS} characters", field=field)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidArgument(f"{field}: expected a finite number", field=field)
+    return from_outside(value) if isinstance(value, str) else value

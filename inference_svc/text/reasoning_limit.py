@@ -1,0 +1,85 @@
+"""A reply's budget of reasoning: its tokens are counted, and when they are spent the end of reasoning is forced. Pure.
+
+Only what stands between the markers counts. The forced tokens spell the end as the model's template writes it, so that
+a reply whose reasoning was ended comes back from the template as it was.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from inference_svc.text.token_text import TokenText
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningLimit:
+    """At most so many tokens of reasoning in one reply."""
+
+    most_tokens: int
+    start: str
+    end: str
+    spacing: str  # stands before the end, unless the reasoning ends with it
+    closing: tuple[int, ...]  # tokens of the end
+    spaced_closing: tuple[int, ...]  # and of the end with the spacing before it
+    start_id: int | None  # the start, where it is one token
+    is_open: bool = False  # the prompt begins the reasoning
+
+
+class ReasoningWatch:
+    """Follows one reply token by token. A draw may be planned while the token before it is not known: see `waits`."""
+
+    def __init__(self, limit: ReasoningLimit, token_text: TokenText) -> None:
+        self._limit = limit
+        self._stream = token_text.stream()
+        self._is_open = limit.is_open
+        self._tail = ""  # of the text: may hold the beginning of a marker
+        self._spent = 0
+        self._forced: deque[int] = deque()
+        self._close_if_spent()
+
+    @property
+    def forced(self) -> int | None:
+        """The token that comes next, whatever the model says."""
+        return self._forced[0] if self._forced else None
+
+    @property
+    def banned(self) -> int | None:
+        """A token that must not come next: nothing is left for more reasoning."""
+        is_over = not self._is_open and self._left <= 0
+        return self._limit.start_id if is_over else None
+
+    @property
+    def waits(self) -> bool:
+        """Whether the next token depends on one that was drawn and is not known."""
+        if self._forced or self._is_open:
+            return self._left <= 1
+        return self._left <= 0 and self._limit.start_id is None
+
+    def accept(self, token_id: int) -> None:
+        was_open = self._is_open
+        if self._forced:
+            self._forced.popleft()
+            self._read(self._stream.push(token_id))
+            return
+        self._read(self._stream.push(token_id))
+        self._spent += was_open and self._is_open
+        self._close_if_spent()
+
+    @property
+    def _left(self) -> int:
+        return self._limit.most_tokens - self._spent
+
+    def _read(self, text: str) -> None:
+        self._tail += text
+        while True:
+            marker = self._limit.end if self._is_open else self._limit.start
+            _, found, behind = self._tail.partition(marker)
+            if not found:
+                self._tail = self._tail[-max(len(marker), len(self._limit.spacing)) :]
+                return
+            self._is_open, self._tail = not self._is_open, behind
+
+    def _close_if_spent(self) -> None:
+        if self._is_open and self._left <= 0:
+            spacing = self._limit.spacing
+            is_spaced = bool(self._spent) and self._tail.endswith(spacing)
+            self._forced.extend(self._limit.closing if is_spaced else self._limit.spaced_closing)
