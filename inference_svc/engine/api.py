@@ -14,7 +14,7 @@ from kvasir.formats.block_hash import BLOCK_TOKENS
 
 from inference_svc.engine.incoming import Incoming
 from inference_svc.formats.constraint import Constraint
-from inference_svc.text.reasoning_limit import ReasoningLimit
+from inference_svc.text.replies.reasoning_limit import ReasoningLimit
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.token_ids import TokenIds
 

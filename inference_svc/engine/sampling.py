@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from inference_svc.engine.api import SamplingParams, TokenLogprobs
 from inference_svc.formats.grammars import GrammarMatcher
-from inference_svc.text.reasoning_limit import ReasoningWatch
+from inference_svc.text.replies.reasoning_limit import ReasoningWatch
 
 # Below it the second likeliest token has no chance, and a division by it may leave float32's range.
 _LEAST_TEMPERATURE = 1e-4

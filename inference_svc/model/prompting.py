@@ -29,9 +29,9 @@ from inference_svc.text.literal_text import (
     without_guards,
 )
 from inference_svc.text.prefix_matching import RememberedText
-from inference_svc.text.reasoning_limit import ReasoningLimit
-from inference_svc.text.reply_parts import Markup, ReplyReader
-from inference_svc.text.reply_spacing import NO_SPACING, Spacing, spacing_of
+from inference_svc.text.replies.reasoning_limit import ReasoningLimit
+from inference_svc.text.replies.reply_parts import Markup, ReplyReader
+from inference_svc.text.replies.reply_spacing import NO_SPACING, Spacing, spacing_of
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.template_clock import ASKS_TIME, TemplateClock, tell_time, telling, wall_clock_ms
 from inference_svc.text.template_names import REASONING, TemplateNames, names_read

@@ -27,7 +27,7 @@ from inference_svc.model.model_host import MemoriesLeft
 from inference_svc.model.prompting import Prompting, RememberedReply
 from inference_svc.text.literal_text import without_guards
 from inference_svc.text.prefix_matching import Outcome, RememberedText
-from inference_svc.text.remembered_reply import Said, reply_message
+from inference_svc.text.replies.remembered_reply import Said, reply_message
 from inference_svc.turns.continuing import Continuation
 from inference_svc.turns.turn_data import TurnDelta, TurnFinished, TurnStarted, Warmed
 from inference_svc.turns.turn_state import TurnState, may_follow, reply_reader

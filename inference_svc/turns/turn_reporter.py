@@ -18,7 +18,7 @@ from inference_svc.memory.restore_costs import RestoreCosts
 from inference_svc.memory.reuse_planning import Prepared
 from inference_svc.memory.service_stats import NamespaceCounters
 from inference_svc.memory.swap_store import SwapStore
-from inference_svc.text.reply_parts import ReplyPart
+from inference_svc.text.replies.reply_parts import ReplyPart
 from inference_svc.text.token_ids import NO_TOKENS
 from inference_svc.turns.continuing import of_text
 from inference_svc.turns.handoff import HandOff

@@ -22,7 +22,7 @@ from inference_svc.memory.reuse_planning import Prepared
 from inference_svc.memory.store.answers import EventCursor
 from inference_svc.model.prompting import Prompting, Tokenized
 from inference_svc.text.conversation import Dialogue, tool_fields
-from inference_svc.text.reply_parts import ReplyReader
+from inference_svc.text.replies.reply_parts import ReplyReader
 from inference_svc.text.shortening import Shorter, as_remembered
 from inference_svc.text.template_clock import TemplateClock
 from inference_svc.turns.continuing import Continuation, goes_on, in_common, is_same_conversation

@@ -22,7 +22,7 @@ from inference_svc.engine.api import (
     TurnPlan,
 )
 from inference_svc.engine.engine import Engine, TurnHandle
-from inference_svc.text.reasoning_limit import ReasoningLimit
+from inference_svc.text.replies.reasoning_limit import ReasoningLimit
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.token_ids import TokenIds
 from tests.inference.engine.tiny_models import VOCABULARY

@@ -25,7 +25,7 @@ from inference_svc.text.conversation import (
 )
 from inference_svc.text.given_json import GivenJson
 from inference_svc.text.literal_text import Specials
-from inference_svc.text.remembered_reply import Said, reply_message
+from inference_svc.text.replies.remembered_reply import Said, reply_message
 from inference_svc.text.token_text import TokenText
 
 WEATHER = Tool("weather", "Tells the weather", '{"type": "object", "properties": {"place": {"type": "string"}}}')

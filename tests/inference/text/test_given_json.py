@@ -15,7 +15,7 @@ from inference_svc.text import given_json
 from inference_svc.text.conversation import dialogue, render
 from inference_svc.text.given_json import MAX_BYTES, MAX_DEPTH, MAX_VALUES, GivenJson, is_bounded
 from inference_svc.text.literal_text import Specials
-from inference_svc.text.reply_parts import tool_calls
+from inference_svc.text.replies.reply_parts import tool_calls
 
 HALF = '{"a": "\\ud800"}'  # half of a surrogate pair: JSON can spell it, UTF-8 cannot
 

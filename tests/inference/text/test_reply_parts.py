@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.model.reply_machine import reply_marks
-from inference_svc.text.reply_parts import Markup, ReplyReader, ToolParser, call_id
+from inference_svc.text.replies.reply_parts import Markup, ReplyReader, ToolParser, call_id
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"place": "Oslo"}}</tool_call>'
 NO_MARKERS: dict[str, Any] = {

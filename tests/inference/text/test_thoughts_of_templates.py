@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from inference_svc.model.prompting import Prompting
 from inference_svc.text.conversation import Dialogue, Tool, dialogue, json_of_messages, json_of_tools, render
 from inference_svc.text.given_json import GivenJson
-from inference_svc.text.remembered_reply import Said, reply_message
+from inference_svc.text.replies.remembered_reply import Said, reply_message
 from inference_svc.text.template_settings import AskedThinking
 from inference_svc.text.token_text import TokenText
 from tests.thinking_models import TEMPLATES, write_tokenizer

@@ -14,7 +14,7 @@ from blake3 import blake3
 from kvasir.cachestore.v1 import manifest_pb2
 
 from inference_svc.text.given_json import GivenJson, is_bounded
-from inference_svc.text.reply_spacing import NO_SPACING, Spacing, Trimmed
+from inference_svc.text.replies.reply_spacing import NO_SPACING, Spacing, Trimmed
 
 # States of mlx-lm's machine. Its other states stand before a part and say only which part follows.
 _ANSWER, _REASONING, _TOOL = "normal", "reasoning", "tool"
