@@ -196,7 +196,8 @@ class Prompting:
         spacing, behind = self._spacing.closing, end + self._spacing.answer
         closing, spaced = (tuple(self.tokenize(text, _NO_TOKEN).ids) for text in (behind, spacing + behind))
         starts = self._encoded(start)
-        return ReasoningLimit(0, start, end, spacing, closing, spaced, starts[0] if len(starts) == 1 else None)
+        ends = (end, self._marks.call_start) if self._marks.initial == "normal" else (end,)
+        return ReasoningLimit(0, start, ends, spacing, closing, spaced, starts[0] if len(starts) == 1 else None)
 
     def _reply_spacing(self) -> Spacing:
         """The white space that the template writes around reasoning, where it reads any."""

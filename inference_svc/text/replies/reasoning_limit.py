@@ -16,7 +16,7 @@ class ReasoningLimit:
 
     most_tokens: int
     start: str
-    end: str
+    ends: tuple[str, ...]  # the marker behind it, and what begins a call
     spacing: str  # stands before the end, unless the reasoning ends with it
     closing: tuple[int, ...]  # tokens of the end
     spaced_closing: tuple[int, ...]  # and of the end with the spacing before it
@@ -71,12 +71,13 @@ class ReasoningWatch:
     def _read(self, text: str) -> None:
         self._tail += text
         while True:
-            marker = self._limit.end if self._is_open else self._limit.start
-            _, found, behind = self._tail.partition(marker)
+            markers = self._limit.ends if self._is_open else (self._limit.start,)
+            found = [(place + len(each)) for each in markers if (place := self._tail.find(each)) >= 0]
             if not found:
-                self._tail = self._tail[-max(len(marker), len(self._limit.spacing)) :]
+                longest = max(map(len, (*markers, self._limit.spacing)))
+                self._tail = self._tail[-longest:]
                 return
-            self._is_open, self._tail = not self._is_open, behind
+            self._is_open, self._tail = not self._is_open, self._tail[min(found) :]
 
     def _close_if_spent(self) -> None:
         if self._is_open and self._left <= 0:

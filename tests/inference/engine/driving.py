@@ -80,7 +80,7 @@ class Listener:
 
 
 # The prompt begins them; special tokens of kvasir-tiny's tokenizer end and begin them. They end within a reply.
-THOUGHTS = ReasoningLimit(20, "<|endoftext|>", "<|im_start|>", "\n", (1, 5), (4, 1, 5), start_id=0, is_open=True)
+THOUGHTS = ReasoningLimit(20, "<|endoftext|>", ("<|im_start|>",), "\n", (1, 5), (4, 1, 5), start_id=0, is_open=True)
 
 
 class Driver:

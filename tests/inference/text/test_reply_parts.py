@@ -81,11 +81,11 @@ def is_call(text: str, parse: ToolParser) -> bool:
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_a_reply_that_must_begin_with_a_call_is_all_answer_where_it_begins_otherwise(size: int) -> None:
     for text in (f"[{CALL}]", f" {CALL}", "<tool", "<tool_cal", "", "<think>a</think>", f"<think>{CALL}"):
-        machine = reply_machine(SimpleNamespace(**NO_MARKERS | THINKING))
+        machine = reply_marks(SimpleNamespace(**NO_MARKERS | THINKING)).machine
         bound = ReplyReader(Markup(machine, json.loads, "</tool_call>"), "r", begins_with="<tool_call>")
         pieces = [text[at : at + size] for at in range(0, len(text), size)]
         assert read(bound, pieces) == (text, "", [])
-    machine = reply_machine(SimpleNamespace(**NO_MARKERS))
+    machine = reply_marks(SimpleNamespace(**NO_MARKERS)).machine
     bound = ReplyReader(Markup(machine, json.loads, "</tool_call>"), "r", begins_with="<tool_call>")
     pieces = [CALL[at : at + size] for at in range(0, len(CALL), size)]
     assert len(read(bound, pieces)[2]) == 1

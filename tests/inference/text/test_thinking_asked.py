@@ -15,7 +15,7 @@ from tests.thinking_models import TEMPLATES
 
 ON, OFF, EFFORT = AskedThinking(is_on=True), AskedThinking(is_on=False), AskedThinking(effort="minimal")
 READS = {name: names_read(template).settings for name, template in TEMPLATES.items()}
-LETTERS = [*"abcdefghijklmnopqrstuvwxyz \n", "<think>", "</think>"]
+LETTERS = [*"abcdefghijklmnopqrstuvwxyz:\n", "<think>", "</think>"]
 START, END = 28, 29
 
 
@@ -76,7 +76,7 @@ def test_a_model_that_does_not_reason_is_off_already() -> None:
 
 def watch(most: int, *, is_open: bool, spacing: str = "\n", start_id: int | None = START) -> ReasoningWatch:
     spaced = (LETTERS.index("\n"), END) if spacing else (END,)
-    limit = ReasoningLimit(most, "<think>", "</think>", spacing, (END,), spaced, start_id, is_open)
+    limit = ReasoningLimit(most, "<think>", ("</think>", "call:"), spacing, (END,), spaced, start_id, is_open)
     return ReasoningWatch(limit, TokenText.of_pieces([each.encode() for each in LETTERS]))
 
 
@@ -130,6 +130,7 @@ def test_no_reply_has_more_thoughts_than_its_budget_and_no_answer_is_touched(
         (2, False, "x<think>abcdefgh", "x<think>ab\n</think>efgh"),
         (3, True, "ab</think>cd<think>ef</think>", "ab</think>cd<think>e\n</think>"),
         (0, False, "ab<think>cd", "abacd"),
+        (7, True, "abcall:defghijkl", "abcall:defghijkl"),
     ],
 )
 def test_the_end_is_forced_when_the_budget_is_spent(most: int, is_open: bool, wanted: str, said: str) -> None:

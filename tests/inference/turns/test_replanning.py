@@ -91,7 +91,7 @@ class Surroundings:
         on_events([gone if self.losses >= 0 else ENDED])
         return SimpleNamespace(cancel=lambda: None)
 
-    def reader(self, *_how: object) -> ReplyReader:
+    def reader(self, *_how: object, **_more: object) -> ReplyReader:
         return ReplyReader()
 
     def needed_bytes(self, plan: object) -> int:
