@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
+from kvasir.credentials import check_own_directory
 from kvasir.errors import Unavailable
 
 from cachestore_svc.blobs.backend import BlobBackend
@@ -101,6 +102,7 @@ def locked(config: StoreConfig, disk: Disk) -> Iterator[int]:
     damaged entries are raised in words of the store."""
     try:
         disk.make_directory(config.data_dir)
+        check_own_directory(config.data_dir)
         lock = _lock(config.data_dir / "lock")
     except OSError as error:
         raise refusal(error, f"the data directory {config.data_dir}") from error

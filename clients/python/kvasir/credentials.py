@@ -15,7 +15,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from kvasir.errors import InvalidArgument
+from kvasir.errors import FailedPrecondition, InvalidArgument
 from kvasir.formats.digest import is_hash
 from kvasir.names import check_namespace
 from kvasir.syncing import sync, sync_directory
@@ -161,6 +161,19 @@ def read_engine_tokens(files: Mapping[str, Path]) -> tuple[dict[str, str], list[
         except CredentialFileError as error:
             wrong.append(str(error))
     return tokens, wrong
+
+
+def check_own_directory(path: Path) -> None:
+    """Raises FailedPrecondition for a directory, or what a link to it leads to, in which another user may write: its
+    owner reads and changes whatever lies there.
+    """
+    status = path.stat()
+    if status.st_uid != os.geteuid():
+        raise FailedPrecondition(
+            f"{path.resolve()}: belongs to another user (uid {status.st_uid}); expected a directory of yours"
+        )
+    if status.st_mode & 0o022:
+        raise FailedPrecondition(f"{path}: others can write there; run: chmod 700 {path}")
 
 
 def write_private_text(path: Path, text: str) -> None:

@@ -72,6 +72,25 @@ def test_others_files_among_the_namespaces_are_no_concern_of_the_store(lab: Lab)
     assert all(path.read_bytes() == b"theirs" for path in (*others, inside))
 
 
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_a_directory_of_another_user_is_no_place_for_memories(
+    lab: Lab, is_linked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner could read and change all that the store writes there."""
+    if is_linked:
+        lab.root.with_name("theirs").mkdir()
+        lab.root.symlink_to(lab.root.with_name("theirs"))
+    with monkeypatch.context() as another_user:
+        another_user.setattr(os, "geteuid", lambda: 54_321)
+        with pytest.raises(FailedPrecondition, match="another user"):
+            lab.open()
+    lab.root.chmod(0o777)
+    with pytest.raises(FailedPrecondition, match="others can write there"):
+        lab.open()
+    lab.root.chmod(0o755)
+    lab.open().close()
+
+
 @pytest.mark.parametrize("command", [["check"], ["gc", "--dry-run"]])
 def test_who_only_looks_at_a_directory_changes_no_file_of_it(lab: Lab, command: list[str]) -> None:
     with lab.open() as store:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvasir.address import MAX_SOCKET_PATH_BYTES
 from kvasir.clients import Tls
-from kvasir.credentials import read_token
+from kvasir.credentials import check_own_directory, read_token
 from kvasir.errors import FailedPrecondition, InvalidArgument
 
 DEFAULT_HOME = Path("~/.kvasir")
@@ -152,6 +152,7 @@ class Home:
             except OSError as error:
                 text = f"--home: {directory} cannot be made: {error.strerror}"
                 raise FailedPrecondition(text, field="--home", reason="HOME_REFUSED") from None
+            check_own_directory(directory)
             if directory.stat().st_mode & 0o077:
                 raise FailedPrecondition(f"{directory}: others can enter it; run: chmod 700 {directory}")
 
