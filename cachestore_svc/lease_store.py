@@ -45,7 +45,8 @@ class LeaseStore(BlobStore):
         begins_anew: bool = False,
         asks: bool = False,
     ) -> Lease:
-        """Take the right to extend a line; it need not exist yet. The owner of a live lease gets it prolonged.
+        """Take the right to extend a line; it need not exist yet. The owner of a live lease gets it prolonged. While
+        another owner has a live lease of the agent, of this line or another, it is refused.
 
         `begins_anew`: the owner's earlier lease belongs to a process that has ended, and is fenced. `asks`: if another
         owner has it, that one is asked to let go. Raises FailedPrecondition (LEASE_HELD with "owner" and "left_ms";
@@ -53,9 +54,11 @@ class LeaseStore(BlobStore):
         """
         line, ttl_ms = self._line(namespace, agent_id, kv_identity_hash), _ttl_ms(ttl_s)
         check_owner(owner)
+        held = list[LineKey]()
 
         def work(change: CatalogChange) -> Lease:
             check_writable(agent_id, change.ownership_of(namespace, agent_id))
+            held[:] = change.held_leases(LineQuery(namespace, agent_id), self._core.leases)
             token = change.acquire_lease(line, self._core.leases, owner, ttl_ms, begins_anew=begins_anew)
             return self._lease(change, line, token, ttl_ms)
 
@@ -63,7 +66,7 @@ class LeaseStore(BlobStore):
             return self._core.catalog.write(namespace, work)
         except FailedPrecondition as error:
             if asks and error.reason == "LEASE_HELD":
-                self._ask(namespace, [line], takes_back=False)
+                self._ask(namespace, held, takes_back=False)
             raise
 
     def renew_lease(
@@ -146,7 +149,8 @@ class LeaseStore(BlobStore):
             )
 
     def _lease(self, change: CatalogChange, line: LineKey, token: LeaseToken, ttl_ms: int) -> Lease:
-        return Lease(token, self._core.now_unix_ms() + ttl_ms, change.newest_of(line))
+        newest = change.newest_of(LineQuery(line.namespace, line.agent_id))
+        return Lease(token, self._core.now_unix_ms() + ttl_ms, newest)
 
     def _line(self, namespace: str, agent_id: str, kv_identity_hash: str) -> LineKey:
         self._core.check_open(namespace)

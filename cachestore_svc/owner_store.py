@@ -6,7 +6,7 @@ follow which, is in `ownership`; the order in which two stores take them is in `
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -16,6 +16,7 @@ from kvasir.names import check_agent_id
 
 from cachestore_svc import ownership
 from cachestore_svc.index.catalog import CatalogChange, CatalogView, Commit
+from cachestore_svc.index.refusals import head_moved
 from cachestore_svc.lease_store import LeaseStore
 from cachestore_svc.manifests import read_manifest
 from cachestore_svc.ownership import Ownership
@@ -50,7 +51,7 @@ class ArrivingAgent:
     peer: str
     move_id: str
     generation: int
-    lines: Sequence[ArrivingLine]
+    lines: Sequence[ArrivingLine]  # in the order of their versions at the source
     labels: Mapping[str, str]
     is_pinned: bool
     retained_versions: int
@@ -134,12 +135,7 @@ class OwnerStore(LeaseStore):
                 now,
                 exists=exists,
             )
-            for line, asked in zip(arriving.lines, commits, strict=True):
-                newest = change.newest_of(asked.line)
-                if newest is not None and newest.manifest == line.manifest:
-                    continue  # it comes back as it left
-                done = change.commit_version(asked, self._core.leases, now)
-                self._core.report(change, namespace, [Committed(done.snapshot)])
+            self._receive_lines(change, namespace, arriving.lines, commits, now)
             before = change.get_agent(namespace, agent_id, self._core.config.retained_versions)
             labels = {**dict.fromkeys(before.labels, ""), **arriving.labels}
             kept = arriving.retained_versions if arriving.retained_versions != before.retained_versions else None
@@ -217,6 +213,30 @@ class OwnerStore(LeaseStore):
 
     # --- inside ---
 
+    def _receive_lines(
+        self,
+        change: CatalogChange,
+        namespace: str,
+        lines: Sequence[ArrivingLine],
+        commits: Sequence[Commit],
+        now_unix_ms: int,
+    ) -> None:
+        """Commit lines in the order of their versions at the source, so that what is the newest there is so here."""
+        last = 0
+        for line, asked in zip(lines, commits, strict=True):
+            ours, newest = (change.newest_of(each) for each in (asked.line, LineQuery(*asked.line[:2])))
+            is_last = line is lines[-1]
+            if ours is not None and ours.manifest == line.manifest:
+                if ours.version > last and (ours == newest or not is_last):
+                    last = ours.version  # it comes back as it left
+                    continue
+            elif _identity(ours) != _identity(line.replaces):
+                raise head_moved(_identity(ours)[0], _identity(line.replaces)[0])
+            asked = replace(asked, parent_version=_identity(newest)[0])
+            done = change.commit_version(asked, self._core.leases, now_unix_ms)
+            self._core.report(change, namespace, [Committed(done.snapshot)])
+            last = done.snapshot.version
+
     def _facts(
         self, find: Callable[[str, CatalogView], list[tuple[str, Ownership]]]
     ) -> list[tuple[str, str, Ownership]]:
@@ -265,16 +285,18 @@ class OwnerStore(LeaseStore):
 
     def _commit_of(self, namespace: str, agent_id: str, line: ArrivingLine) -> Commit:
         facts = read_manifest(self._core.read_blob(namespace, line.manifest))
-        head = line.replaces
         return Commit(
             LineKey(namespace, agent_id, facts.kv_identity_hash),
             line.manifest,
             facts,
-            head.version if head else 0,
+            0,  # as `_receive_lines` finds it
             None,
             Origin.MOVE,
             line.origin_detail,
             (),
             self._core.config.retained_versions,
-            parent_manifest=head.manifest if head else None,
         )
+
+
+def _identity(version: SnapshotVersion | None) -> tuple[int, Digest | None]:
+    return (version.version, version.manifest) if version else (0, None)

@@ -88,7 +88,8 @@ class LineKey(NamedTuple):
 
 
 class LineQuery(NamedTuple):
-    """Asks for lines of an agent. Without a KV identity: for all of them or, where one is wanted, the last used."""
+    """Asks for lines of an agent. Without a KV identity: for all of them or, where one is wanted, that of the newest
+    version."""
 
     namespace: str
     agent_id: str
@@ -99,7 +100,7 @@ _VERSION_WORD = "version"
 
 
 def named_version(version: int) -> str:
-    """The detail of an origin that is another version of the line."""
+    """The detail of an origin that is another version of the agent."""
     return f"{_VERSION_WORD} {version}"
 
 
@@ -122,7 +123,7 @@ class SnapshotVersion:
 
     @property
     def base_version(self) -> int:
-        """The version of this line whose memory it goes on from; 0 if that is none."""
+        """The version of this agent whose memory it goes on from; 0 if that is none."""
         if self.origin in (Origin.FORK, Origin.IMPORT):
             return 0
         name, _, number = self.origin_detail.partition(" ")
@@ -158,7 +159,7 @@ class SnapshotPage:
 
 @dataclass(frozen=True, slots=True)
 class AgentRecord:
-    """An agent and the newest version of each of its lines, last used first."""
+    """An agent and the newest version of each of its lines, the newest first."""
 
     agent_id: str
     labels: Mapping[str, str]
@@ -202,7 +203,7 @@ class LeaseToken:
 class Lease:
     token: LeaseToken
     expires_unix_ms: int  # for people; the holder counts from before it asked, on a steady clock
-    newest: SnapshotVersion | None  # of the line, if it has any
+    newest: SnapshotVersion | None  # of the agent, if it has any
 
     @property
     def head_version(self) -> int:

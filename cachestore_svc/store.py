@@ -145,7 +145,7 @@ class Store(OwnerStore):
         base_version: int = 0,
         owner_generation: int | None = None,
     ) -> SnapshotVersion:
-        """Make a stored manifest the next version of its line: all or nothing, durable on return.
+        """Make a stored manifest the agent's next version, in its line: all or nothing, durable on return.
 
         `bind_shared` (engine role only) lets other agents find the manifest's shareable blocks by block hash.
         `is_brought`: rows of it came from elsewhere, as those of an import or a pull do; see `provenance`.
@@ -177,14 +177,14 @@ class Store(OwnerStore):
         if origin is Origin.TURN:
             done = self._write(namespace, lambda change: self._commit(change, asked))
         else:
-            done = self._taking_back(LineQuery(*asked.line), lambda change: self._commit(change, asked))
+            done = self._taking_back(LineQuery(namespace, agent_id), lambda change: self._commit(change, asked))
         self._core.counters.add(namespace, "commits" if done.is_new else "commits_repeated")
         return done.snapshot
 
     def get_snapshot(
         self, namespace: str, agent_id: str, kv_identity_hash: str | None = None, version: int | None = None
     ) -> SnapshotVersion:
-        """One version; by default the newest of the line used last. Counts as a use. Raises NotFound."""
+        """One version; by default the agent's newest. Counts as a use. Raises NotFound."""
         self._core.check_open(namespace)
         query = self._query(namespace, agent_id, kv_identity_hash)
         snapshot, used_unix_ms = self._read(namespace, lambda view: view.get_snapshot(query, version))
@@ -203,7 +203,7 @@ class Store(OwnerStore):
         page_size: int = 0,
         page_token: str = "",
     ) -> SnapshotPage:
-        """Versions of an agent's lines, newest first within each line. Raises NotFound, InvalidArgument (token)."""
+        """Versions of an agent, or of one of its lines, newest first. Raises NotFound, InvalidArgument (token)."""
         self._core.check_open(namespace)
         query = self._query(namespace, agent_id, kv_identity_hash)
         size = listing.page_size(page_size)
@@ -327,7 +327,7 @@ class Store(OwnerStore):
             self._core.report(change, namespace, [Committed(snapshot)])
             return snapshot
 
-        return self._taking_back(query, work)
+        return self._taking_back(LineQuery(namespace, agent_id), work)
 
     def delete_agent(self, namespace: str, agent_id: str, force: bool = False) -> Deletion:
         """Forget an agent and all its versions at once; of one that is another store's, the copy here. Raises NotFound,

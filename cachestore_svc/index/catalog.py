@@ -197,12 +197,12 @@ class CatalogView(Protocol):
     def get_snapshot(self, query: LineQuery, version: int | None) -> tuple[SnapshotVersion, int]:
         """The version of that number (None: the newest), and when its line was last used. Raises NotFound."""
 
-    def newest_of(self, line: LineKey) -> SnapshotVersion | None:
-        """The line's newest version, if it has any."""
+    def newest_of(self, line: LineQuery | LineKey) -> SnapshotVersion | None:
+        """The newest version of the line, or of the agent where no line is named, if there is any."""
 
-    def snapshots_after(self, query: LineQuery, after_line: str, before: int, limit: int) -> list[SnapshotVersion]:
-        """Versions of an agent's lines, lines by KV identity and each newest first, from `after_line` on, of which only
-        versions below `before` count. Raises NotFound."""
+    def snapshots_after(self, query: LineQuery, before: int, after_line: str, limit: int) -> list[SnapshotVersion]:
+        """Versions of an agent, or of one of its lines, newest first: those below `before`, and that of this number in
+        lines behind `after_line`. Raises NotFound."""
 
     def held_digests(self, namespace: str, agent_id: str) -> list[Digest]:
         """Every blob that some version of the agent holds, manifests too, but for those in quarantine. Raises

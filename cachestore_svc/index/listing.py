@@ -79,10 +79,10 @@ def _size_bytes(agent: AgentRecord) -> int:
 
 
 def snapshots_page(view: CatalogView, query: LineQuery, size: int, token: str) -> SnapshotPage:
-    """Versions of an agent's lines, each line newest first, lines by KV identity. Raises NotFound, InvalidArgument."""
+    """Versions of an agent, newest first. Raises NotFound, InvalidArgument."""
     listing = (query.agent_id, query.kv_identity_hash or "")
     after_line, before = _snapshot_place(token, listing)
-    found = view.snapshots_after(query, after_line, before, size + 1)
+    found = view.snapshots_after(query, before, after_line, size + 1)
     last = found[size - 1] if len(found) > size else None
     place = page_token(f"{last.kv_identity_hash}:{last.version}", listing) if last else ""
     return SnapshotPage(tuple(found[:size]), place)

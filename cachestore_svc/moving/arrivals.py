@@ -176,10 +176,10 @@ class Arrival:
         wanted = LineOrder(order.namespace, order.peer, order.agent_id, line.kv_identity_hash, line.version)
         async with self._copies.manifests.parsing(order.namespace, MAX_MANIFEST_BYTES):
             offered = await self._copies.take_offer(self._remote, wanted, self._room)
-        ours = self._heads.get(offered.kv_identity_hash)
+        ours = max(self._heads.values(), key=lambda each: each.version, default=None)
         is_newer = ours is not None and ours.manifest.hash in (offered.manifest.hash, offered.parent_manifest)
         if self._known.is_owned and ours is not None and not is_newer:
-            await self._copies.check_ancestor(self._remote, wanted, offered.kv_identity_hash, ours)
+            await self._copies.check_ancestor(self._remote, wanted, ours)
         self._named += offered.everything
         async with aclosing(self._copies.fetch(self._remote, wanted, offered.digests)) as steps:
             async for progress in steps:
@@ -229,7 +229,7 @@ class Arrival:
             peer=order.peer,
             move_id=self._move_id,
             generation=offer.generation,
-            lines=[self._arriving(line) for line in agent.lines],
+            lines=[self._arriving(line) for line in sorted(agent.lines, key=lambda each: int(each.version))],
             labels=dict(agent.labels),
             is_pinned=agent.is_pinned,
             retained_versions=agent.retained_versions,

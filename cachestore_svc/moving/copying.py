@@ -57,7 +57,7 @@ class LineOrder:
     namespace: str
     peer: str
     agent_id: str  # there
-    kv_identity_hash: str  # "": the line that was used last there
+    kv_identity_hash: str  # "": the line of the newest version there
     version: int | None = None  # None: the newest there
 
 
@@ -102,16 +102,12 @@ class LineCopies:
         kv_hash = kv_identity_hash(manifest.kv_identity)
         return Offered(theirs.version, digest, kv_hash, manifest.parent_manifest, digests)
 
-    async def check_ancestor(
-        self, remote: AioStoreClient, order: LineOrder, kv_hash: str, ours: SnapshotVersion
-    ) -> None:
-        """The line here may be replaced by theirs only if theirs grew out of it."""
+    async def check_ancestor(self, remote: AioStoreClient, order: LineOrder, ours: SnapshotVersion) -> None:
+        """The agent's newest version here may be followed by theirs only if theirs grew out of it."""
         page_token = ""
         for _ in range(MAX_PEER_PAGES):
             with errors_of_peer(order.peer):
-                page = await remote.list_snapshots(
-                    order.agent_id, kv_hash, page_size=MAX_PAGE_SIZE, page_token=page_token
-                )
+                page = await remote.list_snapshots(order.agent_id, page_size=MAX_PAGE_SIZE, page_token=page_token)
             if any(version.manifest.hash == ours.manifest.hash for version in page.snapshots):
                 return
             page_token = page.next_page_token

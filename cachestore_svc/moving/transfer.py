@@ -37,7 +37,7 @@ class PullOrder:
     peer: str
     agent_id: str
     local_agent_id: str
-    kv_identity_hash: str  # "": the line that was used last there
+    kv_identity_hash: str  # "": the line of the newest version there
     is_dry_run: bool = False
     is_given: bool = False  # the peer asked for it: it replaces nothing but what it gave before
 
@@ -96,16 +96,18 @@ class Transfers:
             check_takes_copy(order.local_agent_id, here, given_by)
             async with self.manifests.parsing(order.namespace, MAX_MANIFEST_BYTES):
                 offered = await self.copies.take_offer(remote, line, room)
-            ours = await self._head(order.namespace, order.local_agent_id, offered.kv_identity_hash)
+            ours, newest = await self._heads(order.namespace, order.local_agent_id, offered.kv_identity_hash)
             if ours is not None and order.is_given and not is_copy and not self._gave(order.peer, ours):
                 raise owned_here(order.local_agent_id)
-            if ours is not None and ours.manifest == offered.manifest:
+            newest_there = max(there.lines, key=lambda each: int(each.version))
+            is_newest = newest_there.manifest.hash == offered.manifest.hash
+            if ours is not None and ours.manifest == offered.manifest and (ours == newest or not is_newest):
                 yield ours
                 return
             # What this store handed over is what the owner's memory grew out of, also where that is not kept any more.
             is_grown = is_copy and bool(here.move_id)
-            if ours is not None and not is_grown and ours.manifest.hash != offered.parent_manifest:
-                await self.copies.check_ancestor(remote, line, offered.kv_identity_hash, ours)
+            if newest is not None and not is_grown and newest.manifest.hash != offered.parent_manifest:
+                await self.copies.check_ancestor(remote, line, newest)
             kept = self.copies.kept(order.namespace, offered.everything)
             async with kept, aclosing(self.copies.fetch(remote, line, offered.digests)) as steps:
                 async for progress in steps:
@@ -116,7 +118,7 @@ class Transfers:
             order.namespace,
             order.local_agent_id,
             offered.manifest,
-            ours,
+            newest,
             Origin.PULL,
             f"{order.peer}/{order.agent_id}@{offered.version}",
             given_by,
@@ -131,11 +133,15 @@ class Transfers:
         except NotFound:
             return {}
 
-    async def _head(self, namespace: str, agent_id: str, kv_hash: str) -> SnapshotVersion | None:
+    async def _heads(
+        self, namespace: str, agent_id: str, kv_hash: str
+    ) -> tuple[SnapshotVersion | None, SnapshotVersion | None]:
+        """The newest version of that line here, and of the agent."""
         try:
-            return await self._threads.run(namespace, self._store.get_snapshot, namespace, agent_id, kv_hash)
+            agent = await self._threads.run(namespace, self._store.get_agent, namespace, agent_id)
         except NotFound:
-            return None
+            return None, None
+        return next((line for line in agent.lines if line.kv_identity_hash == kv_hash), None), agent.lines[0]
 
     # --- archives ---
 
@@ -163,7 +169,7 @@ class Transfers:
         await self._check_may_import(namespace, agent_id, replace)
         async with AsyncExitStack() as room:
             described = await self._take_archive(namespace, pieces, room)
-        head = await self._head(namespace, agent_id, described.kv_identity_hash)
+        _, head = await self._heads(namespace, agent_id, described.kv_identity_hash)
         await self._check_may_import(namespace, agent_id, replace)
         return await self._commit(namespace, agent_id, described.manifest, head, Origin.IMPORT, described.agent_id)
 

@@ -38,7 +38,7 @@ class PublicationState:
 
     head: Head | None
     is_head: bool
-    # The store has this text under another KV identity: dropping the memory loses nothing, and it is no version here.
+    # `head` is this text under another KV identity: to drop the memory loses nothing, and it is no version of its line.
     is_elsewhere: bool = False
     # The parent version that the turn's caller named, when the store could not be asked at once.
     expected_version: int | None = None

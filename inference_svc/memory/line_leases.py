@@ -335,7 +335,7 @@ class LineLeases:
         match event:
             case LeaseWanted() if event.kv_identity_hash == ours:
                 self.wanted(event.agent_id, takes_back=event.takes_back)
-            case HeadMoved() if event.head.kv_identity_hash == ours:
+            case HeadMoved():  # under any KV identity: it is the agent's newest version
                 self._drop_unless(event.agent_id, event.head)
             case AgentGone():
                 self._drop_unless(event.agent_id, None)

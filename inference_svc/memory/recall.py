@@ -32,8 +32,8 @@ _LONG_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Recollection:
-    """An agent's newest memory. `head` is None when the store could not be asked; `kv_from` is COLD when the memory's
-    KV cannot be used here (another KV identity), but its transcript can.
+    """An agent's newest memory, of whichever KV identity. `head` is None when the store could not be asked; `kv_from`
+    is COLD when the memory's KV cannot be used here (another KV identity), but its transcript can.
     """
 
     memory: AgentMemory | None
@@ -41,6 +41,8 @@ class Recollection:
     head: Head | None
     miss: Miss | None = None
     base: "Recollection | None" = None  # the version that goes on, where that is an older one
+    # What the line of this KV identity has, where the newest memory is of another: its KV serves what both begin with.
+    own_line: "Recollection | None" = None
     settings: AgentSettings = NO_SETTINGS
     unproven: AgentMemory | None = None  # hot, and perhaps no longer the newest: the store could not be asked
 
@@ -104,12 +106,13 @@ class Recall:
             await _wait(running, budget)
         try:
             heads = await store.heads(key.agent_id, self._engine.model.kv_identity_hash, budget)
-            ours, settings = (heads.ours, heads.settings) if heads is not None else (NO_HEAD, NO_SETTINGS)
-            if hot is not None and await self._is_current(key, hot.publication, ours, store, budget):
+            newest, settings = (heads.newest, heads.settings) if heads is not None else (NO_HEAD, NO_SETTINGS)
+            if hot is not None and await self._is_current(key, hot.publication, newest, store, budget):
                 if not hot.publication.is_being_published:
-                    hot.publication.learn(ours)
-                return Recollection(hot, Source.HOT, ours, settings=settings)
-            is_undecided = hot is None or hot.publication.head is None or (hot.publication.is_begun and ours == NO_HEAD)
+                    hot.publication.learn(newest)
+                return Recollection(hot, Source.HOT, newest, settings=settings)
+            is_begun = hot is not None and hot.publication.is_begun and newest == NO_HEAD
+            is_undecided = hot is None or hot.publication.head is None or is_begun
             if running is not None and not running.done() and is_undecided:
                 # It may soon become the newest version: a turn without it now would lose it.
                 detail = "the agent's turn before this one is being stored"
@@ -117,10 +120,10 @@ class Recall:
                 return Recollection(None, Source.COLD, None, miss, unproven=_followed(hot))
             if hot is not None:
                 self._engine.drop_hot(key)
-            if ours.manifest is not None:
-                return replace(await self._warm(store, key, ours, budget), settings=settings)
-            if heads is not None and heads.foreign is not None:
-                return replace(await self._foreign(store, key, heads.foreign, budget), settings=settings)
+            if newest.manifest is not None:
+                found = replace(await self._warm(store, key, newest, budget), settings=settings)
+                own_line = heads.own_line if heads is not None else None
+                return found if own_line is None else await self._beside_own_line(found, store, key, own_line, budget)
         except StoreMiss as error:
             hot = self._hot(key)
             if hot is not None and self._is_leased(key, hot):
@@ -145,7 +148,7 @@ class Recall:
                 metadata={"agent_id": key.agent_id},
             )
         try:
-            head = await store.version(key.agent_id, self._engine.model.kv_identity_hash, version, budget)
+            head = await store.version(key.agent_id, version, budget)
             base = await self._warm(store, key, head, budget)
         except StoreMiss as error:
             base = Recollection(None, Source.COLD, None, error.miss)
@@ -195,25 +198,22 @@ class Recall:
             return Recollection(None, Source.COLD, head, Miss(MissReason.MANIFEST_INVALID, error.message))
         if difference := differing_field(self._engine.model.kv_identity, manifest.kv_identity):
             miss = Miss(MissReason.KV_IDENTITY_DIFFERS, difference)
-            return Recollection(self._read(manifest, head), Source.COLD, head, miss)
+            elsewhere = PublicationState(head, is_head=False, is_elsewhere=True)
+            return Recollection(replace(self._read(manifest, head), publication=elsewhere), Source.COLD, head, miss)
         memory = self._read(manifest, head)
         if unfit := unknown_token(memory, self._engine.vocabulary_size) or self._too_large(memory.publication):
             # Its text can be read all the same.
             return Recollection(memory, Source.COLD, head, Miss(MissReason.MANIFEST_INVALID, unfit))
         return Recollection(memory, Source.WARM, head)
 
-    async def _foreign(self, store: RemoteCache, key: AgentKey, foreign: Head, budget: Budget) -> Recollection:
-        """The agent remembers under another KV identity: its transcript rebuilds a line of ours."""
-        try:
-            manifest = await parsed(await store.manifest(key.agent_id, foreign, budget))
-        except (StoreMiss, InvalidArgument):
-            difference = f"kv_identity_hash: expected {self._engine.model.kv_identity_hash[:12]}…, found another"
-            return Recollection(None, Source.COLD, NO_HEAD, Miss(MissReason.KV_IDENTITY_DIFFERS, difference))
-        difference = differing_field(self._engine.model.kv_identity, manifest.kv_identity) or "none is named"
-        memory = replace(
-            self._read(manifest, foreign), publication=PublicationState(NO_HEAD, is_head=False, is_elsewhere=True)
-        )
-        return Recollection(memory, Source.COLD, NO_HEAD, Miss(MissReason.KV_IDENTITY_DIFFERS, difference))
+    async def _beside_own_line(
+        self, found: Recollection, store: RemoteCache, key: AgentKey, head: Head, budget: Budget
+    ) -> Recollection:
+        """The newest memory, with what the line of this KV identity has of it, if that can be read."""
+        if found.memory is None:
+            return found
+        own_line = await self._warm(store, key, head, budget)
+        return found if own_line.kv_from is Source.COLD else replace(found, own_line=replace(own_line, miss=found.miss))
 
     def _read(self, manifest: manifest_pb2.Manifest, head: Head) -> AgentMemory:
         return from_manifest(manifest, head, self._engine.model.tokenizer_digest)

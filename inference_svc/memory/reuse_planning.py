@@ -140,6 +140,8 @@ class ReusePlanner:
             older = await self._by_text(namespace, recollection.base, text, given, generates)
             if older.keep > candidate.keep:
                 recollection, candidate = recollection.base, older
+        if recollection.own_line is not None:
+            recollection, candidate = await self._with_own_line(namespace, recollection, candidate, text, generates)
         miss = recollection.miss or _text_miss(recollection, candidate.match, text)
         store = self._stores.get(namespace)
         if self._engine.model.has_states:
@@ -215,6 +217,17 @@ class ReusePlanner:
             publication.states,
             publication.windows,
         )
+
+    async def _with_own_line(
+        self, namespace: str, recollection: Recollection, candidate: _Candidate, text: str, generates: bool
+    ) -> tuple[Recollection, _Candidate]:
+        """The same tokens with the KV of this KV identity's own line, up to where the newest memory parts from it."""
+        own_line = recollection.own_line
+        assert own_line is not None
+        found = await self._by_text(namespace, own_line, text, candidate.tokens, generates)
+        if found.keep <= candidate.keep:
+            return recollection, candidate
+        return own_line, replace(found, match=candidate.match)
 
     async def _by_block_hashes(
         self,

@@ -419,5 +419,6 @@ def is_brought(recollection: Recollection, prepared: Prepared) -> bool:
     """Whether a turn's KV came by an archive or another store, or was computed on such KV. The store marks its copies;
     this mark outlives them.
     """
-    memories = (recollection.memory, recollection.continued)
+    own_line = recollection.own_line.memory if recollection.own_line is not None else None
+    memories = (recollection.memory, recollection.continued, own_line)
     return prepared.source in (Source.HOT, Source.WARM) and any(memory and memory.is_brought for memory in memories)

@@ -18,11 +18,11 @@ from cachestore_svc.index.sqlite.rights import leases, owners
 from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.manifests import ManifestFacts, NamedBlob, SharedBlock, unfit
 from cachestore_svc.ownership import check_takes_copy
-from cachestore_svc.records import Origin, SnapshotVersion
+from cachestore_svc.records import LineQuery, Origin, SnapshotVersion
 
 
 def commit_version(rows: Rows, asked: Commit, live: LiveLeases, now_unix_ms: int) -> Done:
-    """Make a manifest the line's next version. Raises Conflict, FailedPrecondition; see Store.commit."""
+    """Make a manifest the agent's next version, in its line. Raises Conflict, FailedPrecondition; see Store.commit."""
     namespace, agent_id, kv_hash = asked.line
     blobs.make_namespace(rows, namespace)
     manifest = _find_manifest(rows, namespace, asked.manifest)
@@ -30,8 +30,9 @@ def commit_version(rows: Rows, asked: Commit, live: LiveLeases, now_unix_ms: int
     if line and (repeated := _already_done(rows, line.id, asked, manifest)):
         return Done(repeated, is_new=False)
     _check_rights(rows, asked, live)
-    head = versions.head_of(rows, line.id) if line else 0
-    if head != asked.parent_version or not _is_parent(rows, line, asked):
+    newest = versions.newest_of(rows, LineQuery(namespace, agent_id))
+    head = newest.version if newest else 0
+    if head != asked.parent_version or not _is_parent(newest, asked):
         raise head_moved(head, asked.parent_version)
     named = fitting_blobs(rows, namespace, asked.facts, asked.facts.named)
     agent = agents.make_agent(rows, namespace, agent_id, now_unix_ms)
@@ -88,12 +89,9 @@ def _already_done(rows: Rows, line_id: int, asked: Commit, manifest: BlobEntry) 
     return found
 
 
-def _is_parent(rows: Rows, line: versions.Line | None, asked: Commit) -> bool:
+def _is_parent(newest: SnapshotVersion | None, asked: Commit) -> bool:
     """Whether the head is the memory that the commit extends: its number may have been given to another."""
-    if line is None or asked.parent_manifest is None:
-        return True
-    found = versions.find_version(rows, line.id, asked.parent_version)
-    return found is not None and found.manifest == asked.parent_manifest
+    return newest is None or asked.parent_manifest in (None, newest.manifest)
 
 
 def _check_rights(rows: Rows, asked: Commit, live: LiveLeases) -> None:

@@ -1,6 +1,6 @@
 """New versions made of old manifests: a fork starts a line at another's version, a rollback repeats an earlier one."""
 
-from kvasir.errors import AlreadyExists, InvalidArgument
+from kvasir.errors import AlreadyExists
 
 from cachestore_svc.index.refusals import head_moved
 from cachestore_svc.index.sqlite import agents, versions
@@ -12,12 +12,13 @@ from cachestore_svc.records import LineQuery, Origin, SnapshotVersion, named_ver
 def fork_agent(
     rows: Rows, source: LineQuery, agent_id: str, version: int | None, now_unix_ms: int
 ) -> list[SnapshotVersion]:
-    """The first versions of a new agent's lines. Raises NotFound, AlreadyExists, InvalidArgument."""
+    """The first versions of a new agent: the newest of each line, in their order, or that one version. Raises NotFound,
+    AlreadyExists."""
     lines = versions.lines_of(rows, agents.get_row(rows, source.namespace, source.agent_id).id)
     if source.kv_identity_hash is not None:
         lines = [versions.get_line(rows, source)]
-    if version is not None and len(lines) > 1:
-        raise _which_line(lines)
+    if version is not None:
+        lines = [versions.line_with(rows, source, version)]
     if agents.find_agent(rows, source.namespace, agent_id):
         raise AlreadyExists(f"agent {agent_id!r} exists", reason="AGENT_EXISTS", metadata={"agent_id": agent_id})
     agent = agents.make_agent(rows, source.namespace, agent_id, now_unix_ms)
@@ -27,14 +28,11 @@ def fork_agent(
 def roll_back(
     rows: Rows, query: LineQuery, version: int, expected_head: int | None, default_retained: int, now_unix_ms: int
 ) -> SnapshotVersion:
-    """A new newest version that is an old one. Raises NotFound, Conflict, InvalidArgument."""
+    """A new newest version that is an old one, whichever line that is in. Raises NotFound, Conflict."""
     agent = agents.get_row(rows, query.namespace, query.agent_id)
-    lines = versions.lines_of(rows, agent.id)
-    if query.kv_identity_hash is None and len(lines) > 1:
-        raise _which_line(lines)
-    line = versions.get_line(rows, query)
+    line = versions.line_with(rows, query, version)
     old = versions.get_version(rows, line, version)
-    head = versions.head_of(rows, line.id)
+    head = versions.newest_number(rows, agent.id)
     if expected_head is not None and expected_head != head:
         raise head_moved(head, expected_head)
     manifest_id = versions.manifest_id_of(rows, line.id, old.version)
@@ -53,9 +51,3 @@ def _fork_line(
     manifest_id = versions.manifest_id_of(rows, source.id, old.version)
     new = versions.NewVersion(0, manifest_id, Origin.FORK, f"{old.agent_id} version {old.version}")
     return versions.add_version(rows, line_id, new, now_unix_ms)
-
-
-def _which_line(lines: list[versions.Line]) -> InvalidArgument:
-    return InvalidArgument(
-        f"kv_identity_hash: expected one, the agent has {len(lines)} lines", field="kv_identity_hash"
-    )

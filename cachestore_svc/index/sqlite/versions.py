@@ -1,7 +1,8 @@
 """Rows of lines and their versions: what is the newest, what came before, and which blobs each holds on to.
 
-A version holds its manifest, and the manifest's rows hold its blobs. A blob that nothing holds is garbage.
-References are not counted, so no count can be wrong.
+All versions of an agent are numbered in one order, whichever line each belongs to. A version holds its manifest, and
+the manifest's rows hold its blobs. A blob that nothing holds is garbage. References are not counted, so no count can be
+wrong.
 """
 
 import json
@@ -15,12 +16,15 @@ from cachestore_svc.index.catalog import BlobEntry
 from cachestore_svc.index.refusals import no_agent, no_line
 from cachestore_svc.index.sqlite.blobs import find_blob, find_blobs, find_namespace
 from cachestore_svc.index.sqlite.rows import Rows
-from cachestore_svc.records import MAX_VERSION, LineKey, LineQuery, Origin, SnapshotVersion
+from cachestore_svc.records import LineKey, LineQuery, Origin, SnapshotVersion
 
 # Used in WHERE clauses over `blobs`.
 IS_REFERENCED = """(EXISTS (SELECT 1 FROM manifests WHERE manifests.blob_id = blobs.id)
     OR EXISTS (SELECT 1 FROM manifest_blobs WHERE manifest_blobs.blob_id = blobs.id))"""
 
+# Used in ORDER BY clauses over `lines`. Data of an earlier form numbered each line by itself.
+_NEWEST_FIRST = """(SELECT MAX(version) FROM versions WHERE versions.line_id = lines.id) DESC,
+    lines.used_unix_ms DESC, lines.id DESC"""
 _SNAPSHOT = """SELECT agents.name, lines.kv_identity_hash, versions.version, blobs.hash, blobs.size_bytes,
     versions.parent_version, manifests.token_count, versions.created_unix_ms, manifests.total_bytes, versions.origin,
     versions.origin_detail, manifests.request_id, blobs.is_brought
@@ -47,12 +51,12 @@ class NewVersion:
 
 
 def find_line(rows: Rows, query: LineQuery | LineKey) -> Line | None:
-    """The line of that KV identity; without one: the line used last."""
+    """The line of that KV identity; without one: the line of the agent's newest version."""
     found = rows.one(
-        """SELECT lines.id, lines.agent_id, lines.kv_identity_hash, lines.used_unix_ms
+        f"""SELECT lines.id, lines.agent_id, lines.kv_identity_hash, lines.used_unix_ms
             FROM lines JOIN agents ON agents.id = lines.agent_id
             WHERE agents.namespace_id = ? AND agents.name = ? AND (? IS NULL OR lines.kv_identity_hash = ?)
-            ORDER BY lines.used_unix_ms DESC, lines.id DESC LIMIT 1""",
+            ORDER BY {_NEWEST_FIRST} LIMIT 1""",  # noqa: S608
         find_namespace(rows, query.namespace),
         query.agent_id,
         query.kv_identity_hash,
@@ -71,10 +75,10 @@ def get_line(rows: Rows, query: LineQuery | LineKey) -> Line:
 
 
 def lines_of(rows: Rows, agent_id: int) -> list[Line]:
-    """An agent's lines, last used first."""
+    """An agent's lines, the one with its newest version first."""
     found = rows.all(
-        """SELECT id, agent_id, kv_identity_hash, used_unix_ms FROM lines WHERE agent_id = ?
-            ORDER BY used_unix_ms DESC, id DESC""",
+        f"""SELECT id, agent_id, kv_identity_hash, used_unix_ms FROM lines WHERE agent_id = ?
+            ORDER BY {_NEWEST_FIRST}""",  # noqa: S608
         agent_id,
     )
     return [Line(*row) for row in found]
@@ -107,25 +111,36 @@ def touch(rows: Rows, line_id: int, now_unix_ms: int) -> None:
 
 def get_snapshot(rows: Rows, query: LineQuery, version: int | None) -> tuple[SnapshotVersion, int]:
     """The version of that number (None: the newest), and when its line was last used. Raises NotFound."""
-    line = get_line(rows, query)
+    line = line_with(rows, query, version)
     return get_version(rows, line, version), line.used_unix_ms
 
 
-def newest_of(rows: Rows, line: LineKey) -> SnapshotVersion | None:
-    """The line's newest version, if it has any."""
+def line_with(rows: Rows, query: LineQuery, version: int | None) -> Line:
+    """The line that is asked for; of several, the newest that has that version. Raises NotFound."""
+    newest = get_line(rows, query)
+    if query.kv_identity_hash is not None or version is None:
+        return newest
+    lines = lines_of(rows, newest.agent_id)
+    return next((line for line in lines if find_version(rows, line.id, version)), newest)
+
+
+def newest_of(rows: Rows, line: LineQuery | LineKey) -> SnapshotVersion | None:
+    """The newest version of the line, or of the agent where no line is named, if there is any."""
     found = find_line(rows, line)
     return get_version(rows, found, None) if found else None
 
 
-def snapshots_after(rows: Rows, query: LineQuery, after_line: str, before: int, limit: int) -> list[SnapshotVersion]:
-    """Versions of an agent's lines, lines by KV identity and each newest first, from `after_line` on, of which only
-    versions below `before` count. Raises NotFound."""
-    found: list[SnapshotVersion] = []
-    for line in sorted(lines_of(rows, _agent_row(rows, query)), key=lambda each: each.kv_identity_hash):
-        if line.kv_identity_hash >= after_line and query.kv_identity_hash in (None, line.kv_identity_hash):
-            below = before if line.kv_identity_hash == after_line else MAX_VERSION
-            found += versions_of(rows, line.id, below, limit - len(found))
-    return found
+def snapshots_after(rows: Rows, query: LineQuery, before: int, after_line: str, limit: int) -> list[SnapshotVersion]:
+    """Versions of an agent, or of one of its lines, newest first: those below `before`, and that of this number in
+    lines behind `after_line`. Raises NotFound."""
+    found = rows.all(
+        f"""{_SNAPSHOT} WHERE lines.agent_id = ? AND (? IS NULL OR lines.kv_identity_hash = ?)
+            AND (versions.version < ? OR (versions.version = ? AND lines.kv_identity_hash > ?))
+            ORDER BY versions.version DESC, lines.kv_identity_hash LIMIT ?""",
+        _agent_row(rows, query),
+        *(query.kv_identity_hash, query.kv_identity_hash, before, before, after_line, limit),
+    )
+    return [_snapshot(row) for row in found]
 
 
 def _agent_row(rows: Rows, query: LineQuery | LineKey) -> int:
@@ -162,20 +177,15 @@ def get_version(rows: Rows, line: Line, version: int | None) -> SnapshotVersion:
     return found
 
 
-def versions_of(rows: Rows, line_id: int, before: int, limit: int) -> list[SnapshotVersion]:
-    """Versions below a number, newest first."""
-    found = rows.all(
-        f"{_SNAPSHOT} WHERE versions.line_id = ? AND versions.version < ? ORDER BY versions.version DESC LIMIT ?",
-        line_id,
-        before,
-        limit,
-    )
-    return [_snapshot(row) for row in found]
+def newest_number(rows: Rows, agent_id: int) -> int:
+    """The number of an agent's newest version; 0 for none."""
+    return max((head_of(rows, line.id) for line in lines_of(rows, agent_id)), default=0)
 
 
 def add_version(rows: Rows, line_id: int, new: NewVersion, now_unix_ms: int) -> SnapshotVersion:
-    """The line's next version."""
-    version = head_of(rows, line_id) + 1
+    """The agent's next version, in this line."""
+    [agent_id] = rows.one("SELECT agent_id FROM lines WHERE id = ?", line_id) or (0,)
+    version = newest_number(rows, agent_id) + 1
     rows.run(
         "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?)",
         line_id,

@@ -1,4 +1,4 @@
-"""Makes one memory the next version of its agent's line, under this engine's lease and after the version it follows.
+"""Makes one memory the next version of its agent, under this engine's lease and after the version it follows.
 
 The store's compare-and-swap decides between engines. This file adds two things: the check that nobody took back what
 the memory extends, and the knowledge of commits whose answers were lost.
@@ -172,8 +172,7 @@ class Committing:
             return False
         if publication.expected_version is not None:
             return await self._was_taken_back()
-        agent, line = self.key.agent_id, self.engine.model.kv_identity_hash
-        return await self.store.was_changed(agent, line, publication.event_cursor, publication.stored_before)
+        return await self.store.was_changed(self.key.agent_id, publication.event_cursor, publication.stored_before)
 
     async def _was_taken_back(self) -> bool:
         return await self.store.was_taken_back(self.key.agent_id, self._publication.event_cursor)
@@ -181,7 +180,7 @@ class Committing:
     async def _newest(self) -> Head:
         budget = Budget(self.limits.head_budget_s, 1.0, self.clock)
         heads = await self.store.heads(self.key.agent_id, self.engine.model.kv_identity_hash, budget)
-        return heads.ours if heads is not None else NO_HEAD
+        return heads.newest if heads is not None else NO_HEAD
 
     async def _commit(self, files: MemoryFiles, *, is_second_try: bool = False) -> SnapshotOutcome:
         publication = self._publication

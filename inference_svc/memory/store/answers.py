@@ -25,7 +25,7 @@ class StoreMiss(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The newest version of a line. Version 0 with no manifest: the line has none."""
+    """A version of an agent, mostly its newest. Version 0 with no manifest: there is none."""
 
     version: int
     manifest: Digest | None
@@ -55,16 +55,16 @@ NO_SETTINGS = AgentSettings()
 
 @dataclass(frozen=True, slots=True)
 class AgentHeads:
-    """Heads of the requested line, and of the agent's most recently used line with another KV identity."""
+    """The agent's newest version, and that of the line of this KV identity, where the agent's is of another."""
 
-    ours: Head
-    foreign: Head | None
+    newest: Head
+    own_line: Head | None
     settings: AgentSettings = NO_SETTINGS
 
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """A lease, and the line's newest version when it was granted."""
+    """A lease, and the agent's newest version when it was granted."""
 
     generation: int
     head: Head
@@ -112,7 +112,7 @@ StoreEvent = LeaseWanted | HeadMoved | AgentGone | EventsLost
 
 
 def head_of(snapshot: cachestore_pb2.SnapshotVersion) -> Head:
-    """A line's newest version, from the store's answer."""
+    """A version, from the store's answer."""
     return Head(
         snapshot.version,
         Digest.from_proto(snapshot.manifest),
@@ -153,15 +153,10 @@ def takes_back(response: cachestore_pb2.WatchEventsResponse, agent_id: str) -> b
             return False
 
 
-def moves(
-    response: cachestore_pb2.WatchEventsResponse, agent_id: str, kv_identity_hash: str, own: Collection[Digest]
-) -> bool:
-    """Whether the event is a new version of the agent's line, with none of the manifests `own`."""
+def moves(response: cachestore_pb2.WatchEventsResponse, agent_id: str, own: Collection[Digest]) -> bool:
+    """Whether the event is a new version of the agent, with none of the manifests `own`."""
     made = response.committed
-    if response.WhichOneof("event") != "committed" or (made.agent_id, made.kv_identity_hash) != (
-        agent_id,
-        kv_identity_hash,
-    ):
+    if response.WhichOneof("event") != "committed" or made.agent_id != agent_id:
         return False
     return made.manifest.hash not in {each.hash for each in own}
 

@@ -65,22 +65,23 @@ class RemoteCache(StoreConnection):
     # --- reading: a failure is a StoreMiss ---
 
     async def heads(self, agent_id: str, kv_identity_hash: str, budget: Budget) -> AgentHeads | None:
-        """The agent's newest versions; None when there is no such agent."""
+        """The agent's newest version, under whichever KV identity; None when there is no such agent."""
         try:
             agent = await self._read(lambda: self.client.get_agent(agent_id), budget)
         except errors.NotFound:
             return None
         with answer_checked("the store's answer about the agent"):
             lines = [head_of(line) for line in agent.lines]
-        ours = next((line for line in lines if line.kv_identity_hash == kv_identity_hash), NO_HEAD)
-        foreign = next((line for line in lines if line.kv_identity_hash != kv_identity_hash), None)
+        newest = max(lines, key=lambda line: line.version, default=NO_HEAD)
+        ours = next((line for line in lines if line.kv_identity_hash == kv_identity_hash), None)
         labels = agent.labels
-        return AgentHeads(ours, foreign, AgentSettings(labels.get(on_full.LABEL, ""), labels.get(volatile.LABEL, "")))
+        settings = AgentSettings(labels.get(on_full.LABEL, ""), labels.get(volatile.LABEL, ""))
+        return AgentHeads(newest, ours if ours != newest else None, settings)
 
-    async def version(self, agent_id: str, kv_identity_hash: str, version: int, budget: Budget) -> Head:
-        """A version of the agent's line. Raises NotFound (VERSION_NOT_FOUND, AGENT_NOT_FOUND)."""
+    async def version(self, agent_id: str, version: int, budget: Budget) -> Head:
+        """A version of the agent. Raises NotFound (VERSION_NOT_FOUND, AGENT_NOT_FOUND)."""
         snapshot, _ = await self._read(
-            lambda: self.client.get_snapshot(agent_id, kv_identity_hash, version, timeout_s=budget.remaining_s), budget
+            lambda: self.client.get_snapshot(agent_id, version=version, timeout_s=budget.remaining_s), budget
         )
         with answer_checked("the store's answer about the version"):
             return head_of(snapshot)
@@ -292,13 +293,11 @@ class RemoteCache(StoreConnection):
         """
         return await self._has_happened(lambda response: takes_back(response, agent_id), since)
 
-    async def was_changed(
-        self, agent_id: str, kv_identity_hash: str, since: EventCursor | None, own: Collection[Digest]
-    ) -> bool:
-        """The same, and whether a turn has moved the line. Turns that made the manifests `own` do not count."""
+    async def was_changed(self, agent_id: str, since: EventCursor | None, own: Collection[Digest]) -> bool:
+        """The same, and whether a turn made a version. Turns that made the manifests `own` do not count."""
 
         def is_change(response: cachestore_pb2.WatchEventsResponse) -> bool:
-            return takes_back(response, agent_id) or moves(response, agent_id, kv_identity_hash, own)
+            return takes_back(response, agent_id) or moves(response, agent_id, own)
 
         return await self._has_happened(is_change, since)
 

@@ -43,26 +43,38 @@ def test_a_fork_is_a_new_line_that_shares_every_blob(store: Store) -> None:
 
 def test_an_agent_has_a_line_per_kv_identity_and_forks_them_all(store: Store) -> None:
     publish(store, "a", SyntheticAgent(SMALL, 1).turn(30), 0)
-    publish(store, "a", SyntheticAgent(MIXED, 1).turn(40), 0)
+    publish(store, "a", SyntheticAgent(MIXED, 1).turn(40), 1)
     assert {line.kv_identity_hash for line in store.fork_agent(NS, "a", "b").lines} == {KV, kv_identity_hash(MIXED)}
     assert [line.kv_identity_hash for line in store.fork_agent(NS, "a", "c", KV, 1).lines] == [KV]
-    for call in (lambda: store.fork_agent(NS, "a", "d", version=1), lambda: store.rollback_agent(NS, "a", 1)):
-        with pytest.raises(InvalidArgument, match="2 lines"):
-            call()
+    assert [line.kv_identity_hash for line in store.fork_agent(NS, "a", "d", version=1).lines] == [KV]
+    back = store.rollback_agent(NS, "a", 1)
+    assert (back.kv_identity_hash, back.version, back.base_version) == (KV, 3, 1)
     with pytest.raises(NotFound):
         store.get_snapshot(NS, "a", kv_identity_hash(TINY))
 
 
-def test_the_line_used_last_is_the_default(lab: Lab, store: Store) -> None:
-    publish(store, "a", SyntheticAgent(SMALL, 1).turn(30), 0)
-    lab.clock.pass_s(5)
-    publish(store, "a", SyntheticAgent(MIXED, 1).turn(40), 0)
+def test_an_agents_newest_version_is_the_last_that_was_made_whichever_line_it_is_in(lab: Lab, store: Store) -> None:
+    small, mixed = SyntheticAgent(SMALL, 1), SyntheticAgent(MIXED, 1)
+    publish(store, "a", small.turn(30), 0)
+    publish(store, "a", mixed.turn(40), 1)
     assert store.get_snapshot(NS, "a").kv_identity_hash == kv_identity_hash(MIXED)
     lab.clock.pass_s(5)
-    store.get_snapshot(NS, "a", KV)
+    store.get_snapshot(NS, "a", KV)  # to read another line changes nothing
     store.collect_garbage()  # waits for what was written without waiting
-    assert store.get_snapshot(NS, "a").kv_identity_hash == KV
-    assert store.get_agent(NS, "a").lines[0].kv_identity_hash == KV
+    assert store.get_agent(NS, "a").lines[0].kv_identity_hash == kv_identity_hash(MIXED)
+    third = small.turn(10)
+    with pytest.raises(Conflict) as lost:  # its line's newest version is not the agent's
+        publish(store, "a", third, 1)
+    assert lost.value.metadata["head_version"] == "2"
+    made = publish(store, "a", third, 2)
+    assert (made.version, store.get_snapshot(NS, "a"), store.get_snapshot(NS, "a", version=2).kv_identity_hash) == (
+        3,
+        made,
+        kv_identity_hash(MIXED),
+    )
+    with pytest.raises(Conflict):
+        store.rollback_agent(NS, "a", 2, expected_head=2)
+    assert store.rollback_agent(NS, "a", 2, expected_head=3).version == 4
 
 
 def test_a_rollback_is_a_new_version_and_removes_nothing(store: Store) -> None:
@@ -177,10 +189,9 @@ def test_listing_pages_through_names_by_prefix_and_labels(
 
 
 def test_snapshots_are_listed_newest_first_over_pages_of_several_lines(store: Store) -> None:
-    for identity in (SMALL, MIXED):
-        agent = SyntheticAgent(identity, 1)
-        for turn in range(3):
-            publish(store, "a", agent.turn(10), turn)
+    agents = SyntheticAgent(SMALL, 1), SyntheticAgent(MIXED, 1)
+    for parent in range(6):
+        publish(store, "a", agents[parent % 2].turn(10), parent)
     found, token = [], ""
     while True:
         page = store.list_snapshots(NS, "a", page_size=2, page_token=token)
@@ -188,9 +199,9 @@ def test_snapshots_are_listed_newest_first_over_pages_of_several_lines(store: St
         token = page.next_page_token
         if not token:
             break
-    lines = sorted((KV, kv_identity_hash(MIXED)))
-    assert found == [(line, version) for line in lines for version in (3, 2, 1)]
-    assert [each.version for each in store.list_snapshots(NS, "a", KV).snapshots] == [3, 2, 1]
+    lines = (kv_identity_hash(MIXED), KV)
+    assert found == [(lines[version % 2], version) for version in (6, 5, 4, 3, 2, 1)]
+    assert [each.version for each in store.list_snapshots(NS, "a", KV).snapshots] == [5, 3, 1]
     with pytest.raises(InvalidArgument):
         store.list_snapshots(NS, "a", page_token="eA==")
     token = store.list_snapshots(NS, "a", page_size=1).next_page_token

@@ -229,8 +229,8 @@ def test_what_takes_a_memory_back_waits_for_its_lease_and_fences_the_late(
 
 def test_a_lease_that_ended_stays_ended_while_a_lease_of_another_line_is_waited_for(lab: Lab, store: Store) -> None:
     """Of an agent with two models: the engine of the one is gone, that of the other releases as soon as it is asked."""
-    for identity in (SMALL, TINY):
-        publish(store, "a", SyntheticAgent(identity, 1).turn(30), 0)
+    for parent, identity in enumerate((SMALL, TINY)):
+        publish(store, "a", SyntheticAgent(identity, 1).turn(30), parent)
     gone, live = sorted((KV, kv_identity_hash(TINY)))
     store.acquire_lease(NS, "a", gone, "engine-1", 10)
     lab.clock.pass_s(10)
@@ -240,6 +240,28 @@ def test_a_lease_that_ended_stays_ended_while_a_lease_of_another_line_is_waited_
     assert refused.value.metadata["owner"] == "engine-2"
     store.release_lease(NS, "a", live, token)
     store.delete_agent(NS, "a")
+
+
+def test_one_owner_at_a_time_has_leases_of_an_agent_whichever_line_they_are_of(lab: Lab, store: Store) -> None:
+    publish(store, "a", SyntheticAgent(SMALL, 1).turn(30), 0)
+    other = kv_identity_hash(TINY)
+    token = store.acquire_lease(NS, "a", KV, "engine-1", 10).token
+    cursor = store.events_after(NS, None).cursor
+    for _ in range(2):
+        with pytest.raises(FailedPrecondition) as refused:
+            store.acquire_lease(NS, "a", other, "engine-2", 10, asks=True)
+        assert (refused.value.reason, refused.value.metadata["owner"]) == ("LEASE_HELD", "engine-1")
+    # The holder is asked, by its own line.
+    assert store.renew_leases(NS, "engine-1", KV, [HeldLease("a", token.generation)], 10).wanted
+    assert [each.body for each in store.events_after(NS, cursor).events] == [LeaseWanted("a", KV, False)]
+    with pytest.raises(FailedPrecondition):
+        publish(store, "a", SyntheticAgent(TINY, 1).turn(30), 1)
+    assert store.acquire_lease(NS, "a", other, "engine-1", 10).newest.version == 1
+    store.release_lease(NS, "a", KV, token)
+    with pytest.raises(FailedPrecondition):
+        store.rollback_agent(NS, "a", 1)
+    lab.clock.pass_s(10)
+    assert store.rollback_agent(NS, "a", 1).version == 2
 
 
 def test_a_fork_over_a_name_waits_for_whoever_runs_its_first_turn(store: Store) -> None:

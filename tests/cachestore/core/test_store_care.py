@@ -16,7 +16,7 @@ from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound, Unavail
 
 from cachestore_svc.index.catalog import HOUSE
 from cachestore_svc.index.sqlite import migrations
-from cachestore_svc.records import AgentDeleted, AgentUpdated, BlobKind, Committed, EventCursor
+from cachestore_svc.records import MAX_LEASE_TTL_S, AgentDeleted, AgentUpdated, BlobKind, Committed, EventCursor
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, publish, upload, write
 from tests.cachestore.core.start_up import fill
@@ -138,6 +138,7 @@ def test_yesterdays_data_directory_opens_today(lab: Lab) -> None:
         assert_restores(store, store.get_snapshot(NS, "a", version=1), first)
         assert_restores(store, store.get_snapshot(NS, "a", version=2), second)
         assert dict(store.get_agent(NS, "a").labels) == {"made": "yesterday"}
+        lab.clock.pass_s(MAX_LEASE_TTL_S)  # somebody had a lease yesterday
         publish(store, "a", agent.turn(30), 2)
 
 

@@ -54,7 +54,7 @@ def test_a_group_is_synced_before_it_is_committed_and_only_one_that_changes_agen
     with lab.open(disk) as store:
         disk.effects.clear()
         upload(store, content)
-        store.acquire_lease(NS, "a", "ab" * 32, "engine")
+        store.acquire_lease(NS, "b", "ab" * 32, "engine")
         assert set(disk.effects) == {"index: before commit", "index: after commit"}
         disk.effects.clear()
         store.commit(NS, "a", content.manifest_digest, 0)

@@ -41,7 +41,7 @@ class Life:
         with lab.open() as store:
             for turn in range(4):
                 self._publish(store, NS, "ada", ada.turn(300, is_prompt=True), turn)
-            self._publish(store, NS, "ada", SyntheticAgent(SMALL, 7).turn(40), 0)
+            self._publish(store, NS, "ada", SyntheticAgent(SMALL, 7).turn(40), 4)
             self._publish(store, OTHER_NS, "bob", bob.turn(300), 0, Origin.IMPORT)
             self._publish(store, OTHER_NS, "bob", bob.turn(300), 1)
             store.update_agent(NS, "ada", labels={"x": "y"}, is_pinned=True, retained_versions=4)
@@ -140,7 +140,7 @@ def test_everything_comes_back_as_it_was(life: Life, killed: Lab, harm: Callable
                 *_, last = store.verify(namespace)
                 assert last.damaged == ()
     with killed.open(grace_period_s=0.0) as store:
-        publish(store, "ada", SyntheticAgent(SMALL, 7).turn(40), 1)
+        publish(store, "ada", SyntheticAgent(SMALL, 7).turn(40), 6)
         for _ in range(3):
             store.collect_garbage()
         assert store.check().is_clean

@@ -21,6 +21,7 @@ from tests.cli.running import in_process
 from tests.synthetic import SMALL, TINY, SyntheticAgent
 
 KV = kv_identity_hash(SMALL)
+TINY_HASH = kv_identity_hash(TINY)
 _NUMBERS = count(1)
 
 
@@ -77,18 +78,38 @@ def test_a_moved_agent_is_the_destinations_whole_and_can_be_extended_only_there(
     first, second = ada.turn(600), ada.turn(300)
     publish(laptop, name, first, 0)
     other = SyntheticAgent(TINY, 2).turn(300)
-    publish(laptop, name, other, 0)
+    publish(laptop, name, other, 1)
     laptop.update_agent(name, labels={"team": "red"}, is_pinned=True)
     made = studio.move_agent(name, from_peer="laptop")
     assert {line.origin for line in made.lines} == {pb.ORIGIN_MOVE}
     assert len(made.lines) == 2
     assert (made.labels["team"], made.is_pinned) == ("red", True)
     assert made.labels[FIRST_MOVE] == laptop.get_agent(name).labels[FIRST_MOVE]
-    publish(studio, name, second, 1)
+    publish(studio, name, second, 2)
     assert_whole(studio, name, second)
     assert state(laptop, name) == (pb.OWNER_STATE_MOVED, "studio")
-    refused(lambda: publish(laptop, name, second, 1), "AGENT_MOVED", "studio")
+    refused(lambda: publish(laptop, name, second, 2), "AGENT_MOVED", "studio")
     assert laptop.get_snapshot(name, KV)[1] == first.manifest_bytes
+
+
+def test_the_newest_of_several_lines_is_the_newest_where_an_agent_moves_to(
+    laptop: StoreClient, studio: StoreClient, name: str
+) -> None:
+    small, tiny = SyntheticAgent(SMALL, 31), SyntheticAgent(TINY, 32)
+    first, other = small.turn(300), tiny.turn(300)
+    publish(laptop, name, first, 0)
+    publish(laptop, name, other, 1)
+    here, there = laptop, studio
+    for _ in range(2):
+        there.move_agent(name, from_peer="laptop" if here is laptop else "studio")
+        assert there.get_snapshot(name)[1] == here.get_snapshot(name)[1]
+        # The other line's newest manifest is there already, from before: it becomes the newest again.
+        old = there.get_snapshot(name, KV if there is studio else TINY_HASH)[0]
+        there.rollback_agent(name, old.version)
+        assert there.get_snapshot(name)[0].manifest == old.manifest
+        here, there = there, here
+    laptop.move_agent(name, to_peer="studio")
+    assert studio.get_snapshot(name)[1] == laptop.get_snapshot(name)[1]
 
 
 def test_a_call_that_is_repeated_finds_its_work_done(laptop: StoreClient, studio: StoreClient, name: str) -> None:
@@ -420,8 +441,8 @@ def run(mac: Mac, *words: str, code: int = 0) -> Any:
 def test_sync_counts_what_it_sends_of_every_line(pair: tuple[Mac, Mac], laptop: StoreClient, name: str) -> None:
     small, tiny = SyntheticAgent(SMALL, 22), SyntheticAgent(TINY, 23)
     turns = [small.turn(600), tiny.turn(300)]
-    for turn in turns:
-        publish(laptop, name, turn, 0)
+    for parent, turn in enumerate(turns):
+        publish(laptop, name, turn, parent)
     [planned] = run(pair[0], "sync", name, "--to", "studio", "--dry-run")
     [copied] = run(pair[0], "sync", name, "--to", "studio")
     blobs = [digest for turn in turns for digest in turn.digests]
@@ -429,7 +450,7 @@ def test_sync_counts_what_it_sends_of_every_line(pair: tuple[Mac, Mac], laptop: 
         assert (row["blobs"], row["blobs_skipped"]) == (len(blobs), 0)
         assert row["bytes_sent"] == row["bytes"] == sum(digest.size_bytes for digest in blobs)
     new = small.turn(300)
-    publish(laptop, name, new, 1)  # the other line has nothing new
+    publish(laptop, name, new, 2)  # the other line has nothing new
     [renewed] = run(pair[0], "sync", name, "--to", "studio")
     assert renewed["bytes_sent"] == sum(digest.size_bytes for digest in new.new_blobs)
 

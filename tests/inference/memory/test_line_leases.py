@@ -343,7 +343,7 @@ def test_after_lost_events_no_lease_counts_until_it_is_prolonged() -> None:
         (HeadMoved("a", HEAD), True, True),
         (HeadMoved("a", Head(2, Digest.of(b"two"), 1, KV)), True, True),  # old news
         (HeadMoved("a", Head(4, Digest.of(b"others"), 3, KV)), True, False),
-        (HeadMoved("a", Head(4, Digest.of(b"others"), 3, "another")), True, True),
+        (HeadMoved("a", Head(4, Digest.of(b"others"), 3, "another")), True, False),  # of another KV identity
         (HeadMoved("a", Head(4, Digest.of(b"others"), 3, KV)), False, True),  # the next turn decides
         (AgentGone("a"), True, False),
         (AgentGone("b"), True, True),

@@ -98,16 +98,16 @@ def test_a_prompt_that_is_the_memory_or_its_beginning_computes_one_token(
 
 
 @pytest.mark.long(5)
-def test_kv_of_other_weights_or_another_policy_is_never_used_and_the_words_are(
+def test_kv_of_other_weights_or_another_policy_is_never_used_and_the_words_are_also_on_the_way_back(
     own_house: House, tmp_path: Path
 ) -> None:
     with own_house.client() as client:
-        talk(client, "a", TALK[:2])
+        _, second = talk(client, "a", TALK[:2])
     options = own_house.engine.options
     other_weights = write_model(tmp_path / "other", LLAMA, seed=1)
-    for more, field in (
-        (("--kv-policy", "q8"), "policy.key_bits"),
-        (("--model", str(other_weights)), "weights_digest"),
+    for version, more, field in (
+        (3, ("--kv-policy", "q8"), "policy.key_bits"),
+        (5, ("--model", str(other_weights)), "weights_digest"),
     ):
         own_house.engine.kill()
         own_house.engine.options = [*more, *options]  # of several models the first is loaded
@@ -119,16 +119,31 @@ def test_kv_of_other_weights_or_another_policy_is_never_used_and_the_words_are(
         assert field in reply.started.reason
         assert reply.started.cached_tokens == 0
         assert reply.started.prompt_tokens > 256  # what was said before is there
-        assert reply.finished.snapshot.version == 1  # a line of its own
+        assert reply.finished.snapshot.version == version  # of a line of its own, and the agent's newest
         assert again.started.cached_tokens > reply.started.prompt_tokens
     with own_house.store_client() as store:
-        assert len(store.get_agent("a").lines) == 3
+        lines = store.get_agent("a").lines
+        assert [line.version for line in lines] == [6, 4, 2]
+        store.fork_agent("a", "without the first line", lines[0].kv_identity_hash)
     own_house.engine.kill()
     own_house.engine.options = options
     own_house.engine.start()
     with own_house.client() as client:
-        back = say(client, "a", TALK[2])
-    assert (back.started.source, back.started.parent_version) == (pb.CACHE_SOURCE_WARM, 2)
+        back, expected = say(client, "a", TALK[2]), say(client, "without the first line", TALK[2])
+        # The first line's KV serves as far as its words go; what was said since is computed, and known.
+        assert (back.started.source, back.started.miss) == (pb.CACHE_SOURCE_WARM, pb.MISS_REASON_KV_IDENTITY_DIFFERS)
+        assert back.started.cached_tokens >= second.started.prompt_tokens > expected.started.cached_tokens
+        assert back.started.prompt_tokens == expected.started.prompt_tokens
+        assert back.token_ids == expected.token_ids
+        assert (back.started.parent_version, back.started.continuation) == (6, pb.CONTINUATION_EXTENDED)
+        older = say(client, "a", TALK[3], base_version=4, memory_mode=pb.MEMORY_MODE_READ_ONLY)
+        assert (older.started.base_version, older.started.parent_version) == (4, 7)
+        after, expected = say(client, "a", TALK[3]), say(client, "without the first line", TALK[3])
+    assert (after.started.source, after.token_ids) == (pb.CACHE_SOURCE_HOT, expected.token_ids)
+    with own_house.store_client() as store:
+        listed = store.list_snapshots("a").snapshots
+        assert [each.version for each in listed] == [8, 7, 6, 5, 4, 3, 2, 1]
+        assert [each.parent_version for each in listed] == [7, 6, 5, 4, 3, 2, 1, 0]
 
 
 def test_after_a_fork_both_agents_go_on_from_the_same_memory(

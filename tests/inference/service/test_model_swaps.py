@@ -67,14 +67,21 @@ def test_agents_lines_survive_a_swap_of_models_and_back(house: House) -> None:
         other = client.reply(agent_id="ada", append_messages=ASKED, sampling=GREEDY)
         assert other.started.model == "second"
         assert other.started.miss == pb.MISS_REASON_KV_IDENTITY_DIFFERS
-        assert other.finished.snapshot.version == 1
+        assert other.finished.snapshot.version == 2
 
         client.load_model("first")
+        same = client.reply(agent_id="twin", append_messages=ASKED, sampling=GREEDY)
+        assert (same.started.source, same.started.reason) == (pb.CACHE_SOURCE_WARM, "")
+        # What was said under the other model is known here too.
         again = client.reply(agent_id="ada", append_messages=ASKED, sampling=GREEDY)
         assert again.started.source == pb.CACHE_SOURCE_WARM
-        assert not again.started.reason
-        assert again.started.parent_version == 1
-        assert again.token_ids == expected.token_ids
+        assert again.started.miss == pb.MISS_REASON_KV_IDENTITY_DIFFERS
+        assert (again.started.parent_version, again.started.continuation) == (2, pb.CONTINUATION_EXTENDED)
+        assert again.started.prompt_tokens > same.started.cached_tokens
+        client.rollback_agent("ada", 1)
+        client.rollback_agent("twin", 1)
+        back, also = (client.reply(agent_id=name, append_messages=ASKED, sampling=GREEDY) for name in ("ada", "twin"))
+        assert back.token_ids == also.token_ids == expected.token_ids
 
 
 def test_what_is_not_loaded_is_refused_with_what_to_do_and_no_path_is_taken_from_the_wire(
@@ -192,7 +199,7 @@ def test_words_of_another_models_line_are_warmed_with_what_follows_them_and_make
         client.reply(agent_id="ada", messages=TOLD, sampling=GREEDY)
         client.load_model("second")
         ahead = client.warm(agent_id="ada", append_messages=ASKED)
-        assert (ahead.version, ahead.miss) == (0, pb.MISS_REASON_KV_IDENTITY_DIFFERS)
+        assert (ahead.version, ahead.miss) == (1, pb.MISS_REASON_KV_IDENTITY_DIFFERS)
         client.warm(agent_id="ada")
         assert client.warm(agent_id="ada", append_messages=ASKED).tokens == ahead.tokens
         left = client.unload_model().left

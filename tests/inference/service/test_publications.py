@@ -149,7 +149,7 @@ class Store:
     async def was_taken_back(self, *_asked: object) -> bool:
         return self.taken_back
 
-    async def was_changed(self, _agent: str, _line: str, _since: object, own: Collection[Digest]) -> bool:
+    async def was_changed(self, _agent: str, _since: object, own: Collection[Digest]) -> bool:
         return not set(self.stored) <= set(own)
 
     async def commit(self, _agent: str, digest: Digest, parent: Version, _timeout_s: float, **how: object) -> Head:

@@ -30,10 +30,9 @@ def apply_changes(rows: Rows, read: ReadManifest, changes: Iterable[Change]) -> 
 def fence_changes(rows: Rows, changes: Iterable[Change]) -> None:
     """Shut out late writers, as what takes back a memory does: leases are not in the journal."""
     for kind, namespace, agent, *rest in changes:
-        if kind in ("forget", "owner"):
+        is_taken_back = kind == "version" and Version._make(rest[2:]).origin != Origin.TURN
+        if is_taken_back or kind in ("forget", "owner"):
             leases.fence_all(rows, LineQuery(namespace, agent))
-        elif kind == "version" and Version._make(rest[2:]).origin != Origin.TURN:
-            leases.fence_all(rows, LineQuery(namespace, agent, rest[0]))
 
 
 def hold_version(rows: Rows, read: ReadManifest, namespace: str, agent_id: str, key: VersionKey, new: Version) -> None:

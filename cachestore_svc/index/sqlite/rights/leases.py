@@ -1,5 +1,6 @@
 """Leases: which inference service may extend a line, and which late writers are fenced.
 
+One owner at a time has leases of an agent: a turn under another KV identity makes the agent's newest version, too.
 A generation never goes back, not even when the agent is deleted. A writer whose generation is not the newest was
 replaced in the meantime, and is refused. How long a lease holds is in `live_leases`.
 """
@@ -36,12 +37,11 @@ def acquire_lease(
     if barred_s := live.barred_s(line):
         raise held_by("a change of the agent that waits for it", barred_s)
     make_namespace(rows, line.namespace)
+    _check_free(rows, live, line, owner)
     found = _find(rows, line)
     generation = 1 + _floor(rows)
     if found is not None:
         is_others = found.token.owner != owner
-        if is_others and (left_s := _left_s(live, line, found)):
-            raise held_by(found.token.owner, left_s)
         generation = found.token.generation + (is_others or found.is_released or begins_anew)
     token = LeaseToken(owner, generation)
     _write(rows, line, token, ttl_ms, is_released=False)
@@ -123,10 +123,15 @@ def check_not_fenced(rows: Rows, line: LineKey, token: LeaseToken) -> None:
 
 
 def check_not_held(rows: Rows, live: LiveLeases, line: LineKey) -> None:
-    """Raises FailedPrecondition (LEASE_HELD) while a lease is live: for a turn that brings none."""
-    found = _find(rows, line)
-    if found and (left_s := _left_s(live, line, found)):
-        raise held_by(found.token.owner, left_s)
+    """Raises FailedPrecondition (LEASE_HELD) while a lease of the agent is live: for a turn that brings none."""
+    _check_free(rows, live, line, None)
+
+
+def _check_free(rows: Rows, live: LiveLeases, line: LineKey, owner: str | None) -> None:
+    """Raises FailedPrecondition (LEASE_HELD) while another than this owner has a live lease of the agent."""
+    for each, found in _rows_of(rows, LineQuery(line.namespace, line.agent_id)):
+        if found.token.owner != owner and (left_s := _left_s(live, each, found)):
+            raise held_by(found.token.owner, left_s)
 
 
 def held_by(owner: str, left_s: float) -> FailedPrecondition:

@@ -201,12 +201,12 @@ class SealedTransaction(SqliteTransaction):
         snapshot, used_unix_ms = super().get_snapshot(self._line(query), version)
         return self._open_snapshot(snapshot), used_unix_ms
 
-    def newest_of(self, line: LineKey) -> SnapshotVersion | None:
-        found = super().newest_of(self._line(line))
+    def newest_of(self, line: LineQuery | LineKey) -> SnapshotVersion | None:
+        found = super().newest_of(line._replace(agent_id=self._agent(line.agent_id)))
         return None if found is None else self._open_snapshot(found)
 
-    def snapshots_after(self, query: LineQuery, after_line: str, before: int, limit: int) -> list[SnapshotVersion]:
-        found = super().snapshots_after(self._line(query), after_line, before, limit)
+    def snapshots_after(self, query: LineQuery, before: int, after_line: str, limit: int) -> list[SnapshotVersion]:
+        found = super().snapshots_after(self._line(query), before, after_line, limit)
         return [self._open_snapshot(each) for each in found]
 
     def use_line(self, line: LineKey, now_unix_ms: int) -> None:

@@ -67,7 +67,7 @@ AgentArgument = Annotated[str, typer.Argument(help="The agent's name.", metavar=
 LineOption = Annotated[
     str,
     typer.Option(
-        "--kv-identity", help="Hash of the line's KV identity. Left out: the line that was used last.", metavar="HASH"
+        "--kv-identity", help="Hash of the line's KV identity. Left out: whichever has the version.", metavar="HASH"
     ),
 ]
 VersionOption = Annotated[

@@ -99,7 +99,7 @@ class AgentClient(ServiceClient):
         *,
         timeout_s: float | None = None,
     ) -> tuple[pb.SnapshotVersion, bytes]:
-        """A version (None: the newest; of the line used last) and its manifest's bytes, none if more than 2 MiB.
+        """A version (None: the newest, of whichever line) and its manifest's bytes, none if more than 2 MiB.
 
         Raises NotFound, DataLoss.
         """

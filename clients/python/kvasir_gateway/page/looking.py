@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, Generic, TypeVar
 
 from kvasir.cachestore.v1 import cachestore_pb2, manifest_pb2
@@ -98,21 +97,13 @@ def reuse(history: History, namespace: str) -> Reuse:
 
 
 @dataclass(frozen=True, slots=True)
-class Lineage:
-    """The versions of one line."""
-
-    kv_identity_hash: str
-    rows: Sequence[tree.Row]
-
-
-@dataclass(frozen=True, slots=True)
 class AgentSeen:
     """An agent, where its memory lies, and its history."""
 
     agent: cachestore_pb2.Agent
     usage: cachestore_pb2.GetUsageResponse
     hot: pb.HotMemory | None
-    lines: Sequence[Lineage]
+    rows: Sequence[tree.Row]
     next_page_token: str
 
 
@@ -124,12 +115,8 @@ async def agent(client: AioInferenceClient, agent_id: str, page_token: str) -> A
         client.list_hot_memories([agent_id]),
         client.list_snapshots(agent_id, page_size=_VERSIONS_A_PAGE, page_token=page_token),
     )
-    has_older = bool(listed.next_page_token)
-    lines = [
-        Lineage(kv_hash, tree.rows(list(versions), has_older=has_older))
-        for kv_hash, versions in groupby(listed.snapshots, lambda version: version.kv_identity_hash)
-    ]
-    return AgentSeen(found, usage, hot[0] if hot else None, lines, listed.next_page_token)
+    rows = tree.rows(listed.snapshots, has_older=bool(listed.next_page_token))
+    return AgentSeen(found, usage, hot[0] if hot else None, rows, listed.next_page_token)
 
 
 @dataclass(frozen=True, slots=True)

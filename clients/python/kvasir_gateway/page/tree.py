@@ -1,4 +1,4 @@
-"""A line's versions as a tree, newest first: in which lane each lies, and the strokes that join it to its base."""
+"""An agent's versions as a tree, newest first: in which lane each lies, and the strokes that join it to its base."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Row:
 
 
 def rows(versions: Sequence[cachestore_pb2.SnapshotVersion], *, has_older: bool) -> list[Row]:
-    """`versions`: of one line, newest first. `has_older`: older ones exist that are not among these."""
+    """`versions`: of one agent, newest first. `has_older`: older ones exist that are not among these."""
     known = {each.version for each in versions}
     oldest = min(known, default=0)
     lanes: list[int] = []  # the version that each lane leads down to; 0: the lane is free

@@ -158,7 +158,7 @@ class AgentServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListSnapshots(self, request, context):
-        """Lists the versions of an agent's lines, newest first, paged. No side effect. Errors: NOT_FOUND, INVALID_ARGUMENT (page token).
+        """Lists the versions of an agent, or of one of its lines, newest first, paged. No side effect. Errors: NOT_FOUND, INVALID_ARGUMENT (page token).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -1033,8 +1033,8 @@ class CacheStoreServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CommitSnapshot(self, request, context):
-        """Makes a manifest the next version of an agent's line, all or nothing, durable before the answer. Compare-and-swap: the head
-        must be `expected_version`. Repeating a commit that took effect answers its version again. With the engine role, block hashes of the manifest's
+        """Makes a manifest the agent's next version, in the line of its KV identity, all or nothing, durable before the answer. All versions of an agent are
+        numbered in one order. Compare-and-swap: the newest of them must be `expected_version`. Repeating a commit that took effect answers its version again. With the engine role, block hashes of the manifest's
         shareable blocks are bound for FindPrefix, up to the first that was brought (see SnapshotVersion.is_brought). Roles: engine. Errors: ABORTED (head moved; ErrorInfo has head_version, or the
         lease's generation is fenced), FAILED_PRECONDITION (a blob is missing or does not fit the manifest; named), INVALID_ARGUMENT
         (manifest malformed, agent name hostile), RESOURCE_EXHAUSTED.
@@ -1053,8 +1053,8 @@ class CacheStoreServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AcquireLease(self, request, context):
-        """Takes the right to extend a line. A live lease of another owner refuses it; an expired one is taken over with a higher generation, which fences
-        the old owner. While a lease is live, nobody but its owner makes a new version of the line: what takes a memory back (RollbackAgent, DeleteAgent,
+        """Takes the right to extend a line. A live lease of another owner, of this or another line of the agent, refuses it; an expired one is taken over with a higher generation, which fences
+        the old owner. While a lease is live, nobody but its owner makes a new version of the agent: what takes a memory back (RollbackAgent, DeleteAgent,
         ForkAgent, ImportAgent, PullAgent onto the name) asks the owner to let go (event lease_wanted), waits until it has or the lease ended, and fences
         it. Time is counted on a clock that nobody sets; after a restart of the store each lease has its whole time again. The owner must count from
         before it asked. Roles: engine. Errors: FAILED_PRECONDITION (held; "owner" and "left_ms" in ErrorInfo).

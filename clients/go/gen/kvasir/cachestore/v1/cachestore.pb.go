@@ -685,7 +685,7 @@ type SnapshotVersion struct {
 	// Some of its KV was computed elsewhere: it came by import or pull, or was computed on what did, whatever its origin is now. Such a memory serves
 	// its own line; no other agent is given rows of it.
 	IsBrought bool `protobuf:"varint,12,opt,name=is_brought,json=isBrought,proto3" json:"is_brought,omitempty"`
-	// The version of this line whose memory it goes on from: its place in the tree of the line's history. Its parent, but for a turn from an
+	// The version of this agent whose memory it goes on from: its place in the tree of the agent's history. Its parent, but for a turn from an
 	// earlier version (a branch) and a rollback (the version that came back). 0 for a fork, an import and the first.
 	BaseVersion int64 `protobuf:"varint,13,opt,name=base_version,json=baseVersion,proto3" json:"base_version,omitempty"`
 	// The most tokens that its model takes, so that a reader sees how full the memory is. Only an engine knows: at a store's address, and of a model
@@ -828,7 +828,7 @@ type CommitSnapshotRequest struct {
 	AgentId string                 `protobuf:"bytes,1,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
 	// A manifest that WriteBlobs has stored.
 	Manifest *Digest `protobuf:"bytes,2,opt,name=manifest,proto3" json:"manifest,omitempty"`
-	// The line's newest version as the writer knows it; 0: the line must be new.
+	// The agent's newest version as the writer knows it; 0: the agent must be new.
 	ExpectedVersion int64 `protobuf:"varint,3,opt,name=expected_version,json=expectedVersion,proto3" json:"expected_version,omitempty"`
 	// Set to commit under a lease; refused when fenced.
 	Lease *LeaseToken `protobuf:"bytes,4,opt,name=lease,proto3" json:"lease,omitempty"`
@@ -968,7 +968,7 @@ func (x *CommitSnapshotResponse) GetSnapshot() *SnapshotVersion {
 type GetSnapshotRequest struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
 	AgentId string                 `protobuf:"bytes,1,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
-	// Empty: the line that was used last.
+	// Empty: that of the version asked for, or of the newest.
 	KvIdentityHash string `protobuf:"bytes,2,opt,name=kv_identity_hash,json=kvIdentityHash,proto3" json:"kv_identity_hash,omitempty"`
 	// Absent: the newest.
 	Version       *int64 `protobuf:"varint,3,opt,name=version,proto3,oneof" json:"version,omitempty"`
@@ -1213,7 +1213,7 @@ type Agent struct {
 	RetainedVersions int32                  `protobuf:"varint,4,opt,name=retained_versions,json=retainedVersions,proto3" json:"retained_versions,omitempty"`
 	CreatedAt        *timestamppb.Timestamp `protobuf:"bytes,5,opt,name=created_at,json=createdAt,proto3" json:"created_at,omitempty"`
 	UsedAt           *timestamppb.Timestamp `protobuf:"bytes,6,opt,name=used_at,json=usedAt,proto3" json:"used_at,omitempty"`
-	// Newest version of each line, last used first.
+	// Newest version of each line, the agent's newest first.
 	Lines []*SnapshotVersion `protobuf:"bytes,7,rep,name=lines,proto3" json:"lines,omitempty"`
 	// When it is deleted at the earliest if nobody uses it until then (store configuration, or label kvasir.expires_after). Absent: it stays.
 	ExpiresAt *timestamppb.Timestamp `protobuf:"bytes,9,opt,name=expires_at,json=expiresAt,proto3" json:"expires_at,omitempty"`
@@ -1703,7 +1703,7 @@ type ForkAgentRequest struct {
 	AgentId       string                 `protobuf:"bytes,2,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
 	// Empty: every line, at its newest version.
 	KvIdentityHash string `protobuf:"bytes,3,opt,name=kv_identity_hash,json=kvIdentityHash,proto3" json:"kv_identity_hash,omitempty"`
-	// Absent: the newest. Needs kv_identity_hash when the agent has several lines.
+	// Absent: the newest.
 	Version       *int64 `protobuf:"varint,4,opt,name=version,proto3,oneof" json:"version,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1814,7 +1814,7 @@ func (x *ForkAgentResponse) GetAgent() *Agent {
 type RollbackAgentRequest struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
 	AgentId string                 `protobuf:"bytes,1,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
-	// May be empty when the agent has one line.
+	// Empty: the line that has the version.
 	KvIdentityHash string `protobuf:"bytes,2,opt,name=kv_identity_hash,json=kvIdentityHash,proto3" json:"kv_identity_hash,omitempty"`
 	// The version to make newest again.
 	Version int64 `protobuf:"varint,3,opt,name=version,proto3" json:"version,omitempty"`
@@ -2462,7 +2462,7 @@ type AcquireLeaseResponse struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	Lease     *LeaseToken            `protobuf:"bytes,1,opt,name=lease,proto3" json:"lease,omitempty"`
 	ExpiresAt *timestamppb.Timestamp `protobuf:"bytes,2,opt,name=expires_at,json=expiresAt,proto3" json:"expires_at,omitempty"`
-	// The line's newest version, 0 if none.
+	// The agent's newest version, 0 if none.
 	HeadVersion int64 `protobuf:"varint,3,opt,name=head_version,json=headVersion,proto3" json:"head_version,omitempty"`
 	// The same, whole; absent if none. Nobody else changes it while the lease is live.
 	Head          *SnapshotVersion `protobuf:"bytes,4,opt,name=head,proto3" json:"head,omitempty"`
@@ -2921,7 +2921,7 @@ type PullAgentRequest struct {
 	AgentId string `protobuf:"bytes,2,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
 	// Name here; empty: the same.
 	LocalAgentId string `protobuf:"bytes,3,opt,name=local_agent_id,json=localAgentId,proto3" json:"local_agent_id,omitempty"`
-	// Empty: the line that was used last there.
+	// Empty: the line of the newest version there.
 	KvIdentityHash string `protobuf:"bytes,4,opt,name=kv_identity_hash,json=kvIdentityHash,proto3" json:"kv_identity_hash,omitempty"`
 	// Say how much would be sent, in one `progress`, and send nothing.
 	DryRun bool `protobuf:"varint,5,opt,name=dry_run,json=dryRun,proto3" json:"dry_run,omitempty"`
@@ -3899,7 +3899,7 @@ func (x *TransferProgress) GetBlobsSkipped() int64 {
 type ExportAgentRequest struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
 	AgentId string                 `protobuf:"bytes,1,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
-	// Empty: the line that was used last.
+	// Empty: that of the version asked for, or of the newest.
 	KvIdentityHash string `protobuf:"bytes,2,opt,name=kv_identity_hash,json=kvIdentityHash,proto3" json:"kv_identity_hash,omitempty"`
 	// Absent: the newest.
 	Version       *int64 `protobuf:"varint,3,opt,name=version,proto3,oneof" json:"version,omitempty"`

@@ -64,7 +64,7 @@ type AgentServiceClient interface {
 	// Forgets an agent: all its lines and versions at once; bytes that nothing else uses go after the grace period,
 	// at the time answered. Errors: NOT_FOUND, FAILED_PRECONDITION (pinned), UNAVAILABLE (LEASE_HELD).
 	DeleteAgent(ctx context.Context, in *DeleteAgentRequest, opts ...grpc.CallOption) (*DeleteAgentResponse, error)
-	// Lists the versions of an agent's lines, newest first, paged. No side effect. Errors: NOT_FOUND, INVALID_ARGUMENT (page token).
+	// Lists the versions of an agent, or of one of its lines, newest first, paged. No side effect. Errors: NOT_FOUND, INVALID_ARGUMENT (page token).
 	ListSnapshots(ctx context.Context, in *ListSnapshotsRequest, opts ...grpc.CallOption) (*ListSnapshotsResponse, error)
 	// Returns a version of a line with its manifest's bytes. Counts as a use. Errors: NOT_FOUND, DATA_LOSS (manifest damaged).
 	GetSnapshot(ctx context.Context, in *GetSnapshotRequest, opts ...grpc.CallOption) (*GetSnapshotResponse, error)
@@ -295,7 +295,7 @@ type AgentServiceServer interface {
 	// Forgets an agent: all its lines and versions at once; bytes that nothing else uses go after the grace period,
 	// at the time answered. Errors: NOT_FOUND, FAILED_PRECONDITION (pinned), UNAVAILABLE (LEASE_HELD).
 	DeleteAgent(context.Context, *DeleteAgentRequest) (*DeleteAgentResponse, error)
-	// Lists the versions of an agent's lines, newest first, paged. No side effect. Errors: NOT_FOUND, INVALID_ARGUMENT (page token).
+	// Lists the versions of an agent, or of one of its lines, newest first, paged. No side effect. Errors: NOT_FOUND, INVALID_ARGUMENT (page token).
 	ListSnapshots(context.Context, *ListSnapshotsRequest) (*ListSnapshotsResponse, error)
 	// Returns a version of a line with its manifest's bytes. Counts as a use. Errors: NOT_FOUND, DATA_LOSS (manifest damaged).
 	GetSnapshot(context.Context, *GetSnapshotRequest) (*GetSnapshotResponse, error)
@@ -967,8 +967,8 @@ type CacheStoreServiceClient interface {
 	// before the first frame leaves: a damaged blob is reported (DATA_LOSS), quarantined, and never served. Errors: NOT_FOUND (digest named in
 	// ErrorInfo), DATA_LOSS, INVALID_ARGUMENT.
 	ReadBlobs(ctx context.Context, in *ReadBlobsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ReadBlobsResponse], error)
-	// Makes a manifest the next version of an agent's line, all or nothing, durable before the answer. Compare-and-swap: the head
-	// must be `expected_version`. Repeating a commit that took effect answers its version again. With the engine role, block hashes of the manifest's
+	// Makes a manifest the agent's next version, in the line of its KV identity, all or nothing, durable before the answer. All versions of an agent are
+	// numbered in one order. Compare-and-swap: the newest of them must be `expected_version`. Repeating a commit that took effect answers its version again. With the engine role, block hashes of the manifest's
 	// shareable blocks are bound for FindPrefix, up to the first that was brought (see SnapshotVersion.is_brought). Roles: engine. Errors: ABORTED (head moved; ErrorInfo has head_version, or the
 	// lease's generation is fenced), FAILED_PRECONDITION (a blob is missing or does not fit the manifest; named), INVALID_ARGUMENT
 	// (manifest malformed, agent name hostile), RESOURCE_EXHAUSTED.
@@ -977,8 +977,8 @@ type CacheStoreServiceClient interface {
 	// A prefix needs all blocks of the layers that keep all tokens, and of a window those that its next token sees. Counts as a use.
 	// Roles: engine. Errors: INVALID_ARGUMENT.
 	FindPrefix(ctx context.Context, in *FindPrefixRequest, opts ...grpc.CallOption) (*FindPrefixResponse, error)
-	// Takes the right to extend a line. A live lease of another owner refuses it; an expired one is taken over with a higher generation, which fences
-	// the old owner. While a lease is live, nobody but its owner makes a new version of the line: what takes a memory back (RollbackAgent, DeleteAgent,
+	// Takes the right to extend a line. A live lease of another owner, of this or another line of the agent, refuses it; an expired one is taken over with a higher generation, which fences
+	// the old owner. While a lease is live, nobody but its owner makes a new version of the agent: what takes a memory back (RollbackAgent, DeleteAgent,
 	// ForkAgent, ImportAgent, PullAgent onto the name) asks the owner to let go (event lease_wanted), waits until it has or the lease ended, and fences
 	// it. Time is counted on a clock that nobody sets; after a restart of the store each lease has its whole time again. The owner must count from
 	// before it asked. Roles: engine. Errors: FAILED_PRECONDITION (held; "owner" and "left_ms" in ErrorInfo).
@@ -1212,8 +1212,8 @@ type CacheStoreServiceServer interface {
 	// before the first frame leaves: a damaged blob is reported (DATA_LOSS), quarantined, and never served. Errors: NOT_FOUND (digest named in
 	// ErrorInfo), DATA_LOSS, INVALID_ARGUMENT.
 	ReadBlobs(*ReadBlobsRequest, grpc.ServerStreamingServer[ReadBlobsResponse]) error
-	// Makes a manifest the next version of an agent's line, all or nothing, durable before the answer. Compare-and-swap: the head
-	// must be `expected_version`. Repeating a commit that took effect answers its version again. With the engine role, block hashes of the manifest's
+	// Makes a manifest the agent's next version, in the line of its KV identity, all or nothing, durable before the answer. All versions of an agent are
+	// numbered in one order. Compare-and-swap: the newest of them must be `expected_version`. Repeating a commit that took effect answers its version again. With the engine role, block hashes of the manifest's
 	// shareable blocks are bound for FindPrefix, up to the first that was brought (see SnapshotVersion.is_brought). Roles: engine. Errors: ABORTED (head moved; ErrorInfo has head_version, or the
 	// lease's generation is fenced), FAILED_PRECONDITION (a blob is missing or does not fit the manifest; named), INVALID_ARGUMENT
 	// (manifest malformed, agent name hostile), RESOURCE_EXHAUSTED.
@@ -1222,8 +1222,8 @@ type CacheStoreServiceServer interface {
 	// A prefix needs all blocks of the layers that keep all tokens, and of a window those that its next token sees. Counts as a use.
 	// Roles: engine. Errors: INVALID_ARGUMENT.
 	FindPrefix(context.Context, *FindPrefixRequest) (*FindPrefixResponse, error)
-	// Takes the right to extend a line. A live lease of another owner refuses it; an expired one is taken over with a higher generation, which fences
-	// the old owner. While a lease is live, nobody but its owner makes a new version of the line: what takes a memory back (RollbackAgent, DeleteAgent,
+	// Takes the right to extend a line. A live lease of another owner, of this or another line of the agent, refuses it; an expired one is taken over with a higher generation, which fences
+	// the old owner. While a lease is live, nobody but its owner makes a new version of the agent: what takes a memory back (RollbackAgent, DeleteAgent,
 	// ForkAgent, ImportAgent, PullAgent onto the name) asks the owner to let go (event lease_wanted), waits until it has or the lease ended, and fences
 	// it. Time is counted on a clock that nobody sets; after a restart of the store each lease has its whole time again. The owner must count from
 	// before it asked. Roles: engine. Errors: FAILED_PRECONDITION (held; "owner" and "left_ms" in ErrorInfo).
