@@ -56,6 +56,7 @@ class StoreConnection:
         self._connections = clients
         self._newest = clients  # with the newest token
         self._known: StoreClients | None = None  # those whose token the store has said is this namespace's
+        self.features: frozenset[str] = frozenset()  # as the store said when it was asked about the token
         self._clock = clock
         self._moved_s: float | None = None  # when bulk data has last moved
         self._bulk_calls = 0  # that are under way
@@ -174,7 +175,8 @@ class StoreConnection:
         while client is not self._newest:  # a token that came in the meantime is asked about as well
             client = self._newest
             try:
-                found = (await client.small.get_capabilities()).namespace
+                capabilities = await client.small.get_capabilities()
+                found, self.features = capabilities.namespace, frozenset(capabilities.features)
             except (errors.Unauthenticated, errors.PermissionDenied) as error:
                 if client is self._newest:
                     self._refuse(type(error)(f"the store refuses the engine's token: {error.message}"))

@@ -164,7 +164,7 @@ class RemoteCache(StoreConnection):
     # --- writing: a failure is a KvasirError, and each call has a timeout; of bulk data, one without progress ---
 
     async def write_tensors(
-        self, files: Sequence[bytes], stall_timeout_s: float, digests: Sequence[Digest] = ()
+        self, files: Sequence[FileBytes], stall_timeout_s: float, digests: Sequence[Digest] = ()
     ) -> tuple[list[Digest], int]:
         """Make tensor files durable, however long that takes while bytes move. Returns their digests in order, and the
         number of bytes that had to be sent. Raises DeadlineExceeded after so long without progress.
@@ -181,14 +181,12 @@ class RemoteCache(StoreConnection):
             self.moved()
 
         async def put() -> cachestore_pb2.TransferProgress:
-            if local is None:
+            if local is None or FEATURE not in self.features:
                 return await client.put_blobs(blobs, on_progress=note, stall_timeout_s=stall_timeout_s)
-            capabilities, missing = await asyncio.gather(
-                client.get_capabilities(timeout_s=stall_timeout_s),
-                client.find_missing(digests, timeout_s=stall_timeout_s),
-            )
-            if FEATURE not in capabilities.features:
-                return await client.put_blobs(blobs, on_progress=note, stall_timeout_s=stall_timeout_s)
+            # One file is a turn's tail, which the store lacks nearly always: it is not asked first.
+            missing = digests
+            if len(digests) > 1:
+                missing = await client.find_missing(digests, timeout_s=stall_timeout_s)
             return await put_by_files(
                 client, blobs, missing, local.handed, on_progress=note, stall_timeout_s=stall_timeout_s
             )
@@ -347,7 +345,7 @@ def _token(owner: str, generation: int) -> cachestore_pb2.LeaseToken:
     return cachestore_pb2.LeaseToken(owner=owner, generation=generation)
 
 
-async def digests_of(files: Sequence[bytes]) -> list[Digest]:
+async def digests_of(files: Sequence[FileBytes]) -> list[Digest]:
     """Computed on another thread, where that takes longer than to go there."""
     if sum(map(len, files)) < _HASHED_AT_ONCE_BYTES:
         return [Digest.of(data) for data in files]

@@ -83,7 +83,7 @@ def test_only_a_call_that_had_most_of_the_budget_says_that_a_store_is_away(
             await asyncio.Event().wait()
 
         async def nothing() -> Any:
-            return SimpleNamespace(namespace="default")
+            return SimpleNamespace(namespace="default", features=())
 
         client: Any = SimpleNamespace(get_agent=slow, get_capabilities=nothing, close=nothing)
         store = RemoteCache(StoreClients(client, client, client), "default")
@@ -112,7 +112,7 @@ def test_a_store_that_answers_late_while_bulk_data_moves_is_there(
             raise errors.DeadlineExceeded("slow")
 
         async def nothing() -> Any:
-            return SimpleNamespace(namespace="default")
+            return SimpleNamespace(namespace="default", features=())
 
         small: Any = SimpleNamespace(get_agent=late, find_missing=late, get_capabilities=nothing, close=nothing)
         bulk: Any = SimpleNamespace(close=nothing)
@@ -138,7 +138,7 @@ def test_a_store_that_answers_late_while_bulk_data_moves_is_there(
 def test_a_store_whose_token_is_another_namespaces_is_not_used() -> None:
     async def scenario() -> None:
         async def capabilities() -> Any:
-            return SimpleNamespace(namespace="south")
+            return SimpleNamespace(namespace="south", features=())
 
         async def never(*_arguments: object, **_how: object) -> None:
             raise AssertionError("a call reached the wrong namespace")
@@ -177,10 +177,10 @@ def test_an_answer_about_the_token_before_says_nothing_of_the_one_that_came_mean
         async def north() -> Any:
             was_asked.set()
             await may_answer.wait()
-            return SimpleNamespace(namespace="north")
+            return SimpleNamespace(namespace="north", features=())
 
         async def south() -> Any:
-            return SimpleNamespace(namespace="south")
+            return SimpleNamespace(namespace="south", features=())
 
         new: Any = SimpleNamespace(get_capabilities=south)
         old: Any = SimpleNamespace(get_capabilities=north, with_token=lambda _token: new, close=south)

@@ -21,6 +21,7 @@ from kvasir.clients.channel import bearer
 from kvasir.clients.handed_files import HandedFiles
 from kvasir.formats.blob_place import handed_place
 from kvasir.formats.digest import Digest
+from kvasir.formats.frames import FRAME_BYTES
 from kvasir.status import from_rpc_error
 
 from inference_svc.memory.store.connection import StoreClients
@@ -87,6 +88,30 @@ def test_a_store_that_finds_no_handed_file_is_sent_the_bytes(store: RunningStore
     assert sent > sum(map(len, files))
     assert left(elsewhere) == []
     assert read(store) == files
+
+
+def test_one_file_is_handed_over_without_a_question_whatever_the_store_has_of_it(
+    store: RunningStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing, its first bytes, or all of it."""
+    for question in ("find_missing", "write_status"):
+        monkeypatch.setattr(AioStoreClient, question, None)
+    [(digest, data), (other, begun), *_] = NEW.new_blobs.items()
+    for _ in range(2):
+        assert write(store, [data])[0] == [digest]
+    with store.client() as client:
+        frame = pb.BlobFrame(digest=other.to_proto(), kind=pb.BLOB_KIND_TENSORS, data=begun[:FRAME_BYTES])
+        with pytest.raises(errors.InvalidArgument, match="bytes arrived"):
+            list(
+                client._responses(
+                    client._stub.WriteBlobs, iter([pb.WriteBlobsRequest(frame=frame).SerializeToString()]), None
+                )
+            )
+        assert client.write_status(other).received_bytes == FRAME_BYTES < len(begun)
+    assert write(store, [begun])[0] == [other]
+    assert left(store.data_dir) == []
+    with store.client() as client:
+        assert [bytes(client.get_blob(each)) for each in (digest, other)] == [data, begun]
 
 
 def test_an_engine_killed_while_it_hands_files_over_leaves_nothing_that_is_served(store: RunningStore) -> None:

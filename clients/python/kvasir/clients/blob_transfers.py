@@ -17,7 +17,7 @@ from kvasir.clients.store_client_transfers import OnProgress, Upload, batches
 from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from kvasir.formats.digest import Buffer, Digest
 from kvasir.formats.frame_messages import CarriedFrame
-from kvasir.formats.frames import FRAME_BYTES, FrameAssembler
+from kvasir.formats.frames import FrameAssembler
 
 _TENSORS, _MANIFEST = pb.BLOB_KIND_TENSORS, pb.BLOB_KIND_MANIFEST
 _CUT_PAUSE_S = 0.2
@@ -130,7 +130,7 @@ class BlobTransfers(ServiceClient):
     def _send(self, upload: Upload, stall_timeout_s: float | None) -> None:
         """Send the pending blobs in one stream. Raises when it is cut; acknowledged blobs are not pending any more."""
         first, first_offset = upload.pending[0], 0
-        if first.size_bytes > FRAME_BYTES:  # of a smaller one all has arrived, or nothing
+        if upload.may_resume:
             status = self.write_status(first)
             first_offset = 0 if status.is_complete else status.received_bytes
         requests = upload.requests(first_offset)

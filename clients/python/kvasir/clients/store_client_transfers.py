@@ -48,6 +48,11 @@ class Upload:
         self._report()
 
     @property
+    def may_resume(self) -> bool:
+        """Whether the store may have bytes of the first blob, so that it is asked for their number."""
+        return self.pending[0].size_bytes > FRAME_BYTES  # of a smaller one all has arrived, or nothing
+
+    @property
     def pending(self) -> Sequence[Digest]:
         """Blobs without an acknowledgement, in the order in which they are sent."""
         return tuple(self._pending)

@@ -36,6 +36,11 @@ class HandedUpload(Upload):
         self._answered = asyncio.Event()
         self._stream = 0  # gRPC does not end the requests of a stream that the store has ended
 
+    @property
+    def may_resume(self) -> bool:
+        """See Upload. A file takes the place of bytes that an earlier upload left."""
+        return self._stream > 0 and super().may_resume
+
     async def requests(self, first_offset: int) -> AsyncIterator[bytes]:  # type: ignore[override]
         """The requests, serialized, that hand all pending blobs over. A blob of which bytes have arrived is sent from
         there on."""
