@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from google.protobuf import duration_pb2
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import InvalidArgument
+from kvasir.formats.block_file import FileBytes
 from kvasir.formats.digest import Digest
 from kvasir.formats.manifest import MAX_TEMPLATE_TIME_MS
 from kvasir.inference.v1 import handover_pb2 as pb
@@ -171,10 +172,10 @@ def read_stand(message: pb.TurnStand, prompt: Tokenized) -> Stand:
     return Stand(message.choice, carried, message.told_chars, message.files)
 
 
-def write_file(choice: int, data: bytes) -> Iterator[pb.TakeTurnRequest]:
+def write_file(choice: int, data: FileBytes) -> Iterator[pb.TakeTurnRequest]:
     yield pb.TakeTurnRequest(file=pb.TurnFile(choice=choice, digest=Digest.of(data).to_proto()))
     for start in range(0, len(data), FRAME_BYTES):
-        yield pb.TakeTurnRequest(frame=data[start : start + FRAME_BYTES])
+        yield pb.TakeTurnRequest(frame=bytes(data[start : start + FRAME_BYTES]))
 
 
 class ArrivingFile:

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Mapping
 
 from kvasir.clients.aio.turn_peer import AioTurnPeer, TurnCall
 from kvasir.errors import NotFound, Unavailable
+from kvasir.formats.block_file import FileBytes
 from kvasir.inference.v1 import handover_pb2 as pb
 
 from inference_svc.edge import handover_messages as wire
@@ -57,7 +58,7 @@ class EngineLink:
         await self._call.send([wire.write_opening(opening)])
         await self._expect("opened")
 
-    async def send_file(self, choice: int, data: bytes) -> None:
+    async def send_file(self, choice: int, data: FileBytes) -> None:
         await self._call.send(wire.write_file(choice, data))
 
     async def send_stand(self, stand: Stand) -> None:

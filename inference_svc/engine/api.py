@@ -131,7 +131,7 @@ class HeldTurn:
     """
 
     carried: CarriedTurn
-    files: tuple[bytes, ...]
+    files: tuple[FileBytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +243,7 @@ class Preempted:
     machine's memory. The turn goes on after `Wanted`.
     """
 
-    files: tuple[bytes, ...]
+    files: tuple[FileBytes, ...]
     tokens: int
 
 
@@ -311,10 +311,10 @@ class Snapshot:
     """
 
     first_block: int
-    blocks: tuple[tuple[FileIdentity, bytes], ...]
-    tail: tuple[FileIdentity, bytes] | None
+    blocks: tuple[tuple[FileIdentity, FileBytes], ...]
+    tail: tuple[FileIdentity, FileBytes] | None
     state: SequenceState  # as of the snapshot
-    states: tuple[tuple[FileIdentity, bytes], ...] = ()
+    states: tuple[tuple[FileIdentity, FileBytes], ...] = ()
     windows: tuple["WindowFiles", ...] = ()
 
 
@@ -326,11 +326,11 @@ class WindowFiles:
 
     window: int
     held: tuple[int, ...]  # full blocks, ascending: those of the last tokens, and of rewind points before them
-    blocks: tuple[tuple[FileIdentity, bytes], ...]
-    tail: tuple[FileIdentity, bytes] | None
+    blocks: tuple[tuple[FileIdentity, FileBytes], ...]
+    tail: tuple[FileIdentity, FileBytes] | None
 
     @property
-    def by_block(self) -> dict[int, bytes]:
+    def by_block(self) -> dict[int, FileBytes]:
         """The bytes of each file, the tail's too."""
         files = (*self.blocks, *((self.tail,) if self.tail is not None else ()))
         return {identity.start // BLOCK_TOKENS: data for identity, data in files}

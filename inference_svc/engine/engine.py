@@ -11,10 +11,11 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import InvalidArgument, ResourceExhausted, Unavailable
+from kvasir.formats.block_file import FileBytes
 
 from inference_svc.engine.api import (
     AgentKey,
@@ -36,7 +37,7 @@ from inference_svc.engine.reply_text import ReplyText
 from inference_svc.engine.scheduling.hot_memories import Owed, ResidentMemory
 from inference_svc.engine.scheduling.schedulable import Rules
 from inference_svc.engine.sequence import Sequence
-from inference_svc.engine.snapshots import memory_snapshot
+from inference_svc.engine.snapshots import Coming, memory_snapshot, when_there
 from inference_svc.formats.grammars import GrammarMatcher
 from inference_svc.kv.policy import PolicyRequest
 from inference_svc.model.blas import load_optimized_blas
@@ -67,7 +68,7 @@ class TurnHandle:
         """The files of `Preempted` have left RAM: other turns may be preempted."""
         self._post(lambda worker: worker.files_stored(self._sequence))
 
-    def resume(self, files: Iterable[bytes] | Incoming) -> None:
+    def resume(self, files: Iterable[FileBytes] | Incoming) -> None:
         """The answer to `Wanted`: the files of `Preempted`, or as many leading ones as could be read. They are checked;
         KV of missing or damaged files is computed again. Without effect once the turn is over.
         """
@@ -75,11 +76,13 @@ class TurnHandle:
         self._post(lambda worker: worker.resume(self._sequence, incoming))
         incoming.watch(lambda: self._post(_nothing))
 
-    def full_blocks(self, first_block: int, max_blocks: int) -> "Future[tuple[bytes, ...]]":
+    def full_blocks(self, first_block: int, max_blocks: int) -> "Future[tuple[FileBytes, ...] | None]":
         """Files of the turn's full blocks from `first_block` on, of the layers that keep all tokens: for another engine
-        that shall go on with the turn, ahead of `hold`. Empty if there are none.
+        that shall go on with the turn, ahead of `hold`. None or empty if there are none.
         """
-        return self._post(lambda worker: worker.full_blocks(self._sequence, first_block, max_blocks))
+        return when_there(
+            lambda: self._post(lambda worker: worker.full_blocks(self._sequence, first_block, max_blocks))
+        )
 
     def hold(self, sent_blocks: int = 0) -> "Future[HeldTurn | None]":
         """Stop the turn between two tokens, for another engine to go on with it; all events before that are emitted
@@ -105,11 +108,10 @@ class PinnedMemory:
     def __init__(
         self,
         pinned: ResidentMemory,
-        first: Snapshot,
         post: Callable[[Callable[[EngineWorker], Any]], "Future[Any]"],
     ) -> None:
         self._pinned = pinned
-        self._first: Snapshot | None = first
+        self._first: Snapshot | None = None
         self._post = post
 
     def __del__(self) -> None:
@@ -118,6 +120,10 @@ class PinnedMemory:
     @property
     def state(self) -> SequenceState:
         return self._pinned.state
+
+    def with_first(self, piece: Snapshot) -> Self:
+        self._first = piece
+        return self
 
     def take_first(self) -> Snapshot | None:
         """The piece that was copied with the pin, once."""
@@ -135,7 +141,9 @@ class PinnedMemory:
     ) -> "Future[Snapshot | None]":
         """As `Engine.pin` takes the first one. None if the room was wanted, or given back."""
         pinned = self._pinned
-        return self._post(lambda worker: worker.pinned_piece(pinned, first_block, max_blocks, stored_windows))
+        return when_there(
+            lambda: self._post(lambda worker: worker.pinned_piece(pinned, first_block, max_blocks, stored_windows))
+        )
 
     def release(self) -> None:
         """Idempotent."""
@@ -242,6 +250,11 @@ class Engine:
         self._uncounted_tokens = self._worker.computed_tokens
 
     @property
+    def is_copied_by_threads(self) -> bool:
+        """Whether threads copy KV from the device, so that a copy may be large."""
+        return self._worker.is_copied_by_threads
+
+    @property
     def preemptions(self) -> int:
         """How often a turn was preempted because another needed its room."""
         return self._worker.preemptions
@@ -340,14 +353,15 @@ class Engine:
         there is one. Bytes are copies: later turns do not change them. Rows from a turn's `cached_tokens` on may differ
         from those before it, even for equal tokens: publish from block `cached_tokens // 256`.
         """
+
+        def whole(worker: EngineWorker) -> Coming[Snapshot] | None:
+            return memory_snapshot(worker.memories.get(key), self.model, first_block, max_blocks, stored_windows)
+
         if blocks_only:
-            return self._thread.post(lambda worker: worker.running_blocks(key, first_block, max_blocks))
-        return self._when_idle(
-            key,
-            lambda worker: memory_snapshot(
-                worker.memories.get(key), self.model, first_block, max_blocks, stored_windows
-            ),
-        )
+            return when_there(
+                lambda: self._thread.post(lambda worker: worker.running_blocks(key, first_block, max_blocks))
+            )
+        return when_there(lambda: self._when_idle(key, whole))
 
     def pin(
         self,
@@ -362,11 +376,11 @@ class Engine:
         nothing of it.
         """
 
-        def pinned(worker: EngineWorker) -> PinnedMemory | None:
+        def pinned(worker: EngineWorker) -> Coming[PinnedMemory] | None:
             taken = worker.pin(key, first_block, max_blocks, stored_windows)
-            return None if taken is None else PinnedMemory(*taken, self._thread.post)
+            return None if taken is None else taken[1].made_into(PinnedMemory(taken[0], self._thread.post).with_first)
 
-        return self._thread.post(pinned)
+        return when_there(lambda: self._thread.post(pinned))
 
     def close(self) -> None:
         """Fail all open turns with Unavailable, free the model, and end the thread; blocks until then. Idempotent."""

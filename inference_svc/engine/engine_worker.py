@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 
 import mlx.core as mx
 from kvasir.errors import Cancelled, Internal, KvasirError, Unavailable
+from kvasir.formats.block_file import FileBytes
 
 from inference_svc.engine.api import AgentKey, HeldTurn, Snapshot
 from inference_svc.engine.beginning import begin, mark, memory_left
@@ -25,7 +26,7 @@ from inference_svc.engine.scheduling.schedulable import WITH_KV, Rules, Status
 from inference_svc.engine.scheduling.scheduler import Admit, Blocked, Preempt, Scheduler
 from inference_svc.engine.scheduling.step_schedule import Grant
 from inference_svc.engine.sequence import Sequence
-from inference_svc.engine.snapshots import memory_snapshot, running_snapshot
+from inference_svc.engine.snapshots import Coming, blocks_alone, memory_snapshot, running_snapshot
 from inference_svc.engine.swapping import SwapIn, swap_out
 from inference_svc.kv.attention.host_copy import drop_room
 from inference_svc.model.model_info import ModelInfo
@@ -64,6 +65,11 @@ class EngineWorker:
         self._may_decode: Collection[Sequence] = ()  # in this step
         self._when_idle: dict[AgentKey, list[Callable[[], None]]] = {}
         self._is_behind_cell = False  # the device computes a cell: whatever reads it now waits for that
+
+    @property
+    def is_copied_by_threads(self) -> bool:
+        """Whether copies of KV take this thread no time. From any thread."""
+        return self._pool.is_copied_by_threads
 
     @property
     def computed_tokens(self) -> int:
@@ -126,9 +132,13 @@ class EngineWorker:
 
     # --- turns that go to another engine ---
 
-    def full_blocks(self, sequence: Sequence, first_block: int, max_blocks: int) -> tuple[bytes, ...]:
+    def full_blocks(
+        self, sequence: Sequence, first_block: int, max_blocks: int
+    ) -> Coming[tuple[FileBytes, ...]] | None:
         found = self._full_blocks(sequence, first_block, max_blocks)
-        return () if found is None else tuple(data for _, data in found.blocks)
+        if found is None:
+            return None
+        return found.made_into(lambda snapshot: tuple(data for _, data in snapshot.blocks))
 
     def hold(self, sequence: Sequence, sent_blocks: int) -> HeldTurn | None:
         self._settle()
@@ -154,15 +164,15 @@ class EngineWorker:
         self.memories.put(target, ResidentMemory(memory.kv.fork(), memory.state, memory.chain))
         return True
 
-    def running_blocks(self, key: AgentKey, first_block: int, max_blocks: int | None) -> Snapshot | None:
+    def running_blocks(self, key: AgentKey, first_block: int, max_blocks: int | None) -> Coming[Snapshot] | None:
         """Full blocks from `first_block` on, at most `max_blocks`, of the key's running turn or else of its memory."""
         sequence = self._begun(key)
-        if sequence is None:
-            whole = memory_snapshot(self.memories.get(key), self._model, first_block, max_blocks)
-            return whole and Snapshot(first_block, whole.blocks, None, whole.state)
-        return self._full_blocks(sequence, first_block, max_blocks)
+        if sequence is not None:
+            return self._full_blocks(sequence, first_block, max_blocks)
+        whole = memory_snapshot(self.memories.get(key), self._model, first_block, max_blocks)
+        return whole and whole.made_into(blocks_alone)
 
-    def _full_blocks(self, sequence: Sequence, first_block: int, max_blocks: int | None) -> Snapshot | None:
+    def _full_blocks(self, sequence: Sequence, first_block: int, max_blocks: int | None) -> Coming[Snapshot] | None:
         if sequence.kv is None:
             return None  # it was preempted, or its KV is on its way: the memory holds other blocks than the turn's
         self._decoder.batch.flush(sequence.kv)
@@ -170,8 +180,8 @@ class EngineWorker:
 
     def pin(
         self, key: AgentKey, first_block: int, max_blocks: int, stored_windows: Mapping[int, Collection[int]]
-    ) -> tuple[ResidentMemory, Snapshot] | None:
-        """Keep the key's memory for its publication, and take its first piece."""
+    ) -> tuple[ResidentMemory, Coming[Snapshot]] | None:
+        """Keep the key's memory for its publication, and begin to take its first piece."""
         first = memory_snapshot(self.memories.get(key), self._model, first_block, max_blocks, stored_windows)
         pinned = self.memories.pin(key)
         return None if pinned is None or first is None else (pinned, first)
@@ -182,7 +192,7 @@ class EngineWorker:
         first_block: int,
         max_blocks: int,
         stored_windows: Mapping[int, Collection[int]],
-    ) -> Snapshot | None:
+    ) -> Coming[Snapshot] | None:
         found = pinned if self.memories.is_pinned(pinned) else None
         return memory_snapshot(found, self._model, first_block, max_blocks, stored_windows)
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from kvasir.errors import KvasirError
+from kvasir.formats.block_file import FileBytes
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
 
 from inference_svc.engine.api import (
@@ -266,7 +267,7 @@ class Sequence:
         self._events.append(Started(cached, is_shared, waited_s, restore_s))
         self._end_if_only_prompt()
 
-    def preempted(self, files: tuple[bytes, ...]) -> None:
+    def preempted(self, files: tuple[FileBytes, ...]) -> None:
         """The turn was preempted: its KV is in these files only."""
         self._stage, self._was_preempted = Status.PREEMPTED, True
         self._events.append(Preempted(files, self.computed))

@@ -1,11 +1,15 @@
-"""Tensor files of a memory, or of a turn that still runs. On the MLX thread; the bytes are copies."""
+"""Tensor files of a memory, or of a turn that still runs. Their bytes are copies, which may still be on their way from
+the device when the MLX thread is done.
+"""
 
-from collections.abc import Collection, Mapping
-from collections.abc import Sequence as Tokens
+from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as Several
+from concurrent.futures import Future
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, Generic, TypeVar
 
-from kvasir.formats.block_file import FileIdentity
+from kvasir.formats.block_file import FileBytes, FileIdentity
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
 from kvasir.formats.layer_groups import layers_of, windows_of
 from kvasir.formats.token_files import file_identities, state_identity
@@ -13,11 +17,86 @@ from kvasir.formats.token_files import file_identities, state_identity
 from inference_svc.engine.api import Snapshot, WindowFiles
 from inference_svc.engine.scheduling.hot_memories import ResidentMemory
 from inference_svc.engine.sequence import Sequence
-from inference_svc.kv.sequence_files import files_of, whole_blocks
+from inference_svc.kv.attention.host_copy import refuse_out
+from inference_svc.kv.sequence_files import begin_files, whole_blocks
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.model_info import ModelInfo
+from inference_svc.text.sequence_state import SequenceState
 
-File: TypeAlias = tuple[FileIdentity, bytes]
+T = TypeVar("T")
+MadeT = TypeVar("MadeT")
+
+
+@dataclass(frozen=True, slots=True)
+class Coming(Generic[T]):
+    """Files that may still be on their way, and what they become once all are there."""
+
+    files: Several[Future[FileBytes]]
+    make: Callable[[list[FileBytes]], T]
+
+    def made_into(self, make: Callable[[T], MadeT]) -> "Coming[MadeT]":
+        return Coming(self.files, lambda files: make(self.make(files)))
+
+
+def when_there(begin: "Callable[[], Future[Coming[T] | None]]") -> "Future[T | None]":
+    """The result of work on the MLX thread as soon as its files are there. If threads could not copy them, the work is
+    done once more, without threads.
+    """
+    asking = _Asking(begin)
+    asking.start()
+    return asking.asked
+
+
+class _Asking(Generic[T]):
+    """What `when_there` waits for. In the end no object that it made knows another that knows it: a result that nobody
+    has is gone, and with it a pin.
+    """
+
+    def __init__(self, begin: "Callable[[], Future[Coming[T] | None]]") -> None:
+        self.asked: Future[T | None] = Future()
+        self._begin = begin
+        self._coming: Coming[T] | None = None
+        self._may_repeat = True
+
+    def start(self) -> None:
+        self._begin().add_done_callback(self._begun)
+
+    def _begun(self, begun: "Future[Coming[T] | None]") -> None:
+        self._coming = None if begun.cancelled() or begun.exception() is not None else begun.result()
+        if self._coming is None:
+            self._settle(begun)
+        else:
+            self._await_files()
+
+    def _await_files(self, _copied: object = None) -> None:
+        """Here, and again on the thread that copied the last file."""
+        assert self._coming is not None
+        for file in self._coming.files:
+            if not file.done():
+                file.add_done_callback(self._await_files)
+                return
+        coming, self._coming = self._coming, None
+        made: Future[T | None] = Future()
+        try:
+            made.set_result(coming.make([file.result() for file in coming.files]))
+        except Exception as error:  # noqa: BLE001 - the asker gets it
+            if self._may_repeat:
+                refuse_out(error)
+                self._may_repeat = False
+                self.start()
+                return
+            made.set_exception(error)
+        self._settle(made)
+
+    def _settle(self, found: "Future[Any]") -> None:
+        """End as another future has ended, unless nobody waits any more."""
+        if found.cancelled():
+            self.asked.cancel()
+        elif self.asked.set_running_or_notify_cancel():
+            if (error := found.exception()) is not None:
+                self.asked.set_exception(error)
+            else:
+                self.asked.set_result(found.result())
 
 
 def memory_snapshot(
@@ -26,7 +105,7 @@ def memory_snapshot(
     first_block: int,
     max_blocks: int | None,
     stored_windows: Mapping[int, Collection[int]] = MappingProxyType({}),
-) -> Snapshot | None:
+) -> Coming[Snapshot] | None:
     """Blocks from `first_block` on, at most `max_blocks`. The tail, the windows and the states come with the last
     block. `stored_windows`: blocks of windows that the asker has.
     """
@@ -36,55 +115,74 @@ def memory_snapshot(
     if max_blocks is not None and first_block + max_blocks < last_block:
         last_block = first_block + max_blocks
         tokens = tokens[: last_block * BLOCK_TOKENS]
-    files = _files(memory.kv, model, tokens, memory.chain[:last_block], first_block)
+    identities = _identities(model, tokens, memory.chain[:last_block], first_block)
     if last_block < len(memory.chain):
-        return Snapshot(first_block, tuple(files), None, memory.state)
-    tail = _pop_tail(files)
-    windows = tuple(
-        _window(memory, model, window, stored_windows.get(window, ())) for window in windows_of(model.kv_identity)
-    )
-    return Snapshot(first_block, tuple(files), tail, memory.state, _states(memory, model), windows)
+        return _coming(memory.kv, identities, first_block, memory.state)
+    held = {window: whole_blocks(memory.kv, window) for window in windows_of(model.kv_identity)}
+    for window in held:
+        identities += _of_window(memory, model, window, {*held[window]} - {*stored_windows.get(window, ())})
+    identities += _of_states(memory, model)
+    return _coming(memory.kv, identities, first_block, memory.state, held)
 
 
-def running_snapshot(sequence: Sequence, model: ModelInfo, first_block: int, max_blocks: int | None) -> Snapshot:
+def running_snapshot(
+    sequence: Sequence, model: ModelInfo, first_block: int, max_blocks: int | None
+) -> Coming[Snapshot]:
     """Full blocks from `first_block` on, at most `max_blocks`, of a turn whose KV is flushed."""
     assert sequence.kv is not None
     tokens = sequence.token_ids[: sequence.full_blocks * BLOCK_TOKENS]
     chain = sequence.known_chain = chain_hashes(model.kv_identity_hash, tokens, sequence.known_chain)
     last_block = len(chain) if max_blocks is None else min(first_block + max_blocks, len(chain))
-    files = _files(sequence.kv, model, tokens[: last_block * BLOCK_TOKENS], chain[:last_block], first_block)
-    return Snapshot(first_block, tuple(files), None, sequence.state())
+    identities = _identities(model, tokens[: last_block * BLOCK_TOKENS], chain[:last_block], first_block)
+    return _coming(sequence.kv, identities, first_block, sequence.state())
 
 
-def _files(
-    kv: SequenceKV, model: ModelInfo, token_ids: Tokens[int], chain: Tokens[str], first_block: int
-) -> list[File]:
+def blocks_alone(snapshot: Snapshot) -> Snapshot:
+    """The same without what comes with the last block."""
+    return Snapshot(snapshot.first_block, snapshot.blocks, None, snapshot.state)
+
+
+def _identities(model: ModelInfo, token_ids: Several[int], chain: Several[str], first_block: int) -> list[FileIdentity]:
     """Of the layers that keep all tokens."""
     if not layers_of(model.kv_identity, 0):
         return []
-    return _written(kv, file_identities(model.kv_identity_hash, token_ids, chain, first_block))
+    return file_identities(model.kv_identity_hash, token_ids, chain, first_block)
 
 
-def _window(memory: ResidentMemory, model: ModelInfo, window: int, stored: Collection[int]) -> WindowFiles:
-    held = whole_blocks(memory.kv, window)
-    wanted = {*held} - {*stored} | {len(memory.chain)}  # the tail's too
+def _of_window(memory: ResidentMemory, model: ModelInfo, window: int, blocks: Collection[int]) -> list[FileIdentity]:
+    wanted = {*blocks, len(memory.chain)}  # the tail's too
     identities = file_identities(model.kv_identity_hash, memory.state.token_ids, memory.chain, 0, window)
-    files = _written(memory.kv, [each for each in identities if each.start // BLOCK_TOKENS in wanted])
-    tail = _pop_tail(files)
-    return WindowFiles(window, tuple(held), tuple(files), tail)
+    return [each for each in identities if each.start // BLOCK_TOKENS in wanted]
 
 
-def _states(memory: ResidentMemory, model: ModelInfo) -> tuple[File, ...]:
+def _of_states(memory: ResidentMemory, model: ModelInfo) -> list[FileIdentity]:
     if not model.has_states:
-        return ()
+        return []
     tokens, hash_ = memory.state.token_ids, model.kv_identity_hash
-    points = memory.kv.rewind_points
-    return tuple(_written(memory.kv, [state_identity(hash_, tokens, point, memory.chain) for point in points]))
+    return [state_identity(hash_, tokens, point, memory.chain) for point in memory.kv.rewind_points]
 
 
-def _written(kv: SequenceKV, identities: list[FileIdentity]) -> list[File]:
-    return list(zip(identities, files_of(kv, identities), strict=True))
+def _coming(
+    kv: SequenceKV,
+    identities: list[FileIdentity],
+    first_block: int,
+    state: SequenceState,
+    held: Mapping[int, Several[int]] = MappingProxyType({}),
+) -> Coming[Snapshot]:
+    """`held`: by window, the full blocks that the sequence holds."""
 
+    def make(files: list[FileBytes]) -> Snapshot:
+        named = list(zip(identities, files, strict=True))
+        of_group = {group: [each for each in named if each[0].window == group] for group in (0, *held)}
 
-def _pop_tail(files: list[File]) -> File | None:
-    return files.pop() if files and files[-1][0].kind == "tail" else None
+        def blocks(group: int) -> tuple[tuple[FileIdentity, FileBytes], ...]:
+            return tuple(each for each in of_group[group] if each[0].kind == "block")
+
+        def tail(group: int) -> tuple[FileIdentity, FileBytes] | None:
+            return next((each for each in of_group[group] if each[0].kind == "tail"), None)
+
+        states = tuple(each for each in named if each[0].kind == "state")
+        windows = tuple(WindowFiles(window, tuple(held[window]), blocks(window), tail(window)) for window in held)
+        return Snapshot(first_block, blocks(0), tail(0), state, states, windows)
+
+    return Coming(begin_files(kv, identities), make)

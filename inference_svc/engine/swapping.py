@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 
 from kvasir.errors import DataLoss
-from kvasir.formats.block_file import FileIdentity
+from kvasir.formats.block_file import FileBytes, FileIdentity
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
 from kvasir.formats.layer_groups import first_touched_block, row_groups
 from kvasir.formats.token_files import file_identities, state_identity
@@ -50,7 +50,7 @@ def swap_out(sequence: Sequence, model: ModelInfo) -> None:
 
 def at_rest(
     sequence: Sequence, kv: SequenceKV, model: ModelInfo, sent_blocks: int = 0
-) -> tuple[SwappedOut, tuple[bytes, ...]]:
+) -> tuple[SwappedOut, tuple[FileBytes, ...]]:
     """What is known of a turn's files, and the files: all but the first `sent_blocks` of the layers that keep all
     tokens. `kv` is the turn's own or a fork of it, flushed; it gets a rewind point.
     """

@@ -250,11 +250,11 @@ class _Giving:
         """Send the full blocks that are there, while the turns speak."""
         if not keeps_all_tokens(self.giver.engine.model.kv_identity):
             return
-        most = piece_blocks(self.giver.engine.model.kv_bytes_per_token)
+        most = piece_blocks(self.giver.engine)
         for turn in self.turns:
             choice = turn.request.choice
             while (handle := turn.running.handle) is not None:
-                files = await _answer(handle.full_blocks(self._sent.get(choice, 0), most))
+                files = await _answer(handle.full_blocks(self._sent.get(choice, 0), most)) or ()
                 for data in files:
                     await link.send_file(choice, data)
                 self._sent[choice] = self._sent.get(choice, 0) + len(files)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Protocol
 
 from kvasir.errors import FailedPrecondition
+from kvasir.formats.block_file import FileBytes
 
 from inference_svc.engine.api import CarriedTurn
 from inference_svc.engine.engine import Engine
@@ -86,7 +87,7 @@ class PeerLink(Protocol):
     async def open(self, opening: Opening) -> None:
         """Returns when the peer would take the turns."""
 
-    async def send_file(self, choice: int, data: bytes) -> None: ...
+    async def send_file(self, choice: int, data: FileBytes) -> None: ...
 
     async def send_stand(self, stand: Stand) -> None: ...
 

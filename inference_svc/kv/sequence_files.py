@@ -4,39 +4,62 @@ Each group of layers has block files and a tail of its own: the layers that keep
 The states of recurrent layers go into a state file at each rewind point.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
 from itertools import groupby
 
 import mlx.core as mx
-from kvasir.formats.block_file import (
-    FileIdentity,
-    encode,
-    expected_state_tensors,
-    expected_tensors,
-    header_with,
-    tensor_entries,
-)
+import numpy as np
+from kvasir.cachestore.v1 import identity_pb2
+from kvasir.formats.block_file import FileBytes, FileIdentity, encode, expected_state_tensors, header_with
 from kvasir.formats.layer_groups import layers_of
 
-from inference_svc.kv.attention.host_copy import to_host
-from inference_svc.kv.page import PAGE_TOKENS
+from inference_svc.kv.attention.host_copy import Run, begin_out, copy_out, refuse_out, to_host
+from inference_svc.kv.page import PAGE_TOKENS, PageFormat
 from inference_svc.kv.pages.block_table import blocks_of
-from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
-from inference_svc.kv.tensor_files import Array
+from inference_svc.kv.tensor_files import Array, schema_of
 
-_MOST_PAGES = 32  # that leave the device at once
+_MOST_PAGES = 32  # that leave the device at once, where no threads copy them
 
 
-def files_of(kv: SequenceKV, identities: Sequence[FileIdentity]) -> list[bytes]:
+def files_of(kv: SequenceKV, identities: Sequence[FileIdentity]) -> list[FileBytes]:
     """The tensor files of blocks and tails, those of a group in the order of their rows, or of states at rewind points,
     as their identities say. Raises ValueError for rows or rewind points that the sequence does not have.
     """
-    files: list[bytes] = []
+    try:
+        return [file.result() for file in begin_files(kv, identities)]
+    except ValueError:
+        raise
+    except Exception as error:
+        if not kv.pool.is_copied_by_threads:
+            raise
+        refuse_out(error)
+        return files_of(kv, identities)
+
+
+def begin_files(kv: SequenceKV, identities: Sequence[FileIdentity]) -> "list[Future[FileBytes]]":
+    """As `files_of`. Where threads copy pages, those of rows are on their way when this returns, whatever becomes of
+    the sequence.
+    """
+    files: list[Future[FileBytes]] = []
     for (is_state, group), found in groupby(identities, lambda each: (each.kind == "state", each.window)):
         some = list(found)
-        files += [_state_file(kv, each) for each in some] if is_state else _row_files(kv, group, some)
+        if is_state:
+            files += _there(_state_file(kv, each) for each in some)
+        else:
+            _check_rows(kv, group, some)
+            begun = kv.pool.is_copied_by_threads
+            files += _begun_rows(kv, group, some) if begun else _there(_row_files(kv, group, some))
     return files
+
+
+def _there(files: Iterable[FileBytes]) -> "Iterator[Future[FileBytes]]":
+    for data in files:
+        there: Future[FileBytes] = Future()
+        there.set_result(data)
+        yield there
 
 
 def first_whole_block(kv: SequenceKV, window: int) -> int:
@@ -63,34 +86,77 @@ def whole_blocks(kv: SequenceKV, window: int) -> list[int]:
 # --- rows ---
 
 
-def _row_files(kv: SequenceKV, group: int, identities: Sequence[FileIdentity]) -> Iterator[bytes]:
+def _check_rows(kv: SequenceKV, group: int, identities: Sequence[FileIdentity]) -> None:
     layers = layers_of(kv.pool.identity, group)
-    blocks = [identity.start // PAGE_TOKENS for identity in identities]
-    for identity, block in zip(identities, blocks, strict=True):
+    for identity in identities:
+        block = identity.start // PAGE_TOKENS
         is_here = all(block in kv.table_of(layer).pages for layer in layers)
         if identity.start + identity.tokens > kv.length or not is_here:
             raise ValueError(f"rows: expected at most {kv.length}, of a window the last, asked for {identity}")
-    schemas = {rows: expected_tensors(kv.pool.identity, rows, group) for rows in {each.tokens for each in identities}}
-    whole = tensor_entries(schemas.get(PAGE_TOKENS, ()))
+
+
+def _row_files(kv: SequenceKV, group: int, identities: Sequence[FileIdentity]) -> Iterator[bytes]:
+    pool, layers = kv.pool, layers_of(kv.pool.identity, group)
+    formats = [pool.formats[layer] for layer in layers]
+    entries = schema_of(pool.identity, PAGE_TOKENS, group).entries
     for first in range(0, len(identities), _MOST_PAGES):
-        some = slice(first, first + _MOST_PAGES)
-        pages = [
-            kv.pool.pages_of(layer, [kv.table_of(layer).pages[block] for block in blocks[some]]) for layer in layers
-        ]
-        units = to_host(mx.concatenate(pages, axis=1))
-        for identity, page in zip(identities[some], units, strict=True):
+        some = identities[first : first + _MOST_PAGES]
+        blocks = [identity.start // PAGE_TOKENS for identity in some]
+        pages = [pool.pages_of(layer, [kv.table_of(layer).pages[block] for block in blocks]) for layer in layers]
+        for identity, page in zip(some, to_host(mx.concatenate(pages, axis=1)), strict=True):
             if identity.tokens == PAGE_TOKENS:
-                yield b"".join((header_with(identity, whole), memoryview(page)))  # copied once
+                yield b"".join((header_with(identity, entries), memoryview(page)))  # copied once
             else:
-                cut = _cut(kv.pool, layers, page, identity.tokens)
-                yield encode(identity, list(zip(schemas[identity.tokens], cut, strict=True)))
+                yield _tail_file(pool.identity, identity, formats, page)
 
 
-def _cut(pool: KvPool, layers: Sequence[int], page: Array, rows: int) -> Iterator[bytes]:
+def _begun_rows(kv: SequenceKV, group: int, identities: Sequence[FileIdentity]) -> "Iterator[Future[FileBytes]]":
+    pool, layers = kv.pool, layers_of(kv.pool.identity, group)
+    formats = [pool.formats[layer] for layer in layers]
+    mx.synchronize()  # no page is written by what was enqueued before
+    for identity in identities:
+        block = identity.start // PAGE_TOKENS
+        pages = [kv.table_of(layer).pages[block] for layer in layers]
+        runs = [pool.run_of(layer, page) for layer, page in zip(layers, pages, strict=True)]
+        file = begin_out(partial(_copied_file, pool.identity, identity, formats, runs))
+        copied: Future[None] = Future()  # which does not hold the file
+        file.add_done_callback(partial(_note, copied))
+        pool.read_by(copied, set(pages))
+        yield file
+
+
+def _note(copied: "Future[None]", _file: object) -> None:
+    copied.set_result(None)
+
+
+def _copied_file(
+    layout: identity_pb2.KvIdentity, identity: FileIdentity, formats: Sequence[PageFormat], runs: Sequence[Run]
+) -> FileBytes:
+    """The file of pages on the device. On a thread that copies."""
+    size_bytes = sum(size for _, size in runs)
+    if identity.tokens < PAGE_TOKENS:
+        page = np.empty(size_bytes, np.uint8).data
+        copy_out(runs, page)
+        return _tail_file(layout, identity, formats, np.frombuffer(page, np.uint16))
+    header = header_with(identity, schema_of(layout, PAGE_TOKENS, identity.window).entries)
+    data = np.empty(len(header) + size_bytes, np.uint8).data
+    data[: len(header)] = header
+    copy_out(runs, data[len(header) :])
+    return data.toreadonly()
+
+
+def _tail_file(
+    layout: identity_pb2.KvIdentity, identity: FileIdentity, formats: Sequence[PageFormat], page: Array
+) -> bytes:
+    tensors = schema_of(layout, identity.tokens, identity.window).tensors
+    return encode(identity, list(zip(tensors, _cut(formats, page, identity.tokens), strict=True)))
+
+
+def _cut(formats: Sequence[PageFormat], page: Array, rows: int) -> Iterator[bytes]:
     """The bytes of each tensor of a page's first rows."""
     offset = 0
-    for layer in layers:
-        for part in pool.formats[layer].parts:
+    for page_format in formats:
+        for part in page_format.parts:
             tensor = page[offset : offset + part.size].reshape(part.kv_heads, PAGE_TOKENS, part.units)
             yield tensor[:, :rows].tobytes()
             offset += part.size

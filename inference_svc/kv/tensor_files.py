@@ -49,7 +49,7 @@ class CheckedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class _Schema:
+class Schema:
     """The tensors of a kind of file, and what follows from them: made once for all files of the kind."""
 
     tensors: tuple[TensorSpec, ...]
@@ -57,14 +57,19 @@ class _Schema:
     size_bytes: int  # of all tensors
 
     @classmethod
-    def of(cls, tensors: tuple[TensorSpec, ...]) -> "_Schema":
+    def of(cls, tensors: tuple[TensorSpec, ...]) -> "Schema":
         return cls(tensors, tensor_entries(tensors), sum(tensor.size_bytes for tensor in tensors))
 
 
 @lru_cache(maxsize=64)
-def _schema(identity: bytes, rows: int, group: int) -> _Schema:
+def _schema(identity: bytes, rows: int, group: int) -> Schema:
     """Of files with so many rows. It takes as long as the checks of a hundred files; `identity` is serialized."""
-    return _Schema.of(expected_tensors(identity_pb2.KvIdentity.FromString(identity), rows, group))
+    return Schema.of(expected_tensors(identity_pb2.KvIdentity.FromString(identity), rows, group))
+
+
+def schema_of(identity: identity_pb2.KvIdentity, rows: int, group: int) -> Schema:
+    """Of the files of a group of layers with so many rows."""
+    return _schema(identity.SerializeToString(deterministic=True), rows, group)
 
 
 class FileChecks:
@@ -86,8 +91,7 @@ class FileChecks:
             self._expected = []  # nothing is in blocks
         self._identity = identity
         self._group = group
-        layout = identity.SerializeToString(deterministic=True)
-        self._schemas = {rows: _schema(layout, rows, group) for rows in {file.tokens for file in self._expected}}
+        self._schemas = {rows: schema_of(identity, rows, group) for rows in {file.tokens for file in self._expected}}
 
     def check_count(self, files: int) -> None:
         """Raises DataLoss unless there are as many files as there must be."""
@@ -127,7 +131,7 @@ def check_state(
     """
     expected = state_identity(kv_identity_hash, token_ids, len(token_ids))
     try:
-        return _checked(identity, _Schema.of(expected_state_tensors(identity)), expected, blob)
+        return _checked(identity, Schema.of(expected_state_tensors(identity)), expected, blob)
     except HeaderError as error:
         raise _damaged_state(expected, str(error)) from None
 
@@ -182,7 +186,7 @@ def _views(file: CheckedFile) -> Iterator[Array]:
 
 def _checked(
     identity: identity_pb2.KvIdentity,
-    schema: _Schema,
+    schema: Schema,
     expected: FileIdentity,
     data: FileBytes,
 ) -> CheckedFile:

@@ -76,7 +76,7 @@ class SwapStore:
         self._counters = counters
         self._limits = limits
         self._clock = clock
-        self._files: tuple[bytes, ...] | None = None  # files in memory, as long as the store does not have them
+        self._files: tuple[FileBytes, ...] | None = None  # files in memory, as long as the store does not have them
         self._digests: list[Digest] = []
         self._held: tuple[SharedRoom, int] | None = None
         self._miss: Miss | None = None
@@ -103,7 +103,7 @@ class SwapStore:
         self._files, self._digests, self._miss = None, [], None
         self._let_go()
 
-    async def _keep(self, files: Sequence[bytes]) -> None:
+    async def _keep(self, files: Sequence[FileBytes]) -> None:
         digests: list[Digest] = []
         try:
             for first in range(0, len(files), self._limits.piece_files):

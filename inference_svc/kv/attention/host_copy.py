@@ -6,29 +6,33 @@ several that fill pinned buffers are faster. On other devices host and device sh
 only one.
 
 What is copied by threads needs neither the processor nor the GPU. So rows may be sent ahead (`send`), to room that is
-kept for them, while steps are enqueued and computed.
+kept for them, and pages may leave (`begin_out`), while steps are enqueued and computed.
 """
 
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 from weakref import WeakSet
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+import structlog
 
 from inference_svc.kv.attention.fused import compiled, cuda_compiler
 from inference_svc.kv.attention.kernels import KernelSource
 
+T = TypeVar("T")
 Units = npt.NDArray[np.generic]
+Run: TypeAlias = tuple[int, int]  # an address on the device, and bytes
 _Piece: TypeAlias = tuple[int, int, int]  # an address on the device, one on the host, and bytes
+_LOG = structlog.get_logger(__name__)
 _PIECE_BYTES = 4 << 20
 _THREADS = 6
 LANDING_BYTES = 128 << 20  # that are sent at once
@@ -115,7 +119,7 @@ class _Landing:
         if self.array is None or self.array.size < units or failed:
             self.array = None  # before there is another
             self.array = mx.zeros((units,), dtype=mx.uint16)
-            self.address = _address(self.array)
+            self.address = device_address(self.array)
             mx.synchronize()  # other work may still read memory that was free when this array was made
 
 
@@ -203,7 +207,7 @@ def copies_itself() -> bool:
 
 def _copied_to_device(rows: Sequence[Units]) -> mx.array:
     made = mx.zeros((len(rows), rows[0].size), dtype=mx.uint16)
-    first = _address(made)
+    first = device_address(made)
     # Other work may still read memory that was free when this array was made.
     mx.synchronize()
     _wait_for(_begin_copies(rows, made, first))
@@ -233,13 +237,45 @@ def to_host(array: mx.array) -> Units:
 def _copied_to_host(array: mx.array) -> Units:
     contiguous = mx.contiguous(array)
     found = np.empty(array.shape, dtype=np.uint16)
-    address = _address(contiguous)
+    address = device_address(contiguous)
     mx.synchronize()
     _check(_driver().cuMemcpyDtoH_v2(found.ctypes.data, ctypes.c_uint64(address), found.nbytes))
     return found
 
 
-def _address(array: mx.array) -> int:
+# --- from the device ---
+
+
+def takes_out() -> bool:
+    """Whether threads copy from the device too. On the MLX thread; from any thread ask `is_out_refused`."""
+    return copies_itself() and not is_out_refused() and _comes_back()
+
+
+def is_out_refused() -> bool:
+    """Whether a copy from the device was refused. From then on MLX's way serves, which is slower."""
+    return _out_refused.is_set()
+
+
+def refuse_out(why: BaseException) -> None:
+    """Let no thread copy from the device any more. Idempotent."""
+    if not _out_refused.is_set():
+        _out_refused.set()
+        _LOG.warning("host_copy.out_refused", why=f"{type(why).__name__}: {why}")
+
+
+def begin_out(work: Callable[[], T]) -> "Future[T]":
+    """Do `work` on a thread that may call `copy_out`."""
+    return _copiers().begin_out(work)
+
+
+def copy_out(runs: Sequence[Run], target: memoryview) -> None:
+    """Copy runs of the device's bytes, one behind the other, to the beginning of `target`. They are written already,
+    and stay until it returns. Raises RuntimeError if CUDA refuses.
+    """
+    _copiers().copy_out(runs, np.frombuffer(target, np.uint8).ctypes.data)
+
+
+def device_address(array: mx.array) -> int:
     """Where an array lies on the device. It must be held as long as the address is used."""
     (address,) = compiled(cuda_compiler, _ADDRESS)(
         inputs=[array],
@@ -262,6 +298,32 @@ class _Copiers:
         _check(_driver().cuCtxGetCurrent(ctypes.byref(context)))
         self._here = threading.local()
         self._threads = ThreadPoolExecutor(_THREADS, "host-copy", self._begin, (context,))
+
+    def begin_out(self, work: Callable[[], T]) -> "Future[T]":
+        return self._threads.submit(work)
+
+    def copy_out(self, runs: Sequence[Run], target: int) -> None:
+        """On one of the threads: see `copy_out`."""
+        ways, driver = self._here.ways, _driver()
+        coming: deque[tuple[ctypes.c_void_p, ctypes.c_void_p, int]] = deque()
+        try:
+            for number, load in enumerate(_loads(runs)):
+                if len(coming) == len(ways):
+                    target += _empty(*coming.popleft(), target)
+                stream, buffer = ways[number % len(ways)]
+                filled = 0
+                for source, size in load:
+                    place = ctypes.c_void_p((buffer.value or 0) + filled)
+                    given = ctypes.c_uint64(source), ctypes.c_size_t(size)
+                    _check(driver.cuMemcpyDtoHAsync_v2(place, *given, stream))
+                    filled += size
+                coming.append((stream, buffer, filled))
+            while coming:
+                target += _empty(*coming.popleft(), target)
+        finally:  # after an error too: no byte may arrive when the buffer is another copy's
+            states = [driver.cuStreamSynchronize(stream) for stream, _ in ways]
+        for state in states:
+            _check(state)
 
     def begin(self, pieces: Sequence[_Piece], kept: object) -> "list[Future[None]]":
         """Begin to copy. `kept`: what holds the bytes of both sides until all copies are done."""
@@ -288,6 +350,30 @@ class _Copiers:
             states = [driver.cuStreamSynchronize(stream) for stream, _ in ways]
         for state in states:
             _check(state)
+
+
+def _loads(runs: Sequence[Run]) -> Iterator[list[Run]]:
+    """The same bytes in their order, in lists that fit a pinned buffer."""
+    load: list[Run] = []
+    room = _PIECE_BYTES
+    for first, size in runs:
+        address, end = first, first + size
+        while address < end:
+            part = min(room, end - address)
+            load.append((address, part))
+            address, room = address + part, room - part
+            if not room:
+                yield load
+                load, room = [], _PIECE_BYTES
+    if load:
+        yield load
+
+
+def _empty(stream: ctypes.c_void_p, buffer: ctypes.c_void_p, size: int, target: int) -> int:
+    """Wait until a pinned buffer is filled, and move its bytes to their place. Returns how many."""
+    _check(_driver().cuStreamSynchronize(stream))
+    ctypes.memmove(target, buffer, size)
+    return size
 
 
 def _wait_for(copies: "Sequence[Future[None]]") -> None:
@@ -326,6 +412,26 @@ def _is_sound() -> bool:
     return bool(mx.array_equal(arrived, mx.array(sent)).item()) and np.array_equal(found, sent)
 
 
+_out_refused = threading.Event()
+
+
+@cache
+def _comes_back() -> bool:
+    """Whether bytes that threads copy from the device are those that lie there, tried once."""
+    sent = np.random.default_rng(1).integers(1, 1 << 16, (_PIECE_BYTES + 4096) // 2, dtype=np.uint16)
+    found = np.zeros_like(sent)
+    try:
+        lying = mx.array(sent) + 0
+        address, half = device_address(lying), sent.nbytes // 2
+        mx.synchronize()
+        runs = [(address, half), (address + half, sent.nbytes - half)]
+        begin_out(lambda: copy_out(runs, found.data.cast("B"))).result()
+    except (OSError, RuntimeError, AttributeError) as error:
+        refuse_out(error)
+        return False
+    return np.array_equal(found, sent)
+
+
 @cache
 def _has_cuda() -> bool:
     return mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available()
@@ -335,6 +441,7 @@ def _has_cuda() -> bool:
 def _driver() -> ctypes.CDLL:
     driver = ctypes.CDLL("libcuda.so.1")
     driver.cuMemcpyDtoH_v2.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t]
+    driver.cuMemcpyDtoHAsync_v2.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
     return driver
 
 

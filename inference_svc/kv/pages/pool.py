@@ -6,12 +6,14 @@ copies the whole array. So nobody may keep a reference to `arrays` during a writ
 evaluated or dropped before. On a GPU kernels write where the pages lie (`attention/in_place`). Lives on the MLX thread.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Future, wait
 from itertools import zip_longest
 
 import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
 
+from inference_svc.kv.attention.host_copy import Run, device_address, is_out_refused, takes_out
 from inference_svc.kv.attention.in_place import store_pages
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.paged import DIALECTS, implementation
@@ -47,6 +49,7 @@ class KvPool:
         self.identity = identity
         self.dialect = dialect
         self._written: list[mx.array] = []  # by kernels, and not evaluated yet
+        self._readers: list[tuple[frozenset[int], Future[None]]] = []  # copies under way, of these pages
         self.groups = groups_of(identity.layers)
         self.formats = {index: PageFormat.of(identity, index) for group in self.groups for index in group.layers}
         self.codecs = {index: layer_codecs(identity.policy, index) for index in self.formats}
@@ -57,10 +60,16 @@ class KvPool:
         first_pages = self.allocator.total if is_allocated else min(_FIRST_PAGES, self.allocator.total)
         self.arrays = [mx.zeros((first_pages, units), dtype=UNIT) for units in self._units]
         mx.eval(self.arrays)
+        # Threads copy from where the arrays lie, so they must stay there.
+        self._is_copied_by_threads = is_allocated and dialect is not None and takes_out()
+        self._addresses: list[int] = []
         self._exponents: dict[int, mx.array] = {}
         self._place = {
             layer: (number, slot) for number, group in enumerate(self.groups) for slot, layer in enumerate(group.layers)
         }
+
+    def __del__(self) -> None:
+        wait([reader for _, reader in getattr(self, "_readers", ())])
 
     # --- counting ---
 
@@ -97,6 +106,7 @@ class KvPool:
     def take(self, count: int) -> list[int]:
         """Free pages; what they hold is undefined. Raises ResourceExhausted if there are not so many."""
         taken = self.allocator.take(count)
+        self._await_readers(taken)
         if self.arrays and self.allocator.touched > self.arrays[0].shape[0]:
             self._grow(min(self.allocator.total, max(self.allocator.touched, 2 * self.arrays[0].shape[0])))
         return taken
@@ -115,6 +125,7 @@ class KvPool:
         new = self.take(is_own.count(False))
         rest = iter(new)
         pages = [page if page is not None and own else next(rest) for page, own in zip(held, is_own, strict=True)]
+        self._await_readers(pages)
         copied = [(old, page) for old, page in zip(held, pages, strict=True) if old is not None and old != page]
         try:
             self.copy_pages([old for old, _ in copied], [page for _, page in copied])
@@ -129,6 +140,27 @@ class KvPool:
         array = self.arrays[self.slot_of(layer)][mx.array(list(pages), dtype=mx.int32)]
         units = self.formats[layer].units
         return array if array.shape[1] == units else array[:, :units]
+
+    @property
+    def is_copied_by_threads(self) -> bool:
+        """Whether threads copy pages to the host. From any thread."""
+        return self._is_copied_by_threads and not is_out_refused()
+
+    def run_of(self, layer: int, page: int) -> Run:
+        """Where one layer's page lies on the device."""
+        self._addresses = self._addresses or [device_address(array) for array in self.arrays]
+        slot = self.slot_of(layer)
+        return self._addresses[slot] + page * self._units[slot] * UNIT_BYTES, self.formats[layer].bytes
+
+    def read_by(self, reader: "Future[None]", pages: Collection[int]) -> None:
+        """Let nobody write these pages before a reader on another thread is done."""
+        self._readers.append((frozenset(pages), reader))
+
+    def _await_readers(self, pages: Collection[int]) -> None:
+        """Wait until these pages may be written: milliseconds, and rarely, as who copies a memory keeps its pages."""
+        if self._readers:
+            self._readers = [(read, reader) for read, reader in self._readers if not reader.done()]
+            wait([reader for read, reader in self._readers if not read.isdisjoint(pages)])
 
     def write_pages(self, layer: int, pages: Sequence[int], content: mx.array, first_unit: int = 0) -> None:
         """Write one layer's pages, which must be private: units [n, any] of `content` from column `first_unit` on."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import structlog
 from kvasir.formats.digest import Digest
@@ -96,7 +97,9 @@ class BlockStream:
                 await self._sending.drain()
                 self._begin_anew(self.stored)
             while self._sending.next_block < self._full:
-                if not await self._sending.put(lambda first: self._copies.blocks(self.key, first)):
+                most = min(self._full - self._sending.next_block, self._copies.piece_blocks)
+                copy = partial(self._copies.blocks, self.key, most=most)
+                if not await self._sending.put(copy, most * self._copies.block_bytes):
                     return
         except Exception as error:  # noqa: BLE001 - it has no reader but the log
             # The next full block tries again; the end of the turn sends what is missing, and says so if it cannot.

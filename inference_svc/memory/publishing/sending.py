@@ -5,13 +5,14 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
+from kvasir.formats.block_file import FileBytes
 from kvasir.formats.digest import Digest
 
 from inference_svc.engine.api import Snapshot
 from inference_svc.memory.publishing.copies import Copies, files_of
 from inference_svc.memory.store.remote_cache import RemoteCache, digests_of
 
-_MOST_PIECES = 4  # of one sending, under way at once
+_MOST_PIECES, _MOST_BYTES = 4, 256 << 20  # of one sending, under way at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +56,16 @@ class Sending:
         """Whether a piece did not get there: a new sending goes on from what is stored."""
         return self._failure is not None
 
-    async def put(self, copy: Callable[[int], Awaitable[Snapshot | None]]) -> bool:
-        """Copy the piece from `next_block` on, as soon as there is room for it, and begin to send it. False if there
-        is none. Raises why an earlier piece failed.
+    async def put(self, copy: Callable[[int], Awaitable[Snapshot | None]], held_bytes: int = 0) -> bool:
+        """Copy the piece from `next_block` on, as soon as there is room for it, and begin to send it. `held_bytes`: so
+        many at most; 0: those of the largest piece. False if there is none. Raises why an earlier piece failed.
         """
         self.waits_for_room = True
-        if len(self._under_way) >= _MOST_PIECES:
+        held_bytes = held_bytes or self._copies.piece_bytes
+        while len(self._under_way) >= max(1, min(_MOST_PIECES, _MOST_BYTES // held_bytes)):
             await self._first_ended()
         if self._failure is not None:
             raise self._failure
-        held_bytes = self._copies.piece_bytes
         await self._copies.held.wait_for(self._namespace, held_bytes)
         self.waits_for_room = False
         try:
@@ -133,7 +134,7 @@ class Sending:
                 self.stored += task.result()[:blocks]
                 self.rest = task.result()[blocks:]
 
-    async def _send(self, files: list[bytes], hashed: asyncio.Task[list[Digest]]) -> list[Digest]:
+    async def _send(self, files: list[FileBytes], hashed: asyncio.Task[list[Digest]]) -> list[Digest]:
         if not files:
             return []
         digests, sent_bytes = await self._store.write_tensors(files, self._stall_timeout_s, await hashed)

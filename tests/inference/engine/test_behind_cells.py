@@ -17,12 +17,12 @@ from inference_svc.kv.attention import in_place, paged
 from inference_svc.kv.attention.paged import Implementation
 from inference_svc.model.model_runner import ModelRunner
 from tests.inference.engine.driving import Driver, Listener, tokens_of
-from tests.inference.kv.attention.coming_files import play
+from tests.inference.kv.attention.coming_files import PlayedDriver, play
 from tests.inference.kv.attention.emulators import EMULATORS, needs_compiler
 
 pytestmark = [
     needs_compiler,
-    pytest.mark.long(8),
+    pytest.mark.long(11),
     pytest.mark.cpu_only("there all engines decode behind cells"),
 ]
 
@@ -147,3 +147,53 @@ def test_files_that_come_by_themselves_are_written_between_steps_and_change_nobo
     assert emulated.reply(stream.end()) == alone
     assert returning.end().state == expected.state
     assert seen[0] >= 7
+
+
+def copied_by_threads(emulated: Driver, monkeypatch: pytest.MonkeyPatch) -> PlayedDriver:
+    monkeypatch.setattr(emulated.engine._worker._pool, "_is_copied_by_threads", True)
+    return play(monkeypatch)
+
+
+def test_blocks_leave_by_threads_while_their_turn_and_the_next_go_on(
+    emulated: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its agent's next turn writes where the tail lies that leaves."""
+    key, state = emulated.remember(600, seed=7)
+    files, twin, again = emulated.files(key), emulated.fork(key), (*state.token_ids, *SHORT)
+    expected = emulated.turn(again, Hot(len(state.token_ids)), twin, max_tokens=9)
+    played, turn, copies = copied_by_threads(emulated, monkeypatch), Listener(), list[Any]()
+
+    def begin() -> None:
+        played.gate.clear()
+        copies.append(emulated.engine.snapshot(key, 0, blocks_only=True))
+
+    asked = emulated.engine.pin(key, 0, 9)
+    pinned = asked.result(60)
+    assert pinned is not None
+    copies.append(pinned.piece(0, 9, {}))
+    played.gate.clear()
+    turn.at(Tokens, 2, begin).at(Tokens, 7, lambda: copies.append(copies[-1].done())).at(Tokens, 7, played.gate.set)
+    emulated.submit(again, Hot(len(state.token_ids)), key, turn, max_tokens=9)
+    assert turn.end().state == expected.state
+    piece, blocks, was_done = copies
+    assert not was_done
+    assert [bytes(data) for _, data in (*piece.result(60).blocks, piece.result(60).tail)] == list(files)
+    assert [bytes(data) for _, data in blocks.result(60).blocks] == list(files[:2])
+    assert emulated.files(key) == emulated.files(twin)
+    assert pinned.take_first() == piece.result(60)
+    pinned.release()
+
+
+def test_a_copy_that_cuda_refuses_is_made_by_the_thread_that_computes(
+    emulated: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, _ = emulated.remember(600, seed=8)
+    files = emulated.files(key)
+    played = copied_by_threads(emulated, monkeypatch)
+    assert emulated.engine.is_copied_by_threads
+    played.error = 700
+    assert emulated.files(key) == files
+    assert not emulated.engine.is_copied_by_threads
+    pinned = emulated.engine.pin(key, 0, 9).result(60)
+    assert pinned is not None
+    assert pinned.take_first() == emulated.engine.snapshot(key, 0).result(60)

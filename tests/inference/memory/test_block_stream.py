@@ -13,6 +13,7 @@ from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import AgentKey, Snapshot
 from inference_svc.memory.agent_memory import PublicationState
+from inference_svc.memory.publishing import sending
 from inference_svc.memory.publishing.block_stream import BlockStream
 from inference_svc.memory.publishing.copies import Copies
 from inference_svc.memory.publishing.sending import Sending
@@ -25,24 +26,33 @@ STORED = DIGESTS[:3]
 
 
 class Turn:
-    """A running turn, one block a piece, and a store that takes what `arrives` lets go."""
+    """A running turn, so many blocks a piece, and a store that takes what `arrives` lets go."""
 
-    def __init__(self, room: int = 10, previous: PublicationState | None = None) -> None:
+    def __init__(self, room: int = 10, previous: PublicationState | None = None, piece_blocks: int = 1) -> None:
         self.asked: list[bytes] = []
+        self.copied: list[int] = []  # blocks of each piece
         self.most_held = 0
         self.arrives: Callable[[bytes], Awaitable[None]] = self._at_once
         self.held = SharedRoom(room)
         engine: Any = SimpleNamespace(snapshot=self._snapshot)
-        copies: Any = SimpleNamespace(held=self.held, piece_bytes=1, blocks=Copies(engine, self.held).blocks)
+        copies: Any = SimpleNamespace(
+            held=self.held,
+            piece_blocks=piece_blocks,
+            piece_bytes=piece_blocks,
+            block_bytes=1,
+            blocks=Copies(engine, self.held).blocks,
+        )
         engine.model = SimpleNamespace(kv_bytes_per_token=1 << 20)
         self.store: Any = SimpleNamespace(write_tensors=self._write, is_reachable=True)
         self.stream = BlockStream(copies, AgentKey("default", "a"), self.store, STORED, 1.0, previous)
 
-    def _snapshot(self, _key: object, first: int, **_how: object) -> "Future[Snapshot]":
+    def _snapshot(self, _key: object, first: int, *, max_blocks: int = 1, **_how: object) -> "Future[Snapshot]":
         copied: Future[Snapshot] = Future()
         identity: Any = None
+        self.copied.append(max_blocks)
         self.most_held = max(self.most_held, self.held.held_units)
-        copied.set_result(Snapshot(first, ((identity, b"block %d" % first),), None, SequenceState(TokenIds(), (), 0)))
+        blocks = tuple((identity, b"block %d" % block) for block in range(first, first + max_blocks))
+        copied.set_result(Snapshot(first, blocks, None, SequenceState(TokenIds(), (), 0)))
         return copied
 
     async def _at_once(self, _data: bytes) -> None:
@@ -103,6 +113,30 @@ def test_the_next_pieces_are_copied_while_the_ones_before_are_on_their_way_as_fa
     run(scenario)
 
 
+def test_a_piece_has_as_many_blocks_as_are_full_and_takes_room_for_these(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending, "_MOST_BYTES", 8)
+
+    async def scenario() -> None:
+        turn, may_arrive = Turn(room=20, piece_blocks=4), asyncio.Event()
+
+        async def arrives(_data: bytes) -> None:
+            await may_arrive.wait()
+
+        turn.arrives = arrives
+        turn.stream.blocks_full(4)
+        await asyncio.sleep(0.01)
+        assert (len(turn.copied), turn.held.held_units) == (1, 1)
+        turn.stream.blocks_full(20)
+        await asyncio.sleep(0.01)
+        assert (turn.copied, turn.held.held_units) == ([1, 4], 5), "two large pieces under way"
+        may_arrive.set()
+        assert await turn.stream.drain() == DIGESTS
+        assert turn.copied == [1, 4, 4, 4, 4]
+        assert turn.held.held_units == 0
+
+    run(scenario)
+
+
 def test_what_came_behind_a_piece_that_failed_does_not_count_and_goes_again() -> None:
     async def scenario() -> None:
         turn = Turn()
@@ -151,11 +185,11 @@ def test_a_piece_that_is_cancelled_before_its_first_step_gives_its_room_back() -
     async def scenario() -> None:
         turn = Turn()
         copies: Any = SimpleNamespace(held=turn.held)
-        sending = Sending(copies, "default", turn.store, (), 1.0)
+        one = Sending(copies, "default", turn.store, (), 1.0)
         turn.held.take("default", 7)
-        sending.begin(await asyncio.wrap_future(turn._snapshot("a", 0)), 7)
-        sending.cancel()
-        await sending.drain()
+        one.begin(await asyncio.wrap_future(turn._snapshot("a", 0)), 7)
+        one.cancel()
+        await one.drain()
         assert (turn.held.held_units, turn.asked) == (0, [])
 
     run(scenario)

@@ -69,6 +69,8 @@ def _done(piece: Snapshot) -> "Future[Snapshot]":
 class Engine:
     """One hot memory, and whatever snapshot it is told to give."""
 
+    is_copied_by_threads = False
+
     def __init__(self) -> None:
         self.model = SimpleNamespace(
             kv_identity=IDENTITY,

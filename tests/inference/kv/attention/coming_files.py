@@ -1,7 +1,10 @@
-"""CUDA's copies as far as a CPU can play them: threads copy to where an array lies, when they may."""
+"""CUDA's copies as far as a CPU can play them: threads copy to where an array lies, and from there, when they may."""
 
 import ctypes
 import threading
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +13,13 @@ import numpy as np
 import pytest
 
 from inference_svc.kv.attention import host_copy
+from inference_svc.kv.pages import pool
 
 
 class PlayedDriver(SimpleNamespace):
-    """The functions of `libcuda` that copies call. While `gate` is closed, nothing arrives."""
+    """The functions of `libcuda` that copies call. While `gate` is closed, nothing arrives. What leaves the device is
+    read as late as CUDA may: when its stream is waited for.
+    """
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -21,15 +27,35 @@ class PlayedDriver(SimpleNamespace):
         self.error = 0  # what a copy answers
         self.copies = 0
         self._buffers: list[Any] = []
+        self._streams = count(1)
+        self._begun: dict[int, list[Callable[[], object]]] = defaultdict(list)  # by stream
         super().__init__(
             cuCtxGetCurrent=lambda _context: 0,
             cuCtxSetCurrent=lambda _context: 0,
-            cuStreamCreate=lambda _stream, _flags: 0,
-            cuStreamSynchronize=lambda _stream: 0,
+            cuStreamCreate=self._new_stream,
+            cuStreamSynchronize=self._wait,
             cuMemHostAlloc=self._allocate,
             cuMemcpyHtoDAsync_v2=self._copy,
             cuMemcpyDtoH_v2=_back,
+            cuMemcpyDtoHAsync_v2=self._begin_out,
         )
+
+    def _new_stream(self, stream: Any, _flags: int) -> int:
+        stream._obj.value = next(self._streams)
+        return 0
+
+    def _begin_out(self, target: Any, source: Any, size: Any, stream: Any) -> int:
+        self.copies += 1
+        self._begun[stream.value].append(lambda: ctypes.memmove(target.value, source.value, size.value))
+        return self.error
+
+    def _wait(self, stream: Any) -> int:
+        begun = self._begun.pop(stream.value, [])
+        if begun:
+            self.gate.wait(5)
+        for copy in begun:
+            copy()
+        return 0
 
     def _allocate(self, buffer: Any, size: Any, _flags: int) -> int:
         self._buffers.append(ctypes.create_string_buffer(size.value))
@@ -54,7 +80,10 @@ def play(monkeypatch: pytest.MonkeyPatch, landing_bytes: int = 1 << 20) -> Playe
     monkeypatch.setattr(host_copy, "_driver", lambda: driver)
     monkeypatch.setattr(host_copy, "_has_cuda", lambda: True)
     monkeypatch.setattr(host_copy, "_is_sound", lambda: True)
-    monkeypatch.setattr(host_copy, "_address", _address)
+    monkeypatch.setattr(host_copy, "_comes_back", lambda: True)
+    monkeypatch.setattr(host_copy, "_out_refused", threading.Event())
+    for module in (host_copy, pool):
+        monkeypatch.setattr(module, "device_address", _address)
     monkeypatch.setattr(host_copy, "LANDING_BYTES", landing_bytes)
     monkeypatch.setattr(host_copy, "_landings", lambda: landings)
 

@@ -1,0 +1,117 @@
+"""What is made of files that are still on their way is there when the last one is; a copy that failed is made again."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from functools import partial
+
+import pytest
+from kvasir.formats.block_file import FileBytes
+
+from inference_svc.engine.snapshots import Coming, when_there
+from inference_svc.kv.attention import host_copy
+
+Begun = Future[Coming[bytes] | None]
+
+
+@pytest.fixture(autouse=True)
+def _refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_copy, "_out_refused", threading.Event())
+
+
+def files(count: int) -> list[Future[FileBytes]]:
+    return [Future() for _ in range(count)]
+
+
+def begun(coming: Coming[bytes] | None) -> Begun:
+    made: Begun = Future()
+    made.set_result(coming)
+    return made
+
+
+def joined(parts: list[Future[FileBytes]]) -> Coming[bytes]:
+    return Coming(parts, lambda found: b"".join(found))
+
+
+def test_it_is_there_with_its_last_file_whichever_that_is() -> None:
+    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
+        parts = files(3)
+        asked = when_there(lambda parts=parts: begun(joined(parts).made_into(lambda data: data + b"!")))  # type: ignore[misc]
+        for place in order:
+            assert not asked.done()
+            parts[place].set_result(b"abc"[place : place + 1])
+        assert asked.result(0) == b"abc!"
+
+
+def test_without_files_or_without_a_memory_it_is_there_at_once() -> None:
+    assert when_there(lambda: begun(joined([]))).result(0) == b""
+    assert when_there(lambda: begun(None)).result(0) is None
+
+
+def test_a_copy_that_threads_could_not_make_is_made_without_them_once() -> None:
+    tries: list[list[Future[FileBytes]]] = []
+
+    def begin() -> Begun:
+        tries.append(files(2))
+        return begun(joined(tries[-1]))
+
+    asked = when_there(begin)
+    tries[0][1].set_exception(RuntimeError("CUDA refused a copy: error 700"))
+    assert len(tries) == 1, "no file is on its way any more when it is tried again"
+    tries[0][0].set_result(b"a")
+    assert host_copy.is_out_refused()
+    for place, data in enumerate((b"c", b"d")):
+        assert not asked.done()
+        tries[1][place].set_result(data)
+    assert (asked.result(0), len(tries)) == (b"cd", 2)
+    again = when_there(begin)
+    for attempt in (2, 3):
+        for file in tries[attempt]:
+            file.set_exception(RuntimeError("refused"))
+    with pytest.raises(RuntimeError, match="refused"):
+        again.result(0)
+    assert len(tries) == 4
+
+
+def test_work_that_fails_or_is_never_done_ends_who_asked() -> None:
+    ends: list[tuple[Callable[[Begun], object], type[BaseException]]] = [
+        (lambda work: work.cancel(), CancelledError),
+        (lambda work: work.set_exception(ValueError("no")), ValueError),
+    ]
+    for end, expected in ends:
+        work: Begun = Future()
+        asked = when_there(lambda work=work: work)  # type: ignore[misc]
+        end(work)
+        with pytest.raises(expected):
+            asked.result(0)
+
+
+def test_a_result_that_nobody_has_is_gone_at_once() -> None:
+    """It may be a pin, which holds a memory's room."""
+
+    class Pin:
+        pass
+
+    gc.disable()
+    try:
+        parts, pin = files(2), Pin()
+        known, work = weakref.ref(pin), [joined(parts).made_into(partial(lambda pin, _: pin, pin))]
+        asked = when_there(lambda: begun(work.pop()))
+        del pin
+        parts[1].set_result(b"b")
+        parts[0].set_result(b"a")
+        assert asked.result(0) is known()
+        del asked, parts
+        assert known() is None
+    finally:
+        gc.enable()
+
+
+def test_nobody_is_hurt_if_the_asker_has_gone() -> None:
+    parts = files(1)
+    asked = when_there(lambda: begun(joined(parts)))
+    assert asked.cancel()
+    parts[0].set_result(b"a")
+    assert asked.cancelled()
