@@ -3,8 +3,10 @@ retry is recognized.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
+from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 
@@ -88,6 +90,23 @@ def _check_size(field: str, size_bytes: int, max_bytes: int) -> None:
         )
 
 
+def begun_reply(
+    request: pb.GenerateRequest | pb.CountTokensRequest, given: Input
+) -> tuple[Input, manifest_pb2.Message | None]:
+    """The input without a reply that the caller has begun, and that. Raises InvalidArgument where there is none."""
+    if not request.continue_final_message:
+        return given, None
+    field = "continue_final_message"
+    if not isinstance(given, MessagesInput):
+        raise InvalidArgument(f"{field}: only with messages", field=field)
+    *before, last = given.messages
+    if last.role != "assistant" or not last.content.strip() or last.tool_calls:
+        raise InvalidArgument(f"{field}: expected a text of the assistant's as the last message", field=field)
+    if not before:
+        raise InvalidArgument(f"{field}: expected a message before the assistant's", field=field)
+    return replace(given, messages=tuple(before)), last
+
+
 def check_token_ids(given: TokenIds, field: str, vocabulary_size: int = 1 << 32) -> None:
     """Raise InvalidArgument for no tokens, and for one that the model does not have."""
     if not given:
@@ -111,6 +130,8 @@ def turn_input_digest(request: pb.GenerateRequest, given: Input, tools: Sequence
     if request.HasField("volatile"):
         given_settings.append(("volatile", ",".join(sorted(set(request.volatile.names)))))
     given_settings += thinking_settings(request)
+    if request.continue_final_message:
+        given_settings.append(("continue_final_message", "True"))
     if isinstance(given, PromptInput):
         return input_digest("prompt", given.prompt, (), tools, given_settings)
     if isinstance(given, TokensInput):

@@ -9,7 +9,14 @@ from kvasir.names import check_agent_id, check_request_id
 from kvasir.on_full import DEFAULT_KEEP, OnFull, OnFullPolicy, checked_keep
 
 from inference_svc.edge.conversation_messages import write_calls
-from inference_svc.edge.input_messages import input_bytes, read_input, read_objects, read_tools, turn_input_digest
+from inference_svc.edge.input_messages import (
+    begun_reply,
+    input_bytes,
+    read_input,
+    read_objects,
+    read_tools,
+    turn_input_digest,
+)
 from inference_svc.edge.reuse_messages import MATCHES, SOURCES, read_rules, write_miss, write_started
 from inference_svc.edge.sampling_messages import choice_count, clamps_max_tokens, sampling_params
 from inference_svc.edge.thinking_messages import read_thinking
@@ -56,6 +63,8 @@ def turn_request(
     agent_id = _agent_id(request)
     tools = read_tools(request.tools)
     given = read_input(request, max_prompt_bytes)
+    digest = turn_input_digest(request, given, tools)
+    given, begun = begun_reply(request, given)
     objects = read_objects(given, tools)
     return TurnRequest(
         request_id=request_id,
@@ -63,7 +72,8 @@ def turn_request(
         agent_id=agent_id,
         expected_version=request.expected_version if request.HasField("expected_version") else None,
         input=given,
-        input_digest=turn_input_digest(request, given, tools),
+        input_digest=digest,
+        begun=begun,
         sampling=sampling_params(request, new_seed),
         choices=choice_count(request),
         clamps_max_tokens=clamps_max_tokens(request),
@@ -151,7 +161,8 @@ def warm_response(started: TurnStarted, warmed: Warmed, model_name: str) -> pb.W
 
 def count_request(request: pb.CountTokensRequest, *, namespace: str, caller: str, max_prompt_bytes: int) -> TurnRequest:
     """A turn whose prompt is only counted. Raises InvalidArgument that names the field."""
-    given, tools = read_input(request, max_prompt_bytes), read_tools(request.tools)
+    tools = read_tools(request.tools)
+    given, begun = begun_reply(request, read_input(request, max_prompt_bytes))
     objects = read_objects(given, tools)
     return TurnRequest(
         request_id="",
@@ -159,6 +170,7 @@ def count_request(request: pb.CountTokensRequest, *, namespace: str, caller: str
         agent_id="",
         expected_version=None,
         input=given,
+        begun=begun,
         input_digest="",
         sampling=SamplingParams(max_tokens=0),
         clamps_max_tokens=False,

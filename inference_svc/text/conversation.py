@@ -22,6 +22,7 @@ _INPUT_TAG = b"kvasir.turn_input.v1"
 _MAX_MESSAGES = 10_000
 _MAX_TOOLS = 128
 _MAX_TOOLS_BYTES = 1 << 20
+_MARK = "\ufdd1kvasir goes on here "
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +49,25 @@ class Dialogue:
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...]
     specials: Specials
+    begun: dict[str, Any] | None = None  # the reply as far as its caller has written it; its prompt ends with that
 
     def with_message(self, message: manifest_pb2.Message, objects: GivenJson) -> "Dialogue":
-        return replace(self, messages=(*self.messages, _message_fields(message, objects, self.specials)))
+        return replace(self, messages=(*self.messages, _message_fields(message, objects, self.specials)), begun=None)
 
 
 def dialogue(
-    messages: Sequence[manifest_pb2.Message], tools: Sequence[Tool], objects: GivenJson, specials: Specials
+    messages: Sequence[manifest_pb2.Message],
+    tools: Sequence[Tool],
+    objects: GivenJson,
+    specials: Specials,
+    begun: manifest_pb2.Message | None = None,
 ) -> Dialogue:
     """`objects`: all JSON of these messages and tools, parsed."""
     return Dialogue(
         tuple(_message_fields(message, objects, specials) for message in messages),
         tuple(tool_fields(tools, objects, specials.guarded_value)),
         specials,
+        None if begun is None else _message_fields(begun, objects, specials),
     )
 
 
@@ -115,11 +122,14 @@ def tool_bytes(tool: Tool) -> int:
 
 
 def render(template: ChatTemplate, conversation: Dialogue, *, add_generation_prompt: bool = True) -> str:
-    """The text of a conversation. Raises InvalidArgument when the template refuses it or returns invalid text.
+    """The text of a conversation; before a reply that was begun its own text takes the generation prompt's place.
+    Raises InvalidArgument when the template refuses it or returns invalid text.
 
     A template may refuse a call that has both reasoning and an answer before it (gpt-oss): then these lose their
     reasoning.
     """
+    if add_generation_prompt and conversation.begun is not None:
+        return _begun_prompt(template, conversation, conversation.begun)
     try:
         return _rendered(template, conversation, conversation.messages, add_generation_prompt)
     except InvalidArgument:
@@ -129,13 +139,30 @@ def render(template: ChatTemplate, conversation: Dialogue, *, add_generation_pro
         return _rendered(template, conversation, fewer, add_generation_prompt)
 
 
+def _begun_prompt(template: ChatTemplate, conversation: Dialogue, begun: dict[str, Any]) -> str:
+    """The conversation up to the last message's text, with a mark behind it as Hugging Face's library has one: whether
+    the mark's space is left says whether the template trims.
+    """
+    marked = {**begun, "content": begun["content"] + _MARK}
+    text = _rendered(template, conversation, (*conversation.messages, marked), False, is_settled=False)
+    end = text.rfind(_MARK.strip())
+    if end < 0:
+        raise InvalidArgument("messages: the model's chat template leaves out a begun reply", field="messages")
+    return conversation.specials.settled(text[:end] if text.startswith(_MARK, end) else text[:end].rstrip())
+
+
 def _rendered(
-    template: ChatTemplate, conversation: Dialogue, messages: Sequence[dict[str, Any]], add_generation_prompt: bool
+    template: ChatTemplate,
+    conversation: Dialogue,
+    messages: Sequence[dict[str, Any]],
+    add_generation_prompt: bool,
+    *,
+    is_settled: bool = True,
 ) -> str:
     try:
         text = template(list(messages), list(conversation.tools) or None, add_generation_prompt)
         text.encode()  # raises for half of a surrogate pair; later steps rely on valid text
-        return conversation.specials.settled(text)
+        return conversation.specials.settled(text) if is_settled else text
     except InvalidArgument:
         raise
     except Exception as error:  # noqa: BLE001 - a template is a program from outside and may raise anything

@@ -39,7 +39,7 @@ async def prompt_text(
     await prompting.read(request.namespace, objects)
 
     def rendered() -> tuple[str, Dialogue]:
-        conversation = dialogue(messages, request.tools, objects, prompting.specials)
+        conversation = dialogue(messages, request.tools, objects, prompting.specials, request.begun)
         return render(prompting.template_at(clock, request.template_settings), conversation), conversation
 
     return await prompting.run(request.namespace, rendered)

@@ -194,6 +194,7 @@ class MemoryShortener:
             base_version=None,
             keep_partial=False,
             is_read_only=is_read_only,
+            begun=None if is_read_only else turn.request.begun,
         )
         task = TurnTask(self._serving.outbox())
         arrived = self._serving.clock()

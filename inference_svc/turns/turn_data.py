@@ -69,6 +69,7 @@ class TurnRequest:
     clamps_max_tokens: bool  # what is left of context and KV memory bounds it, and does not refuse it
     tools: Sequence[Tool] = ()
     objects: GivenJson = field(default_factory=GivenJson)  # the JSON of its messages and tools
+    begun: manifest_pb2.Message | None = None  # the reply goes on from it; the input has it no more
     keep_partial: bool = False
     is_read_only: bool = False  # the agent's memory is read and stays as it is
     expects_memory: bool = False  # an agent that remembers nothing is refused

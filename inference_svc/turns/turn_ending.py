@@ -28,6 +28,7 @@ from inference_svc.model.prompting import Prompting, RememberedReply
 from inference_svc.text.literal_text import without_guards
 from inference_svc.text.prefix_matching import Outcome, RememberedText
 from inference_svc.text.replies.remembered_reply import Said, reply_message
+from inference_svc.text.template_names import REASONING
 from inference_svc.turns.continuing import Continuation
 from inference_svc.turns.turn_data import TurnDelta, TurnFinished, TurnStarted, Warmed
 from inference_svc.turns.turn_state import TurnState, may_follow, reply_reader
@@ -333,6 +334,11 @@ class TurnEnding:
             stop_text = ended.generated_text.removeprefix(ended.text)
             part = reply_reader(turn.request, prompting, prompt).whole(said.reply, stop_text)
             told = Said(said.reply, calls, True, part.answer, part.reasoning)
+        if turn.dialogue.begun is not None:
+            begun = turn.dialogue.begun
+            text = begun["content"]
+            is_trimmed = not without_guards(prompt).endswith(without_guards(text))
+            told = told.behind(text.rstrip() if is_trimmed else text, begun.get(REASONING, ""))
         reply = reply_message(
             prompting.template_at(turn.clock, turn.request.template_settings),
             turn.dialogue,

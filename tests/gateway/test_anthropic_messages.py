@@ -82,7 +82,7 @@ def test_the_sdk_runs_tools_without_a_thread_of_the_servers(front: Front, anthro
     ("change", "error", "kind"),
     [
         (
-            {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "It is"}]},
+            {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": " "}]},
             "BadRequestError",
             "invalid_request_error",
         ),

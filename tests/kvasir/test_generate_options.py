@@ -31,6 +31,7 @@ ARRIVES: dict[str, tuple[Any, str, Any]] = {
     "replace_memory": (True, "replace_memory", True),
     "volatile": (DATES, "volatile", DATES),
     "return_prompt_token_ids": (True, "return_prompt_token_ids", True),
+    "continue_final_message": (True, "continue_final_message", True),
     "on_full": (FULL, "on_full", FULL),
     "max_tokens": (50, "sampling", pb.Sampling(max_tokens=50)),
     "sampling": ({"temperature": 0.5}, "sampling", pb.Sampling(temperature=0.5)),

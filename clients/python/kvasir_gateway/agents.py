@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field
 
 from kvasir_gateway.openai_chat import ChatMessage, ChatTool, said
 from kvasir_gateway.reading.tolerance import Reading
-from kvasir_gateway.turn import Asked, Body, FreeObject, TokenCount, TopK, Turn, function_tool, given, sse
+from kvasir_gateway.turn import Asked, Body, FreeObject, TokenCount, TopK, Turn, begun_reply, function_tool, given, sse
 
 _MAX_INT64 = (1 << 63) - 1
 Version = Annotated[int, Ge(1), Le(_MAX_INT64)]
@@ -58,6 +58,7 @@ class AgentTurn(OwnBody):
     json_schema: FreeObject | None = None
     regex: str | None = None
     keep_partial: bool = Field(False, description="Remember what was generated before a disconnect.")
+    continue_final_message: bool = Field(False, description="The reply goes on from the assistant's last message.")
     stream: bool = Field(False, description="Answer with the contract's events, as server-sent events.")
 
     def turn(self, reading: Reading) -> Turn:
@@ -68,10 +69,15 @@ class AgentTurn(OwnBody):
         if self.json_schema is not None and self.regex is not None:
             raise InvalidArgument("regex: expected json_schema or regex, got both", field="regex")
         functions = [tool.function for tool in self.tools or ()]
+        messages = said(self.messages or (), reading) + said(self.append_messages or (), reading, "append_messages")
+        begun = None
+        if self.continue_final_message:
+            messages, begun = begun_reply(messages, "continue_final_message")
         return Turn(
             model=self.model,
             prompt=self.prompt or "",
-            messages=said(self.messages or (), reading) + said(self.append_messages or (), reading, "append_messages"),
+            messages=messages,
+            begun=begun,
             is_append=self.append_messages is not None,
             memory={
                 "expected_version": self.expected_version,

@@ -42,10 +42,14 @@ class Memory:
         namespace: str,
         chain: Chain,
         options: Mapping[str, Any] = MappingProxyType({}),
+        begun: Said | None = None,
     ) -> None:
-        """`options`: fields of GenerateOptions that say how the turn uses it."""
+        """`options`: fields of GenerateOptions that say how the turn uses it. `begun`: what of the reply its caller has
+        written; the client sends both back as one message.
+        """
         self.agent_id = agent_id
         self.options = options
+        self._begun = begun
         self._chain = chain
         self._conversations = conversations
         self._namespace = namespace
@@ -54,7 +58,10 @@ class Memory:
         """The turn is done: its conversation goes on from here. To be called before its reader sees the end."""
         if self._conversations is not None and reply.finished.reason != pb.FINISH_REASON_CANCELLED:
             version = reply.finished.snapshot.version
-            self._conversations.answered(self._namespace, self.agent_id, self._chain, said(reply), version)
+            whole = said(reply)
+            if self._begun is not None:
+                whole = replace(whole, content=self._begun.content + whole.content)
+            self._conversations.answered(self._namespace, self.agent_id, self._chain, whole, version)
             self.left()
 
     def left(self) -> None:
@@ -119,12 +126,12 @@ class Turns:
         known = self._conversations
         # First: what clients write around a summary may read like a request for one.
         if compacted := await known.compacted(namespace, chain, turn.messages, caller):
-            return Memory(compacted, known, namespace, chain, {"replace_memory": True})
+            return Memory(compacted, known, namespace, chain, {"replace_memory": True}, turn.begun)
         if ready.side_call:
             read = await known.agent_behind(namespace, chain, turn.messages, caller)
             return SideMemory(read, known, namespace, chain, ready.side_call)
         found = await known.agent_for(namespace, chain, turn.messages, caller)
-        return Memory(found, known, namespace, chain)
+        return Memory(found, known, namespace, chain, begun=turn.begun)
 
     def digest_of(self, messages: Sequence[Said]) -> str:
         return self._conversations.digest_of(messages)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, MaxLen, MinLen
@@ -23,6 +24,7 @@ from kvasir_gateway.turn import (
     TopK,
     Turn,
     arguments_object,
+    begun_reply,
     finish_reason,
     forced_calls,
     format_of_text,
@@ -110,9 +112,13 @@ class CountedMessages(Body):
         tool_choice = self._calls(tools)
         config = self.output_config
         schema = json.dumps(config.format.schema_) if config is not None and config.format is not None else None
+        messages, begun = (*opening, *said(self.messages, reading)), None
+        if self.messages[-1].role == "assistant":
+            messages, begun = begun_reply(messages)
         return Turn(
             model=self.model,
-            messages=(*opening, *said(self.messages, reading)),
+            messages=messages,
+            begun=begun,
             tools=tools,
             tool_choice=tool_choice,
             json_schema=format_of_text(schema, tool_choice),
@@ -156,16 +162,8 @@ class MessagesRequest(CountedMessages):
 
     def turn(self, reading: Reading) -> Turn:
         counted = super().turn(reading)
-        if self.messages[-1].role == "assistant":
-            raise InvalidArgument(
-                "messages: expected the last to be the user's: no reply can be begun", field="messages"
-            )
-        return Turn(
-            model=counted.model,
-            messages=counted.messages,
-            tools=counted.tools,
-            tool_choice=counted.tool_choice,
-            json_schema=counted.json_schema,
+        return replace(
+            counted,
             sampling=reading.length(self.max_tokens)
             | given(
                 temperature=self.temperature,

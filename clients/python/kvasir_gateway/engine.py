@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Seque
 from contextlib import aclosing
 from dataclasses import replace
 from datetime import UTC
+from functools import partial
 from itertools import cycle
 from types import MappingProxyType
 from typing import Any
@@ -73,6 +74,7 @@ class CallerAtEngine:
             tool_choice=turn.tool_choice,
             request_id=request_id,
             return_prompt_token_ids=turn.returns_token_ids,
+            continue_final_message=turn.begun is not None,
             **turn.memory,
         )
         given: dict[str, Any] = {"append_messages" if turn.is_append else "messages": messages}
@@ -84,11 +86,17 @@ class CallerAtEngine:
                     yield event
 
     async def count(self, turn: Turn, messages: SentMessages) -> int:
+        count = partial(
+            self.client.count_tokens,
+            messages=messages,
+            tools=turn.tools,
+            continue_final_message=turn.begun is not None,
+        )
         try:
-            return await self.client.count_tokens(messages=messages, tools=turn.tools, model=turn.model)
+            return await count(model=turn.model)
         except NotFound as error:
             _taken_instead(turn, error)
-        return await self.client.count_tokens(messages=messages, tools=turn.tools)
+        return await count()
 
     async def model(self, name: str, *, any_model: bool) -> pb.Model:
         """The model of this name; with `any_model` the loaded one where there is none."""
@@ -285,9 +293,10 @@ def _taken_instead(turn: Turn, error: KvasirError) -> Turn:
 
 def sent_messages(turn: Turn) -> SentMessages:
     """The turn's messages as the engine takes them. Raises InvalidArgument."""
-    if len(turn.messages) > _MAX_MESSAGES:
+    messages = turn.messages if turn.begun is None else (*turn.messages, turn.begun)
+    if len(messages) > _MAX_MESSAGES:
         raise InvalidArgument(f"messages: expected at most {_MAX_MESSAGES}", field="messages")
-    return message_list([_mapping(message) for message in turn.messages], "messages")
+    return message_list([_mapping(message) for message in messages], "messages")
 
 
 def _mapping(message: Said) -> dict[str, Any]:

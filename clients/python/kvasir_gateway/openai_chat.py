@@ -22,6 +22,7 @@ from kvasir_gateway.turn import (
     ToolUse,
     TopK,
     Turn,
+    begun_reply,
     comment,
     finish_reason,
     forced_calls,
@@ -148,6 +149,7 @@ class ChatRequest(SamplingFields):
     )
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call, which ends the reply.")
     response_format: ResponseFormat | None = None
+    continue_final_message: bool | None = Field(None, description="The reply goes on from the last message.")
     reasoning_effort: str | None = Field(None, description="Ignored: the model decides.")
     verbosity: str | None = Field(None, description="Ignored.")
     modalities: list[str] | None = Field(None, description='["text"] alone.')
@@ -170,9 +172,13 @@ class ChatRequest(SamplingFields):
             for t in self.tools or ()
         ]
         tools, tool_choice = offered(tools, self.tool_choice, self.parallel_tool_calls)
+        messages, begun = said(self.messages, reading), None
+        if self.continue_final_message:
+            messages, begun = begun_reply(messages)
         return Turn(
             model=self.model,
-            messages=said(self.messages, reading),
+            messages=messages,
+            begun=begun,
             tools=tuple(tools),
             tool_choice=tool_choice,
             sampling={

@@ -44,6 +44,8 @@ class Turn:
     prompt: str | Sequence[int] = ""
     # The answer has the prompt's tokens, and those of the reply.
     returns_token_ids: bool = False
+    # The reply as far as the caller has written it, behind the messages.
+    begun: Said | None = None
     # The messages follow those that the agent remembers.
     is_append: bool = False
     # Fields of GenerateOptions that say how an agent's memory is used.
@@ -211,6 +213,15 @@ def forced_calls(name: str | None, *, one_call: bool, names: Sequence[str] = ())
     if name is not None:
         return pb.ToolChoice(kind=pb.TOOL_CHOICE_KIND_NAMED, name=name)
     return pb.ToolChoice(kind=pb.TOOL_CHOICE_KIND_REQUIRED, one_call=one_call, names=names)
+
+
+def begun_reply(messages: tuple[Said, ...], field_name: str = "messages") -> tuple[tuple[Said, ...], Said]:
+    """The messages before a reply that the caller has begun, and that. Raises InvalidArgument for one without text."""
+    *before, last = messages
+    if last.role != "assistant" or not last.content.strip() or last.tool_calls or not before:
+        text = f"{field_name}: expected a text of the assistant's behind other messages, to go on from"
+        raise InvalidArgument(text, field=field_name)
+    return tuple(before), last
 
 
 def free_calls(tools: Sequence[pb.Tool], *, one_call: bool, names: Sequence[str] = ()) -> pb.ToolChoice | None:

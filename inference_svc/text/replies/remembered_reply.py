@@ -21,6 +21,12 @@ class Said:
     answer: str = ""
     reasoning: str = ""
 
+    def behind(self, begun: str, reasoning: str) -> "Said":
+        """The same behind what its caller had begun: one message."""
+        has_reasoned = self.has_reasoned or bool(reasoning)
+        answer = begun + (self.answer if self.has_reasoned else self.reply)
+        return Said(begun + self.reply, self.tool_calls, has_reasoned, answer, reasoning + self.reasoning)
+
 
 def reply_message(
     template: ChatTemplate,

@@ -33,7 +33,11 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
     "penalized": {"prompt": STORY_IDS, "sampling": {**_SAMPLED, "repetition_penalty": 1.4, "top_p": 0.9, "top_k": 50}},
-    "messages": {"messages": [{"role": "user", "content": STORY}], "sampling": _SAMPLED},
+    "messages": {
+        "messages": [{"role": "user", "content": STORY}, {"role": "assistant", "content": "In her bag"}],
+        "continue_final_message": True,
+        "sampling": _SAMPLED,
+    },
     "tools": {
         "messages": [{"role": "user", "content": f"{STORY} How much does a lamp cost?"}],
         "tools": TOOLS,

@@ -43,6 +43,8 @@ class GenerateOptions:
     volatile: pb.VolatileRules | None = None
     # Report the prompt's tokens, in `started`.
     return_prompt_token_ids: bool = False
+    # The last of `messages` is the assistant's, and the reply goes on from its text.
+    continue_final_message: bool = False
     # What happens when the conversation no longer fits the context: `pb.OnFull(policy=pb.ON_FULL_POLICY_DROP_OLDEST)`.
     # None: what the agent's label `kvasir.on_full` says, else the turn is refused.
     on_full: pb.OnFull | None = None
@@ -110,6 +112,7 @@ class OptionArguments(TypedDict, total=False):
     replace_memory: bool
     volatile: pb.VolatileRules | None
     return_prompt_token_ids: bool
+    continue_final_message: bool
     on_full: pb.OnFull | None
     max_tokens: int | None
     sampling: Sampling | None

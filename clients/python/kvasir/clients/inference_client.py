@@ -207,9 +207,12 @@ class InferenceClient(AgentClient):
         messages: Messages | None = None,
         tools: Sequence[pb.Tool] = (),
         model: str = "",
+        continue_final_message: bool = False,
     ) -> int:
         """Tokens of a prompt, or of messages after the chat template."""
-        request = count_request(Input(prompt, messages, None), tools=tools, model=model)
+        request = count_request(
+            Input(prompt, messages, None), tools=tools, model=model, continue_final_message=continue_final_message
+        )
         return (self._call(pb.CountTokensResponse, request)).tokens
 
     def list_models(self) -> Sequence[pb.Model]:

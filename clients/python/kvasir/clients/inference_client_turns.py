@@ -145,6 +145,7 @@ def turn_request(given: Input, options: GenerateOptions, request_id: str) -> pb.
             replace_memory=options.replace_memory,
             volatile=options.volatile,
             return_prompt_token_ids=options.return_prompt_token_ids,
+            continue_final_message=options.continue_final_message,
             on_full=options.on_full,
             sampling=options.to_proto_sampling(),
             tools=options.tools,
@@ -169,13 +170,20 @@ def warm_request(given: Input, *, agent_id: str, tools: Sequence[pb.Tool], model
         return pb.WarmRequest(agent_id=agent_id, tools=tools, model=model, **inputs)  # type: ignore[arg-type]
 
 
-def count_request(given: Input, *, tools: Sequence[pb.Tool], model: str) -> pb.CountTokensRequest:
+def count_request(
+    given: Input, *, tools: Sequence[pb.Tool], model: str, continue_final_message: bool
+) -> pb.CountTokensRequest:
     """As turn_request, for an input that is only counted."""
     inputs = _inputs(given)
     if len(inputs) != 1:
         raise InvalidArgument("input: expected exactly one of prompt and messages", field="input")
     with _refusing():
-        return pb.CountTokensRequest(tools=tools, model=model, **inputs)  # type: ignore[arg-type]
+        return pb.CountTokensRequest(
+            tools=tools,
+            model=model,
+            continue_final_message=continue_final_message,
+            **inputs,  # type: ignore[arg-type]
+        )
 
 
 @contextmanager

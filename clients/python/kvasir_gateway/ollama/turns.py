@@ -25,6 +25,7 @@ from kvasir_gateway.turn import (
     TopK,
     Turn,
     arguments_object,
+    begun_reply,
     finish_reason,
     function_tool,
     given,
@@ -173,13 +174,15 @@ class OllamaChat(OllamaRequest):
         """What the engine is asked; None: nothing is to be generated. Raises InvalidArgument."""
         if not self.messages:
             return None
+        messages, begun = tuple(said(self.messages, reading)), None
         if self.messages[-1].role == "assistant":
-            raise InvalidArgument("messages: the last is the assistant's: no reply can be begun", field="messages")
+            messages, begun = begun_reply(messages)
         offers = [tool.function for tool in self.tools or ()]
         tools = tuple(function_tool(each.name, each.description, each.parameters) for each in offers)
         return Turn(
             model=named(self.model),
-            messages=tuple(said(self.messages, reading)),
+            messages=messages,
+            begun=begun,
             tools=tools,
             sampling=self.sampling(reading),
             json_schema=self.reply_schema,

@@ -899,6 +899,9 @@ type GenerateRequest struct {
 	TemplateSettings map[string]*TemplateValue `protobuf:"bytes,25,rep,name=template_settings,json=templateSettings,proto3" json:"template_settings,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// Leave out what this model cannot apply of `thinking` and `template_settings`, and name it in Started.ignored_settings. Default: INVALID_ARGUMENT.
 	IgnoreUnreadSettings bool `protobuf:"varint,26,opt,name=ignore_unread_settings,json=ignoreUnreadSettings,proto3" json:"ignore_unread_settings,omitempty"`
+	// The last message is the assistant's, and the reply goes on from its text, which a template may trim. The deltas and a response_format are of what is new; the agent
+	// remembers one message with both.
+	ContinueFinalMessage bool `protobuf:"varint,27,opt,name=continue_final_message,json=continueFinalMessage,proto3" json:"continue_final_message,omitempty"`
 	unknownFields        protoimpl.UnknownFields
 	sizeCache            protoimpl.SizeCache
 }
@@ -1137,6 +1140,13 @@ func (x *GenerateRequest) GetTemplateSettings() map[string]*TemplateValue {
 func (x *GenerateRequest) GetIgnoreUnreadSettings() bool {
 	if x != nil {
 		return x.IgnoreUnreadSettings
+	}
+	return false
+}
+
+func (x *GenerateRequest) GetContinueFinalMessage() bool {
+	if x != nil {
+		return x.ContinueFinalMessage
 	}
 	return false
 }
@@ -3705,6 +3715,8 @@ type CountTokensRequest struct {
 	Thinking             *Thinking                 `protobuf:"bytes,6,opt,name=thinking,proto3" json:"thinking,omitempty"`
 	TemplateSettings     map[string]*TemplateValue `protobuf:"bytes,7,rep,name=template_settings,json=templateSettings,proto3" json:"template_settings,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	IgnoreUnreadSettings bool                      `protobuf:"varint,8,opt,name=ignore_unread_settings,json=ignoreUnreadSettings,proto3" json:"ignore_unread_settings,omitempty"`
+	// As in GenerateRequest.
+	ContinueFinalMessage bool `protobuf:"varint,9,opt,name=continue_final_message,json=continueFinalMessage,proto3" json:"continue_final_message,omitempty"`
 	unknownFields        protoimpl.UnknownFields
 	sizeCache            protoimpl.SizeCache
 }
@@ -3804,6 +3816,13 @@ func (x *CountTokensRequest) GetTemplateSettings() map[string]*TemplateValue {
 func (x *CountTokensRequest) GetIgnoreUnreadSettings() bool {
 	if x != nil {
 		return x.IgnoreUnreadSettings
+	}
+	return false
+}
+
+func (x *CountTokensRequest) GetContinueFinalMessage() bool {
+	if x != nil {
+		return x.ContinueFinalMessage
 	}
 	return false
 }
@@ -5246,7 +5265,7 @@ var File_kvasir_inference_v1_inference_proto protoreflect.FileDescriptor
 
 const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\n" +
-	"#kvasir/inference/v1/inference.proto\x12\x13kvasir.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#kvasir/cachestore/v1/identity.proto\x1a#kvasir/cachestore/v1/manifest.proto\x1a\x1ekvasir/common/v1/message.proto\"\xd9\v\n" +
+	"#kvasir/inference/v1/inference.proto\x12\x13kvasir.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#kvasir/cachestore/v1/identity.proto\x1a#kvasir/cachestore/v1/manifest.proto\x1a\x1ekvasir/common/v1/message.proto\"\x8f\f\n" +
 	"\x0fGenerateRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -5278,7 +5297,8 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x17return_prompt_token_ids\x18\x17 \x01(\bR\x14returnPromptTokenIds\x129\n" +
 	"\bthinking\x18\x18 \x01(\v2\x1d.kvasir.inference.v1.ThinkingR\bthinking\x12g\n" +
 	"\x11template_settings\x18\x19 \x03(\v2:.kvasir.inference.v1.GenerateRequest.TemplateSettingsEntryR\x10templateSettings\x124\n" +
-	"\x16ignore_unread_settings\x18\x1a \x01(\bR\x14ignoreUnreadSettings\x1ag\n" +
+	"\x16ignore_unread_settings\x18\x1a \x01(\bR\x14ignoreUnreadSettings\x124\n" +
+	"\x16continue_final_message\x18\x1b \x01(\bR\x14continueFinalMessage\x1ag\n" +
 	"\x15TemplateSettingsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x128\n" +
 	"\x05value\x18\x02 \x01(\v2\".kvasir.inference.v1.TemplateValueR\x05value:\x028\x01B\a\n" +
@@ -5498,7 +5518,7 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\aversion\x18\t \x01(\x03R\aversion\x123\n" +
 	"\arestore\x18\n" +
 	" \x01(\v2\x19.google.protobuf.DurationR\arestore\x123\n" +
-	"\aprefill\x18\v \x01(\v2\x19.google.protobuf.DurationR\aprefill\"\xcf\x04\n" +
+	"\aprefill\x18\v \x01(\v2\x19.google.protobuf.DurationR\aprefill\"\x85\x05\n" +
 	"\x12CountTokensRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12\x18\n" +
 	"\x06prompt\x18\x02 \x01(\tH\x00R\x06prompt\x12>\n" +
@@ -5507,7 +5527,8 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x05tools\x18\x04 \x03(\v2\x19.kvasir.inference.v1.ToolR\x05tools\x129\n" +
 	"\bthinking\x18\x06 \x01(\v2\x1d.kvasir.inference.v1.ThinkingR\bthinking\x12j\n" +
 	"\x11template_settings\x18\a \x03(\v2=.kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntryR\x10templateSettings\x124\n" +
-	"\x16ignore_unread_settings\x18\b \x01(\bR\x14ignoreUnreadSettings\x1ag\n" +
+	"\x16ignore_unread_settings\x18\b \x01(\bR\x14ignoreUnreadSettings\x124\n" +
+	"\x16continue_final_message\x18\t \x01(\bR\x14continueFinalMessage\x1ag\n" +
 	"\x15TemplateSettingsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x128\n" +
 	"\x05value\x18\x02 \x01(\v2\".kvasir.inference.v1.TemplateValueR\x05value:\x028\x01B\a\n" +
