@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.formats import manifest as manifests
-from kvasir.formats.block_file import FileIdentity, HeaderError, expected_state_tensors, expected_tensors
+from kvasir.formats.block_file import FileIdentity, HeaderError, Layout, expected_state_tensors, expected_tensors
 from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain, chain_hashes, kv_identity_hash, window_block_hash
 from kvasir.formats.digest import Digest
 from kvasir.formats.token_files import file_identities, state_identity
 
-from cachestore_svc.blobs.blob_checks import schema_hash, schema_text
+from cachestore_svc.blobs.blob_checks import schema_hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def _named_blobs(message: manifest_pb2.Manifest, hash_: str) -> Iterator[NamedBl
 def _state_schema(identity: identity_pb2.KvIdentity) -> str | None:
     """The same for all states; None if the layout does not describe them."""
     try:
-        return schema_hash(schema_text(expected_state_tensors(identity)))
+        return schema_hash(Layout(expected_state_tensors(identity)).text)
     except HeaderError:
         return None
 
@@ -124,7 +124,7 @@ def _named_rows(
 ) -> Iterator[NamedBlob]:
     """One group's blocks and tail."""
     schemas = {
-        (rows, group): schema_hash(schema_text(expected_tensors(message.kv_identity, rows, group)))
+        (rows, group): schema_hash(Layout(expected_tensors(message.kv_identity, rows, group)).text)
         for rows, group in {(file.tokens, file.window) for file in files}
     }
     digests = [*listed.blocks, *((listed.tail,) if listed.HasField("tail") else ())]

@@ -3,8 +3,6 @@
 A tensor file's header is checked as soon as it is whole, before anything else looks at the bytes.
 """
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +13,6 @@ from kvasir.formats.block_file import (
     FileIdentity,
     Header,
     HeaderError,
-    TensorSpec,
     header_size,
     parse_header,
 )
@@ -32,7 +29,7 @@ class BlobFacts:
 
     kind: str  # "manifest", "block", "tail" or "state"
     identity: FileIdentity | None = None
-    schema: str = ""  # schema_text of its tensors
+    schema: str = ""  # its layout's text
 
 
 class BlobCheck(Protocol):
@@ -43,11 +40,6 @@ class BlobCheck(Protocol):
 
     def finish(self) -> BlobFacts:
         """The facts of the blob, once all of it was fed. Raises InvalidArgument."""
-
-
-def schema_text(tensors: Sequence[TensorSpec]) -> str:
-    """Names, types and shapes of a file's tensors, in order: equal texts are equal schemas."""
-    return json.dumps([[tensor.name, tensor.dtype, *tensor.shape] for tensor in tensors], separators=(",", ":"))
 
 
 def schema_hash(text: str) -> str:
@@ -91,7 +83,7 @@ class TensorCheck:
     def finish(self) -> BlobFacts:
         if self._header is None:
             raise InvalidArgument("tensor header refused: it is truncated", reason="HEADER_REFUSED", field="data")
-        return BlobFacts(self._header.identity.kind, self._header.identity, schema_text(self._header.tensors))
+        return BlobFacts(self._header.identity.kind, self._header.identity, self._header.layout.text)
 
 
 class ManifestCheck:

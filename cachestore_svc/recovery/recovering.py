@@ -15,12 +15,12 @@ from typing import Any
 
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import FailedPrecondition
-from kvasir.formats.block_file import FileIdentity, HeaderError, expected_state_tensors, expected_tensors
+from kvasir.formats.block_file import FileIdentity, HeaderError, Layout, expected_state_tensors, expected_tensors
 from kvasir.formats.digest import Digest, is_hash
 
 from cachestore_svc.blobs.backend import has_any, unknown_places
 from cachestore_svc.blobs.ballast import Ballast
-from cachestore_svc.blobs.blob_checks import BlobFacts, schema_text
+from cachestore_svc.blobs.blob_checks import BlobFacts
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.blobs.local_directory import LocalDirectory
 from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange
@@ -352,7 +352,7 @@ def _as_named(need: NamedBlob, kv_hash: str, kv_identity: identity_pb2.KvIdentit
         specs = (
             expected_state_tensors(kv_identity) if is_state else expected_tensors(kv_identity, need.tokens, need.window)
         )
-        schema = schema_text(specs)
+        schema = Layout(specs).text
     except HeaderError:
         schema = ""
     identity = FileIdentity(need.kind, kv_hash, need.start, need.tokens, need.chain, need.window)

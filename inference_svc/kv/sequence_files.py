@@ -148,7 +148,7 @@ def _copied_file(
 def _tail_file(
     layout: identity_pb2.KvIdentity, identity: FileIdentity, formats: Sequence[PageFormat], page: Array
 ) -> bytes:
-    tensors = schema_of(layout, identity.tokens, identity.window).tensors
+    tensors = schema_of(layout, identity.tokens, identity.window).layout.tensors
     return encode(identity, list(zip(tensors, _cut(formats, page, identity.tokens), strict=True)))
 
 

@@ -14,6 +14,7 @@ from kvasir.formats.block_file import (
     FileIdentity,
     Header,
     HeaderError,
+    Layout,
     TensorSpec,
     check_schema,
     expected_state_tensors,
@@ -52,13 +53,12 @@ class CheckedFile:
 class Schema:
     """The tensors of a kind of file, and what follows from them: made once for all files of the kind."""
 
-    tensors: tuple[TensorSpec, ...]
+    layout: Layout
     entries: bytes
-    size_bytes: int  # of all tensors
 
     @classmethod
     def of(cls, tensors: tuple[TensorSpec, ...]) -> "Schema":
-        return cls(tensors, tensor_entries(tensors), sum(tensor.size_bytes for tensor in tensors))
+        return cls(Layout(tensors), tensor_entries(tensors))
 
 
 @lru_cache(maxsize=64)
@@ -191,9 +191,9 @@ def _checked(
     data: FileBytes,
 ) -> CheckedFile:
     header = header_with(expected, schema.entries)
-    if data[: len(header)] == header and len(header) + schema.size_bytes == len(data):
+    if data[: len(header)] == header and len(header) + schema.layout.size_bytes == len(data):
         # Our own writer's header, byte for byte: nothing is left to parse, which saves half of a restore.
-        return CheckedFile(Header(expected, schema.tensors, len(header)), data)
+        return CheckedFile(Header(expected, schema.layout, len(header)), data)
     parsed = parse_header(data, len(data))
     if parsed.identity != expected:
         raise HeaderError(_difference(expected, parsed.identity))

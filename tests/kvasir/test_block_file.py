@@ -55,6 +55,18 @@ def refused(data: bytes, why: str) -> None:
         parse_header(data, len(data))
 
 
+SEAMS = (b' ,"layer_0_k":{"a":"b"},', b",}", b"},", b',"__metadata__":{},', b',"layer_0_k":1,', b'\\"},', b"]")
+
+
+def verdict(header: bytes) -> object:
+    """What the header says, or None where it is refused."""
+    try:
+        found = parse_header(file_of(header), 8 + len(header) + 320)
+    except HeaderError:
+        return None
+    return found.identity, found.tensors
+
+
 # --- our files ---
 
 
@@ -338,6 +350,18 @@ def test_a_changed_header_byte_is_refused_or_still_describes_the_file(position: 
         return
     assert header.size_bytes == len(FILE)
     assert sum(spec.size_bytes for spec in header.tensors) == 320
+
+
+@settings(max_examples=sampled(120, of=400), deadline=None)
+@given(st.integers(0, len(FILE) - 329), st.integers(0, 8), st.sampled_from([b"", *b'"{},:\\ 0', *SEAMS]))
+def test_a_remembered_layout_changes_no_verdict(position: int, cut: int, put: bytes | int) -> None:
+    text = FILE[8:-320]
+    new = bytes((put,)) if isinstance(put, int) else put
+    seams = [text.replace(b'"},', before + new, 1) for before in (b'"}', b'"},')]
+    for changed in (text[:position] + new + text[position + cut :], *seams):
+        # Behind a space a header is read as a whole.
+        assert verdict(changed) == verdict(b" " + changed)
+    assert verdict(text) == (IDENTITY, tuple(spec for spec, _ in TENSORS))
 
 
 JSON = st.recursive(

@@ -43,7 +43,7 @@ MUTANTS = (
     Mutant(
         "a file's length is not held against its header",
         "tensor_files.py",
-        "if data[: len(header)] == header and len(header) + schema.size_bytes == len(data):",
+        "if data[: len(header)] == header and len(header) + schema.layout.size_bytes == len(data):",
         "if data[: len(header)] == header:",
         "turns",
     ),

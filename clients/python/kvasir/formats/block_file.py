@@ -15,6 +15,7 @@ import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import TypeAlias
 
 from kvasir.cachestore.v1 import identity_pb2
@@ -39,6 +40,7 @@ _STATE_DTYPE = {
 _KINDS = ("block", "tail", "state")
 _IDENTITY_FIELDS = {"chain", "format", "kind", "kv_identity", "start", "tokens"}
 _MAX_WINDOW = (1 << 32) - 1
+_LAYOUTS = 64  # that are remembered
 
 
 class HeaderError(ValueError):
@@ -84,18 +86,45 @@ class FileIdentity:
         return json.dumps(fields, separators=(",", ":"), sort_keys=True)
 
 
+@dataclass(frozen=True)
+class Layout:
+    """The tensors of a file, in its order, and what follows from them: one object for all blocks of a model."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    @cached_property
+    def size_bytes(self) -> int:
+        return sum(tensor.size_bytes for tensor in self.tensors)
+
+    @cached_property
+    def rows(self) -> set[int | None]:
+        """Tokens of each tensor; None for one that is not `[kv_heads, rows, …]`."""
+        return {_rows_of(tensor) for tensor in self.tensors}
+
+    @cached_property
+    def text(self) -> str:
+        """Names, types and shapes: equal texts are equal layouts."""
+        return json.dumps(
+            [[tensor.name, tensor.dtype, *tensor.shape] for tensor in self.tensors], separators=(",", ":")
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """A checked header: identity, tensors in file order, and where their bytes begin."""
 
     identity: FileIdentity
-    tensors: tuple[TensorSpec, ...]
+    layout: Layout
     data_offset: int
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return self.layout.tensors
 
     @property
     def size_bytes(self) -> int:
         """Size that the whole file must have."""
-        return self.data_offset + sum(tensor.size_bytes for tensor in self.tensors)
+        return self.data_offset + self.layout.size_bytes
 
 
 def expected_tensors(identity: identity_pb2.KvIdentity, rows: int, group: int = 0) -> tuple[TensorSpec, ...]:
@@ -212,12 +241,8 @@ def parse_header(data: FileBytes | bytearray, file_size_bytes: int) -> Header:
     data_offset = header_size(data[:8])
     if len(data) < data_offset:
         raise HeaderError(f"header is truncated: expected {data_offset} bytes, got {len(data)}")
-    entries = _load_json(bytes(data[8:data_offset]))
-    identity = _file_identity(entries.pop("__metadata__", None))
-    if not 1 <= len(entries) <= MAX_TENSORS:
-        raise HeaderError(f"tensors: expected 1 to {MAX_TENSORS}, got {len(entries)}")
-    tensors = tuple(_contiguous_tensors(entries))
-    header = Header(identity, tensors, data_offset)
+    identity, layout = _parts(bytes(data[8:data_offset]))
+    header = Header(identity, layout, data_offset)
     if header.size_bytes != file_size_bytes:
         raise HeaderError(f"file size: expected {header.size_bytes} bytes by its header, got {file_size_bytes}")
     _check_rows(header)
@@ -235,6 +260,34 @@ def check_schema(header: Header, identity: identity_pb2.KvIdentity) -> None:
     if header.tensors != expected:
         wrong = next((f for f, e in zip(header.tensors, expected, strict=False) if f != e), None)
         raise HeaderError(f"tensors: expected {len(expected)} of the layout, got {len(header.tensors)}; first: {wrong}")
+
+
+def _parts(text: bytes) -> tuple[FileIdentity, Layout]:
+    """What a header says of its content and of its tensors.
+
+    All blocks of a model have the same text of tensors, which takes ten times as long to check as the metadata before
+    it. So the two are read one by one: `{A,B}` is an object if `{A}` and `{B}` are, and neither is empty.
+    """
+    end = text.find(b'"},') + 2
+    if end >= 2 and text.startswith(b'{"__metadata__":'):
+        try:
+            [metadata] = _load_json(text[:end] + b"}").values()
+            return _file_identity(metadata), _layout(b"{" + text[end + 1 :].rstrip(b" "))
+        except ValueError:  # it is another writer's, or not right: the error then is that of the whole
+            pass
+    entries = _load_json(text)
+    return _file_identity(entries.pop("__metadata__", None)), _checked_layout(entries)
+
+
+@lru_cache(_LAYOUTS)
+def _layout(text: bytes) -> Layout:
+    return _checked_layout(_load_json(text))
+
+
+def _checked_layout(entries: Mapping[str, object]) -> Layout:
+    if not 1 <= len(entries) <= MAX_TENSORS:
+        raise HeaderError(f"tensors: expected 1 to {MAX_TENSORS}, got {len(entries)}")
+    return Layout(tuple(_contiguous_tensors(entries)))
 
 
 def _load_json(data: bytes) -> dict[str, object]:
@@ -332,8 +385,12 @@ def tensor_spec(name: str, dtype: object, shape: object) -> TensorSpec:
 
 def _check_rows(header: Header) -> None:
     """K and V of blocks and tails are `[kv_heads, rows, …]` with the rows that the file says."""
-    if header.identity.kind == "state":
+    tokens = header.identity.tokens
+    if header.identity.kind == "state" or header.layout.rows == {tokens}:
         return
-    for tensor in header.tensors:
-        if "_state_" in tensor.name or len(tensor.shape) != 3 or tensor.shape[1] != header.identity.tokens:
-            raise HeaderError(f"{tensor.name}: shape: expected [kv_heads, {header.identity.tokens}, …]")
+    wrong = next(tensor for tensor in header.tensors if _rows_of(tensor) != tokens)
+    raise HeaderError(f"{wrong.name}: shape: expected [kv_heads, {tokens}, …]")
+
+
+def _rows_of(tensor: TensorSpec) -> int | None:
+    return None if "_state_" in tensor.name or len(tensor.shape) != 3 else tensor.shape[1]
