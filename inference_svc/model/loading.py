@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from inference_svc.kv.few_rows import take_few_rows
 from inference_svc.kv.plain_norms import take_plain_norms
 from inference_svc.kv.row_exact import make_row_exact
 from inference_svc.model.weights.placing import Placement, Tensors, place_weights
-from inference_svc.model.weights.weight_files import weight_files
+from inference_svc.model.weights.weight_files import WeightFile, weight_files
 
 # MLX's CUDA back end commits a graph after 30 operations or 400 million values of input: an 8B model's step is more
 # than twenty graphs, each of which costs the processor 0.1 ms and the GPU a pause. With these it is six; more is no
@@ -46,6 +46,7 @@ class LoadedModel:
     tokenizer: Any
     config: dict[str, Any]
     placement: Placement  # of the weights
+    files: Sequence[WeightFile]  # as they were when loading began
 
     @property
     def weights_bytes(self) -> int:
@@ -115,7 +116,7 @@ def load(directory: Path, compute_type: str | None, *, copies_weights: bool = Fa
     elif device() == "cuda":
         take_few_rows(model)
     mx.eval(model.parameters())
-    return LoadedModel(model, tokenizer, config, placement)
+    return LoadedModel(model, tokenizer, config, placement, files)
 
 
 def _classes(config: dict[str, Any], take: Callable[[Tensors], None]) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from blake3 import blake3
 from kvasir.cachestore.v1 import identity_pb2
 
-from inference_svc.model.weights.weight_files import weight_paths
+from inference_svc.model.weights.weight_files import file_identity, weight_paths
 
 # Fields of config.json that change no KV: the model's origin, the type it was saved in, and how text is made.
 _NO_PART_OF_WEIGHTS = frozenset(
@@ -89,8 +89,7 @@ def _file_digest(path: Path) -> str:
 
 
 def _file_identity(path: Path) -> str:
-    stat = path.stat()
-    return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
+    return file_identity(path.stat())
 
 
 def _read_cache(path: Path) -> Mapping[str, str]:

@@ -25,6 +25,7 @@ from inference_svc.model.model_runner import ModelRunner
 from inference_svc.model.probe_memory import Probed, ProbeMemory
 from inference_svc.model.quality import exam
 from inference_svc.model.quality.conversations import Conversations
+from inference_svc.model.weights.weight_files import check_unchanged
 from inference_svc.text.token_text import TokenText
 
 logger = logging.getLogger(__name__)  # whose words a program without a service does not print
@@ -66,6 +67,7 @@ def open_model(
     logger.info("weights.loaded how=%s", loaded.placement.in_words)
     begin_phase("identity")
     digest = weights_digest(directory, cache_dir)
+    check_unchanged(directory, loaded.files)
     begin_phase("probing")
     keep_for_computing(_SPARE_BYTES)
     probes = ProbeMemory(cache_dir, digest, compute_type)

@@ -21,7 +21,7 @@ from inference_svc.kv.attention.host_copy import copies_itself, to_device
 from inference_svc.kv.attention.nvrtc import kept_programs
 from inference_svc.model.device_memory import machine_bytes
 from inference_svc.model.weights.extension import Extension, NoExtension, extension
-from inference_svc.model.weights.weight_files import TensorPlace, WeightFile
+from inference_svc.model.weights.weight_files import TensorPlace, WeightFile, file_identity
 
 Tensors = dict[str, mx.array]
 _UNIT_BYTES = 2  # of what host_copy copies
@@ -73,7 +73,7 @@ def place_weights(
     names = Counter(name for file in files for name in file.tensors)
     found = {file.path: {name: file.tensors[name] for name in file.tensors if names[name] == 1} for file in files}
     if copies_itself():
-        sent = sum(_send(file.path, found[file.path], weights) for file in files)
+        sent = sum(_send(file, found[file.path], weights) for file in files)
         return _left(replace(total, sent_bytes=sent))
     try:
         mapping = get_extension()
@@ -103,7 +103,7 @@ def _map(
     descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         # The file may have been replaced since its header was read.
-        if os.fstat(descriptor).st_size != file.size_bytes:
+        if file_identity(os.fstat(descriptor)) != file.identity:
             return 0
         mapped = mapping.mapped(descriptor, file.size_bytes, is_read_ahead=is_read_ahead)
     finally:
@@ -116,9 +116,12 @@ def _map(
     return sum(place.size_bytes for place in aligned.values())
 
 
-def _send(path: Path, places: Mapping[str, TensorPlace], weights: Tensors) -> int:
+def _send(file: WeightFile, places: Mapping[str, TensorPlace], weights: Tensors) -> int:
     """Copy a file's tensors to the device; returns their bytes."""
-    content = np.memmap(path, np.uint8, "r")
+    with file.path.open("rb") as opened:
+        if file_identity(os.fstat(opened.fileno())) != file.identity:
+            return 0
+        content = np.memmap(opened, np.uint8, "r")
     sent = 0
     for name, place in places.items():
         lazy = weights.get(name)

@@ -1,8 +1,9 @@
 """The safetensors files of a model's weights: which they are, that they are whole, and where each tensor lies."""
 
 import json
+import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
@@ -27,8 +28,14 @@ class WeightFile:
     """A file that is whole, at least when it was looked at."""
 
     path: Path
+    identity: str
     size_bytes: int
     tensors: Mapping[str, TensorPlace]
+
+
+def file_identity(status: os.stat_result) -> str:
+    """Changes when a file is replaced, and when it is written to; not behind its time."""
+    return f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
 
 
 def weight_paths(directory: Path) -> list[Path]:
@@ -47,17 +54,31 @@ def weight_file(path: Path) -> WeightFile:
     """One file, by its header. Raises FailedPrecondition."""
     try:
         with path.open("rb") as file:
-            size = path.stat().st_size
+            status = os.fstat(file.fileno())
+            size = status.st_size
             (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
             if length > min(size - _LENGTH.size, _MOST_HEADER_BYTES):
                 raise _Damaged(f"its header says {length} bytes, of {size} that the file has")
             header: Any = json.loads(file.read(length))
         start = _LENGTH.size + length
-        return WeightFile(path, size, dict(_places(header, start, size)))
+        return WeightFile(path, file_identity(status), size, dict(_places(header, start, size)))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error, _Damaged) as error:
         raise FailedPrecondition(
             f"model: {path.name} is cut short or damaged: {error}", reason="MODEL_NOT_LOADABLE", field="model"
         ) from None
+
+
+def check_unchanged(directory: Path, files: Sequence[WeightFile]) -> None:
+    """Raises FailedPrecondition unless the model's files are those that were looked at: what was read of them since,
+    header by header and tensor by tensor, is then of one model."""
+    try:
+        now = {path: file_identity(path.stat()) for path in weight_paths(directory)}
+    except OSError:
+        now = {}
+    if now != {file.path: file.identity for file in files}:
+        raise FailedPrecondition(
+            "model: its files changed while they were read; load it again", reason="MODEL_NOT_LOADABLE", field="model"
+        )
 
 
 class _Damaged(Exception):

@@ -16,8 +16,10 @@ import pytest
 from kvasir.errors import FailedPrecondition
 from mlx.utils import tree_flatten
 
+from inference_svc.kv.policy import PolicyRequest
 from inference_svc.model.loading import LoadedModel, load
 from inference_svc.model.model_runner import ModelRunner
+from inference_svc.model.open_model import open_model
 from inference_svc.model.synthetic.geometries import geometry
 from inference_svc.model.synthetic.weights import write_model
 from inference_svc.model.weights.extension import Extension, NoExtension, extension
@@ -321,11 +323,46 @@ class TestDamagedFiles:
         path = tmp_path / "model.safetensors"
         mx.save_safetensors(str(path), {"a": mx.ones((4,))})
         shift(path, 0)
-        files, found = weight_files(tmp_path), mx.load(str(path))
-        path.rename(tmp_path / "old")
-        path.write_bytes(b"")
-        assert isinstance(found, dict)
-        assert place_weights(files, found).mapped_bytes == 0
+        for content in (b"", path.read_bytes()):
+            files, found = weight_files(tmp_path), mx.load(str(path))
+            path.rename(tmp_path / "old")
+            path.write_bytes(content)
+            assert isinstance(found, dict)
+            assert place_weights(files, found).mapped_bytes == 0
+            (tmp_path / "old").replace(path)
+
+    def test_files_replaced_between_loading_and_their_digest_are_refused(self, tmp_path: Path) -> None:
+        directory = write_family(tmp_path / "one", LLAMA31)
+        other = write_family(tmp_path / "two", LLAMA31, seed=9) / "model.safetensors"
+
+        def replace_at(phase: str) -> None:
+            if phase == "identity":
+                other.replace(directory / "model.safetensors")
+
+        def opened(begin_phase: Callable[[str], None]) -> str:
+            model, _ = open_model(
+                directory,
+                cache_dir=tmp_path / "cache",
+                policy=PolicyRequest(),
+                context_tokens=None,
+                compute_type="float32",
+                conversations_file=None,
+                begin_phase=begin_phase,
+            )
+            return model.info.kv_identity.weights_digest
+
+        before = opened(lambda _: None)
+        with pytest.raises(FailedPrecondition, match="changed while they were read") as refused:
+            opened(replace_at)
+        assert refused.value.field == "model"
+        assert opened(lambda _: None) != before
+
+    def test_a_model_whose_file_has_no_tensors_is_refused(self, tmp_path: Path) -> None:
+        path = write_family(tmp_path, LLAMA31) / "model.safetensors"
+        mx.save_safetensors(str(path), {})
+        for copies in (False, True):
+            with pytest.raises(FailedPrecondition, match="mlx-lm cannot load it"):
+                load(tmp_path, "float32", copies_weights=copies)
 
 
 def absent() -> Extension:
