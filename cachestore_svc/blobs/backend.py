@@ -10,11 +10,19 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from kvasir.errors import InvalidArgument
 from kvasir.formats.digest import Digest
 
 
 class Damaged(Exception):
     """The bytes are not those of the digest, or the medium lost them."""
+
+
+class NotHanded(InvalidArgument):
+    """There is no file of this token. Nothing was touched."""
+
+    def __init__(self, why: str = "there is no such file") -> None:
+        super().__init__(f"handed: {why}", field="handed")
 
 
 class Aside(NamedTuple):
@@ -71,8 +79,8 @@ class NamespaceBlobs(Protocol):
         """Make the directory into which a caller on this host, of this user, may write whole blobs for `take`."""
 
     def take(self, digest: Digest, token: str) -> Part:
-        """Make a file that a caller wrote, and named by this token, the blob's part. Raises InvalidArgument (handed)
-        for one that is not there, or not the caller's own whole file."""
+        """Make a file that a caller wrote, and named by this token, the blob's part. Raises NotHanded, and
+        InvalidArgument (handed) for what is not the caller's own whole file."""
 
     def handed(self) -> set[str]:
         """Tokens of files that wait to be taken."""

@@ -16,7 +16,7 @@ from typing import Protocol, Self
 from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError
 from kvasir.formats.digest import Digest, Hasher
 
-from cachestore_svc.blobs.backend import BlobBackend, Part
+from cachestore_svc.blobs.backend import BlobBackend, NotHanded, Part
 from cachestore_svc.blobs.blob_checks import BlobFacts, check_for, check_size
 from cachestore_svc.blobs.disk import READ_BACK_BYTES, refusal
 from cachestore_svc.blobs.space import Space
@@ -115,6 +115,9 @@ class Writers:
         except OSError as error:
             writer.abandon()
             raise refusal(error, f"{digest}") from error
+        except NotHanded:
+            writer.leave(held)
+            raise
         except BaseException:
             writer.abandon()
             raise
@@ -313,6 +316,10 @@ class PartWriter:
             with contextlib.suppress(OSError):
                 self._blobs.remove_part(self.digest.hash)
             self._end(stored_bytes=0, left_bytes=0)
+
+    def leave(self, left_bytes: int) -> None:
+        """End a writer that did not touch what an interrupted write left."""
+        self._end(stored_bytes=0, left_bytes=left_bytes)
 
     def __enter__(self) -> Self:
         return self

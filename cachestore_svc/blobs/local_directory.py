@@ -17,7 +17,7 @@ from kvasir.errors import InvalidArgument
 from kvasir.formats.blob_place import HANDED, is_token, namespace_place
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.blobs.backend import Aside, Damaged, Listing
+from cachestore_svc.blobs.backend import Aside, Damaged, Listing, NotHanded
 from cachestore_svc.blobs.disk import NO_FILE, Disk, refusal
 
 PART_SUFFIX = ".part"
@@ -99,13 +99,13 @@ class LocalBlobs:
         """See NamespaceBlobs. The file gets the part's name first: under that one its writer does not know it."""
         source, path = self._handed / token, self._part_path(digest.hash)
         if self._disk.size_bytes(source) is None:
-            raise _not_handed("there is no such file")
+            raise NotHanded
         self._make_durable(self._shelves, path.parent)
         self._disk.rename(source, path)
         part = LocalPart(self._disk, self._disk.open_append(path))
         if problem := part.problem_of_handed(digest.size_bytes):
             part.close()
-            raise _not_handed(problem)
+            raise InvalidArgument(f"handed: {problem}", field="handed")
         return part
 
     def handed(self) -> set[str]:
@@ -270,7 +270,3 @@ class LocalPart:
         size_bytes = os.fstat(self._descriptor).st_size
         self._disk.close(self._descriptor)
         return size_bytes
-
-
-def _not_handed(why: str) -> InvalidArgument:
-    return InvalidArgument(f"handed: {why}", field="handed")

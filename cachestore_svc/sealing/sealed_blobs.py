@@ -6,10 +6,10 @@ A namespace that is shut keeps its sealed names: it can be listed, counted and s
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
-from kvasir.errors import FailedPrecondition, InvalidArgument
+from kvasir.errors import FailedPrecondition
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.blobs.backend import Aside, BlobBackend, Damaged, Listing, NamespaceBlobs, Part
+from cachestore_svc.blobs.backend import Aside, BlobBackend, Damaged, Listing, NamespaceBlobs, NotHanded, Part
 from cachestore_svc.sealing.keys import NamespaceKey, sealed_error
 from cachestore_svc.sealing.sealed_form import (
     HEADER_BYTES,
@@ -82,8 +82,8 @@ class SealedBlobs:
         """Never: a file that a caller wrote would be plain."""
 
     def take(self, digest: Digest, token: str) -> Part:  # noqa: ARG002
-        """Raises InvalidArgument (handed)."""
-        raise InvalidArgument("handed: the namespace is sealed", field="handed")
+        """Raises NotHanded."""
+        raise NotHanded("the namespace is sealed")
 
     def handed(self) -> set[str]:
         """See NamespaceBlobs."""

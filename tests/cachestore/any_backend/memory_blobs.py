@@ -7,10 +7,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from blake3 import blake3
-from kvasir.errors import InvalidArgument
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.blobs.backend import Aside, Damaged, Listing
+from cachestore_svc.blobs.backend import Aside, Damaged, Listing, NotHanded
 
 
 @dataclass
@@ -51,7 +50,7 @@ class MemoryOfNamespace:
         """Nobody can write a file into this memory."""
 
     def take(self, digest: Digest, token: str) -> "MemoryPart":
-        raise InvalidArgument(f"handed: there is no {token} for {digest}", field="handed")
+        raise NotHanded
 
     def handed(self) -> set[str]:
         return set()

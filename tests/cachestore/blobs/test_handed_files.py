@@ -1,10 +1,12 @@
 """A file that a caller on this host wrote becomes a blob: verified like any other, or refused and gone."""
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from kvasir.clients import handed_files
 from kvasir.clients.handed_files import HandedFiles
 from kvasir.errors import InvalidArgument, KvasirError, ResourceExhausted
 from kvasir.formats.digest import Digest
@@ -105,6 +107,22 @@ def test_a_handed_file_takes_the_place_of_an_interrupted_part(lab: Lab) -> None:
         assert store.stats(NS).reserved_bytes == 0
 
 
+def test_a_token_without_a_file_leaves_an_interrupted_part_as_it_is(lab: Lab) -> None:
+    with lab.open() as store:
+        with store.open_writer(NS, DIGEST, TENSORS) as writer:
+            writer.write(0, DATA[:1000])
+        store.receive_files(NS)
+        for token in ("0" * 32, "1" * 32):
+            with pytest.raises(InvalidArgument) as refused:
+                hand(store, DIGEST, token)
+            assert refused.value.field == "handed"
+        assert store.write_status(NS, DIGEST).received_bytes == store.stats(NS).reserved_bytes == 1000
+        with store.open_writer(NS, DIGEST, TENSORS) as writer:
+            writer.write(1000, DATA[1000:])
+            writer.finish()
+        assert bytes(store.read_blob(NS, DIGEST)) == DATA
+
+
 def test_the_quota_holds_for_a_handed_file(lab: Lab) -> None:
     with lab.open(default_quota_bytes=DIGEST.size_bytes - 1) as store:
         store.receive_files(NS)
@@ -113,6 +131,15 @@ def test_the_quota_holds_for_a_handed_file(lab: Lab) -> None:
             hand(store, DIGEST, token)
         assert refused.value.reason == "QUOTA_FULL"
         assert path.exists(), "the caller removes what was not taken"
+
+
+def test_no_file_is_handed_over_where_the_disk_is_nearly_full(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    with lab.open() as store:
+        store.receive_files(NS)
+        files = HandedFiles(lab.root, NS)
+        monkeypatch.setattr(handed_files, "LEFT_FREE_BYTES", shutil.disk_usage(lab.root).total)
+        assert not files.write(files.new_token(), DATA)
+        assert list((lab.directory_of(NS) / "handed").iterdir()) == []
 
 
 def test_a_sealed_namespace_has_no_place_for_files(lab: Lab) -> None:

@@ -13,8 +13,10 @@ from pathlib import Path
 from kvasir.formats.blob_place import handed_place
 from kvasir.formats.digest import Buffer
 
-# The store reserves no room for a file before it is named to it, so this many bytes at most wait, of all uploads.
+# The store reserves no room for a file before it is named to it. So this many bytes at most wait, of all uploads, and
+# only while more than a store keeps free by default is left beside them: else bytes are sent, and counted first.
 _MAX_WAITING_BYTES = 256 << 20
+LEFT_FREE_BYTES = 1 << 30
 
 
 class HandedFiles:
@@ -30,9 +32,11 @@ class HandedFiles:
         return secrets.token_hex(16)
 
     def write(self, token: str, data: Buffer) -> bool:
-        """Write a new file. False where that is not possible: too much waits, the disk is full, or the store has no
-        place for it."""
+        """Write a new file. False where that is not possible: too much waits, the disk is nearly full, or the store has
+        no place for it."""
         view = memoryview(data).cast("B")
+        if self._free_bytes() < LEFT_FREE_BYTES + len(view):
+            return False
         with self._lock:
             if sum(self._waiting.values()) + len(view) > _MAX_WAITING_BYTES:
                 return False
@@ -49,6 +53,13 @@ class HandedFiles:
             self.forget(token)
             return False
         return True
+
+    def _free_bytes(self) -> int:
+        try:
+            status = os.statvfs(self._directory)
+        except OSError:
+            return 0
+        return status.f_bavail * status.f_frsize
 
     def forget(self, token: str) -> None:
         """The file waits no more. Removes it, if the store has not taken it."""
