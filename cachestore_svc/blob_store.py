@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import takewhile
 from typing import TypeVar
 
 from kvasir.errors import DataLoss, InvalidArgument, KvasirError, NotFound
@@ -152,20 +153,28 @@ class BlobStore:
             raise NotFound("the version was given up meanwhile", reason="VERSION_NOT_FOUND")
         raise DataLoss(f"the index names other blobs of manifest {manifest} than it has", reason="INDEX_DAMAGED")
 
-    def leading_stored(self, namespace: str, digests: Sequence[Digest]) -> int:
-        """How many of the first digests are stored, damaged or not; one operation. Raises NotFound for the first."""
+    def leading_stored(self, namespace: str, digests: Sequence[Digest]) -> list[bool]:
+        """Of the first digests, as many as are stored: whether each is whole, and not in quarantine. One operation.
+        Raises NotFound for the first."""
         self._core.check_open(namespace)
         found = self._read(namespace, lambda view: view.find_blobs(namespace, digests))
-        count = next((place for place, digest in enumerate(digests) if digest not in found), len(digests))
-        if digests and not count:
+        stored = takewhile(lambda digest: digest in found, digests)
+        are_whole = [not found[digest].is_damaged for digest in stored]
+        if digests and not are_whole:
             raise not_found(digests[0])
-        return count
+        return are_whole
 
     def read_blob(self, namespace: str, digest: Digest) -> memoryview:
         """The blob's bytes, verified. Raises NotFound, and DataLoss (metadata "digest") when they are damaged: the
         blob is then quarantined, an event says so, and a later write may replace it."""
         self._core.check_open(namespace)
         return self._core.read_blob(namespace, digest)
+
+    def read_found(self, namespace: str, digest: Digest) -> memoryview:
+        """As `read_blob`, of a blob that `leading_stored` found whole: it is looked up again only if its bytes are not
+        there any more, or not right."""
+        self._core.check_open(namespace)
+        return self._core.read_blob(namespace, digest, is_found=True)
 
     def _read(self, namespace: str, work: Callable[[CatalogView], _Answer]) -> _Answer:
         return self._core.catalog.read(namespace, work)

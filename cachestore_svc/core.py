@@ -142,16 +142,17 @@ class Core:
             return self.catalog.write(namespace, find_and_promise, frees_space=True)
         return found
 
-    def read_blob(self, namespace: str, digest: Digest) -> memoryview:
-        """See cachestore_svc.store.Store.read_blob."""
-        data = self.verified(namespace, digest)
+    def read_blob(self, namespace: str, digest: Digest, *, is_found: bool = False) -> memoryview:
+        """See cachestore_svc.store.Store.read_blob, and read_found."""
+        data = self.verified(namespace, digest, is_found=is_found)
         self.counters.add(namespace, "blobs_read")
         self.counters.add(namespace, "bytes_read", digest.size_bytes)
         return data
 
-    def verified(self, namespace: str, digest: Digest) -> memoryview:
+    def verified(self, namespace: str, digest: Digest, *, is_found: bool = False) -> memoryview:
         """As read_blob, but not counted as served."""
-        self._listed_whole(namespace, digest)
+        if not is_found:
+            self._listed_whole(namespace, digest)
         try:
             return self.blobs.of(namespace).read(digest)
         except (FileNotFoundError, Damaged):

@@ -72,11 +72,16 @@ class TensorCheck:
     def feed(self, data: bytes | memoryview) -> None:
         if self._header is not None:
             return
-        self._start += memoryview(data)[: 8 + MAX_HEADER_BYTES]
+        start: bytearray | memoryview = memoryview(data)[: 8 + MAX_HEADER_BYTES]
+        if self._start:
+            self._start += start
+            start = self._start
         try:
-            if len(self._start) >= 8 and len(self._start) >= header_size(self._start[:8]):
-                self._header = parse_header(self._start, self._size_bytes)
-                self._start.clear()
+            if len(start) >= 8 and len(start) >= header_size(start[:8]):
+                self._header = parse_header(start, self._size_bytes)
+                self._start = bytearray()
+            elif start is not self._start:
+                self._start += start
         except HeaderError as error:
             raise InvalidArgument(f"tensor header refused: {error}", reason="HEADER_REFUSED", field="data") from None
 

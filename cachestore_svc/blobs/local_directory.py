@@ -212,11 +212,10 @@ class LocalBlobs:
         return None
 
     def _path(self, hash_: str) -> Path:
-        return self._shelves / hash_[:2] / hash_
+        return Path(f"{self._shelves}/{hash_[:2]}/{hash_}")
 
     def _part_path(self, hash_: str) -> Path:
-        path = self._path(hash_)
-        return path.with_name(path.name + PART_SUFFIX)
+        return Path(f"{self._path(hash_)}{PART_SUFFIX}")
 
     def _asides(self, hash_: str) -> builtins.list[Aside]:
         names = self._disk.names(self._path(hash_).parent)

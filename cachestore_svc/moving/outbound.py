@@ -66,8 +66,8 @@ class BlobSource:
         self._budget = budget
         self._namespace = namespace
         self._waiting = deque(digests)
-        # How many of the next in line are known to be stored: they were looked up together.
-        self._found = 0
+        # Of the next in line, which were looked up together: whether each is whole.
+        self._found: deque[bool] = deque()
         self._offset = first_offset
         self._is_first = True
         self._data: memoryview | None = None
@@ -87,7 +87,7 @@ class BlobSource:
         self._is_first = self._offset >= digest.size_bytes
         if self._is_first:
             self._waiting.popleft()
-            self._found -= 1
+            self._found.popleft()
             self._offset = 0
             self._data = None
             self._give_back(digest.size_bytes)
@@ -117,32 +117,32 @@ class BlobSource:
     async def _load(self, digest: Digest) -> memoryview:
         """The blob's bytes; begins to read those behind it. Raises NotFound, DataLoss."""
         if not self._found:
-            self._found = await self._threads.run(
-                self._namespace, self._store.leading_stored, self._namespace, [*islice(self._waiting, SLICE)]
-            )
+            some = [*islice(self._waiting, SLICE)]
+            self._found += await self._threads.run(self._namespace, self._store.leading_stored, self._namespace, some)
         if self._ahead:
             reading = self._ahead.popleft()
         else:
             await self._budget.wait_for(self._namespace, digest.size_bytes)
             self._held_bytes += digest.size_bytes
-            reading = asyncio.create_task(self._read(digest))
+            reading = asyncio.create_task(self._read(digest, self._found[0]))
         self._read_ahead()
         return await reading
 
     def _read_ahead(self) -> None:
         """Begin to read the blobs behind the present one, while the budget has room now."""
-        behind = list(islice(self._waiting, 1, min(self._found, _AHEAD + 1)))
-        known = sum(digest.size_bytes for digest in behind[: len(self._ahead)])
-        for digest in behind[len(self._ahead) :]:
+        behind = list(islice(zip(self._waiting, self._found, strict=False), 1, _AHEAD + 1))
+        known = sum(digest.size_bytes for digest, _ in behind[: len(self._ahead)])
+        for digest, is_whole in behind[len(self._ahead) :]:
             known += digest.size_bytes
             is_much = self._ahead and known > _AHEAD_BYTES
             if is_much or not self._budget.take_if_fits(self._namespace, digest.size_bytes):
                 return
             self._held_bytes += digest.size_bytes
-            self._ahead.append(asyncio.create_task(self._read(digest)))
+            self._ahead.append(asyncio.create_task(self._read(digest, is_whole)))
 
-    async def _read(self, digest: Digest) -> memoryview:
-        return await self._threads.run(self._namespace, self._store.read_blob, self._namespace, digest)
+    async def _read(self, digest: Digest, is_whole: bool) -> memoryview:
+        read = self._store.read_found if is_whole else self._store.read_blob
+        return await self._threads.run(self._namespace, read, self._namespace, digest)
 
     def _give_back(self, count: int) -> None:
         self._held_bytes -= count

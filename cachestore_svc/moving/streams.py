@@ -20,21 +20,30 @@ class Streams:
 
     async def send(self, context: Any, response: Any, source: BlobSource | None = None) -> None:
         """Write a response. A slow reader's buffer makes room for others; a reader that stops is cut off."""
+        try:
+            if source is None:
+                async with asyncio.timeout(self._stall_timeout_s):
+                    await context.write(response)
+            else:
+                await self._send_piece(context, response, source)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the caller took nothing for {self._stall_timeout_s:g} s", reason="READER_STALLED"
+            ) from None
+
+    async def _send_piece(self, context: Any, response: Any, source: BlobSource) -> None:
         writing = asyncio.ensure_future(context.write(response))
         waits: set[asyncio.Future[Any]] = {writing}
         try:
             done, _ = await asyncio.wait(waits, timeout=min(_SLOW_S, self._stall_timeout_s))
             if not done:
-                if source is not None:
-                    waits.add(asyncio.create_task(source.wanted()))
+                waits.add(asyncio.create_task(source.wanted()))
                 done, _ = await asyncio.wait(waits, timeout=self._stall_timeout_s, return_when=asyncio.FIRST_COMPLETED)
-                if source is not None and done and not writing.done():
+                if done and not writing.done():
                     await source.let_go()
                     await asyncio.wait((writing,), timeout=self._stall_timeout_s)
             if not writing.done():
-                raise DeadlineExceeded(
-                    f"the caller took nothing for {self._stall_timeout_s:g} s", reason="READER_STALLED"
-                )
+                raise TimeoutError
             await writing
         finally:
             for wait in waits:

@@ -47,6 +47,7 @@ PROBES: dict[str, Callable[[Store, SyntheticSnapshot], object]] = {
     "receive_files": lambda s, c: s.receive_files(NS),
     "write_status": lambda s, c: s.write_status(NS, c.digests[0]).received_bytes == 0 or pytest.fail("seen"),
     "read_blob": lambda s, c: not_found(lambda: s.read_blob(NS, c.digests[0])),
+    "read_found": lambda s, c: not_found(lambda: s.read_found(NS, c.digests[0])),
     "leading_stored": lambda s, c: not_found(lambda: s.leading_stored(NS, c.digests)),
     "named_blobs": lambda s, c: not_found(lambda: s.named_blobs(NS, c.manifest_digest, 1)),
     "commit": lambda s, c: refused(lambda: s.commit(NS, "mine", c.manifest_digest, 0)),

@@ -1,17 +1,21 @@
-"""Blobs on their way in when their sender goes away at an awkward moment: nothing stays open behind it."""
+"""Blobs on their way in: what overlaps, what is bounded, and what a sender leaves that goes away at a bad moment."""
 
 import asyncio
+import os
+import stat
 import threading
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from kvasir.errors import ResourceExhausted
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.moving.inbound import BlobIntake, Stored
 from cachestore_svc.records import BlobKind
 from cachestore_svc.threads import StoreThreads
-from tests.cachestore.core.lab import NS, Lab
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.cachestore.core.lab import NS, Lab, write
+from tests.synthetic import SMALL, SyntheticAgent, full_layers, kv_identity
 
 
 class WaitingDisk(Disk):
@@ -87,11 +91,12 @@ def test_a_sender_cancelled_while_its_whole_blob_waits_behind_others_leaves_no_w
             full = BlobIntake(store, threads, NS)
             waits = asyncio.Event()
 
-            async def wait_for_ever(_size_bytes: int) -> None:
-                waits.set()
-                await asyncio.Event().wait()
+            class NoRoom(asyncio.Semaphore):
+                async def acquire(self) -> Literal[True]:
+                    waits.set()
+                    return await super().acquire()
 
-            full._place = wait_for_ever  # type: ignore[method-assign]
+            full._room = NoRoom(0)
             sending = asyncio.create_task(send(full))
             await waits.wait()
             sending.cancel()
@@ -101,6 +106,122 @@ def test_a_sender_cancelled_while_its_whole_blob_waits_behind_others_leaves_no_w
             await asyncio.wait_for(send(again), 20)
             outcome = again.outcomes.get_nowait()
             assert isinstance(outcome, Stored), outcome
+
+    asyncio.run(test())
+    threads.close()
+
+
+LARGE = kv_identity("large", full_layers(24, 8, 128))  # a block has 7 MB
+MIB = 1 << 20
+
+
+def pieces(data: bytes) -> list[tuple[int, bytes]]:
+    return [(start, data[start : start + MIB]) for start in range(0, len(data), MIB)]
+
+
+def test_frames_are_taken_while_the_disk_writes_but_only_a_few_mebibytes(tmp_path: Path) -> None:
+    [(digest, data)] = SyntheticAgent(LARGE, 1).turn(256).new_blobs.items()
+    disk = WaitingDisk("open")
+    threads = StoreThreads(4)
+    taken: list[int] = []
+
+    async def send(intake: BlobIntake) -> None:
+        async with intake:
+            for offset, piece in pieces(data):
+                if offset:
+                    await intake.write(offset, piece)
+                else:
+                    await intake.begin(digest, BlobKind.TENSORS, 0, piece)
+                taken.append(offset)
+            await intake.end()
+
+    async def test() -> None:
+        with Lab(tmp_path / "data").open(disk) as store:
+            intake = BlobIntake(store, threads, NS)
+            sending = asyncio.create_task(send(intake))
+            await asyncio.to_thread(disk.arrived.wait, 20)
+            await asyncio.sleep(0.05)
+            assert len(taken) == 4
+            disk.go_on.set()
+            await asyncio.wait_for(sending, 20)
+            assert intake.outcomes.get_nowait() == Stored(digest, existed=False)
+            assert bytes(store.read_blob(NS, digest)) == data
+
+    asyncio.run(test())
+    threads.close()
+
+
+class SyncingDisk(Disk):
+    """Lets no part's sync end before several are under way."""
+
+    def __init__(self, several: int) -> None:
+        self._several = several
+        self._changed = threading.Condition()
+        self._under_way = 0
+        self.most = 0
+
+    def fsync(self, descriptor: int) -> None:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode) and threading.current_thread().name.startswith("store"):
+            with self._changed:
+                self._under_way += 1
+                self.most = max(self.most, self._under_way)
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self.most >= self._several, 10)
+                self._under_way -= 1
+        super().fsync(descriptor)
+
+
+def test_small_blobs_of_one_sender_are_synced_side_by_side(tmp_path: Path) -> None:
+    blobs = SyntheticAgent(SMALL, 1).turn(256 * 40).new_blobs
+    disk = SyncingDisk(4)
+    threads = StoreThreads(16)
+
+    async def test() -> None:
+        with Lab(tmp_path / "data").open(disk) as store:
+            async with BlobIntake(store, threads, NS) as intake:
+                for digest, data in blobs.items():
+                    await intake.begin(digest, BlobKind.TENSORS, 0, data)
+                await intake.end()
+            assert store.find_missing(NS, list(blobs)) == []
+
+    asyncio.run(test())
+    threads.close()
+    assert disk.most >= 4
+
+
+@pytest.mark.parametrize("sent", [1, 7], ids=["begun", "sent whole"])
+def test_a_large_blob_that_turns_out_to_be_stored_is_acknowledged_once(sent: int, tmp_path: Path) -> None:
+    [(digest, data)] = SyntheticAgent(LARGE, 1).turn(256).new_blobs.items()
+    threads = StoreThreads(4)
+
+    async def test() -> None:
+        with Lab(tmp_path / "data").open() as store:
+            write(store, digest, data, BlobKind.TENSORS)
+            async with BlobIntake(store, threads, NS) as intake:
+                await intake.begin(digest, BlobKind.TENSORS, 0, data[:MIB])
+                for offset, piece in pieces(data)[1:sent]:
+                    await intake.write(offset, piece)
+                await intake.end()
+            assert intake.outcomes.get_nowait() == Stored(digest, existed=True)
+            assert intake.outcomes.empty()
+
+    asyncio.run(test())
+    threads.close()
+
+
+def test_a_large_blob_that_cannot_be_opened_is_refused_before_all_of_it_has_come(tmp_path: Path) -> None:
+    [(digest, data)] = SyntheticAgent(LARGE, 1).turn(256).new_blobs.items()
+    threads = StoreThreads(4)
+
+    async def test() -> None:
+        with Lab(tmp_path / "data").open(default_quota_bytes=MIB) as store:
+            async with BlobIntake(store, threads, NS) as intake:
+                await intake.begin(digest, BlobKind.TENSORS, 0, data[:MIB])
+                await intake._written()
+                with pytest.raises(ResourceExhausted) as refused:
+                    await intake.write(MIB, data[MIB : 2 * MIB])
+            assert refused.value.reason == "QUOTA_FULL"
+            assert store.stats(NS).reserved_bytes == 0
 
     asyncio.run(test())
     threads.close()
