@@ -129,13 +129,17 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
             raise InvalidArgument("peer: a peer gives an agent of its own and names no peer", field="peer")
         if request.to_peer:
             namespace, to_peer = caller_namespace(), request.to_peer
-            pulled = self._moves.copied_there(namespace, to_peer, agent_id, kv_hash, is_dry_run=request.dry_run)
+            pulled = self._moves.copied_there(
+                namespace, to_peer, agent_id, kv_hash, is_dry_run=request.dry_run, only_bytes=request.only_bytes
+            )
             async with aclosing(pulled) as responses:
                 async for response in responses:
                     await self._streams.send(context, response)
             return
         peer = name_of(caller) if is_given else request.peer
-        order = PullOrder(caller_namespace(), peer, agent_id, local, kv_hash, request.dry_run, is_given)
+        order = PullOrder(
+            caller_namespace(), peer, agent_id, local, kv_hash, request.dry_run, is_given, request.only_bytes
+        )
         async with aclosing(self._transfers.pull(order)) as steps:
             async for step in steps:
                 if isinstance(step, Progress):

@@ -178,7 +178,9 @@ class Arrival:
             offered = await self._copies.take_offer(self._remote, wanted, self._room)
         ours = max(self._heads.values(), key=lambda each: each.version, default=None)
         is_newer = ours is not None and ours.manifest.hash in (offered.manifest.hash, offered.parent_manifest)
-        if self._known.is_owned and ours is not None and not is_newer:
+        # A copy that nobody has extended may be replaced, also where its source does not keep that version any more.
+        is_copy = ours is not None and came_from(ours, self._giver, order.agent_id)
+        if self._known.is_owned and ours is not None and not is_newer and not is_copy:
             await self._copies.check_ancestor(self._remote, wanted, ours)
         self._named += offered.everything
         async with aclosing(self._copies.fetch(self._remote, wanted, offered.digests)) as steps:

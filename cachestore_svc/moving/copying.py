@@ -284,9 +284,11 @@ class _OtherWriters:
         await asyncio.sleep(_OTHERS_PAUSE_S)
 
 
-def came_from(line: SnapshotVersion, names: Sequence[str]) -> bool:
-    """Whether a peer, which has or had these names, may replace this: it is what that peer gave, unchanged."""
-    is_given = line.origin_detail.startswith(tuple(f"{name}/" for name in names))
+def came_from(line: SnapshotVersion, names: Sequence[str], agent_id: str = "") -> bool:
+    """Whether a peer, which has or had these names, may replace this: it is what that peer gave, unchanged. `agent_id`:
+    that agent of the peer; else any of them."""
+    agent = f"{agent_id}@" if agent_id else ""
+    is_given = line.origin_detail.startswith(tuple(f"{name}/{agent}" for name in names))
     return line.origin in (Origin.PULL, Origin.MOVE) and is_given
 
 

@@ -97,11 +97,13 @@ class Moves:
                         yield response
 
     async def copied_there(
-        self, namespace: str, peer: str, agent_id: str, kv_identity_hash: str, *, is_dry_run: bool
+        self, namespace: str, peer: str, agent_id: str, kv_identity_hash: str, *, is_dry_run: bool, only_bytes: bool
     ) -> AsyncGenerator[Any, None]:
         """Give a copy of a line to a peer, in the same way."""
         async with self._peers.connect(peer, namespace) as remote:
-            pulling = remote.pulling_agent("", agent_id, kv_identity_hash=kv_identity_hash, dry_run=is_dry_run)
+            pulling = remote.pulling_agent(
+                "", agent_id, kv_identity_hash=kv_identity_hash, dry_run=is_dry_run, only_bytes=only_bytes
+            )
             with answers_of_peer(peer):
                 async with aclosing(pulling) as responses:
                     async for response in responses:

@@ -40,6 +40,7 @@ class PullOrder:
     kv_identity_hash: str  # "": the line of the newest version there
     is_dry_run: bool = False
     is_given: bool = False  # the peer asked for it: it replaces nothing but what it gave before
+    only_bytes: bool = False  # no version is made: a move will make it
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,8 @@ class Transfers:
                 return
             # What this store handed over is what the owner's memory grew out of, also where that is not kept any more.
             is_grown = is_copy and bool(here.move_id)
+            # And what nobody has extended here, that is, a copy of an earlier version, may be renewed likewise.
+            is_grown = is_grown or (newest is not None and self._gave(order.peer, newest, order.agent_id))
             if newest is not None and not is_grown and newest.manifest.hash != offered.parent_manifest:
                 await self.copies.check_ancestor(remote, line, newest)
             kept = self.copies.kept(order.namespace, offered.everything)
@@ -114,6 +117,8 @@ class Transfers:
                     yield progress
                     if order.is_dry_run:
                         return
+        if order.only_bytes:
+            return
         yield await self._commit(
             order.namespace,
             order.local_agent_id,
@@ -124,8 +129,8 @@ class Transfers:
             given_by,
         )
 
-    def _gave(self, peer: str, line: SnapshotVersion) -> bool:
-        return came_from(line, self._peers.all_names(peer))
+    def _gave(self, peer: str, line: SnapshotVersion, agent_id: str = "") -> bool:
+        return came_from(line, self._peers.all_names(peer), agent_id)
 
     async def _labels(self, namespace: str, agent_id: str) -> Mapping[str, str]:
         try:

@@ -96,6 +96,7 @@ class TurnGiver:
         given = Given(speaking[0].request.request_id, peer)
         begun = await self._begun(speaking[0])
         giving = _Giving(self, speaking, given)
+        begun = replace(begun, agent_moves=self._other_store(speaking[0], begun, peer) is not None)
         async with self.links(peer, speaking[0].request.namespace) as link:
             async with _within(_AHEAD_S, "what goes ahead"):
                 await self._copy_agent(speaking[0], begun, peer)
@@ -215,7 +216,9 @@ class TurnGiver:
         return has_moved
 
     async def _copy_agent(self, turn: TurnState, begun: BegunTurn, peer: str) -> None:
-        """If the peer's store is another one, bring the version there that the turn extends, while the turn speaks."""
+        """If the peer's store is another one, bring the bytes there of the version that the turn extends, while the
+        turn speaks. If the turn stays after all, that store knows nothing of the agent.
+        """
         if (store := self._other_store(turn, begun, peer)) is not None:
             await store.copy_agent(turn.request.agent_id, self.peer_stores[peer], _AHEAD_S)
 

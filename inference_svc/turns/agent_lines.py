@@ -94,7 +94,8 @@ class AgentLines:
                 metadata={"agent_id": turn.key.agent_id},
                 retry_after_s=1.0,
             )
-        _check_extends(turn, begun, found.head.identity)
+        if not begun.agent_moves:  # else it is here once the turn is this engine's: `take_over` checks it
+            _check_extends(turn, begun, found.head.identity)
         turn.recollection = Recollection(None, Source.COLD, found.head, settings=found.settings)
         turn.parent_version = found.head.version
 
@@ -105,7 +106,7 @@ class AgentLines:
         if (leases := self._leases_for(turn)) is not None:
             lease = await leases.obtain(turn.request.agent_id, _HANDED_ON_WAIT_S)
             _check_extends(turn, begun, lease.newest)
-            _learn_number(turn, lease.newest)
+            _learn_version(turn, lease.newest)
 
 
 def _check_extends(turn: TurnState, begun: BegunTurn, newest: Version) -> None:
@@ -121,9 +122,9 @@ def _check_extends(turn: TurnState, begun: BegunTurn, newest: Version) -> None:
         )
 
 
-def _learn_number(turn: TurnState, newest: Version) -> None:
-    """The version that a taken turn extends may have got another number since the turn was prepared."""
+def _learn_version(turn: TurnState, newest: Version) -> None:
+    """The version that a taken turn extends may have come, or got another number, since the turn was prepared."""
     found = turn.recollection
     if turn.is_kept and found is not None and found.head is not None:
-        turn.recollection = replace(found, head=replace(found.head, version=newest.number))
+        turn.recollection = replace(found, head=replace(found.head, version=newest.number, manifest=newest.manifest))
         turn.parent_version = newest.number

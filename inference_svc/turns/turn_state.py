@@ -104,6 +104,7 @@ class BegunTurn:
     first_token_s: float | None  # from then until the reply's first token; None: there is none yet
     template_time_ms: int = 0  # what its template was told; 0: it did not ask
     tools_order: manifest_pb2.ToolsOrder | None = None  # as the template was given them
+    agent_moves: bool = False  # to this engine's store, before the turn is this engine's
 
 
 class TakenTurn:

@@ -263,8 +263,10 @@ class RemoteCache(StoreConnection):
         await self.client.release_lease(agent_id, kv_identity_hash, _token(owner, generation), timeout_s=timeout_s)
 
     async def copy_agent(self, agent_id: str, peer: str, timeout_s: float) -> None:
-        """Let a peer of the store copy the agent, so that little is left to send when it moves. Raises KvasirError."""
-        async for _ in self.client.pulling_agent("", agent_id, to_peer=peer, timeout_s=timeout_s):
+        """Let a peer of the store copy the agent's bytes, so that little is left to send when it moves. Nothing can be
+        seen of it there before. Raises KvasirError.
+        """
+        async for _ in self.client.pulling_agent("", agent_id, to_peer=peer, only_bytes=True, timeout_s=timeout_s):
             pass
 
     async def move_agent(self, agent_id: str, peer: str, timeout_s: float) -> None:

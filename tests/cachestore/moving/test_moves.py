@@ -112,6 +112,44 @@ def test_the_newest_of_several_lines_is_the_newest_where_an_agent_moves_to(
     assert studio.get_snapshot(name)[1] == laptop.get_snapshot(name)[1]
 
 
+def test_a_copy_that_nobody_extended_blocks_no_move_though_its_version_is_retired(
+    laptop: StoreClient, studio: StoreClient, name: str
+) -> None:
+    ada = SyntheticAgent(SMALL, 33)
+    publish(laptop, name, ada.turn(300), 0)
+    studio.pull_agent("laptop", name)
+    for parent in range(1, 13):  # more than are kept
+        turn = ada.turn(20)
+        publish(laptop, name, turn, parent)
+    assert studio.pull_agent("laptop", name).manifest.hash == turn.manifest_digest.hash
+    for parent in range(13, 25):
+        turn = ada.turn(20)
+        publish(laptop, name, turn, parent)
+    studio.move_agent(name, from_peer="laptop")
+    assert_whole(studio, name, turn)
+    # What somebody extended there is nobody's copy.
+    for parent, agent in enumerate((ada, SyntheticAgent(SMALL, 34))):
+        other = f"{name} other {parent}"
+        publish(laptop, other, SyntheticAgent(SMALL, 35).turn(300), 0)
+        studio.pull_agent("laptop", other)
+        publish(studio, other, agent.turn(300), 1)
+        with pytest.raises(AlreadyExists) as refused_move:
+            studio.move_agent(other, from_peer="laptop")
+        assert refused_move.value.reason == "NOT_AN_ANCESTOR"
+
+
+def test_bytes_that_go_ahead_of_a_move_are_no_agent(laptop: StoreClient, studio: StoreClient, name: str) -> None:
+    turn = SyntheticAgent(SMALL, 36).turn(600)
+    publish(laptop, name, turn, 0)
+    kinds = [each.WhichOneof("event") for each in laptop.pulling_agent("", name, to_peer="studio", only_bytes=True)]
+    assert set(kinds) == {"progress"}
+    with pytest.raises(NotFound):
+        studio.get_agent(name)
+    *_, last = (each.progress for each in studio.moving_agent(name, from_peer="laptop") if each.HasField("progress"))
+    assert last.blobs_skipped == last.blobs_total > 1
+    assert_whole(studio, name, turn)
+
+
 def test_a_call_that_is_repeated_finds_its_work_done(laptop: StoreClient, studio: StoreClient, name: str) -> None:
     publish(laptop, name, SyntheticAgent(SMALL, 3).turn(300), 0)
     first = studio.move_agent(name, from_peer="laptop")

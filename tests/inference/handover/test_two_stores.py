@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients import AioInferenceClient
-from kvasir.errors import KvasirError
+from kvasir.errors import KvasirError, NotFound
 
 from inference_svc.model import kvasir_tiny
 from tests.cachestore.moving.two_stores import Mac, macs
@@ -75,6 +75,28 @@ def test_the_agent_has_one_owner_and_its_reader_heard_nothing_of_it(pair: Macs) 
         assert here.get_agent("goes").ownership.state == cachestore_pb2.OWNER_STATE_MOVED
         [line] = there.get_agent("goes").lines
         assert line.version == 3
+
+
+def test_a_hand_over_that_is_refused_leaves_nothing_at_the_peer(pair: Macs) -> None:
+    (laptop, engine), (studio, other) = pair
+
+    async def work() -> None:
+        async with AioInferenceClient.connect(engine.address) as a:
+            first = {"messages": [{"role": "user", "content": STORY}], "sampling": ON}
+            more = {"append_messages": [{"role": "user", "content": "And then?"}], "sampling": ON}
+            await hear(a, agent_id="stayed", **first)
+            stayed = await hear(a, {3: (a, "b")}, agent_id="stayed", **more)
+            assert (stayed.moves, len(stayed.not_moved)) == ([], 1)
+
+    other.kill()
+    try:
+        asyncio.run(asyncio.wait_for(work(), 120))
+    finally:
+        other.start()
+    with laptop.client() as here, studio.client() as there:
+        assert here.get_agent("stayed").lines[0].version == 2
+        with pytest.raises(NotFound):
+            there.get_agent("stayed")
 
 
 @pytest.mark.long(17)

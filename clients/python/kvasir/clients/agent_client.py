@@ -148,6 +148,7 @@ class AgentClient(ServiceClient):
         kv_identity_hash: str = "",
         to_peer: str = "",
         dry_run: bool = False,
+        only_bytes: bool = False,
         timeout_s: float | None = None,
     ) -> Generator[pb.PullAgentResponse, None, None]:
         """The same as a stream, `done` last. A dry run ends with the progress that says how much would be sent. With
@@ -159,6 +160,7 @@ class AgentClient(ServiceClient):
             kv_identity_hash=kv_identity_hash,
             to_peer=to_peer,
             dry_run=dry_run,
+            only_bytes=only_bytes,
         )
         with closing(self._steps(self._stub.PullAgent, request, timeout_s)) as responses:
             yield from responses

@@ -503,20 +503,22 @@ class ReleaseLeaseResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class PullAgentRequest(_message.Message):
-    __slots__ = ("peer", "agent_id", "local_agent_id", "kv_identity_hash", "dry_run", "to_peer")
+    __slots__ = ("peer", "agent_id", "local_agent_id", "kv_identity_hash", "dry_run", "to_peer", "only_bytes")
     PEER_FIELD_NUMBER: _ClassVar[int]
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
     LOCAL_AGENT_ID_FIELD_NUMBER: _ClassVar[int]
     KV_IDENTITY_HASH_FIELD_NUMBER: _ClassVar[int]
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
     TO_PEER_FIELD_NUMBER: _ClassVar[int]
+    ONLY_BYTES_FIELD_NUMBER: _ClassVar[int]
     peer: str
     agent_id: str
     local_agent_id: str
     kv_identity_hash: str
     dry_run: bool
     to_peer: str
-    def __init__(self, peer: _Optional[str] = ..., agent_id: _Optional[str] = ..., local_agent_id: _Optional[str] = ..., kv_identity_hash: _Optional[str] = ..., dry_run: bool = ..., to_peer: _Optional[str] = ...) -> None: ...
+    only_bytes: bool
+    def __init__(self, peer: _Optional[str] = ..., agent_id: _Optional[str] = ..., local_agent_id: _Optional[str] = ..., kv_identity_hash: _Optional[str] = ..., dry_run: bool = ..., to_peer: _Optional[str] = ..., only_bytes: bool = ...) -> None: ...
 
 class PullAgentResponse(_message.Message):
     __slots__ = ("progress", "done")

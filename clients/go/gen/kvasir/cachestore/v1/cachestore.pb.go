@@ -2926,7 +2926,9 @@ type PullAgentRequest struct {
 	// Say how much would be sent, in one `progress`, and send nothing.
 	DryRun bool `protobuf:"varint,5,opt,name=dry_run,json=dryRun,proto3" json:"dry_run,omitempty"`
 	// Instead of `peer`: this peer copies the agent from here, under the same name. It must know this store as its peer.
-	ToPeer        string `protobuf:"bytes,6,opt,name=to_peer,json=toPeer,proto3" json:"to_peer,omitempty"`
+	ToPeer string `protobuf:"bytes,6,opt,name=to_peer,json=toPeer,proto3" json:"to_peer,omitempty"`
+	// Copy the bytes alone, and make no version, for a move that follows: they stay for a grace period. There is no `done` then.
+	OnlyBytes     bool `protobuf:"varint,7,opt,name=only_bytes,json=onlyBytes,proto3" json:"only_bytes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3001,6 +3003,13 @@ func (x *PullAgentRequest) GetToPeer() string {
 		return x.ToPeer
 	}
 	return ""
+}
+
+func (x *PullAgentRequest) GetOnlyBytes() bool {
+	if x != nil {
+		return x.OnlyBytes
+	}
+	return false
 }
 
 type PullAgentResponse struct {
@@ -5589,14 +5598,16 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"\bagent_id\x18\x01 \x01(\tR\aagentId\x12(\n" +
 	"\x10kv_identity_hash\x18\x02 \x01(\tR\x0ekvIdentityHash\x126\n" +
 	"\x05lease\x18\x03 \x01(\v2 .kvasir.cachestore.v1.LeaseTokenR\x05lease\"\x16\n" +
-	"\x14ReleaseLeaseResponse\"\xc3\x01\n" +
+	"\x14ReleaseLeaseResponse\"\xe2\x01\n" +
 	"\x10PullAgentRequest\x12\x12\n" +
 	"\x04peer\x18\x01 \x01(\tR\x04peer\x12\x19\n" +
 	"\bagent_id\x18\x02 \x01(\tR\aagentId\x12$\n" +
 	"\x0elocal_agent_id\x18\x03 \x01(\tR\flocalAgentId\x12(\n" +
 	"\x10kv_identity_hash\x18\x04 \x01(\tR\x0ekvIdentityHash\x12\x17\n" +
 	"\adry_run\x18\x05 \x01(\bR\x06dryRun\x12\x17\n" +
-	"\ato_peer\x18\x06 \x01(\tR\x06toPeer\"\x9f\x01\n" +
+	"\ato_peer\x18\x06 \x01(\tR\x06toPeer\x12\x1d\n" +
+	"\n" +
+	"only_bytes\x18\a \x01(\bR\tonlyBytes\"\x9f\x01\n" +
 	"\x11PullAgentResponse\x12D\n" +
 	"\bprogress\x18\x01 \x01(\v2&.kvasir.cachestore.v1.TransferProgressH\x00R\bprogress\x12;\n" +
 	"\x04done\x18\x02 \x01(\v2%.kvasir.cachestore.v1.SnapshotVersionH\x00R\x04doneB\a\n" +
