@@ -1,4 +1,4 @@
-"""Two namespaces on one store and one engine, as processes that know their callers; and how much memory these take."""
+"""Two namespaces on one store, engine and gateway, as processes that know their callers; and how much memory these take."""
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 from kvasir.credentials import CLIENT, ENGINE, Principal
 
+from tests.gateway.serving import GatewayProcess, running_gateway
 from tests.guarded_house import guarded
 from tests.system_fixtures import House
 
@@ -29,21 +30,24 @@ class Arena:
     """The house, and the tokens of those who meet in it."""
 
     house: House
+    gateway: GatewayProcess
     tokens: Mapping[str, str]
 
     @property
     def services(self) -> Mapping[str, psutil.Process]:
-        return {service.name: psutil.Process(service.pid) for service in (self.house.store, self.house.engine)}
+        services = {service.name: psutil.Process(service.pid) for service in (self.house.store, self.house.engine)}
+        return {**services, "gateway": psutil.Process(self.gateway.pid)}
 
 
 @contextmanager
 def open_arena(directory: Path, engine_options: Sequence[str] = ()) -> Iterator[Arena]:
-    """Both services, started; gone afterwards whatever happens."""
+    """All services, started; gone afterwards whatever happens."""
     house = House(directory / "house", engine_options=[*_OPTIONS, *engine_options])
-    arena = Arena(house, guarded(house, _PRINCIPALS))
+    tokens = guarded(house, _PRINCIPALS)
     try:
         house.start()
-        yield arena
+        with running_gateway(house, "--credentials", str(house.root / "credentials.toml")) as gateway:
+            yield Arena(house, gateway, tokens)
     finally:
         house.close()
 

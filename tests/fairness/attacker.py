@@ -38,6 +38,7 @@ class Attacker:
 
     store_address: str
     engine_address: str
+    gateway_url: str
     tokens: list[str]
 
     def __post_init__(self) -> None:

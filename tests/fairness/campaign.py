@@ -65,7 +65,7 @@ class Verdict:
             yield f"{count} misses {reason}"
 
     def _large(self) -> Iterator[str]:
-        for service, most in (("store", self.row.store_mib), ("engine", self.row.engine_mib)):
+        for service, most in self.row.most_mib.items():
             if self.memory.most.get(service, 0) > most:
                 yield f"{service} {self.memory.most[service]} MiB, at most {most}"
 
@@ -97,15 +97,15 @@ class Verdict:
             default="look",
         )
         times = f"{slowest:6s} {shown(slowest)} {shown('turn')} {shown('formed')} {shown('gap')}"
-        memory = f"{self.memory.most.get('store', 0):5d} {self.memory.most.get('engine', 0):5d}"
+        memory = " ".join(f"{self.memory.most.get(service, 0):5d}" for service in self.row.most_mib)
         end = "; ".join(self.problems) or "holds"
         return f"{self.row.name:20s} {times} {memory}  {end}"
 
 
 HEAD = (
     "99 %, in milliseconds, alone and beside the attack: the slowest call of the store; a turn; a turn with a format\n"
-    "of its own; a gap between two words. Then the most MiB of store and engine, and what does not hold.\n"
-    f"{'row':20s} {'call':6s} " + f"{'alone':>6s} {'beside':>6s} " * 4 + f"{'store':>5s} {'engine':>5s}"
+    "of its own; a gap between two words. Then the most MiB of the services, and what does not hold.\n"
+    f"{'row':20s} {'call':6s} " + f"{'alone':>6s} {'beside':>6s} " * 4 + f"{'store':>5s} {'engine':>5s} {'http':>5s}"
 )
 
 
@@ -144,6 +144,7 @@ def _attacker(row: Row, arena: Arena) -> Iterator["subprocess.Popen[str]"]:
     told = {
         "store_address": arena.house.store.address,
         "engine_address": arena.house.engine.address,
+        "gateway_url": arena.gateway.url,
         "tokens": [arena.tokens[name] for name in ATTACKERS],
     }
     with _process(command) as process:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tests.fairness import engine_attacks, store_attacks
+from tests.fairness import engine_attacks, gateway_attacks, store_attacks
 from tests.fairness.attacker import Attack
 
 
@@ -13,9 +13,14 @@ class Row:
     name: str
     resource: str
     attack: Attack
-    # Resident memory in MiB that neither service may pass while it lasts. Idle they have about 90 and 250.
+    # Resident memory in MiB that no service may pass while it lasts. Idle they have about 90, 250 and 90.
     store_mib: int = 512
     engine_mib: int = 1024
+    gateway_mib: int = 400
+
+    @property
+    def most_mib(self) -> dict[str, int]:
+        return {"store": self.store_mib, "engine": self.engine_mib, "gateway": self.gateway_mib}
 
 
 ROWS = (
@@ -50,4 +55,6 @@ ROWS = (
     Row("nested-json", "JSON in messages", engine_attacks.nested_json),
     Row("counting", "threads that tokenize", engine_attacks.counting),
     Row("unread", "bytes that wait for readers", engine_attacks.unread),
+    Row("gateway-silent", "connections whose requests showed no key", gateway_attacks.silent_connections),
+    Row("gateway-bodies", "bodies, and the thread that reads them", gateway_attacks.large_bodies, engine_mib=1536),
 )

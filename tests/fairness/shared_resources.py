@@ -410,7 +410,7 @@ SHARED = (
         "bodies, and what parsing makes of them",
         "gateway",
         "clients/python/kvasir_gateway/door/bodies.py: bodies",
-        ("kvasir_gateway.app:GatewayLimits.max_bodies_bytes", 256 << 20),
+        ("kvasir_gateway.app:GatewayLimits.max_bodies_bytes", 192 << 20),
         THREE_OF_FREE,
         "none waits",
         "PROMPTS_TOO_LARGE",

@@ -11,7 +11,7 @@ from tests.fairness.campaign import FLOORS_S, Verdict, try_row
 from tests.fairness.rows import ROWS
 from tests.fairness.worker import GIVES_UP_S, Worked
 
-WORK = {"look", "read", "ask", "write", "fork", "turn", "formed", "delete", "gap"}
+WORK = {"http", "look", "read", "ask", "write", "fork", "turn", "formed", "delete", "gap"}
 
 
 def row(name: str) -> Verdict:

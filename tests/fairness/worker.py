@@ -1,7 +1,8 @@
 """Namespace `b`, which does ordinary work and counts how long it takes.
 
-One round is what a day consists of: it looks at an agent, asks for blobs and writes one, forks an agent, and lets the
-fork, whose memory only the store has, take a turn. Whoever waits for this waits for the store and the engine both.
+One round is what a day consists of: it asks the gateway for its models, looks at an agent, asks for blobs and writes
+one, forks an agent, and lets the fork, whose memory only the store has, take a turn. Whoever waits for this waits for
+the store and the engine both.
 """
 
 import asyncio
@@ -14,8 +15,9 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx2 as httpx
 from kvasir.clients import AioInferenceClient, AioStoreClient
-from kvasir.errors import KvasirError
+from kvasir.errors import KvasirError, Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.fairness.arena import Arena
@@ -57,7 +59,14 @@ class Worked:
 class Worker:
     """`b`, with its clients."""
 
-    def __init__(self, store: AioStoreClient, engine_at_store: AioStoreClient, engine: AioInferenceClient) -> None:
+    def __init__(
+        self,
+        store: AioStoreClient,
+        engine_at_store: AioStoreClient,
+        engine: AioInferenceClient,
+        gateway: httpx.AsyncClient,
+    ) -> None:
+        self._gateway = gateway
         self._store = store
         self._writer = engine_at_store
         self._engine = engine
@@ -80,6 +89,8 @@ class Worker:
         return worked
 
     async def _round(self, worked: Worked) -> None:
+        with worked.timed("http"):
+            await self._ask_gateway()
         with worked.timed("look"):
             await self._store.get_agent(_SEED)
         with worked.timed("read"):
@@ -98,6 +109,15 @@ class Worker:
             await self._turn(name, worked, has_format=kind == "formed")
         with worked.timed("delete"):
             await self._store.delete_agent(name)
+
+    async def _ask_gateway(self) -> None:
+        """Raises KvasirError for what is no answer."""
+        try:
+            answer = await self._gateway.get("/v1/models")
+        except httpx.HTTPError as error:
+            raise Unavailable(type(error).__name__, reason=type(error).__name__.upper()) from None
+        if answer.status_code != 200:
+            raise Unavailable("no models", reason=f"HTTP_{answer.status_code}")
 
     async def _turn(self, name: str, worked: Worked, *, has_format: bool) -> None:
         last: float | None = None
@@ -136,6 +156,8 @@ async def open_worker(arena: Arena) -> AsyncIterator[Worker]:
             for name in ("b", "b-engine")
         ]
         engine = await stack.enter_async_context(AioInferenceClient.connect(house.engine.address, token=tokens["b"]))
-        worker = Worker(stores[0], stores[1], engine)
+        key = {"authorization": f"Bearer {tokens['b']}"}
+        client = httpx.AsyncClient(base_url=arena.gateway.url, headers=key, timeout=GIVES_UP_S)
+        worker = Worker(stores[0], stores[1], engine, await stack.enter_async_context(client))
         await worker.prepare()
         yield worker

@@ -56,7 +56,7 @@ class GatewayLimits:
 
     max_requests: int = 2000
     max_body_bytes: int = 8 << 20
-    max_bodies_bytes: int = 256 << 20
+    max_bodies_bytes: int = 192 << 20
 
 
 @dataclass(frozen=True, slots=True)
