@@ -226,6 +226,15 @@ def test_a_script_says_one_thing_and_gets_the_reply_alone(cli: Cli, options: tup
         assert cli(*options, "chat", "zoe", "--once", nothing).code == 2
 
 
+def test_a_model_is_asked_to_think_or_not(cli: Cli, options: tuple[str, ...]) -> None:
+    """kvasir-tiny does not, so that a budget has no effect and is refused."""
+    said = cli.done(*options, "chat", "off", "--once", "Hello.", "--max-tokens", "4", "--think", "off", "--json")
+    assert said.value["version"] == 1
+    refused = cli(*options, "chat", "off", "--once", "Hello.", "--think", "9", "--json")
+    assert refused.value["error"]["field"] == "thinking.budget_tokens"
+    assert cli(*options, "chat", "off", "--once", "Hello.", "--think", "a lot").code == 2
+
+
 def test_text_of_others_moves_no_cursor(cli: Cli, options: tuple[str, ...]) -> None:
     """A title, a colour, or a line written over: whoever makes an agent remember them did all that to its readers."""
     told = "\x1b]0;title\x07first\tsecond\nthird\rover\x9b31m\u202eback"

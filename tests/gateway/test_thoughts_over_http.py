@@ -85,7 +85,8 @@ def test_what_others_put_into_these_fields_means_nothing() -> None:
 
 
 def anthropic_back(content: list[dict[str, Any]], key: bytes = KEY) -> tuple[Said, list[str]]:
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": content}]}
+    asked = {"role": "user", "content": "?"}
+    body = {"model": MODEL, "messages": [asked, {"role": "assistant", "content": content}, asked]}
     for is_strict in (True, False):
         reading = Reading(is_strict=is_strict, seals=ThoughtSeals(key))
         turn = anthropic_messages.CountedMessages.model_validate(body).turn(reading)
@@ -237,6 +238,68 @@ def test_a_tool_loop_of_a_model_that_thinks_computes_nothing_twice(thinking: Fro
     assert after.headers["x-agent-memory"] == "extended"
     # But what a reply of random tokens may end with: a part of a character.
     assert counts(path, after.json())[1] >= prompt + reply - 4
+
+
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        (CHAT, {"thinking_budget": 6}),
+        (CHAT, {"thinking": {"type": "enabled", "budget_tokens": 6}}),
+        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 6}}),
+    ],
+)
+def test_a_budget_ends_the_thoughts_and_the_answer_comes(thinking: Front, path: str, change: dict[str, Any]) -> None:
+    """And a tool loop behind it computes nothing twice."""
+    said = [{"role": "user", "content": f"{change}: {QUESTION}"}]
+    body = {**turns_of(path, said), "temperature": 0, "logit_bias": None}
+    answered = ask(thinking, path, {**body, **change})
+    assert "x-kvasir-ignored" not in answered.headers
+    first = answered.json()
+    if path == CHAT:
+        told = first["choices"][0]["message"]
+        thoughts, answer = told["reasoning_content"], told["content"]
+    else:
+        thoughts, answer = first["content"][0]["thinking"], first["content"][1]["text"]
+    assert thoughts
+    assert answer
+    assert json.dumps(thoughts, ensure_ascii=False)[1:-1] in ask(thinking, path, body).text
+    prompt, _, reply = counts(path, first)
+    after = ask(thinking, path, turns_of(path, [*said, *loop_of(path, first)])).json()
+    assert counts(path, after)[1] >= prompt + reply - 4
+
+
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        (CHAT, {"enable_thinking": False}),
+        (CHAT, {"reasoning_effort": "none"}),
+        (CHAT, {"chat_template_kwargs": {"thinking": False}}),
+        (RESPONSES, {"reasoning": {"effort": "none"}}),
+        (MESSAGES, {"thinking": {"type": "disabled"}}),
+        ("/api/chat", {"think": False, "stream": False, "options": {"num_predict": 40}}),
+    ],
+)
+def test_thinking_is_switched_off_in_every_apis_words(thinking: Front, path: str, change: dict[str, Any]) -> None:
+    said = [{"role": "user", "content": QUESTION}]
+    body = {"messages": said} if path == "/api/chat" else turns_of(path, said)
+    answered = ask(thinking, path, {**body, **change})
+    assert "x-kvasir-ignored" not in answered.headers
+    assert "reasoning" not in answered.text.replace('"reasoning_tokens"', "")
+    assert '"thinking"' not in answered.text.replace('"model":"thinking"', "")
+
+
+def test_a_count_is_that_of_the_prompt_with_its_settings(thinking: Front) -> None:
+    said = [{"role": "user", "content": QUESTION}]
+    path = "/v1/messages/count_tokens"
+    counted = [
+        ask(thinking, path, {"messages": said, "thinking": {"type": kind}}).json()["input_tokens"]
+        for kind in ("adaptive", "disabled")
+    ]
+    prompts = [
+        counts(MESSAGES, ask(thinking, MESSAGES, {**turns_of(MESSAGES, said), "thinking": {"type": kind}}).json())[0]
+        for kind in ("adaptive", "disabled")
+    ]
+    assert counted == prompts
 
 
 def test_after_a_restart_of_the_gateway_thoughts_are_still_ours(thinking: Front) -> None:

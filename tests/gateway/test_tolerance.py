@@ -33,6 +33,7 @@ LEAST: dict[str, dict[str, Any]] = {
     COUNT: {"model": MODEL, "messages": HELLO},
 }
 LONGEST = {CHAT: "max_completion_tokens", COMPLETIONS: "max_tokens", RESPONSES: "max_output_tokens"}
+KWARGS = "chat_template_kwargs.(unnamed), chat_template_kwargs.a, chat_template_kwargs.d"
 BILLING = "x-anthropic-billing-header: cc_version=2.1.{n}.abc; cc_entrypoint=cli; cch={n:05x};"
 
 
@@ -47,6 +48,17 @@ def ask(front: Front, path: str, **change: Any) -> httpx.Response:
         (CHAT, {"magic": 1, "reasoning_effort": "high", "verbosity": "low"}, "magic, reasoning_effort, verbosity"),
         (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}, "magic": 1}]}, "tools[0].magic"),
         (CHAT, {"not a\nfield": 1}, "(unnamed)"),
+        (CHAT, {"chat_template_kwargs": {"a": True, "b c": 1, "d": [], "e": None}}, KWARGS),
+        (CHAT, {"enable_thinking": True, "thinking_budget": 9}, "enable_thinking, thinking_budget"),
+        (CHAT, {"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking"),
+        (CHAT, {"thinking": {"type": "disabled"}, "reasoning_effort": "none"}, None),
+        (CHAT, {"reasoning_effort": "a little"}, "reasoning_effort"),
+        (RESPONSES, {"reasoning": {"effort": "low", "summary": "auto"}}, "reasoning.effort"),
+        (RESPONSES, {"reasoning": {"effort": "none"}}, None),
+        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        (MESSAGES, {"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}}, "output_config.effort"),
+        (MESSAGES, {"thinking": {"type": "disabled"}}, None),
+        (COUNT, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, None),
         (CHAT, {"magic": None}, None),
         (COMPLETIONS, {"metadata": {}}, "metadata"),
         (RESPONSES, {"reasoning": {"summary": "auto", "context": "all"}}, "reasoning.context"),
@@ -84,7 +96,8 @@ def test_a_field_that_changes_no_meaning_is_ignored_and_reported(
             "tool_choice.name",
         ),
         (CHAT, {"functions": [{"name": "f"}]}, "functions"),
-        (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        (CHAT, {"chat_template_kwargs": {f"name{number}": 1 for number in range(17)}}, "template_settings"),
+        (COMPLETIONS, {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
         (CHAT, {"frequency_penalty": 2.5}, "frequency_penalty"),
         (COMPLETIONS, {"guided_regex": "a+"}, "guided_regex"),
         (RESPONSES, {"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
@@ -226,6 +239,29 @@ def test_a_groups_functions_are_offered_flat_and_their_calls_name_the_group(fron
     assert [call.name for call in told[1].tool_calls] == ["agents__spawn", "plain"]
     answer = ask(front, RESPONSES, input=repeated, tools=[group], max_output_tokens=4)
     assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "field"),
+    [
+        (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),
+        (CHAT, {"enable_thinking": True}, "enable_thinking"),
+        (CHAT, {"thinking": {"type": "adaptive", "budget_tokens": 9}}, "thinking.budget_tokens"),
+        (CHAT, {"chat_template_kwargs": {"magic": True}}, "chat_template_kwargs.magic"),
+        (RESPONSES, {"reasoning": {"effort": "low"}}, "reasoning.effort"),
+        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        (MESSAGES, {"output_config": {"effort": "low"}}, "output_config.effort"),
+        (COUNT, {"output_config": {"effort": "low"}}, "output_config.effort"),
+    ],
+)
+def test_a_strict_gateway_refuses_thinking_that_the_model_cannot_apply_by_the_callers_word(
+    strict: Front, path: str, change: dict[str, Any], field: str
+) -> None:
+    answer = ask(strict, path, **change)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"].startswith(f"{field}: ")
+    off = {CHAT: {"reasoning_effort": "none"}, RESPONSES: {"reasoning": {"effort": "none"}}}
+    assert ask(strict, path, **off.get(path, {"thinking": {"type": "disabled"}})).status_code == 200
 
 
 def test_two_tools_of_one_name_are_refused() -> None:

@@ -11,8 +11,21 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import ConfigDict, Field
 
 from kvasir_gateway.openai_chat import ChatMessage, ChatTool, said
+from kvasir_gateway.reading.thinking import Thinking, settings_of
 from kvasir_gateway.reading.tolerance import Reading
-from kvasir_gateway.turn import Asked, Body, FreeObject, TokenCount, TopK, Turn, begun_reply, function_tool, given, sse
+from kvasir_gateway.turn import (
+    Asked,
+    Body,
+    FreeObject,
+    TokenBudget,
+    TokenCount,
+    TopK,
+    Turn,
+    begun_reply,
+    function_tool,
+    given,
+    sse,
+)
 
 _MAX_INT64 = (1 << 63) - 1
 Version = Annotated[int, Ge(1), Le(_MAX_INT64)]
@@ -39,6 +52,14 @@ class AgentSampling(OwnBody):
     presence_penalty: float | None = None
 
 
+class AgentThinking(OwnBody):
+    """The contract's Thinking."""
+
+    mode: Literal["ON", "OFF"] | None = None
+    budget_tokens: TokenBudget | None = None
+    effort: str = ""
+
+
 class AgentTurn(OwnBody):
     """The body of /v1/agents/{agent_id}/generate: exactly one of prompt, messages and append_messages."""
 
@@ -54,6 +75,8 @@ class AgentTurn(OwnBody):
     replace_memory: bool = Field(False, description="Messages of another conversation replace the agent's.")
     memory_mode: Literal["READ_WRITE", "READ_ONLY", "NONE"] | None = None
     sampling: AgentSampling | None = None
+    thinking: AgentThinking | None = None
+    template_settings: FreeObject | None = Field(None, description="Settings that the chat template reads.")
     tools: Annotated[list[ChatTool], MaxLen(128)] | None = None
     json_schema: FreeObject | None = None
     regex: str | None = None
@@ -88,10 +111,23 @@ class AgentTurn(OwnBody):
                 "memory_mode": pb.MemoryMode.Value(f"MEMORY_MODE_{self.memory_mode or 'UNSPECIFIED'}"),
             },
             sampling=given(**self.sampling.model_dump()) if self.sampling is not None else {},
+            thinking=self._thinking(reading),
             tools=tuple(function_tool(each.name, each.description, each.parameters, each.strict) for each in functions),
             json_schema=self.json_schema,
             regex=self.regex,
             is_streamed=self.stream,
+        )
+
+    def _thinking(self, reading: Reading) -> Thinking | None:
+        if self.thinking is None and not self.template_settings:
+            return None
+        asked = self.thinking or AgentThinking()
+        return Thinking(
+            is_on=None if asked.mode is None else asked.mode == "ON",
+            most_tokens=asked.budget_tokens,
+            effort=asked.effort,
+            settings=settings_of(self.template_settings, "template_settings", reading),
+            is_strict=True,
         )
 
 

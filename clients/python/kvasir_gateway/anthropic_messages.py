@@ -11,7 +11,9 @@ from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import Field, StringConstraints
 
+from kvasir_gateway.openai_chat import ThinkingSetting
 from kvasir_gateway.reading.seals import ThoughtSeals
+from kvasir_gateway.reading.thinking import EFFORT, MODE, Thinking, effort_of
 from kvasir_gateway.reading.tolerance import Reading
 from kvasir_gateway.turn import (
     Asked,
@@ -75,10 +77,6 @@ class RequestMetadata(Lenient):
     user_id: str | None = None
 
 
-class Thinking(Lenient):
-    type: Literal["enabled", "disabled", "adaptive"]
-
-
 class OutputFormat(Lenient):
     type: Literal["json_schema"]
     schema_: FreeObject = Field(alias="schema")
@@ -86,6 +84,7 @@ class OutputFormat(Lenient):
 
 class OutputConfig(Lenient):
     format: OutputFormat | None = None
+    effort: str | None = Field(None, description="Applied where the model's template reads one.")
 
 
 class CountedMessages(Body):
@@ -96,7 +95,7 @@ class CountedMessages(Body):
     system: str | list[Block] | None = None
     tools: Annotated[list[AnthropicTool], MaxLen(128)] | None = None
     tool_choice: AnthropicToolChoice | None = Field(None, description="auto, none, any, or tool with its name.")
-    thinking: Thinking | None = Field(None, description="disabled hides what the model thought; its length is its own.")
+    thinking: ThinkingSetting | None = Field(None, description="adaptive: as the model's template has it.")
     output_config: OutputConfig | None = None
     cache_control: Block | None = _HINT
     context_management: Block | None = Field(None, description="Ignored.")
@@ -121,7 +120,22 @@ class CountedMessages(Body):
             begun=begun,
             tools=tools,
             tool_choice=tool_choice,
+            thinking=self._thinking(reading),
             json_schema=format_of_text(schema, tool_choice),
+        )
+
+    def _thinking(self, reading: Reading) -> Thinking | None:
+        asked, effort = self.thinking or ThinkingSetting(type="adaptive"), ""
+        if self.output_config is not None:
+            _, effort = effort_of(self.output_config.effort, "output_config.effort", reading)
+        if asked.is_on is None and asked.budget_tokens is None and not effort:
+            return None
+        return Thinking(
+            is_on=asked.is_on,
+            most_tokens=asked.budget_tokens,
+            effort=effort,
+            names={MODE: "thinking", EFFORT: "output_config.effort"},
+            is_strict=reading.is_strict,
         )
 
     def _tools(self, reading: Reading) -> Iterator[pb.Tool]:

@@ -302,10 +302,10 @@ class Gateway:
             if not turn.is_streamed:
                 reply = await unless_left(call.request.receive, gather(events))
                 memory.left()
-                headers |= heads.told(call.reading, memory.agent_id, turn, reply.started)
+                headers |= heads.told(call.reading, memory.agent_id, turn, reply.started) | self._reported(call)
                 return JSONResponse(whole(asked, reply), headers=headers)
             first = await unless_left(call.request.receive, anext(events))
-            headers |= heads.told(call.reading, memory.agent_id, turn, first.started)
+            headers |= heads.told(call.reading, memory.agent_id, turn, first.started) | self._reported(call)
         except BaseException:
             memory.left()
             await events.aclose()

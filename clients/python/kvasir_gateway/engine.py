@@ -48,13 +48,16 @@ class CallerAtEngine:
         self, turn: Turn, messages: SentMessages, agent_id: str, request_id: str
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """A turn's events, wherever it moves. Closing the generator cancels the turn."""
-        has_begun, tried = False, None
+        has_begun, tried, ignore = False, None, turn.ignore
         while turn is not tried:
             tried = turn
             try:
                 async with aclosing(self._generate(turn, messages, agent_id, request_id)) as events:
                     async for event in events:
                         has_begun = True
+                        if turn.thinking is not None and ignore is not None:
+                            for name in event.started.ignored_settings:
+                                ignore(turn.thinking.name(name))
                         yield event
             except (NotFound, InvalidArgument, FailedPrecondition) as error:
                 if has_begun:
@@ -75,6 +78,7 @@ class CallerAtEngine:
             request_id=request_id,
             return_prompt_token_ids=turn.returns_token_ids,
             continue_final_message=turn.begun is not None,
+            **(turn.thinking.options if turn.thinking is not None else {}),
             **turn.memory,
         )
         given: dict[str, Any] = {"append_messages" if turn.is_append else "messages": messages}
@@ -91,10 +95,11 @@ class CallerAtEngine:
             messages=messages,
             tools=turn.tools,
             continue_final_message=turn.begun is not None,
+            **(turn.thinking.options if turn.thinking is not None else {}),
         )
         try:
             return await count(model=turn.model)
-        except NotFound as error:
+        except (NotFound, InvalidArgument) as error:
             _taken_instead(turn, error)
         return await count()
 
@@ -278,6 +283,8 @@ def _taken_instead(turn: Turn, error: KvasirError) -> Turn:
     """The turn that is asked for instead of one that was refused: of the loaded model, or with tools whose calls are
     not bound. Raises the refusal if there is none.
     """
+    if turn.thinking is not None and isinstance(error, InvalidArgument):
+        error = turn.thinking.refused(error)
     is_unknown = error.reason == "MODEL_NOT_FOUND"
     if is_unknown and turn.alias:
         raise unknown_alias(turn) from None

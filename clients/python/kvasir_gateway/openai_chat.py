@@ -11,6 +11,7 @@ from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import Field
 
+from kvasir_gateway.reading.thinking import BUDGET, EFFORT, MODE, SETTINGS, Thinking, effort_of, settings_of
 from kvasir_gateway.reading.tolerance import Reading
 from kvasir_gateway.turn import (
     Asked,
@@ -18,6 +19,7 @@ from kvasir_gateway.turn import (
     FreeObject,
     Lenient,
     Said,
+    TokenBudget,
     TokenCount,
     ToolUse,
     TopK,
@@ -94,6 +96,17 @@ class ResponseFormat(Body):
     json_schema: SchemaFormat | None = None
 
 
+class ThinkingSetting(Lenient):
+    """How much the model reasons. A budget ends its thoughts after so many tokens."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: TokenBudget | None = None
+
+    @property
+    def is_on(self) -> bool | None:
+        return {"enabled": True, "disabled": False}.get(self.type)
+
+
 class SamplingFields(Body):
     """The settings that chat completions and completions share."""
 
@@ -150,7 +163,11 @@ class ChatRequest(SamplingFields):
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call, which ends the reply.")
     response_format: ResponseFormat | None = None
     continue_final_message: bool | None = Field(None, description="The reply goes on from the last message.")
-    reasoning_effort: str | None = Field(None, description="Ignored: the model decides.")
+    reasoning_effort: str | None = Field(None, description="none is off; a degree is the template's, if it reads one.")
+    thinking: ThinkingSetting | None = Field(None, description="As in /v1/messages.")
+    enable_thinking: bool | None = None
+    thinking_budget: TokenBudget | None = Field(None, description="Most tokens of thoughts.")
+    chat_template_kwargs: FreeObject | None = Field(None, description="Settings that the chat template reads.")
     verbosity: str | None = Field(None, description="Ignored.")
     modalities: list[str] | None = Field(None, description='["text"] alone.')
     service_tier: str | None = None
@@ -162,7 +179,6 @@ class ChatRequest(SamplingFields):
 
     def turn(self, reading: Reading) -> Turn:
         """What the engine is asked. Raises InvalidArgument."""
-        reading.ignore_unless((), reasoning_effort=self.reasoning_effort)
         reading.ignore_unless(("medium",), verbosity=self.verbosity)
         refuse_unless((["text"],), {"modalities": self.modalities})
         if self.top_logprobs is not None and not self.logprobs:
@@ -185,10 +201,31 @@ class ChatRequest(SamplingFields):
                 **self.sampling(reading, self.max_completion_tokens or self.max_tokens),
                 **given(logprobs=self.logprobs, top_logprobs=self.top_logprobs),
             },
+            thinking=self._thinking(reading),
             json_schema=format_of_text(_schema(self.response_format), tool_choice),
             is_streamed=bool(self.stream),
             returns_token_ids=bool(self.return_token_ids),
             hint=self.prompt_cache_key or "",
+        )
+
+    def _thinking(self, reading: Reading) -> Thinking | None:
+        """Of several fields for one thing the most definite counts."""
+        by_effort, effort = effort_of(self.reasoning_effort, "reasoning_effort", reading)
+        asked = self.thinking or ThinkingSetting(type="adaptive")
+        switches = {"enable_thinking": self.enable_thinking, "thinking": asked.is_on, "reasoning_effort": by_effort}
+        switch = next((name for name, value in switches.items() if value is not None), "thinking")
+        budgets = {"thinking_budget": self.thinking_budget, "thinking.budget_tokens": asked.budget_tokens}
+        budget = next((name for name, value in budgets.items() if value is not None), "thinking_budget")
+        settings = settings_of(self.chat_template_kwargs, "chat_template_kwargs", reading)
+        if all(value is None for value in (*switches.values(), *budgets.values())) and not (effort or settings):
+            return None
+        return Thinking(
+            is_on=switches[switch],
+            most_tokens=budgets[budget],
+            effort=effort,
+            settings=settings,
+            names={MODE: switch, BUDGET: budget, EFFORT: "reasoning_effort", SETTINGS: "chat_template_kwargs."},
+            is_strict=reading.is_strict,
         )
 
 

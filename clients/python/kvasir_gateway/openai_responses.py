@@ -17,6 +17,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import Field
 
 from kvasir_gateway.openai_chat import StreamOptions, offered, schema_text
+from kvasir_gateway.reading.thinking import EFFORT, MODE, Thinking, effort_of
 from kvasir_gateway.reading.tolerance import Reading
 from kvasir_gateway.turn import (
     Body,
@@ -112,7 +113,9 @@ class ResponsesRequest(Body):
     )
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call, which ends the reply.")
     text: TextSettings | None = None
-    reasoning: dict[str, Any] | None = Field(None, description="Its summary is the thoughts themselves.")
+    reasoning: dict[str, Any] | None = Field(
+        None, description="effort none is off; the summary is the thoughts themselves."
+    )
     truncation: str | None = Field(None, description='"disabled" alone.')
     background: bool | None = Field(None, description="false alone.")
     conversation: str | dict[str, Any] | None = Field(None, description="Refused; see x-agent-id.")
@@ -132,7 +135,7 @@ class ResponsesRequest(Body):
     def turn(self, reading: Reading, before: Sequence[Said] = ()) -> Turn:
         """What the engine is asked; `before`: what was said until the previous response. Raises InvalidArgument."""
         for name, value in (self.reasoning or {}).items():
-            if value is not None and not (name in _SUMMARY and self.wants_summary):
+            if value is not None and name != "effort" and not (name in _SUMMARY and self.wants_summary):
                 reading.ignore(f"reasoning.{name}" if name in _REASONING else "reasoning")
         refuse_unless(("disabled",), {"truncation": self.truncation})
         refuse_unless((False, 0), {"background": self.background, "top_logprobs": self.top_logprobs})
@@ -153,11 +156,19 @@ class ResponsesRequest(Body):
                 **reading.length(self.max_output_tokens),
                 **given(temperature=self.temperature, top_p=self.top_p),
             },
+            thinking=self._thinking(reading),
             json_schema=format_of_text(self._schema(), tool_choice),
             is_streamed=bool(self.stream),
             hint=self.prompt_cache_key or "",
             is_stored=self.store is not False,
         )
+
+    def _thinking(self, reading: Reading) -> Thinking | None:
+        given, name = (self.reasoning or {}).get("effort"), "reasoning.effort"
+        is_on, effort = effort_of(given if given is None else str(given)[:64], name, reading)
+        if is_on is None:
+            return None
+        return Thinking(is_on=is_on, effort=effort, names={MODE: name, EFFORT: name}, is_strict=reading.is_strict)
 
     @property
     def wants_summary(self) -> bool:

@@ -35,6 +35,18 @@ class Said:
     reasoning: str = ""  # what an assistant thought before it
 
 
+class ThinkingWish(Protocol):
+    """How much the model is to reason (reading/thinking.py)."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Fields of GenerateOptions."""
+
+    def name(self, engines: str) -> str: ...
+
+    def refused(self, error: InvalidArgument) -> InvalidArgument: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """What an API asks the engine for: messages, or a prompt."""
@@ -55,6 +67,8 @@ class Turn:
     tool_choice: pb.ToolChoice | None = None
     # Fields of pb.Sampling; what is absent takes the engine's default.
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    # None: as the model's chat template has it.
+    thinking: ThinkingWish | None = None
     json_schema: JsonSchema | None = None
     regex: str | None = None
     is_streamed: bool = False
@@ -121,6 +135,7 @@ def _finite(value: dict[str, Any]) -> dict[str, Any]:
 MAX_INT32 = (1 << 31) - 1
 # Beyond these bounds the contract has no number, and its refusal no field's name.
 TokenCount = Annotated[int, Ge(1), Le(MAX_INT32)]
+TokenBudget = Annotated[int, Ge(0), Le(MAX_INT32)]
 TopK = Annotated[int, Ge(0), Le(MAX_INT32)]
 # An object of the caller's own: a schema, arguments, metadata.
 FreeObject = Annotated[dict[str, Any], AfterValidator(_finite)]

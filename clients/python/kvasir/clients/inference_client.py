@@ -25,6 +25,7 @@ from kvasir.clients.inference_client_turns import (
     Moved,
     Prompt,
     Reply,
+    ThinkingArguments,
     count_request,
     lost_by,
     moved_by,
@@ -195,9 +196,11 @@ class InferenceClient(AgentClient):
         tools: Sequence[pb.Tool] = (),
         model: str = "",
         timeout_s: float | None = None,
+        **named: Unpack[ThinkingArguments],
     ) -> pb.WarmResponse:
         """Put an agent's memory into the engine ahead of its next turn, and with an input compute that prompt too."""
-        request = warm_request(Input(prompt, messages, append_messages), agent_id=agent_id, tools=tools, model=model)
+        given = Input(prompt, messages, append_messages)
+        request = warm_request(given, agent_id=agent_id, tools=tools, model=model, **named)
         return self._call(pb.WarmResponse, request, timeout_s, has_deadline=False)
 
     def count_tokens(
@@ -208,11 +211,11 @@ class InferenceClient(AgentClient):
         tools: Sequence[pb.Tool] = (),
         model: str = "",
         continue_final_message: bool = False,
+        **named: Unpack[ThinkingArguments],
     ) -> int:
         """Tokens of a prompt, or of messages after the chat template."""
-        request = count_request(
-            Input(prompt, messages, None), tools=tools, model=model, continue_final_message=continue_final_message
-        )
+        given = Input(prompt, messages, None)
+        request = count_request(given, tools=tools, model=model, continue_final_message=continue_final_message, **named)
         return (self._call(pb.CountTokensResponse, request)).tokens
 
     def list_models(self) -> Sequence[pb.Model]:

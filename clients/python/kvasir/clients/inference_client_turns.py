@@ -5,8 +5,9 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypedDict, Unpack
 
-from kvasir.clients.generate_options import GenerateOptions, template_values
+from kvasir.clients.generate_options import GenerateOptions, TemplateSetting, template_values
 from kvasir.clients.messages import GivenMessage, message_list
 from kvasir.clients.store_client_transfers import AGENT_READS
 from kvasir.errors import Cancelled, DeadlineExceeded, Internal, InvalidArgument, KvasirError, Unavailable
@@ -161,17 +162,36 @@ def turn_request(given: Input, options: GenerateOptions, request_id: str) -> pb.
         )
 
 
-def warm_request(given: Input, *, agent_id: str, tools: Sequence[pb.Tool], model: str) -> pb.WarmRequest:
+class ThinkingArguments(TypedDict, total=False):
+    """The fields of GenerateOptions that change a prompt: a count and a warm-up take them too."""
+
+    thinking: pb.Thinking | None
+    template_settings: Mapping[str, TemplateSetting]
+    ignore_unread_settings: bool
+
+
+def _prompted(named: ThinkingArguments) -> dict[str, object]:
+    return {**named, "template_settings": template_values(named.get("template_settings", {}))}
+
+
+def warm_request(
+    given: Input, *, agent_id: str, tools: Sequence[pb.Tool], model: str, **named: Unpack[ThinkingArguments]
+) -> pb.WarmRequest:
     """As turn_request. Without an input, only the agent's memory is warmed."""
     inputs = _inputs(given)
     if len(inputs) > 1:
         raise InvalidArgument("input: expected at most one of prompt, messages and append_messages", field="input")
     with _refusing():
-        return pb.WarmRequest(agent_id=agent_id, tools=tools, model=model, **inputs)  # type: ignore[arg-type]
+        return pb.WarmRequest(agent_id=agent_id, tools=tools, model=model, **inputs, **_prompted(named))  # type: ignore[arg-type]
 
 
 def count_request(
-    given: Input, *, tools: Sequence[pb.Tool], model: str, continue_final_message: bool
+    given: Input,
+    *,
+    tools: Sequence[pb.Tool],
+    model: str,
+    continue_final_message: bool,
+    **named: Unpack[ThinkingArguments],
 ) -> pb.CountTokensRequest:
     """As turn_request, for an input that is only counted."""
     inputs = _inputs(given)
@@ -182,6 +202,7 @@ def count_request(
             tools=tools,
             model=model,
             continue_final_message=continue_final_message,
+            **_prompted(named),  # type: ignore[arg-type]
             **inputs,  # type: ignore[arg-type]
         )
 

@@ -13,6 +13,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import Field
 
 from kvasir_gateway.openai_chat import schema_text, spelled
+from kvasir_gateway.reading.thinking import EFFORT, MODE, Thinking, effort_of
 from kvasir_gateway.reading.tolerance import Reading
 from kvasir_gateway.turn import (
     MAX_INT32,
@@ -137,7 +138,7 @@ class OllamaRequest(Body):
     stream: bool | None = Field(None, description="Left out: true.")
     format: Literal["", "json"] | FreeObject | None = Field(None, description='"json", or a JSON schema.')
     options: OllamaOptions | None = None
-    think: bool | str | None = Field(None, description="false hides what the model thought; the model decides.")
+    think: bool | str | None = Field(None, description="true, false, or an effort.")
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Ge(0), Le(20)] | None = None
     keep_alive: float | str | None = Field(None, description="Ignored: models stay loaded.")
@@ -146,12 +147,18 @@ class OllamaRequest(Body):
     def shows_thinking(self) -> bool:
         return self.think is not False
 
+    def thinking(self, reading: Reading) -> Thinking | None:
+        is_on, effort = effort_of(self.think, "think", reading) if isinstance(self.think, str) else (self.think, "")
+        if is_on is None:
+            return None
+        return Thinking(is_on=is_on, effort=effort, names={MODE: "think", EFFORT: "think"}, is_strict=reading.is_strict)
+
     @property
     def is_streamed(self) -> bool:
         return self.stream is not False
 
     def sampling(self, reading: Reading) -> dict[str, Any]:
-        reading.ignore_unless((), think=self.think, keep_alive=self.keep_alive)
+        reading.ignore_unless((), keep_alive=self.keep_alive)
         if self.top_logprobs and not self.logprobs:
             raise InvalidArgument("top_logprobs: only with logprobs", field="top_logprobs")
         options = self.options or OllamaOptions()
@@ -185,6 +192,7 @@ class OllamaChat(OllamaRequest):
             begun=begun,
             tools=tools,
             sampling=self.sampling(reading),
+            thinking=self.thinking(reading),
             json_schema=self.reply_schema,
             is_streamed=self.is_streamed,
         )
@@ -210,12 +218,14 @@ class OllamaGenerate(OllamaRequest):
         system = reading.content("system", [self.system]) if self.system else ""
         if self.raw:
             refuse_unless(("",), {"system": self.system})
+            reading.ignore_unless((), think=self.think)
         opening = (Said("system", system),) if system else ()
         return Turn(
             model=named(self.model),
             messages=() if self.raw else (*opening, Said("user", self.prompt)),
             prompt=self.prompt if self.raw else "",
             sampling=self.sampling(reading),
+            thinking=None if self.raw else self.thinking(reading),
             json_schema=self.reply_schema,
             is_streamed=self.is_streamed,
         )

@@ -57,6 +57,13 @@ def chat(
     temperature: Annotated[
         float | None, typer.Option(min=0, max=2, help="0 is greedy. Left out: what the model's own files say, else 0.")
     ] = None,
+    think: Annotated[
+        str | None,
+        typer.Option(
+            help="on, off, or the most tokens of thoughts. Left out: as the model's template has it.",
+            metavar="on|off|TOKENS",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Talk with an agent, which remembers. Reads lines from a pipe too; --json prints one object per reply."""
@@ -66,7 +73,10 @@ def chat(
         raise failures.WrongUsage("--once: there is nothing to say", field="--once")
     # What was said before Ctrl-C is what a person has read.
     options = GenerateOptions(
-        max_tokens=max_tokens, sampling=inference_pb2.Sampling(temperature=temperature), keep_partial=True
+        max_tokens=max_tokens,
+        sampling=inference_pb2.Sampling(temperature=temperature),
+        thinking=_thinking(think),
+        keep_partial=True,
     )
     if on_full is not None:
         setting = inference_pb2.OnFull(policy=getattr(inference_pb2, f"ON_FULL_POLICY_{on_full.name}"))
@@ -80,6 +90,17 @@ def chat(
             conversation.say(text)
         else:
             conversation.run()
+
+
+def _thinking(asked: str | None) -> inference_pb2.Thinking | None:
+    if asked in ("on", "off"):
+        mode = inference_pb2.THINKING_MODE_ON if asked == "on" else inference_pb2.THINKING_MODE_OFF
+        return inference_pb2.Thinking(mode=mode)
+    if asked is None:
+        return None
+    if not (asked.isascii() and asked.isdigit() and len(asked) < 10):
+        raise failures.WrongUsage("--think: expected on, off or a number of tokens", field="--think")
+    return inference_pb2.Thinking(budget_tokens=int(asked))
 
 
 @dataclass
