@@ -1,4 +1,4 @@
-"""Two namespaces on one store, engine and gateway, as processes that know their callers; and how much memory these take."""
+"""Two namespaces on one store, engine and gateway: processes that know their callers, and the memory these take."""
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
