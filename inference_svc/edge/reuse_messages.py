@@ -5,6 +5,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.volatile import BILLING_LINE, checked_rule
 
 from inference_svc.memory.outcomes import Miss, Source
+from inference_svc.text.differences import Difference
 from inference_svc.text.prefix_matching import Outcome
 from inference_svc.turns.continuing import Continuation
 from inference_svc.turns.turn_data import TurnStarted
@@ -38,8 +39,23 @@ def write_started(event: TurnStarted, request_id: str, model_name: str) -> pb.St
         continuation=write_continuation(event.continuation),
         base_version=event.base_version,
         kept=event.kept,
+        difference=_difference(event.difference),
         prompt_token_ids=event.prompt_ids,
         ignored_settings=event.ignored_settings,
+    )
+
+
+def _difference(found: Difference | None) -> pb.Difference | None:
+    if found is None:
+        return None
+    return pb.Difference(
+        character=found.character,
+        remembered=found.remembered,
+        given=found.given,
+        role=found.role,
+        message=found.message,  # type: ignore[arg-type]  # None leaves it out
+        what=found.what,
+        rules=found.rules,
     )
 
 

@@ -4,17 +4,19 @@ What of a conversation is volatile stays as the agent's memory has it, by rules 
 prints, and the order of tools. So the prompt follows from the memory and the request alone, and the memory is reused.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from kvasir import volatile
+from kvasir import errors, volatile
 from kvasir.cachestore.v1 import manifest_pb2
 
 from inference_svc.memory.recall import Recollection
 from inference_svc.model.prompting import Prompting
-from inference_svc.text import tools_order
+from inference_svc.text import differences, tools_order
 from inference_svc.text.conversation import Dialogue, dialogue, json_of_messages, render
+from inference_svc.text.differences import Difference
 from inference_svc.text.literal_text import from_outside
+from inference_svc.text.prefix_matching import common_prefix_length
 from inference_svc.text.template_clock import TemplateClock
 from inference_svc.turns.continuing import Continuation
 from inference_svc.turns.turn_data import MessagesInput, PromptInput, TurnRequest
@@ -94,3 +96,42 @@ async def order_tools(prompting: Prompting, turn: TurnState, order: manifest_pb2
     turn.request, turn.tools_order = await prompting.run(request.namespace, ordered)
     if turn.request is not request:
         turn.kept.add(volatile.TOOLS_ORDER)
+
+
+async def find_difference(
+    prompting: Prompting, turn: TurnState, recollection: Recollection, text: str
+) -> Difference | None:
+    """Where the prompt parts from the memory that it goes on from, and which rule would have helped."""
+    memory = recollection.continued
+    if memory is None:
+        return None
+    remembered = memory.transcript.text
+    at = common_prefix_length(remembered, text)
+    found = differences.difference(remembered, text, at)
+    conversation, template = turn.dialogue, prompting.template_at(turn.clock, turn.request.template_settings)
+    if found is None or conversation is None:
+        return found
+
+    def explained() -> Difference:
+        try:
+            place = differences.placed(found, text, conversation, template)
+        except errors.InvalidArgument:  # it takes no conversation like this one
+            return found
+        return differences.explained(place, memory.messages, turn.messages)
+
+    place = await prompting.run(turn.request.namespace, explained)
+    if place.role == differences.TEMPLATE and (turn.tools_order is None) != (memory.tools_order is None):
+        return replace(place, role=differences.TOOLS)
+    helpful: Mapping[str, tuple[str, str, bool]] = {
+        differences.TOOLS: ("order", volatile.TOOLS_ORDER, _are_same_tools(turn.tools_order, memory.tools_order)),
+        differences.TEMPLATE: ("date", volatile.TEMPLATE_DATE, 0 < memory.template_time_ms != turn.clock.told_ms > 0),
+    }
+    what, rule, is_it = helpful.get(place.role, ("", "", False))
+    if not is_it:
+        return place
+    rules = (rule,) if rule not in rules_in_force(turn.request, recollection) else ()
+    return replace(place, what=what, rules=rules)
+
+
+def _are_same_tools(one: manifest_pb2.ToolsOrder | None, other: manifest_pb2.ToolsOrder | None) -> bool:
+    return one is not None and other is not None and one.set_hash == other.set_hash

@@ -10,6 +10,7 @@ from kvasir.on_full import OnFull, OnFullPolicy
 from inference_svc.engine.api import Prefilled, Priority, SamplingParams, Timings, TokenLogprobs
 from inference_svc.memory.outcomes import Miss, SnapshotOutcome, Source
 from inference_svc.text.conversation import Tool
+from inference_svc.text.differences import Difference
 from inference_svc.text.given_json import GivenJson
 from inference_svc.text.prefix_matching import Outcome
 from inference_svc.text.template_settings import AskedThinking, Scalar
@@ -106,6 +107,7 @@ class TurnStarted:
     continuation: Continuation | None = None  # None: no agent's memory was looked at
     base_version: int = 0
     kept: tuple[str, ...] = ()  # rules by which the prompt has what the memory has, which is not the turn's own
+    difference: Difference | None = None  # where the prompt parts from the memory; for the memory's owner alone
     prompt_ids: TokenIds = NO_TOKENS  # if they were asked for
     ignored_settings: tuple[str, ...] = ()
 

@@ -37,7 +37,13 @@ from inference_svc.turns.admission import Admission
 from inference_svc.turns.agent_lines import AgentLines, MemoryMovedError
 from inference_svc.turns.outbox import Outbox
 from inference_svc.turns.plan_running import PlanRunner, TurnLimits, moved_away
-from inference_svc.turns.prompt_text import order_tools, prompt_text, remembered_order, remembered_time_ms
+from inference_svc.turns.prompt_text import (
+    find_difference,
+    order_tools,
+    prompt_text,
+    remembered_order,
+    remembered_time_ms,
+)
 from inference_svc.turns.shortening import MemoryShortener, Serving
 from inference_svc.turns.turn_data import (
     PromptInput,
@@ -227,6 +233,7 @@ class TurnFlow:
         turn.shortened = what_is_left_out(turn, recollection)
         turn.messages = whole_conversation(request, recollection, is_retry=is_retry)
         text = await self._prompt(turn, remembered_time_ms(turn, recollection), remembered_order(turn, recollection))
+        turn.difference = await find_difference(self._prompting, turn, recollection, text)
         try:
             ran = await self._plans.plan_and_run(turn, recollection, text, budget)
         except errors.ResourceExhausted as error:

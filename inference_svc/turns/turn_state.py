@@ -22,6 +22,7 @@ from inference_svc.memory.reuse_planning import Prepared
 from inference_svc.memory.store.answers import EventCursor
 from inference_svc.model.prompting import Prompting, Tokenized
 from inference_svc.text.conversation import Dialogue, tool_fields
+from inference_svc.text.differences import Difference
 from inference_svc.text.replies.reply_parts import ReplyReader
 from inference_svc.text.shortening import Shorter, as_remembered
 from inference_svc.text.template_clock import TemplateClock
@@ -157,6 +158,7 @@ class TurnState:
     clock: TemplateClock = field(default_factory=TemplateClock)
     tools_order: manifest_pb2.ToolsOrder | None = None  # of the request's tools, as the template is given them
     kept: set[str] = field(default_factory=set)  # rules by which the prompt has what the memory has
+    difference: Difference | None = None  # where the prompt parts from the memory; None: nowhere
     continuation: Continuation | None = None  # None: the prompt's match decides, or no memory was looked at
     prompt_tokens: int = 0
     cached_tokens: int = 0

@@ -21,6 +21,7 @@ from kvasir.cli.showing.terminal import write
 from kvasir.clients import StoreClient
 from kvasir.formats import manifest
 from kvasir.formats.digest import Digest
+from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.cli.running import KVASIR, QUIET, Cli, eventually
 from tests.programs import run
@@ -291,3 +292,13 @@ def test_the_shell_completes_agents_and_policies(cli: Cli, options: tuple[str, .
     assert completions("--address", "unix:/tmp/kv-nobody", "agents", "show", "comp") == []
     assert "q4-rotated" in completions("up", "--kv-policy", "q4")
     assert completions(*options, "models", "load", "kv") == ["kvasir-tiny"]
+
+
+def test_a_talk_says_where_its_prompt_parted_from_the_memory(house: House, cli: Cli, options: tuple[str, ...]) -> None:
+    with house.client() as engine:
+        asked = [{"role": "user", "content": "Hello."}]
+        engine.reply(agent_id="tooled", append_messages=asked, tools=[pb.Tool(name="look")], max_tokens=4)
+    said = cli.done(*options, "chat", "tooled", "--max-tokens", "4", stdin="Go on.\n/memory\nAnd on.\n/memory\n").err
+    parted = "parted at tools: 'user\\nHello.<|im_end|' in place of 'system\\nTools:\\n- look'"
+    assert " ".join(said.split()).count(parted) == 2, said
+    assert "the last prompt: parted" in said

@@ -2,13 +2,16 @@
 gateway's switch chooses.
 """
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 
 from tests.gateway.conftest import Front
+from tests.gateway.page.html_page import Browser
 
 CHAT = "/v1/chat/completions"
 SYSTEM = "You look after a harbour, and you are careful. " * 16
@@ -93,3 +96,74 @@ def test_an_agents_label_holds_for_what_the_gateway_leaves_out_too(front: Front,
     assert "x-kvasir-volatile" not in client.turn("Go on.", billed.format(n=2)).headers
     asked = client.turn("Go on.", billed.format(n=3), **{"x-kvasir-volatile": "billing-line"})
     assert asked.headers["x-kvasir-volatile"] == "billing-line"
+
+
+def why(answer: httpx.Response) -> Any:
+    assert answer.headers["x-kvasir-miss"].isascii()
+    return json.loads(answer.headers["x-kvasir-miss"])
+
+
+def test_an_answer_says_what_was_reused_and_where_its_prompt_parted_from_the_memory(front: Front, names: str) -> None:
+    client, system = Client(front, **{"x-agent-id": names}), "You count ships. " * 8 + "It is 10:{} – süß."
+    first = client.turn("Hello", system.format(30), TOOLS)
+    assert first.headers["x-kvasir-reused"] == f"0 of {client.prompt}; cold"
+    assert "x-kvasir-miss" not in first.headers
+    second = client.turn("Go on.", system.format(30), TOOLS)
+    assert second.headers["x-kvasir-reused"] == f"{client.cached} of {client.prompt}; hot"
+    assert "x-kvasir-miss" not in second.headers
+    clock = why(client.turn("Go on.", system.format(47), TOOLS))
+    assert clock.pop("character") > 100
+    assert clock == {
+        "reason": "text_differs",
+        "message": 0,
+        "role": "system",
+        "what": "clock",
+        "rules": [],
+        "memory": "10:30 – süß.\nTools:\n",
+        "prompt": "10:47 – süß.\nTools:\n",
+    }
+    off = {"x-kvasir-volatile": "none"}
+    tools = why(client.turn("Go on.", system.format(47), moved(TOOLS), **off))
+    assert (tools["role"], tools["what"], tools["rules"]) == ("tools", "order", ["tools-order"])
+    assert "message" not in tools
+
+
+def test_a_billing_line_that_is_prompted_names_its_rule(front: Front, names: str) -> None:
+    client = Client(front, **{"x-agent-id": names, "x-kvasir-volatile": "none"})
+    billed = "x-anthropic-billing-header: cc_version=1; cch={n};\n" + SYSTEM
+    client.turn("Hello", billed.format(n=1111))
+    place = why(client.turn("Go on.", billed.format(n=2222)))
+    assert (place["role"], place["memory"], place["rules"]) == ("system", "cch=1111;\nYou look a", ["billing-line"])
+
+
+def test_a_named_agents_midnight_is_a_branch_that_says_where_and_why(front: Front, names: str) -> None:
+    reminder = "<system-reminder>Today's date is 2026-11-{day}.</system-reminder>"
+    client = Client(front, **{"x-agent-id": names})
+    client.turn(reminder.format(day=23))
+    client.said[0]["content"] = reminder.format(day=24)
+    answer = client.turn("Go on.")
+    assert answer.headers["x-agent-memory"] == "branched"
+    place = why(answer)
+    assert (place["message"], place["role"], place["what"], place["rules"]) == (1, "user", "date", [])
+    assert (place["memory"], place["prompt"]) == ("2026-11-23.</system-", "2026-11-24.</system-")
+
+
+def test_what_parted_is_for_the_keys_owner_alone(front: Front) -> None:
+    canary, client = "Zanzibar-4711", Client(front)
+    client.turn(f"Hello {canary}")
+    client.said[0]["content"] = "Hello Timbuktu"
+    named = {"x-agent-id": client.agents.pop()}
+    assert canary in why(client.turn("Go on.", **named))["memory"]
+    for log in (front.house.engine.log, front.house.store.log, front.gateway.log):
+        assert canary not in log
+        assert "Timbuktu" not in log
+    stranger = Client(front)
+    stranger.front = replace(front, keys=front.keys | {"ada": front.keys["eve"]})
+    aside = {"x-agent-memory": "read-only"}
+    assert "x-kvasir-miss" not in stranger.turn("Hello Timbuktu", **named, **aside).headers
+    ada, eve = Browser(front.gateway.url), Browser(front.gateway.url)
+    for browser, name in ((ada, "ada"), (eve, "eve")):
+        browser.sign_in(front.keys[name])
+    rows = [row.text for row in ada.get("/").all("tr") if named["x-agent-id"] in row.text]
+    assert any("message 1, user" in row and canary in row for row in rows)
+    assert canary not in eve.get("/").text

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from kvasir.call_context import TRACE_KEY, name_call
 from kvasir.errors import Internal, InvalidArgument, KvasirError, NotFound
+from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.names import check_agent_id
 from kvasir.server.log_errors import places
 from kvasir.server.traces import Traces
@@ -302,10 +303,10 @@ class Gateway:
             if not turn.is_streamed:
                 reply = await unless_left(call.request.receive, gather(events))
                 memory.left()
-                headers |= heads.told(call.reading, memory.agent_id, turn, reply.started) | self._reported(call)
+                headers |= self._told(call, memory.agent_id, turn, reply.started)
                 return JSONResponse(whole(asked, reply), headers=headers)
             first = await unless_left(call.request.receive, anext(events))
-            headers |= heads.told(call.reading, memory.agent_id, turn, first.started) | self._reported(call)
+            headers |= self._told(call, memory.agent_id, turn, first.started)
         except BaseException:
             memory.left()
             await events.aclose()
@@ -321,6 +322,11 @@ class Gateway:
             error_event=lambda error: api.error_event(error, call.request_id),
             headers={**headers, "content-type": api.stream_type},
         )
+
+    def _told(self, call: Call, agent_id: str, turn: Turn, started: pb.Started) -> dict[str, str]:
+        """What is known once a turn has begun, for its reader and for the operator's page."""
+        self._around.page.part(call.namespace, agent_id, started)
+        return heads.told(call.reading, agent_id, turn, started) | self._reported(call)
 
     def _ready(self, call: Call, translate: Callable[[], Turn]) -> Ready:
         """The turn, with what the request says beside its body. In any thread. Raises InvalidArgument."""

@@ -156,7 +156,8 @@ def document(version: str) -> Json:
             "description": "x-agent-id names the agent whose memory a turn reads and extends. Without it, a "
             "conversation is found again by its messages. The answer's x-agent-memory says what the turn did to it, "
             "x-kvasir-ignored which of the request's fields were ignored, x-kvasir-side-call why it leaves no "
-            "memory, and x-kvasir-volatile which rules changed its prompt.",
+            "memory, x-kvasir-volatile which rules changed its prompt, x-kvasir-reused how much of it was not "
+            "computed, and x-kvasir-miss why not more.",
         },
         "security": [{"bearer": []}, {"key": []}],
         "paths": paths,

@@ -23,7 +23,8 @@ from kvasir_gateway.errors import refused
 _LOCAL_NAMES = frozenset({"localhost"})
 _NO_HOST = frozenset("/?#@\\ \t")
 _MAX_KEY_CHARS = 4096
-_EXPOSED = ("x-request-id", "request-id", "x-agent-id", "x-agent-memory", "retry-after")
+_REUSE = ("x-kvasir-reused", "x-kvasir-miss", "x-kvasir-volatile", "x-kvasir-ignored", "x-kvasir-side-call")
+_EXPOSED = ("x-request-id", "request-id", "x-agent-id", "x-agent-memory", "retry-after", *_REUSE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from google.protobuf.timestamp_pb2 import Timestamp
 from kvasir.errors import KvasirError
 from kvasir.inference.v1 import inference_pb2 as pb
 
@@ -14,6 +15,7 @@ MINUTES = 60
 _SAMPLED_EVERY_S = 20.0
 _ASKED_S = 5.0
 _MOST_NAMESPACES = 256
+_MOST_PARTED = 20  # turns of a namespace
 Counts = Mapping[str, int]
 
 
@@ -24,6 +26,15 @@ class Minute:
     number: int  # since 1970
     sources: Counter[str] = field(default_factory=Counter)
     misses: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class Parted:
+    """A turn whose prompt parted from its agent's memory. It quotes both, so only who may read the memory sees it."""
+
+    at: Timestamp
+    agent_id: str
+    started: pb.Started
 
 
 @dataclass(slots=True)
@@ -42,6 +53,7 @@ class History:
         """`now`: Unix seconds."""
         self._now = now
         self._watched: OrderedDict[str, _Watched] = OrderedDict()
+        self._parted: OrderedDict[str, deque[Parted]] = OrderedDict()
 
     async def follow(self, engine: EngineLink) -> None:
         """Look for ever at every namespace that the gateway's own credential may see."""
@@ -73,6 +85,19 @@ class History:
         watched.minutes[-1].sources.update(_since(watched.sources, sources))
         watched.minutes[-1].misses.update(_since(watched.misses, misses))
         watched.sources, watched.misses = sources, misses
+
+    def part(self, namespace: str, agent_id: str, started: pb.Started) -> None:
+        """Note a turn, if its prompt parted from its memory."""
+        if started.HasField("difference"):
+            newest = self._parted.setdefault(namespace, deque(maxlen=_MOST_PARTED))
+            newest.appendleft(Parted(Timestamp(seconds=int(self._now())), agent_id, started))
+            self._parted.move_to_end(namespace)
+            while len(self._parted) > _MOST_NAMESPACES:
+                self._parted.popitem(last=False)
+
+    def parted(self, namespace: str) -> Sequence[Parted]:
+        """The newest turns whose prompts parted from their memories, the newest first."""
+        return tuple(self._parted.get(namespace, ()))
 
     def last_hour(self, namespace: str) -> Sequence[Minute]:
         """The last MINUTES minutes, the oldest first; one in which nobody looked is empty."""

@@ -13,7 +13,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 
 from kvasir_gateway.page import tree
 from kvasir_gateway.page.chart import Chart, chart
-from kvasir_gateway.page.history import History
+from kvasir_gateway.page.history import History, Parted
 
 AGENTS_A_PAGE = 25
 _VERSIONS_A_PAGE = 200
@@ -83,16 +83,22 @@ def own_stats(stats: pb.GetStatsResponse, namespace: str) -> pb.NamespaceStats:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """The last hour: where turns' memories came from, and why less was reused than could have been."""
+    """The last hour: where turns' memories came from, why less was reused than could have been, and where prompts
+    parted from memories.
+    """
 
     sources: Chart
     misses: Chart
+    parted: Sequence[Parted]
 
 
-def reuse(history: History, namespace: str) -> Reuse:
+def reuse(history: History, namespace: str, asking: str) -> Reuse:
+    """`asking`: the namespace of the key that asks; empty where there are no keys."""
     minutes = history.last_hour(namespace)
     return Reuse(
-        chart([minute.sources for minute in minutes], _SOURCES), chart([minute.misses for minute in minutes], ())
+        chart([minute.sources for minute in minutes], _SOURCES),
+        chart([minute.misses for minute in minutes], ()),
+        history.parted(asking),
     )
 
 

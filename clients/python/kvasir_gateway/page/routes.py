@@ -12,6 +12,7 @@ from urllib.parse import parse_qs
 from kvasir.clients import AioInferenceClient
 from kvasir.errors import Internal, InvalidArgument, KvasirError, Unauthenticated
 from kvasir.formats.digest import is_hash
+from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.names import check_agent_id, check_request_id
 from kvasir.server.log_errors import places
 from starlette.requests import ClientDisconnect, Request
@@ -87,6 +88,10 @@ class GatewayPage:
             self._guarded("/page/assets/{name}", self.asset, methods=["GET"]),
         ]
 
+    def part(self, namespace: str, agent_id: str, started: pb.Started) -> None:
+        """Note where a turn's prompt parted from its memory, for who may read that."""
+        self._history.part(namespace, agent_id, started)
+
     async def front(self, request: Request) -> Response:
         """The overview for browsers. Clients of Ollama's API look here for its words."""
         if "text/html" not in request.headers.get("accept", ""):
@@ -105,7 +110,7 @@ class GatewayPage:
         if health.value is not None:
             namespace = health.value.mine.namespace
             self._history.note(health.value.mine)
-        reuse = looking.reuse(self._history, namespace)
+        reuse = looking.reuse(self._history, namespace, look.namespace)
         return look.shown(
             "overview.html",
             health=health,

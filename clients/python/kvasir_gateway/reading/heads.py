@@ -1,7 +1,8 @@
 """What a request's headers, path and query say, and what its answer's headers say of the memory."""
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
@@ -9,6 +10,7 @@ from urllib.parse import unquote
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.names import check_agent_id, check_request_id
+from kvasir.volatile import BILLING_LINE
 from starlette.requests import Request
 
 from kvasir_gateway.reading.tolerance import Reading
@@ -39,7 +41,7 @@ def with_memory(request: Request, agent_id: str, turn: Turn) -> Turn:
 def told(reading: Reading, agent_id: str, turn: Turn, started: pb.Started) -> dict[str, str]:
     """What the turn does to which agent's memory, and what else is known once it has begun."""
     reading.applied(started.kept)
-    headers = reading.headers()
+    headers = reading.headers() | _reuse(started, [BILLING_LINE] if reading.is_billed else [])
     done = pb.Continuation.Name(started.continuation).removeprefix("CONTINUATION_").lower()
     if started.source == pb.CACHE_SOURCE_REPLAY:
         done = "replayed"
@@ -48,6 +50,24 @@ def told(reading: Reading, agent_id: str, turn: Turn, started: pb.Started) -> di
     elif turn.memory.get("memory_mode") == pb.MEMORY_MODE_READ_ONLY:
         done = "read-only"
     return {**headers, "x-agent-memory": done, "x-agent-id": agent_id.encode().decode("latin-1")}
+
+
+def _reuse(started: pb.Started, rules_for_system: Sequence[str]) -> dict[str, str]:
+    """How much of the prompt was not computed; and, in JSON of ASCII alone, why not more. `rules_for_system`: those of
+    the gateway that are off, and would have changed a system's text.
+    """
+    source = pb.CacheSource.Name(started.source).removeprefix("CACHE_SOURCE_").lower()
+    headers = {"x-kvasir-reused": f"{started.cached_tokens} of {started.prompt_tokens}; {source}"}
+    parted = started.difference if started.HasField("difference") else None
+    if parted is None and started.miss in (pb.MISS_REASON_UNSPECIFIED, pb.MISS_REASON_NEW_AGENT):
+        return headers
+    why: dict[str, Any] = {"reason": pb.MissReason.Name(started.miss).removeprefix("MISS_REASON_").lower()}
+    if parted is not None:
+        why |= {"character": parted.character, "memory": parted.remembered, "prompt": parted.given}
+        why |= {"message": parted.message} if parted.HasField("message") else {}
+        rules = [*parted.rules, *(rules_for_system if parted.role == "system" else ())]
+        why |= {"role": parted.role, "what": parted.what, "rules": rules}
+    return {**headers, "x-kvasir-miss": json.dumps({name: value for name, value in why.items() if value != ""})}
 
 
 def agent_of(request: Request) -> str:

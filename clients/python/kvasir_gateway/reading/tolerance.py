@@ -47,6 +47,7 @@ class Reading:
     seals: ThoughtSeals | None = None  # None: no thoughts are known as ours
     side_rules: Sequence[SideRule] = ()
     side_call: str = ""  # the rule that took the turn for one
+    is_billed: bool = False  # it has billing lines, which no rule leaves out
     _ignored: set[str] = field(default_factory=set)
     _applied: set[str] = field(default_factory=set)
 
@@ -81,6 +82,7 @@ class Reading:
         return "".join(map(self._lasting, texts) if role == "system" else texts)
 
     def _lasting(self, text: str) -> str:
+        self.is_billed |= self.rules.would_leave_out(text)
         lasting = self.rules.lasting(text)
         if lasting != text:
             self.applied([BILLING_LINE])

@@ -27,6 +27,10 @@ class Rules:
         is_billed = BILLING_LINE in self.names and text.startswith(BILLING)
         return text.partition("\n")[2] if is_billed else text
 
+    def would_leave_out(self, text: str) -> bool:
+        """Whether the rule for billing lines would change the text, and is off."""
+        return BILLING_LINE not in self.names and text.startswith(BILLING)
+
     def for_engine(self) -> pb.VolatileRules | None:
         """None: its own defaults."""
         if self.names == DEFAULT and not self.is_asked:

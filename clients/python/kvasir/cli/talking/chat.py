@@ -112,6 +112,7 @@ class Conversation:
     agent: str
     system: str
     options: GenerateOptions
+    _newest: TurnResult | None = None  # the last turn
 
     def meet(self) -> None:
         """Find the engine, and wait for one that is starting. A person is told with whom they talk."""
@@ -227,6 +228,7 @@ class Conversation:
 
     def _show_reuse(self, result: TurnResult) -> None:
         """Show dimly what the turn reused. A script gets the whole turn as one line of JSON."""
+        self._newest = result
         if self.caller.as_json:
             self.caller.line(
                 {
@@ -242,6 +244,8 @@ class Conversation:
                     "memory_tokens": result.memory_tokens,
                     "context_tokens": result.context_tokens,
                     "left_out_messages": result.left_out,
+                    "kept": list(result.kept),
+                    "parted": result.parted,
                 }
             )
             return
@@ -254,6 +258,8 @@ class Conversation:
             f"first token after {result.first_token_s * 1000:.0f} ms, {kept}",
             style="dim",
         )
+        if reuse := _reuse_words(result):
+            self.caller.err.print(reuse, style="dim")
         self._warn_when_full(result)
 
     def _warn_when_full(self, result: TurnResult) -> None:
@@ -297,6 +303,14 @@ class Conversation:
             table.add_row(said.name or said.role, manifests.without_guards(said.content))
         self.caller.err.print(table)
         self.caller.say(f"{newest.token_count} tokens, {size(newest.total_bytes)}; {versions}")
+        if self._newest is not None and (reuse := _reuse_words(self._newest)):
+            self.caller.say(f"the last prompt: {reuse}")
+
+
+def _reuse_words(result: TurnResult) -> str:
+    """What the prompt had of the memory by rules, and where it parted from it."""
+    kept = f"kept as the memory has it: {', '.join(result.kept)}" if result.kept else ""
+    return "; ".join(each for each in (kept, result.parted) if each)
 
 
 def _not_durable(result: TurnResult) -> str:

@@ -27,6 +27,8 @@ class TurnResult:
     memory_tokens: int = 0  # that the agent remembers now; 0 where nothing is kept
     context_tokens: int = 0
     left_out: int = 0  # messages, because the conversation is too long
+    kept: tuple[str, ...] = ()  # rules by which the prompt had what the memory has
+    parted: str = ""  # where the prompt parted from the memory
 
     @property
     def computed_prompt_tokens(self) -> int:
@@ -84,7 +86,17 @@ def _result(reply: Reply, first_token_s: float) -> TurnResult:
         memory_tokens=finished.memory_tokens,
         context_tokens=finished.context_tokens,
         left_out=finished.shortening.dropped_messages,
+        kept=tuple(started.kept),
+        parted=parted_words(started.difference) if started.HasField("difference") else "",
     )
+
+
+def parted_words(place: pb.Difference) -> str:
+    """Where a prompt parted from the memory, for people."""
+    where = f"message {place.message} ({place.role})" if place.HasField("message") else place.role or "the text"
+    what = f" ({place.what})" if place.what else ""
+    helps = f"; the rule {', '.join(place.rules)} helps" if place.rules else ""
+    return f"parted at {where}: {place.given!r} in place of {place.remembered!r}{what}{helps}"
 
 
 def _word(name: str, prefix: str) -> str:

@@ -406,7 +406,7 @@ class Moved(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., resume_token: _Optional[str] = ..., expires_in: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("request_id", "model", "prompt_tokens", "cached_tokens", "source", "reason", "miss", "match", "parent_version", "continuation", "base_version", "kept", "prompt_token_ids", "ignored_settings")
+    __slots__ = ("request_id", "model", "prompt_tokens", "cached_tokens", "source", "reason", "miss", "match", "parent_version", "continuation", "base_version", "kept", "prompt_token_ids", "ignored_settings", "difference")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -421,6 +421,7 @@ class Started(_message.Message):
     KEPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     IGNORED_SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     prompt_tokens: int
@@ -435,7 +436,26 @@ class Started(_message.Message):
     kept: _containers.RepeatedScalarFieldContainer[str]
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     ignored_settings: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., source: _Optional[_Union[CacheSource, str]] = ..., reason: _Optional[str] = ..., miss: _Optional[_Union[MissReason, str]] = ..., match: _Optional[_Union[PrefixMatch, str]] = ..., parent_version: _Optional[int] = ..., continuation: _Optional[_Union[Continuation, str]] = ..., base_version: _Optional[int] = ..., kept: _Optional[_Iterable[str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., ignored_settings: _Optional[_Iterable[str]] = ...) -> None: ...
+    difference: Difference
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., source: _Optional[_Union[CacheSource, str]] = ..., reason: _Optional[str] = ..., miss: _Optional[_Union[MissReason, str]] = ..., match: _Optional[_Union[PrefixMatch, str]] = ..., parent_version: _Optional[int] = ..., continuation: _Optional[_Union[Continuation, str]] = ..., base_version: _Optional[int] = ..., kept: _Optional[_Iterable[str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., ignored_settings: _Optional[_Iterable[str]] = ..., difference: _Optional[_Union[Difference, _Mapping]] = ...) -> None: ...
+
+class Difference(_message.Message):
+    __slots__ = ("character", "remembered", "given", "message", "role", "what", "rules")
+    CHARACTER_FIELD_NUMBER: _ClassVar[int]
+    REMEMBERED_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    RULES_FIELD_NUMBER: _ClassVar[int]
+    character: int
+    remembered: str
+    given: str
+    message: int
+    role: str
+    what: str
+    rules: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, character: _Optional[int] = ..., remembered: _Optional[str] = ..., given: _Optional[str] = ..., message: _Optional[int] = ..., role: _Optional[str] = ..., what: _Optional[str] = ..., rules: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PrefillProgress(_message.Message):
     __slots__ = ("tokens_done", "tokens_total")

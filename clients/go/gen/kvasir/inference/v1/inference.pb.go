@@ -2156,8 +2156,10 @@ type Started struct {
 	PromptTokenIds []uint32 `protobuf:"varint,13,rep,packed,name=prompt_token_ids,json=promptTokenIds,proto3" json:"prompt_token_ids,omitempty"`
 	// With ignore_unread_settings, what was left out: "thinking.mode", "thinking.budget_tokens", "thinking.effort", "template_settings.NAME".
 	IgnoredSettings []string `protobuf:"bytes,14,rep,name=ignored_settings,json=ignoredSettings,proto3" json:"ignored_settings,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Where the prompt parts from what the agent remembers; absent: nowhere. It quotes both: not for logs.
+	Difference    *Difference `protobuf:"bytes,15,opt,name=difference,proto3" json:"difference,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Started) Reset() {
@@ -2288,6 +2290,111 @@ func (x *Started) GetIgnoredSettings() []string {
 	return nil
 }
 
+func (x *Started) GetDifference() *Difference {
+	if x != nil {
+		return x.Difference
+	}
+	return nil
+}
+
+// Difference is the first place at which a prompt and its agent's memory are not the same.
+type Difference struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Code points of the prompt before it.
+	Character int64 `protobuf:"varint,1,opt,name=character,proto3" json:"character,omitempty"`
+	// At most 20 characters of each, from the beginning of the word on that differs.
+	Remembered string `protobuf:"bytes,2,opt,name=remembered,proto3" json:"remembered,omitempty"`
+	Given      string `protobuf:"bytes,3,opt,name=given,proto3" json:"given,omitempty"`
+	// The message in which it lies, from 0, and its role ("system", …). Absent and "tools", or "template": it lies in what the template prints of tools, or by itself.
+	Message *int32 `protobuf:"varint,4,opt,name=message,proto3,oneof" json:"message,omitempty"`
+	Role    string `protobuf:"bytes,5,opt,name=role,proto3" json:"role,omitempty"`
+	// If nothing else differs in the message: "date", "clock", "date and clock". "order" of tools; "date" of a template.
+	What string `protobuf:"bytes,6,opt,name=what,proto3" json:"what,omitempty"`
+	// The rules of VolatileRules that would have kept what the memory has.
+	Rules         []string `protobuf:"bytes,7,rep,name=rules,proto3" json:"rules,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Difference) Reset() {
+	*x = Difference{}
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Difference) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Difference) ProtoMessage() {}
+
+func (x *Difference) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Difference.ProtoReflect.Descriptor instead.
+func (*Difference) Descriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *Difference) GetCharacter() int64 {
+	if x != nil {
+		return x.Character
+	}
+	return 0
+}
+
+func (x *Difference) GetRemembered() string {
+	if x != nil {
+		return x.Remembered
+	}
+	return ""
+}
+
+func (x *Difference) GetGiven() string {
+	if x != nil {
+		return x.Given
+	}
+	return ""
+}
+
+func (x *Difference) GetMessage() int32 {
+	if x != nil && x.Message != nil {
+		return *x.Message
+	}
+	return 0
+}
+
+func (x *Difference) GetRole() string {
+	if x != nil {
+		return x.Role
+	}
+	return ""
+}
+
+func (x *Difference) GetWhat() string {
+	if x != nil {
+		return x.What
+	}
+	return ""
+}
+
+func (x *Difference) GetRules() []string {
+	if x != nil {
+		return x.Rules
+	}
+	return nil
+}
+
 type PrefillProgress struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	TokensDone    int64                  `protobuf:"varint,1,opt,name=tokens_done,json=tokensDone,proto3" json:"tokens_done,omitempty"`
@@ -2298,7 +2405,7 @@ type PrefillProgress struct {
 
 func (x *PrefillProgress) Reset() {
 	*x = PrefillProgress{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[13]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2310,7 +2417,7 @@ func (x *PrefillProgress) String() string {
 func (*PrefillProgress) ProtoMessage() {}
 
 func (x *PrefillProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[13]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2323,7 +2430,7 @@ func (x *PrefillProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillProgress.ProtoReflect.Descriptor instead.
 func (*PrefillProgress) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{13}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *PrefillProgress) GetTokensDone() int64 {
@@ -2359,7 +2466,7 @@ type Delta struct {
 
 func (x *Delta) Reset() {
 	*x = Delta{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2371,7 +2478,7 @@ func (x *Delta) String() string {
 func (*Delta) ProtoMessage() {}
 
 func (x *Delta) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2384,7 +2491,7 @@ func (x *Delta) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Delta.ProtoReflect.Descriptor instead.
 func (*Delta) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{14}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Delta) GetText() string {
@@ -2436,7 +2543,7 @@ type TokenLogprobs struct {
 
 func (x *TokenLogprobs) Reset() {
 	*x = TokenLogprobs{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2448,7 +2555,7 @@ func (x *TokenLogprobs) String() string {
 func (*TokenLogprobs) ProtoMessage() {}
 
 func (x *TokenLogprobs) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2461,7 +2568,7 @@ func (x *TokenLogprobs) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenLogprobs.ProtoReflect.Descriptor instead.
 func (*TokenLogprobs) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{15}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *TokenLogprobs) GetLogprob() float32 {
@@ -2496,7 +2603,7 @@ type TokenLogprob struct {
 
 func (x *TokenLogprob) Reset() {
 	*x = TokenLogprob{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2508,7 +2615,7 @@ func (x *TokenLogprob) String() string {
 func (*TokenLogprob) ProtoMessage() {}
 
 func (x *TokenLogprob) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2521,7 +2628,7 @@ func (x *TokenLogprob) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenLogprob.ProtoReflect.Descriptor instead.
 func (*TokenLogprob) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{16}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *TokenLogprob) GetTokenId() uint32 {
@@ -2568,7 +2675,7 @@ type Finished struct {
 
 func (x *Finished) Reset() {
 	*x = Finished{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2580,7 +2687,7 @@ func (x *Finished) String() string {
 func (*Finished) ProtoMessage() {}
 
 func (x *Finished) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2593,7 +2700,7 @@ func (x *Finished) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Finished.ProtoReflect.Descriptor instead.
 func (*Finished) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{17}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *Finished) GetReason() FinishReason {
@@ -2682,7 +2789,7 @@ type Shortening struct {
 
 func (x *Shortening) Reset() {
 	*x = Shortening{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2694,7 +2801,7 @@ func (x *Shortening) String() string {
 func (*Shortening) ProtoMessage() {}
 
 func (x *Shortening) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2707,7 +2814,7 @@ func (x *Shortening) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Shortening.ProtoReflect.Descriptor instead.
 func (*Shortening) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{18}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *Shortening) GetPolicy() OnFullPolicy {
@@ -2749,7 +2856,7 @@ type Usage struct {
 
 func (x *Usage) Reset() {
 	*x = Usage{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2761,7 +2868,7 @@ func (x *Usage) String() string {
 func (*Usage) ProtoMessage() {}
 
 func (x *Usage) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2774,7 +2881,7 @@ func (x *Usage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Usage.ProtoReflect.Descriptor instead.
 func (*Usage) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{19}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Usage) GetPromptTokens() int64 {
@@ -2813,7 +2920,7 @@ type Timings struct {
 
 func (x *Timings) Reset() {
 	*x = Timings{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2825,7 +2932,7 @@ func (x *Timings) String() string {
 func (*Timings) ProtoMessage() {}
 
 func (x *Timings) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2838,7 +2945,7 @@ func (x *Timings) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Timings.ProtoReflect.Descriptor instead.
 func (*Timings) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{20}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Timings) GetQueue() *durationpb.Duration {
@@ -2893,7 +3000,7 @@ type SnapshotOutcome struct {
 
 func (x *SnapshotOutcome) Reset() {
 	*x = SnapshotOutcome{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2905,7 +3012,7 @@ func (x *SnapshotOutcome) String() string {
 func (*SnapshotOutcome) ProtoMessage() {}
 
 func (x *SnapshotOutcome) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2918,7 +3025,7 @@ func (x *SnapshotOutcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotOutcome.ProtoReflect.Descriptor instead.
 func (*SnapshotOutcome) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{21}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *SnapshotOutcome) GetState() SnapshotState {
@@ -2964,7 +3071,7 @@ type ListTurnsRequest struct {
 
 func (x *ListTurnsRequest) Reset() {
 	*x = ListTurnsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2976,7 +3083,7 @@ func (x *ListTurnsRequest) String() string {
 func (*ListTurnsRequest) ProtoMessage() {}
 
 func (x *ListTurnsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2989,7 +3096,7 @@ func (x *ListTurnsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTurnsRequest.ProtoReflect.Descriptor instead.
 func (*ListTurnsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{22}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{23}
 }
 
 type ListTurnsResponse struct {
@@ -3002,7 +3109,7 @@ type ListTurnsResponse struct {
 
 func (x *ListTurnsResponse) Reset() {
 	*x = ListTurnsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3014,7 +3121,7 @@ func (x *ListTurnsResponse) String() string {
 func (*ListTurnsResponse) ProtoMessage() {}
 
 func (x *ListTurnsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3027,7 +3134,7 @@ func (x *ListTurnsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTurnsResponse.ProtoReflect.Descriptor instead.
 func (*ListTurnsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{23}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *ListTurnsResponse) GetTurns() []*Turn {
@@ -3059,7 +3166,7 @@ type Turn struct {
 
 func (x *Turn) Reset() {
 	*x = Turn{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3071,7 +3178,7 @@ func (x *Turn) String() string {
 func (*Turn) ProtoMessage() {}
 
 func (x *Turn) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3084,7 +3191,7 @@ func (x *Turn) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Turn.ProtoReflect.Descriptor instead.
 func (*Turn) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{24}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *Turn) GetRequestId() string {
@@ -3152,7 +3259,7 @@ type CancelTurnRequest struct {
 
 func (x *CancelTurnRequest) Reset() {
 	*x = CancelTurnRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3164,7 +3271,7 @@ func (x *CancelTurnRequest) String() string {
 func (*CancelTurnRequest) ProtoMessage() {}
 
 func (x *CancelTurnRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3177,7 +3284,7 @@ func (x *CancelTurnRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelTurnRequest.ProtoReflect.Descriptor instead.
 func (*CancelTurnRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{25}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *CancelTurnRequest) GetRequestId() string {
@@ -3197,7 +3304,7 @@ type CancelTurnResponse struct {
 
 func (x *CancelTurnResponse) Reset() {
 	*x = CancelTurnResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3209,7 +3316,7 @@ func (x *CancelTurnResponse) String() string {
 func (*CancelTurnResponse) ProtoMessage() {}
 
 func (x *CancelTurnResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3222,7 +3329,7 @@ func (x *CancelTurnResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelTurnResponse.ProtoReflect.Descriptor instead.
 func (*CancelTurnResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{26}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *CancelTurnResponse) GetFinished() []*Finished {
@@ -3242,7 +3349,7 @@ type ListHotMemoriesRequest struct {
 
 func (x *ListHotMemoriesRequest) Reset() {
 	*x = ListHotMemoriesRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3254,7 +3361,7 @@ func (x *ListHotMemoriesRequest) String() string {
 func (*ListHotMemoriesRequest) ProtoMessage() {}
 
 func (x *ListHotMemoriesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3267,7 +3374,7 @@ func (x *ListHotMemoriesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListHotMemoriesRequest.ProtoReflect.Descriptor instead.
 func (*ListHotMemoriesRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{27}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *ListHotMemoriesRequest) GetAgentIds() []string {
@@ -3287,7 +3394,7 @@ type ListHotMemoriesResponse struct {
 
 func (x *ListHotMemoriesResponse) Reset() {
 	*x = ListHotMemoriesResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3299,7 +3406,7 @@ func (x *ListHotMemoriesResponse) String() string {
 func (*ListHotMemoriesResponse) ProtoMessage() {}
 
 func (x *ListHotMemoriesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3312,7 +3419,7 @@ func (x *ListHotMemoriesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListHotMemoriesResponse.ProtoReflect.Descriptor instead.
 func (*ListHotMemoriesResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{28}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *ListHotMemoriesResponse) GetMemories() []*HotMemory {
@@ -3340,7 +3447,7 @@ type HotMemory struct {
 
 func (x *HotMemory) Reset() {
 	*x = HotMemory{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3352,7 +3459,7 @@ func (x *HotMemory) String() string {
 func (*HotMemory) ProtoMessage() {}
 
 func (x *HotMemory) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3365,7 +3472,7 @@ func (x *HotMemory) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HotMemory.ProtoReflect.Descriptor instead.
 func (*HotMemory) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{29}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *HotMemory) GetAgentId() string {
@@ -3430,7 +3537,7 @@ type WarmRequest struct {
 
 func (x *WarmRequest) Reset() {
 	*x = WarmRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3442,7 +3549,7 @@ func (x *WarmRequest) String() string {
 func (*WarmRequest) ProtoMessage() {}
 
 func (x *WarmRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3455,7 +3562,7 @@ func (x *WarmRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmRequest.ProtoReflect.Descriptor instead.
 func (*WarmRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{30}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *WarmRequest) GetModel() string {
@@ -3595,7 +3702,7 @@ type WarmResponse struct {
 
 func (x *WarmResponse) Reset() {
 	*x = WarmResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3607,7 +3714,7 @@ func (x *WarmResponse) String() string {
 func (*WarmResponse) ProtoMessage() {}
 
 func (x *WarmResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3620,7 +3727,7 @@ func (x *WarmResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmResponse.ProtoReflect.Descriptor instead.
 func (*WarmResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{31}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *WarmResponse) GetModel() string {
@@ -3723,7 +3830,7 @@ type CountTokensRequest struct {
 
 func (x *CountTokensRequest) Reset() {
 	*x = CountTokensRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3735,7 +3842,7 @@ func (x *CountTokensRequest) String() string {
 func (*CountTokensRequest) ProtoMessage() {}
 
 func (x *CountTokensRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3748,7 +3855,7 @@ func (x *CountTokensRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CountTokensRequest.ProtoReflect.Descriptor instead.
 func (*CountTokensRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{32}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *CountTokensRequest) GetModel() string {
@@ -3860,7 +3967,7 @@ type CountTokensResponse struct {
 
 func (x *CountTokensResponse) Reset() {
 	*x = CountTokensResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3872,7 +3979,7 @@ func (x *CountTokensResponse) String() string {
 func (*CountTokensResponse) ProtoMessage() {}
 
 func (x *CountTokensResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3885,7 +3992,7 @@ func (x *CountTokensResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CountTokensResponse.ProtoReflect.Descriptor instead.
 func (*CountTokensResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{33}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *CountTokensResponse) GetTokens() int64 {
@@ -3914,7 +4021,7 @@ type LoadModelRequest struct {
 
 func (x *LoadModelRequest) Reset() {
 	*x = LoadModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3926,7 +4033,7 @@ func (x *LoadModelRequest) String() string {
 func (*LoadModelRequest) ProtoMessage() {}
 
 func (x *LoadModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3939,7 +4046,7 @@ func (x *LoadModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadModelRequest.ProtoReflect.Descriptor instead.
 func (*LoadModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{34}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *LoadModelRequest) GetModel() string {
@@ -3969,7 +4076,7 @@ type LoadModelResponse struct {
 
 func (x *LoadModelResponse) Reset() {
 	*x = LoadModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3981,7 +4088,7 @@ func (x *LoadModelResponse) String() string {
 func (*LoadModelResponse) ProtoMessage() {}
 
 func (x *LoadModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3994,7 +4101,7 @@ func (x *LoadModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadModelResponse.ProtoReflect.Descriptor instead.
 func (*LoadModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{35}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *LoadModelResponse) GetEvent() isLoadModelResponse_Event {
@@ -4049,7 +4156,7 @@ type LoadProgress struct {
 
 func (x *LoadProgress) Reset() {
 	*x = LoadProgress{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4061,7 +4168,7 @@ func (x *LoadProgress) String() string {
 func (*LoadProgress) ProtoMessage() {}
 
 func (x *LoadProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4074,7 +4181,7 @@ func (x *LoadProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadProgress.ProtoReflect.Descriptor instead.
 func (*LoadProgress) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{36}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *LoadProgress) GetStage() LoadStage {
@@ -4102,7 +4209,7 @@ type LoadedModel struct {
 
 func (x *LoadedModel) Reset() {
 	*x = LoadedModel{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4114,7 +4221,7 @@ func (x *LoadedModel) String() string {
 func (*LoadedModel) ProtoMessage() {}
 
 func (x *LoadedModel) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4127,7 +4234,7 @@ func (x *LoadedModel) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadedModel.ProtoReflect.Descriptor instead.
 func (*LoadedModel) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{37}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *LoadedModel) GetModel() *Model {
@@ -4156,7 +4263,7 @@ type UnloadModelRequest struct {
 
 func (x *UnloadModelRequest) Reset() {
 	*x = UnloadModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4168,7 +4275,7 @@ func (x *UnloadModelRequest) String() string {
 func (*UnloadModelRequest) ProtoMessage() {}
 
 func (x *UnloadModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4181,7 +4288,7 @@ func (x *UnloadModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadModelRequest.ProtoReflect.Descriptor instead.
 func (*UnloadModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{38}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *UnloadModelRequest) GetModel() string {
@@ -4207,7 +4314,7 @@ type UnloadModelResponse struct {
 
 func (x *UnloadModelResponse) Reset() {
 	*x = UnloadModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4219,7 +4326,7 @@ func (x *UnloadModelResponse) String() string {
 func (*UnloadModelResponse) ProtoMessage() {}
 
 func (x *UnloadModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4232,7 +4339,7 @@ func (x *UnloadModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadModelResponse.ProtoReflect.Descriptor instead.
 func (*UnloadModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{39}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *UnloadModelResponse) GetLeft() *MemoriesLeft {
@@ -4255,7 +4362,7 @@ type MemoriesLeft struct {
 
 func (x *MemoriesLeft) Reset() {
 	*x = MemoriesLeft{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4267,7 +4374,7 @@ func (x *MemoriesLeft) String() string {
 func (*MemoriesLeft) ProtoMessage() {}
 
 func (x *MemoriesLeft) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4280,7 +4387,7 @@ func (x *MemoriesLeft) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemoriesLeft.ProtoReflect.Descriptor instead.
 func (*MemoriesLeft) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{40}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *MemoriesLeft) GetStored() int64 {
@@ -4305,7 +4412,7 @@ type ListModelsRequest struct {
 
 func (x *ListModelsRequest) Reset() {
 	*x = ListModelsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4317,7 +4424,7 @@ func (x *ListModelsRequest) String() string {
 func (*ListModelsRequest) ProtoMessage() {}
 
 func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4330,7 +4437,7 @@ func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsRequest.ProtoReflect.Descriptor instead.
 func (*ListModelsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{41}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{42}
 }
 
 type ListModelsResponse struct {
@@ -4342,7 +4449,7 @@ type ListModelsResponse struct {
 
 func (x *ListModelsResponse) Reset() {
 	*x = ListModelsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4354,7 +4461,7 @@ func (x *ListModelsResponse) String() string {
 func (*ListModelsResponse) ProtoMessage() {}
 
 func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4367,7 +4474,7 @@ func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsResponse.ProtoReflect.Descriptor instead.
 func (*ListModelsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{42}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *ListModelsResponse) GetModels() []*Model {
@@ -4387,7 +4494,7 @@ type GetModelRequest struct {
 
 func (x *GetModelRequest) Reset() {
 	*x = GetModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4399,7 +4506,7 @@ func (x *GetModelRequest) String() string {
 func (*GetModelRequest) ProtoMessage() {}
 
 func (x *GetModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4412,7 +4519,7 @@ func (x *GetModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetModelRequest.ProtoReflect.Descriptor instead.
 func (*GetModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{43}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *GetModelRequest) GetModel() string {
@@ -4431,7 +4538,7 @@ type GetModelResponse struct {
 
 func (x *GetModelResponse) Reset() {
 	*x = GetModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4443,7 +4550,7 @@ func (x *GetModelResponse) String() string {
 func (*GetModelResponse) ProtoMessage() {}
 
 func (x *GetModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4456,7 +4563,7 @@ func (x *GetModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetModelResponse.ProtoReflect.Descriptor instead.
 func (*GetModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{44}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *GetModelResponse) GetModel() *Model {
@@ -4496,7 +4603,7 @@ type Model struct {
 
 func (x *Model) Reset() {
 	*x = Model{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4508,7 +4615,7 @@ func (x *Model) String() string {
 func (*Model) ProtoMessage() {}
 
 func (x *Model) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4521,7 +4628,7 @@ func (x *Model) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Model.ProtoReflect.Descriptor instead.
 func (*Model) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{45}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *Model) GetName() string {
@@ -4644,7 +4751,7 @@ type GetCapabilitiesRequest struct {
 
 func (x *GetCapabilitiesRequest) Reset() {
 	*x = GetCapabilitiesRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4656,7 +4763,7 @@ func (x *GetCapabilitiesRequest) String() string {
 func (*GetCapabilitiesRequest) ProtoMessage() {}
 
 func (x *GetCapabilitiesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4669,7 +4776,7 @@ func (x *GetCapabilitiesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCapabilitiesRequest.ProtoReflect.Descriptor instead.
 func (*GetCapabilitiesRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{46}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{47}
 }
 
 type GetCapabilitiesResponse struct {
@@ -4687,7 +4794,7 @@ type GetCapabilitiesResponse struct {
 
 func (x *GetCapabilitiesResponse) Reset() {
 	*x = GetCapabilitiesResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4699,7 +4806,7 @@ func (x *GetCapabilitiesResponse) String() string {
 func (*GetCapabilitiesResponse) ProtoMessage() {}
 
 func (x *GetCapabilitiesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4712,7 +4819,7 @@ func (x *GetCapabilitiesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCapabilitiesResponse.ProtoReflect.Descriptor instead.
 func (*GetCapabilitiesResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{47}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *GetCapabilitiesResponse) GetVersion() string {
@@ -4770,7 +4877,7 @@ type Limits struct {
 
 func (x *Limits) Reset() {
 	*x = Limits{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4782,7 +4889,7 @@ func (x *Limits) String() string {
 func (*Limits) ProtoMessage() {}
 
 func (x *Limits) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4795,7 +4902,7 @@ func (x *Limits) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Limits.ProtoReflect.Descriptor instead.
 func (*Limits) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{48}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *Limits) GetMaxPromptBytes() int64 {
@@ -4855,7 +4962,7 @@ type GetStatsRequest struct {
 
 func (x *GetStatsRequest) Reset() {
 	*x = GetStatsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[49]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4867,7 +4974,7 @@ func (x *GetStatsRequest) String() string {
 func (*GetStatsRequest) ProtoMessage() {}
 
 func (x *GetStatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[49]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4880,7 +4987,7 @@ func (x *GetStatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatsRequest.ProtoReflect.Descriptor instead.
 func (*GetStatsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{49}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{50}
 }
 
 type GetStatsResponse struct {
@@ -4900,7 +5007,7 @@ type GetStatsResponse struct {
 
 func (x *GetStatsResponse) Reset() {
 	*x = GetStatsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[50]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[51]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4912,7 +5019,7 @@ func (x *GetStatsResponse) String() string {
 func (*GetStatsResponse) ProtoMessage() {}
 
 func (x *GetStatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[50]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[51]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4925,7 +5032,7 @@ func (x *GetStatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatsResponse.ProtoReflect.Descriptor instead.
 func (*GetStatsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{50}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{51}
 }
 
 func (x *GetStatsResponse) GetModel() string {
@@ -4999,7 +5106,7 @@ type NamespaceStats struct {
 
 func (x *NamespaceStats) Reset() {
 	*x = NamespaceStats{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[51]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[52]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5011,7 +5118,7 @@ func (x *NamespaceStats) String() string {
 func (*NamespaceStats) ProtoMessage() {}
 
 func (x *NamespaceStats) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[51]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[52]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5024,7 +5131,7 @@ func (x *NamespaceStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NamespaceStats.ProtoReflect.Descriptor instead.
 func (*NamespaceStats) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{51}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{52}
 }
 
 func (x *NamespaceStats) GetNamespace() string {
@@ -5170,7 +5277,7 @@ type EngineStats struct {
 
 func (x *EngineStats) Reset() {
 	*x = EngineStats{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[52]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[53]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5182,7 +5289,7 @@ func (x *EngineStats) String() string {
 func (*EngineStats) ProtoMessage() {}
 
 func (x *EngineStats) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[52]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[53]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5195,7 +5302,7 @@ func (x *EngineStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EngineStats.ProtoReflect.Descriptor instead.
 func (*EngineStats) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{52}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{53}
 }
 
 func (x *EngineStats) GetKvMemoryBytes() int64 {
@@ -5388,7 +5495,7 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x04peer\x18\x01 \x01(\tR\x04peer\x12!\n" +
 	"\fresume_token\x18\x02 \x01(\tR\vresumeToken\x128\n" +
 	"\n" +
-	"expires_in\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\texpiresIn\"\xc1\x04\n" +
+	"expires_in\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\texpiresIn\"\x82\x05\n" +
 	"\aStarted\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -5405,7 +5512,23 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\fbase_version\x18\v \x01(\x03R\vbaseVersion\x12\x12\n" +
 	"\x04kept\x18\f \x03(\tR\x04kept\x12(\n" +
 	"\x10prompt_token_ids\x18\r \x03(\rR\x0epromptTokenIds\x12)\n" +
-	"\x10ignored_settings\x18\x0e \x03(\tR\x0fignoredSettings\"U\n" +
+	"\x10ignored_settings\x18\x0e \x03(\tR\x0fignoredSettings\x12?\n" +
+	"\n" +
+	"difference\x18\x0f \x01(\v2\x1f.kvasir.inference.v1.DifferenceR\n" +
+	"difference\"\xc9\x01\n" +
+	"\n" +
+	"Difference\x12\x1c\n" +
+	"\tcharacter\x18\x01 \x01(\x03R\tcharacter\x12\x1e\n" +
+	"\n" +
+	"remembered\x18\x02 \x01(\tR\n" +
+	"remembered\x12\x14\n" +
+	"\x05given\x18\x03 \x01(\tR\x05given\x12\x1d\n" +
+	"\amessage\x18\x04 \x01(\x05H\x00R\amessage\x88\x01\x01\x12\x12\n" +
+	"\x04role\x18\x05 \x01(\tR\x04role\x12\x12\n" +
+	"\x04what\x18\x06 \x01(\tR\x04what\x12\x14\n" +
+	"\x05rules\x18\a \x03(\tR\x05rulesB\n" +
+	"\n" +
+	"\b_message\"U\n" +
 	"\x0fPrefillProgress\x12\x1f\n" +
 	"\vtokens_done\x18\x01 \x01(\x03R\n" +
 	"tokensDone\x12!\n" +
@@ -5777,7 +5900,7 @@ func file_kvasir_inference_v1_inference_proto_rawDescGZIP() []byte {
 }
 
 var file_kvasir_inference_v1_inference_proto_enumTypes = make([]protoimpl.EnumInfo, 14)
-var file_kvasir_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 63)
+var file_kvasir_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 64)
 var file_kvasir_inference_v1_inference_proto_goTypes = []any{
 	(ThinkingMode)(0),               // 0: kvasir.inference.v1.ThinkingMode
 	(ToolChoiceKind)(0),             // 1: kvasir.inference.v1.ToolChoiceKind
@@ -5806,61 +5929,62 @@ var file_kvasir_inference_v1_inference_proto_goTypes = []any{
 	(*GenerateResponse)(nil),        // 24: kvasir.inference.v1.GenerateResponse
 	(*Moved)(nil),                   // 25: kvasir.inference.v1.Moved
 	(*Started)(nil),                 // 26: kvasir.inference.v1.Started
-	(*PrefillProgress)(nil),         // 27: kvasir.inference.v1.PrefillProgress
-	(*Delta)(nil),                   // 28: kvasir.inference.v1.Delta
-	(*TokenLogprobs)(nil),           // 29: kvasir.inference.v1.TokenLogprobs
-	(*TokenLogprob)(nil),            // 30: kvasir.inference.v1.TokenLogprob
-	(*Finished)(nil),                // 31: kvasir.inference.v1.Finished
-	(*Shortening)(nil),              // 32: kvasir.inference.v1.Shortening
-	(*Usage)(nil),                   // 33: kvasir.inference.v1.Usage
-	(*Timings)(nil),                 // 34: kvasir.inference.v1.Timings
-	(*SnapshotOutcome)(nil),         // 35: kvasir.inference.v1.SnapshotOutcome
-	(*ListTurnsRequest)(nil),        // 36: kvasir.inference.v1.ListTurnsRequest
-	(*ListTurnsResponse)(nil),       // 37: kvasir.inference.v1.ListTurnsResponse
-	(*Turn)(nil),                    // 38: kvasir.inference.v1.Turn
-	(*CancelTurnRequest)(nil),       // 39: kvasir.inference.v1.CancelTurnRequest
-	(*CancelTurnResponse)(nil),      // 40: kvasir.inference.v1.CancelTurnResponse
-	(*ListHotMemoriesRequest)(nil),  // 41: kvasir.inference.v1.ListHotMemoriesRequest
-	(*ListHotMemoriesResponse)(nil), // 42: kvasir.inference.v1.ListHotMemoriesResponse
-	(*HotMemory)(nil),               // 43: kvasir.inference.v1.HotMemory
-	(*WarmRequest)(nil),             // 44: kvasir.inference.v1.WarmRequest
-	(*WarmResponse)(nil),            // 45: kvasir.inference.v1.WarmResponse
-	(*CountTokensRequest)(nil),      // 46: kvasir.inference.v1.CountTokensRequest
-	(*CountTokensResponse)(nil),     // 47: kvasir.inference.v1.CountTokensResponse
-	(*LoadModelRequest)(nil),        // 48: kvasir.inference.v1.LoadModelRequest
-	(*LoadModelResponse)(nil),       // 49: kvasir.inference.v1.LoadModelResponse
-	(*LoadProgress)(nil),            // 50: kvasir.inference.v1.LoadProgress
-	(*LoadedModel)(nil),             // 51: kvasir.inference.v1.LoadedModel
-	(*UnloadModelRequest)(nil),      // 52: kvasir.inference.v1.UnloadModelRequest
-	(*UnloadModelResponse)(nil),     // 53: kvasir.inference.v1.UnloadModelResponse
-	(*MemoriesLeft)(nil),            // 54: kvasir.inference.v1.MemoriesLeft
-	(*ListModelsRequest)(nil),       // 55: kvasir.inference.v1.ListModelsRequest
-	(*ListModelsResponse)(nil),      // 56: kvasir.inference.v1.ListModelsResponse
-	(*GetModelRequest)(nil),         // 57: kvasir.inference.v1.GetModelRequest
-	(*GetModelResponse)(nil),        // 58: kvasir.inference.v1.GetModelResponse
-	(*Model)(nil),                   // 59: kvasir.inference.v1.Model
-	(*GetCapabilitiesRequest)(nil),  // 60: kvasir.inference.v1.GetCapabilitiesRequest
-	(*GetCapabilitiesResponse)(nil), // 61: kvasir.inference.v1.GetCapabilitiesResponse
-	(*Limits)(nil),                  // 62: kvasir.inference.v1.Limits
-	(*GetStatsRequest)(nil),         // 63: kvasir.inference.v1.GetStatsRequest
-	(*GetStatsResponse)(nil),        // 64: kvasir.inference.v1.GetStatsResponse
-	(*NamespaceStats)(nil),          // 65: kvasir.inference.v1.NamespaceStats
-	(*EngineStats)(nil),             // 66: kvasir.inference.v1.EngineStats
-	nil,                             // 67: kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry
-	nil,                             // 68: kvasir.inference.v1.Sampling.LogitBiasEntry
-	nil,                             // 69: kvasir.inference.v1.WarmRequest.TemplateSettingsEntry
-	nil,                             // 70: kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry
-	nil,                             // 71: kvasir.inference.v1.NamespaceStats.TurnEndsEntry
-	nil,                             // 72: kvasir.inference.v1.NamespaceStats.RefusalsEntry
-	nil,                             // 73: kvasir.inference.v1.NamespaceStats.SourcesEntry
-	nil,                             // 74: kvasir.inference.v1.NamespaceStats.MissesEntry
-	nil,                             // 75: kvasir.inference.v1.NamespaceStats.PublicationsEntry
-	nil,                             // 76: kvasir.inference.v1.NamespaceStats.MadeGoodEntry
-	(*v1.Message)(nil),              // 77: kvasir.common.v1.Message
-	(*durationpb.Duration)(nil),     // 78: google.protobuf.Duration
-	(*v1.ToolCall)(nil),             // 79: kvasir.common.v1.ToolCall
-	(*v11.Digest)(nil),              // 80: kvasir.cachestore.v1.Digest
-	(*v11.KvIdentity)(nil),          // 81: kvasir.cachestore.v1.KvIdentity
+	(*Difference)(nil),              // 27: kvasir.inference.v1.Difference
+	(*PrefillProgress)(nil),         // 28: kvasir.inference.v1.PrefillProgress
+	(*Delta)(nil),                   // 29: kvasir.inference.v1.Delta
+	(*TokenLogprobs)(nil),           // 30: kvasir.inference.v1.TokenLogprobs
+	(*TokenLogprob)(nil),            // 31: kvasir.inference.v1.TokenLogprob
+	(*Finished)(nil),                // 32: kvasir.inference.v1.Finished
+	(*Shortening)(nil),              // 33: kvasir.inference.v1.Shortening
+	(*Usage)(nil),                   // 34: kvasir.inference.v1.Usage
+	(*Timings)(nil),                 // 35: kvasir.inference.v1.Timings
+	(*SnapshotOutcome)(nil),         // 36: kvasir.inference.v1.SnapshotOutcome
+	(*ListTurnsRequest)(nil),        // 37: kvasir.inference.v1.ListTurnsRequest
+	(*ListTurnsResponse)(nil),       // 38: kvasir.inference.v1.ListTurnsResponse
+	(*Turn)(nil),                    // 39: kvasir.inference.v1.Turn
+	(*CancelTurnRequest)(nil),       // 40: kvasir.inference.v1.CancelTurnRequest
+	(*CancelTurnResponse)(nil),      // 41: kvasir.inference.v1.CancelTurnResponse
+	(*ListHotMemoriesRequest)(nil),  // 42: kvasir.inference.v1.ListHotMemoriesRequest
+	(*ListHotMemoriesResponse)(nil), // 43: kvasir.inference.v1.ListHotMemoriesResponse
+	(*HotMemory)(nil),               // 44: kvasir.inference.v1.HotMemory
+	(*WarmRequest)(nil),             // 45: kvasir.inference.v1.WarmRequest
+	(*WarmResponse)(nil),            // 46: kvasir.inference.v1.WarmResponse
+	(*CountTokensRequest)(nil),      // 47: kvasir.inference.v1.CountTokensRequest
+	(*CountTokensResponse)(nil),     // 48: kvasir.inference.v1.CountTokensResponse
+	(*LoadModelRequest)(nil),        // 49: kvasir.inference.v1.LoadModelRequest
+	(*LoadModelResponse)(nil),       // 50: kvasir.inference.v1.LoadModelResponse
+	(*LoadProgress)(nil),            // 51: kvasir.inference.v1.LoadProgress
+	(*LoadedModel)(nil),             // 52: kvasir.inference.v1.LoadedModel
+	(*UnloadModelRequest)(nil),      // 53: kvasir.inference.v1.UnloadModelRequest
+	(*UnloadModelResponse)(nil),     // 54: kvasir.inference.v1.UnloadModelResponse
+	(*MemoriesLeft)(nil),            // 55: kvasir.inference.v1.MemoriesLeft
+	(*ListModelsRequest)(nil),       // 56: kvasir.inference.v1.ListModelsRequest
+	(*ListModelsResponse)(nil),      // 57: kvasir.inference.v1.ListModelsResponse
+	(*GetModelRequest)(nil),         // 58: kvasir.inference.v1.GetModelRequest
+	(*GetModelResponse)(nil),        // 59: kvasir.inference.v1.GetModelResponse
+	(*Model)(nil),                   // 60: kvasir.inference.v1.Model
+	(*GetCapabilitiesRequest)(nil),  // 61: kvasir.inference.v1.GetCapabilitiesRequest
+	(*GetCapabilitiesResponse)(nil), // 62: kvasir.inference.v1.GetCapabilitiesResponse
+	(*Limits)(nil),                  // 63: kvasir.inference.v1.Limits
+	(*GetStatsRequest)(nil),         // 64: kvasir.inference.v1.GetStatsRequest
+	(*GetStatsResponse)(nil),        // 65: kvasir.inference.v1.GetStatsResponse
+	(*NamespaceStats)(nil),          // 66: kvasir.inference.v1.NamespaceStats
+	(*EngineStats)(nil),             // 67: kvasir.inference.v1.EngineStats
+	nil,                             // 68: kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry
+	nil,                             // 69: kvasir.inference.v1.Sampling.LogitBiasEntry
+	nil,                             // 70: kvasir.inference.v1.WarmRequest.TemplateSettingsEntry
+	nil,                             // 71: kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry
+	nil,                             // 72: kvasir.inference.v1.NamespaceStats.TurnEndsEntry
+	nil,                             // 73: kvasir.inference.v1.NamespaceStats.RefusalsEntry
+	nil,                             // 74: kvasir.inference.v1.NamespaceStats.SourcesEntry
+	nil,                             // 75: kvasir.inference.v1.NamespaceStats.MissesEntry
+	nil,                             // 76: kvasir.inference.v1.NamespaceStats.PublicationsEntry
+	nil,                             // 77: kvasir.inference.v1.NamespaceStats.MadeGoodEntry
+	(*v1.Message)(nil),              // 78: kvasir.common.v1.Message
+	(*durationpb.Duration)(nil),     // 79: google.protobuf.Duration
+	(*v1.ToolCall)(nil),             // 80: kvasir.common.v1.ToolCall
+	(*v11.Digest)(nil),              // 81: kvasir.cachestore.v1.Digest
+	(*v11.KvIdentity)(nil),          // 82: kvasir.cachestore.v1.KvIdentity
 }
 var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	20,  // 0: kvasir.inference.v1.GenerateRequest.messages:type_name -> kvasir.inference.v1.MessageList
@@ -5874,113 +5998,114 @@ var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	18,  // 8: kvasir.inference.v1.GenerateRequest.volatile:type_name -> kvasir.inference.v1.VolatileRules
 	17,  // 9: kvasir.inference.v1.GenerateRequest.tool_choice:type_name -> kvasir.inference.v1.ToolChoice
 	15,  // 10: kvasir.inference.v1.GenerateRequest.thinking:type_name -> kvasir.inference.v1.Thinking
-	67,  // 11: kvasir.inference.v1.GenerateRequest.template_settings:type_name -> kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry
+	68,  // 11: kvasir.inference.v1.GenerateRequest.template_settings:type_name -> kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry
 	0,   // 12: kvasir.inference.v1.Thinking.mode:type_name -> kvasir.inference.v1.ThinkingMode
 	1,   // 13: kvasir.inference.v1.ToolChoice.kind:type_name -> kvasir.inference.v1.ToolChoiceKind
 	2,   // 14: kvasir.inference.v1.OnFull.policy:type_name -> kvasir.inference.v1.OnFullPolicy
-	77,  // 15: kvasir.inference.v1.MessageList.messages:type_name -> kvasir.common.v1.Message
-	68,  // 16: kvasir.inference.v1.Sampling.logit_bias:type_name -> kvasir.inference.v1.Sampling.LogitBiasEntry
+	78,  // 15: kvasir.inference.v1.MessageList.messages:type_name -> kvasir.common.v1.Message
+	69,  // 16: kvasir.inference.v1.Sampling.logit_bias:type_name -> kvasir.inference.v1.Sampling.LogitBiasEntry
 	26,  // 17: kvasir.inference.v1.GenerateResponse.started:type_name -> kvasir.inference.v1.Started
-	27,  // 18: kvasir.inference.v1.GenerateResponse.prefill_progress:type_name -> kvasir.inference.v1.PrefillProgress
-	28,  // 19: kvasir.inference.v1.GenerateResponse.delta:type_name -> kvasir.inference.v1.Delta
-	31,  // 20: kvasir.inference.v1.GenerateResponse.finished:type_name -> kvasir.inference.v1.Finished
+	28,  // 18: kvasir.inference.v1.GenerateResponse.prefill_progress:type_name -> kvasir.inference.v1.PrefillProgress
+	29,  // 19: kvasir.inference.v1.GenerateResponse.delta:type_name -> kvasir.inference.v1.Delta
+	32,  // 20: kvasir.inference.v1.GenerateResponse.finished:type_name -> kvasir.inference.v1.Finished
 	25,  // 21: kvasir.inference.v1.GenerateResponse.moved:type_name -> kvasir.inference.v1.Moved
-	78,  // 22: kvasir.inference.v1.Moved.expires_in:type_name -> google.protobuf.Duration
+	79,  // 22: kvasir.inference.v1.Moved.expires_in:type_name -> google.protobuf.Duration
 	6,   // 23: kvasir.inference.v1.Started.source:type_name -> kvasir.inference.v1.CacheSource
 	8,   // 24: kvasir.inference.v1.Started.miss:type_name -> kvasir.inference.v1.MissReason
 	7,   // 25: kvasir.inference.v1.Started.match:type_name -> kvasir.inference.v1.PrefixMatch
 	5,   // 26: kvasir.inference.v1.Started.continuation:type_name -> kvasir.inference.v1.Continuation
-	29,  // 27: kvasir.inference.v1.Delta.logprobs:type_name -> kvasir.inference.v1.TokenLogprobs
-	30,  // 28: kvasir.inference.v1.TokenLogprobs.top:type_name -> kvasir.inference.v1.TokenLogprob
-	9,   // 29: kvasir.inference.v1.Finished.reason:type_name -> kvasir.inference.v1.FinishReason
-	33,  // 30: kvasir.inference.v1.Finished.usage:type_name -> kvasir.inference.v1.Usage
-	34,  // 31: kvasir.inference.v1.Finished.timings:type_name -> kvasir.inference.v1.Timings
-	35,  // 32: kvasir.inference.v1.Finished.snapshot:type_name -> kvasir.inference.v1.SnapshotOutcome
-	79,  // 33: kvasir.inference.v1.Finished.tool_calls:type_name -> kvasir.common.v1.ToolCall
-	32,  // 34: kvasir.inference.v1.Finished.shortening:type_name -> kvasir.inference.v1.Shortening
-	2,   // 35: kvasir.inference.v1.Shortening.policy:type_name -> kvasir.inference.v1.OnFullPolicy
-	78,  // 36: kvasir.inference.v1.Timings.queue:type_name -> google.protobuf.Duration
-	78,  // 37: kvasir.inference.v1.Timings.restore:type_name -> google.protobuf.Duration
-	78,  // 38: kvasir.inference.v1.Timings.prefill:type_name -> google.protobuf.Duration
-	78,  // 39: kvasir.inference.v1.Timings.first_token:type_name -> google.protobuf.Duration
-	78,  // 40: kvasir.inference.v1.Timings.decode:type_name -> google.protobuf.Duration
-	10,  // 41: kvasir.inference.v1.SnapshotOutcome.state:type_name -> kvasir.inference.v1.SnapshotState
-	80,  // 42: kvasir.inference.v1.SnapshotOutcome.manifest:type_name -> kvasir.cachestore.v1.Digest
-	38,  // 43: kvasir.inference.v1.ListTurnsResponse.turns:type_name -> kvasir.inference.v1.Turn
-	11,  // 44: kvasir.inference.v1.Turn.state:type_name -> kvasir.inference.v1.TurnState
-	78,  // 45: kvasir.inference.v1.Turn.age:type_name -> google.protobuf.Duration
-	31,  // 46: kvasir.inference.v1.CancelTurnResponse.finished:type_name -> kvasir.inference.v1.Finished
-	43,  // 47: kvasir.inference.v1.ListHotMemoriesResponse.memories:type_name -> kvasir.inference.v1.HotMemory
-	20,  // 48: kvasir.inference.v1.WarmRequest.messages:type_name -> kvasir.inference.v1.MessageList
-	20,  // 49: kvasir.inference.v1.WarmRequest.append_messages:type_name -> kvasir.inference.v1.MessageList
-	21,  // 50: kvasir.inference.v1.WarmRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
-	22,  // 51: kvasir.inference.v1.WarmRequest.tools:type_name -> kvasir.inference.v1.Tool
-	15,  // 52: kvasir.inference.v1.WarmRequest.thinking:type_name -> kvasir.inference.v1.Thinking
-	69,  // 53: kvasir.inference.v1.WarmRequest.template_settings:type_name -> kvasir.inference.v1.WarmRequest.TemplateSettingsEntry
-	6,   // 54: kvasir.inference.v1.WarmResponse.source:type_name -> kvasir.inference.v1.CacheSource
-	8,   // 55: kvasir.inference.v1.WarmResponse.miss:type_name -> kvasir.inference.v1.MissReason
-	7,   // 56: kvasir.inference.v1.WarmResponse.match:type_name -> kvasir.inference.v1.PrefixMatch
-	78,  // 57: kvasir.inference.v1.WarmResponse.restore:type_name -> google.protobuf.Duration
-	78,  // 58: kvasir.inference.v1.WarmResponse.prefill:type_name -> google.protobuf.Duration
-	20,  // 59: kvasir.inference.v1.CountTokensRequest.messages:type_name -> kvasir.inference.v1.MessageList
-	21,  // 60: kvasir.inference.v1.CountTokensRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
-	22,  // 61: kvasir.inference.v1.CountTokensRequest.tools:type_name -> kvasir.inference.v1.Tool
-	15,  // 62: kvasir.inference.v1.CountTokensRequest.thinking:type_name -> kvasir.inference.v1.Thinking
-	70,  // 63: kvasir.inference.v1.CountTokensRequest.template_settings:type_name -> kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry
-	50,  // 64: kvasir.inference.v1.LoadModelResponse.progress:type_name -> kvasir.inference.v1.LoadProgress
-	51,  // 65: kvasir.inference.v1.LoadModelResponse.done:type_name -> kvasir.inference.v1.LoadedModel
-	12,  // 66: kvasir.inference.v1.LoadProgress.stage:type_name -> kvasir.inference.v1.LoadStage
-	78,  // 67: kvasir.inference.v1.LoadProgress.elapsed:type_name -> google.protobuf.Duration
-	59,  // 68: kvasir.inference.v1.LoadedModel.model:type_name -> kvasir.inference.v1.Model
-	54,  // 69: kvasir.inference.v1.LoadedModel.left:type_name -> kvasir.inference.v1.MemoriesLeft
-	54,  // 70: kvasir.inference.v1.UnloadModelResponse.left:type_name -> kvasir.inference.v1.MemoriesLeft
-	59,  // 71: kvasir.inference.v1.ListModelsResponse.models:type_name -> kvasir.inference.v1.Model
-	59,  // 72: kvasir.inference.v1.GetModelResponse.model:type_name -> kvasir.inference.v1.Model
-	81,  // 73: kvasir.inference.v1.Model.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
-	13,  // 74: kvasir.inference.v1.Model.state:type_name -> kvasir.inference.v1.ModelState
-	23,  // 75: kvasir.inference.v1.Model.sampling_defaults:type_name -> kvasir.inference.v1.Sampling
-	62,  // 76: kvasir.inference.v1.GetCapabilitiesResponse.limits:type_name -> kvasir.inference.v1.Limits
-	78,  // 77: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
-	65,  // 78: kvasir.inference.v1.GetStatsResponse.namespaces:type_name -> kvasir.inference.v1.NamespaceStats
-	66,  // 79: kvasir.inference.v1.GetStatsResponse.engine:type_name -> kvasir.inference.v1.EngineStats
-	71,  // 80: kvasir.inference.v1.NamespaceStats.turn_ends:type_name -> kvasir.inference.v1.NamespaceStats.TurnEndsEntry
-	72,  // 81: kvasir.inference.v1.NamespaceStats.refusals:type_name -> kvasir.inference.v1.NamespaceStats.RefusalsEntry
-	73,  // 82: kvasir.inference.v1.NamespaceStats.sources:type_name -> kvasir.inference.v1.NamespaceStats.SourcesEntry
-	74,  // 83: kvasir.inference.v1.NamespaceStats.misses:type_name -> kvasir.inference.v1.NamespaceStats.MissesEntry
-	75,  // 84: kvasir.inference.v1.NamespaceStats.publications:type_name -> kvasir.inference.v1.NamespaceStats.PublicationsEntry
-	76,  // 85: kvasir.inference.v1.NamespaceStats.made_good:type_name -> kvasir.inference.v1.NamespaceStats.MadeGoodEntry
-	16,  // 86: kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
-	16,  // 87: kvasir.inference.v1.WarmRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
-	16,  // 88: kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
-	14,  // 89: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
-	36,  // 90: kvasir.inference.v1.InferenceService.ListTurns:input_type -> kvasir.inference.v1.ListTurnsRequest
-	39,  // 91: kvasir.inference.v1.InferenceService.CancelTurn:input_type -> kvasir.inference.v1.CancelTurnRequest
-	41,  // 92: kvasir.inference.v1.InferenceService.ListHotMemories:input_type -> kvasir.inference.v1.ListHotMemoriesRequest
-	44,  // 93: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
-	46,  // 94: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
-	55,  // 95: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
-	48,  // 96: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
-	52,  // 97: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
-	57,  // 98: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
-	60,  // 99: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
-	63,  // 100: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
-	24,  // 101: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
-	37,  // 102: kvasir.inference.v1.InferenceService.ListTurns:output_type -> kvasir.inference.v1.ListTurnsResponse
-	40,  // 103: kvasir.inference.v1.InferenceService.CancelTurn:output_type -> kvasir.inference.v1.CancelTurnResponse
-	42,  // 104: kvasir.inference.v1.InferenceService.ListHotMemories:output_type -> kvasir.inference.v1.ListHotMemoriesResponse
-	45,  // 105: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
-	47,  // 106: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
-	56,  // 107: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
-	49,  // 108: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
-	53,  // 109: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
-	58,  // 110: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
-	61,  // 111: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
-	64,  // 112: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
-	101, // [101:113] is the sub-list for method output_type
-	89,  // [89:101] is the sub-list for method input_type
-	89,  // [89:89] is the sub-list for extension type_name
-	89,  // [89:89] is the sub-list for extension extendee
-	0,   // [0:89] is the sub-list for field type_name
+	27,  // 27: kvasir.inference.v1.Started.difference:type_name -> kvasir.inference.v1.Difference
+	30,  // 28: kvasir.inference.v1.Delta.logprobs:type_name -> kvasir.inference.v1.TokenLogprobs
+	31,  // 29: kvasir.inference.v1.TokenLogprobs.top:type_name -> kvasir.inference.v1.TokenLogprob
+	9,   // 30: kvasir.inference.v1.Finished.reason:type_name -> kvasir.inference.v1.FinishReason
+	34,  // 31: kvasir.inference.v1.Finished.usage:type_name -> kvasir.inference.v1.Usage
+	35,  // 32: kvasir.inference.v1.Finished.timings:type_name -> kvasir.inference.v1.Timings
+	36,  // 33: kvasir.inference.v1.Finished.snapshot:type_name -> kvasir.inference.v1.SnapshotOutcome
+	80,  // 34: kvasir.inference.v1.Finished.tool_calls:type_name -> kvasir.common.v1.ToolCall
+	33,  // 35: kvasir.inference.v1.Finished.shortening:type_name -> kvasir.inference.v1.Shortening
+	2,   // 36: kvasir.inference.v1.Shortening.policy:type_name -> kvasir.inference.v1.OnFullPolicy
+	79,  // 37: kvasir.inference.v1.Timings.queue:type_name -> google.protobuf.Duration
+	79,  // 38: kvasir.inference.v1.Timings.restore:type_name -> google.protobuf.Duration
+	79,  // 39: kvasir.inference.v1.Timings.prefill:type_name -> google.protobuf.Duration
+	79,  // 40: kvasir.inference.v1.Timings.first_token:type_name -> google.protobuf.Duration
+	79,  // 41: kvasir.inference.v1.Timings.decode:type_name -> google.protobuf.Duration
+	10,  // 42: kvasir.inference.v1.SnapshotOutcome.state:type_name -> kvasir.inference.v1.SnapshotState
+	81,  // 43: kvasir.inference.v1.SnapshotOutcome.manifest:type_name -> kvasir.cachestore.v1.Digest
+	39,  // 44: kvasir.inference.v1.ListTurnsResponse.turns:type_name -> kvasir.inference.v1.Turn
+	11,  // 45: kvasir.inference.v1.Turn.state:type_name -> kvasir.inference.v1.TurnState
+	79,  // 46: kvasir.inference.v1.Turn.age:type_name -> google.protobuf.Duration
+	32,  // 47: kvasir.inference.v1.CancelTurnResponse.finished:type_name -> kvasir.inference.v1.Finished
+	44,  // 48: kvasir.inference.v1.ListHotMemoriesResponse.memories:type_name -> kvasir.inference.v1.HotMemory
+	20,  // 49: kvasir.inference.v1.WarmRequest.messages:type_name -> kvasir.inference.v1.MessageList
+	20,  // 50: kvasir.inference.v1.WarmRequest.append_messages:type_name -> kvasir.inference.v1.MessageList
+	21,  // 51: kvasir.inference.v1.WarmRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
+	22,  // 52: kvasir.inference.v1.WarmRequest.tools:type_name -> kvasir.inference.v1.Tool
+	15,  // 53: kvasir.inference.v1.WarmRequest.thinking:type_name -> kvasir.inference.v1.Thinking
+	70,  // 54: kvasir.inference.v1.WarmRequest.template_settings:type_name -> kvasir.inference.v1.WarmRequest.TemplateSettingsEntry
+	6,   // 55: kvasir.inference.v1.WarmResponse.source:type_name -> kvasir.inference.v1.CacheSource
+	8,   // 56: kvasir.inference.v1.WarmResponse.miss:type_name -> kvasir.inference.v1.MissReason
+	7,   // 57: kvasir.inference.v1.WarmResponse.match:type_name -> kvasir.inference.v1.PrefixMatch
+	79,  // 58: kvasir.inference.v1.WarmResponse.restore:type_name -> google.protobuf.Duration
+	79,  // 59: kvasir.inference.v1.WarmResponse.prefill:type_name -> google.protobuf.Duration
+	20,  // 60: kvasir.inference.v1.CountTokensRequest.messages:type_name -> kvasir.inference.v1.MessageList
+	21,  // 61: kvasir.inference.v1.CountTokensRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
+	22,  // 62: kvasir.inference.v1.CountTokensRequest.tools:type_name -> kvasir.inference.v1.Tool
+	15,  // 63: kvasir.inference.v1.CountTokensRequest.thinking:type_name -> kvasir.inference.v1.Thinking
+	71,  // 64: kvasir.inference.v1.CountTokensRequest.template_settings:type_name -> kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry
+	51,  // 65: kvasir.inference.v1.LoadModelResponse.progress:type_name -> kvasir.inference.v1.LoadProgress
+	52,  // 66: kvasir.inference.v1.LoadModelResponse.done:type_name -> kvasir.inference.v1.LoadedModel
+	12,  // 67: kvasir.inference.v1.LoadProgress.stage:type_name -> kvasir.inference.v1.LoadStage
+	79,  // 68: kvasir.inference.v1.LoadProgress.elapsed:type_name -> google.protobuf.Duration
+	60,  // 69: kvasir.inference.v1.LoadedModel.model:type_name -> kvasir.inference.v1.Model
+	55,  // 70: kvasir.inference.v1.LoadedModel.left:type_name -> kvasir.inference.v1.MemoriesLeft
+	55,  // 71: kvasir.inference.v1.UnloadModelResponse.left:type_name -> kvasir.inference.v1.MemoriesLeft
+	60,  // 72: kvasir.inference.v1.ListModelsResponse.models:type_name -> kvasir.inference.v1.Model
+	60,  // 73: kvasir.inference.v1.GetModelResponse.model:type_name -> kvasir.inference.v1.Model
+	82,  // 74: kvasir.inference.v1.Model.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
+	13,  // 75: kvasir.inference.v1.Model.state:type_name -> kvasir.inference.v1.ModelState
+	23,  // 76: kvasir.inference.v1.Model.sampling_defaults:type_name -> kvasir.inference.v1.Sampling
+	63,  // 77: kvasir.inference.v1.GetCapabilitiesResponse.limits:type_name -> kvasir.inference.v1.Limits
+	79,  // 78: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
+	66,  // 79: kvasir.inference.v1.GetStatsResponse.namespaces:type_name -> kvasir.inference.v1.NamespaceStats
+	67,  // 80: kvasir.inference.v1.GetStatsResponse.engine:type_name -> kvasir.inference.v1.EngineStats
+	72,  // 81: kvasir.inference.v1.NamespaceStats.turn_ends:type_name -> kvasir.inference.v1.NamespaceStats.TurnEndsEntry
+	73,  // 82: kvasir.inference.v1.NamespaceStats.refusals:type_name -> kvasir.inference.v1.NamespaceStats.RefusalsEntry
+	74,  // 83: kvasir.inference.v1.NamespaceStats.sources:type_name -> kvasir.inference.v1.NamespaceStats.SourcesEntry
+	75,  // 84: kvasir.inference.v1.NamespaceStats.misses:type_name -> kvasir.inference.v1.NamespaceStats.MissesEntry
+	76,  // 85: kvasir.inference.v1.NamespaceStats.publications:type_name -> kvasir.inference.v1.NamespaceStats.PublicationsEntry
+	77,  // 86: kvasir.inference.v1.NamespaceStats.made_good:type_name -> kvasir.inference.v1.NamespaceStats.MadeGoodEntry
+	16,  // 87: kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
+	16,  // 88: kvasir.inference.v1.WarmRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
+	16,  // 89: kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
+	14,  // 90: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
+	37,  // 91: kvasir.inference.v1.InferenceService.ListTurns:input_type -> kvasir.inference.v1.ListTurnsRequest
+	40,  // 92: kvasir.inference.v1.InferenceService.CancelTurn:input_type -> kvasir.inference.v1.CancelTurnRequest
+	42,  // 93: kvasir.inference.v1.InferenceService.ListHotMemories:input_type -> kvasir.inference.v1.ListHotMemoriesRequest
+	45,  // 94: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
+	47,  // 95: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
+	56,  // 96: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
+	49,  // 97: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
+	53,  // 98: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
+	58,  // 99: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
+	61,  // 100: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
+	64,  // 101: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
+	24,  // 102: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
+	38,  // 103: kvasir.inference.v1.InferenceService.ListTurns:output_type -> kvasir.inference.v1.ListTurnsResponse
+	41,  // 104: kvasir.inference.v1.InferenceService.CancelTurn:output_type -> kvasir.inference.v1.CancelTurnResponse
+	43,  // 105: kvasir.inference.v1.InferenceService.ListHotMemories:output_type -> kvasir.inference.v1.ListHotMemoriesResponse
+	46,  // 106: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
+	48,  // 107: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
+	57,  // 108: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
+	50,  // 109: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
+	54,  // 110: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
+	59,  // 111: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
+	62,  // 112: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
+	65,  // 113: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
+	102, // [102:114] is the sub-list for method output_type
+	90,  // [90:102] is the sub-list for method input_type
+	90,  // [90:90] is the sub-list for extension type_name
+	90,  // [90:90] is the sub-list for extension extendee
+	0,   // [0:90] is the sub-list for field type_name
 }
 
 func init() { file_kvasir_inference_v1_inference_proto_init() }
@@ -6012,18 +6137,19 @@ func file_kvasir_inference_v1_inference_proto_init() {
 		(*GenerateResponse_Finished)(nil),
 		(*GenerateResponse_Moved)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[30].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[13].OneofWrappers = []any{}
+	file_kvasir_inference_v1_inference_proto_msgTypes[31].OneofWrappers = []any{
 		(*WarmRequest_Prompt)(nil),
 		(*WarmRequest_Messages)(nil),
 		(*WarmRequest_AppendMessages)(nil),
 		(*WarmRequest_PromptTokenIds)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[32].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[33].OneofWrappers = []any{
 		(*CountTokensRequest_Prompt)(nil),
 		(*CountTokensRequest_Messages)(nil),
 		(*CountTokensRequest_PromptTokenIds)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[35].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[36].OneofWrappers = []any{
 		(*LoadModelResponse_Progress)(nil),
 		(*LoadModelResponse_Done)(nil),
 	}
@@ -6033,7 +6159,7 @@ func file_kvasir_inference_v1_inference_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvasir_inference_v1_inference_proto_rawDesc), len(file_kvasir_inference_v1_inference_proto_rawDesc)),
 			NumEnums:      14,
-			NumMessages:   63,
+			NumMessages:   64,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
