@@ -43,8 +43,9 @@ def test_cancelled_calls_leave_no_handler_behind(model: Path, tmp_path: Path) ->
                 numbers = range(start, start + PLACES)
                 await asyncio.gather(*(cancelled(client, number, chance.uniform(0.01, 0.6)) for number in numbers))
             give_up = time.monotonic() + 20
-            while (await client.get_stats()).engine.kv_memory_used_bytes > before:
-                assert time.monotonic() < give_up, "a row was never freed"
+            # A busy machine hears of the last cancels late; a turn that has no memory yet holds a place already.
+            while await client.list_turns() or (await client.get_stats()).engine.kv_memory_used_bytes > before:
+                assert time.monotonic() < give_up, "a row or a place was never freed"
                 await asyncio.sleep(0.02)
             await all_places(client)
 
