@@ -164,8 +164,9 @@ def test_who_goes_away_while_its_turn_is_preempted_leaves_the_agent_as_it_was(ho
     before = preemptions(house)
     turn = Turn(house, "fickle")
     with house.client() as client:
+        # Long enough to be preempted however late a busy machine lets the person come; it is never heard to its end.
         events = client.generate(
-            agent_id="fickle", append_messages=QUESTION, sampling={"max_tokens": 250}, priority=BACKGROUND
+            agent_id="fickle", append_messages=QUESTION, sampling={"max_tokens": 900}, priority=BACKGROUND
         )
         while not next(events).HasField("delta"):
             pass
@@ -178,7 +179,7 @@ def test_who_goes_away_while_its_turn_is_preempted_leaves_the_agent_as_it_was(ho
         again = turn.start().end()
         assert again.started.parent_version == 1
         assert again.started.cached_tokens > 0
-        give_up = time.monotonic() + 10
+        give_up = time.monotonic() + 60
         while client.get_stats().engine.publishing_bytes or client.get_stats().engine.restoring_bytes:
             assert time.monotonic() < give_up
             time.sleep(0.01)
