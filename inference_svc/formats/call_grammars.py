@@ -100,18 +100,24 @@ class _Tags:
     reads_json: bool  # what is not a plain string is read as JSON, whatever its type
     is_stripped: bool  # white space around a text is lost
     texts_are_json: bool = False
+    needs_arguments: bool = False  # a call without any is read in another form: as JSON
     barred: tuple[str, ...] = ()  # regular expressions of texts that are read as something else
 
     def __call__(self, name: str, schema: Schema, writing: Writing) -> str:
         _check_object(schema, writing)
         required, shared = schema.get("required", ()), _shared(schema)
-        tags = []
+        tags: dict[str, str] = {}
         for key, value in schema.get("properties", {}).items():
             if not _KEY.fullmatch(key):
                 raise writing.refused(f"property {key[:80]!r} has such a name")
-            tag = f"{writing.text(self.open.format(key))} {self._value(key, value, shared, writing)}"
-            tags.append(tag if key in required else f"({tag})?")
-        return " ".join([writing.text(self.head.format(name)), *tags, writing.text(self.tail)])
+            tags[key] = f"{writing.text(self.open.format(key))} {self._value(key, value, shared, writing)}"
+        maybe = {key: tag if key in required else f"({tag})?" for key, tag in tags.items()}
+        head, tail = writing.text(self.head.format(name)), writing.text(self.tail)
+        if not self.needs_arguments or required:
+            return " ".join([head, *maybe.values(), tail])
+        keys = list(tags)
+        some = [" ".join([head, tags[key], *(maybe[k] for k in keys[at + 1 :]), tail]) for at, key in enumerate(keys)]
+        return "(" + " | ".join([writing.text(json.dumps({"name": name, "arguments": {}})), *some]) + ")"
 
     def _value(self, key: str, schema: Any, shared: Schema, writing: Writing) -> str:
         schema = schema if isinstance(schema, dict) else {}
@@ -222,7 +228,13 @@ _MINIMAX = _Tags(
 )
 _GLM = _Tags("{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n", "", True, True)
 _LONGCAT = _Tags(
-    "{}\n", "<longcat_arg_key>{}</longcat_arg_key>\n<longcat_arg_value>", "</longcat_arg_value>\n", "", True, True
+    "{}\n",
+    "<longcat_arg_key>{}</longcat_arg_key>\n<longcat_arg_value>",
+    "</longcat_arg_value>\n",
+    "",
+    True,
+    True,
+    needs_arguments=True,
 )
 _MINICPM = _Tags(
     '"{}">',
