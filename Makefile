@@ -91,6 +91,7 @@ campaigns: install ## The long forms of sampled tests (DESIGN §12); hours on tw
 	$(BIN)/python -m tests.cachestore.core.flip_campaign --flips 5000
 	$(BIN)/python -m tests.cachestore.core.flip_campaign --flips 5000 --sealed
 	$(BIN)/python -m tests.cachestore.core.damage_campaign --stores 500
+	$(BIN)/python -m tests.inference.formats.call_campaign
 	$(BIN)/python -m tests.fuzz store --requests 20000 --seed 7
 	$(BIN)/python -m tests.fuzz engine --requests 20000 --seed 4
 	KVASIR_KILLS=200 $(BIN)/python -m pytest --timeout 7200 tests/cachestore/service/test_kills.py

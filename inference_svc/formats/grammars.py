@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from numpy.typing import NDArray
 
-from inference_svc.formats.call_grammars import Spelling
+from inference_svc.formats.call_writing import Spelling
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.formats.format_cache import FormatCache
 from inference_svc.formats.grammar_trial import check, refused, too_complex

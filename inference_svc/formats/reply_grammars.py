@@ -10,8 +10,9 @@ from typing import Any
 
 from kvasir.errors import FailedPrecondition, InvalidArgument
 
-from inference_svc.formats.call_grammars import FORMATS, WHITE_SPACE, CallFormat, Spelling, call_rules
+from inference_svc.formats.call_grammars import FORMATS, call_rules
 from inference_svc.formats.call_schemas import Schema
+from inference_svc.formats.call_writing import WHITE_SPACE, CallFormat, Spelling
 from inference_svc.formats.constraint import ConstraintKind
 
 _ANY_TEXT = "(?s:.*)"

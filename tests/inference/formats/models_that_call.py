@@ -30,6 +30,8 @@ MARKERS: dict[str, tuple[bool, tuple[str, ...]]] = {
     "muse_spark": (False, ()),
 }
 MARKERS["laguna"] = MARKERS["glm47"]
+MARKERS["gemma4"] = (True, ("<|tool_call>", "<tool_call|>", '<|"|>'))
+MARKERS["function_gemma"] = (True, ("<start_function_call>", "<end_function_call>", "<escape>"))
 
 
 def write_model_that_calls(directory: Path, name: str, seed: int = 0) -> Path:
@@ -80,8 +82,13 @@ RICH: dict[str, dict[str, Any]] = {
     "words": _object(("é", "a b"), **{"é": {"const": "ü"}, "a b": {"type": "string", "format": "date"}}),
 }
 WRITTEN_AS_JSON = ("json_tools", "mistral", "kimi_k2", "kimi_k3")
+NESTED = ("list", "nested", "deep")
 
 
 def schemas_of(name: str) -> dict[str, dict[str, Any]]:
     """What tools of a format may take, by the tools' names."""
+    if name == "function_gemma":  # it has no nesting
+        return {each: schema for each, schema in PLAIN.items() if each not in NESTED}
+    if name == "gemma4":
+        return {**PLAIN, "choice": RICH["choice"], "reference": RICH["reference"]}
     return {**PLAIN, **(RICH if name in WRITTEN_AS_JSON else {})}

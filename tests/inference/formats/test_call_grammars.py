@@ -11,7 +11,8 @@ import pytest
 from kvasir.errors import FailedPrecondition, InvalidArgument
 from llguidance import LLMatcher, LLTokenizer
 
-from inference_svc.formats.call_grammars import FORMATS, Spelling
+from inference_svc.formats.call_grammars import FORMATS
+from inference_svc.formats.call_writing import Spelling
 from inference_svc.formats.grammar_trial_process import limits
 from inference_svc.formats.reply_grammars import reply_grammar
 from tests.sampling import sampled
@@ -57,6 +58,8 @@ WRITTEN = {
     "</atem:parameter>\n</atem:invoke>\n</atem:function_calls>",
 }
 WRITTEN["laguna"] = WRITTEN["glm47"]
+WRITTEN["gemma4"] = '<|tool_call>call:weather{{city:<|"|>{city}<|"|>}}<tool_call|>'
+WRITTEN["function_gemma"] = "<start_function_call>call:weather{{city:<escape>{city}<escape>}}<end_function_call>"
 EVERY = pytest.mark.parametrize("name", sorted(FORMATS))
 
 
@@ -169,7 +172,7 @@ def test_a_text_may_hold_what_does_not_end_the_call() -> None:
         assert calls_in(name, reply, [tool])[0]["arguments"] == {"text": text}
 
 
-@pytest.mark.parametrize("name", ["gemma4", "function_gemma", "channels"])
+@pytest.mark.parametrize("name", ["channels", "none"])
 def test_a_format_without_a_grammar_is_refused_by_name(name: str) -> None:
     with pytest.raises(FailedPrecondition, match=f"tool_choice: .*{name}") as refused:
         reply_grammar(name, TOOLS, one_call=True, spelling=LETTERS)

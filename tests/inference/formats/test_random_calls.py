@@ -44,6 +44,7 @@ def test_every_format_has_a_model_that_calls() -> None:
     assert set(MARKERS) == set(FORMATS)
 
 
+@pytest.mark.long(4)
 @EVERY
 def test_random_logits_call_one_tool_with_arguments_that_fit(name: str, tmp_path: Path) -> None:
     load: Any = mlx_lm.utils.load_tokenizer

@@ -10,7 +10,8 @@ import pytest
 from kvasir.errors import InvalidArgument
 from llguidance import LLMatcher
 
-from inference_svc.formats.call_grammars import FORMATS, Spelling
+from inference_svc.formats.call_grammars import FORMATS
+from inference_svc.formats.call_writing import Spelling
 from inference_svc.formats.constraint import ConstraintKind
 from inference_svc.formats.grammar_trial_process import limits
 from inference_svc.formats.reply_grammars import reply_grammar
