@@ -95,7 +95,7 @@ def _check_rows(kv: SequenceKV, group: int, identities: Sequence[FileIdentity]) 
             raise ValueError(f"rows: expected at most {kv.length}, of a window the last, asked for {identity}")
 
 
-def _row_files(kv: SequenceKV, group: int, identities: Sequence[FileIdentity]) -> Iterator[bytes]:
+def _row_files(kv: SequenceKV, group: int, identities: Sequence[FileIdentity]) -> Iterator[FileBytes]:
     pool, layers = kv.pool, layers_of(kv.pool.identity, group)
     formats = [pool.formats[layer] for layer in layers]
     entries = schema_of(pool.identity, PAGE_TOKENS, group).entries
@@ -147,19 +147,20 @@ def _copied_file(
 
 def _tail_file(
     layout: identity_pb2.KvIdentity, identity: FileIdentity, formats: Sequence[PageFormat], page: Array
-) -> bytes:
-    tensors = schema_of(layout, identity.tokens, identity.window).layout.tensors
-    return encode(identity, list(zip(tensors, _cut(formats, page, identity.tokens), strict=True)))
-
-
-def _cut(formats: Sequence[PageFormat], page: Array, rows: int) -> Iterator[bytes]:
-    """The bytes of each tensor of a page's first rows."""
-    offset = 0
-    for page_format in formats:
-        for part in page_format.parts:
-            tensor = page[offset : offset + part.size].reshape(part.kv_heads, PAGE_TOKENS, part.units)
-            yield tensor[:, :rows].tobytes()
-            offset += part.size
+) -> FileBytes:
+    """The file of a page's first rows."""
+    rows = identity.tokens
+    schema = schema_of(layout, rows, identity.window)
+    header = header_with(identity, schema.entries)
+    data = np.empty(len(header) + schema.layout.size_bytes, np.uint8)
+    data[: len(header)] = np.frombuffer(header, np.uint8)
+    left, offset = data[len(header) :].view(np.uint16), 0
+    for part in (part for page_format in formats for part in page_format.parts):
+        tensor = page[offset : offset + part.size].reshape(part.kv_heads, PAGE_TOKENS, part.units)
+        file, left = np.split(left, [part.kv_heads * rows * part.units])
+        file.reshape(part.kv_heads, rows, part.units)[:] = tensor[:, :rows]
+        offset += part.size
+    return data.data.toreadonly()
 
 
 # --- states ---

@@ -146,7 +146,7 @@ class Driver:
         """The key's memory as tensor files."""
         snapshot = self.engine.snapshot(key, 0).result(60)
         assert snapshot is not None
-        return tuple(data for _, data in (*snapshot.blocks, *([snapshot.tail] if snapshot.tail else [])))
+        return tuple(bytes(data) for _, data in (*snapshot.blocks, *([snapshot.tail] if snapshot.tail else [])))
 
     def restored(self, key: AgentKey, keep: int | None = None) -> Restored:
         """What a store would give back of the key's memory."""

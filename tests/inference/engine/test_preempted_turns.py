@@ -59,7 +59,7 @@ class Keeper(Listener):
         super().__call__(events)
         for event in events:
             if isinstance(event, Preempted):
-                self.files = event.files
+                self.files = tuple(map(bytes, event.files))
                 self.tokens_at.append(self.count(Tokens))
                 if not self._keeps:
                     self.handle.result(60).files_stored()

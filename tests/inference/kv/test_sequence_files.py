@@ -43,7 +43,7 @@ def named(identity: identity_pb2.KvIdentity, count: int) -> list[FileIdentity]:
 
 
 def files(kv: SequenceKV) -> list[bytes]:
-    return files_of(kv, named(kv.pool.identity, kv.length))
+    return [*map(bytes, files_of(kv, named(kv.pool.identity, kv.length)))]
 
 
 def checked(identity: identity_pb2.KvIdentity, blobs: Sequence[bytes], count: int) -> list[CheckedFile]:
@@ -54,7 +54,7 @@ def window_files(kv: SequenceKV, window: int, first: int | None = None) -> list[
     """Of the blocks that it holds whole, or from `first` on."""
     name, first = kv_identity_hash(kv.pool.identity), first_whole_block(kv, window) if first is None else first
     tokens = TOKENS[: kv.length]
-    return files_of(kv, file_identities(name, tokens, chain_hashes(name, tokens), first, window))
+    return [*map(bytes, files_of(kv, file_identities(name, tokens, chain_hashes(name, tokens), first, window)))]
 
 
 def checked_windows(kv: SequenceKV) -> dict[int, list[CheckedFile]]:
@@ -107,7 +107,7 @@ def test_a_file_read_by_any_safetensors_library_holds_each_layers_keys_and_value
     kv = fed(SequenceKV(pool_of([full()] * 2)), [300])
     for kind, start, count in (("block", 0, 256), ("tail", 256, 44)):
         identity = FileIdentity(kind, "0" * 64, start, count, "0" * 64)
-        tensors = safetensors.numpy.load(files_of(kv, [identity])[0])
+        tensors = safetensors.numpy.load(bytes(files_of(kv, [identity])[0]))
         for index in range(2):
             for letter, given in zip("kv", random_rows(300, index), strict=True):
                 parts = [tensors[f"layer_{index}_{letter}_{part}"] for part in ("weights", "scales", "biases")]

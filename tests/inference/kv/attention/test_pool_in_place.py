@@ -116,7 +116,7 @@ def files(kv: SequenceKV, window: int = 0) -> list[bytes]:
     """Of a window those of the blocks that it holds whole."""
     name, tokens = kv_identity_hash(kv.pool.identity), TOKENS[: kv.length]
     first = first_whole_block(kv, window) if window else 0
-    return files_of(kv, file_identities(name, tokens, chain_hashes(name, tokens), first, window))
+    return [*map(bytes, files_of(kv, file_identities(name, tokens, chain_hashes(name, tokens), first, window)))]
 
 
 def restored(kv: SequenceKV, target: KvPool) -> SequenceKV:
