@@ -320,7 +320,7 @@ class _Copiers:
                 coming.append((stream, buffer, filled))
             while coming:
                 target += _empty(*coming.popleft(), target)
-        finally:  # after an error too: no byte may arrive when the buffer is another copy's
+        finally:  # an error is no end: no byte may arrive when the buffer is another copy's
             states = [driver.cuStreamSynchronize(stream) for stream, _ in ways]
         for state in states:
             _check(state)

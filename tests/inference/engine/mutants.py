@@ -213,8 +213,8 @@ MUTANTS = (
     Mutant(
         "blocks of an older memory are taken for those of a turn that is preempted",
         "engine_worker.py",
-        "        if sequence is None:\n            whole",
-        "        if sequence is None or sequence.kv is None:\n            whole",
+        "        if sequence is not None:\n            return self._full",
+        "        if sequence is not None and sequence.kv is not None:\n            return self._full",
         "preempted_turns",
     ),
     Mutant(

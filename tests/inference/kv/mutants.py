@@ -7,7 +7,7 @@ from tests.mutation.mutant import Mutant, Suite
 BATCH, WINDOW, STATES, WORLD = "kv/test_backends", "kv/test_window_kv", "kv/test_state_kv", "kv/test_sequence_world"
 ROWS, FILES, PREFILL, CODEC = "kv/test_rows", "kv/test_sequence_files", "kv/test_prefill", "kv/test_codec"
 BOOKS, BATCHING, MEMORY = "kv/test_page_bookkeeping", "engine/test_batching", "kv/test_pool_memory"
-COMING, COPIES = "kv/test_coming_files", "kv/attention/test_host_copy"
+COMING, COPIES, LEAVING = "kv/test_coming_files", "kv/attention/test_host_copy", "kv/test_leaving_files"
 
 MUTANTS = (
     Mutant(
@@ -357,6 +357,48 @@ MUTANTS = (
         "        finally:  # after",
         "        except ZeroDivisionError:\n            raise\n        else:  # after",
         COPIES,
+    ),
+    Mutant(
+        "a page that is free again is written while it is copied",
+        "pool.py",
+        "        self._await_readers(taken)\n",
+        "",
+        LEAVING,
+    ),
+    Mutant(
+        "who goes on writing a page does not wait for its copy",
+        "pool.py",
+        "        self._await_readers(pages)\n",
+        "",
+        LEAVING,
+    ),
+    Mutant(
+        "of a block's pages only the first is kept while it is copied",
+        "sequence_files.py",
+        "pool.read_by(copied, set(pages))",
+        "pool.read_by(copied, pages[:1])",
+        LEAVING,
+    ),
+    Mutant(
+        "a pool goes while its pages are copied",
+        "pool.py",
+        '        wait([reader for _, reader in getattr(self, "_readers", ())])\n',
+        "        pass\n",
+        LEAVING,
+    ),
+    Mutant(
+        "bytes are taken out of a buffer before they have come",
+        "host_copy.py",
+        "    _check(_driver().cuStreamSynchronize(stream))\n    ctypes.memmove(target",
+        "    ctypes.memmove(target",
+        LEAVING,
+    ),
+    Mutant(
+        "a buffer is filled again before it is empty",
+        "host_copy.py",
+        "                if len(coming) == len(ways):\n",
+        "                if len(coming) > len(ways):\n",
+        LEAVING,
     ),
     Mutant(
         "a tail's rows are cut from the wrong head",
