@@ -120,6 +120,7 @@ class SnapshotVersion:
     origin_detail: str = ""
     request_id: str = ""
     is_brought: bool = False  # rows of it came by import or pull, whatever was done with them since
+    is_text_own: bool = False  # of what is brought: moves from its owners alone brought it; see provenance
 
     @property
     def base_version(self) -> int:

@@ -193,6 +193,7 @@ def write_snapshot(snapshot: records.SnapshotVersion) -> pb.SnapshotVersion:
         request_id=snapshot.request_id,
         is_brought=snapshot.is_brought,
         base_version=snapshot.base_version,
+        is_text_own=snapshot.is_text_own,
     )
 
 

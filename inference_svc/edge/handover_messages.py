@@ -64,6 +64,7 @@ def write_opening(opening: Opening) -> pb.TakeTurnRequest:
             template_time_ms=begun.template_time_ms,
             tools_order=begun.tools_order,
             agent_moves=begun.agent_moves,
+            is_text_own=begun.is_text_own,
             age=messages.duration(begun.age_s),
             first_token=None if begun.first_token_s is None else messages.duration(begun.first_token_s),
             choices=opening.choices,
@@ -101,6 +102,7 @@ def read_opening(message: pb.TurnOpening, *, is_trusted: bool) -> Opening:
         template_time_ms=message.template_time_ms,
         tools_order=message.tools_order if message.HasField("tools_order") else None,
         agent_moves=message.agent_moves,
+        is_text_own=message.is_text_own and (is_trusted or message.agent_moves),
         age_s=_seconds(message.age),
         first_token_s=_seconds(message.first_token) if message.HasField("first_token") else None,
     )

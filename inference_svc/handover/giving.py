@@ -165,6 +165,7 @@ class TurnGiver:
             messages=turn.messages if isinstance(request.input, MessagesInput) else (),
             parent_manifest=head.manifest if head is not None else None,
             is_brought=turn.is_brought or is_brought(recollection, prepared),
+            is_text_own=turn.is_text_own and recollection.is_text_own,
             continuation=turn.continuation,
             shortened=turn.shortened,
             shortening=turn.shortening,

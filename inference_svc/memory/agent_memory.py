@@ -160,7 +160,7 @@ def nothing_yet(head: Head | None, tokenizer_digest: str) -> AgentMemory:
 def from_manifest(manifest: manifest_pb2.Manifest, head: Head, tokenizer_digest: str) -> AgentMemory:
     """The memory that a checked manifest describes, for a model with this tokenizer."""
     # Another tokenizer's replies have no guards in what are special tokens here.
-    may_claim_replies = not head.is_brought and manifest.tokenizer_digest == tokenizer_digest
+    may_claim_replies = head.is_text_own and manifest.tokenizer_digest == tokenizer_digest
     blocks = [Digest.from_proto(block) for block in manifest.blocks]
     tail = Digest.from_proto(manifest.tail) if manifest.HasField("tail") else None
     states = {int(point.tokens): Digest.from_proto(point.digest) for point in manifest.states}

@@ -57,10 +57,10 @@ class Recollection:
         return self.memory if self.base is None else self.base.memory
 
     @property
-    def is_brought(self) -> bool:
-        """Whether the agent's newest version was imported, or the one that goes on."""
+    def is_text_own(self) -> bool:
+        """Whether neither the agent's newest version nor the one that goes on came as an archive or a copy."""
         heads = (self.head, self.base.head if self.base is not None else None)
-        return any(head is not None and head.is_brought for head in heads)
+        return all(head is None or head.is_text_own for head in heads)
 
 
 NOTHING_REMEMBERED = Recollection(None, Source.COLD, NO_HEAD)

@@ -1,6 +1,7 @@
 """The lines that an engine's turns extend: their newest versions, and the right to be the one that extends them."""
 
 import contextlib
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from kvasir import errors
 from inference_svc.memory.line_leases import MOVED, LineLeases
 from inference_svc.memory.outcomes import Source
 from inference_svc.memory.recall import NOTHING_REMEMBERED, Recall, Recollection
+from inference_svc.memory.store.answers import StoreMiss
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.trust import LEASE_TTL_S, Version
@@ -107,6 +109,16 @@ class AgentLines:
             lease = await leases.obtain(turn.request.agent_id, _HANDED_ON_WAIT_S)
             _check_extends(turn, begun, lease.newest)
             _learn_version(turn, lease.newest)
+        if begun.agent_moves:  # a peer's word counts only for what it has just moved here
+            turn.is_text_own = begun.is_text_own and await self._has_just_moved(turn)
+
+    async def _has_just_moved(self, turn: TurnState) -> bool:
+        """Whether the agent's newest version here came by a move from its owner."""
+        budget = Budget(_LEASE_WAIT_S, 1.0, time.monotonic)
+        with contextlib.suppress(StoreMiss):
+            heads = await self._stores[turn.request.namespace].heads(turn.request.agent_id, "", budget)
+            return heads is not None and heads.newest.is_moved
+        return False
 
 
 def _check_extends(turn: TurnState, begun: BegunTurn, newest: Version) -> None:

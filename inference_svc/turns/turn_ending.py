@@ -108,7 +108,7 @@ class TurnEnding:
         if turn.key is None or not turn.is_kept:
             return None
         request, calls = turn.request, turn.reader.calls
-        is_trusted = not (turn.is_brought or recollection.is_brought)
+        is_trusted = turn.is_text_own and recollection.is_text_own
         said, messages = await self._prompting.run(
             request.namespace,
             lambda: self._said(turn, prepared.text, ended, calls, is_trusted=is_trusted),

@@ -266,6 +266,7 @@ class TurnFlow:
             raise errors.InvalidArgument(
                 f"opening.prompt_token_chars: the prompt has {len(text)} characters", field="opening.prompt_token_chars"
             )
+        turn.is_text_own = begun.is_text_own
         prepared = Prepared(text, begun.prompt, Cold(), Source.COLD, Outcome.NONE, None, ())
         # Brought rows serve their own agent: what a peer says of them lends them to no other.
         carried = replace(taken.carried, shareable=0) if begun.is_brought else taken.carried

@@ -106,6 +106,7 @@ class BegunTurn:
     template_time_ms: int = 0  # what its template was told; 0: it did not ask
     tools_order: manifest_pb2.ToolsOrder | None = None  # as the template was given them
     agent_moves: bool = False  # to this engine's store, before the turn is this engine's
+    is_text_own: bool = False  # its reply counts as the model's own
 
 
 class TakenTurn:
@@ -185,6 +186,7 @@ class TurnState:
     recollection: Recollection | None = None
     prepared: Prepared | None = None
     is_brought: bool = False  # its KV came by an archive or from another store, besides what the recollection says
+    is_text_own: bool = True  # no other engine, which this one need not believe, has said some of the reply
     taken: TakenTurn | None = None  # from another engine, which began the turn
     is_moving: bool = False  # being given to another engine; one gives it at a time
     is_given: bool = False  # to another engine, which goes on with it

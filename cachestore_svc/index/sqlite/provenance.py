@@ -4,6 +4,9 @@ A mark on a version would be lost at the next fork or rollback, which make versi
 mark, the manifest too, and a commit passes it on: what is computed on brought rows proves no more than they do. A
 marked blob is never bound to a block hash and never shared, whichever agent extends it. A mark is never removed; it
 ends with its blob.
+
+Rows prove nothing about who wrote a text. A move brings what the agent's owner had: its text is the agent's own, and so
+is what an engine here adds to it. A marked manifest says so by the mark's value.
 """
 
 import json
@@ -11,6 +14,8 @@ from collections.abc import Sequence
 
 from cachestore_svc.index.catalog import BlobEntry
 from cachestore_svc.index.sqlite.rows import Rows
+
+BROUGHT, TEXT_OWN = 1, 2
 
 
 def mark(rows: Rows, manifest: BlobEntry, named: Sequence[BlobEntry], *, is_brought: bool) -> list[BlobEntry]:
@@ -28,6 +33,11 @@ def mark(rows: Rows, manifest: BlobEntry, named: Sequence[BlobEntry], *, is_brou
         new = [blob for blob in _computed_on_brought(manifest, named) if not blob.is_brought]
     rows.many("UPDATE blobs SET is_brought = 1 WHERE id = ?", [(blob.id,) for blob in new])
     return new
+
+
+def mark_text_own(rows: Rows, manifest: BlobEntry) -> None:
+    """Note that moves from owners alone brought a manifest, if anything did."""
+    rows.run("UPDATE blobs SET is_brought = ? WHERE id = ? AND is_brought = ?", *(TEXT_OWN, manifest.id, BROUGHT))
 
 
 def _computed_on_brought(manifest: BlobEntry, named: Sequence[BlobEntry]) -> list[BlobEntry]:

@@ -15,6 +15,7 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.index.catalog import BlobEntry
 from cachestore_svc.index.refusals import no_agent, no_line
 from cachestore_svc.index.sqlite.blobs import find_blob, find_blobs, find_namespace
+from cachestore_svc.index.sqlite.provenance import TEXT_OWN
 from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.records import LineKey, LineQuery, Origin, SnapshotVersion
 
@@ -337,6 +338,7 @@ def _snapshot(row: tuple[object, ...]) -> SnapshotVersion:
         origin_detail=str(detail),
         request_id=str(request),
         is_brought=bool(is_brought),
+        is_text_own=is_brought == TEXT_OWN,
     )
 
 

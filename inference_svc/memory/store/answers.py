@@ -32,6 +32,8 @@ class Head:
     parent_version: int
     kv_identity_hash: str = ""
     is_brought: bool = False  # it has rows from an archive or another store: no engine of this store computed them
+    is_text_own: bool = True  # its text came by no archive and no copy, at most by a move from its owner
+    is_moved: bool = False  # a move made it
     is_of_turn: bool = True  # a turn made it: no rollback, fork, import or pull
 
     @property
@@ -119,6 +121,8 @@ def head_of(snapshot: cachestore_pb2.SnapshotVersion) -> Head:
         snapshot.parent_version,
         snapshot.kv_identity_hash,
         is_brought=snapshot.is_brought,
+        is_text_own=snapshot.is_text_own or not snapshot.is_brought,
+        is_moved=snapshot.origin == cachestore_pb2.ORIGIN_MOVE,
         is_of_turn=snapshot.origin == cachestore_pb2.ORIGIN_TURN,
     )
 

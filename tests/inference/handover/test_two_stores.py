@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from kvasir.cachestore.v1 import cachestore_pb2
-from kvasir.clients import AioInferenceClient
+from kvasir.clients import AioInferenceClient, InferenceClient
 from kvasir.errors import KvasirError, NotFound
 
 from inference_svc.model import kvasir_tiny
@@ -75,6 +75,29 @@ def test_the_agent_has_one_owner_and_its_reader_heard_nothing_of_it(pair: Macs) 
         assert here.get_agent("goes").ownership.state == cachestore_pb2.OWNER_STATE_MOVED
         [line] = there.get_agent("goes").lines
         assert line.version == 3
+
+
+def test_a_moved_agent_goes_on_token_for_token_where_its_reply_holds_special_tokens(pair: Macs) -> None:
+    (laptop, engine), (studio, other) = pair
+    says = {"max_tokens": 6, "temperature": 0.0, "logit_bias": {0: 100.0}}  # <|endoftext|>, six times
+
+    def go_on(client: InferenceClient, agent: str) -> tuple[int, list[int]]:
+        reply = client.reply(agent_id=agent, append_messages=[{"role": "user", "content": "go on"}], sampling=ON)
+        return reply.started.prompt_tokens, list(reply.token_ids)
+
+    with InferenceClient.connect(engine.address) as a, InferenceClient.connect(other.address) as b:
+        for agent in ("special stays", "special moves", "special copy"):
+            told = a.reply(agent_id=agent, messages=[{"role": "user", "content": "hi"}], sampling=says)
+            assert told.token_ids == [0] * 6
+        with studio.client() as there:
+            there.move_agent("special moves", from_peer=laptop.name)
+            there.fork_agent("special moves", "special fork")
+            there.pull_agent(laptop.name, "special copy")
+        expected = [go_on(a, "special stays") for _ in range(2)]
+        assert [go_on(b, "special moves") for _ in range(2)] == expected
+        assert go_on(b, "special fork") == expected[0]
+        # Anybody may have written what comes as a copy: its words are no tokens.
+        assert go_on(b, "special copy")[0] > expected[0][0]
 
 
 def test_a_hand_over_that_is_refused_leaves_nothing_at_the_peer(pair: Macs) -> None:

@@ -271,7 +271,7 @@ def test_a_memory_that_was_brought_or_is_another_tokenizers_cannot_claim_it_eith
 ) -> None:
     """A model says the letters of another model's special tokens, of which it knows nothing, without guards."""
     manifest = manifest_pb2.Manifest(messages=[message("user", "x"), CLAIMED], tokenizer_digest="1")
-    head = Head(1, Digest.of(b"1"), 0, is_brought=is_brought)
+    head = Head(1, Digest.of(b"1"), 0, is_brought=is_brought, is_text_own=not is_brought)
     memory = from_manifest(manifest, head, "2" if is_other_model else "1")
     assert [each.is_reply for each in memory.messages] == [False, not (is_brought or is_other_model)]
 

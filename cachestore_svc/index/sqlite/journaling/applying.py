@@ -91,7 +91,8 @@ def _brought(rows: Rows, namespace: str, hash_: str, value: int) -> None:
     """No mark is ever taken off: the journal records its end when its blob went, and so it goes here."""
     key = blobs.find_namespace(rows, namespace), hash_
     if value:
-        rows.run("UPDATE blobs SET is_brought = 1 WHERE namespace_id = ? AND hash = ?", *key)
+        marked = "UPDATE blobs SET is_brought = MAX(is_brought, ?) WHERE namespace_id = ? AND hash = ?"
+        rows.run(marked, value, *key)
     else:
         rows.run(
             f"DELETE FROM blobs WHERE namespace_id = ? AND hash = ? AND NOT {versions.IS_REFERENCED}",  # noqa: S608

@@ -119,7 +119,7 @@ class ReadBlobsResponse(_message.Message):
     def __init__(self, frame: _Optional[_Union[BlobFrame, _Mapping]] = ...) -> None: ...
 
 class SnapshotVersion(_message.Message):
-    __slots__ = ("agent_id", "kv_identity_hash", "version", "manifest", "parent_version", "token_count", "created_at", "total_bytes", "origin", "origin_detail", "request_id", "is_brought", "base_version", "context_tokens")
+    __slots__ = ("agent_id", "kv_identity_hash", "version", "manifest", "parent_version", "token_count", "created_at", "total_bytes", "origin", "origin_detail", "request_id", "is_brought", "base_version", "context_tokens", "is_text_own")
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
     KV_IDENTITY_HASH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +134,7 @@ class SnapshotVersion(_message.Message):
     IS_BROUGHT_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IS_TEXT_OWN_FIELD_NUMBER: _ClassVar[int]
     agent_id: str
     kv_identity_hash: str
     version: int
@@ -148,7 +149,8 @@ class SnapshotVersion(_message.Message):
     is_brought: bool
     base_version: int
     context_tokens: int
-    def __init__(self, agent_id: _Optional[str] = ..., kv_identity_hash: _Optional[str] = ..., version: _Optional[int] = ..., manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., parent_version: _Optional[int] = ..., token_count: _Optional[int] = ..., created_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., total_bytes: _Optional[int] = ..., origin: _Optional[_Union[Origin, str]] = ..., origin_detail: _Optional[str] = ..., request_id: _Optional[str] = ..., is_brought: bool = ..., base_version: _Optional[int] = ..., context_tokens: _Optional[int] = ...) -> None: ...
+    is_text_own: bool
+    def __init__(self, agent_id: _Optional[str] = ..., kv_identity_hash: _Optional[str] = ..., version: _Optional[int] = ..., manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., parent_version: _Optional[int] = ..., token_count: _Optional[int] = ..., created_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., total_bytes: _Optional[int] = ..., origin: _Optional[_Union[Origin, str]] = ..., origin_detail: _Optional[str] = ..., request_id: _Optional[str] = ..., is_brought: bool = ..., base_version: _Optional[int] = ..., context_tokens: _Optional[int] = ..., is_text_own: bool = ...) -> None: ...
 
 class CommitSnapshotRequest(_message.Message):
     __slots__ = ("agent_id", "manifest", "expected_version", "lease", "is_brought", "parent_manifest", "base_version")

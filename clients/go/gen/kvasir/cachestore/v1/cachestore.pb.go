@@ -691,6 +691,8 @@ type SnapshotVersion struct {
 	// The most tokens that its model takes, so that a reader sees how full the memory is. Only an engine knows: at a store's address, and of a model
 	// that is not loaded, 0. Of an agent's lines, and not of a list of versions.
 	ContextTokens int64 `protobuf:"varint,14,opt,name=context_tokens,json=contextTokens,proto3" json:"context_tokens,omitempty"`
+	// Brought, but by moves from its owners alone: its text and its replies are the agent's own. False where is_brought is.
+	IsTextOwn     bool `protobuf:"varint,15,opt,name=is_text_own,json=isTextOwn,proto3" json:"is_text_own,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -821,6 +823,13 @@ func (x *SnapshotVersion) GetContextTokens() int64 {
 		return x.ContextTokens
 	}
 	return 0
+}
+
+func (x *SnapshotVersion) GetIsTextOwn() bool {
+	if x != nil {
+		return x.IsTextOwn
+	}
+	return false
 }
 
 type CommitSnapshotRequest struct {
@@ -5410,7 +5419,7 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"\adigests\x18\x01 \x03(\v2\x1c.kvasir.cachestore.v1.DigestR\adigests\x12!\n" +
 	"\ffirst_offset\x18\x02 \x01(\x03R\vfirstOffset\"J\n" +
 	"\x11ReadBlobsResponse\x125\n" +
-	"\x05frame\x18\x01 \x01(\v2\x1f.kvasir.cachestore.v1.BlobFrameR\x05frame\"\xb1\x04\n" +
+	"\x05frame\x18\x01 \x01(\v2\x1f.kvasir.cachestore.v1.BlobFrameR\x05frame\"\xd1\x04\n" +
 	"\x0fSnapshotVersion\x12\x19\n" +
 	"\bagent_id\x18\x01 \x01(\tR\aagentId\x12(\n" +
 	"\x10kv_identity_hash\x18\x02 \x01(\tR\x0ekvIdentityHash\x12\x18\n" +
@@ -5431,7 +5440,8 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"\n" +
 	"is_brought\x18\f \x01(\bR\tisBrought\x12!\n" +
 	"\fbase_version\x18\r \x01(\x03R\vbaseVersion\x12%\n" +
-	"\x0econtext_tokens\x18\x0e \x01(\x03R\rcontextTokens\"\xd8\x02\n" +
+	"\x0econtext_tokens\x18\x0e \x01(\x03R\rcontextTokens\x12\x1e\n" +
+	"\vis_text_own\x18\x0f \x01(\bR\tisTextOwn\"\xd8\x02\n" +
 	"\x15CommitSnapshotRequest\x12\x19\n" +
 	"\bagent_id\x18\x01 \x01(\tR\aagentId\x128\n" +
 	"\bmanifest\x18\x02 \x01(\v2\x1c.kvasir.cachestore.v1.DigestR\bmanifest\x12)\n" +
