@@ -45,6 +45,7 @@ from inference_svc.edge.service import (
     ServiceLimits,
     new_request_id,
 )
+from inference_svc.embedding.embedding_model import EmbeddingModel
 from inference_svc.engine.engine import Engine
 from inference_svc.engine_stores import open_stores, reload_store_tokens, until_it_answers
 from inference_svc.formats.grammar_trial import GrammarTrial
@@ -56,6 +57,7 @@ from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.service_stats import ServiceStats, ServiceStatus
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.token_lines import TokenLines
+from inference_svc.model.embedding.pooling import Pooling
 from inference_svc.model.model_host import ModelHost
 from inference_svc.served_model import ServedModel, open_served
 from inference_svc.service_status import status_of
@@ -159,6 +161,9 @@ async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) ->
         answering = asyncio.gather(*(until_it_answers(store, give_up_at, time.monotonic) for store in stores.values()))
         stack.callback(answering.cancel)
         await host.load(host.names[0])
+        beside = await _embedding_model(settings, phases)
+        if beside is not None:
+            stack.push_async_callback(beside.close)
         # Connected before the first turn, whose budget for the store is better spent on reading.
         phases.begin("store")
         await answering
@@ -189,6 +194,8 @@ async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) ->
                 limits=_limits(settings),
                 resumes=resumes,
                 is_stopping=server.stopping.is_set,
+                admission=admission,
+                embedding_model=beside,
                 service_admins=settings.service_admin,
             ),
             server.grpc,
@@ -223,6 +230,15 @@ async def _drain(server: EdgeServer, host: ModelHost[ServedModel], peer: str) ->
     await server.stopping.wait()
     if host.served is not None:
         await host.served.giver.give_all(host.served.turns, peer)
+
+
+async def _embedding_model(settings: EngineSettings, phases: StartPhases) -> EmbeddingModel | None:
+    """Raises NotFound, FailedPrecondition."""
+    if settings.embedding_model is None:
+        return None
+    phases.begin("embeddings")
+    name, path = settings.embedding_model
+    return await asyncio.to_thread(EmbeddingModel.open, name, path, Pooling(settings.embedding_pooling))
 
 
 def _neighbour() -> ModuleType:

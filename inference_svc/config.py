@@ -106,6 +106,12 @@ class EngineSettings(BaseSettings):
     kv_policy: Literal["q4", "q4-rotated", "k8v4", "q8", "fp", "auto"] = "q4"
     """How K and V are stored, cheapest first: q4, q4-rotated (keys rotated first), k8v4, q8, fp (16 bits); or auto:
     the cheapest that answers as exact KV does, measured at the first start with a model (up to a minute or two)."""
+    embeddings: str = ""
+    """A model that only makes embeddings, beside the others: PATH or NAME=PATH, a directory or Hugging Face repository
+    in sentence-transformers' layout (BERT, RoBERTa) or one of mlx-lm's. Empty: the loaded model makes them."""
+    embedding_pooling: Literal["mean", "last"] = "mean"
+    """Which of a text's last hidden rows make its embedding: the mean of all, or the last; of the loaded model, and of
+    one in mlx-lm's layout. sentence-transformers' name their own."""
     kv_exact_layers: str = ""
     """Layers that stay at 16 bits: last, or indexes with commas between."""
 
@@ -167,6 +173,13 @@ class EngineSettings(BaseSettings):
         if len({name for name, _ in named}) != len(named):
             raise ValueError("two models have the same name; give them others, as NAME=PATH")
         return dict(named or [_named_model(str(kvasir_tiny.path()))])
+
+    @field_validator("embeddings")
+    @classmethod
+    def _is_another(cls, given: str, info: ValidationInfo) -> str:
+        if given and _named_model(given)[0] in info.data.get("model", {}):
+            raise ValueError("a model has this name; give it another, as NAME=PATH")
+        return given
 
     @field_validator("service_admin", mode="before")
     @classmethod
@@ -268,6 +281,11 @@ class EngineSettings(BaseSettings):
             swap_renew_s=_SWAP_RENEW_S,
             reader=ReaderLimits(self.max_unread_bytes, self.reader_stall_s),
         )
+
+    @property
+    def embedding_model(self) -> tuple[str, str] | None:
+        """Name and path of the model beside the others."""
+        return _named_model(self.embeddings) if self.embeddings else None
 
     @property
     def policy_request(self) -> PolicyRequest:

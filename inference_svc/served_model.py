@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from inference_svc.config import EngineSettings
+from inference_svc.embedding.turn_embedder import TurnEmbedder
 from inference_svc.engine.engine import Engine
 from inference_svc.handover.giving import TurnGiver
 from inference_svc.memory.agent_memory import AgentMemory
@@ -18,6 +19,7 @@ from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.memory.store.answers import EventCursor
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model import kvasir_tiny
+from inference_svc.model.embedding.pooling import Pooling
 from inference_svc.model.model_host import MemoriesLeft
 from inference_svc.model.prompting import Prompting
 from inference_svc.model.weights.digest_check import DigestCheck
@@ -40,11 +42,12 @@ class ServedModel:
     giver: TurnGiver
     grace_s: float
     digest_check: DigestCheck
+    embedder: TurnEmbedder
 
     @property
     def is_idle(self) -> bool:
-        """Whether no turn waits or runs."""
-        return self.turns.is_idle
+        """Whether no turn waits or runs, and no text is being embedded."""
+        return self.turns.is_idle and self.embedder.is_idle
 
     def add_store(self, namespace: str, store: RemoteCache, now: EventCursor | None) -> None:
         """A namespace that was only hot has a store, which its turns find in `stores` of open_served. What is hot goes
@@ -59,7 +62,7 @@ class ServedModel:
 
     async def retire(self) -> MemoriesLeft:
         """Let turns end for `grace_s`, cancel the rest, and give the store as long to take the hot memories."""
-        await self.turns.drain(self.grace_s)
+        await asyncio.gather(self.turns.drain(self.grace_s), self.embedder.drain(self.grace_s))
         return await self.turns.store_hot(self.grace_s)
 
     async def close(self) -> None:
@@ -130,4 +133,7 @@ async def open_served(
         each.start()
     giver = new_giver(engine, leases)
     check = DigestCheck(engine.directory, settings.state_dir)
-    return ServedModel(name, engine, prompting, turns, leases, new_leases, giver, settings.stop_grace_s, check)
+    pooling = Pooling(settings.embedding_pooling)
+    embedder = TurnEmbedder(engine, prompting, pooling, admission, stats)
+    grace_s = settings.stop_grace_s
+    return ServedModel(name, engine, prompting, turns, leases, new_leases, giver, grace_s, check, embedder)

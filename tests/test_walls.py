@@ -370,7 +370,8 @@ def graph_of(package: str) -> dict[str, set[str]]:
 # Which rooms a room may import: the arrows between folders, and none that is not here.
 ROOMS = {
     "inference_svc": {
-        "edge": "served_model handover turns memory engine model formats text",
+        "edge": "served_model embedding handover turns memory engine model formats text",
+        "embedding": "turns memory engine model text",
         "handover": "turns memory engine model",
         "turns": "memory engine model text",
         "memory": "engine model text",

@@ -65,22 +65,22 @@ def read_input(request: pb.GenerateRequest | pb.CountTokensRequest | pb.WarmRequ
     if kind == "prompt_token_ids":
         tokens = TokenIds(request.prompt_token_ids.ids)
         check_token_ids(tokens, kind)
-        _check_size(kind, _TOKEN_BYTES * len(tokens), max_prompt_bytes)
+        check_size(kind, _TOKEN_BYTES * len(tokens), max_prompt_bytes)
         return TokensInput(tokens)
     if kind == "prompt":
         prompt = request.prompt  # read once: each access decodes it anew
         if not prompt:
             raise InvalidArgument("prompt: expected text, got none", field="prompt")
-        _check_size("prompt", utf8_bytes(prompt), max_prompt_bytes)
+        check_size("prompt", utf8_bytes(prompt), max_prompt_bytes)
         return PromptInput(prompt)
     field = f"{kind}.messages"
     check_counts(getattr(request, kind).messages, field)
     given = MessagesInput(read_messages(getattr(request, kind).messages, field), is_append=kind == "append_messages")
-    _check_size(kind, sum(message.ByteSize() for message in given.messages), max_prompt_bytes)
+    check_size(kind, sum(message.ByteSize() for message in given.messages), max_prompt_bytes)
     return given
 
 
-def _check_size(field: str, size_bytes: int, max_bytes: int) -> None:
+def check_size(field: str, size_bytes: int, max_bytes: int) -> None:
     if size_bytes > max_bytes:
         raise InvalidArgument(
             f"{field}: expected at most {max_bytes} bytes, got {size_bytes}",

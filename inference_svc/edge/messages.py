@@ -88,7 +88,7 @@ def turn_request(
         has_default_rules=request.volatile.is_default,
         returns_prompt_ids=request.return_prompt_token_ids,
         on_full=_on_full(request),
-        priority=_priority(request),
+        priority=priority_of(request),
         thinking=read_thinking(request),
         caller=caller,
         input_bytes=input_bytes(given, tools),
@@ -226,6 +226,7 @@ def model_message(model: ModelInfo, state: pb.ModelState) -> pb.Model:
         cell_tokens=model.cell_tokens,
         compute_type=model.compute_type,
         state=state,
+        embedding_dimensions=model.embedding_width,
         sampling_defaults=pb.Sampling(**model.sampling_defaults),  # type: ignore[arg-type]
     )
 
@@ -289,7 +290,8 @@ def _on_full(request: pb.GenerateRequest) -> OnFull | None:
     return OnFull(policy, keep, from_outside(given.summary_request))
 
 
-def _priority(request: pb.GenerateRequest) -> Priority:
+def priority_of(request: pb.GenerateRequest | pb.EmbedRequest) -> Priority:
+    """Raises InvalidArgument."""
     known = {pb.PRIORITY_UNSPECIFIED: Priority.INTERACTIVE, pb.PRIORITY_INTERACTIVE: Priority.INTERACTIVE}
     known[pb.PRIORITY_BACKGROUND] = Priority.BACKGROUND
     if request.priority not in known:

@@ -11,16 +11,27 @@ from typing import Any
 
 from kvasir.call_context import call_name, name_call
 from kvasir.credentials import ADMIN, OWNER, Principal
-from kvasir.errors import Cancelled, DeadlineExceeded, InvalidArgument, KvasirError, PermissionDenied, Unavailable
+from kvasir.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    KvasirError,
+    PermissionDenied,
+    Unavailable,
+)
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
 from kvasir.names import check_request_id
 from kvasir.server.interceptors import current_principal
 
 from inference_svc.edge import messages, stats_messages
+from inference_svc.edge.embed_messages import check_dimensions, embed_response, embedding_model_message, read_embed
 from inference_svc.edge.input_messages import check_known_tokens
 from inference_svc.edge.sampling_messages import with_defaults
 from inference_svc.edge.thinking_messages import with_thinking
+from inference_svc.embedding.embedding_model import EmbeddingModel
+from inference_svc.embedding.turn_embedder import TurnEmbedder
 from inference_svc.engine.api import AgentKey
 from inference_svc.formats.reply_formats import ReplyFormats
 from inference_svc.handover.resume_tokens import ResumeTokens
@@ -28,7 +39,7 @@ from inference_svc.memory.service_stats import ServiceStats, ServiceStatus
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model.model_host import ModelHost, ModelState
 from inference_svc.served_model import ServedModel
-from inference_svc.turns.admission import AdmissionLimits
+from inference_svc.turns.admission import Admission, AdmissionLimits
 from inference_svc.turns.choices import Choices
 from inference_svc.turns.turn_data import TurnStarted, Warmed
 
@@ -42,6 +53,7 @@ _FORCALLERS = (
     "ListHotMemories",
     "Warm",
     "CountTokens",
+    "Embed",
     "ListModels",
     "GetModel",
     "GetCapabilities",
@@ -98,6 +110,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         limits: ServiceLimits,
         resumes: ResumeTokens,
         is_stopping: Callable[[], bool],
+        admission: Admission,
+        embedding_model: EmbeddingModel | None = None,
         service_admins: Collection[str] = (),
     ) -> None:
         """`service_admins`: names of credentials with role admin that act for all namespaces; else only the owner of
@@ -111,6 +125,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         self._limits = limits
         self._resumes = resumes
         self._is_stopping = is_stopping
+        self._admission = admission
+        self._embedding_model = embedding_model
         self._service_admins = frozenset(service_admins)
 
     async def Generate(
@@ -237,10 +253,39 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         tokens = await served.turns.count_tokens(await with_thinking(checked, served.prompting))
         return pb.CountTokensResponse(tokens=tokens, context_tokens=served.engine.model.context_tokens)
 
+    async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
+        caller = current_principal()
+        with self._counting_refusals(caller.namespace):
+            self._check_serves()
+            asked = read_embed(request, self._limits.max_prompt_bytes)
+            embedder = await self._embedder(request.model)
+            dimensions = check_dimensions(asked.dimensions, embedder.dimensions)
+            with self._admission.turn(caller.namespace, caller.name, asked.input_bytes):
+                found = [
+                    await embedder.embed(
+                        caller.namespace, text, f"inputs[{at}]", truncate=asked.truncate, priority=asked.priority
+                    )
+                    for at, text in enumerate(asked.texts)
+                ]
+            return embed_response(embedder.name, found, dimensions)
+
+    async def _embedder(self, name: str) -> EmbeddingModel | TurnEmbedder:
+        """Raises NotFound, FailedPrecondition (MODEL_NOT_LOADED, NO_EMBEDDINGS)."""
+        beside = self._embedding_model
+        if beside is not None and name in ("", beside.name):
+            return beside
+        embedder = (await self._host.awake(name)).embedder
+        if not embedder.dimensions:
+            raise FailedPrecondition("model: its hidden rows cannot be had", reason="NO_EMBEDDINGS", field="model")
+        return embedder
+
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
-        return pb.ListModelsResponse(models=[self._model(name) for name in self._host.names])
+        beside = [] if self._embedding_model is None else [self._embedding_model.name]
+        return pb.ListModelsResponse(models=[self._model(name) for name in (*self._host.names, *beside)])
 
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
+        if self._embedding_model is not None and request.model == self._embedding_model.name:
+            return pb.GetModelResponse(model=self._model(request.model))
         name = request.model or self._host.serving("").name
         return pb.GetModelResponse(model=self._model(self._host.check_known(name)))
 
@@ -306,6 +351,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         check_serves(self._is_stopping)
 
     def _model(self, name: str) -> pb.Model:
+        if self._embedding_model is not None and name == self._embedding_model.name:
+            return embedding_model_message(self._embedding_model)
         served = self._host.served
         if served is None or served.name != name:
             return pb.Model(name=name, state=_MODEL_STATES[self._host.state(name)])

@@ -14,6 +14,7 @@ from kvasir.formats.block_hash import BLOCK_TOKENS
 
 from inference_svc.engine.incoming import Incoming
 from inference_svc.formats.constraint import Constraint
+from inference_svc.model.embedding.pooling import Pooling, Vector
 from inference_svc.text.replies.reasoning_limit import ReasoningLimit
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.token_ids import TokenIds
@@ -153,6 +154,9 @@ class TurnPlan:
     # hot memory, that memory may be dropped then: the store has all of it.
     can_be_preempted: bool = False
     is_remembered: bool = True  # False: the key's memory is only read
+    # The prompt's hidden rows become an embedding (`Ended`). All of them are needed, so the turn shares no KV. Only for
+    # turns that generate nothing and leave no memory.
+    pooling: Pooling | None = None
     # Another engine began the turn. Its files are asked for (`Wanted`); then it is held until `TurnHandle.release`.
     carried: CarriedTurn | None = None
 
@@ -270,6 +274,7 @@ class Ended:
     `state` is what a snapshot taken now holds: the prompt, the reply, and its stop token, but no tokens that only spell
     a stop string. `generated_text` is the text of all tokens of `state` behind the prompt, special tokens included, so
     that prompt text + generated_text is the text of the state. `text` is the whole reply as the client saw it.
+    `embedding`: the prompt's, if the plan asked for it.
     """
 
     finish_reason: FinishReason
@@ -281,6 +286,7 @@ class Ended:
     text: str
     generated_text: str
     state: SequenceState
+    embedding: Vector = ()
 
 
 @dataclass(frozen=True, slots=True)

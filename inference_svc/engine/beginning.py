@@ -19,6 +19,7 @@ from inference_svc.engine.sequence import Sequence
 from inference_svc.kv.kv_load import KvLoad
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.tensor_files import CheckedFile, FileChecks, check_files, check_state
+from inference_svc.model.embedding.hidden_rows import HiddenRows
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
 from inference_svc.text.token_ids import TokenIds
@@ -80,6 +81,8 @@ def begin(sequence: Sequence, reuse: Reuse, forked: SequenceKV, model: ModelInfo
     then.
     """
     sequence.sampler = Sampler(sequence.plan.sampling, sequence.plan.token_ids, sequence.matcher, watch=sequence.watch)
+    if sequence.plan.pooling is not None:
+        sequence.hidden = HiddenRows(sequence.plan.pooling)
     sequence.leave_queue()
     if isinstance(sequence.plan.reuse, Restored) and not reuse.is_shared:
         sequence.arrives(_RestoredKV(sequence, sequence.plan.reuse, forked, model))

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 from kvasir.cachestore.v1 import identity_pb2
-from kvasir.errors import InvalidArgument, ResourceExhausted, Unavailable
+from kvasir.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
 from kvasir.formats.block_file import FileBytes
 
 from inference_svc.engine.api import (
@@ -414,6 +414,8 @@ class Engine:
                     f"sampling.{field}: expected token ids below {self.vocabulary_size}, got {max(given)}",
                     field=f"sampling.{field}",
                 )
+        if plan.pooling is not None and not self.model.embedding_width:
+            raise FailedPrecondition("model: its hidden rows cannot be had", reason="NO_EMBEDDINGS", field="model")
         if plan.carried is not None:
             check_carried(plan, plan.carried, self.model, self.vocabulary_size)
         check_fits(len(plan.token_ids), plan.sampling.max_tokens, self.model.context_tokens)

@@ -322,7 +322,8 @@ class EngineWorker:
         assert sampler is not None
         self._prefilled_tokens += len(cell)
         if not sequence.draws_after(tokens):
-            self._runner.prefill(kv, cell, lambda: sequence.is_cancelled, self._decode_behind_cell)
+            take = sequence.hidden.add if sequence.hidden is not None else None
+            self._runner.prefill(kv, cell, lambda: sequence.is_cancelled, self._decode_behind_cell, take)
             sequence.prefilled(len(cell))
             if sequence.is_at_rewind_point:
                 mark(kv)

@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # so that the schedule of sequences is tested where there is 
     from inference_svc.engine.sampling import Sampler
     from inference_svc.kv.kv_load import KvLoad
     from inference_svc.kv.sequence_kv import SequenceKV
+    from inference_svc.model.embedding.hidden_rows import HiddenRows
 
 
 class Arrival(Protocol):
@@ -106,6 +107,7 @@ class Sequence:
         self.kv: SequenceKV | None = None
         self.arrival: Arrival | None = None  # of its KV, while it is loaded
         self.sampler: Sampler | None = None
+        self.hidden: HiddenRows | None = None  # of a turn that makes an embedding
         self.known_chain: tuple[str, ...] = ()  # chain hashes of the first full blocks of its KV
         self.reservation: Reservation | None = None
         self.swapped: SwappedOut | None = None  # while it is preempted
@@ -179,8 +181,8 @@ class Sequence:
 
     @cached_property
     def chain(self) -> tuple[str, ...]:
-        """Chain hashes of the prompt's full blocks. Empty without a namespace: then no other turn shares them."""
-        if self.namespace is None:
+        """Chain hashes of the prompt's full blocks. Empty for a turn that shares them with no other."""
+        if self.namespace is None or self.plan.pooling is not None:
             return ()
         known = self.known_chain[: self.prompt_tokens // BLOCK_TOKENS]
         return chain_hashes(self._model.kv_identity_hash, self.token_ids[: self.prompt_tokens], known)
@@ -211,7 +213,7 @@ class Sequence:
         Windows can go on from wherever their blocks are, so theirs is the prompt's last border of a block: up to there
         others may share it, and a pass over it would write only what a window sees at the pass's end.
         """
-        if not self._model.has_rewind_points:
+        if not self._model.has_rewind_points or self.plan.pooling is not None:
             return 0
         asked = self.plan.rewind_point_tokens
         point = self.prompt_tokens - 1 if asked is None else min(asked, self.prompt_tokens - 1)
@@ -399,6 +401,7 @@ class Sequence:
             text=self._reply.visible,
             generated_text="".join(self._reply.remembered),
             state=self.state(),
+            embedding=self.hidden.vector if self.hidden is not None else (),
         )
 
     def _timings(self) -> Timings:

@@ -30,6 +30,7 @@ class ModelInfo:
     window_bytes_per_token: Mapping[int, int] = field(default_factory=dict)  # by window, of all its layers
     weights_bytes: int = 0  # in memory, in the type that is computed in
     weights_placement: str = ""  # how they came there: "2.97 GB mapped"
+    embedding_width: int = 0  # of its hidden rows; 0 if they cannot be had: it is no trunk with a head
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # what a request leaves out takes these
 
     @property

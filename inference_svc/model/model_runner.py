@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -92,12 +93,17 @@ class ModelRunner:
         token_ids: Sequence[int],
         is_cancelled: Callable[[], bool] = lambda: False,
         meanwhile: Callable[[], None] = lambda: None,
+        take_hidden: Callable[[mx.array], None] | None = None,
     ) -> None:
         """Compute and store the KV of the next tokens, without logits. Evaluates; on a GPU it calls `meanwhile` before
         it waits, as the results of what was enqueued earlier are there first. If it raises, Cancelled between two
-        layers or ResourceExhausted for want of pages, nothing has changed.
+        layers or ResourceExhausted for want of pages, nothing has changed. `take_hidden` gets the tokens' last hidden
+        rows [tokens, width], as the head would.
         """
-        if self._short_pass(kv, token_ids, lambda _: meanwhile()) is None:
+        if take_hidden is not None:
+            rows = self._compute(kv, token_ids, is_cancelled, lambda _: meanwhile(), forward=self._forward_trunk)
+            take_hidden(rows[0])
+        elif self._short_pass(kv, token_ids, lambda _: meanwhile()) is None:
             self._compute(kv, token_ids, is_cancelled, lambda _: meanwhile(), needs_logits=False)
         self.release_unused()
 
@@ -117,6 +123,11 @@ class ModelRunner:
         self.release_unused()
         return logits
 
+    def _forward_trunk(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
+        trunk = self._model.model
+        whole: Any = type(trunk).__base__  # it was narrowed
+        return self._layout.forward(partial(whole.__call__, trunk), tokens, caches)
+
     def _short_pass(
         self, kv: SequenceKV, token_ids: Sequence[int], meanwhile: Callable[[mx.array], None]
     ) -> mx.array | None:
@@ -134,10 +145,11 @@ class ModelRunner:
         meanwhile: Callable[[mx.array], None] = lambda _: None,
         *,
         needs_logits: bool = True,
+        forward: Callable[[mx.array, Sequence[Any]], mx.array] | None = None,
     ) -> mx.array:
         layers = prefill_layers(kv)
         try:
-            logits = self.forward(mx.array([token_ids], dtype=mx.uint32), layers)
+            logits = (forward or self.forward)(mx.array([token_ids], dtype=mx.uint32), layers)
             self._evaluate(layers, is_cancelled)
             if self.is_on_gpu and kv.pool.dialect is not None:
                 mx.async_eval(logits if needs_logits else [_computed(layer) for layer in layers])  # type: ignore[no-untyped-call]
@@ -219,7 +231,9 @@ def _probed(model: Module) -> Probed:
     """Find a model's facts, and make it as they say."""
     layout = probed_layout(model)
     logits, is_narrowed = _computes_last_position_only(model)
-    return Probed(layout, int(logits.shape[-1]), is_narrowed)
+    trunk: Any = getattr(model, "model", None)
+    width = int(trunk(_probe_tokens(), cache=make_prompt_cache(model)).shape[-1]) if is_narrowed else 0
+    return Probed(layout, int(logits.shape[-1]), is_narrowed, width)
 
 
 def _take_probed(model: Any, known: Probed) -> None:

@@ -99,6 +99,7 @@ def open_model(
         layer_count=sum(layer.kind != identity_pb2.LAYER_KIND_STATE for layer in identity.layers),
         policy_applied_layers=_applied_layers(runner, identity, probes, known),
         has_states=has_recurrent_layers(identity),
+        embedding_width=runner.probed.width,
         state_bytes=sum(tensor.size_bytes for tensor in expected_state_tensors(identity)),
         window_bytes_per_token={
             window: sum(tensor.size_bytes for tensor in expected_tensors(identity, 1, window))

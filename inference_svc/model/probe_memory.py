@@ -38,6 +38,7 @@ class Probed:
     layout: Layout
     vocabulary_size: int
     is_narrowed: bool
+    width: int = 0  # of a hidden row that the head gets; 0 if the model is not narrowed
     applied: dict[str, int] = field(default_factory=dict)
 
 
@@ -76,6 +77,7 @@ def _as_json(probed: Probed) -> dict[str, Any]:
         "reads_pages": layout.reads_pages,
         "vocabulary_size": probed.vocabulary_size,
         "is_narrowed": probed.is_narrowed,
+        "width": probed.width,
         "applied": probed.applied,
     }
 
@@ -85,7 +87,7 @@ def _probed(kept: dict[str, Any]) -> Probed:
     by_cache = tuple(tuple(each) if isinstance(each, list) else int(each) for each in kept["by_cache"])
     layout = Layout(entries, by_cache, _TYPES[kept["kv_type"]], bool(kept["reads_pages"]))
     applied = {str(policy): int(count) for policy, count in kept["applied"].items()}
-    return Probed(layout, int(kept["vocabulary_size"]), bool(kept["is_narrowed"]), applied)
+    return Probed(layout, int(kept["vocabulary_size"]), bool(kept["is_narrowed"]), int(kept["width"]), applied)
 
 
 def _driver() -> str:

@@ -259,6 +259,17 @@ class Prompting:
         before = self._spellings.get(last, _BORDER)
         return before, self._encoded(before)
 
+    def framed(self, text: str) -> tuple[list[int], list[int], list[int]]:
+        """Tokens of a text that is no prompt, with those that the tokenizer puts before and behind it: what spells a
+        special token is text.
+        """
+        ids = list(self.tokenize(self.specials.guarded(text)).ids)
+        probe = self._encoded("a")
+        around = list(self._tokenizer.encode("a", add_special_tokens=True))
+        places = [at for at in range(len(around)) if around[at : at + len(probe)] == probe]
+        at = places[0] if places else 0
+        return around[:at], ids, around[at + len(probe) :] if places else []
+
     def _encoded(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 

@@ -23,6 +23,7 @@ from kvasir.credentials import read_token
 
 from tests.cli.running import Begun, Cli, answers, eventually, free_port, in_process
 from tests.scraping import health, scrape
+from tests.tiny_encoder import write_encoder
 from tests.trace_collector import collecting
 
 ROOT = Path(__file__).parent.parent.parent
@@ -233,7 +234,9 @@ def test_up_over_tcp_asks_for_its_token_hands_its_kv_policy_on_and_ends_whole(tm
     ports = [free_port(), free_port()]
     addresses = ("--listen", f"127.0.0.1:{ports[0]}", "--store-listen", f"127.0.0.1:{ports[1]}")
     ben = in_process("--home", home, "tokens", "new", "ben", "--namespace", "red", "--json").value["token_file"]
-    with cli.running("up", "--no-http", *addresses, "--kv-policy", "q4-rotated", "--kv-exact-layers", "last") as up:
+    words = f"words={write_encoder(tmp_path / 'encoder')}"
+    asked = ("--kv-policy", "q4-rotated", "--kv-exact-layers", "last", "--embeddings", words)
+    with cli.running("up", "--no-http", *addresses, *asked) as up:
         running = wait_until_ready(home, up)
         assert answers(running.store, STORE_SERVICE)
         turn = json.loads(cli.done("chat", "ada", "--json", "--max-tokens", "4", stdin="Hello.\n").out)
@@ -247,6 +250,7 @@ def test_up_over_tcp_asks_for_its_token_hands_its_kv_policy_on_and_ends_whole(tm
         bare = Cli(tmp_path)("--address", running.store, "agents", "ls")
         assert bare.code == 4
         assert "--token-file" in bare.err
+        assert [each["name"] for each in cli.done("models", "ls", "--json").value] == ["kvasir-tiny", "words"]
         model = cli.done("doctor", "--json").value["engine"]["model"]
         assert model["kv_policy"] == "q4-rotated, layer 7 exact"
         assert model["applied_layers"] == model["layer_count"] == 8

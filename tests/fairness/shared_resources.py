@@ -335,6 +335,15 @@ SHARED = (
         WAITS,
     ),
     Shared(
+        "thread of the embedding model",
+        "engine",
+        "inference_svc/embedding/embedding_model.py: _working",
+        ("", 1),
+        "one text at a time",
+        IN_TURN,
+        WAITS,
+    ),
+    Shared(
         "queue of the MLX thread",
         "engine",
         "inference_svc/engine/scheduling/scheduler.py: waiting",

@@ -248,7 +248,8 @@ class EngineLink:
         try:
             async with asyncio.timeout(within_s):
                 stats = await self._own[0].get_stats()
-                models = [] if stats.model else await self._own[0].list_models()
+                listed = [] if stats.model else await self._own[0].list_models()
+                models = [model for model in listed if not model.only_embeds]
         except TimeoutError:
             return _unwell("ENGINE_HANGS", f"the engine has not answered for {within_s:g} s", engine=False)
         except KvasirError as error:

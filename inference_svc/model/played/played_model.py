@@ -87,6 +87,7 @@ class PlayedRunner(ModelRunner):
         token_ids: Sequence[int],
         is_cancelled: Callable[[], bool] = lambda: False,
         meanwhile: Callable[[], None] = lambda: None,  # noqa: ARG002 - nothing is enqueued behind it
+        take_hidden: Callable[[mx.array], None] | None = None,  # noqa: ARG002 - it has no rows
     ) -> None:
         """As `ModelRunner.prefill`."""
         if is_cancelled():

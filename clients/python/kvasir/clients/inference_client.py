@@ -27,6 +27,7 @@ from kvasir.clients.inference_client_turns import (
     Reply,
     ThinkingArguments,
     count_request,
+    embed_request,
     lost_by,
     moved_by,
     turn_request,
@@ -217,6 +218,20 @@ class InferenceClient(AgentClient):
         given = Input(prompt, messages, None)
         request = count_request(given, tools=tools, model=model, continue_final_message=continue_final_message, **named)
         return (self._call(pb.CountTokensResponse, request)).tokens
+
+    def embed(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        model: str = "",
+        dimensions: int | None = None,
+        truncate: bool = False,
+        priority: pb.Priority = pb.PRIORITY_UNSPECIFIED,
+        timeout_s: float | None = None,
+    ) -> pb.EmbedResponse:
+        """Embeddings of texts, or of their tokens. Without a model's name: by the embedding model if there is one."""
+        request = embed_request(texts, model=model, dimensions=dimensions, truncate=truncate, priority=priority)
+        return self._call(pb.EmbedResponse, request, timeout_s, has_deadline=False)
 
     def list_models(self) -> Sequence[pb.Model]:
         """The models that the engine may load; one at most is loaded."""

@@ -207,6 +207,23 @@ def count_request(
         )
 
 
+def embed_request(
+    texts: Sequence[str | Sequence[int]], *, model: str, dimensions: int | None, truncate: bool, priority: pb.Priority
+) -> pb.EmbedRequest:
+    """Raises InvalidArgument for values that the message cannot hold; the service checks the rest."""
+    with _refusing():
+        return pb.EmbedRequest(
+            model=model,
+            inputs=[
+                pb.EmbedInput(text=text) if isinstance(text, str) else pb.EmbedInput(token_ids=pb.TokenIds(ids=text))
+                for text in texts
+            ],
+            dimensions=dimensions,  # type: ignore[arg-type]  # the stubs do not know that None leaves it out
+            truncate=truncate,
+            priority=priority,
+        )
+
+
 @contextmanager
 def _refusing() -> Iterator[None]:
     """Makes InvalidArgument of protobuf's refusals: values out of range, and text that is no UTF-8."""

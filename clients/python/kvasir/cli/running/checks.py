@@ -42,6 +42,13 @@ class KvPolicy(enum.StrEnum):
     AUTO = "auto"
 
 
+class EmbeddingPooling(enum.StrEnum):
+    """Which of a text's last hidden rows make its embedding."""
+
+    MEAN = "mean"
+    LAST = "last"
+
+
 class LogLevel(enum.StrEnum):
     """The least of what is logged."""
 
@@ -119,16 +126,26 @@ def check_aliases(given: Sequence[str], models: Sequence[GivenModel]) -> None:
         names.append(name)
 
 
-def _model(item: str) -> GivenModel:
+def check_embeddings(given: str, models: Sequence[GivenModel]) -> list[GivenModel]:
+    """The model that only makes embeddings, if one is given. Raises WrongUsage for one that cannot be."""
+    if not given:
+        return []
+    beside = _model(given, "--embeddings")
+    if beside.name in ([model.name for model in models] or [_SHIPPED_MODEL]):
+        raise WrongUsage(f"--embeddings: a model is named {beside.name!r}; say NAME=PATH", field="--embeddings")
+    return [beside]
+
+
+def _model(item: str, option: str = "--model") -> GivenModel:
     name, equals, path = item.partition("=")
     if not (equals and _MODEL_NAME.fullmatch(name)):
         name, path = "", item
     if (directory := Path(path).expanduser()).is_dir():
         if not (directory / "config.json").is_file():
-            raise WrongUsage(f"--model: {directory} has no config.json", field="--model")
+            raise WrongUsage(f"{option}: {directory} has no config.json", field=option)
         return GivenModel(name or directory.name, path)
     if not is_repository(path):
-        raise WrongUsage(f"--model: {path!r} is neither a directory nor a repository OWNER/NAME", field="--model")
+        raise WrongUsage(f"{option}: {path!r} is neither a directory nor a repository OWNER/NAME", field=option)
     return GivenModel(name or path, path)
 
 

@@ -24,7 +24,7 @@ from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.failures import WrongUsage, relayed
 from kvasir.cli.hub import fetch
 from kvasir.cli.running import checks
-from kvasir.cli.running.checks import KvPolicy, LogFormat, LogLevel
+from kvasir.cli.running.checks import EmbeddingPooling, KvPolicy, LogFormat, LogLevel
 from kvasir.cli.running.home import Home, Running
 from kvasir.cli.running.locks import led, locked
 from kvasir.cli.running.logs import rotate_log
@@ -148,6 +148,18 @@ def up(
     kv_exact_layers: Annotated[
         str, typer.Option(help='Layers that stay at 16 bits: "last", or indexes with commas between.')
     ] = "",
+    embeddings: Annotated[
+        str,
+        typer.Option(
+            help="A small model that only makes embeddings, in sentence-transformers' or mlx-lm's layout. Left out: "
+            "the loaded model makes them.",
+            metavar="MODEL",
+        ),
+    ] = "",
+    embedding_pooling: Annotated[
+        EmbeddingPooling | None,
+        typer.Option(help="A text's embedding is the mean of its last hidden rows (if left out), or the last of them."),
+    ] = None,
     memory_gib: Annotated[
         float | None,
         typer.Option(
@@ -232,7 +244,8 @@ def up(
     addresses = {option: address for option, address in asked.items() if address}
     checks.check_addresses(addresses, tls_cert, tls_key)
     checks.check_traces(traces_to)
-    for each in models:
+    beside = checks.check_embeddings(embeddings, models)
+    for each in (*models, *beside):
         if each.is_on_hub:  # before anything starts, with its progress
             fetch(caller, each.path)
     home.make()
@@ -248,6 +261,8 @@ def up(
             engine_options = (
                 *_given(("--kv-policy", kv_policy and kv_policy.value)),
                 *_given(("--kv-exact-layers", kv_exact_layers), ("--memory-gib", memory_gib)),
+                *_given(("--embeddings", embeddings)),
+                *_given(("--embedding-pooling", embedding_pooling and embedding_pooling.value)),
                 *_given(("--context-tokens", context_tokens), ("--keep-alive-s", keep_alive_s)),
                 *(["--batch-invariant"] if batch_invariant else []),
                 *(["--neighbour"] if neighbour else []),

@@ -811,8 +811,46 @@ class GetModelResponse(_message.Message):
     model: Model
     def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ...) -> None: ...
 
+class EmbedRequest(_message.Message):
+    __slots__ = ("model", "inputs", "dimensions", "truncate", "priority")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATE_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    inputs: _containers.RepeatedCompositeFieldContainer[EmbedInput]
+    dimensions: int
+    truncate: bool
+    priority: Priority
+    def __init__(self, model: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[EmbedInput, _Mapping]]] = ..., dimensions: _Optional[int] = ..., truncate: bool = ..., priority: _Optional[_Union[Priority, str]] = ...) -> None: ...
+
+class EmbedInput(_message.Message):
+    __slots__ = ("text", "token_ids")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    token_ids: TokenIds
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
+
+class EmbedResponse(_message.Message):
+    __slots__ = ("model", "embeddings")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    embeddings: _containers.RepeatedCompositeFieldContainer[Embedding]
+    def __init__(self, model: _Optional[str] = ..., embeddings: _Optional[_Iterable[_Union[Embedding, _Mapping]]] = ...) -> None: ...
+
+class Embedding(_message.Message):
+    __slots__ = ("values", "tokens")
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedScalarFieldContainer[float]
+    tokens: int
+    def __init__(self, values: _Optional[_Iterable[float]] = ..., tokens: _Optional[int] = ...) -> None: ...
+
 class Model(_message.Message):
-    __slots__ = ("name", "kv_identity", "kv_identity_hash", "tokenizer_digest", "template_digest", "context_tokens", "kv_bytes_per_token", "kv_bytes_per_token_fp16", "policy_applied_layers", "layer_count", "cell_tokens", "compute_type", "state", "kv_policy", "kv_policy_why", "sampling_defaults")
+    __slots__ = ("name", "kv_identity", "kv_identity_hash", "tokenizer_digest", "template_digest", "context_tokens", "kv_bytes_per_token", "kv_bytes_per_token_fp16", "policy_applied_layers", "layer_count", "cell_tokens", "compute_type", "state", "kv_policy", "kv_policy_why", "sampling_defaults", "embedding_dimensions", "only_embeds")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KV_IDENTITY_FIELD_NUMBER: _ClassVar[int]
     KV_IDENTITY_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -829,6 +867,8 @@ class Model(_message.Message):
     KV_POLICY_FIELD_NUMBER: _ClassVar[int]
     KV_POLICY_WHY_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    ONLY_EMBEDS_FIELD_NUMBER: _ClassVar[int]
     name: str
     kv_identity: _identity_pb2.KvIdentity
     kv_identity_hash: str
@@ -845,7 +885,9 @@ class Model(_message.Message):
     kv_policy: str
     kv_policy_why: str
     sampling_defaults: Sampling
-    def __init__(self, name: _Optional[str] = ..., kv_identity: _Optional[_Union[_identity_pb2.KvIdentity, _Mapping]] = ..., kv_identity_hash: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_bytes_per_token_fp16: _Optional[int] = ..., policy_applied_layers: _Optional[int] = ..., layer_count: _Optional[int] = ..., cell_tokens: _Optional[int] = ..., compute_type: _Optional[str] = ..., state: _Optional[_Union[ModelState, str]] = ..., kv_policy: _Optional[str] = ..., kv_policy_why: _Optional[str] = ..., sampling_defaults: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
+    embedding_dimensions: int
+    only_embeds: bool
+    def __init__(self, name: _Optional[str] = ..., kv_identity: _Optional[_Union[_identity_pb2.KvIdentity, _Mapping]] = ..., kv_identity_hash: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_bytes_per_token_fp16: _Optional[int] = ..., policy_applied_layers: _Optional[int] = ..., layer_count: _Optional[int] = ..., cell_tokens: _Optional[int] = ..., compute_type: _Optional[str] = ..., state: _Optional[_Union[ModelState, str]] = ..., kv_policy: _Optional[str] = ..., kv_policy_why: _Optional[str] = ..., sampling_defaults: _Optional[_Union[Sampling, _Mapping]] = ..., embedding_dimensions: _Optional[int] = ..., only_embeds: bool = ...) -> None: ...
 
 class GetCapabilitiesRequest(_message.Message):
     __slots__ = ()

@@ -64,6 +64,11 @@ class InferenceServiceStub(object):
                 request_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.CountTokensRequest.SerializeToString,
                 response_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.CountTokensResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/kvasir.inference.v1.InferenceService/Embed',
+                request_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/kvasir.inference.v1.InferenceService/ListModels',
                 request_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
@@ -158,6 +163,17 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Computes embeddings of texts, by the embedding model that configuration names beside the others or by the loaded model: each text's vector has the
+        length 1, depends on nothing but its text, and is kept nowhere. The loaded model computes a text as it computes a prompt without memory: in
+        cells beside running turns, in KV room of its own. Takes a turn's place. A cancel, deadline or disconnect ends it before the next cell. Errors:
+        INVALID_ARGUMENT (field named), NOT_FOUND (model), FAILED_PRECONDITION (not loaded; NO_EMBEDDINGS), RESOURCE_EXHAUSTED (context, memory,
+        queue, the caller's share).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """Lists the models that configuration names, loaded or not. No side effect.
         """
@@ -241,6 +257,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.CountTokens,
                     request_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.CountTokensRequest.FromString,
                     response_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.CountTokensResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -435,6 +456,33 @@ class InferenceService(object):
             '/kvasir.inference.v1.InferenceService/CountTokens',
             kvasir_dot_inference_dot_v1_dot_inference__pb2.CountTokensRequest.SerializeToString,
             kvasir_dot_inference_dot_v1_dot_inference__pb2.CountTokensResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvasir.inference.v1.InferenceService/Embed',
+            kvasir_dot_inference_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            kvasir_dot_inference_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

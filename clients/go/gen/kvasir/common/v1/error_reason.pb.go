@@ -86,6 +86,8 @@ const (
 	ErrorReason_ERROR_REASON_NO_RESPONSE_FORMATS ErrorReason = 35
 	// No grammar describes the model's format of tool calls: none can be forced. FAILED_PRECONDITION.
 	ErrorReason_ERROR_REASON_NO_FORCED_CALLS ErrorReason = 55
+	// The model's last hidden rows cannot be had. FAILED_PRECONDITION.
+	ErrorReason_ERROR_REASON_NO_EMBEDDINGS ErrorReason = 56
 	// Prompt and reply are longer than the model takes. RESOURCE_EXHAUSTED: prompt_tokens, context_tokens.
 	ErrorReason_ERROR_REASON_CONTEXT_EXCEEDED ErrorReason = 36
 	// The turn's KV is larger than the memory. RESOURCE_EXHAUSTED: needed_bytes, budget_bytes, needed_pages, free_pages.
@@ -317,6 +319,7 @@ var (
 		34:  "ERROR_REASON_FORMATS_BUSY",
 		35:  "ERROR_REASON_NO_RESPONSE_FORMATS",
 		55:  "ERROR_REASON_NO_FORCED_CALLS",
+		56:  "ERROR_REASON_NO_EMBEDDINGS",
 		36:  "ERROR_REASON_CONTEXT_EXCEEDED",
 		37:  "ERROR_REASON_MEMORY_EXCEEDED",
 		38:  "ERROR_REASON_MEMORY_BUSY",
@@ -445,6 +448,7 @@ var (
 		"ERROR_REASON_FORMATS_BUSY":            34,
 		"ERROR_REASON_NO_RESPONSE_FORMATS":     35,
 		"ERROR_REASON_NO_FORCED_CALLS":         55,
+		"ERROR_REASON_NO_EMBEDDINGS":           56,
 		"ERROR_REASON_CONTEXT_EXCEEDED":        36,
 		"ERROR_REASON_MEMORY_EXCEEDED":         37,
 		"ERROR_REASON_MEMORY_BUSY":             38,
@@ -577,7 +581,7 @@ var File_kvasir_common_v1_error_reason_proto protoreflect.FileDescriptor
 
 const file_kvasir_common_v1_error_reason_proto_rawDesc = "" +
 	"\n" +
-	"#kvasir/common/v1/error_reason.proto\x12\x10kvasir.common.v1*\x82!\n" +
+	"#kvasir/common/v1/error_reason.proto\x12\x10kvasir.common.v1*\xa2!\n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12\x1e\n" +
 	"\x1aERROR_REASON_INVALID_FIELD\x10\x01\x12\x1b\n" +
@@ -607,7 +611,8 @@ const file_kvasir_common_v1_error_reason_proto_rawDesc = "" +
 	"\x1fERROR_REASON_FORMAT_TOO_COMPLEX\x10!\x12\x1d\n" +
 	"\x19ERROR_REASON_FORMATS_BUSY\x10\"\x12$\n" +
 	" ERROR_REASON_NO_RESPONSE_FORMATS\x10#\x12 \n" +
-	"\x1cERROR_REASON_NO_FORCED_CALLS\x107\x12!\n" +
+	"\x1cERROR_REASON_NO_FORCED_CALLS\x107\x12\x1e\n" +
+	"\x1aERROR_REASON_NO_EMBEDDINGS\x108\x12!\n" +
 	"\x1dERROR_REASON_CONTEXT_EXCEEDED\x10$\x12 \n" +
 	"\x1cERROR_REASON_MEMORY_EXCEEDED\x10%\x12\x1c\n" +
 	"\x18ERROR_REASON_MEMORY_BUSY\x10&\x12\x1c\n" +

@@ -4573,6 +4573,277 @@ func (x *GetModelResponse) GetModel() *Model {
 	return nil
 }
 
+type EmbedRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Empty: the embedding model if there is one, else the loaded model.
+	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
+	// 1 to 256.
+	Inputs []*EmbedInput `protobuf:"bytes,2,rep,name=inputs,proto3" json:"inputs,omitempty"`
+	// 1 to the model's: the first values alone, made the length 1 again. Default: all.
+	Dimensions *int32 `protobuf:"varint,3,opt,name=dimensions,proto3,oneof" json:"dimensions,omitempty"`
+	// Texts longer than the model takes are cut, instead of refused.
+	Truncate bool `protobuf:"varint,4,opt,name=truncate,proto3" json:"truncate,omitempty"`
+	// Default: interactive.
+	Priority      Priority `protobuf:"varint,5,opt,name=priority,proto3,enum=kvasir.inference.v1.Priority" json:"priority,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EmbedRequest) Reset() {
+	*x = EmbedRequest{}
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EmbedRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EmbedRequest) ProtoMessage() {}
+
+func (x *EmbedRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EmbedRequest.ProtoReflect.Descriptor instead.
+func (*EmbedRequest) Descriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{46}
+}
+
+func (x *EmbedRequest) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *EmbedRequest) GetInputs() []*EmbedInput {
+	if x != nil {
+		return x.Inputs
+	}
+	return nil
+}
+
+func (x *EmbedRequest) GetDimensions() int32 {
+	if x != nil && x.Dimensions != nil {
+		return *x.Dimensions
+	}
+	return 0
+}
+
+func (x *EmbedRequest) GetTruncate() bool {
+	if x != nil {
+		return x.Truncate
+	}
+	return false
+}
+
+func (x *EmbedRequest) GetPriority() Priority {
+	if x != nil {
+		return x.Priority
+	}
+	return Priority_PRIORITY_UNSPECIFIED
+}
+
+type EmbedInput struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Types that are valid to be assigned to Input:
+	//
+	//	*EmbedInput_Text
+	//	*EmbedInput_TokenIds
+	Input         isEmbedInput_Input `protobuf_oneof:"input"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EmbedInput) Reset() {
+	*x = EmbedInput{}
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EmbedInput) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EmbedInput) ProtoMessage() {}
+
+func (x *EmbedInput) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EmbedInput.ProtoReflect.Descriptor instead.
+func (*EmbedInput) Descriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{47}
+}
+
+func (x *EmbedInput) GetInput() isEmbedInput_Input {
+	if x != nil {
+		return x.Input
+	}
+	return nil
+}
+
+func (x *EmbedInput) GetText() string {
+	if x != nil {
+		if x, ok := x.Input.(*EmbedInput_Text); ok {
+			return x.Text
+		}
+	}
+	return ""
+}
+
+func (x *EmbedInput) GetTokenIds() *TokenIds {
+	if x != nil {
+		if x, ok := x.Input.(*EmbedInput_TokenIds); ok {
+			return x.TokenIds
+		}
+	}
+	return nil
+}
+
+type isEmbedInput_Input interface {
+	isEmbedInput_Input()
+}
+
+type EmbedInput_Text struct {
+	Text string `protobuf:"bytes,1,opt,name=text,proto3,oneof"`
+}
+
+type EmbedInput_TokenIds struct {
+	// With all special tokens that the model wants.
+	TokenIds *TokenIds `protobuf:"bytes,2,opt,name=token_ids,json=tokenIds,proto3,oneof"`
+}
+
+func (*EmbedInput_Text) isEmbedInput_Input() {}
+
+func (*EmbedInput_TokenIds) isEmbedInput_Input() {}
+
+type EmbedResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Which model computed them.
+	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
+	// In the order of the inputs.
+	Embeddings    []*Embedding `protobuf:"bytes,2,rep,name=embeddings,proto3" json:"embeddings,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EmbedResponse) Reset() {
+	*x = EmbedResponse{}
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EmbedResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EmbedResponse) ProtoMessage() {}
+
+func (x *EmbedResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EmbedResponse.ProtoReflect.Descriptor instead.
+func (*EmbedResponse) Descriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{48}
+}
+
+func (x *EmbedResponse) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *EmbedResponse) GetEmbeddings() []*Embedding {
+	if x != nil {
+		return x.Embeddings
+	}
+	return nil
+}
+
+type Embedding struct {
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Values []float32              `protobuf:"fixed32,1,rep,packed,name=values,proto3" json:"values,omitempty"`
+	// Tokens of the input, special ones and none that were cut off.
+	Tokens        int64 `protobuf:"varint,2,opt,name=tokens,proto3" json:"tokens,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Embedding) Reset() {
+	*x = Embedding{}
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[49]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Embedding) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Embedding) ProtoMessage() {}
+
+func (x *Embedding) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[49]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Embedding.ProtoReflect.Descriptor instead.
+func (*Embedding) Descriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{49}
+}
+
+func (x *Embedding) GetValues() []float32 {
+	if x != nil {
+		return x.Values
+	}
+	return nil
+}
+
+func (x *Embedding) GetTokens() int64 {
+	if x != nil {
+		return x.Tokens
+	}
+	return 0
+}
+
 type Model struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
 	Name            string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
@@ -4597,13 +4868,17 @@ type Model struct {
 	KvPolicyWhy string `protobuf:"bytes,15,opt,name=kv_policy_why,json=kvPolicyWhy,proto3" json:"kv_policy_why,omitempty"`
 	// What its generation_config.json says of temperature, top_p, top_k, min_p and repetition_penalty: what a request leaves out takes it.
 	SamplingDefaults *Sampling `protobuf:"bytes,16,opt,name=sampling_defaults,json=samplingDefaults,proto3" json:"sampling_defaults,omitempty"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// Values of its embeddings; 0: it has none, or is not loaded.
+	EmbeddingDimensions int32 `protobuf:"varint,17,opt,name=embedding_dimensions,json=embeddingDimensions,proto3" json:"embedding_dimensions,omitempty"`
+	// It is the embedding model: it generates nothing, and is never unloaded.
+	OnlyEmbeds    bool `protobuf:"varint,18,opt,name=only_embeds,json=onlyEmbeds,proto3" json:"only_embeds,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Model) Reset() {
 	*x = Model{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4615,7 +4890,7 @@ func (x *Model) String() string {
 func (*Model) ProtoMessage() {}
 
 func (x *Model) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4628,7 +4903,7 @@ func (x *Model) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Model.ProtoReflect.Descriptor instead.
 func (*Model) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{46}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{50}
 }
 
 func (x *Model) GetName() string {
@@ -4743,6 +5018,20 @@ func (x *Model) GetSamplingDefaults() *Sampling {
 	return nil
 }
 
+func (x *Model) GetEmbeddingDimensions() int32 {
+	if x != nil {
+		return x.EmbeddingDimensions
+	}
+	return 0
+}
+
+func (x *Model) GetOnlyEmbeds() bool {
+	if x != nil {
+		return x.OnlyEmbeds
+	}
+	return false
+}
+
 type GetCapabilitiesRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -4751,7 +5040,7 @@ type GetCapabilitiesRequest struct {
 
 func (x *GetCapabilitiesRequest) Reset() {
 	*x = GetCapabilitiesRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[51]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4763,7 +5052,7 @@ func (x *GetCapabilitiesRequest) String() string {
 func (*GetCapabilitiesRequest) ProtoMessage() {}
 
 func (x *GetCapabilitiesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[51]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4776,7 +5065,7 @@ func (x *GetCapabilitiesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCapabilitiesRequest.ProtoReflect.Descriptor instead.
 func (*GetCapabilitiesRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{47}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{51}
 }
 
 type GetCapabilitiesResponse struct {
@@ -4794,7 +5083,7 @@ type GetCapabilitiesResponse struct {
 
 func (x *GetCapabilitiesResponse) Reset() {
 	*x = GetCapabilitiesResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[52]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4806,7 +5095,7 @@ func (x *GetCapabilitiesResponse) String() string {
 func (*GetCapabilitiesResponse) ProtoMessage() {}
 
 func (x *GetCapabilitiesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[52]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4819,7 +5108,7 @@ func (x *GetCapabilitiesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCapabilitiesResponse.ProtoReflect.Descriptor instead.
 func (*GetCapabilitiesResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{48}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{52}
 }
 
 func (x *GetCapabilitiesResponse) GetVersion() string {
@@ -4877,7 +5166,7 @@ type Limits struct {
 
 func (x *Limits) Reset() {
 	*x = Limits{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[49]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[53]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4889,7 +5178,7 @@ func (x *Limits) String() string {
 func (*Limits) ProtoMessage() {}
 
 func (x *Limits) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[49]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[53]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4902,7 +5191,7 @@ func (x *Limits) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Limits.ProtoReflect.Descriptor instead.
 func (*Limits) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{49}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{53}
 }
 
 func (x *Limits) GetMaxPromptBytes() int64 {
@@ -4962,7 +5251,7 @@ type GetStatsRequest struct {
 
 func (x *GetStatsRequest) Reset() {
 	*x = GetStatsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[50]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[54]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4974,7 +5263,7 @@ func (x *GetStatsRequest) String() string {
 func (*GetStatsRequest) ProtoMessage() {}
 
 func (x *GetStatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[50]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[54]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4987,7 +5276,7 @@ func (x *GetStatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatsRequest.ProtoReflect.Descriptor instead.
 func (*GetStatsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{50}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{54}
 }
 
 type GetStatsResponse struct {
@@ -5007,7 +5296,7 @@ type GetStatsResponse struct {
 
 func (x *GetStatsResponse) Reset() {
 	*x = GetStatsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[51]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[55]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5019,7 +5308,7 @@ func (x *GetStatsResponse) String() string {
 func (*GetStatsResponse) ProtoMessage() {}
 
 func (x *GetStatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[51]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[55]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5032,7 +5321,7 @@ func (x *GetStatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatsResponse.ProtoReflect.Descriptor instead.
 func (*GetStatsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{51}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{55}
 }
 
 func (x *GetStatsResponse) GetModel() string {
@@ -5106,7 +5395,7 @@ type NamespaceStats struct {
 
 func (x *NamespaceStats) Reset() {
 	*x = NamespaceStats{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[52]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[56]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5118,7 +5407,7 @@ func (x *NamespaceStats) String() string {
 func (*NamespaceStats) ProtoMessage() {}
 
 func (x *NamespaceStats) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[52]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[56]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5131,7 +5420,7 @@ func (x *NamespaceStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NamespaceStats.ProtoReflect.Descriptor instead.
 func (*NamespaceStats) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{52}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{56}
 }
 
 func (x *NamespaceStats) GetNamespace() string {
@@ -5277,7 +5566,7 @@ type EngineStats struct {
 
 func (x *EngineStats) Reset() {
 	*x = EngineStats{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[53]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[57]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5289,7 +5578,7 @@ func (x *EngineStats) String() string {
 func (*EngineStats) ProtoMessage() {}
 
 func (x *EngineStats) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[53]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[57]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5302,7 +5591,7 @@ func (x *EngineStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EngineStats.ProtoReflect.Descriptor instead.
 func (*EngineStats) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{53}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{57}
 }
 
 func (x *EngineStats) GetKvMemoryBytes() int64 {
@@ -5686,7 +5975,29 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x0fGetModelRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\"D\n" +
 	"\x10GetModelResponse\x120\n" +
-	"\x05model\x18\x01 \x01(\v2\x1a.kvasir.inference.v1.ModelR\x05model\"\xc3\x05\n" +
+	"\x05model\x18\x01 \x01(\v2\x1a.kvasir.inference.v1.ModelR\x05model\"\xe8\x01\n" +
+	"\fEmbedRequest\x12\x14\n" +
+	"\x05model\x18\x01 \x01(\tR\x05model\x127\n" +
+	"\x06inputs\x18\x02 \x03(\v2\x1f.kvasir.inference.v1.EmbedInputR\x06inputs\x12#\n" +
+	"\n" +
+	"dimensions\x18\x03 \x01(\x05H\x00R\n" +
+	"dimensions\x88\x01\x01\x12\x1a\n" +
+	"\btruncate\x18\x04 \x01(\bR\btruncate\x129\n" +
+	"\bpriority\x18\x05 \x01(\x0e2\x1d.kvasir.inference.v1.PriorityR\bpriorityB\r\n" +
+	"\v_dimensions\"i\n" +
+	"\n" +
+	"EmbedInput\x12\x14\n" +
+	"\x04text\x18\x01 \x01(\tH\x00R\x04text\x12<\n" +
+	"\ttoken_ids\x18\x02 \x01(\v2\x1d.kvasir.inference.v1.TokenIdsH\x00R\btokenIdsB\a\n" +
+	"\x05input\"e\n" +
+	"\rEmbedResponse\x12\x14\n" +
+	"\x05model\x18\x01 \x01(\tR\x05model\x12>\n" +
+	"\n" +
+	"embeddings\x18\x02 \x03(\v2\x1e.kvasir.inference.v1.EmbeddingR\n" +
+	"embeddings\";\n" +
+	"\tEmbedding\x12\x16\n" +
+	"\x06values\x18\x01 \x03(\x02R\x06values\x12\x16\n" +
+	"\x06tokens\x18\x02 \x01(\x03R\x06tokens\"\x97\x06\n" +
 	"\x05Model\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12A\n" +
 	"\vkv_identity\x18\x02 \x01(\v2 .kvasir.cachestore.v1.KvIdentityR\n" +
@@ -5707,7 +6018,10 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x05state\x18\r \x01(\x0e2\x1f.kvasir.inference.v1.ModelStateR\x05state\x12\x1b\n" +
 	"\tkv_policy\x18\x0e \x01(\tR\bkvPolicy\x12\"\n" +
 	"\rkv_policy_why\x18\x0f \x01(\tR\vkvPolicyWhy\x12J\n" +
-	"\x11sampling_defaults\x18\x10 \x01(\v2\x1d.kvasir.inference.v1.SamplingR\x10samplingDefaults\"\x18\n" +
+	"\x11sampling_defaults\x18\x10 \x01(\v2\x1d.kvasir.inference.v1.SamplingR\x10samplingDefaults\x121\n" +
+	"\x14embedding_dimensions\x18\x11 \x01(\x05R\x13embeddingDimensions\x12\x1f\n" +
+	"\vonly_embeds\x18\x12 \x01(\bR\n" +
+	"onlyEmbeds\"\x18\n" +
 	"\x16GetCapabilitiesRequest\"\xb0\x01\n" +
 	"\x17GetCapabilitiesResponse\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\tR\aversion\x12\x16\n" +
@@ -5869,7 +6183,7 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x13MODEL_STATE_LOADING\x10\x02\x12\x16\n" +
 	"\x12MODEL_STATE_LOADED\x10\x03\x12\x18\n" +
 	"\x14MODEL_STATE_RETIRING\x10\x04\x12\x16\n" +
-	"\x12MODEL_STATE_ASLEEP\x10\x052\x84\t\n" +
+	"\x12MODEL_STATE_ASLEEP\x10\x052\xd4\t\n" +
 	"\x10InferenceService\x12Y\n" +
 	"\bGenerate\x12$.kvasir.inference.v1.GenerateRequest\x1a%.kvasir.inference.v1.GenerateResponse0\x01\x12Z\n" +
 	"\tListTurns\x12%.kvasir.inference.v1.ListTurnsRequest\x1a&.kvasir.inference.v1.ListTurnsResponse\x12]\n" +
@@ -5877,7 +6191,8 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"CancelTurn\x12&.kvasir.inference.v1.CancelTurnRequest\x1a'.kvasir.inference.v1.CancelTurnResponse\x12l\n" +
 	"\x0fListHotMemories\x12+.kvasir.inference.v1.ListHotMemoriesRequest\x1a,.kvasir.inference.v1.ListHotMemoriesResponse\x12K\n" +
 	"\x04Warm\x12 .kvasir.inference.v1.WarmRequest\x1a!.kvasir.inference.v1.WarmResponse\x12`\n" +
-	"\vCountTokens\x12'.kvasir.inference.v1.CountTokensRequest\x1a(.kvasir.inference.v1.CountTokensResponse\x12]\n" +
+	"\vCountTokens\x12'.kvasir.inference.v1.CountTokensRequest\x1a(.kvasir.inference.v1.CountTokensResponse\x12N\n" +
+	"\x05Embed\x12!.kvasir.inference.v1.EmbedRequest\x1a\".kvasir.inference.v1.EmbedResponse\x12]\n" +
 	"\n" +
 	"ListModels\x12&.kvasir.inference.v1.ListModelsRequest\x1a'.kvasir.inference.v1.ListModelsResponse\x12\\\n" +
 	"\tLoadModel\x12%.kvasir.inference.v1.LoadModelRequest\x1a&.kvasir.inference.v1.LoadModelResponse0\x01\x12`\n" +
@@ -5900,7 +6215,7 @@ func file_kvasir_inference_v1_inference_proto_rawDescGZIP() []byte {
 }
 
 var file_kvasir_inference_v1_inference_proto_enumTypes = make([]protoimpl.EnumInfo, 14)
-var file_kvasir_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 64)
+var file_kvasir_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 68)
 var file_kvasir_inference_v1_inference_proto_goTypes = []any{
 	(ThinkingMode)(0),               // 0: kvasir.inference.v1.ThinkingMode
 	(ToolChoiceKind)(0),             // 1: kvasir.inference.v1.ToolChoiceKind
@@ -5962,29 +6277,33 @@ var file_kvasir_inference_v1_inference_proto_goTypes = []any{
 	(*ListModelsResponse)(nil),      // 57: kvasir.inference.v1.ListModelsResponse
 	(*GetModelRequest)(nil),         // 58: kvasir.inference.v1.GetModelRequest
 	(*GetModelResponse)(nil),        // 59: kvasir.inference.v1.GetModelResponse
-	(*Model)(nil),                   // 60: kvasir.inference.v1.Model
-	(*GetCapabilitiesRequest)(nil),  // 61: kvasir.inference.v1.GetCapabilitiesRequest
-	(*GetCapabilitiesResponse)(nil), // 62: kvasir.inference.v1.GetCapabilitiesResponse
-	(*Limits)(nil),                  // 63: kvasir.inference.v1.Limits
-	(*GetStatsRequest)(nil),         // 64: kvasir.inference.v1.GetStatsRequest
-	(*GetStatsResponse)(nil),        // 65: kvasir.inference.v1.GetStatsResponse
-	(*NamespaceStats)(nil),          // 66: kvasir.inference.v1.NamespaceStats
-	(*EngineStats)(nil),             // 67: kvasir.inference.v1.EngineStats
-	nil,                             // 68: kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry
-	nil,                             // 69: kvasir.inference.v1.Sampling.LogitBiasEntry
-	nil,                             // 70: kvasir.inference.v1.WarmRequest.TemplateSettingsEntry
-	nil,                             // 71: kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry
-	nil,                             // 72: kvasir.inference.v1.NamespaceStats.TurnEndsEntry
-	nil,                             // 73: kvasir.inference.v1.NamespaceStats.RefusalsEntry
-	nil,                             // 74: kvasir.inference.v1.NamespaceStats.SourcesEntry
-	nil,                             // 75: kvasir.inference.v1.NamespaceStats.MissesEntry
-	nil,                             // 76: kvasir.inference.v1.NamespaceStats.PublicationsEntry
-	nil,                             // 77: kvasir.inference.v1.NamespaceStats.MadeGoodEntry
-	(*v1.Message)(nil),              // 78: kvasir.common.v1.Message
-	(*durationpb.Duration)(nil),     // 79: google.protobuf.Duration
-	(*v1.ToolCall)(nil),             // 80: kvasir.common.v1.ToolCall
-	(*v11.Digest)(nil),              // 81: kvasir.cachestore.v1.Digest
-	(*v11.KvIdentity)(nil),          // 82: kvasir.cachestore.v1.KvIdentity
+	(*EmbedRequest)(nil),            // 60: kvasir.inference.v1.EmbedRequest
+	(*EmbedInput)(nil),              // 61: kvasir.inference.v1.EmbedInput
+	(*EmbedResponse)(nil),           // 62: kvasir.inference.v1.EmbedResponse
+	(*Embedding)(nil),               // 63: kvasir.inference.v1.Embedding
+	(*Model)(nil),                   // 64: kvasir.inference.v1.Model
+	(*GetCapabilitiesRequest)(nil),  // 65: kvasir.inference.v1.GetCapabilitiesRequest
+	(*GetCapabilitiesResponse)(nil), // 66: kvasir.inference.v1.GetCapabilitiesResponse
+	(*Limits)(nil),                  // 67: kvasir.inference.v1.Limits
+	(*GetStatsRequest)(nil),         // 68: kvasir.inference.v1.GetStatsRequest
+	(*GetStatsResponse)(nil),        // 69: kvasir.inference.v1.GetStatsResponse
+	(*NamespaceStats)(nil),          // 70: kvasir.inference.v1.NamespaceStats
+	(*EngineStats)(nil),             // 71: kvasir.inference.v1.EngineStats
+	nil,                             // 72: kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry
+	nil,                             // 73: kvasir.inference.v1.Sampling.LogitBiasEntry
+	nil,                             // 74: kvasir.inference.v1.WarmRequest.TemplateSettingsEntry
+	nil,                             // 75: kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry
+	nil,                             // 76: kvasir.inference.v1.NamespaceStats.TurnEndsEntry
+	nil,                             // 77: kvasir.inference.v1.NamespaceStats.RefusalsEntry
+	nil,                             // 78: kvasir.inference.v1.NamespaceStats.SourcesEntry
+	nil,                             // 79: kvasir.inference.v1.NamespaceStats.MissesEntry
+	nil,                             // 80: kvasir.inference.v1.NamespaceStats.PublicationsEntry
+	nil,                             // 81: kvasir.inference.v1.NamespaceStats.MadeGoodEntry
+	(*v1.Message)(nil),              // 82: kvasir.common.v1.Message
+	(*durationpb.Duration)(nil),     // 83: google.protobuf.Duration
+	(*v1.ToolCall)(nil),             // 84: kvasir.common.v1.ToolCall
+	(*v11.Digest)(nil),              // 85: kvasir.cachestore.v1.Digest
+	(*v11.KvIdentity)(nil),          // 86: kvasir.cachestore.v1.KvIdentity
 }
 var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	20,  // 0: kvasir.inference.v1.GenerateRequest.messages:type_name -> kvasir.inference.v1.MessageList
@@ -5998,18 +6317,18 @@ var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	18,  // 8: kvasir.inference.v1.GenerateRequest.volatile:type_name -> kvasir.inference.v1.VolatileRules
 	17,  // 9: kvasir.inference.v1.GenerateRequest.tool_choice:type_name -> kvasir.inference.v1.ToolChoice
 	15,  // 10: kvasir.inference.v1.GenerateRequest.thinking:type_name -> kvasir.inference.v1.Thinking
-	68,  // 11: kvasir.inference.v1.GenerateRequest.template_settings:type_name -> kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry
+	72,  // 11: kvasir.inference.v1.GenerateRequest.template_settings:type_name -> kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry
 	0,   // 12: kvasir.inference.v1.Thinking.mode:type_name -> kvasir.inference.v1.ThinkingMode
 	1,   // 13: kvasir.inference.v1.ToolChoice.kind:type_name -> kvasir.inference.v1.ToolChoiceKind
 	2,   // 14: kvasir.inference.v1.OnFull.policy:type_name -> kvasir.inference.v1.OnFullPolicy
-	78,  // 15: kvasir.inference.v1.MessageList.messages:type_name -> kvasir.common.v1.Message
-	69,  // 16: kvasir.inference.v1.Sampling.logit_bias:type_name -> kvasir.inference.v1.Sampling.LogitBiasEntry
+	82,  // 15: kvasir.inference.v1.MessageList.messages:type_name -> kvasir.common.v1.Message
+	73,  // 16: kvasir.inference.v1.Sampling.logit_bias:type_name -> kvasir.inference.v1.Sampling.LogitBiasEntry
 	26,  // 17: kvasir.inference.v1.GenerateResponse.started:type_name -> kvasir.inference.v1.Started
 	28,  // 18: kvasir.inference.v1.GenerateResponse.prefill_progress:type_name -> kvasir.inference.v1.PrefillProgress
 	29,  // 19: kvasir.inference.v1.GenerateResponse.delta:type_name -> kvasir.inference.v1.Delta
 	32,  // 20: kvasir.inference.v1.GenerateResponse.finished:type_name -> kvasir.inference.v1.Finished
 	25,  // 21: kvasir.inference.v1.GenerateResponse.moved:type_name -> kvasir.inference.v1.Moved
-	79,  // 22: kvasir.inference.v1.Moved.expires_in:type_name -> google.protobuf.Duration
+	83,  // 22: kvasir.inference.v1.Moved.expires_in:type_name -> google.protobuf.Duration
 	6,   // 23: kvasir.inference.v1.Started.source:type_name -> kvasir.inference.v1.CacheSource
 	8,   // 24: kvasir.inference.v1.Started.miss:type_name -> kvasir.inference.v1.MissReason
 	7,   // 25: kvasir.inference.v1.Started.match:type_name -> kvasir.inference.v1.PrefixMatch
@@ -6021,19 +6340,19 @@ var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	34,  // 31: kvasir.inference.v1.Finished.usage:type_name -> kvasir.inference.v1.Usage
 	35,  // 32: kvasir.inference.v1.Finished.timings:type_name -> kvasir.inference.v1.Timings
 	36,  // 33: kvasir.inference.v1.Finished.snapshot:type_name -> kvasir.inference.v1.SnapshotOutcome
-	80,  // 34: kvasir.inference.v1.Finished.tool_calls:type_name -> kvasir.common.v1.ToolCall
+	84,  // 34: kvasir.inference.v1.Finished.tool_calls:type_name -> kvasir.common.v1.ToolCall
 	33,  // 35: kvasir.inference.v1.Finished.shortening:type_name -> kvasir.inference.v1.Shortening
 	2,   // 36: kvasir.inference.v1.Shortening.policy:type_name -> kvasir.inference.v1.OnFullPolicy
-	79,  // 37: kvasir.inference.v1.Timings.queue:type_name -> google.protobuf.Duration
-	79,  // 38: kvasir.inference.v1.Timings.restore:type_name -> google.protobuf.Duration
-	79,  // 39: kvasir.inference.v1.Timings.prefill:type_name -> google.protobuf.Duration
-	79,  // 40: kvasir.inference.v1.Timings.first_token:type_name -> google.protobuf.Duration
-	79,  // 41: kvasir.inference.v1.Timings.decode:type_name -> google.protobuf.Duration
+	83,  // 37: kvasir.inference.v1.Timings.queue:type_name -> google.protobuf.Duration
+	83,  // 38: kvasir.inference.v1.Timings.restore:type_name -> google.protobuf.Duration
+	83,  // 39: kvasir.inference.v1.Timings.prefill:type_name -> google.protobuf.Duration
+	83,  // 40: kvasir.inference.v1.Timings.first_token:type_name -> google.protobuf.Duration
+	83,  // 41: kvasir.inference.v1.Timings.decode:type_name -> google.protobuf.Duration
 	10,  // 42: kvasir.inference.v1.SnapshotOutcome.state:type_name -> kvasir.inference.v1.SnapshotState
-	81,  // 43: kvasir.inference.v1.SnapshotOutcome.manifest:type_name -> kvasir.cachestore.v1.Digest
+	85,  // 43: kvasir.inference.v1.SnapshotOutcome.manifest:type_name -> kvasir.cachestore.v1.Digest
 	39,  // 44: kvasir.inference.v1.ListTurnsResponse.turns:type_name -> kvasir.inference.v1.Turn
 	11,  // 45: kvasir.inference.v1.Turn.state:type_name -> kvasir.inference.v1.TurnState
-	79,  // 46: kvasir.inference.v1.Turn.age:type_name -> google.protobuf.Duration
+	83,  // 46: kvasir.inference.v1.Turn.age:type_name -> google.protobuf.Duration
 	32,  // 47: kvasir.inference.v1.CancelTurnResponse.finished:type_name -> kvasir.inference.v1.Finished
 	44,  // 48: kvasir.inference.v1.ListHotMemoriesResponse.memories:type_name -> kvasir.inference.v1.HotMemory
 	20,  // 49: kvasir.inference.v1.WarmRequest.messages:type_name -> kvasir.inference.v1.MessageList
@@ -6041,71 +6360,77 @@ var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	21,  // 51: kvasir.inference.v1.WarmRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
 	22,  // 52: kvasir.inference.v1.WarmRequest.tools:type_name -> kvasir.inference.v1.Tool
 	15,  // 53: kvasir.inference.v1.WarmRequest.thinking:type_name -> kvasir.inference.v1.Thinking
-	70,  // 54: kvasir.inference.v1.WarmRequest.template_settings:type_name -> kvasir.inference.v1.WarmRequest.TemplateSettingsEntry
+	74,  // 54: kvasir.inference.v1.WarmRequest.template_settings:type_name -> kvasir.inference.v1.WarmRequest.TemplateSettingsEntry
 	6,   // 55: kvasir.inference.v1.WarmResponse.source:type_name -> kvasir.inference.v1.CacheSource
 	8,   // 56: kvasir.inference.v1.WarmResponse.miss:type_name -> kvasir.inference.v1.MissReason
 	7,   // 57: kvasir.inference.v1.WarmResponse.match:type_name -> kvasir.inference.v1.PrefixMatch
-	79,  // 58: kvasir.inference.v1.WarmResponse.restore:type_name -> google.protobuf.Duration
-	79,  // 59: kvasir.inference.v1.WarmResponse.prefill:type_name -> google.protobuf.Duration
+	83,  // 58: kvasir.inference.v1.WarmResponse.restore:type_name -> google.protobuf.Duration
+	83,  // 59: kvasir.inference.v1.WarmResponse.prefill:type_name -> google.protobuf.Duration
 	20,  // 60: kvasir.inference.v1.CountTokensRequest.messages:type_name -> kvasir.inference.v1.MessageList
 	21,  // 61: kvasir.inference.v1.CountTokensRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
 	22,  // 62: kvasir.inference.v1.CountTokensRequest.tools:type_name -> kvasir.inference.v1.Tool
 	15,  // 63: kvasir.inference.v1.CountTokensRequest.thinking:type_name -> kvasir.inference.v1.Thinking
-	71,  // 64: kvasir.inference.v1.CountTokensRequest.template_settings:type_name -> kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry
+	75,  // 64: kvasir.inference.v1.CountTokensRequest.template_settings:type_name -> kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry
 	51,  // 65: kvasir.inference.v1.LoadModelResponse.progress:type_name -> kvasir.inference.v1.LoadProgress
 	52,  // 66: kvasir.inference.v1.LoadModelResponse.done:type_name -> kvasir.inference.v1.LoadedModel
 	12,  // 67: kvasir.inference.v1.LoadProgress.stage:type_name -> kvasir.inference.v1.LoadStage
-	79,  // 68: kvasir.inference.v1.LoadProgress.elapsed:type_name -> google.protobuf.Duration
-	60,  // 69: kvasir.inference.v1.LoadedModel.model:type_name -> kvasir.inference.v1.Model
+	83,  // 68: kvasir.inference.v1.LoadProgress.elapsed:type_name -> google.protobuf.Duration
+	64,  // 69: kvasir.inference.v1.LoadedModel.model:type_name -> kvasir.inference.v1.Model
 	55,  // 70: kvasir.inference.v1.LoadedModel.left:type_name -> kvasir.inference.v1.MemoriesLeft
 	55,  // 71: kvasir.inference.v1.UnloadModelResponse.left:type_name -> kvasir.inference.v1.MemoriesLeft
-	60,  // 72: kvasir.inference.v1.ListModelsResponse.models:type_name -> kvasir.inference.v1.Model
-	60,  // 73: kvasir.inference.v1.GetModelResponse.model:type_name -> kvasir.inference.v1.Model
-	82,  // 74: kvasir.inference.v1.Model.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
-	13,  // 75: kvasir.inference.v1.Model.state:type_name -> kvasir.inference.v1.ModelState
-	23,  // 76: kvasir.inference.v1.Model.sampling_defaults:type_name -> kvasir.inference.v1.Sampling
-	63,  // 77: kvasir.inference.v1.GetCapabilitiesResponse.limits:type_name -> kvasir.inference.v1.Limits
-	79,  // 78: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
-	66,  // 79: kvasir.inference.v1.GetStatsResponse.namespaces:type_name -> kvasir.inference.v1.NamespaceStats
-	67,  // 80: kvasir.inference.v1.GetStatsResponse.engine:type_name -> kvasir.inference.v1.EngineStats
-	72,  // 81: kvasir.inference.v1.NamespaceStats.turn_ends:type_name -> kvasir.inference.v1.NamespaceStats.TurnEndsEntry
-	73,  // 82: kvasir.inference.v1.NamespaceStats.refusals:type_name -> kvasir.inference.v1.NamespaceStats.RefusalsEntry
-	74,  // 83: kvasir.inference.v1.NamespaceStats.sources:type_name -> kvasir.inference.v1.NamespaceStats.SourcesEntry
-	75,  // 84: kvasir.inference.v1.NamespaceStats.misses:type_name -> kvasir.inference.v1.NamespaceStats.MissesEntry
-	76,  // 85: kvasir.inference.v1.NamespaceStats.publications:type_name -> kvasir.inference.v1.NamespaceStats.PublicationsEntry
-	77,  // 86: kvasir.inference.v1.NamespaceStats.made_good:type_name -> kvasir.inference.v1.NamespaceStats.MadeGoodEntry
-	16,  // 87: kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
-	16,  // 88: kvasir.inference.v1.WarmRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
-	16,  // 89: kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
-	14,  // 90: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
-	37,  // 91: kvasir.inference.v1.InferenceService.ListTurns:input_type -> kvasir.inference.v1.ListTurnsRequest
-	40,  // 92: kvasir.inference.v1.InferenceService.CancelTurn:input_type -> kvasir.inference.v1.CancelTurnRequest
-	42,  // 93: kvasir.inference.v1.InferenceService.ListHotMemories:input_type -> kvasir.inference.v1.ListHotMemoriesRequest
-	45,  // 94: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
-	47,  // 95: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
-	56,  // 96: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
-	49,  // 97: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
-	53,  // 98: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
-	58,  // 99: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
-	61,  // 100: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
-	64,  // 101: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
-	24,  // 102: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
-	38,  // 103: kvasir.inference.v1.InferenceService.ListTurns:output_type -> kvasir.inference.v1.ListTurnsResponse
-	41,  // 104: kvasir.inference.v1.InferenceService.CancelTurn:output_type -> kvasir.inference.v1.CancelTurnResponse
-	43,  // 105: kvasir.inference.v1.InferenceService.ListHotMemories:output_type -> kvasir.inference.v1.ListHotMemoriesResponse
-	46,  // 106: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
-	48,  // 107: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
-	57,  // 108: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
-	50,  // 109: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
-	54,  // 110: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
-	59,  // 111: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
-	62,  // 112: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
-	65,  // 113: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
-	102, // [102:114] is the sub-list for method output_type
-	90,  // [90:102] is the sub-list for method input_type
-	90,  // [90:90] is the sub-list for extension type_name
-	90,  // [90:90] is the sub-list for extension extendee
-	0,   // [0:90] is the sub-list for field type_name
+	64,  // 72: kvasir.inference.v1.ListModelsResponse.models:type_name -> kvasir.inference.v1.Model
+	64,  // 73: kvasir.inference.v1.GetModelResponse.model:type_name -> kvasir.inference.v1.Model
+	61,  // 74: kvasir.inference.v1.EmbedRequest.inputs:type_name -> kvasir.inference.v1.EmbedInput
+	4,   // 75: kvasir.inference.v1.EmbedRequest.priority:type_name -> kvasir.inference.v1.Priority
+	21,  // 76: kvasir.inference.v1.EmbedInput.token_ids:type_name -> kvasir.inference.v1.TokenIds
+	63,  // 77: kvasir.inference.v1.EmbedResponse.embeddings:type_name -> kvasir.inference.v1.Embedding
+	86,  // 78: kvasir.inference.v1.Model.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
+	13,  // 79: kvasir.inference.v1.Model.state:type_name -> kvasir.inference.v1.ModelState
+	23,  // 80: kvasir.inference.v1.Model.sampling_defaults:type_name -> kvasir.inference.v1.Sampling
+	67,  // 81: kvasir.inference.v1.GetCapabilitiesResponse.limits:type_name -> kvasir.inference.v1.Limits
+	83,  // 82: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
+	70,  // 83: kvasir.inference.v1.GetStatsResponse.namespaces:type_name -> kvasir.inference.v1.NamespaceStats
+	71,  // 84: kvasir.inference.v1.GetStatsResponse.engine:type_name -> kvasir.inference.v1.EngineStats
+	76,  // 85: kvasir.inference.v1.NamespaceStats.turn_ends:type_name -> kvasir.inference.v1.NamespaceStats.TurnEndsEntry
+	77,  // 86: kvasir.inference.v1.NamespaceStats.refusals:type_name -> kvasir.inference.v1.NamespaceStats.RefusalsEntry
+	78,  // 87: kvasir.inference.v1.NamespaceStats.sources:type_name -> kvasir.inference.v1.NamespaceStats.SourcesEntry
+	79,  // 88: kvasir.inference.v1.NamespaceStats.misses:type_name -> kvasir.inference.v1.NamespaceStats.MissesEntry
+	80,  // 89: kvasir.inference.v1.NamespaceStats.publications:type_name -> kvasir.inference.v1.NamespaceStats.PublicationsEntry
+	81,  // 90: kvasir.inference.v1.NamespaceStats.made_good:type_name -> kvasir.inference.v1.NamespaceStats.MadeGoodEntry
+	16,  // 91: kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
+	16,  // 92: kvasir.inference.v1.WarmRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
+	16,  // 93: kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
+	14,  // 94: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
+	37,  // 95: kvasir.inference.v1.InferenceService.ListTurns:input_type -> kvasir.inference.v1.ListTurnsRequest
+	40,  // 96: kvasir.inference.v1.InferenceService.CancelTurn:input_type -> kvasir.inference.v1.CancelTurnRequest
+	42,  // 97: kvasir.inference.v1.InferenceService.ListHotMemories:input_type -> kvasir.inference.v1.ListHotMemoriesRequest
+	45,  // 98: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
+	47,  // 99: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
+	60,  // 100: kvasir.inference.v1.InferenceService.Embed:input_type -> kvasir.inference.v1.EmbedRequest
+	56,  // 101: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
+	49,  // 102: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
+	53,  // 103: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
+	58,  // 104: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
+	65,  // 105: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
+	68,  // 106: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
+	24,  // 107: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
+	38,  // 108: kvasir.inference.v1.InferenceService.ListTurns:output_type -> kvasir.inference.v1.ListTurnsResponse
+	41,  // 109: kvasir.inference.v1.InferenceService.CancelTurn:output_type -> kvasir.inference.v1.CancelTurnResponse
+	43,  // 110: kvasir.inference.v1.InferenceService.ListHotMemories:output_type -> kvasir.inference.v1.ListHotMemoriesResponse
+	46,  // 111: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
+	48,  // 112: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
+	62,  // 113: kvasir.inference.v1.InferenceService.Embed:output_type -> kvasir.inference.v1.EmbedResponse
+	57,  // 114: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
+	50,  // 115: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
+	54,  // 116: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
+	59,  // 117: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
+	66,  // 118: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
+	69,  // 119: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
+	107, // [107:120] is the sub-list for method output_type
+	94,  // [94:107] is the sub-list for method input_type
+	94,  // [94:94] is the sub-list for extension type_name
+	94,  // [94:94] is the sub-list for extension extendee
+	0,   // [0:94] is the sub-list for field type_name
 }
 
 func init() { file_kvasir_inference_v1_inference_proto_init() }
@@ -6153,13 +6478,18 @@ func file_kvasir_inference_v1_inference_proto_init() {
 		(*LoadModelResponse_Progress)(nil),
 		(*LoadModelResponse_Done)(nil),
 	}
+	file_kvasir_inference_v1_inference_proto_msgTypes[46].OneofWrappers = []any{}
+	file_kvasir_inference_v1_inference_proto_msgTypes[47].OneofWrappers = []any{
+		(*EmbedInput_Text)(nil),
+		(*EmbedInput_TokenIds)(nil),
+	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvasir_inference_v1_inference_proto_rawDesc), len(file_kvasir_inference_v1_inference_proto_rawDesc)),
 			NumEnums:      14,
-			NumMessages:   64,
+			NumMessages:   68,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

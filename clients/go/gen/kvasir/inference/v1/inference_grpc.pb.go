@@ -31,6 +31,7 @@ const (
 	InferenceService_ListHotMemories_FullMethodName = "/kvasir.inference.v1.InferenceService/ListHotMemories"
 	InferenceService_Warm_FullMethodName            = "/kvasir.inference.v1.InferenceService/Warm"
 	InferenceService_CountTokens_FullMethodName     = "/kvasir.inference.v1.InferenceService/CountTokens"
+	InferenceService_Embed_FullMethodName           = "/kvasir.inference.v1.InferenceService/Embed"
 	InferenceService_ListModels_FullMethodName      = "/kvasir.inference.v1.InferenceService/ListModels"
 	InferenceService_LoadModel_FullMethodName       = "/kvasir.inference.v1.InferenceService/LoadModel"
 	InferenceService_UnloadModel_FullMethodName     = "/kvasir.inference.v1.InferenceService/UnloadModel"
@@ -72,6 +73,12 @@ type InferenceServiceClient interface {
 	// input and no memory. No side effect; takes a turn's place meanwhile. Errors: INVALID_ARGUMENT (field named), NOT_FOUND (model),
 	// FAILED_PRECONDITION (not loaded), RESOURCE_EXHAUSTED (queue, the caller's share).
 	CountTokens(ctx context.Context, in *CountTokensRequest, opts ...grpc.CallOption) (*CountTokensResponse, error)
+	// Computes embeddings of texts, by the embedding model that configuration names beside the others or by the loaded model: each text's vector has the
+	// length 1, depends on nothing but its text, and is kept nowhere. The loaded model computes a text as it computes a prompt without memory: in
+	// cells beside running turns, in KV room of its own. Takes a turn's place. A cancel, deadline or disconnect ends it before the next cell. Errors:
+	// INVALID_ARGUMENT (field named), NOT_FOUND (model), FAILED_PRECONDITION (not loaded; NO_EMBEDDINGS), RESOURCE_EXHAUSTED (context, memory,
+	// queue, the caller's share).
+	Embed(ctx context.Context, in *EmbedRequest, opts ...grpc.CallOption) (*EmbedResponse, error)
 	// Lists the models that configuration names, loaded or not. No side effect.
 	ListModels(ctx context.Context, in *ListModelsRequest, opts ...grpc.CallOption) (*ListModelsResponse, error)
 	// Loads a model that configuration names; no path or repository is taken from the wire. Role: admin of the whole service. Side effect: another loaded model is
@@ -166,6 +173,16 @@ func (c *inferenceServiceClient) CountTokens(ctx context.Context, in *CountToken
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(CountTokensResponse)
 	err := c.cc.Invoke(ctx, InferenceService_CountTokens_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *inferenceServiceClient) Embed(ctx context.Context, in *EmbedRequest, opts ...grpc.CallOption) (*EmbedResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(EmbedResponse)
+	err := c.cc.Invoke(ctx, InferenceService_Embed_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -274,6 +291,12 @@ type InferenceServiceServer interface {
 	// input and no memory. No side effect; takes a turn's place meanwhile. Errors: INVALID_ARGUMENT (field named), NOT_FOUND (model),
 	// FAILED_PRECONDITION (not loaded), RESOURCE_EXHAUSTED (queue, the caller's share).
 	CountTokens(context.Context, *CountTokensRequest) (*CountTokensResponse, error)
+	// Computes embeddings of texts, by the embedding model that configuration names beside the others or by the loaded model: each text's vector has the
+	// length 1, depends on nothing but its text, and is kept nowhere. The loaded model computes a text as it computes a prompt without memory: in
+	// cells beside running turns, in KV room of its own. Takes a turn's place. A cancel, deadline or disconnect ends it before the next cell. Errors:
+	// INVALID_ARGUMENT (field named), NOT_FOUND (model), FAILED_PRECONDITION (not loaded; NO_EMBEDDINGS), RESOURCE_EXHAUSTED (context, memory,
+	// queue, the caller's share).
+	Embed(context.Context, *EmbedRequest) (*EmbedResponse, error)
 	// Lists the models that configuration names, loaded or not. No side effect.
 	ListModels(context.Context, *ListModelsRequest) (*ListModelsResponse, error)
 	// Loads a model that configuration names; no path or repository is taken from the wire. Role: admin of the whole service. Side effect: another loaded model is
@@ -322,6 +345,9 @@ func (UnimplementedInferenceServiceServer) Warm(context.Context, *WarmRequest) (
 }
 func (UnimplementedInferenceServiceServer) CountTokens(context.Context, *CountTokensRequest) (*CountTokensResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method CountTokens not implemented")
+}
+func (UnimplementedInferenceServiceServer) Embed(context.Context, *EmbedRequest) (*EmbedResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Embed not implemented")
 }
 func (UnimplementedInferenceServiceServer) ListModels(context.Context, *ListModelsRequest) (*ListModelsResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method ListModels not implemented")
@@ -463,6 +489,24 @@ func _InferenceService_CountTokens_Handler(srv interface{}, ctx context.Context,
 	return interceptor(ctx, in, info, handler)
 }
 
+func _InferenceService_Embed_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(EmbedRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(InferenceServiceServer).Embed(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: InferenceService_Embed_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(InferenceServiceServer).Embed(ctx, req.(*EmbedRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _InferenceService_ListModels_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(ListModelsRequest)
 	if err := dec(in); err != nil {
@@ -590,6 +634,10 @@ var InferenceService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "CountTokens",
 			Handler:    _InferenceService_CountTokens_Handler,
+		},
+		{
+			MethodName: "Embed",
+			Handler:    _InferenceService_Embed_Handler,
 		},
 		{
 			MethodName: "ListModels",

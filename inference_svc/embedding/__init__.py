@@ -1,0 +1,1 @@
+"""Who computes embeddings, one text at a time: the loaded model, as turns without memory, or the model beside it."""

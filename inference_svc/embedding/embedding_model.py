@@ -1,0 +1,76 @@
+"""The embedding model beside the served ones: loaded at the start, for as long as the service, on a thread of its own.
+
+Texts are embedded one at a time, namespaces in turn. Running turns share the device with one text, or one cell of a
+long one.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+
+from kvasir.server.shared_room import SharedRoom
+
+from inference_svc.engine.api import Priority
+from inference_svc.engine.mlx_thread import MlxThread
+from inference_svc.model.embedding.pooling import Embedded, Pooling
+from inference_svc.model.embedding.text_embedder import TextEmbedder
+
+
+class _Worker:
+    """The embedder as its thread's worker: all of its work comes by mail."""
+
+    def __init__(self, embedder: TextEmbedder) -> None:
+        self.embedder = embedder
+
+    def step(self, take_mail: Callable[[], None]) -> bool:  # noqa: ARG002  as the thread calls it
+        return False
+
+    def close(self) -> None:
+        """Nothing is under way between two letters."""
+
+
+class EmbeddingModel:
+    """One model that only embeds. On one event loop."""
+
+    def __init__(self, name: str, thread: MlxThread[_Worker], embedder: TextEmbedder) -> None:
+        self.name = name
+        self.dimensions = embedder.width
+        self.context_tokens = embedder.most_tokens
+        self._thread = thread
+        self._working = SharedRoom(1)
+
+    @classmethod
+    def open(cls, name: str, model: str, default: Pooling) -> "EmbeddingModel":
+        """Load it; blocks until then. Raises as `TextEmbedder`."""
+        made: list[TextEmbedder] = []
+
+        def make() -> _Worker:
+            made.append(TextEmbedder(model, default))
+            return _Worker(made[0])
+
+        return cls(name, MlxThread(make, "embeddings"), made[0])
+
+    async def embed(
+        self,
+        namespace: str,
+        given: str | Sequence[int],
+        field: str,
+        *,
+        truncate: bool,
+        priority: Priority,  # noqa: ARG002  texts are short, and none waits for another namespace's second
+    ) -> Embedded:
+        """One text's embedding. Raises InvalidArgument, ResourceExhausted."""
+        is_left = threading.Event()
+
+        def embedded(worker: _Worker) -> Embedded:
+            return worker.embedder.embed(given, field, truncate=truncate, is_cancelled=is_left.is_set)
+
+        async with self._working.held_for(namespace, 1):
+            try:
+                return await asyncio.wrap_future(self._thread.post(embedded))
+            finally:
+                is_left.set()
+
+    async def close(self) -> None:
+        """End the thread, which frees the model."""
+        await asyncio.to_thread(self._thread.close)

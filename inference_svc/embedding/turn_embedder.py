@@ -1,0 +1,117 @@
+"""The loaded model's embeddings: each text is a turn without memory, in cells beside all other turns."""
+
+import asyncio
+from collections.abc import Sequence
+
+from kvasir.errors import InvalidArgument
+
+from inference_svc.engine.api import Ended, Event, Failed, Prefilled, Priority, SamplingParams, TurnPlan
+from inference_svc.engine.context import check_fits
+from inference_svc.engine.engine import Engine
+from inference_svc.memory.service_stats import ServiceStats
+from inference_svc.model.embedding.pooling import Embedded, Pooling
+from inference_svc.model.prompting import Prompting
+from inference_svc.text.token_ids import TokenIds
+from inference_svc.turns.admission import Admission
+from inference_svc.turns.handoff import HandOff
+
+
+class TurnEmbedder:
+    """On the event loop that made it."""
+
+    def __init__(
+        self, engine: Engine, prompting: Prompting, pooling: Pooling, admission: Admission, stats: ServiceStats
+    ) -> None:
+        self._engine = engine
+        self._prompting = prompting
+        self._pooling = pooling
+        self._admission = admission
+        self._stats = stats
+        self._handoff = HandOff(asyncio.get_running_loop())
+        self._open: set[asyncio.Future[Ended]] = set()
+
+    @property
+    def name(self) -> str:
+        return self._engine.model.name
+
+    @property
+    def dimensions(self) -> int:
+        return self._engine.model.embedding_width
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no text is being embedded."""
+        return not self._open
+
+    async def embed(
+        self, namespace: str, given: str | Sequence[int], field: str, *, truncate: bool, priority: Priority
+    ) -> Embedded:
+        """One text's embedding. A cancel ends it before its next cell. Raises InvalidArgument, FailedPrecondition
+        (NO_EMBEDDINGS), ResourceExhausted, Unavailable.
+        """
+        ids = await self._ids(namespace, given, field, truncate=truncate)
+        plan = TurnPlan(
+            ids,
+            (0,) * len(ids),
+            SamplingParams(max_tokens=0),
+            priority=priority,
+            namespace=namespace,
+            pooling=self._pooling,
+        )
+        with self._admission.kv(namespace, self._engine.needed_bytes(plan)):
+            ended = await self._run(namespace, plan)
+        return Embedded(ended.embedding, len(ids))
+
+    async def drain(self, patience_s: float) -> None:
+        """Wait for the texts under way; closing the engine ends those that take longer."""
+        if self._open:
+            await asyncio.wait(set(self._open), timeout=patience_s)
+
+    async def _ids(self, namespace: str, given: str | Sequence[int], field: str, *, truncate: bool) -> TokenIds:
+        """What spells a special token is text. Only those stand around it that the tokenizer puts there itself."""
+        context = self._engine.model.context_tokens
+        if isinstance(given, str):
+            if not truncate:
+                fewest = self._prompting.fewest_tokens(given)
+                check_fits(fewest, 0, context, field=field, is_lower_bound=True)
+            twin = await self._prompting.twin(namespace)
+            before, ids, behind = await twin.run(namespace, lambda: twin.framed(given))
+        else:
+            before, ids, behind = [], list(given), []
+        if truncate:
+            ids = ids[: context - len(before) - len(behind)]
+        found = TokenIds([*before, *ids, *behind])
+        if not ids or found.largest >= self._engine.vocabulary_size:
+            most = self._engine.vocabulary_size
+            raise InvalidArgument(f"{field}: expected one token or more, all below {most}", field=field)
+        check_fits(len(found), 0, context, field=field)
+        return found
+
+    async def _run(self, namespace: str, plan: TurnPlan) -> Ended:
+        counters, loop = self._stats.of(namespace), asyncio.get_running_loop()
+        over: asyncio.Future[Ended] = loop.create_future()
+        computed = 0
+
+        def take(events: list[Event]) -> None:
+            nonlocal computed
+            for event in events:
+                match event:
+                    case Prefilled(done):
+                        counters.prefilled_tokens += done - computed
+                        computed = done
+                    case Ended() if not over.done():
+                        over.set_result(event)
+                    case Failed(error) if not over.done():
+                        over.set_exception(error)
+
+        self._open.add(over)
+        try:
+            handle = self._engine.submit(plan, lambda events: self._handoff.send(take, events))
+            try:
+                return await over
+            except BaseException:
+                handle.cancel()
+                raise
+        finally:
+            self._open.discard(over)
+            over.cancel()

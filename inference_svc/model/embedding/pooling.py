@@ -1,0 +1,38 @@
+"""How a text's hidden rows become one vector."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+Vector = tuple[float, ...]
+
+
+class Pooling(Enum):
+    """Which of a text's hidden rows count."""
+
+    MEAN = "mean"  # all of them, alike
+    LAST = "last"
+    FIRST = "cls"  # the token that an encoder puts before a text
+
+
+def of_length_one(values: Sequence[float] | NDArray[np.float32]) -> Vector:
+    """The vector in the same direction; zero stays zero."""
+    vector = np.asarray(values, dtype=np.float64)
+    length = float(np.linalg.norm(vector))
+    return tuple((vector / length if length else vector).astype(np.float32).tolist())
+
+
+def shortened(vector: Vector, dimensions: int) -> Vector:
+    """The first values alone, of the length 1 again."""
+    return vector if dimensions == len(vector) else of_length_one(vector[:dimensions])
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """A text's embedding, and how many tokens the text has."""
+
+    vector: Vector
+    tokens: int
