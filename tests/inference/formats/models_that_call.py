@@ -57,9 +57,8 @@ def _object(required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]
 
 _SHORT = {"type": "string", "minLength": 1, "maxLength": 6}
 _POINT = _object(("x",), x={"type": "integer", "minimum": -9, "maximum": 9}, y={"type": "number", "enum": [0.5, 1]})
-# All formats carry these.
+# All formats carry these. Each is bounded: random weights end no object that may have any members.
 PLAIN: dict[str, dict[str, Any]] = {
-    "none": {},
     "nothing": _object(),
     "city": _object(("city",), city=_SHORT),
     "unit": _object(("unit",), unit={"type": "string", "enum": ["°C", "K", "漢", "a b"]}, days={"type": "integer"}),
