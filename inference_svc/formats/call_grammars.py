@@ -43,6 +43,11 @@ def _kimi_k3_call(name: str, schema: Schema, writing: Writing) -> str:
     return f"{begin} {index} {writing.text(head)} {writing.json(schema)} {writing.text(end)}"
 
 
+def _harmony_call(name: str, schema: Schema, writing: Writing) -> str:
+    """As gpt-oss's template writes it again."""
+    return f"{writing.text(f'{name}<|channel|>commentary json<|message|>')} {writing.json(schema)}"
+
+
 def _pythonic_call(name: str, schema: Schema, writing: Writing) -> str:
     """Arguments as `name=value`; JSON values are read as Python's."""
     check_object(schema, writing)
@@ -92,12 +97,22 @@ FORMATS: Mapping[str, CallFormat] = {
     ),
 }
 
+# By the names of mlx-lm's parsers; of gpt-oss's it has none.
+HARMONY = "channels"
+_HARMONY_FORMAT = CallFormat(" to=functions.", "<|call|>", _harmony_call, ends_reply=True)
+
+
+def format_of(name: str) -> CallFormat | None:
+    """None for a format that no grammar describes."""
+    return _HARMONY_FORMAT if name == HARMONY else FORMATS.get(name)
+
 
 def call_rules(format_name: str, tools: Sequence[Mapping[str, Any]], spelling: Spelling) -> Iterator[str]:
     """A rule's body for a call of each tool, which fits its schema unless it is said not to be strict. Raises
     InvalidArgument that names the tool.
     """
-    form = FORMATS[format_name]
+    form = format_of(format_name)
+    assert form is not None
     ends = tuple(dict.fromkeys(text for text in (form.end.strip(), *form.ends) if text.startswith("<")))
     for tool in tools:
         writing = Writing(format_name, f"tools[{tool['place']}]", spelling, tuple(_one_bracket(end) for end in ends))

@@ -76,6 +76,7 @@ class CallFormat:
     ends: tuple[str, ...] = ()
     between: str = ""
     is_list: bool = False
+    ends_reply: bool = False  # a call is a message of its own, and `end` the token that ends the reply
     name: re.Pattern[str] = NAME
 
     @property

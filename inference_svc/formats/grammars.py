@@ -15,6 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from numpy.typing import NDArray
 
+from inference_svc.formats.call_grammars import HARMONY
 from inference_svc.formats.call_writing import Spelling
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.formats.format_cache import FormatCache
@@ -66,7 +67,7 @@ class Grammars:
                     field="response_format",
                 ) from error
 
-        return cls(build, vocabulary_size, stop_token_ids, calls=_model_calls(tokenizer))
+        return cls(build, vocabulary_size, stop_token_ids, calls=_model_calls(tokenizer, frozenset(stop_token_ids)))
 
     def knows(self, namespace: str, constraint: Constraint) -> bool:
         """Whether the format is already compiled for the namespace."""
@@ -83,17 +84,18 @@ class Grammars:
         """The format as a tokenizer of letters alone can try it. Raises as `compile`."""
         if not constraint.has_calls:
             return constraint
-        # In free text a trial would come to no call.
-        is_free = constraint.kind is ConstraintKind.CALLS_IN_TEXT
-        kind = ConstraintKind.TOOL_CHOICE if is_free else constraint.kind
-        return Constraint(constraint.kind, self._calls.grammar(kind, constraint.text, Spelling({})))
+        grammar = self._calls.grammar(constraint.kind, constraint.text, Spelling({}))
+        if constraint.kind is ConstraintKind.CALLS_IN_TEXT:  # in free text a trial would come to no call
+            grammar = self._calls.grammar(ConstraintKind.TOOL_CHOICE, constraint.text, Spelling({}))
+        return Constraint(constraint.kind, grammar)
 
     def matcher(self, namespace: str, constraint: Constraint, stop_token_ids: Collection[int] = ()) -> "GrammarMatcher":
         """A matcher for a new reply, copied from the compiled format. `stop_token_ids` are added to the model's own.
         Raises as `compile`, unless the format was compiled just before.
         """
         matcher, stops = self._compiled(namespace, constraint).deep_copy(), self._stop_token_ids | set(stop_token_ids)
-        return GrammarMatcher(constraint, matcher, self._vocabulary_size, stops, self._clock)
+        ends = self._calls.end_ids(constraint.kind) or stops
+        return GrammarMatcher(constraint, matcher, self._vocabulary_size, stops, self._clock, ends)
 
     def _compiled(self, namespace: str, constraint: Constraint) -> LLMatcher:
         with self._keeping:
@@ -127,15 +129,15 @@ class Grammars:
         return matcher
 
 
-def _model_calls(tokenizer: Any) -> ModelCalls:
+def _model_calls(tokenizer: Any, stop_ids: frozenset[int]) -> ModelCalls:
     """How a model writes calls. Replies of one that mlx-lm knows no parser for are read as `json_tools`."""
     added = getattr(tokenizer._tokenizer, "added_tokens_decoder", {})
     added_ids = {str(token): int(token_id) for token_id, token in added.items()}
     if tokenizer.response_transitions or (tokenizer.tool_parser is None and "<|channel|>" in added_ids):
-        return ModelCalls("channels", Spelling(added_ids))
+        return ModelCalls(HARMONY, Spelling(added_ids), stop_ids)
     parser = tokenizer.tool_parser
     name = parser.__module__.rpartition(".")[2] if parser is not None else "json_tools"
-    return ModelCalls(name, Spelling(added_ids))
+    return ModelCalls(name, Spelling(added_ids), stop_ids)
 
 
 class GrammarMatcher:
@@ -150,7 +152,9 @@ class GrammarMatcher:
         vocabulary_size: int,
         stop_token_ids: Collection[int],
         clock: Callable[[], float],
+        end_token_ids: Collection[int],
     ) -> None:
+        """`end_token_ids`: those of the stop tokens that may end this reply."""
         self.worked_s = 0.0
         """The working time spent on this reply so far."""
         self._clock = clock
@@ -158,6 +162,7 @@ class GrammarMatcher:
         self._matcher = matcher
         self._vocabulary_size = vocabulary_size
         self._stop_token_ids = sorted(token for token in stop_token_ids if token < vocabulary_size)
+        self._end_token_ids = frozenset(end_token_ids)
 
     def allowed(self) -> NDArray[np.uint32]:
         """Bit b of word w stands for token 32 w + b. Raises InvalidArgument for a format that became too complex."""
@@ -184,7 +189,9 @@ class GrammarMatcher:
         for token in self._stop_token_ids:
             bit = np.uint32(1 << token % _WORD_BITS)
             words[token // _WORD_BITS] = (
-                words[token // _WORD_BITS] | bit if is_complete else words[token // _WORD_BITS] & ~bit
+                words[token // _WORD_BITS] | bit
+                if is_complete and token in self._end_token_ids
+                else words[token // _WORD_BITS] & ~bit
             )
         if not words.any():
             raise self._gave_up()

@@ -4,13 +4,13 @@ it begins. Pure.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvasir.errors import FailedPrecondition, InvalidArgument
 
-from inference_svc.formats.call_grammars import FORMATS, call_rules
+from inference_svc.formats.call_grammars import call_rules, format_of
 from inference_svc.formats.call_schemas import Schema
 from inference_svc.formats.call_writing import WHITE_SPACE, CallFormat, Spelling
 from inference_svc.formats.constraint import ConstraintKind
@@ -26,22 +26,26 @@ def reply_grammar(
     spelling: Spelling,
     kind: ConstraintKind = ConstraintKind.TOOL_CHOICE,
     reply_format: Mapping[str, str] | None = None,
+    stop_ids: Collection[int] = (),
 ) -> str:
     """llguidance's Lark text. `tools`: name and parameters of each that may be called. `reply_format`: kind and text of
-    the format that a reply without calls has. Raises FailedPrecondition for a format of calls that no grammar
-    describes, InvalidArgument that names the tool for a schema that the format cannot carry.
+    the format that a reply without calls has. `stop_ids`: tokens that end replies and are no part of them. Raises
+    FailedPrecondition for a format of calls that no grammar describes, InvalidArgument that names the tool for a schema
+    that the format cannot carry.
     """
     field = kind.value
-    if format_name not in FORMATS:
+    form = format_of(format_name)
+    if form is None or (form.ends_reply and kind is not ConstraintKind.TOOL_CHOICE):
         raise FailedPrecondition(
             f"{field}: no grammar describes this model's calls ({format_name})", reason="NO_FORCED_CALLS", field=field
         )
-    form = FORMATS[format_name]
     calls = "\n    | ".join(call_rules(format_name, tools, spelling))
     if kind is ConstraintKind.CALLS_IN_TEXT:
         rules = _in_text(form, spelling, one_call=one_call)
     else:
-        rules = f"start: {_all_calls(form, spelling, one_call=one_call)}\n"
+        if form.ends_reply:
+            form = replace(form, end="" if spelling.special_ids.get(form.end) in stop_ids else form.end)
+        rules = f"start: {_all_calls(form, spelling, one_call=one_call or form.ends_reply)}\n"
         if reply_format is not None:
             rules = f"{rules.strip()}\n    | format\nformat: {_format(reply_format)}\n"
     return _with_terminals(f"{rules}call: {calls}\n")
@@ -107,6 +111,14 @@ class ModelCalls:
 
     format: str
     spelling: Spelling
+    stop_ids: frozenset[int] = frozenset()  # of the model
+
+    def end_ids(self, kind: ConstraintKind) -> frozenset[int]:
+        """The tokens that may end a reply which is calls alone; empty: any of the model's."""
+        form = format_of(self.format)
+        if kind is not ConstraintKind.TOOL_CHOICE or form is None or not form.ends_reply:
+            return frozenset()
+        return self.stop_ids & {self.spelling.special_ids.get(form.end, -1)}
 
     def grammar(self, kind: ConstraintKind, asked: str, spelling: Spelling) -> str:
         """The grammar of a constraint's text. Raises as `reply_grammar`."""
@@ -120,6 +132,7 @@ class ModelCalls:
                 spelling=spelling,
                 kind=kind,
                 reply_format=wanted.get("format"),
+                stop_ids=self.stop_ids,
             )
         except RecursionError:
             raise InvalidArgument("tools: nested too deeply", reason="FORMAT_TOO_COMPLEX", field="tools") from None

@@ -300,7 +300,7 @@ class Prompting:
             marks.machine,
             lambda text: marks.parse(text, fields),
             marks.call_end,
-            "normal" if begins_with else "reasoning" if is_thinking else marks.initial,
+            marks.call_state if begins_with else "reasoning" if is_thinking else marks.initial,
             self._spacing,
             prompt[len(prompt.rstrip()) :] if is_thinking else "",
         )

@@ -39,6 +39,7 @@ class ReplyMarks:
     thinking: tuple[str, str] | None  # what stands before and behind reasoning; None: the model has none
     call_start: str
     call_end: str
+    call_state: str  # from which a reply that begins with a call is read
     parse: Callable[[str, list[dict[str, Any]] | None], Any]  # a call's text: a mapping or several. May raise anything
 
 
@@ -56,7 +57,8 @@ def reply_marks(tokenizer: Any) -> ReplyMarks:
     markers.has_tool_calling = True
     machine = make_text_state_machine(markers)  # type: ignore[no-untyped-call]
     parse = parser or (lambda text, _tools: json.loads(text))
-    return ReplyMarks(machine, initial, thinking, markers.tool_call_start, markers.tool_call_end, parse)
+    call_state = _HEAD if initial == _HEAD else "normal"
+    return ReplyMarks(machine, initial, thinking, markers.tool_call_start, markers.tool_call_end, call_state, parse)
 
 
 def _is_harmony(vocabulary: Collection[str]) -> bool:

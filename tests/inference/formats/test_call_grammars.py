@@ -172,7 +172,7 @@ def test_a_text_may_hold_what_does_not_end_the_call() -> None:
         assert calls_in(name, reply, [tool])[0]["arguments"] == {"text": text}
 
 
-@pytest.mark.parametrize("name", ["channels", "none"])
+@pytest.mark.parametrize("name", ["none", "another"])
 def test_a_format_without_a_grammar_is_refused_by_name(name: str) -> None:
     with pytest.raises(FailedPrecondition, match=f"tool_choice: .*{name}") as refused:
         reply_grammar(name, TOOLS, one_call=True, spelling=LETTERS)
