@@ -212,7 +212,7 @@ def test_a_wrong_file_of_a_window_is_data_loss_that_names_it(name: str, family: 
     taken, other = snapshot(driver, key), snapshot(driver, remembered(driver, 600, 20, seed=50)[0])
     prompt = (*ended.state.token_ids, *tokens_of(9))
     [each] = taken.windows
-    files = [data for _, data in (*each.blocks, each.tail)]  # type: ignore[misc]
+    files = [bytes(data) for _, data in (*each.blocks, each.tail)]  # type: ignore[misc]
     [theirs] = other.windows
     assert theirs.tail is not None
     assert taken.tail is not None
