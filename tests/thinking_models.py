@@ -117,7 +117,9 @@ DEEPSEEK_V32 = f"""{_CALLS}{_LAST_QUESTION}
 {{%- if message.role != 'assistant' -%}}{{{{ other(message) }}}}
 {{%- else -%}}
 {{{{- '<|im_start|>assistant\n' -}}}}
-{{%- if loop.index0 > place.question -%}}{{{{- '<think>' + (message.reasoning_content or '') -}}}}{{%- endif -%}}
+{{%- if loop.index0 > place.question and not (thinking is defined and not thinking) -%}}
+{{{{- '<think>' + (message.reasoning_content or '') -}}}}
+{{%- endif -%}}
 {{{{- '</think>' + message.content + calls(message, true) + '<|im_end|>\n' -}}}}
 {{%- endif -%}}
 {{%- endfor -%}}

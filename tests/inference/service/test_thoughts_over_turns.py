@@ -146,6 +146,8 @@ def test_thinking_off_is_another_prompt_and_shows_as_one(ada: InferenceClient, n
     said = remembered(ada, agent)
     assert said.text[: said.turn.prompt_chars].endswith("</think>")
     assert (said.messages[-1].content, said.messages[-1].reasoning) == (without.text, "")
+    after = ada.reply(agent_id=agent, append_messages=[RESULT], thinking=off, sampling=ENDING)
+    assert after.started.cached_tokens == without.finished.memory_tokens
     by_name = ada.reply(messages=ASKED, template_settings={"thinking": False}, sampling=ENDING)
     assert by_name.token_ids == without.token_ids != first.token_ids
 
