@@ -171,7 +171,7 @@ def launch_all() -> None:
     for rows, count, dtype in product((8, 16, 32, 64), (1, 2, 3), (mx.float16, mx.bfloat16)):
         few_rows(mx.zeros((1, rows, 64), dtype), [mx.zeros((4300, 64), dtype)] * count)
     store_pages(UNITS, UNITS, ZERO, ZERO, 0, 8, Dialect.CUDA)
-    host_copy._address(UNITS)
+    host_copy.device_address(UNITS)
 
 
 def test_every_program_is_whole_in_itself_and_nvrtc_compiles_it(device: Device) -> None:
