@@ -1,5 +1,6 @@
 """The parts of a hand-over by themselves: what makes engines alike, tokens for readers, files on their way."""
 
+import asyncio
 from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
@@ -13,15 +14,19 @@ from kvasir.inference.v1 import inference_pb2
 
 from inference_svc.config import ConfigError, EngineSettings, read_settings
 from inference_svc.edge import handover_messages as wire
-from inference_svc.engine.api import CarriedTurn, HeldTurn, Timings
+from inference_svc.engine.api import CarriedTurn, HeldTurn, SamplingParams, Timings, TurnPlan
+from inference_svc.engine.held_turns import check_carried
 from inference_svc.handover.giving import TurnGiver
 from inference_svc.handover.passing import Opening, Stand, Surroundings
 from inference_svc.handover.resume_tokens import LIVES_S, ResumeTokens, WaitingReply
+from inference_svc.memory.reuse_planning import Prepared
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.choices import Choices
 from inference_svc.turns.continuing import Continuation
+from inference_svc.turns.turn_flow import TurnFlow
 from inference_svc.turns.turn_state import BegunTurn
+from tests.synthetic import SMALL
 
 HERE = Surroundings("kv", "tokenizer", "template", "cpu", "float32", 256, "0.1")
 
@@ -101,6 +106,45 @@ def test_what_is_written_is_what_is_read() -> None:
     carried = CarriedTurn(TokenIds((5, 6, 7)), 2, 1, 0, (1, 2**32 - 1), (2,), {0: 0, 512: 1}, Timings(queue_s=0.5))
     stand = Stand(2, carried, 4, 3)
     assert wire.read_stand(wire.write_stand(stand, 2).stand, opening.begun.prompt) == stand
+
+
+@pytest.mark.parametrize(("token_ids", "is_right"), [((5, 6, 7), True), ((5, 9, 7), False), ((4, 6, 7), False)])
+def test_carried_tokens_begin_with_the_prompt_that_is_remembered(token_ids: tuple[int, ...], is_right: bool) -> None:
+    model: Any = SimpleNamespace(kv_identity=SMALL)
+    asked = TurnPlan(TokenIds((5, 6)), (2, 3), SamplingParams(9))
+    carried = CarriedTurn(TokenIds(token_ids), 2, 1, 0, (1, 2), (), {0: 0}, Timings())
+    refused = ""
+    try:
+        check_carried(asked, carried, model, 100)
+    except InvalidArgument as error:
+        refused = error.field
+    assert refused == ("" if is_right else "carried.token_ids")
+
+
+@pytest.mark.parametrize("is_brought", [True, False])
+def test_a_taken_turn_stays_brought_and_lends_no_rows(is_brought: bool) -> None:
+    carried = CarriedTurn(TokenIds((5, 6, 7)), 2, 0, 2, (1, 2), (), {0: 0}, Timings())
+    plans: list[TurnPlan] = []
+
+    async def run(_turn: object, prepared: Prepared, plan: TurnPlan) -> tuple[Prepared, None]:
+        plans.append(plan)
+        return prepared, None
+
+    async def prompt(*_given: object) -> str:
+        return "hello"
+
+    async def nothing(*_given: object) -> None: ...
+
+    made = SimpleNamespace(plan=lambda *_given: TurnPlan(TokenIds((5, 6)), (2, 3), SamplingParams(9)), run=run)
+    flow: Any = SimpleNamespace(
+        _lines=SimpleNamespace(recall_parent=nothing), _budget=lambda: None, _prompt=prompt, _plans=made, _end=nothing
+    )
+    turn: Any = SimpleNamespace(request=None, recollection=object())
+    taken: Any = SimpleNamespace(begun=begun(is_brought=is_brought), carried=carried)
+    asyncio.run(TurnFlow._go_on(flow, turn, taken))
+    assert turn.is_brought is is_brought
+    assert plans[0].carried is not None
+    assert plans[0].carried.shareable == (0 if is_brought else 2)
 
 
 def test_what_a_turn_waited_before_its_engine_had_it_goes_along() -> None:

@@ -28,6 +28,7 @@ CODECS: dict[str, Codec] = {
         ("fp", ExactCodec(dtype)),
     )
 }
+_FINEST = {mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}  # what a value beside 1 may differ by
 ROTATED = RotatedCodec(QuantizedCodec(4, 64, mx.float16))
 
 
@@ -153,3 +154,10 @@ def test_a_head_dimension_that_cannot_be_stored_is_named(codec: Codec, dim: int,
 def test_a_head_dimension_that_can_be_stored_is_no_problem() -> None:
     assert [codec.problem(dim) for codec in CODECS.values() for dim in (64, 128, 256)] == [""] * 3 * len(CODECS)
     assert ExactCodec(mx.float16).problem(33) == ""
+
+
+@pytest.mark.parametrize("stored", [mx.float16, mx.bfloat16])
+def test_an_exact_row_keeps_every_value_that_its_type_has(stored: mx.Dtype) -> None:
+    rows = 1 + mx.arange(64, dtype=mx.float32).reshape(1, 1, 1, 64) * _FINEST[stored]
+    codec = ExactCodec(stored)
+    assert mx.array_equal(codec.decode(codec.encode(rows), mx.float32), rows)

@@ -114,6 +114,33 @@ def test_a_file_that_does_not_come_is_the_miss_of_a_turn_that_began_with_those_b
     assert (begun.miss, begun.stored_blocks) == (Miss(MissReason.BLOB_MISSING, "gone"), tuple(BLOCKS[:2]))
 
 
+def test_of_another_turns_kv_only_blocks_that_every_prefill_makes_count_as_stored() -> None:
+    """Rows of a reply, which this memory got one by one, have other bits in another's prefill."""
+    found = plan(Plain(), RestoreCosts(lambda: 0.0), TEXT + "y", 512)
+    assert found.begun(Started(1_024)).stored_blocks == tuple(BLOCKS)
+    assert found.begun(Started(1_024, is_shared=True)).stored_blocks == tuple(BLOCKS[:2])
+
+
+@pytest.mark.parametrize(("digest", "is_ours"), [("t", True), ("another", False)])
+def test_token_ids_of_another_tokenizer_are_never_taken_for_this_ones(digest: str, is_ours: bool) -> None:
+    parts: Any = Plain()
+    parts.vocabulary_size = 1 << 20
+    transcript = RememberedText(TEXT, TokenIds([7] * len(TEXT)), (1,) * len(TEXT))
+    publication = PublicationState(NO_HEAD, is_head=False, is_elsewhere=True)
+    known = AgentMemory(transcript, (), manifest_pb2.Turn(), 0, digest, publication)
+    recollection = Recollection(known, Source.COLD, NO_HEAD, Miss(MissReason.KV_IDENTITY_DIFFERS, "weights"))
+
+    async def hold(_size_bytes: int) -> None: ...
+
+    async def planned() -> Prepared:
+        planner = ReusePlanner(parts, parts, {}, RestoreCosts(lambda: 0.0))
+        budget = Budget(1.0, 1.0, lambda: 0.0)
+        return await planner.plan(recollection, TEXT + "y", namespace="ns", budget=budget, hold=hold)
+
+    found = asyncio.run(planned())
+    assert set(found.tokens.ids[: len(TEXT)]) == ({7} if is_ours else {ord("x")})
+
+
 def test_without_a_first_file_nothing_is_reused() -> None:
     around = Plain()
     around.missing = {BLOCKS[0]}

@@ -11,20 +11,23 @@ from kvasir import errors
 from kvasir.cachestore.v1 import cachestore_pb2, manifest_pb2
 from kvasir.formats.digest import Digest
 
-from inference_svc.engine.api import AgentKey, Event, Prefilled, SamplingParams
+from inference_svc.engine.api import AgentKey, Event, Hot, Prefilled, SamplingParams
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState, from_manifest
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recall, Recollection
+from inference_svc.memory.reuse_planning import Prepared
 from inference_svc.memory.store.answers import NO_HEAD, Head, StoreMiss, head_of
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.trust import is_current
-from inference_svc.text.prefix_matching import RememberedText
+from inference_svc.model.prompting import Tokenized
+from inference_svc.text.prefix_matching import Outcome, RememberedText
 from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.continuing import Continuation
 from inference_svc.turns.handoff import HandOff
 from inference_svc.turns.outbox import Outbox, ReaderLimits
 from inference_svc.turns.replay import is_retry, is_whole
 from inference_svc.turns.turn_data import MessagesInput, PromptInput, TurnDelta, TurnEvent, TurnRequest
+from inference_svc.turns.turn_ending import TurnEnding
 from inference_svc.turns.turn_state import (
     TurnState,
     TurnTask,
@@ -171,6 +174,30 @@ def test_a_memory_that_cannot_be_read_is_not_replaced_without_the_callers_word(
     assert continuation(asked, unread) is expected
     if expected is not Continuation.NEW:
         assert continuation(replace(asked, replaces=True), unread) is Continuation.REPLACED
+
+
+@pytest.mark.parametrize(("is_head", "expected"), [(False, 3), (True, 9)])
+def test_what_extends_an_unstored_memory_counts_under_that_ones_lease(is_head: bool, expected: int) -> None:
+    """The present lease may be one that was given after a rollback: it proves nothing of what was before it."""
+    tagged: list[AgentMemory] = []
+    engine: Any = SimpleNamespace(
+        model=SimpleNamespace(tokenizer_digest="t"), tag_hot=lambda _key, memory, _owing: tagged.append(memory)
+    )
+    leases: Any = {"default": SimpleNamespace(generation=lambda _agent: 9)}
+    nobody: Any = None
+    ending = TurnEnding(engine, nobody, nobody, {}, lambda: 0.0, leases)
+    hot = replace(memory(is_head=is_head), is_brought=True)
+    hot.publication.generation = 3
+    recollection = Recollection(hot, Source.HOT, HEAD)
+    turn = TurnState(request(), TurnTask(Outbox(ReaderLimits(1 << 20, 60), lambda: 0.0)), 0.0)
+    prepared = Prepared("x", Tokenized(TokenIds((1,)), (1,)), Hot(1), Source.HOT, Outcome.EXTEND, None, ())
+    ended: Any = SimpleNamespace(state=SimpleNamespace(token_ids=(1,), shareable_tokens=0, rewind_points=()))
+    key, text = AgentKey("default", "a"), RememberedText("x", TokenIds((1,)), (1,))
+    made = ending._attach(turn, key, recollection, prepared, ended, text, (), manifest_pb2.Turn())
+    assert made.publication.generation == expected
+    # And what was computed on brought rows is brought, though the store may have lost its marked copy.
+    assert made.is_brought
+    assert tagged == [made]
 
 
 # --- what is appended to ---
