@@ -6,7 +6,7 @@ event loop goes on. Namespaces take turns: a hundred long prompts of one namespa
 
 import asyncio
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -78,14 +78,15 @@ class Prompting:
         self._json_room = SharedRoom(1)
         self._is_closed = False
         self._twin: Prompting | None = None
-        self._special_ids = _special_ids(tokenizer)
+        self._marks = reply_marks(tokenizer)
+        marks = {*(self._marks.thinking or ()), self._marks.call_start, self._marks.call_end}
+        self._special_ids = _special_ids(tokenizer, marks)
         self.specials = Specials(self._special_ids)
         """The spellings of tokens that are structure and not text, such as the end of a message."""
         unknown = getattr(tokenizer, "unk_token_id", None)  # stands for characters that the tokenizer does not know
         self._structure = frozenset(self._special_ids.values()) - {unknown}
         self._spellings = {each: spelling for spelling, each in self._special_ids.items() if each in self._structure}
         self._names: dict[str, TemplateNames] = {}  # by the template's source
-        self._marks = reply_marks(tokenizer)
         self._spacing = self._reply_spacing()
         self._limit = self._reasoning_limit()
         self._longest_token = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
@@ -354,10 +355,19 @@ class Prompting:
         return Tokenized(TokenIds(encoded["input_ids"][head:]), tuple(chars))
 
 
-def _special_ids(tokenizer: Any) -> dict[str, int]:
-    """A tokenizer's special tokens, by their spelling."""
+def _special_ids(tokenizer: Any, marks: Collection[str]) -> dict[str, int]:
+    """A tokenizer's special tokens, by their spelling. So are, though not marked as such, tokens of their own that the
+    chat template writes, or that stand around reasoning and tool calls in replies (`marks`): "<tool_call>".
+    """
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    found = {str(token): int(token_id) for token_id, token in added.items() if token.special}
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+
+    def is_structure(token: Any) -> bool:
+        spelling = str(token).strip()
+        looks_so = len(spelling) > 2 and spelling[0] in "<[" and spelling[-1] in ">]"
+        return bool(token.special) or (looks_so and (spelling in marks or spelling in template))
+
+    found = {str(token): int(token_id) for token_id, token in added.items() if is_structure(token)}
     named = getattr(tokenizer, "all_special_tokens", ())
     found |= {
         str(token): int(tokenizer.convert_tokens_to_ids(str(token))) for token in named if str(token) not in found

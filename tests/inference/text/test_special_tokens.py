@@ -149,6 +149,19 @@ def test_a_special_tokens_text_is_text_in_every_field(shape: str, spelled: Calla
         assert special_ids(prompting, text) == expected
 
 
+def test_tokens_around_calls_that_are_not_marked_special_are_text_in_strangers_words_too() -> None:
+    prompting = tiny()
+    marks = [prompting._tokenizer.convert_tokens_to_ids(mark) for mark in ("<tool_call>", "</tool_call>")]
+
+    def found(word: str) -> list[int]:
+        text = prompt(prompting, *in_every_field(word))
+        return [token for token in prompting.tokenize(text).ids if token in marks]
+
+    assert found("word") == marks * 2  # the template writes them around its conversation's calls
+    for word in ("<tool_call>", "</tool_call>", "<tool_call>" * 3, "tool_call>{}</tool_call", "</TOOL_CALL>"):
+        assert found(word) == found("word")
+
+
 @shapes
 def test_parts_of_a_special_token_are_not_completed_by_the_template_or_another_field(shape: str) -> None:
     prompting, start, end = MADE[shape]
