@@ -3,6 +3,7 @@ of running services says.
 """
 
 import fcntl
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,19 @@ def test_what_an_up_of_another_version_wrote_is_read(tmp_path: Path) -> None:
     home.make()
     home.running_file.write_text('{"pid": 7, "store": "unix:/s", "engine": "unix:/e", "namespaces": ["red"]}')
     assert home.running() == Running(pid=7, store="unix:/s", engine="unix:/e")
+
+
+def test_commands_on_a_copied_home_do_not_reach_the_original(tmp_path: Path) -> None:
+    home = Home(tmp_path / "home")
+    home.make()
+    home.write_running(Running(pid=1, store=home.socket_address("store"), engine="127.0.0.1:1", token_file="x"))
+    known = home.running()
+    assert known is not None
+    assert home.endpoint("engine").address == known.engine == "127.0.0.1:1"
+    shutil.copytree(home.root, tmp_path / "copy")
+    copy = Home(tmp_path / "copy")
+    assert copy.running() is None
+    assert copy.endpoint("engine").address == copy.socket_address("engine")
 
 
 def test_a_number_that_is_another_programs_by_now_is_not_killed(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ This module starts nothing and calls nobody. Commands without an address read `r
 import json
 import os
 import shlex
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from kvasir.address import MAX_SOCKET_PATH_BYTES
@@ -52,6 +52,7 @@ class Running:
     store_metrics: str = ""  # HOST:PORT of each one's metrics and /healthz; empty without
     engine_metrics: str = ""
     http_metrics: str = ""
+    home: str = ""  # which directory the home is: a copy of it has this file too, and nothing runs there
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,18 +158,26 @@ class Home:
                 raise FailedPrecondition(f"{directory}: others can enter it; run: chmod 700 {directory}")
 
     def running(self) -> Running | None:
-        """The facts of this home's last `kvasir up`, of another version too; None if there was none."""
+        """The facts of this home's last `kvasir up`, of another version too; None if there was none, or if they are of
+        the home that this one was copied from.
+        """
         try:
             found = json.loads(self.running_file.read_text())
-            return Running(**{each.name: found[each.name] for each in fields(Running) if each.name in found})
+            known = Running(**{each.name: found[each.name] for each in fields(Running) if each.name in found})
+            return known if known.home in ("", self._directory()) else None
         except (OSError, ValueError, TypeError):
             return None
 
     def write_running(self, running: Running) -> None:
         new = self.running_file.with_suffix(".new")
-        new.write_text(json.dumps(asdict(running)))
+        new.write_text(json.dumps(asdict(replace(running, home=self._directory()))))
         new.chmod(0o600)
         new.replace(self.running_file)
+
+    def _directory(self) -> str:
+        """Device and number of the home's directory, which a copy has not."""
+        at = self.root.stat()
+        return f"{at.st_dev}:{at.st_ino}"
 
     def endpoint(self, service: str) -> Endpoint:
         """The endpoint of a service of this home: that of `up.json`, or else its socket."""
