@@ -14,8 +14,11 @@ import pytest
 
 from tests.gateway.serving import GatewayProcess, running_gateway, write_keys
 from tests.system_fixtures import House
+from tests.tiny_encoder import write_encoder
 
 NO_RETRIES = 0
+# The model that only embeds, beside kvasir-tiny.
+ENCODER = "words"
 # The one site whose pages may call.
 ORIGIN = "https://app.example"
 
@@ -94,7 +97,9 @@ def anthropic() -> Any:
 
 @pytest.fixture(scope="session")
 def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
-    with running_front(tmp_path_factory.mktemp("front")) as front:
+    encoder = write_encoder(tmp_path_factory.mktemp("words") / "encoder")
+    options = ("--embeddings", f"{ENCODER}={encoder}")
+    with running_front(tmp_path_factory.mktemp("front"), engine_options=options) as front:
         yield front
 
 

@@ -12,7 +12,7 @@ from kvasir_gateway.engine import CallerAtEngine
 from kvasir_gateway.models import Aliases
 from kvasir_gateway.turn import Turn
 
-from tests.gateway.conftest import Front
+from tests.gateway.conftest import ENCODER, Front
 from tests.gateway.serving import MODEL
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello."}]
@@ -27,10 +27,9 @@ def test_an_alias_answers_for_its_model_and_is_listed(strict: Front) -> None:
         assert message.model == MODEL
         assert strict.anthropic().messages.count_tokens(model=name, messages=HELLO).input_tokens > 0
         assert strict.openai().models.retrieve(name).id == name
-    assert [model.id for model in strict.openai().models.list()] == NAMES
-    assert [(model.id, model.display_name) for model in strict.anthropic().models.list()] == [
-        (name, MODEL) for name in NAMES
-    ]
+    assert [model.id for model in strict.openai().models.list()] == [MODEL, ENCODER, *NAMES[1:]]
+    shown = {model.id: model.display_name for model in strict.anthropic().models.list()}
+    assert shown == {**dict.fromkeys(NAMES, MODEL), ENCODER: ENCODER}
 
 
 def test_one_conversation_under_two_names_has_one_memory(strict: Front) -> None:

@@ -11,7 +11,7 @@ from kvasir_gateway.ollama import turns
 from kvasir_gateway.reading.tolerance import Reading
 from kvasir_gateway.turn import Asked, Said
 
-from tests.gateway.conftest import Front
+from tests.gateway.conftest import ENCODER, Front
 from tests.gateway.page.html_page import HTML
 from tests.gateway.serving import MODEL
 
@@ -206,8 +206,10 @@ def test_what_changes_no_meaning_is_ignored_and_reported(front: Front, strict: F
 
 def test_models_are_listed_shown_and_found_with_a_tag(front: Front, strict: Front) -> None:
     url, headers = strict.gateway.url, strict.bearer()
-    [listed] = httpx.get(f"{url}/api/tags", headers=headers).json()["models"]
-    [running] = httpx.get(f"{url}/api/ps", headers=headers).json()["models"]
+    [listed, beside] = httpx.get(f"{url}/api/tags", headers=headers).json()["models"]
+    [running, embedder] = httpx.get(f"{url}/api/ps", headers=headers).json()["models"]
+    assert beside["name"] == embedder["name"] == ENCODER
+    assert told(strict, "/api/show", model=ENCODER, stream=None)["capabilities"] == ["embedding"]
     assert listed["name"] == running["model"] == MODEL
     assert len(listed["digest"]) == 64
     shown = told(strict, "/api/show", stream=None)

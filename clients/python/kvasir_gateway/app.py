@@ -36,6 +36,8 @@ from kvasir_gateway.answering import ClientLeft, EventStream, Ready, Turns, gath
 from kvasir_gateway.door.bodies import RequestRoom, Rooms
 from kvasir_gateway.door.connections import show_key
 from kvasir_gateway.door.security import Gate, Site
+from kvasir_gateway.embedding.asking import embed
+from kvasir_gateway.embedding.bodies import EmbeddingsRequest, OllamaEmbed, OllamaEmbeddings
 from kvasir_gateway.engine import CallerAtEngine, EngineLink
 from kvasir_gateway.errors import api_of, refused
 from kvasir_gateway.metrics import CountedApp, GatewayNumbers, is_at, route_of
@@ -110,6 +112,7 @@ class Gateway:
             post("/v1/completions", self.completions),
             post("/v1/responses", self.responses),
             post("/v1/messages", self.messages),
+            post("/v1/embeddings", partial(self.embeddings, kind=EmbeddingsRequest)),
             post("/v1/messages/count_tokens", self.count_tokens),
             post("/v1/agents/{agent_id:path}/generate", self.agent_generate),
             post("/v1/agents/{agent_id:path}/fork", self.fork_agent),
@@ -122,6 +125,8 @@ class Gateway:
             get("/v1/models/{name:path}", self.get_model),
             post("/api/chat", self.ollama_chat),
             post("/api/generate", self.ollama_generate),
+            post("/api/embed", partial(self.embeddings, kind=OllamaEmbed)),
+            post("/api/embeddings", partial(self.embeddings, kind=OllamaEmbeddings)),
             post("/api/show", self.ollama_show),
             get("/api/tags", self.ollama_tags),
             get("/api/ps", self.ollama_running),
@@ -189,6 +194,16 @@ class Gateway:
         ready = await call.room.made(partial(self._ready, call, partial(asked.turn, call.reading)))
         count = await unless_left(call.request.receive, call.caller.count(ready.turn, ready.messages))
         return JSONResponse({"input_tokens": count}, headers=self._reported(call))
+
+    async def embeddings(self, call: Call, kind: type[EmbeddingsRequest | OllamaEmbed | OllamaEmbeddings]) -> Response:
+        asked: EmbeddingsRequest | OllamaEmbed | OllamaEmbeddings = await self._body(call, kind)
+        began_s, wanted = self._around.clock(), asked.wanted(call.reading)
+        if (model := self._around.aliases.model(wanted.model)) != wanted.model:
+            wanted = replace(wanted, model=model, any_model=False)
+        found = await unless_left(call.request.receive, embed(call.caller.client, wanted))
+        found.took_s = self._around.clock() - began_s
+        answer = await call.room.made(partial(asked.answer, found))
+        return JSONResponse(answer, headers={"x-request-id": call.request_id, **self._reported(call)})
 
     async def agent_generate(self, call: Call) -> Answer:
         named = replace(

@@ -9,6 +9,7 @@ from pydantic.json_schema import models_json_schema
 
 from kvasir_gateway.agents import AgentTurn, ForkRequest, RollbackRequest
 from kvasir_gateway.anthropic_messages import CountedMessages, MessagesRequest
+from kvasir_gateway.embedding.bodies import EmbeddingsRequest, OllamaEmbed, OllamaEmbeddings
 from kvasir_gateway.errors import api_of
 from kvasir_gateway.ollama.models import ShowRequest
 from kvasir_gateway.ollama.turns import OllamaChat, OllamaGenerate
@@ -43,6 +44,7 @@ OPERATIONS = (
     Operation("post", "/v1/chat/completions", "OpenAI's chat completions", _COMPLETION, ChatRequest, streams=True),
     Operation("post", "/v1/completions", "OpenAI's completions", _COMPLETION, CompletionRequest, streams=True),
     Operation("post", "/v1/responses", "OpenAI's responses", ("id", "output"), ResponsesRequest, streams=True),
+    Operation("post", "/v1/embeddings", "OpenAI's embeddings", ("data", "model", "usage"), EmbeddingsRequest),
     Operation("get", "/v1/models", "The engine's models", ("data",)),
     Operation("get", "/v1/models/{model}", "One model", ("id",)),
     Operation(
@@ -109,6 +111,10 @@ OPERATIONS = (
     Operation("delete", "/v1/agents/{agent_id}", "Forget an agent", (), query=("force",), error="KvasirError"),
     Operation("post", "/api/chat", "Ollama's chat", _LINE, OllamaChat, streams=True, error="OllamaError"),
     Operation("post", "/api/generate", "Ollama's generate", _LINE, OllamaGenerate, streams=True, error="OllamaError"),
+    Operation("post", "/api/embed", "Ollama's embeddings", ("embeddings",), OllamaEmbed, error="OllamaError"),
+    Operation(
+        "post", "/api/embeddings", "One embedding of Ollama's", ("embedding",), OllamaEmbeddings, error="OllamaError"
+    ),
     Operation("post", "/api/show", "One model, as Ollama shows it", ("details",), ShowRequest, error="OllamaError"),
     Operation("get", "/api/tags", "The engine's models, as Ollama lists them", ("models",), error="OllamaError"),
     Operation("get", "/api/ps", "Those that are loaded", ("models",), error="OllamaError"),

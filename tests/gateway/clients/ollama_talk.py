@@ -48,6 +48,7 @@ def main() -> None:
     [call] = calling.message.tool_calls or ()
     asked += [calling.message, {"role": "tool", "tool_name": call.function.name, "content": weather("Paris")}]
     assert client.chat(model, asked, tools=[weather]).message.content
+    assert [len(vector) > 0 for vector in client.embed(model, ["A dog.", "A cat."]).embeddings] == [True, True]
     red = client.generate(model, "My favourite colour is red.", format=COLOUR)
     assert red.response == '{"colour": "red"}', red
     refusal = ""

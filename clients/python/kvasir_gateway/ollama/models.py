@@ -49,13 +49,15 @@ def shown(model: pb.Model) -> dict[str, Any]:
     info = {"general.architecture": "kvasir", "kvasir.block_count": model.layer_count}
     if model.context_tokens:
         info["kvasir.context_length"] = model.context_tokens
+    if model.embedding_dimensions:
+        info["kvasir.embedding_length"] = model.embedding_dimensions
     return {
         "modelfile": "",
         "parameters": "",
         "template": "",
         "details": _details(),
         "model_info": info,
-        "capabilities": ["completion", "tools"],
+        "capabilities": ["embedding"] if model.only_embeds else ["completion", "tools"],
         "modified_at": _CREATED_AT,
     }
 
