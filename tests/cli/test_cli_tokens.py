@@ -8,6 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 from kvasir.cli.running.home import Home, Running
 from kvasir.cli.running.plan import make_credentials, plan_of
 from kvasir.credentials import Principal, further_engine_tokens, read_credentials, read_token
@@ -40,13 +41,16 @@ def test_a_token_is_bound_to_a_namespace_and_roles_and_lies_in_a_private_file(tm
     assert known.principal_of(token) == Principal("ben", "red", frozenset({"client", "admin"}))
 
 
-def test_a_new_namespace_gets_a_credential_of_the_engine_with_which_it_is_started(tmp_path: Path) -> None:
+@pytest.mark.parametrize("http", ["127.0.0.1:1", ""])
+def test_a_new_namespace_gets_a_credential_of_the_engine_with_which_it_is_started(tmp_path: Path, http: str) -> None:
     tokens(tmp_path, "new", "ben", "--namespace", "red")
     file = tmp_path / "tokens" / "engine@red.token"
     known = read_credentials(tmp_path / "credentials.toml")
     assert known.principal_of(read_token(file)) == Principal("engine@red", "red", frozenset({"engine"}))
-    argv = plan_of(Home(tmp_path), [], "", "", "127.0.0.1:1", None, None).engine.argv()
+    plan = plan_of(Home(tmp_path), [], "", "", http, None, None)
+    argv = plan.engine.argv()
     assert further_engine_tokens(Path(argv[argv.index("--store-token-dir") + 1])) == {"red": file}
+    assert plan.engine.credentials_file == plan.store.credentials_file == tmp_path / "credentials.toml"
 
 
 def test_what_is_to_be_done_then_is_a_command(tmp_path: Path) -> None:

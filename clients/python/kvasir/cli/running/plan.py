@@ -53,7 +53,9 @@ def plan_of(
     """The plan that the options ask for, which were checked. `metrics`: the addresses of the engine's, the store's and
     the gateway's, or none."""
     engine_metrics, store_metrics, http_metrics = metrics or ("", "", "")
-    credentials = home.credentials_file if listen or store_listen or http else None
+    # Namespaces and tokens that were made count also where nothing listens on TCP.
+    has_credentials = bool(listen or store_listen or http) or home.credentials_file.exists()
+    credentials = home.credentials_file if has_credentials else None
     has_tls = tls_cert is not None and tls_key is not None
     ca_file = tls_cert if has_tls else None
     store_endpoint = Endpoint(home.socket_address("store"))
