@@ -58,7 +58,7 @@ def test_an_alias_whose_model_is_missing_later_is_refused_with_both_names() -> N
             raise NotFound("no such model", reason="MODEL_NOT_FOUND")
 
     turn = Aliases.of([("a", "b")]).applied(Turn(model="a", any_model=True))
-    counting = CallerAtEngine(WithoutModels()).count(turn)  # type: ignore[arg-type]
+    counting = CallerAtEngine(WithoutModels()).count(turn, ())  # type: ignore[arg-type]
     with pytest.raises(NotFound, match="'a' stands for 'b'"):
         counting.send(None)
 

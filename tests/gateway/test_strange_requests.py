@@ -110,21 +110,6 @@ def test_a_token_that_is_none_is_refused(front: Front, token: str) -> None:
         (PATHS[0], {"messages": [{"role": "assistant", "function_call": {}}]}, "messages[0].function_call"),
         (PATHS[0], {"tools": [{"type": "function", "function": {"name": "f"}, "magic": 1}]}, "tools[0].magic"),
         (PATHS[0], {"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
-        (
-            PATHS[0],
-            {"tools": [{"type": "function", "function": {"name": "f"}}], "response_format": {"type": "json_object"}},
-            "response_format",
-        ),
-        (
-            PATHS[2],
-            {"tools": [{"type": "function", "name": "f"}], "text": {"format": {"type": "json_object"}}},
-            "text.format",
-        ),
-        (
-            PATHS[3],
-            {"tools": [{"name": "f"}], "output_config": {"format": {"type": "json_schema", "schema": {}}}},
-            "output_config.format",
-        ),
         (PATHS[0], {"max_completion_tokens": 1 << 31}, "max_completion_tokens"),
         (PATHS[2], {"max_output_tokens": 1 << 31}, "max_output_tokens"),
         (PATHS[3], {"top_k": 1 << 31}, "top_k"),
