@@ -39,6 +39,7 @@ def write_started(event: TurnStarted, request_id: str, model_name: str) -> pb.St
         continuation=write_continuation(event.continuation),
         base_version=event.base_version,
         kept=event.kept,
+        is_time_untold=event.is_time_untold,
         difference=_difference(event.difference),
         prompt_token_ids=event.prompt_ids,
         ignored_settings=event.ignored_settings,

@@ -4,16 +4,16 @@
 What is said here holds pieces of texts: it is for the memory's owner alone, and never for logs or metrics.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvasir import clocks
 from kvasir.cachestore.v1 import manifest_pb2
 
 from inference_svc.text.conversation import ChatTemplate, Dialogue, render
 from inference_svc.text.literal_text import without_guards
 from inference_svc.text.prefix_matching import common_prefix_length
+from inference_svc.text.system_values import TIMES
 from inference_svc.text.template_names import REASONING
 
 SHOWN_CHARS = 20
@@ -21,11 +21,6 @@ _WORD_CHARS = 10  # of a word before the first character that differs; a longer 
 TOOLS, TEMPLATE = "tools", "template"
 # Messages' texts give way to these, so that what the template itself prints shows.
 _MARK = "\ue000{}\ue001"
-_WITHOUT: Sequence[tuple[str, Callable[[str], str]]] = (
-    ("date", clocks.without_dates),
-    ("clock", clocks.without_clocks),
-    ("date and clock", lambda text: clocks.without_clocks(clocks.without_dates(text))),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +62,24 @@ def placed(found: Difference, text: str, conversation: Dialogue, template: ChatT
 
 
 def explained(
-    found: Difference, remembered: Sequence[manifest_pb2.Message], given: Sequence[manifest_pb2.Message]
+    found: Difference,
+    remembered: Sequence[manifest_pb2.Message],
+    given: Sequence[manifest_pb2.Message],
+    in_force: frozenset[str] = frozenset(),
 ) -> Difference:
-    """The same; if only dates or clocks differ in the message, it says so."""
+    """The same; if only dates or clocks differ in the message, it says so, and which rules would have helped: only for
+    systems' texts there are any.
+    """
     index = found.message
     if index is None or index >= min(len(remembered), len(given)):
         return found
     known, said = remembered[index], given[index]
     if known.role != said.role:
         return found
-    for what, without in _WITHOUT:
+    for what, rules, without in TIMES:
         if without(known.content) == without(said.content):
-            return replace(found, what=what)
+            helps = sorted(rules - in_force) if said.role == "system" else ()
+            return replace(found, what=what, rules=tuple(helps))
     return found
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.on_full import DEFAULT_KEEP
 
+from inference_svc.text.system_values import without_notes
+
 FULL_SHARE = 0.8
 """A memory that fills more of its context is full."""
 SUMMARY_REQUEST = (
@@ -84,8 +86,9 @@ def shorter(
     if fits == len(cuts) and tokens_of(kept(cuts[-1])) > most_tokens:
         return None
     cut = cuts[min(fits, len(cuts) - 1)]
-    behind = cut.rest - cut.question - 1
-    dropped = cut.question - start + behind
+    # Notes of the engine's own are none of the caller's messages.
+    behind = len(without_notes(messages[cut.question + 1 : cut.rest]))
+    dropped = len(without_notes(messages[start : cut.question])) + behind
     same_question = before.dropped_behind_question if cut.question == start else 0
     shortened = manifest_pb2.Shortened(
         dropped_messages=before.dropped_messages + dropped,

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from enum import Enum
 
 from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.clocks import without_times
 
 from inference_svc.text.prefix_matching import Outcome, common_prefix_length
+from inference_svc.text.system_values import without_notes
 
 
 class Continuation(Enum):
@@ -22,10 +24,16 @@ class Continuation(Enum):
 Messages = Sequence[manifest_pb2.Message]
 
 
-def is_same_conversation(given: Messages, remembered: Messages) -> bool:
-    """Whether both begin alike. Systems' messages do not count: they name the date, and side calls share them."""
-    first, known = _first_said(given), _first_said(remembered)
-    return first is not None and known is not None and _said_by(first) == _said_by(known)
+def is_same_conversation(given: Messages, remembered: Messages, *, at_any_time: bool = False) -> bool:
+    """Whether both begin alike. Systems' messages do not count: they name the date, and side calls share them.
+    `at_any_time`: a date or a clock in the first text may be another, where its answer is the same.
+    """
+    said, known = ([_said_by(each) for each in some if each.role != "system"][:2] for some in (given, remembered))
+    if said[:1] == known[:1]:
+        return bool(said)
+    if not at_any_time or len(said) < 2 or said[1:] != known[1:] or said[1][0] != "assistant":
+        return False
+    return [said[0][0], without_times(said[0][1])] == [known[0][0], without_times(known[0][1])]
 
 
 def in_common(given: Messages, remembered: Messages) -> int:
@@ -37,7 +45,7 @@ def in_common(given: Messages, remembered: Messages) -> int:
 def goes_on(given: Messages, remembered: Messages) -> bool:
     """Whether all that others said to the model stands in the given messages too. Replies come back in other forms."""
     asked, known = _asked(given), _asked(remembered)
-    return len(given) >= len(remembered) and asked[: len(known)] == known
+    return len(given) >= len(without_notes(remembered)) and asked[: len(known)] == known
 
 
 def of_text(match: Outcome) -> Continuation:
@@ -45,10 +53,6 @@ def of_text(match: Outcome) -> Continuation:
     if match is Outcome.NONE:
         return Continuation.REPLACED
     return Continuation.REWOUND if match is Outcome.DIVERGE else Continuation.EXTENDED
-
-
-def _first_said(messages: Messages) -> manifest_pb2.Message | None:
-    return next((message for message in messages if message.role != "system"), None)
 
 
 def _asked(messages: Messages) -> list[tuple[str, str]]:

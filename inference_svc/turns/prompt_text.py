@@ -1,7 +1,8 @@
 """The text of a turn's prompt: the caller's own, or a conversation through the model's template.
 
 What of a conversation is volatile stays as the agent's memory has it, by rules with names: the date that a template
-prints, and the order of tools. So the prompt follows from the memory and the request alone, and the memory is reused.
+prints, the order of tools, dates and clocks in systems' texts. So the prompt follows from the memory and the request
+alone, and the memory is reused.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,14 +14,15 @@ from kvasir.cachestore.v1 import manifest_pb2
 from inference_svc.memory.recall import Recollection
 from inference_svc.model.prompting import Prompting
 from inference_svc.text import differences, tools_order
-from inference_svc.text.conversation import Dialogue, dialogue, json_of_messages, render
+from inference_svc.text.conversation import Dialogue, dialogue, json_of_messages, lasting_chars, render
 from inference_svc.text.differences import Difference
 from inference_svc.text.literal_text import from_outside
 from inference_svc.text.prefix_matching import common_prefix_length
+from inference_svc.text.system_values import kept_values, without_notes
 from inference_svc.text.template_clock import TemplateClock
 from inference_svc.turns.continuing import Continuation
 from inference_svc.turns.turn_data import MessagesInput, PromptInput, TurnRequest
-from inference_svc.turns.turn_state import TurnState, continuation
+from inference_svc.turns.turn_state import TurnState, continuation, rules_in_force
 
 
 async def prompt_text(
@@ -47,16 +49,6 @@ async def prompt_text(
     return await prompting.run(request.namespace, rendered)
 
 
-def rules_in_force(request: TurnRequest, recollection: Recollection) -> frozenset[str]:
-    """The caller's own rules, else the agent's label, else the caller's defaults. Raises InvalidArgument for a label
-    that names none.
-    """
-    label = recollection.settings.volatile
-    if request.rules is not None and not (label and request.has_default_rules):
-        return request.rules
-    return volatile.from_label(label) if label else volatile.DEFAULT
-
-
 def remembered_time_ms(turn: TurnState, recollection: Recollection) -> int:
     """What the turn's template is told that the time is: what the memory's was told, where its conversation goes on and
     the rule holds. 0: the turn's own.
@@ -66,8 +58,26 @@ def remembered_time_ms(turn: TurnState, recollection: Recollection) -> int:
         return 0
     if volatile.TEMPLATE_DATE not in rules_in_force(turn.request, recollection):
         return 0
+    return memory.template_time_ms if _goes_on(turn, recollection) else 0
+
+
+def _goes_on(turn: TurnState, recollection: Recollection) -> bool:
+    """Whether it is the memory's conversation, and no other."""
     how = turn.continuation or continuation(turn.request, recollection)
-    return memory.template_time_ms if how in (Continuation.EXTENDED, Continuation.REWOUND) else 0
+    return how in (Continuation.EXTENDED, Continuation.REWOUND)
+
+
+def keep_values(turn: TurnState, recollection: Recollection) -> None:
+    """Dates and clocks of systems' texts stay those that the memory has. Notes whether the newest are to be told."""
+    memory, request = recollection.continued, turn.request
+    rules = rules_in_force(request, recollection) & {volatile.SYSTEM_DATE, volatile.SYSTEM_CLOCK}
+    given = request.input
+    if not rules or memory is None or not isinstance(given, MessagesInput) or given.is_append:
+        return
+    if _goes_on(turn, recollection):
+        kept = kept_values(given.messages, memory.messages, rules)
+        turn.request = replace(request, input=replace(given, messages=kept.messages))
+        turn.kept, turn.note = set(kept.rules), kept.note
 
 
 def remembered_order(turn: TurnState, recollection: Recollection) -> manifest_pb2.ToolsOrder | None:
@@ -98,6 +108,43 @@ async def order_tools(prompting: Prompting, turn: TurnState, order: manifest_pb2
         turn.kept.add(volatile.TOOLS_ORDER)
 
 
+def drop_notes(turn: TurnState) -> bool:
+    """Leave out notes, which another model's template may refuse; False if there are none."""
+    given, messages = turn.request.input, without_notes(turn.messages)
+    if len(messages) == len(turn.messages) or not isinstance(given, MessagesInput):
+        return False
+    turn.messages, turn.note = messages, None
+    turn.request = replace(turn.request, input=replace(given, messages=without_notes(given.messages)))
+    return True
+
+
+async def with_note(prompting: Prompting, turn: TurnState, text: str) -> str:
+    """The prompt with the newest dates and times behind its history. Without them where the template does not take a
+    system message there, or prints it elsewhere.
+    """
+    note, conversation = turn.note, turn.dialogue
+    if note is None or conversation is None:
+        return text
+    template = prompting.template_at(turn.clock, turn.request.template_settings)
+    noted = replace(conversation.with_message(note, turn.request.objects), begun=conversation.begun)
+
+    def told() -> str | None:
+        try:
+            lasting = lasting_chars(template, conversation, text)
+            found = render(template, noted)
+        except errors.InvalidArgument:
+            return None
+        is_behind = lasting is not None and found.startswith(text[:lasting])
+        return found if is_behind and noted.messages[-1]["content"] in found[lasting:] else None
+
+    found = await prompting.run(turn.request.namespace, told)
+    turn.is_time_untold = found is None
+    if found is None:
+        return text
+    turn.dialogue, turn.messages = noted, (*turn.messages, note)
+    return found
+
+
 async def find_difference(
     prompting: Prompting, turn: TurnState, recollection: Recollection, text: str
 ) -> Difference | None:
@@ -117,7 +164,7 @@ async def find_difference(
             place = differences.placed(found, text, conversation, template)
         except errors.InvalidArgument:  # it takes no conversation like this one
             return found
-        return differences.explained(place, memory.messages, turn.messages)
+        return differences.explained(place, memory.messages, turn.messages, rules_in_force(turn.request, recollection))
 
     place = await prompting.run(turn.request.namespace, explained)
     if place.role == differences.TEMPLATE and (turn.tools_order is None) != (memory.tools_order is None):

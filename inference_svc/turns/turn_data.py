@@ -107,6 +107,7 @@ class TurnStarted:
     continuation: Continuation | None = None  # None: no agent's memory was looked at
     base_version: int = 0
     kept: tuple[str, ...] = ()  # rules by which the prompt has what the memory has, which is not the turn's own
+    is_time_untold: bool = False  # the template does not take the newest dates and times
     difference: Difference | None = None  # where the prompt parts from the memory; for the memory's owner alone
     prompt_ids: TokenIds = NO_TOKENS  # if they were asked for
     ignored_settings: tuple[str, ...] = ()

@@ -38,11 +38,14 @@ from inference_svc.turns.agent_lines import AgentLines, MemoryMovedError
 from inference_svc.turns.outbox import Outbox
 from inference_svc.turns.plan_running import PlanRunner, TurnLimits, moved_away
 from inference_svc.turns.prompt_text import (
+    drop_notes,
     find_difference,
+    keep_values,
     order_tools,
     prompt_text,
     remembered_order,
     remembered_time_ms,
+    with_note,
 )
 from inference_svc.turns.shortening import MemoryShortener, Serving
 from inference_svc.turns.turn_data import (
@@ -212,7 +215,7 @@ class TurnFlow:
 
     async def _serve_once(self, turn: TurnState, budget: Budget) -> None:
         """Raises MemoryMovedError when the turn has had no effect yet and must be served from its beginning."""
-        request = turn.request
+        request = turn.as_asked()
         recollection = await self._lines.newest(turn, budget) if turn.key else NOTHING_REMEMBERED
         if request.is_warming:
             return await self._warm(turn, recollection, budget)
@@ -230,8 +233,9 @@ class TurnFlow:
             check_existing(request, recollection)
             request = turn.request = as_its_agent_has_it(request, recollection)
             turn.continuation = continuation(request, recollection)
+            keep_values(turn, recollection)
         turn.shortened = what_is_left_out(turn, recollection)
-        turn.messages = whole_conversation(request, recollection, is_retry=is_retry)
+        turn.messages = whole_conversation(turn.request, recollection, is_retry=is_retry)
         text = await self._prompt(turn, remembered_time_ms(turn, recollection), remembered_order(turn, recollection))
         turn.difference = await find_difference(self._prompting, turn, recollection, text)
         try:
@@ -313,8 +317,9 @@ class TurnFlow:
                     metadata={"agent_id": request.agent_id},
                     retry_after_s=1.0,
                 )
-            request = turn.request = as_its_agent_has_it(request, recollection)
-            turn.messages = whole_conversation(request, recollection, is_retry=False)
+            turn.request = as_its_agent_has_it(request, recollection)
+            keep_values(turn, recollection)
+            turn.messages = whole_conversation(turn.request, recollection, is_retry=False)
             text = await self._prompt(
                 turn, remembered_time_ms(turn, recollection), remembered_order(turn, recollection)
             )
@@ -338,8 +343,14 @@ class TurnFlow:
             return text
         turn.clock = prompting.clock(told_ms)
         await order_tools(prompting, turn, order)
-        text, turn.dialogue = await prompt_text(prompting, turn.request, turn.messages, turn.clock)
-        return text
+        try:
+            text, turn.dialogue = await prompt_text(prompting, turn.request, turn.messages, turn.clock)
+        except errors.InvalidArgument:
+            if not drop_notes(turn):
+                raise
+            turn.is_time_untold = True
+            text, turn.dialogue = await prompt_text(prompting, turn.request, turn.messages, turn.clock)
+        return await with_note(prompting, turn, text)
 
 
 def _is_refusal(error: Exception) -> bool:

@@ -142,6 +142,7 @@ class TurnReporter:
                 miss=prepared.miss,
                 continuation=turn.continuation or (of_text(prepared.match) if turn.key is not None else None),
                 base_version=turn.request.base_version or turn.parent_version,
+                is_time_untold=turn.is_time_untold,
                 difference=turn.difference,
                 kept=tuple(sorted(turn.kept | ({TEMPLATE_DATE} if turn.clock.has_kept else set()))),
                 prompt_ids=prepared.tokens.ids if turn.request.returns_prompt_ids else NO_TOKENS,

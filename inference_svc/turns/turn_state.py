@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from kvasir import errors
+from kvasir import errors, volatile
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.formats.digest import Digest
 from kvasir.formats.manifest import tokens_within_chars
@@ -159,6 +159,8 @@ class TurnState:
     clock: TemplateClock = field(default_factory=TemplateClock)
     tools_order: manifest_pb2.ToolsOrder | None = None  # of the request's tools, as the template is given them
     kept: set[str] = field(default_factory=set)  # rules by which the prompt has what the memory has
+    note: manifest_pb2.Message | None = None  # the newest dates and times, which the model is to be told
+    is_time_untold: bool = False  # its template does not take them
     difference: Difference | None = None  # where the prompt parts from the memory; None: nowhere
     continuation: Continuation | None = None  # None: the prompt's match decides, or no memory was looked at
     prompt_tokens: int = 0
@@ -191,10 +193,16 @@ class TurnState:
     is_moving: bool = False  # being given to another engine; one gives it at a time
     is_given: bool = False  # to another engine, which goes on with it
     key: AgentKey | None = field(init=False)
+    asked: TurnRequest = field(init=False)  # the request before its agent's memory changed it
 
     def __post_init__(self) -> None:
-        request = self.request
+        request = self.asked = self.request
         self.key = AgentKey(request.namespace, request.agent_id) if request.agent_id else None
+
+    def as_asked(self) -> TurnRequest:
+        """The request as it came: from its beginning the turn is served once more."""
+        self.request, self.kept, self.note = self.asked, set(), None
+        return self.request
 
     @property
     def speaks(self) -> bool:
@@ -303,9 +311,20 @@ def continuation(request: TurnRequest, recollection: Recollection) -> Continuati
         return None
     if given.is_append or goes_on(given.messages, memory.messages):
         return Continuation.EXTENDED if recollection.base is None else Continuation.REWOUND
-    if is_same_conversation(given.messages, memory.messages):
+    at_any_time = bool(rules_in_force(request, recollection))
+    if is_same_conversation(given.messages, memory.messages, at_any_time=at_any_time):
         return Continuation.REWOUND
     return Continuation.REPLACED if request.replaces else Continuation.BRANCHED
+
+
+def rules_in_force(request: TurnRequest, recollection: Recollection) -> frozenset[str]:
+    """The caller's own rules, else the agent's label, else the caller's defaults. Raises InvalidArgument for a label
+    that names none.
+    """
+    label = recollection.settings.volatile
+    if request.rules is not None and not (label and request.has_default_rules):
+        return request.rules
+    return volatile.from_label(label) if label else volatile.DEFAULT
 
 
 def _beside_unread(request: TurnRequest, recollection: Recollection) -> Continuation:

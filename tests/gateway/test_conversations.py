@@ -124,6 +124,43 @@ def test_going_on_from_an_older_point_is_a_branch() -> None:
     assert talk.turn(user("Hello"), reply("Hi"), user("two"), reply("answer to two"), user("x")) == branch
 
 
+def test_another_time_in_the_systems_text_or_the_opening_is_the_same_conversation() -> None:
+    talk = Talk(conversations(), Records())
+    opening = (Said("system", "It is 10:30."), user("Today is 2026-11-23."))
+    first = talk.turn(*opening, answer="Hi")
+    later = (Said("system", "It is 10:31."), user("Today is 2026-11-24."), reply("Hi"))
+    assert talk.turn(*later, user("more")) == first
+    restarted = Talk(conversations(), talk.records)
+    midnight = (Said("system", "It is 0:01."), user("Today is 2026-11-25."), reply("Hi"))
+    assert restarted.turn(*midnight, user("more"), reply("answer to more"), user("and more")) == first
+    assert talk.records.forks == []
+    # What stands behind the opening is never another time of itself.
+    assert restarted.turn(*later, user("more at 10:30")) != first
+
+
+def test_equal_words_go_before_words_of_another_time() -> None:
+    talk = Talk(conversations(), Records())
+    morning, noon = ((Said("system", f"It is {hour}:00."), user("Hello")) for hour in (9, 12))
+    first, second = talk.turn(*morning, answer="Hi"), talk.turn(*noon, answer="Hi")
+    assert first != second
+    for known in (talk, Talk(conversations(), talk.records)):
+        assert known.turn(*morning, reply("Hi"), user("more")) == first
+        assert known.turn(*noon, reply("Hi"), user("more")) == second
+        talk.records.remembered[first] = (*morning, reply("Hi"))
+        talk.records.remembered[second] = (*noon, reply("Hi"))
+
+
+def test_without_rules_another_time_is_another_conversation() -> None:
+    known = conversations()
+    chains = [
+        known.chain((Said("system", f"It is 10:{minute}."), user("Hello")), "", is_exact=is_exact)
+        for minute in (30, 31)
+        for is_exact in (False, True)
+    ]
+    assert len({chain.opening for chain in chains}) == 3
+    assert chains[0].opening == chains[2].opening
+
+
 def test_while_an_agent_is_busy_a_second_turn_from_the_same_point_is_a_branch() -> None:
     talk = Talk(conversations(), Records())
     first = talk.turn(user("Hello"), answer="Hi")

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from kvasir.formats import manifest
 
 from tests.gateway.conftest import Front
 from tests.gateway.page.html_page import Browser
@@ -118,7 +119,7 @@ def test_an_answer_says_what_was_reused_and_where_its_prompt_parted_from_the_mem
         "message": 0,
         "role": "system",
         "what": "clock",
-        "rules": [],
+        "rules": ["system-clock"],
         "memory": "10:30 – süß.\nTools:\n",
         "prompt": "10:47 – süß.\nTools:\n",
     }
@@ -136,16 +137,71 @@ def test_a_billing_line_that_is_prompted_names_its_rule(front: Front, names: str
     assert (place["role"], place["memory"], place["rules"]) == ("system", "cch=1111;\nYou look a", ["billing-line"])
 
 
-def test_a_named_agents_midnight_is_a_branch_that_says_where_and_why(front: Front, names: str) -> None:
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_midnight_in_the_first_users_text_costs_what_follows_it_and_leaves_no_second_memory(
+    front: Front, names: str, is_named: bool
+) -> None:
     reminder = "<system-reminder>Today's date is 2026-11-{day}.</system-reminder>"
-    client = Client(front, **{"x-agent-id": names})
-    client.turn(reminder.format(day=23))
+    client = Client(front, **({"x-agent-id": names} if is_named else {}))
+    client.turn(reminder.format(day=23), f"{is_named}: {SYSTEM}")
     client.said[0]["content"] = reminder.format(day=24)
-    answer = client.turn("Go on.")
-    assert answer.headers["x-agent-memory"] == "branched"
+    answer = client.turn("Go on.", f"{is_named}: {SYSTEM}")
+    assert (answer.headers["x-agent-memory"], len(client.agents)) == ("rewound", 1)
     place = why(answer)
     assert (place["message"], place["role"], place["what"], place["rules"]) == (1, "user", "date", [])
     assert (place["memory"], place["prompt"]) == ("2026-11-23.</system-", "2026-11-24.</system-")
+    before = client.prompt
+    client.turn("And on.", f"{is_named}: {SYSTEM}")
+    assert client.cached >= before
+    client.said[0]["content"] = reminder.format(day=25)
+    exact = client.turn("Go on.", f"{is_named}: {SYSTEM}", **{"x-kvasir-volatile": "none"})
+    if is_named:
+        assert exact.headers["x-agent-memory"] == "branched"
+        assert why(exact)["what"] == "date"
+    else:
+        assert len(client.agents) == 2  # as it was before there were rules
+
+
+CLOCK = {"x-kvasir-volatile": "system-clock,system-date,tools-order,template-date"}
+
+
+def test_a_clock_in_a_system_text_costs_nothing_where_its_rule_is_on(front: Front) -> None:
+    client = Client(front, **CLOCK)
+    client.turn("Hello", f"It is 10:30. {SYSTEM}")
+    before = client.prompt
+    answer = client.turn("Go on.", f"It is 10:47. {SYSTEM}")
+    assert answer.headers["x-kvasir-volatile"] == "system-clock"
+    assert client.cached >= before
+    assert len(client.agents) == 1
+
+
+@pytest.mark.long(6)
+@pytest.mark.parametrize("rules", [CLOCK, {}], ids=["with its rule", "without"])
+def test_a_clock_in_a_system_text_leaves_one_memory_also_over_a_kill(own_front: Front, rules: dict[str, str]) -> None:
+    client, system = Client(own_front, **rules), f"It is {{}}.\n{SYSTEM}"
+    client.turn("Which ships lie at the quay?", system.format("2026-11-24T10:30:00Z"))
+    for number, time in enumerate(("2026-11-24T10:47:12Z", "2026-11-25T00:01:00Z", "2026-11-25T00:01:00Z")):
+        if number == 1:
+            own_front.gateway.kill()
+            own_front.house.restart()
+            own_front.gateway.start()
+        before = client.prompt
+        answer = client.turn("And then?", system.format(time))
+        if rules:
+            assert client.cached >= before
+            assert "system-clock" in answer.headers["x-kvasir-volatile"]
+            assert "x-kvasir-miss" not in answer.headers
+        elif number < 2:
+            assert client.cached < 40
+            assert "system-clock" in why(answer)["rules"]
+    assert len(client.agents) == 1
+    if rules:
+        with own_front.house.client(own_front.keys["ada"]) as engine:
+            (agent,) = client.agents
+            said = manifest.parse(engine.get_snapshot(agent)[1]).messages
+        assert [each.content for each in said if each.is_note] == [
+            *("It is 2026-11-24T10:47:12Z.", "It is 2026-11-25T00:01:00Z."),
+        ]
 
 
 def test_what_parted_is_for_the_keys_owner_alone(front: Front) -> None:

@@ -25,14 +25,25 @@ _CLOCK = re.compile(
     r"|(?<![\d.])1[6-9]\d{8}(?:\d{3})?(?:\.\d{1,9})?(?!\d)",
     re.IGNORECASE,
 )
+_DIGIT = re.compile(r"\d")
 _MASK = "\0"
 
 
 def without_dates(text: str) -> str:
     """The text with one same character in place of each date."""
-    return _DATE.sub(_MASK, text)
+    return "".join(map(_without_dates, text.splitlines(keepends=True)))
+
+
+def _without_dates(line: str) -> str:
+    """Most lines have none: they need not be searched for the many forms."""
+    return _DATE.sub(_MASK, line) if _DIGIT.search(line) or "day" in line.lower() else line
 
 
 def without_clocks(text: str) -> str:
     """The same for times of a day, and for Unix times."""
     return _CLOCK.sub(_MASK, text)
+
+
+def without_times(text: str) -> str:
+    """Without both."""
+    return without_clocks(without_dates(text))

@@ -12,6 +12,8 @@ NONE = "none"
 BILLING_LINE = "billing-line"
 TEMPLATE_DATE = "template-date"
 TOOLS_ORDER = "tools-order"
+SYSTEM_DATE = "system-date"
+SYSTEM_CLOCK = "system-clock"
 
 RULES: Mapping[str, str] = {
     BILLING_LINE: "a system text's first line that begins with 'x-anthropic-billing-header:', which providers strip "
@@ -19,9 +21,12 @@ RULES: Mapping[str, str] = {
     TEMPLATE_DATE: "the date that the model's template prints stays the one that the conversation began with",
     TOOLS_ORDER: "tools that are the memory's in another order, or with the keys of their JSON in another order, stay "
     "as the memory has them",
+    SYSTEM_DATE: "dates in system texts stay those that the conversation began with; the newest follow the history as "
+    "a system message, where the model's template takes one there",
+    SYSTEM_CLOCK: "the same for times of the day, and for Unix times",
 }
 DEFAULT = frozenset({BILLING_LINE, TEMPLATE_DATE, TOOLS_ORDER})
-"""Those that change no meaning."""
+"""Those that change no meaning. The others are named where they would have helped."""
 
 
 def checked_rule(name: str, field: str) -> str:

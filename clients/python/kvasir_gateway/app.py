@@ -350,7 +350,8 @@ class Gateway:
         side_rules = () if call.agent_id or turn.memory else reading.side_rules
         turn = replace(turn, any_model=reading.any_model, ignore=None if reading.is_strict else reading.ignore)
         turn = replace(turn, memory={**turn.memory, "volatile": reading.rules.for_engine()})
-        return self._around.turns.ready(self._around.aliases.applied(turn), side_rules)
+        is_exact = not reading.rules.names  # as if no rule were known
+        return self._around.turns.ready(self._around.aliases.applied(turn), side_rules, is_exact=is_exact)
 
     async def _body(self, call: Call, kind: type[_Body]) -> _Body:
         data = await call.room.read(call.request, self._around.limits.max_body_bytes)

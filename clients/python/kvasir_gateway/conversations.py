@@ -7,17 +7,21 @@ version extends this agent; one that goes on from an older point, or while the a
 What is in RAM here is only a shortcut. After a restart the agents' own messages, in the store, say the same: an agent's
 name begins with the digest of its conversation's opening. A digest found says where to look; what is truly reused is
 decided by the engine, character by character.
+
+Dates and clocks of the systems' texts and of the opening tell no conversations apart, unless nothing else does: one
+that goes on at another time is found, and its memory goes on.
 """
 
 import contextlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
 from blake3 import blake3
+from kvasir.clocks import without_times
 from kvasir.errors import KvasirError
 
 from kvasir_gateway.reading.compaction import Summaries
@@ -62,22 +66,32 @@ class Tip:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A prefix of a conversation that may be remembered: its digest and the number of its messages."""
+    """A prefix of a conversation that may be remembered: its digest, that of the same at any time, and the number of
+    its messages.
+    """
 
     digest: str
+    alike: str
     messages: int
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
     """A conversation's digests: of its opening (to the first message that is not the system's), then of each prefix
-    that ends with a reply; and of all its messages, from which the next one's follows. `session`: of the caller's
-    hint."""
+    that ends with a reply; and of all its messages, from which the next one's follows: as it is, and at any time.
+    `session`: of the caller's hint. `is_exact`: another time makes another conversation."""
 
     points: Sequence[Point]
     digest: bytes
+    alike: bytes
     messages: int
     session: bytes
+    is_exact: bool
+
+    @property
+    def opening(self) -> str:
+        """What the name of its agent begins with."""
+        return self.points[0].alike[:_DIGEST_CHARS]
 
 
 class Conversations:
@@ -101,27 +115,33 @@ class Conversations:
         # By namespace and digest the agent and its version, and by agent the digest of its newest answer.
         self._answers: OrderedDict[tuple[str, str], tuple[str, int]] = OrderedDict()
         self._newest: dict[tuple[str, str], str] = {}
+        # By namespace and digest at any time the digest of the newest answer.
+        self._alike: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._busy: set[tuple[str, str]] = set()
         self._tidied: dict[str, datetime] = {}
         self._summaries = Summaries()
 
-    def chain(self, messages: Sequence[Said], hint: str) -> Chain:
-        """For the other calls. Reads every message; changes nothing, and may run in any thread."""
-        digest = session = blake3(hint.encode("utf-8", "surrogatepass"), key=self._key).digest()
+    def chain(self, messages: Sequence[Said], hint: str, *, is_exact: bool = False) -> Chain:
+        """For the other calls. Reads every message; changes nothing, and may run in any thread. `is_exact`: what is
+        said at another time is another conversation.
+        """
+        digest = alike = session = blake3(hint.encode("utf-8", "surrogatepass"), key=self._key).digest()
         points: list[Point] = []
+        timeless = messages if is_exact else at_any_time(messages)
         for number, message in enumerate(messages, 1):
+            is_same = digest == alike and timeless[number - 1] is message
             digest = self._next(digest, message)
+            alike = digest if is_same else self._next(alike, timeless[number - 1])
             is_last = number == len(messages)
             is_opening = not points and (message.role != "system" or is_last)
             if is_opening or (points and message.role == "assistant"):
-                points.append(Point(digest.hex(), number))
-        return Chain(points, digest, len(messages), session)
+                points.append(Point(digest.hex(), alike.hex(), number))
+        return Chain(points, digest, alike, len(messages), session, is_exact)
 
     async def agent_for(self, namespace: str, chain: Chain, messages: Sequence[Said], records: AgentRecords) -> str:
         """The agent that a turn with these messages shall extend: found, forked, or new. It is busy from now on."""
-        points = chain.points
-        name = f"{PREFIX}{points[0].digest[:_DIGEST_CHARS]}/{self._new_name()}"
-        found = self._tip(namespace, points) or await self._stored_tip(points[0], messages, records)
+        name = f"{PREFIX}{chain.opening}/{self._new_name()}"
+        found = self._tip(namespace, chain.points) or await self._stored_tip(chain, messages, records)
         if found is not None:
             if found.is_newest and (namespace, found.agent_id) not in self._busy:
                 name = found.agent_id
@@ -132,8 +152,7 @@ class Conversations:
 
     async def agent_behind(self, namespace: str, chain: Chain, messages: Sequence[Said], records: AgentRecords) -> str:
         """The agent that remembers the conversation so far, for a turn that changes nothing of it; else nothing."""
-        points = chain.points
-        found = self._tip(namespace, points) or await self._stored_tip(points[0], messages, records)
+        found = self._tip(namespace, chain.points) or await self._stored_tip(chain, messages, records)
         return found.agent_id if found is not None else ""
 
     async def compacted(self, namespace: str, chain: Chain, messages: Sequence[Said], records: AgentRecords) -> str:
@@ -146,7 +165,7 @@ class Conversations:
             return ""
         self._busy.add((namespace, agent_id))
         try:
-            await records.open_anew(agent_id, chain.points[0].digest[:_DIGEST_CHARS])
+            await records.open_anew(agent_id, chain.opening)
         except BaseException as error:
             self._busy.discard((namespace, agent_id))
             if not isinstance(error, KvasirError):
@@ -167,6 +186,11 @@ class Conversations:
         self._newest[namespace, agent_id] = digest
         if len(self._answers) > _MAX_TIPS:
             self._forget(next(iter(self._answers)))
+        if (alike := self._next(chain.alike, reply).hex()) != digest:
+            self._alike[namespace, alike] = digest
+            self._alike.move_to_end((namespace, alike))
+            while len(self._alike) > _MAX_TIPS:
+                self._alike.popitem(last=False)
 
     def left(self, namespace: str, agent_id: str) -> None:
         """The turn has ended, however it did."""
@@ -202,35 +226,48 @@ class Conversations:
             del self._newest[newest]
 
     def _tip(self, namespace: str, points: Sequence[Point]) -> Tip | None:
-        """The longest known prefix that ends with a reply. The opening is none: equal ones are different talks."""
-        for point in reversed(points[1:]):
-            if (answer := self._answers.get((namespace, point.digest))) is not None:
+        """The longest known prefix that ends with a reply; if there is none, one of the same at another time. The
+        opening is none: equal ones are different talks.
+        """
+        digests = [point.digest for point in reversed(points[1:])]
+        digests += [self._alike.get((namespace, point.alike), "") for point in reversed(points[1:])]
+        for digest in digests:
+            if (answer := self._answers.get((namespace, digest))) is not None:
                 agent_id, version = answer
-                return Tip(agent_id, version, self._newest.get((namespace, agent_id)) == point.digest)
+                return Tip(agent_id, version, self._newest.get((namespace, agent_id)) == digest)
         return None
 
-    async def _stored_tip(self, opening: Point, messages: Sequence[Said], records: AgentRecords) -> Tip | None:
+    async def _stored_tip(self, chain: Chain, messages: Sequence[Said], records: AgentRecords) -> Tip | None:
         if not any(message.role == "assistant" for message in messages):
             return None
         try:
-            digest = opening.digest[:_DIGEST_CHARS]
-            kept = [*await records.kept(f"{PREFIX}{digest}/"), *await records.kept(PREFIX, opening=digest)]
+            opening = chain.opening
+            kept = [*await records.kept(f"{PREFIX}{opening}/"), *await records.kept(PREFIX, opening=opening)]
         except KvasirError:
             return None  # a store that does not answer is a miss, here as in the engine
         kept.sort(key=lambda agent: agent.used_at, reverse=True)
-        best, best_common, is_whole = None, 0, False
-        for agent in kept[:_MAX_LOOKED_AT]:
-            remembered = await records.messages(agent.agent_id)
-            common = common_messages(remembered, messages)
-            if common > best_common:
-                best, best_common, is_whole = agent, common, common == len(remembered)
-        if best is None:
-            return None
+        remembered = [(agent, await records.messages(agent.agent_id)) for agent in kept[:_MAX_LOOKED_AT]]
+        best, common, is_whole = _most_in_common(remembered, messages)
+        # Beyond the opening, which all of these have.
+        if not chain.is_exact and all(message.role != "assistant" for message in messages[:common]):
+            at_a_time = [(agent, at_any_time(said)) for agent, said in remembered]
+            best, _, is_whole = _most_in_common(at_a_time, at_any_time(messages))
         # A memory that went on otherwise is forked, and the fork is cut by the engine.
-        return Tip(best.agent_id, 0, is_whole)
+        return Tip(best.agent_id, 0, is_whole) if best is not None else None
 
     def _next(self, digest: bytes, message: Said) -> bytes:
         return blake3(digest + _canonical(message), key=self._key).digest()
+
+
+def _most_in_common(
+    remembered: Sequence[tuple[Kept, Sequence[Said]]], messages: Sequence[Said]
+) -> tuple[Kept | None, int, bool]:
+    """The agent that begins with the most of these messages, their number, and whether it remembers no more."""
+    best, most, is_whole = None, 0, False
+    for agent, said in remembered:
+        if (common := common_messages(said, messages)) > most:
+            best, most, is_whole = agent, common, common == len(said)
+    return best, most, is_whole
 
 
 def common_messages(ones: Sequence[Said], others: Sequence[Said]) -> int:
@@ -241,6 +278,20 @@ def common_messages(ones: Sequence[Said], others: Sequence[Said]) -> int:
             break
         count += 1
     return count
+
+
+def at_any_time(messages: Sequence[Said]) -> Sequence[Said]:
+    """The messages without dates and clocks in systems' texts and in the first of another role."""
+    opening = next((index for index, message in enumerate(messages) if message.role != "system"), len(messages))
+    return [
+        _timeless(message) if index <= opening or message.role == "system" else message
+        for index, message in enumerate(messages)
+    ]
+
+
+def _timeless(message: Said) -> Said:
+    plain = without_times(message.content)
+    return message if plain == message.content else replace(message, content=plain)
 
 
 async def _fork(found: Tip, name: str, records: AgentRecords) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from datetime import UTC
@@ -134,7 +134,7 @@ class CallerAtEngine:
         """What an agent remembers; nothing when that cannot be said."""
         try:
             _, data = await self.client.get_snapshot(agent_id)
-            return [_said(message) for message in manifest.parse(data).messages]
+            return _said_by_all(manifest.parse(data).messages)
         except KvasirError:
             return ()
 
@@ -172,7 +172,7 @@ class CallerAtEngine:
             with contextlib.suppress(NotFound, InvalidArgument):  # retired meanwhile, or not to be read
                 _, data = await self.client.get_snapshot(agent_id, version=version.version)
                 parsed = manifest.parse(data)
-                said = [_said(message) for message in parsed.messages]
+                said = _said_by_all(parsed.messages)
                 newest = newest or said
                 if said:  # an agent that is prompted in plain text has no messages
                     found |= {place: said for place in places if place.request_id == parsed.turn.request_id}
@@ -317,6 +317,11 @@ def _mapping(message: Said) -> dict[str, Any]:
 
 def _kept(agent: cachestore_pb2.Agent) -> Kept:
     return Kept(agent.agent_id, agent.used_at.ToDatetime(tzinfo=UTC))
+
+
+def _said_by_all(messages: Iterable[Any]) -> list[Said]:
+    """What callers and the model said: no notes of the engine's own."""
+    return [_said(message) for message in messages if not message.is_note]
 
 
 def _said(message: Any) -> Said:

@@ -303,6 +303,8 @@ def _check_messages(manifest: manifest_pb2.Manifest) -> None:
     for index, message in enumerate(manifest.messages):
         if message.role not in ROLES:
             raise _wrong(f"messages[{index}].role", f"expected one of {sorted(ROLES)}")
+        if message.is_note and message.role != "system":
+            raise _wrong(f"messages[{index}].is_note", "expected it of a system's message alone")
 
 
 def _check_turn(manifest: manifest_pb2.Manifest) -> None:

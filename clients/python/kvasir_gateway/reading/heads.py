@@ -17,6 +17,8 @@ from kvasir_gateway.reading.tolerance import Reading
 from kvasir_gateway.turn import Turn
 
 _MAX_PAGE = 1000
+# Beside the rules for dates and clocks: the template takes no system message in which the newest would be told.
+UNTOLD = "newest-untold"
 # What a header may ask of an agent's memory, in the words of GenerateOptions.
 _MEMORY: Mapping[str, Mapping[str, Any]] = {
     "replace": {"replace_memory": True},
@@ -41,6 +43,8 @@ def with_memory(request: Request, agent_id: str, turn: Turn) -> Turn:
 def told(reading: Reading, agent_id: str, turn: Turn, started: pb.Started) -> dict[str, str]:
     """What the turn does to which agent's memory, and what else is known once it has begun."""
     reading.applied(started.kept)
+    if started.is_time_untold:
+        reading.applied([UNTOLD])
     headers = reading.headers() | _reuse(started, [BILLING_LINE] if reading.is_billed else [])
     done = pb.Continuation.Name(started.continuation).removeprefix("CONTINUATION_").lower()
     if started.source == pb.CACHE_SOURCE_REPLAY:

@@ -98,7 +98,7 @@ class StatePoint(_message.Message):
     def __init__(self, tokens: _Optional[int] = ..., digest: _Optional[_Union[Digest, _Mapping]] = ...) -> None: ...
 
 class Message(_message.Message):
-    __slots__ = ("role", "content", "name", "tool_calls", "tool_call_id", "is_reply", "reasoning")
+    __slots__ = ("role", "content", "name", "tool_calls", "tool_call_id", "is_reply", "reasoning", "is_note")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +106,7 @@ class Message(_message.Message):
     TOOL_CALL_ID_FIELD_NUMBER: _ClassVar[int]
     IS_REPLY_FIELD_NUMBER: _ClassVar[int]
     REASONING_FIELD_NUMBER: _ClassVar[int]
+    IS_NOTE_FIELD_NUMBER: _ClassVar[int]
     role: str
     content: str
     name: str
@@ -113,7 +114,8 @@ class Message(_message.Message):
     tool_call_id: str
     is_reply: bool
     reasoning: str
-    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., name: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., tool_call_id: _Optional[str] = ..., is_reply: bool = ..., reasoning: _Optional[str] = ...) -> None: ...
+    is_note: bool
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., name: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., tool_call_id: _Optional[str] = ..., is_reply: bool = ..., reasoning: _Optional[str] = ..., is_note: bool = ...) -> None: ...
 
 class ToolCall(_message.Message):
     __slots__ = ("id", "name", "arguments_json")

@@ -86,7 +86,7 @@ def _result(reply: Reply, first_token_s: float) -> TurnResult:
         memory_tokens=finished.memory_tokens,
         context_tokens=finished.context_tokens,
         left_out=finished.shortening.dropped_messages,
-        kept=tuple(started.kept),
+        kept=(*started.kept, *(["newest-untold"] if started.is_time_untold else [])),
         parted=parted_words(started.difference) if started.HasField("difference") else "",
     )
 

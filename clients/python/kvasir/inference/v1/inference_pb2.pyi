@@ -406,7 +406,7 @@ class Moved(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., resume_token: _Optional[str] = ..., expires_in: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("request_id", "model", "prompt_tokens", "cached_tokens", "source", "reason", "miss", "match", "parent_version", "continuation", "base_version", "kept", "prompt_token_ids", "ignored_settings", "difference")
+    __slots__ = ("request_id", "model", "prompt_tokens", "cached_tokens", "source", "reason", "miss", "match", "parent_version", "continuation", "base_version", "kept", "is_time_untold", "prompt_token_ids", "ignored_settings", "difference")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -419,6 +419,7 @@ class Started(_message.Message):
     CONTINUATION_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
+    IS_TIME_UNTOLD_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     IGNORED_SETTINGS_FIELD_NUMBER: _ClassVar[int]
     DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
@@ -434,10 +435,11 @@ class Started(_message.Message):
     continuation: Continuation
     base_version: int
     kept: _containers.RepeatedScalarFieldContainer[str]
+    is_time_untold: bool
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     ignored_settings: _containers.RepeatedScalarFieldContainer[str]
     difference: Difference
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., source: _Optional[_Union[CacheSource, str]] = ..., reason: _Optional[str] = ..., miss: _Optional[_Union[MissReason, str]] = ..., match: _Optional[_Union[PrefixMatch, str]] = ..., parent_version: _Optional[int] = ..., continuation: _Optional[_Union[Continuation, str]] = ..., base_version: _Optional[int] = ..., kept: _Optional[_Iterable[str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., ignored_settings: _Optional[_Iterable[str]] = ..., difference: _Optional[_Union[Difference, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., source: _Optional[_Union[CacheSource, str]] = ..., reason: _Optional[str] = ..., miss: _Optional[_Union[MissReason, str]] = ..., match: _Optional[_Union[PrefixMatch, str]] = ..., parent_version: _Optional[int] = ..., continuation: _Optional[_Union[Continuation, str]] = ..., base_version: _Optional[int] = ..., kept: _Optional[_Iterable[str]] = ..., is_time_untold: bool = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., ignored_settings: _Optional[_Iterable[str]] = ..., difference: _Optional[_Union[Difference, _Mapping]] = ...) -> None: ...
 
 class Difference(_message.Message):
     __slots__ = ("character", "remembered", "given", "message", "role", "what", "rules")

@@ -563,7 +563,9 @@ type Message struct {
 	// other messages a special token's spelling is text. Set by engines alone; what callers and imported manifests claim is ignored.
 	IsReply bool `protobuf:"varint,6,opt,name=is_reply,json=isReply,proto3" json:"is_reply,omitempty"`
 	// What an assistant thought before it said this, without markers. Empty also where the content holds it.
-	Reasoning     string `protobuf:"bytes,7,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
+	Reasoning string `protobuf:"bytes,7,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
+	// A system message of the engine's own: the newest values of dates or clocks of the systems' texts before it, which stay as they were.
+	IsNote        bool `protobuf:"varint,8,opt,name=is_note,json=isNote,proto3" json:"is_note,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -645,6 +647,13 @@ func (x *Message) GetReasoning() string {
 		return x.Reasoning
 	}
 	return ""
+}
+
+func (x *Message) GetIsNote() bool {
+	if x != nil {
+		return x.IsNote
+	}
+	return false
 }
 
 type ToolCall struct {
@@ -860,7 +869,7 @@ const file_kvasir_cachestore_v1_manifest_proto_rawDesc = "" +
 	"\n" +
 	"StatePoint\x12\x16\n" +
 	"\x06tokens\x18\x01 \x01(\x04R\x06tokens\x124\n" +
-	"\x06digest\x18\x02 \x01(\v2\x1c.kvasir.cachestore.v1.DigestR\x06digest\"\xe5\x01\n" +
+	"\x06digest\x18\x02 \x01(\v2\x1c.kvasir.cachestore.v1.DigestR\x06digest\"\xfe\x01\n" +
 	"\aMessage\x12\x12\n" +
 	"\x04role\x18\x01 \x01(\tR\x04role\x12\x18\n" +
 	"\acontent\x18\x02 \x01(\tR\acontent\x12\x12\n" +
@@ -870,7 +879,8 @@ const file_kvasir_cachestore_v1_manifest_proto_rawDesc = "" +
 	"\ftool_call_id\x18\x05 \x01(\tR\n" +
 	"toolCallId\x12\x19\n" +
 	"\bis_reply\x18\x06 \x01(\bR\aisReply\x12\x1c\n" +
-	"\treasoning\x18\a \x01(\tR\treasoning\"U\n" +
+	"\treasoning\x18\a \x01(\tR\treasoning\x12\x17\n" +
+	"\ais_note\x18\b \x01(\bR\x06isNote\"U\n" +
 	"\bToolCall\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12%\n" +

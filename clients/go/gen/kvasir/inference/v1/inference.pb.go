@@ -1460,8 +1460,10 @@ func (x *ToolChoice) GetNames() []string {
 }
 
 // VolatileRules names rules for what changes from turn to turn and means nothing, or little. Where a rule applies, the prompt has what the memory has:
-// - "template-date": the date that a template prints is the one that the conversation began with.
-// - "tools-order": tools that are the memory's, in another order or with the keys of their JSON in another order, are rendered as the memory has them.
+//   - "template-date": the date that a template prints is the one that the conversation began with.
+//   - "tools-order": tools that are the memory's, in another order or with the keys of their JSON in another order, are rendered as the memory has them.
+//   - "system-date", "system-clock" (off by default): dates, and times of the day, in system texts are those that the conversation began with. The newest
+//     follow the history as a system message, where the template takes one there.
 type VolatileRules struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Names []string               `protobuf:"bytes,1,rep,name=names,proto3" json:"names,omitempty"`
@@ -2152,6 +2154,8 @@ type Started struct {
 	BaseVersion int64 `protobuf:"varint,11,opt,name=base_version,json=baseVersion,proto3" json:"base_version,omitempty"`
 	// The rules (VolatileRules) by which the prompt has what the memory has, where this turn's own would read differently.
 	Kept []string `protobuf:"bytes,12,rep,name=kept,proto3" json:"kept,omitempty"`
+	// The template takes no system message behind the history: the model is not told the newest dates or times.
+	IsTimeUntold bool `protobuf:"varint,16,opt,name=is_time_untold,json=isTimeUntold,proto3" json:"is_time_untold,omitempty"`
 	// With return_prompt_token_ids.
 	PromptTokenIds []uint32 `protobuf:"varint,13,rep,packed,name=prompt_token_ids,json=promptTokenIds,proto3" json:"prompt_token_ids,omitempty"`
 	// With ignore_unread_settings, what was left out: "thinking.mode", "thinking.budget_tokens", "thinking.effort", "template_settings.NAME".
@@ -2274,6 +2278,13 @@ func (x *Started) GetKept() []string {
 		return x.Kept
 	}
 	return nil
+}
+
+func (x *Started) GetIsTimeUntold() bool {
+	if x != nil {
+		return x.IsTimeUntold
+	}
+	return false
 }
 
 func (x *Started) GetPromptTokenIds() []uint32 {
@@ -5784,7 +5795,7 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x04peer\x18\x01 \x01(\tR\x04peer\x12!\n" +
 	"\fresume_token\x18\x02 \x01(\tR\vresumeToken\x128\n" +
 	"\n" +
-	"expires_in\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\texpiresIn\"\x82\x05\n" +
+	"expires_in\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\texpiresIn\"\xa8\x05\n" +
 	"\aStarted\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -5799,7 +5810,8 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\fcontinuation\x18\n" +
 	" \x01(\x0e2!.kvasir.inference.v1.ContinuationR\fcontinuation\x12!\n" +
 	"\fbase_version\x18\v \x01(\x03R\vbaseVersion\x12\x12\n" +
-	"\x04kept\x18\f \x03(\tR\x04kept\x12(\n" +
+	"\x04kept\x18\f \x03(\tR\x04kept\x12$\n" +
+	"\x0eis_time_untold\x18\x10 \x01(\bR\fisTimeUntold\x12(\n" +
 	"\x10prompt_token_ids\x18\r \x03(\rR\x0epromptTokenIds\x12)\n" +
 	"\x10ignored_settings\x18\x0e \x03(\tR\x0fignoredSettings\x12?\n" +
 	"\n" +
