@@ -20,10 +20,11 @@ from inference_svc.warming import warm_up, warm_up_text
 from tests.inference.engine.driving import Driver
 from tests.inference.engine.families import ALL, BUDGET, write_family
 
+_OF_A_CPU = pytest.mark.cpu_only("how long a pass takes decides there whether a turn is run")
 _DRAWN = {"temperature": 1.0, "seed": 7}
 
 
-@pytest.mark.parametrize("device", ["cpu", "any other"])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=_OF_A_CPU), "any other"])
 @pytest.mark.parametrize("name", ["llama3.1", "gemma3", "falcon_h1"])
 def test_a_warm_engine_has_computed_and_holds_nothing(
     name: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -75,6 +76,7 @@ def test_a_memory_is_copied_for_the_store_and_comes_back(tmp_path: Path, monkeyp
     assert {"Cold": ended.count("Cold"), "Hot": 1, "Restored": 1} == Counter(ended), "none of them failed"
 
 
+@_OF_A_CPU
 def test_a_cpu_runs_no_turn_of_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine.open(write_family(tmp_path, ALL["llama3.1"]), cache_dir=tmp_path, memory_budget_bytes=BUDGET)
     try:
