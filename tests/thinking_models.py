@@ -7,6 +7,8 @@ import json
 import shutil
 from pathlib import Path
 
+from safetensors.numpy import load_file, save_file
+
 from inference_svc.model import kvasir_tiny
 from tests.inference.engine.tiny_models import LLAMA, VOCABULARY, write_model
 
@@ -195,7 +197,10 @@ def write_tokenizer(directory: Path, family: str) -> Path:
 
 
 def write_thinking_model(directory: Path, family: str) -> Path:
-    """Random weights behind the family's template and markers."""
+    """Random weights behind the family's template and markers, which come only where something makes them likely."""
     markers = _HARMONY if family == "gpt-oss" else _THINK
     write_model(directory, {**LLAMA, "vocab_size": VOCABULARY + len(markers)})
+    weights = load_file(directory / "model.safetensors")
+    weights["model.embed_tokens.weight"][VOCABULARY:] = 0
+    save_file(weights, directory / "model.safetensors")
     return write_tokenizer(directory, family)

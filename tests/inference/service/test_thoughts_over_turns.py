@@ -18,7 +18,7 @@ ASKED = [{"role": "user", "content": "How much does a lamp cost? Look it up, and
 RESULT = {"role": "tool", "content": "7 coins", "name": "shop_price"}
 # Thoughts end at some time, and the reply by its length.
 UNENDING = {"max_tokens": 40, "logit_bias": {THINK: -100.0, THOUGHT: -100.0, 2: -100.0, 1022: -100.0}}
-ENDING = {"max_tokens": 48, "temperature": 1.0, "seed": 3, "logit_bias": {THOUGHT: 5.0, 2: -100.0, 1022: -100.0}}
+ENDING = {"max_tokens": 48, "temperature": 1.0, "seed": 3, "logit_bias": {THOUGHT: 8.0, 2: -100.0, 1022: -100.0}}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,9 @@ def remembered(client: InferenceClient, agent: str) -> manifest_pb2.Manifest:
 
 
 def begun(client: InferenceClient, agent: str, **more: Any) -> Reply:
-    reply = client.reply(agent_id=agent, messages=ASKED, sampling=ENDING, **more)
+    """A reply whose thoughts end once."""
+    more = {"thinking": pb.Thinking(budget_tokens=9), "sampling": UNENDING, **more}
+    reply = client.reply(agent_id=agent, messages=ASKED, **more)
     assert reply.text
     assert reply.reasoning_text
     return reply
@@ -53,7 +55,9 @@ def sent_back(reply: Reply) -> dict[str, Any]:
 
 def test_thoughts_are_told_apart_and_remembered_apart(ada: InferenceClient, new_agent: Callable[[], str]) -> None:
     agent = new_agent()
-    reply = begun(ada, agent)
+    reply = ada.reply(agent_id=agent, messages=ASKED, sampling=ENDING)
+    assert reply.text
+    assert reply.reasoning_text
     said = remembered(ada, agent)
     raw = ada.reply(prompt=said.text[: said.turn.prompt_chars], sampling=ENDING)
     assert (raw.reasoning_text, raw.token_ids) == ("", reply.token_ids)
