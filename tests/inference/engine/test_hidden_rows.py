@@ -74,6 +74,20 @@ def test_the_mean_counts_every_row_alike(engine: Engine) -> None:
     assert np.allclose(embedded(engine, tokens), mean / np.linalg.norm(mean), atol=1e-4)
 
 
+@pytest.mark.cells_of_a_block
+def test_a_mean_goes_on_over_the_edge_of_a_cell(engine: Engine) -> None:
+    """One row more adds this row, and keeps the sum of those before it."""
+    tokens = tokens_of(257, 12)
+    before, last, mean = (
+        embedded(engine, tokens[:256]),
+        embedded(engine, tokens, Pooling.LAST),
+        embedded(engine, tokens),
+    )
+    parts, residual, *_ = np.linalg.lstsq(np.array([before, last]).T, np.array(mean), rcond=None)
+    assert residual < 1e-6
+    assert parts[0] > parts[1] > 0
+
+
 def test_an_embedding_shares_no_kv_with_turns(driver: Driver, engine: Engine) -> None:
     """All rows are needed, and what an embedding computed is nobody's memory."""
     tokens = tokens_of(700, 9)
