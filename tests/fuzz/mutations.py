@@ -40,7 +40,7 @@ def mutate(message: Message, dice: Dice, known: Known) -> None:
         return
     owner, field = dice.pick(places)
     if _is_map(field):
-        _mutate_map(owner, field, dice)
+        _mutate_map(owner, field, dice, known)
     elif _is_repeated(field):
         _mutate_repeated(owner, field, dice, known)
     elif field.cpp_type == _F.CPPTYPE_MESSAGE:
@@ -53,11 +53,15 @@ def mutate(message: Message, dice: Dice, known: Known) -> None:
 
 def _set(message: Message, field: FieldDescriptor, dice: Dice, known: Known, depth: int) -> None:
     if _is_map(field):
-        value = field.message_type.fields_by_name["value"]
+        key, value = (field.message_type.fields_by_name[name] for name in ("key", "value"))
+        target = getattr(message, field.name)
         for _ in range(dice.below(3)):
-            getattr(message, field.name)[_value(field.message_type.fields_by_name["key"], dice, known)] = _value(
-                value, dice, known
-            )
+            name = _value(key, dice, known)
+            name = str(name) if key.cpp_type == _F.CPPTYPE_STRING else name
+            if value.cpp_type == _F.CPPTYPE_MESSAGE:
+                fill(target[name], dice, known, depth + 1)
+            else:
+                target[name] = _value(value, dice, known)
         return
     items = dice.between(0, 3) if _is_repeated(field) else 1
     for _ in range(items):
@@ -105,7 +109,7 @@ def _places(message: Message, depth: int = 0) -> list[tuple[Message, FieldDescri
     return places
 
 
-def _mutate_map(owner: Message, field: FieldDescriptor, dice: Dice) -> None:
+def _mutate_map(owner: Message, field: FieldDescriptor, dice: Dice, known: Known) -> None:
     key, value = (field.message_type.fields_by_name[name] for name in ("key", "value"))
     target = getattr(owner, field.name)
     if dice.chance(0.2):
@@ -113,7 +117,11 @@ def _mutate_map(owner: Message, field: FieldDescriptor, dice: Dice) -> None:
     count = dice.pick([1, 1, 1, 65, 400])
     for index in range(count):
         name = dice.pick(hostile.values_for(key)) if count == 1 else index
-        target[str(name) if key.cpp_type == _F.CPPTYPE_STRING else name] = dice.pick(hostile.values_for(value))
+        name = str(name) if key.cpp_type == _F.CPPTYPE_STRING else name
+        if value.cpp_type == _F.CPPTYPE_MESSAGE:
+            fill(target[name], dice, known, 3)
+        else:
+            target[name] = dice.pick(hostile.values_for(value))
 
 
 def _mutate_repeated(owner: Message, field: FieldDescriptor, dice: Dice, known: Known) -> None:
