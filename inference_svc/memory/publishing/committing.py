@@ -29,6 +29,10 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _LONG_TOKENS = 4_096  # the manifest of more takes milliseconds
 
 
+class OtherConversation(errors.Conflict):
+    """A turn that could not read its agent's memory does not go on from it."""
+
+
 @dataclass(frozen=True, slots=True)
 class PublishingLimits:
     """How long publications may take."""
@@ -145,8 +149,8 @@ class Committing:
             publication.head = head
 
     async def _know_conversation(self) -> None:
-        """Read the memory that a turn could not read. Raises Conflict (OTHER_CONVERSATION) if the turn does not go on
-        from it: it would take that memory's place, and its caller did not ask for that.
+        """Read the memory that a turn could not read. Raises OtherConversation if the turn does not go on from
+        it: it would take that memory's place, and its caller did not ask for that.
         """
         publication = self._publication
         head, may_follow = publication.head, publication.may_follow
@@ -154,9 +158,8 @@ class Committing:
             budget = Budget(self.limits.head_budget_s, 1.0, self.clock)
             manifest = await parsed(await self.store.manifest(self.key.agent_id, head, budget))
             if not may_follow(from_manifest(manifest, head, self.engine.model.tokenizer_digest)):
-                raise errors.Conflict(
+                raise OtherConversation(
                     "the agent remembers another conversation: this turn is a branch, which is not remembered",
-                    reason="OTHER_CONVERSATION",
                     metadata={"head_version": str(head.version)},
                 )
         publication.may_follow = None

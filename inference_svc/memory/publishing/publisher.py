@@ -23,7 +23,7 @@ from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
 from inference_svc.memory.owing import Owing
 from inference_svc.memory.publishing.block_stream import BlockStream
-from inference_svc.memory.publishing.committing import Committing, PublishingLimits
+from inference_svc.memory.publishing.committing import Committing, OtherConversation, PublishingLimits
 from inference_svc.memory.publishing.copies import Copies, Pinning
 from inference_svc.memory.publishing.memory_files import MemoryFiles
 from inference_svc.memory.service_stats import ServiceStats
@@ -186,7 +186,7 @@ class Publisher:
                 self._drop(key, memory)
                 publication.lost_to = error.metadata.get("head_version", "another")
                 reason = f"another writer was first: version {publication.lost_to} is the agent's newest"
-                reason = error.message if error.reason == "OTHER_CONVERSATION" else reason
+                reason = error.message if isinstance(error, OtherConversation) else reason
             except errors.KvasirError as error:
                 owing.is_refused = isinstance(error, errors.InvalidArgument)
                 reason = f"{type(error).__name__}: {error.message}"

@@ -30,8 +30,8 @@ MUTANTS = (
     Mutant(
         "no rename: a blob is written under its final name",
         "local_directory.py",
-        "return path.with_name(path.name + PART_SUFFIX)",
-        "return path",
+        "return Path(f\"{self._path(hash_)}{PART_SUFFIX}\")",
+        "return self._path(hash_)",
         "blobs",
     ),
     Mutant(
@@ -167,7 +167,7 @@ MUTANTS = (
     Mutant(
         "a commit compares the number of its parent alone",
         "committing.py",
-        " or not _is_parent(rows, line, asked)",
+        " or not _is_parent(newest, asked)",
         "",
         "leases",
     ),
@@ -279,8 +279,8 @@ MUTANTS = (
     Mutant(
         "a tensor header is checked only at the end",
         "blob_checks.py",
-        "if len(self._start) >= 8 and len",
-        "if len(self._start) >= self._size_bytes and len",
+        "if len(start) >= 8 and len",
+        "if len(start) >= self._size_bytes and len",
         "blobs",
     ),
     Mutant(

@@ -136,8 +136,8 @@ MUTANTS = (
     Mutant(
         "a lease is given for an agent of another store",
         "lease_store.py",
-        "            check_writable(agent_id, change.ownership_of(namespace, agent_id))\n            token =",
-        "            token =",
+        "            check_writable(agent_id, change.ownership_of(namespace, agent_id))\n            held[:] =",
+        "            held[:] =",
         "owner_store",
     ),
     Mutant(
