@@ -30,7 +30,7 @@ MUTANTS = (
     Mutant(
         "no rename: a blob is written under its final name",
         "local_directory.py",
-        "return Path(f\"{self._path(hash_)}{PART_SUFFIX}\")",
+        'return Path(f"{self._path(hash_)}{PART_SUFFIX}")',
         "return self._path(hash_)",
         "blobs",
     ),
