@@ -5,7 +5,7 @@ CONSTRAINTS := constraints.txt
 # The tests start hundreds of processes: each would compile all modules anew where this is set, as images of containers do.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-whole test-clients test-gpu check demo try-wheel bench lint check-generated generate install campaigns campaign-fairness campaign-history campaign-moves campaign-sizes bench-moves campaign-handover hammer mutants fresh help
+.PHONY: test test-whole test-clients test-gpu check demo demo-agent try-wheel bench lint check-generated generate install campaigns campaign-fairness campaign-history campaign-moves campaign-sizes bench-moves campaign-handover hammer mutants fresh help
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -39,6 +39,9 @@ test-gpu: install ## KV and engine on the GPU that MLX finds, TF32 off; says so 
 
 demo: install    ## Two agents live, die by kill -9, and go on; then one moves
 	$(BIN)/kvasir demo
+
+demo-agent: install ## A coding agent with 30,000 tokens of instructions is killed, and goes on in a second; minutes
+	$(BIN)/kvasir demo --agent
 
 try-wheel: install ## Build the wheel, install it with all that it needs into an empty environment, and let it test itself
 	rm -rf out/wheel && $(BIN)/python -m hatchling build -t wheel -d out/wheel
@@ -129,7 +132,7 @@ bench-http: install ## 200 streams through the gateway, then 500 readers who lea
 test-http-clients: install ## LangChain, LiteLLM, Ollama's client, the AI SDK and curl before a gateway; installs them into out/
 	$(BIN)/python -m tests.gateway.clients out/http-clients
 
-test-agents: install ## Claude Code and Codex, unmodified, before a gateway: minutes; installs them into out/. AGENTS="claude --whole" for one, with all its tools
+test-agents: install ## Claude Code, Codex, opencode, pi, Cline and frameworks, unmodified, before a gateway: half an hour; installs them into out/. AGENTS="claude --whole" for one, with all its tools
 	$(BIN)/python -m tests.gateway.agents out/agents $(AGENTS)
 
 test-smg: install ## SMG, the neighbour's own gateway, before an engine with --neighbour; installs it into out/

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.demo import coding_agent
 from kvasir.cli.demo import run as steps
 from kvasir.cli.demo.claims import Claims
 from kvasir.cli.demo.mac import Mac, macs
@@ -47,6 +48,14 @@ def demo(
     context: typer.Context,
     out: Annotated[Path, typer.Option(help="Where the picture goes.", file_okay=False)] = Path("out"),
     quick: Annotated[bool, typer.Option("--quick", help="Shorter lives; the same steps.")] = False,
+    agent: Annotated[
+        bool,
+        typer.Option(
+            "--agent",
+            help=f"Instead: a coding agent with {coding_agent.INSTRUCTION_TOKENS:,} tokens of instructions is killed, "
+            f"and goes on in a second. Minutes without a GPU; --quick takes {coding_agent.QUICK_TOKENS:,}.",
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Two agents live, die by kill -9, and go on; then one moves. Every claim is checked.
@@ -63,7 +72,14 @@ def demo(
     is_done = False
     try:
         with macs(root) as make:
-            _play(show, make, QUICK if quick else FULL, out)
+            if agent:
+                tokens = coding_agent.QUICK_TOKENS if quick else coding_agent.INSTRUCTION_TOKENS
+                coding_agent.play(show.say, show.claims, make, root, tokens)
+            else:
+                _play(show, make, QUICK if quick else FULL, out)
+            if show.claims.broken:
+                show.say(f"\n{len(show.claims.broken)} of {len(show.claims.made)} claims are not true.")
+                raise typer.Exit(PROBLEMS)
         is_done = not show.claims.broken
     finally:
         if is_done:
@@ -134,9 +150,6 @@ def _play(show: Show, make: Callable[..., Mac], length: Size, out: Path) -> None
     _move(show, mac, make("another"), lives[0])
     _keep_a_secret(show, mac, one, two)
     _picture(show, mac, steps.timings(warm_and_hot, cold), out)
-    if show.claims.broken:
-        show.say(f"\n{len(show.claims.broken)} of {len(show.claims.made)} claims are not true.")
-        raise typer.Exit(PROBLEMS)
 
 
 def _live(show: Show, mac: Mac, story: Story, fork_after: tuple[int, ...]) -> Life:
@@ -169,7 +182,7 @@ def _die_and_go_on(show: Show, mac: Mac, lives: list[Life]) -> list[AnsweredTurn
     two = lives[1].story
     show.title(f"kill -9 for both services, in the middle of a turn of {two.agent}")
     with show.caller.busy("killing"):
-        error = steps.die_in_a_turn(mac, two)
+        error = steps.die_in_a_turn(mac, two.agent, two.turns[0].messages)
     kept = str(lives[1].answered[-1].result.version)
     if error is None:
         raise Internal("the turn ended before the kill; nothing was shown")

@@ -85,6 +85,7 @@ class Mac:
         is_new: bool = False,
         max_tokens: int = 60,
         on_started: Callable[[inference_pb2.Started], None] = lambda _started: None,
+        on_progress: Callable[[inference_pb2.PrefillProgress], None] = lambda _progress: None,
     ) -> TurnResult:
         """One greedy turn. `messages` follow the remembered ones, or are the whole conversation if `is_new`."""
         with InferenceClient.connect(self.engine.address) as engine:
@@ -93,7 +94,7 @@ class Mac:
             else:
                 turn = engine.generate(append_messages=messages, agent_id=agent, max_tokens=max_tokens)
             with contextlib.closing(turn) as events:
-                return follow_turn(events, on_started=on_started)
+                return follow_turn(events, on_started=on_started, on_progress=on_progress)
 
     def engine_facts(self) -> tuple[inference_pb2.GetCapabilitiesResponse, inference_pb2.Model]:
         with InferenceClient.connect(self.engine.address) as engine:

@@ -83,14 +83,14 @@ def warm_up(mac: Mac) -> None:
     mac.say("", [message("user", _WARM_UP)], is_new=True)
 
 
-def die_in_a_turn(mac: Mac, story: Story) -> KvasirError | None:
+def die_in_a_turn(mac: Mac, agent: str, messages: Sequence[message_pb2.Message]) -> KvasirError | None:
     """`kill -9` both services in the middle of a turn. Returns the error that its client gets."""
     started = threading.Event()
     ended: list[KvasirError | None] = []
 
     def speak() -> None:
         try:
-            mac.say(story.agent, [*story.turns[0].messages], on_started=lambda _started: started.set(), max_tokens=400)
+            mac.say(agent, messages, on_started=lambda _started: started.set(), max_tokens=400)
             ended.append(None)
         except KvasirError as error:
             ended.append(error)
