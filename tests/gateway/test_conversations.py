@@ -88,15 +88,16 @@ class Talk:
         self.known, self.records, self.namespace = known, records, namespace
         self.versions: dict[str, int] = {}
 
-    def turn(self, *messages: Said, answer: str = "", hint: str = "") -> str:
-        return asyncio.run(self._turn(messages, answer or f"answer to {messages[-1].content}", hint))
+    def turn(self, *messages: Said, answer: str = "", hint: str = "", said: Said | None = None) -> str:
+        said = said or reply(answer or f"answer to {messages[-1].content}")
+        return asyncio.run(self._turn(messages, said, hint))
 
-    async def _turn(self, messages: tuple[Said, ...], answer: str, hint: str) -> str:
+    async def _turn(self, messages: tuple[Said, ...], said: Said, hint: str) -> str:
         chain = self.known.chain(messages, hint)
         agent = await self.known.agent_for(self.namespace, chain, messages, self.records)
-        self.records.remembered[agent] = (*messages, reply(answer))
+        self.records.remembered[agent] = (*messages, said)
         version = self.versions[agent] = self.versions.get(agent, 0) + 1
-        self.known.answered(self.namespace, agent, chain, reply(answer), version)
+        self.known.answered(self.namespace, agent, chain, said, version)
         self.known.left(self.namespace, agent)
         return agent
 
@@ -159,6 +160,22 @@ def test_without_rules_another_time_is_another_conversation() -> None:
     ]
     assert len({chain.opening for chain in chains}) == 3
     assert chains[0].opening == chains[2].opening
+
+
+def test_a_call_that_its_client_completed_is_the_same_reply_also_after_a_restart() -> None:
+    """Claude Code adds a default to the arguments of a call."""
+    talk = Talk(conversations(), Records())
+    made, said = (
+        Said("assistant", "", tool_calls=(ToolUse("c1", "edit", arguments),)) for arguments in ("{}", '{"all": false}')
+    )
+    first = talk.turn(user("Hello"), said=made)
+    on = (user("Hello"), said, Said("tool", "done", tool_call_id="c1"))
+    assert talk.turn(*on) == first
+    again = Talk(conversations(), Records())
+    first = again.turn(user("Hello"), said=made)
+    again.known = conversations()
+    assert again.turn(*on) == first
+    assert talk.records.forks == again.records.forks == []
 
 
 def test_while_an_agent_is_busy_a_second_turn_from_the_same_point_is_a_branch() -> None:

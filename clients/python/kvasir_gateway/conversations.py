@@ -15,7 +15,7 @@ that goes on at another time is found, and its memory goes on.
 import contextlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Protocol
@@ -66,13 +66,15 @@ class Tip:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A prefix of a conversation that may be remembered: its digest, that of the same at any time, and the number of
-    its messages.
+    """A prefix of a conversation that may be remembered: its digest, that of the same at any time, the number of its
+    messages, and the ids of the calls that it ends with. Clients complete calls (Claude Code adds defaults), and keep
+    their ids.
     """
 
     digest: str
     alike: str
     messages: int
+    call_ids: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,8 @@ class Conversations:
         self._newest: dict[tuple[str, str], str] = {}
         # By namespace and digest at any time the digest of the newest answer.
         self._alike: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._calls: dict[tuple[str, str], str] = {}  # by a call's id the digest of the answer that made it
+        self._calls_of: dict[tuple[str, str], Sequence[str]] = {}
         self._busy: set[tuple[str, str]] = set()
         self._tidied: dict[str, datetime] = {}
         self._summaries = Summaries()
@@ -135,7 +139,8 @@ class Conversations:
             is_last = number == len(messages)
             is_opening = not points and (message.role != "system" or is_last)
             if is_opening or (points and message.role == "assistant"):
-                points.append(Point(digest.hex(), alike.hex(), number))
+                calls = [call.id for call in message.tool_calls if call.id]
+                points.append(Point(digest.hex(), alike.hex(), number, calls))
         return Chain(points, digest, alike, len(messages), session, is_exact)
 
     async def agent_for(self, namespace: str, chain: Chain, messages: Sequence[Said], records: AgentRecords) -> str:
@@ -184,6 +189,8 @@ class Conversations:
         self._forget(place)  # another agent may have answered the same
         self._answers[place] = (agent_id, version)
         self._newest[namespace, agent_id] = digest
+        self._calls_of[place] = [call.id for call in reply.tool_calls if call.id]
+        self._calls |= {(namespace, call): digest for call in self._calls_of[place]}
         if len(self._answers) > _MAX_TIPS:
             self._forget(next(iter(self._answers)))
         if (alike := self._next(chain.alike, reply).hex()) != digest:
@@ -221,6 +228,8 @@ class Conversations:
 
     def _forget(self, place: tuple[str, str]) -> None:
         agent_id, _ = self._answers.pop(place, ("", 0))
+        for call in self._calls_of.pop(place, ()):
+            self._calls.pop((place[0], call), None)
         newest = (place[0], agent_id)
         if self._newest.get(newest) == place[1]:
             del self._newest[newest]
@@ -229,13 +238,18 @@ class Conversations:
         """The longest known prefix that ends with a reply; if there is none, one of the same at another time. The
         opening is none: equal ones are different talks.
         """
-        digests = [point.digest for point in reversed(points[1:])]
-        digests += [self._alike.get((namespace, point.alike), "") for point in reversed(points[1:])]
+        latest = list(reversed(points[1:]))
+        digests = [each for point in latest for each in (point.digest, *self._made(namespace, point))]
+        digests += [self._alike.get((namespace, point.alike), "") for point in latest]
         for digest in digests:
             if (answer := self._answers.get((namespace, digest))) is not None:
                 agent_id, version = answer
                 return Tip(agent_id, version, self._newest.get((namespace, agent_id)) == digest)
         return None
+
+    def _made(self, namespace: str, point: Point) -> Iterator[str]:
+        """The answers that made a prefix's calls."""
+        return (self._calls[namespace, call] for call in point.call_ids if (namespace, call) in self._calls)
 
     async def _stored_tip(self, chain: Chain, messages: Sequence[Said], records: AgentRecords) -> Tip | None:
         if not any(message.role == "assistant" for message in messages):
@@ -274,7 +288,8 @@ def common_messages(ones: Sequence[Said], others: Sequence[Said]) -> int:
     """How many messages two conversations begin with in common."""
     count = 0
     for one, other in zip(ones, others, strict=False):
-        if _canonical(one) != _canonical(other):
+        made, repeated = ([call.id for call in said.tool_calls if call.id] for said in (one, other))
+        if _canonical(one) != _canonical(other) and not (made and made == repeated):
             break
         count += 1
     return count
