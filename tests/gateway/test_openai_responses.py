@@ -86,6 +86,7 @@ def test_a_stream_has_the_items_of_a_whole_response(text: str, reasoning: str, c
     made = [ToolCall(id=f"c{number}", name="f", arguments_json="{}") for number in range(calls)]
     events = [
         pb.GenerateResponse(started=pb.Started(model=MODEL)),
+        pb.GenerateResponse(prefill_progress=pb.PrefillProgress(tokens_done=1, tokens_total=2)),
         pb.GenerateResponse(delta=pb.Delta(reasoning_text=reasoning)),
         pb.GenerateResponse(delta=pb.Delta(text=text)),
         pb.GenerateResponse(finished=pb.Finished(reason=pb.FINISH_REASON_LENGTH, tool_calls=made)),
@@ -98,6 +99,14 @@ def test_a_stream_has_the_items_of_a_whole_response(text: str, reasoning: str, c
         frames = stream.frames(event)
     last = json.loads(frames.strip().rpartition("data: ")[2])
     assert last["response"] == openai_response_answers.whole(asked, reply, request)
+
+
+def test_a_long_prefill_sends_events_because_codex_counts_no_comments() -> None:
+    request = openai_responses.ResponsesRequest(model=MODEL, input="?")
+    stream = openai_response_answers.ResponseEvents(Asked(request_id="r", created=0, model=MODEL), request)
+    stream.frames(pb.GenerateResponse(started=pb.Started(model=MODEL)))
+    frame = stream.frames(pb.GenerateResponse(prefill_progress=pb.PrefillProgress(tokens_done=1, tokens_total=2)))
+    assert frame.startswith("event: response.in_progress\n")
 
 
 def test_a_function_is_called_and_its_output_read(front: Front) -> None:

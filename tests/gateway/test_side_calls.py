@@ -19,7 +19,7 @@ from tests.gateway.test_conversations import Records, Talk, conversations, reply
 TITLES = [
     (Said("system", "You generate titles. The title names the thread and nothing else."), user("Fix the build.")),
     (user("Generate a title for this conversation:\n"), user('"Fix the build."')),
-    (user("### Task:\nGenerate a concise title that sums up the chat history.\n<chat_history>…</chat_history>"),),
+    (user("### Task:\nGenerate a concise title summarizing the chat history.\n<chat_history>…</chat_history>"),),
     (user("<chat_history>hello</chat_history>\n" + "x" * 2000 + "\nGive three tags for the conversation above."),),
     (Said("system", "Say whether this message begins a new conversation topic."), user("And now the tests.")),
 ]
@@ -60,7 +60,7 @@ def test_titles_and_summaries_are_side_calls_and_turns_are_not() -> None:
 def test_rules_are_switched_by_name() -> None:
     assert side_rules_of("none") == []
     assert side_call_of(Turn(model="", messages=TITLES[0]), side_rules_of("summary")) == ""
-    with pytest.raises(InvalidArgument, match="'titles' is none of summary, title, probe, none"):
+    with pytest.raises(InvalidArgument, match="'titles' is none of title, summary, probe, none"):
         side_rules_of("titles")
 
 

@@ -9,7 +9,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 
 from kvasir_gateway.openai_responses import Item, ResponsesRequest
 from kvasir_gateway.reading.seals import ThoughtSeals
-from kvasir_gateway.turn import Asked, comment, finish_reason, sse
+from kvasir_gateway.turn import Asked, finish_reason, sse
 
 
 def whole(asked: Asked, reply: Reply, request: ResponsesRequest, seals: ThoughtSeals | None = None) -> dict[str, Any]:
@@ -44,12 +44,9 @@ class ResponseEvents:
         self._reply.add(event)
         match event.WhichOneof("event"):
             case "started":
-                response = _response(self._asked, self._request, event.started, [], None)
-                return self._event("response.created", response=response) + self._event(
-                    "response.in_progress", response=response
-                )
+                return self._begun("response.created") + self._begun("response.in_progress")
             case "prefill_progress":
-                return comment("prefill")
+                return self._begun("response.in_progress")  # Codex counts no comments, and gives up after 300 s
             case "delta":
                 return self._delta(event.delta)
             case _:
@@ -57,6 +54,9 @@ class ResponseEvents:
 
     def end(self) -> str:
         return ""
+
+    def _begun(self, name: str) -> str:
+        return self._event(name, response=_response(self._asked, self._request, self._reply.started, [], None))
 
     def _delta(self, delta: pb.Delta) -> str:
         frames = ""

@@ -53,8 +53,8 @@ SUMMARY = "summary"
 SIDE_RULES: Mapping[str, SideRule] = {
     rule.name: rule
     for rule in (
-        SideRule(SUMMARY, "a summary of the conversation is asked for, which takes its place later", _asks(_SUMMARY)),
         SideRule("title", "a title, topic, tags or next questions of a conversation are asked for", _asks(_TITLE)),
+        SideRule(SUMMARY, "a summary of the conversation is asked for, which takes its place later", _asks(_SUMMARY)),
         SideRule("probe", "one short message whose reply may have one token: nobody goes on from it", _is_probe),
     )
 }
