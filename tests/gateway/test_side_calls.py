@@ -9,7 +9,7 @@ import pytest
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir_gateway.reading.side_calls import SIDE_RULES, side_call_of, side_rules_of
-from kvasir_gateway.turn import Said, Turn
+from kvasir_gateway.turn import Said, ToolUse, Turn
 
 from tests.gateway.conftest import Front
 from tests.gateway.serving import MODEL
@@ -83,6 +83,16 @@ def test_a_summary_that_takes_the_historys_place_goes_on_in_the_same_agent_also_
     talk.records.remembered[first] = (*COMPACTED, reply("I go on."))
     talk.known = conversations()
     assert talk.turn(*COMPACTED, reply("I go on."), user("more"), hint="session") == first
+
+
+def test_calls_of_an_agent_behind_another_beginning_are_its_compacted_conversation() -> None:
+    """pi lets another request sum up, and keeps the newest messages."""
+    talk = Talk(conversations(), Records())
+    made = Said("assistant", "", tool_calls=(ToolUse("c1", "look", "{}"),))
+    first = talk.turn(user("Hello"), said=made)
+    done = Said("tool", "done", tool_call_id="c1")
+    assert compacted(talk, (user("Hello"), made, done), "") == "", "it goes on"
+    assert compacted(talk, (user("A summary of it."), made, done), "") == first
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,7 @@ class Conversations:
         self._alike: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._calls: dict[tuple[str, str], str] = {}  # by a call's id the digest of the answer that made it
         self._calls_of: dict[tuple[str, str], Sequence[str]] = {}
+        self._openings: dict[tuple[str, str], str] = {}  # by agent, as of its newest answer
         self._busy: set[tuple[str, str]] = set()
         self._tidied: dict[str, datetime] = {}
         self._summaries = Summaries()
@@ -161,11 +162,13 @@ class Conversations:
         return found.agent_id if found is not None else ""
 
     async def compacted(self, namespace: str, chain: Chain, messages: Sequence[Said], records: AgentRecords) -> str:
-        """The agent whose history a summary in these messages takes the place of; else nothing. It is busy from now
-        on, and found under the new opening, too."""
+        """The agent whose history these messages take the place of, because they have its summary or its newest calls
+        behind another beginning; else nothing. It is busy from now on, and found under the new opening, too."""
         agent_id = ""
         if self._tip(namespace, chain.points) is None:
-            agent_id = await self._summaries.agent_of(namespace, chain.session, messages)
+            made = next(self._calls_made(namespace, chain.points), None)
+            agent_id = self._answers[namespace, made][0] if made is not None else ""
+            agent_id = agent_id or await self._summaries.agent_of(namespace, chain.session, messages)
         if not agent_id or (namespace, agent_id) in self._busy:
             return ""
         self._busy.add((namespace, agent_id))
@@ -189,6 +192,7 @@ class Conversations:
         self._forget(place)  # another agent may have answered the same
         self._answers[place] = (agent_id, version)
         self._newest[namespace, agent_id] = digest
+        self._openings[namespace, agent_id] = chain.points[0].alike
         self._calls_of[place] = [call.id for call in reply.tool_calls if call.id]
         self._calls |= {(namespace, call): digest for call in self._calls_of[place]}
         if len(self._answers) > _MAX_TIPS:
@@ -232,14 +236,14 @@ class Conversations:
             self._calls.pop((place[0], call), None)
         newest = (place[0], agent_id)
         if self._newest.get(newest) == place[1]:
-            del self._newest[newest]
+            del self._newest[newest], self._openings[newest]
 
     def _tip(self, namespace: str, points: Sequence[Point]) -> Tip | None:
         """The longest known prefix that ends with a reply; if there is none, one of the same at another time. The
         opening is none: equal ones are different talks.
         """
         latest = list(reversed(points[1:]))
-        digests = [each for point in latest for each in (point.digest, *self._made(namespace, point))]
+        digests = [each for point in latest for each in (point.digest, *self._made(namespace, point, points[0]))]
         digests += [self._alike.get((namespace, point.alike), "") for point in latest]
         for digest in digests:
             if (answer := self._answers.get((namespace, digest))) is not None:
@@ -247,9 +251,16 @@ class Conversations:
                 return Tip(agent_id, version, self._newest.get((namespace, agent_id)) == digest)
         return None
 
-    def _made(self, namespace: str, point: Point) -> Iterator[str]:
-        """The answers that made a prefix's calls."""
-        return (self._calls[namespace, call] for call in point.call_ids if (namespace, call) in self._calls)
+    def _made(self, namespace: str, point: Point, opening: Point) -> Iterator[str]:
+        """The answers that made a prefix's calls, of agents with this opening."""
+        for digest in self._calls_made(namespace, [point]):
+            if self._openings.get((namespace, self._answers[namespace, digest][0])) == opening.alike:
+                yield digest
+
+    def _calls_made(self, namespace: str, points: Sequence[Point]) -> Iterator[str]:
+        """The answers that made the calls at these points, newest first."""
+        calls = ((namespace, call) for point in reversed(points) for call in point.call_ids)
+        return (self._calls[call] for call in calls if call in self._calls)
 
     async def _stored_tip(self, chain: Chain, messages: Sequence[Said], records: AgentRecords) -> Tip | None:
         if not any(message.role == "assistant" for message in messages):
