@@ -132,7 +132,7 @@ bench-http: install ## 200 streams through the gateway, then 500 readers who lea
 test-http-clients: install ## LangChain, LiteLLM, Ollama's client, the AI SDK and curl before a gateway; installs them into out/
 	$(BIN)/python -m tests.gateway.clients out/http-clients
 
-test-agents: install ## Claude Code, Codex, opencode, pi, Cline and frameworks, unmodified, before a gateway: half an hour; installs them into out/. AGENTS="claude --whole" for one, with all its tools
+test-agents: install ## Claude Code, Codex, opencode, pi, Cline and frameworks, unmodified, before a gateway: minutes each; installs them into out/. AGENTS="claude --whole" for one, with all its tools
 	$(BIN)/python -m tests.gateway.agents out/agents $(AGENTS)
 
 test-smg: install ## SMG, the neighbour's own gateway, before an engine with --neighbour; installs it into out/

@@ -32,7 +32,7 @@ class Service:
         self.address = f"unix:{socket}"
         self.log_file = log_file
         self.options: list[str] = []
-        self._module = module
+        self.program = module
         self._health_name = health_name
         self._process: Program | None = None
 
@@ -51,7 +51,7 @@ class Service:
 
     def start(self, within_s: float = 60.0) -> None:
         arguments = ["serve", "--listen", self.address, *self.options]
-        self._process = Program(self._module, arguments, out=self.log_file, err=self.log_file)
+        self._process = Program(self.program, arguments, out=self.log_file, err=self.log_file)
         give_up = time.monotonic() + within_s
         while not self._is_ready():
             assert self._process.poll() is None, f"{self.name} ended with {self._process.returncode}:\n{self.log}"

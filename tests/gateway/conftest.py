@@ -62,11 +62,13 @@ def running_front(
     root: Path,
     *,
     model: Path | None = None,
+    engine: str = "inference_svc",
     store_options: Sequence[str] = (),
     engine_options: Sequence[str] = (),
     gateway_options: Sequence[str] = (),
 ) -> Iterator[Front]:
     house = House(root, model, engine_options=engine_options)
+    house.engine.program = engine
     house.store.options += store_options
     keys = write_keys(root / "credentials.toml")
     for service in (house.store, house.engine):

@@ -1,112 +1,134 @@
 """Conversations of agent clients, as recorded (`recordings/README.md`): from the second turn on nothing is computed
-twice, there is one memory, and nothing that they send by default is refused."""
+twice, there is one memory, none for a side call, and nothing that they send by default is refused."""
 
-import json
 import random
-import re
+import statistics
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx2 as httpx
 import pytest
 
-from tests.gateway.conftest import Front
+from tests.gateway.agents.__main__ import long_model
+from tests.gateway.agents.clients import CLIENTS, LOOK
+from tests.gateway.agents.recorder import computed_twice, goes_on
+from tests.gateway.agents.replay import Replay, share
+from tests.gateway.conftest import Front, running_front
 
 RECORDINGS = sorted((Path(__file__).parent / "recordings").glob("*.jsonl"))
-_STANDS_FOR = re.compile(r"<<(\d+) (\d+)>>")
-_WORDS = [
-    "the",
-    "agent",
-    "reads",
-    "a",
-    "file",
-    "and",
-    "says",
-    "what",
-    "it",
-    "found",
-    "before",
-    "it",
-    "changes",
-    "another",
-    "line",
-    "of",
-    "it",
-]
-# Texts are this much shorter than the clients' own, which would take minutes.
-SHORTER = 5
+SMALLEST = Path(__file__).parent / "recordings" / "pi.jsonl"
+OTHERS = [path for path in RECORDINGS if path != SMALLEST]
+TURNS = 200
 
 
-def own_text(number: int, chars: int) -> str:
-    words = random.Random(number)
-    return " ".join(words.choice(_WORDS) for _ in range(chars))[:chars]
+@pytest.fixture(scope="module")
+def agents_front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    root = tmp_path_factory.mktemp("agents")
+    model = long_model(root / "kvasir-tiny")
+    options = ("--memory-gib", "1")
+    with running_front(root / "front", model=model, engine="scripted_engine", engine_options=options) as front:
+        yield front
 
 
-def played(value: Any, replies: Iterator[Any]) -> Any:
-    """A recorded value with texts of ours, and this conversation's replies."""
-    if isinstance(value, dict):
-        if value == {"role": "assistant"}:
-            return next(replies)
-        return {name: played(each, replies) for name, each in value.items()}
-    if isinstance(value, list):
-        return [played(each, replies) for each in value]
-    if isinstance(value, str) and (match := _STANDS_FOR.fullmatch(value)):
-        return own_text(int(match[1]), max(int(match[2]) // SHORTER, 8))
-    return value
+def play(talk: Replay, number: int) -> None:
+    """What is done with a memory is what was done when it was recorded; nothing that is known is computed again."""
+    line, exchange = talk.lines[number], talk.play(number)
+    same = {"rewound": "extended"}  # what of a reply comes back is the client's choice
+    done = exchange.headers.get("x-agent-memory", "")
+    assert same.get(done, done) == same.get(line["memory"], line["memory"]), number
+    assert exchange.headers.get("x-kvasir-side-call", "") == line["side_call"]
+    agent = talk.agents.setdefault(exchange.headers.get("x-agent-id", ""), line["agent"])
+    assert agent == line["agent"], "one memory for each conversation"
+    assert number not in computed_twice(talk.exchanges)
 
 
-class Conversation:
-    """A client's turns before a gateway."""
-
-    def __init__(self, front: Front, recording: Path) -> None:
-        self._front = front
-        self._lines = [json.loads(line) for line in recording.read_text().splitlines()]
-        self._tools = self._lines[0]["body"]["tools"]
-        self._replies: list[Any] = []
-        self.agents: set[str] = set()
-
-    def turn(self, number: int) -> float:
-        """Send it as it was sent; the share of its prompt that was not computed."""
-        line = self._lines[number]
-        body = played({"tools": self._tools, **line["body"]}, iter(self._replies))
-        for block in body.get("system", [])[:1]:  # versions of the client send another value with each request
-            block["text"] += f" cch={random.Random(number).getrandbits(20):05x};"
-        answer = httpx.post(
-            self._front.gateway.url + line["path"], json=body, headers=self._front.bearer(), timeout=120
-        )
-        assert answer.status_code == 200, answer.text
-        self.agents.add(answer.headers["x-agent-id"])
-        events = [json.loads(text.removeprefix("data: ")) for text in answer.text.splitlines() if text[:5] == "data:"]
-        if "messages" in body:
-            return self._anthropic(events)
-        return self._responses(events[-1]["response"])
-
-    def _anthropic(self, events: list[Any]) -> float:
-        text = "".join(event["delta"].get("text", "") for event in events if event["type"] == "content_block_delta")
-        self._replies.append({"role": "assistant", "content": [{"type": "text", "text": text}]})
-        used = next(event["usage"] for event in events if event["type"] == "message_delta")
-        cached = used["cache_read_input_tokens"]
-        return float(cached / (cached + used["input_tokens"]))
-
-    def _responses(self, response: Any) -> float:
-        [reply] = response["output"]
-        self._replies.append(reply)
-        used = response["usage"]
-        return float(used["input_tokens_details"]["cached_tokens"] / used["input_tokens"])
+def played(front: Front, recording: Path, killed_before: str) -> Replay:
+    talk = Replay(front, recording)
+    talk.decide()
+    for number, line in enumerate(talk.lines):
+        if killed_before and killed_before in str(line["body"]):
+            front.house.restart()
+            killed_before = ""
+        play(talk, number)
+    return talk
 
 
-@pytest.mark.long(60)
+def test_a_recorded_conversation_computes_nothing_twice_also_after_a_kill(agents_front: Front) -> None:
+    talk = played(agents_front, SMALLEST, LOOK)
+    assert {line["side_call"] for line in talk.lines} == {"", "summary"}
+
+
+@pytest.mark.long(120)
+@pytest.mark.parametrize("recording", OTHERS, ids=lambda path: path.stem)
+def test_each_clients_conversation_computes_nothing_twice_also_after_a_kill(
+    agents_front: Front, recording: Path
+) -> None:
+    played(agents_front, recording, LOOK)
+
+
+def varied(talk: Replay, turn: int, random_of: random.Random) -> Any:
+    """What changes from request to request and means nothing: billing lines, the order of tools and of their keys."""
+
+    def change(body: dict[str, Any]) -> dict[str, Any]:
+        body = {**body, "tools": random_of.sample(body["tools"], len(body["tools"]))} if body.get("tools") else body
+        if isinstance(body.get("system"), list):
+            lines = [{**block} for block in body["system"]]
+            lines[0]["text"] = f"x-anthropic-billing-header: cc_version=2; cch={random_of.getrandbits(20):05x};"
+            body = {**body, "system": lines}
+        return body
+
+    return change
+
+
+def long_talk(front: Front, recording: Path, session: str, kills: Any = None) -> Replay:
+    """The recording up to its compaction, then questions up to 200 turns, with side calls between."""
+    talk, random_of = Replay(front, recording, session), random.Random(session)
+    asides = [number for number, line in enumerate(talk.lines) if line["side_call"] == "title"]
+    first = next(line["agent"] for line in talk.lines if not line["side_call"])
+    ended = [line["memory"] == "replaced" or line["side_call"] == "summary" for line in talk.lines]
+    until = ended.index(True) if True in ended else len(ended)
+    last = max(number for number in range(until) if talk.lines[number]["agent"] == first)
+    for number in range(last + 1):
+        talk.play(number)
+    for turn in range(last + 1, TURNS):
+        if kills is not None:
+            kills(turn, random_of)
+        if asides and turn % 20 == 0:
+            aside = talk.aside(random_of.choice(asides))
+            assert aside.headers["x-kvasir-side-call"] == "title"
+        talk.more(turn, varied(talk, turn, random_of))
+    return talk
+
+
+def check(talk: Replay) -> None:
+    shares = [share(each) for each in talk.exchanges if goes_on(each)]
+    assert statistics.median(shares) >= 0.98, statistics.median(shares)
+    assert min(shares) >= 0.9, min(shares)
+
+
+@pytest.mark.campaign
 @pytest.mark.parametrize("recording", RECORDINGS, ids=lambda path: path.stem)
-def test_a_recorded_conversation_computes_nothing_twice_also_after_a_kill(own_front: Front, recording: Path) -> None:
-    talk = Conversation(own_front, recording)
-    assert talk.turn(0) == 0
-    assert talk.turn(1) >= 0.98
-    own_front.house.restart()
-    assert talk.turn(2) >= 0.98
-    assert len(talk.agents) == 1, "one memory"
-    assert "request.refused" not in own_front.gateway.log
+def test_200_turns_compute_nothing_twice_with_kills_between_any_two(agents_front: Front, recording: Path) -> None:
+    def kill(_turn: int, random_of: random.Random) -> None:
+        if random_of.random() < 0.05:
+            agents_front.house.restart()
+
+    Replay(agents_front, recording).decide()
+    check(long_talk(agents_front, recording, "alone", kill))
 
 
-def test_each_client_has_a_recording_of_three_turns() -> None:
-    assert {path.stem: len(path.read_text().splitlines()) for path in RECORDINGS} == {"claude_code": 3, "codex": 3}
+@pytest.mark.campaign
+@pytest.mark.parametrize("recording", RECORDINGS, ids=lambda path: path.stem)
+def test_sixteen_sessions_at_once_each_have_one_memory(agents_front: Front, recording: Path) -> None:
+    Replay(agents_front, recording).decide()
+    with ThreadPoolExecutor(16) as threads:
+        talks = list(threads.map(lambda number: long_talk(agents_front, recording, str(number)), range(16)))
+    main = [talk.exchanges[-1].headers["x-agent-id"] for talk in talks]
+    assert len(set(main)) == 16
+    for talk in talks:
+        check(talk)
+
+
+def test_each_client_has_a_recording() -> None:
+    assert {path.stem for path in RECORDINGS} == set(CLIENTS)

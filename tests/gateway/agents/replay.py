@@ -1,0 +1,111 @@
+"""A recording, sent again: texts of ours in the makers' place, and this conversation's own replies and calls."""
+
+import json
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+
+from tests.gateway.agents.clients import MORE
+from tests.gateway.agents.recorder import Exchange, events_of
+from tests.gateway.agents.replies import Reply, reply_of
+from tests.gateway.agents.scripted_engine import SCRIPT
+from tests.gateway.conftest import Front
+
+_STANDS_FOR = re.compile(r"<<(\d+) (\d+) (\w*)>>")
+_CALL = re.compile(r"<<call (\d+)>>")
+_WORDS = ["the", "agent", "reads", "a", "file", "and", "says", "what", "it", "found", "before", "changes", "line", "of"]
+_ASKS = {"title": "Write a title for this conversation. ", "summary": "Write a summary of this conversation. "}
+# Texts are this much shorter than the clients' own, which would take minutes.
+SHORTER = 5
+
+
+def own_text(number: int, chars: int, kind: str, session: str) -> str:
+    """Equal for equal numbers; a shorter one is the beginning of a longer one."""
+    words = random.Random(f"{session} {number}")
+    return (_ASKS.get(kind, "") + " ".join(words.choice(_WORDS) for _ in range(chars)))[:chars]
+
+
+class Replay:
+    """One conversation of a client before a gateway. Sessions differ in what stands for their texts."""
+
+    def __init__(self, front: Front, recording: Path, session: str = "") -> None:
+        first, *self.lines = [json.loads(line) for line in recording.read_text().splitlines()]
+        self.script: Mapping[str, Any] = first["script"]
+        self.exchanges: list[Exchange] = []
+        self.agents = {"": 0}
+        self._front, self._session = front, session
+        self._replies: list[Reply] = []
+
+    def decide(self) -> None:
+        """Give the engine this recording's decisions."""
+        (self._front.house.root / SCRIPT).write_text(json.dumps(self.script))
+
+    def play(self, number: int) -> Exchange:
+        """Send a recorded request."""
+        line = self.lines[number]
+        body = self._own(line["body"], number)
+        while isinstance(tools := line["body"].get("tools"), int):
+            line = self.lines[tools]
+            body["tools"] = self._own(line["body"]["tools"], number)
+        return self._send(self.lines[number]["path"], body)
+
+    def more(self, number: int, varied: Any = None) -> Exchange:
+        """Another question after the conversation's newest request: nobody recorded it, and it has the same shape."""
+        path, body = self._newest
+        key = "input" if "input" in body else "messages"
+        asked = [*body[key], *self._replies[-1].messages(path), {"role": "user", "content": f"{MORE} ({number})"}]
+        body = {**body, key: asked}
+        return self._send(path, varied(body) if varied is not None else body)
+
+    def aside(self, number: int) -> Exchange:
+        """A recorded side call again: the conversation does not hear of it."""
+        newest, replies = self._newest, list(self._replies)
+        exchange = self.play(number)
+        self._newest, self._replies = newest, replies
+        return exchange
+
+    def _send(self, path: str, body: dict[str, Any]) -> Exchange:
+        self._newest = path, body
+        answer = httpx.post(self._front.gateway.url + path, json=body, headers=self._front.bearer(), timeout=300)
+        exchange = Exchange(path, body, answer.status_code, answer.headers, events_of(answer.content))
+        self.exchanges.append(exchange)
+        self._replies.append(reply_of(exchange) if answer.status_code == 200 else Reply(""))
+        assert answer.status_code == 200, answer.text
+        return exchange
+
+    def _own(self, value: Any, number: int) -> Any:
+        if isinstance(value, dict):
+            return {name: self._own(each, number) for name, each in value.items()}
+        if isinstance(value, list):
+            return [own for each in value for own in self._item(each, number)]
+        if isinstance(value, str):
+            if call := _CALL.fullmatch(value):
+                [(key, *_), *_] = self._replies[int(call[1])].calls
+                return key
+            if value.startswith("x-anthropic-billing-header:"):  # versions send another value with each request
+                return f"{value} cch={random.Random(number).getrandbits(20):05x};"
+            return _STANDS_FOR.sub(self._text, value)
+        return value
+
+    def _item(self, value: Any, number: int) -> Sequence[Any]:
+        if isinstance(value, dict) and "reply" in value:
+            reply = self._replies[value["reply"]]
+            calls = [
+                (key, name, json.dumps({**value.get("added", {}), **json.loads(g)})) for key, name, g in reply.calls
+            ]
+            return replace(reply, calls=calls).messages(self.lines[number]["path"])
+        return [self._own(value, number)]
+
+    def _text(self, match: re.Match[str]) -> str:
+        return own_text(int(match[1]), max(int(match[2]) // SHORTER, 8), match[3], self._session)
+
+
+def share(exchange: Exchange) -> float:
+    """Of a prompt's tokens those that were not computed."""
+    tokens, cached = exchange.tokens
+    return cached / tokens
