@@ -287,8 +287,8 @@ class _OtherWriters:
 def came_from(line: SnapshotVersion, names: Sequence[str], agent_id: str = "") -> bool:
     """Whether a peer, which has or had these names, may replace this: it is what that peer gave, unchanged. `agent_id`:
     that agent of the peer; else any of them."""
-    agent = f"{agent_id}@" if agent_id else ""
-    is_given = line.origin_detail.startswith(tuple(f"{name}/{agent}" for name in names))
+    given = line.origin_detail.rpartition("@")[0]  # a name may have one too
+    is_given = any(given == f"{name}/{agent_id}" if agent_id else given.startswith(f"{name}/") for name in names)
     return line.origin in (Origin.PULL, Origin.MOVE) and is_given
 
 

@@ -26,7 +26,8 @@ from cachestore_svc.threads import StoreThreads, ended
 _GROUP_BLOBS, _GROUP_BYTES = 8, 8 << 20
 _GROUPS, _MAX_GROUPS = 2, 8
 # Whole blobs that are not durable yet; bytes that wait in memory to be written.
-_MAX_WHOLE, _MAX_HELD_BYTES = 64, 4 << 20
+_MAX_WHOLE, _MAX_HELD_BYTES = 64, (4 << 20) + (64 << 10)
+_PIECE_BYTES = 1024  # of a piece beside its data, so that those of one byte are bounded too
 _MAX_OUTCOMES = 256
 
 
@@ -255,10 +256,11 @@ class BlobIntake:
 
     async def _write_later(self, piece: _Piece) -> None:
         """Let bytes be written with those that wait. Waits itself while these are too many."""
-        while self._held_bytes and self._held_bytes + len(piece.data) > _MAX_HELD_BYTES:
+        size_bytes = len(piece.data) + _PIECE_BYTES
+        while self._held_bytes and self._held_bytes + size_bytes > _MAX_HELD_BYTES:
             self._is_freed.clear()
             await self._is_freed.wait()
-        self._held_bytes += len(piece.data)
+        self._held_bytes += size_bytes
         piece.blob.pieces += 1
         self._pieces.append(piece)
         if self._writing is None:
@@ -278,7 +280,7 @@ class BlobIntake:
                 piece.blob.pieces -= 1
                 if piece.blob.is_whole and not piece.blob.pieces:
                     self._finish_later(piece.blob)
-            self._held_bytes -= sum(len(piece.data) for piece in pieces)
+            self._held_bytes -= sum(len(piece.data) + _PIECE_BYTES for piece in pieces)
             self._is_freed.set()
         self._writing = None
 

@@ -90,7 +90,8 @@ class PublicationState:
 
     @property
     def claim(self) -> Claim:
-        follows = self.head.identity if self.head is not None else None
+        is_known = self.head is not None and self.may_follow is None
+        follows = self.head.identity if is_known and self.head is not None else None
         itself = follows if self.is_head else self.attempted
         return Claim(follows, self.attempts, bool(self.lost_to), itself, self.generation)
 

@@ -112,7 +112,7 @@ class Recall:
                     hot.publication.learn(newest)
                 return Recollection(hot, Source.HOT, newest, settings=settings)
             is_begun = hot is not None and hot.publication.is_begun and newest == NO_HEAD
-            is_undecided = hot is None or hot.publication.head is None or is_begun
+            is_undecided = hot is None or hot.publication.claim.follows is None or is_begun
             if running is not None and not running.done() and is_undecided:
                 # It may soon become the newest version: a turn without it now would lose it.
                 detail = "the agent's turn before this one is being stored"

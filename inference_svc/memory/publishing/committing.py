@@ -76,6 +76,7 @@ class Committing:
             raise errors.Conflict("the memory it extends lost", metadata={"head_version": previous.lost_to})
         # Even if it ended before this one began: other work runs between a turn's end and its publication.
         publication.head = previous.head
+        publication.may_follow = publication.may_follow or previous.may_follow
         if not previous.is_head:  # the line never gets a version between
             publication.base_version = publication.base_version or previous.base_version
         publication.attempted_before = previous.attempts

@@ -6,9 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvasir.errors import FailedPrecondition
+from kvasir.formats.digest import Digest
 
 from cachestore_svc import ownership
+from cachestore_svc.moving.copying import came_from
 from cachestore_svc.ownership import HERE, Ownership, OwnerState
+from cachestore_svc.records import Origin, SnapshotVersion
 
 NAMES = ("laptop", "studio", "attic")
 
@@ -213,3 +216,19 @@ def test_a_late_offer_of_a_move_that_was_undone_hands_nothing_over() -> None:
     again = ownership.offered("a", other, "studio", "m", 0, 0)
     with pytest.raises(FailedPrecondition, match="not under way"):
         ownership.handed_over("a", again, "studio", "m", first.generation, 0)
+
+
+@pytest.mark.parametrize(
+    ("detail", "agent_id", "expected"),
+    [
+        ("laptop/ada@3", "ada", True),
+        ("laptop/ada@3", "", True),
+        ("laptop/ada@home@3", "ada", False),
+        ("laptop/ada@home@3", "ada@home", True),
+        ("studio/ada@3", "ada", False),
+        ("laptop/ada", "ada", False),
+    ],
+)
+def test_a_copy_is_of_the_very_agent_that_its_origin_names(detail: str, agent_id: str, expected: bool) -> None:
+    copy = SnapshotVersion("ada", "kv", 1, Digest.of(b"m"), 0, 1, 0, 1, Origin.PULL, detail)
+    assert came_from(copy, ["laptop", "old laptop"], agent_id) is expected

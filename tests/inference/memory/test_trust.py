@@ -277,3 +277,13 @@ def test_what_extends_the_newest_version_is_used_only_if_nothing_can_have_been_t
 
     found = asyncio.run(scenario())
     assert (found.kv_from is Source.HOT) is is_used
+
+
+def test_a_memory_whose_conversation_is_not_decided_follows_no_version_that_proves_it() -> None:
+    """A turn that could not read its agent's memory may be another conversation: nothing goes on from it unchecked."""
+    head, lease = Head(3, Digest.of(b"three"), 2, "kv"), Lease.granted(1, Version(3, Digest.of(b"three")), 0.0)
+    known = PublicationState(head, is_head=False, generation=1)
+    undecided = PublicationState(head, is_head=False, generation=1, may_follow=lambda _: True)
+    assert may_use_hot(known.claim, head.identity, lease, 0.0)
+    assert not may_use_hot(undecided.claim, head.identity, lease, 0.0)
+    assert not may_use_hot(undecided.claim, None, lease, 0.0)
