@@ -100,8 +100,8 @@ class Transfers:
             ours, newest = await self._heads(order.namespace, order.local_agent_id, offered.kv_identity_hash)
             if ours is not None and order.is_given and not is_copy and not self._gave(order.peer, ours):
                 raise owned_here(order.local_agent_id)
-            newest_there = max(there.lines, key=lambda each: int(each.version))
-            is_newest = newest_there.manifest.hash == offered.manifest.hash
+            newest_there = max(there.lines, key=lambda each: int(each.version), default=None)  # a peer may name none
+            is_newest = newest_there is None or newest_there.manifest.hash == offered.manifest.hash
             if ours is not None and ours.manifest == offered.manifest and (ours == newest or not is_newest):
                 yield ours
                 return
