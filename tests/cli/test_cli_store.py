@@ -190,7 +190,7 @@ def test_a_chat_tells_of_the_line_that_was_used_last(
     for version in range(3):
         publish(client, "two models", earlier.turn(20), version)
     for version in range(2):
-        publish(client, "two models", later.turn(300), version)
+        publish(client, "two models", later.turn(300), 3 + version)
     said = io.StringIO()
     caller = Caller(home=Home(cli.home), err=PlainConsole(file=said, width=200))
     with InferenceClient.connect(f"unix:{cli.home}/nobody") as engine:
@@ -199,8 +199,8 @@ def test_a_chat_tells_of_the_line_that_was_used_last(
         talk.command("/rollback")
     memory, rollback = said.getvalue().splitlines()[-2:]
     assert memory.startswith("600 tokens, ")
-    assert memory.endswith("; versions: 1 (turn), 2 (turn)")
-    assert rollback == "/rollback N, of versions: 1 (turn), 2 (turn)"
+    assert memory.endswith("; versions: 4 (turn), 5 (turn)")
+    assert rollback == "/rollback N, of versions: 4 (turn), 5 (turn)"
     client.delete_agent("two models")
 
 

@@ -13,7 +13,7 @@ from kvasir.clients import InferenceClient
 from kvasir.formats import manifest
 from kvasir.formats.block_hash import BLOCK_TOKENS
 
-from tests.gateway.agents import long_model
+from tests.gateway.agents.__main__ import long_model
 from tests.gateway.conftest import Front, running_front
 from tests.gateway.serving import MODEL
 
