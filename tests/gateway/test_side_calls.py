@@ -76,7 +76,7 @@ def compacted(talk: Talk, messages: tuple[Said, ...], hint: str = "session", nam
 def test_a_summary_that_takes_the_historys_place_goes_on_in_the_same_agent_also_after_a_restart() -> None:
     talk = Talk(conversations(), Records())
     first = talk.turn(user("Hello"), answer="Hi", hint="session")
-    talk.known.summarized("n", first, talk.known.chain((), "session"), SUMMARY)
+    talk.known.summarized("n", first, talk.known.chain((), "session"), (), SUMMARY)
     assert compacted(talk, COMPACTED) == first
     assert compacted(talk, COMPACTED) == "", "it is busy"
     talk.known.left("n", first)
@@ -95,6 +95,29 @@ def test_calls_of_an_agent_behind_another_beginning_are_its_compacted_conversati
     assert compacted(talk, (user("A summary of it."), made, done), "") == first
 
 
+def test_a_side_call_that_has_an_agents_calls_behind_another_beginning_takes_nothing_of_its_memory() -> None:
+    talk = Talk(conversations(), Records())
+    made = Said("assistant", "", tool_calls=(ToolUse("c1", "look", "{}"),))
+    first = talk.turn(user("Hello"), said=made)
+    asked = (user("Sum up what was said."), made, Said("tool", "done", tool_call_id="c1"))
+    chain = talk.known.chain(asked, "")
+    taken = talk.known.compacted("n", chain, asked, talk.records, is_side_call=True)
+    assert asyncio.run(taken) == ""
+    assert asyncio.run(talk.known.agent_behind("n", chain, asked, talk.records)) == first, "it is read"
+
+
+def test_a_projects_rule_that_a_summary_quotes_does_not_make_another_conversation_the_agents() -> None:
+    rule = "- never push to the main branch without a review of somebody else"
+    talk = Talk(conversations(), Records())
+    first = talk.turn(user(rule), answer="Hi", hint="session")
+    summary = f"{SUMMARY}\n{rule}"
+    talk.known.summarized("n", first, talk.known.chain((), "session"), (user(rule),), summary)
+    assert compacted(talk, (user(f"{rule}\nSomething else."),)) == ""
+    assert compacted(talk, COMPACTED) == first
+    talk.known.left("n", first)
+    assert compacted(talk, COMPACTED) == "", "it was used"
+
+
 @pytest.mark.parametrize(
     ("namespace", "hint", "text"),
     [("other", "session", SUMMARY), ("n", "another", SUMMARY), ("n", "session", "1. What was asked for:")],
@@ -104,14 +127,14 @@ def test_a_summary_of_another_caller_or_session_or_only_its_headings_is_none(
 ) -> None:
     talk = Talk(conversations(), Records())
     first = talk.turn(user("Hello"), answer="Hi", hint="session")
-    talk.known.summarized("n", first, talk.known.chain((), "session"), SUMMARY)
+    talk.known.summarized("n", first, talk.known.chain((), "session"), (), SUMMARY)
     assert compacted(talk, (user(text),), hint, namespace) == ""
 
 
 def test_a_summary_of_an_agent_that_is_gone_begins_another() -> None:
     talk = Talk(conversations(), Records())
     first = talk.turn(user("Hello"), answer="Hi")
-    talk.known.summarized("n", first, talk.known.chain((), ""), SUMMARY)
+    talk.known.summarized("n", first, talk.known.chain((), ""), (), SUMMARY)
     del talk.records.remembered[first]
     assert compacted(talk, COMPACTED, "") == ""
     gone = (*COMPACTED, reply("x"), user("y"))

@@ -74,17 +74,17 @@ class Memory:
 class SideMemory(Memory):
     """What a side call reads: the memory of the conversation that it follows, if there is one. It changes nothing."""
 
-    def __init__(
-        self, agent_id: str, conversations: Conversations, namespace: str, chain: Chain, side_call: str
-    ) -> None:
+    def __init__(self, agent_id: str, conversations: Conversations, namespace: str, ready: "Ready") -> None:
         mode = pb.MEMORY_MODE_READ_ONLY if agent_id else pb.MEMORY_MODE_NONE
-        super().__init__(agent_id, conversations, namespace, chain, {"memory_mode": mode})
-        self.side_call = side_call
+        super().__init__(agent_id, conversations, namespace, ready.chain, {"memory_mode": mode})
+        self.side_call = ready.side_call
+        self._messages = ready.turn.messages if ready.side_call == SUMMARY else ()
 
     def answered(self, reply: Reply) -> None:
         """A summary may take the place of its conversation's history."""
         if self.side_call == SUMMARY and self.agent_id and self._conversations is not None:
-            self._conversations.summarized(self._namespace, self.agent_id, self._chain, reply.text)
+            known, space = self._conversations, self._namespace
+            known.summarized(space, self.agent_id, self._chain, self._messages, reply.text)
 
     def left(self) -> None:
         """Nothing was taken."""
@@ -126,11 +126,12 @@ class Turns:
         self._tidy(namespace, caller)
         known = self._conversations
         # First: what clients write around a summary may read like a request for one.
-        if compacted := await known.compacted(namespace, chain, turn.messages, caller):
+        is_side_call = bool(ready.side_call)
+        if compacted := await known.compacted(namespace, chain, turn.messages, caller, is_side_call=is_side_call):
             return Memory(compacted, known, namespace, chain, {"replace_memory": True}, turn.begun)
         if ready.side_call:
             read = await known.agent_behind(namespace, chain, turn.messages, caller)
-            return SideMemory(read, known, namespace, chain, ready.side_call)
+            return SideMemory(read, known, namespace, ready)
         found = await known.agent_for(namespace, chain, turn.messages, caller)
         return Memory(found, known, namespace, chain, begun=turn.begun)
 

@@ -31,6 +31,7 @@ PREFIX = "conversation/"
 _DIGEST_CHARS = 24
 _MAX_TIPS = 100_000
 _MAX_LOOKED_AT = 8
+_MOST_MASKED = 64 << 10  # characters of a text in which dates and clocks are looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,32 +159,45 @@ class Conversations:
 
     async def agent_behind(self, namespace: str, chain: Chain, messages: Sequence[Said], records: AgentRecords) -> str:
         """The agent that remembers the conversation so far, for a turn that changes nothing of it; else nothing."""
-        found = self._tip(namespace, chain.points) or await self._stored_tip(chain, messages, records)
+        found = self._tip(namespace, chain.points)
+        if found is None and (maker := self._maker_of_calls(namespace, chain)):
+            return maker
+        found = found or await self._stored_tip(chain, messages, records)
         return found.agent_id if found is not None else ""
 
-    async def compacted(self, namespace: str, chain: Chain, messages: Sequence[Said], records: AgentRecords) -> str:
-        """The agent whose history these messages take the place of, because they have its summary or its newest calls
-        behind another beginning; else nothing. It is busy from now on, and found under the new opening, too."""
+    async def compacted(
+        self,
+        namespace: str,
+        chain: Chain,
+        messages: Sequence[Said],
+        records: AgentRecords,
+        *,
+        is_side_call: bool = False,
+    ) -> str:
+        """The agent whose history these messages take the place of, because they have its summary, or its newest calls
+        behind another beginning, as a side call may have too; else nothing. It is busy from now on, and found under the
+        new opening, too."""
         agent_id = ""
         if self._tip(namespace, chain.points) is None:
-            made = next(self._calls_made(namespace, chain.points), None)
-            agent_id = self._answers[namespace, made][0] if made is not None else ""
+            agent_id = "" if is_side_call else self._maker_of_calls(namespace, chain)
             agent_id = agent_id or await self._summaries.agent_of(namespace, chain.session, messages)
         if not agent_id or (namespace, agent_id) in self._busy:
             return ""
         self._busy.add((namespace, agent_id))
         try:
             await records.open_anew(agent_id, chain.opening)
-        except BaseException as error:
+        except KvasirError:
             self._busy.discard((namespace, agent_id))
-            if not isinstance(error, KvasirError):
-                raise
             return ""  # it is gone, or nobody can say
+        except BaseException:
+            self._busy.discard((namespace, agent_id))
+            raise
+        self._summaries.used(namespace, agent_id)
         return agent_id
 
-    def summarized(self, namespace: str, agent_id: str, chain: Chain, text: str) -> None:
-        """A client was given a summary of what the agent remembers."""
-        self._summaries.add(namespace, agent_id, chain.session, text)
+    def summarized(self, namespace: str, agent_id: str, chain: Chain, messages: Sequence[Said], text: str) -> None:
+        """A client was given a summary of these messages, which the agent remembers."""
+        self._summaries.add(namespace, agent_id, chain.session, messages, text)
 
     def answered(self, namespace: str, agent_id: str, chain: Chain, reply: Said, version: int) -> None:
         """The agent remembers these messages and the reply, as this version; 0: it is not known which."""
@@ -229,6 +243,11 @@ class Conversations:
                     await records.delete(agent.agent_id)
                     deleted += 1
         return deleted
+
+    def _maker_of_calls(self, namespace: str, chain: Chain) -> str:
+        """The agent that made the newest of the conversation's calls; else nothing."""
+        made = next(self._calls_made(namespace, chain.points), None)
+        return self._answers[namespace, made][0] if made is not None else ""
 
     def _forget(self, place: tuple[str, str]) -> None:
         agent_id, _ = self._answers.pop(place, ("", 0))
@@ -316,7 +335,9 @@ def at_any_time(messages: Sequence[Said]) -> Sequence[Said]:
 
 
 def _timeless(message: Said) -> Said:
-    plain = without_times(message.content)
+    # One substitution holds the interpreter until it ends.
+    head, rest = message.content[:_MOST_MASKED], message.content[_MOST_MASKED:]
+    plain = without_times(head) + rest
     return message if plain == message.content else replace(message, content=plain)
 
 

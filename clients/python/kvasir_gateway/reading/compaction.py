@@ -32,13 +32,18 @@ class Summaries:
     def __init__(self) -> None:
         self._summaries: OrderedDict[tuple[str, str], _Summary] = OrderedDict()
 
-    def add(self, namespace: str, agent_id: str, session: bytes, text: str) -> None:
-        lines = frozenset(_lines(text)[:_MAX_LINES])
+    def add(self, namespace: str, agent_id: str, session: bytes, messages: Sequence[Said], text: str) -> None:
+        """`messages`: what it is a summary of. Their own lines, as a project's rules, may begin any conversation."""
+        lines = frozenset(_lines(text)[:_MAX_LINES]) - _lines_of(messages)
         if lines:
             self._summaries.pop((namespace, agent_id), None)
             self._summaries[namespace, agent_id] = _Summary(agent_id, session, lines)
         if len(self._summaries) > _MAX_SUMMARIES:
             self._summaries.popitem(last=False)
+
+    def used(self, namespace: str, agent_id: str) -> None:
+        """A conversation went on from it: another that repeats a line of it does not."""
+        self._summaries.pop((namespace, agent_id), None)
 
     async def agent_of(self, namespace: str, session: bytes, messages: Sequence[Said]) -> str:
         """The agent whose summary these messages repeat, a line of it at least; else nothing."""
