@@ -40,7 +40,7 @@ test-gpu: install ## KV and engine on the GPU that MLX finds, TF32 off; says so 
 demo: install    ## Two agents live, die by kill -9, and go on; then one moves
 	$(BIN)/kvasir demo
 
-demo-agent: install ## A coding agent with 30,000 tokens of instructions is killed, and goes on in a second; minutes
+demo-agent: install ## A coding agent with 30,000 tokens of instructions is killed, and goes on; minutes
 	$(BIN)/kvasir demo --agent
 
 try-wheel: install ## Build the wheel, install it with all that it needs into an empty environment, and let it test itself

@@ -53,7 +53,8 @@ def demo(
         typer.Option(
             "--agent",
             help=f"Instead: a coding agent with {coding_agent.INSTRUCTION_TOKENS:,} tokens of instructions is killed, "
-            f"and goes on in a second. Minutes without a GPU; --quick takes {coding_agent.QUICK_TOKENS:,}.",
+            "and goes on without computing them again. Minutes without a GPU; --quick takes "
+            f"{coding_agent.QUICK_TOKENS:,}.",
         ),
     ] = False,
     as_json: JsonOption = False,
