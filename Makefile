@@ -88,7 +88,7 @@ install: .venv/.installed ## Make .venv with everything; a second run does nothi
 	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
 	@touch $@
 
-campaigns: install ## The long forms of sampled tests (DESIGN §12); hours on two cores
+campaigns: install ## The long forms of sampled tests (tests/CAMPAIGNS.md); hours on two cores
 	$(BIN)/python -m tests.cachestore.core.kill_campaign --kills 2000
 	$(BIN)/python -m tests.cachestore.core.kill_campaign --kills 2000 --sealed
 	$(BIN)/python -m tests.cachestore.core.flip_campaign --flips 5000

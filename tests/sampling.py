@@ -10,7 +10,7 @@ IS_WHOLE = bool(os.environ.get("KVASIR_WHOLE"))
 
 
 def sampled(part: int, *, of: int) -> int:
-    """Cases of a run: so many of those that a campaign tries (DESIGN §12)."""
+    """Cases of a run: so many of those that a campaign tries (tests/CAMPAIGNS.md)."""
     return of if IS_WHOLE else part
 
 

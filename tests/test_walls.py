@@ -21,6 +21,7 @@ from tools.draw_house import (
     boxes,
     cycles,
     files_per_folder,
+    floors,
     module_graph,
     statements_of_sql,
 )
@@ -438,6 +439,15 @@ def test_a_planted_circle_is_seen() -> None:
 @pytest.mark.parametrize("package", ROOMS)
 def test_a_folder_holds_no_more_files_than_one_sees_at_a_glance(package: str) -> None:
     assert {folder: count for folder, count in files_per_folder(ROOT, package).items() if count > 16} == {}
+
+
+# The longest chain of imports between rooms may become shorter, not longer.
+FLOORS = {"inference_svc": 10, "cachestore_svc": 17, SDK: 6, GATEWAY: 8, ORCHESTRATOR: 10}
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_no_package_grows_a_floor(package: str) -> None:
+    assert max(floors(boxes(graph_of(package))).values()) <= FLOORS[package]
 
 
 def test_sql_stands_in_one_folder() -> None:
