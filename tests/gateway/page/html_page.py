@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
+from urllib.parse import urljoin, urlsplit
 
 import httpx2 as httpx
 
@@ -44,8 +45,9 @@ class Html:
     def text(self) -> str:
         return " ".join(self.all("body")[0].text.split())
 
-    def form(self, action: str) -> Element:
-        return self.all("form", action=action)[0]
+    def form(self, name: str) -> Element:
+        """The form that is sent to an address with this end."""
+        return next(each for each in self.all("form") if each.attributes["action"].rpartition("/")[2] == name)
 
     def fields(self, form: Element) -> dict[str, str]:
         """What a browser would send, unless more is filled in."""
@@ -92,27 +94,42 @@ def parsed(text: str) -> Html:
 
 
 class Browser:
-    """Somebody with a cookie jar and no scripts."""
+    """Somebody with a cookie jar and no scripts, who knows the address of the overview."""
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._client = httpx.Client(base_url=url, headers=HTML, timeout=60)
+        self.overview = f"{url}/"
+        self._client = httpx.Client(headers=HTML, timeout=60)
 
-    def get(self, path: str, status: int = 200, **query: str) -> Html:
-        answer = self._client.get(path, params=query or None)
+    @property
+    def cookies(self) -> dict[str, str]:
+        return dict(self._client.cookies)
+
+    def get(self, path: str = "", status: int = 200, **query: str) -> Html:
+        """A page by its address, or by its name beside the overview."""
+        return parsed(self.answer(path, status, **query).text)
+
+    def answer(self, path: str = "", status: int = 200, **query: str) -> httpx.Response:
+        answer = self._client.get(urljoin(self.overview, path), params=query or None)
         assert answer.status_code == status, answer.text
-        return parsed(answer.text)
+        return answer
 
-    def send(self, page: Html, action: str, status: int = 200, **filled: str) -> Html:
+    def post(self, name: str, fields: Mapping[str, str], /, **headers: str) -> httpx.Response:
+        return self._client.post(urljoin(self.overview, name), data=fields, headers=headers)
+
+    def send(self, page: Html, name: str, status: int = 200, /, **filled: str) -> Html:
         """Fill in a form of a page and send it, as a browser does; the page that follows."""
+        form = page.form(name)
         answer = self._client.post(
-            action,
-            data={**page.fields(page.form(action)), **filled},
+            urljoin(self.overview, form.attributes["action"]),
+            data={**page.fields(form), **filled},
             headers={"origin": self.url},
             follow_redirects=True,
         )
         assert answer.status_code == status, answer.text
+        if name == "login" and status == 200:
+            self.overview = f"{self.url}{urlsplit(str(answer.url)).path}"
         return parsed(answer.text)
 
     def sign_in(self, key: str, status: int = 200) -> Html:
-        return self.send(self.get("/", 401), "/page/login", status, key=key)
+        return self.send(self.get("/", 401), "login", status, key=key)

@@ -1,8 +1,12 @@
 """The operator's page over HTTP, before real services, as a browser without scripts uses it."""
 
+import contextlib
 import re
+import threading
 import types
 from collections.abc import Iterator
+from email.message import Message
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +19,11 @@ from tests.gateway.page.lives import BRANCHED, HOSTILE, MARKUP, endless_turn, li
 from tests.gateway.serving import GatewayProcess
 
 WRITES = {
-    "/page/cancel": {"request_id": "story"},
-    "/page/fork": {"id": BRANCHED, "name": "page/stolen"},
-    "/page/rollback": {"id": BRANCHED},
-    "/page/delete": {"id": BRANCHED, "typed": BRANCHED},
-    "/page/logout": {},
+    "cancel": {"request_id": "story"},
+    "fork": {"id": BRANCHED, "name": "page/stolen"},
+    "rollback": {"id": BRANCHED},
+    "delete": {"id": BRANCHED, "typed": BRANCHED},
+    "logout": {},
 }
 
 
@@ -29,6 +33,30 @@ def lived(front: Front) -> Front:
     with front.house.client(front.keys["ada"]) as client:
         live(client)
     return front
+
+
+@contextlib.contextmanager
+def listener() -> Iterator[tuple[int, list[Message]]]:
+    """Another program's port of this host, and the headers that it is sent."""
+    seen: list[Message] = []
+
+    class Listening(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.headers)
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Nothing is logged."""
+
+    with HTTPServer(("127.0.0.1", 0), Listening) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server.server_port, seen
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @pytest.fixture
@@ -60,9 +88,9 @@ def test_whoever_shows_no_key_sees_a_form_and_nothing_else(lived: Front) -> None
 def test_a_key_opens_a_session_that_a_script_cannot_read_and_that_ends(lived: Front) -> None:
     browser = Browser(lived.gateway.url)
     lobby = browser.get("/", 401)
-    assert "not known" in browser.send(lobby, "/page/login", 401, key="no key at all").text
-    browser.send(lobby, "/page/login", 403, key=lived.keys["ada"], form_token="another")
-    form = {**lobby.fields(lobby.form("/page/login")), "key": lived.keys["ada"]}
+    assert "not known" in browser.send(lobby, "login", 401, key="no key at all").text
+    browser.send(lobby, "login", 403, key=lived.keys["ada"], form_token="another")
+    form = {**lobby.fields(lobby.form("login")), "key": lived.keys["ada"]}
     opened = httpx.post(f"{lived.gateway.url}/page/login", data=form, headers={"origin": lived.gateway.url})
     cookie = opened.headers["set-cookie"].lower()
     assert opened.status_code == 303
@@ -71,24 +99,50 @@ def test_a_key_opens_a_session_that_a_script_cannot_read_and_that_ends(lived: Fr
     assert lived.keys["ada"] not in cookie
     page = browser.sign_in(lived.keys["ada"])
     assert "first" in page.text
-    jar = dict(browser._client.cookies)
-    browser.send(page, "/page/logout", 401)
-    assert httpx.get(lived.gateway.url, cookies=jar, headers=HTML).status_code == 401
+    jar = browser.cookies
+    browser.send(page, "logout", 401)
+    assert httpx.get(browser.overview, cookies=jar, headers=HTML).status_code == 401
     assert lived.keys["ada"] not in lived.gateway.log
 
 
+def test_another_port_of_the_host_is_sent_no_cookie_of_the_page(ada: Browser) -> None:
+    with listener() as (port, seen):
+        for path in ("", "page/", "page/agent", "page/another/agent"):
+            ada._client.get(f"http://127.0.0.1:{port}/{path}").raise_for_status()
+    assert [headers["cookie"] for headers in seen] == [None] * 4
+    assert "first" in ada.get().text
+
+
+def test_a_thief_with_the_cookie_alone_gets_neither_a_page_nor_a_write(lived: Front, ada: Browser) -> None:
+    page = ada.get("agent", id=BRANCHED)
+    form = {"version": version(page, 1), "head": version(page, 6)}
+    with httpx.Client(base_url=ada.url, cookies=ada.cookies, headers={**HTML, "origin": ada.url}) as thief:
+        lobby = parsed(thief.get("/").text)
+        tokens = [lobby.all("input", name="form_token")[0].attributes["value"], "", *ada.cookies.values()]
+        for place in ("/", "/page/", "/page/guessed/", f"/page/{next(iter(ada.cookies.values()))}/"):
+            for name in ("", "turns", f"agent?id={BRANCHED}"):
+                answer = thief.get(place + name)
+                assert answer.status_code in (401, 404)
+                assert "page/ada" not in answer.text
+            for name, fields in WRITES.items():
+                for token in tokens:
+                    answer = thief.post(place + name, data={**form, **fields, "form_token": token})
+                    assert answer.status_code in (401, 404)
+    assert version(ada.get("agent", id=BRANCHED), 6) == form["head"]
+
+
 def test_the_overview_lists_agents_by_pages_and_by_how_their_names_begin(ada: Browser) -> None:
-    page = ada.get("/", prefix="page/ada")
+    page = ada.get("", prefix="page/ada")
     table = next(each for each in page.all("table") if "Hot in the engine" in each.text)
     assert [each.text for each in page.inside(table, "a")] == [BRANCHED, "page/ada, as of the branch"]
     assert "kvasir-tiny" in page.text
-    assert "No agent begins so." in ada.get("/", prefix="nobody").text
-    [problem] = ada.get("/", page_token="?").all("p", role="alert")
+    assert "No agent begins so." in ada.get("", prefix="nobody").text
+    [problem] = ada.get("", page_token="?").all("p", role="alert")
     assert "page_token" in problem.text
 
 
 def test_the_history_is_a_tree_of_versions_with_their_bases(ada: Browser) -> None:
-    page = ada.get("/page/agent", id=BRANCHED)
+    page = ada.get("agent", id=BRANCHED)
     [table] = page.all("table", **{"class": "tree"})
     lines = page.inside(table, "tr")[1:]
     told = [(page.inside(line, "th")[0].text.split()[0], page.inside(line, "td")[1].text) for line in lines]
@@ -101,15 +155,15 @@ def test_the_history_is_a_tree_of_versions_with_their_bases(ada: Browser) -> Non
         ("1", "nothing: the first"),
     ]
     assert len(page.inside(table, "svg")) == 6
-    fork = ada.get("/page/agent", id="page/ada, as of the branch")
+    fork = ada.get("agent", id="page/ada, as of the branch")
     assert "fork of page/ada, version 4" in fork.text
     assert "<b>kennel</b>" in [each.text for each in fork.all("dd")]
     assert re.search(r"Shared with other agents\s*[1-9]", fork.text)
 
 
 def test_messages_are_shown_when_they_are_asked_for_and_not_before(ada: Browser) -> None:
-    page = ada.get("/page/agent", id=BRANCHED)
-    assert "Anna" not in page.text + ada.get("/").text
+    page = ada.get("agent", id=BRANCHED)
+    assert "Anna" not in page.text + ada.get().text
     reads = [each.attributes["href"] for each in page.all("a") if each.text.startswith("Read")]
     newest = ada.get(reads[0])
     assert [each.text for each in newest.all("h2")][:2] == ["user", "assistant"]
@@ -119,78 +173,78 @@ def test_messages_are_shown_when_they_are_asked_for_and_not_before(ada: Browser)
 
 
 def test_names_and_messages_that_look_like_markup_stay_text(ada: Browser) -> None:
-    listed = ada.get("/", prefix="<script>")
+    listed = ada.get("", prefix="<script>")
     [link] = [each for each in listed.all("a") if each.text == HOSTILE]
     page = ada.get(link.attributes["href"])
     assert page.all("h1")[0].text == HOSTILE
     messages = ada.get(next(each.attributes["href"] for each in page.all("a") if each.text.startswith("Read")))
     assert messages.all("p", **{"class": "text"})[0].text == MARKUP
-    for shown in (listed, page, messages, ada.get("/", prefix=f'">{MARKUP}')):
+    for shown in (listed, page, messages, ada.get("", prefix=f'">{MARKUP}')):
         assert [each.attributes["src"] for each in shown.all("script")] == ["/page/assets/page.js"]
         assert [each.attributes["src"] for each in shown.all("img")] == ["/page/assets/icon.svg"]
 
 
 def test_forms_fork_roll_back_and_delete(ada: Browser) -> None:
-    page = ada.get("/page/agent", id=BRANCHED)
-    fork = ada.send(page, "/page/fork", name="page/by hand", version=version(page, 2))
+    page = ada.get("agent", id=BRANCHED)
+    fork = ada.send(page, "fork", name="page/by hand", version=version(page, 2))
     assert "This agent was made" in fork.all("p", role="status")[0].text
     assert "fork of page/ada, version 2" in fork.text
-    assert "exists" in ada.send(page, "/page/fork", 409, name="page/by hand").text
-    other = ada.send(fork, "/page/fork", name="page/rolled")
-    ada.send(other, "/page/rollback", 404, version=version(other, 1).replace(":1", ":7"))
-    back = ada.send(other, "/page/rollback", version=version(other, 1))
+    assert "exists" in ada.send(page, "fork", 409, name="page/by hand").text
+    other = ada.send(fork, "fork", name="page/rolled")
+    ada.send(other, "rollback", 404, version=version(other, 1).replace(":1", ":7"))
+    back = ada.send(other, "rollback", version=version(other, 1))
     assert "version 1 rollback" in back.text
-    assert ada.send(other, "/page/rollback", 409, version=version(other, 1)).all("p", role="alert")
+    assert ada.send(other, "rollback", 409, version=version(other, 1)).all("p", role="alert")
     for typed in ("", "page/rolle", "PAGE/ROLLED"):
-        assert "nothing was deleted" in ada.send(back, "/page/delete", 400, typed=typed).text
-    assert "was deleted" in ada.send(back, "/page/delete", typed="page/rolled").text
-    ada.get("/page/agent", 404, id="page/rolled")
-    pinned = ada.get("/page/agent", id="page/ada, as of the branch")
+        assert "nothing was deleted" in ada.send(back, "delete", 400, typed=typed).text
+    assert "was deleted" in ada.send(back, "delete", typed="page/rolled").text
+    ada.get("agent", 404, id="page/rolled")
+    pinned = ada.get("agent", id="page/ada, as of the branch")
     [force] = pinned.all("input", name="force")
     assert force.attributes["type"] == "checkbox"
 
 
 def test_a_live_turn_is_shown_and_cancelled(lived: Front, ada: Browser, eve: Browser) -> None:
     with endless_turn(lived, "a story of the page") as reader:
-        part = ada.get("/page/turns")
-        assert "a story of the page" in part.elements[0].text + ada.get("/").text
+        part = ada.get("turns")
+        assert "a story of the page" in part.elements[0].text + ada.get().text
         assert "Turns: 1 running, 0 waiting." in [each.attributes.get("data-says") for each in part.elements]
-        for page in (eve.get("/"), eve.get("/page/turns")):
+        for page in (eve.get(), eve.get("turns")):
             assert "a story of the page" not in "".join(each.text for each in page.elements)
         forged = {
             "request_id": "a story of the page",
-            "form_token": eve.get("/").all("input")[0].attributes["value"],
+            "form_token": eve.get().all("input")[0].attributes["value"],
         }
-        refused = eve._client.post("/page/cancel", data=forged, headers={"origin": eve.url})
+        refused = eve.post("cancel", forged, origin=eve.url)
         assert refused.status_code == 404
-        assert "was ended" in ada.send(ada.get("/"), "/page/cancel").text
+        assert "was ended" in ada.send(ada.get(), "cancel").text
         reader.join(30)
         assert not reader.is_alive()
 
 
 def test_a_key_sees_nothing_of_another_namespace(lived: Front, ada: Browser, eve: Browser) -> None:
-    page = ada.get("/page/agent", id=BRANCHED)
+    page = ada.get("agent", id=BRANCHED)
     asked = {"id": BRANCHED, "version": version(page, 1)}
-    eve.get("/page/agent", 404, id=BRANCHED)
-    eve.get("/page/messages", 404, **asked)
-    overview = eve.get("/")
+    eve.get("agent", 404, id=BRANCHED)
+    eve.get("messages", 404, **asked)
+    overview = eve.get()
     assert "page/" not in overview.text
     assert overview.all("header")[0].text.split()[-3:] == ["second", "Sign", "out"]
     assert "No agent remembers anything yet." in overview.text
     assert "No turns in the last hour." in overview.text
-    assert "No turns in the last hour." not in ada.get("/").text
+    assert "No turns in the last hour." not in ada.get().text
     token = overview.all("input", name="form_token")[0].attributes["value"]
     for action, fields in WRITES.items():
         if "id" in fields:
             form = {**asked, "head": asked["version"], **fields, "form_token": token}
-            answer = eve._client.post(action, data=form, headers={"origin": eve.url})
+            answer = eve.post(action, form, origin=eve.url)
             assert answer.status_code == 404, action
-    assert version(ada.get("/page/agent", id=BRANCHED), 6).endswith(":6")
+    assert version(ada.get("agent", id=BRANCHED), 6).endswith(":6")
 
 
 @pytest.mark.parametrize("action", WRITES)
 def test_a_write_is_a_form_of_our_own(lived: Front, ada: Browser, action: str) -> None:
-    page = ada.get("/page/agent", id=BRANCHED)
+    page = ada.get("agent", id=BRANCHED)
     token = page.all("input", name="form_token")[0].attributes["value"]
     head = version(page, 6)
     form = {"version": version(page, 1), "head": head, **WRITES[action]}
@@ -202,13 +256,13 @@ def test_a_write_is_a_form_of_our_own(lived: Front, ada: Browser, action: str) -
         (own, "", 403),
         (own, token[::-1], 403),
     ):
-        refused = ada._client.post(action, data={**form, "form_token": given}, headers=headers)
+        refused = ada.post(action, {**form, "form_token": given}, **headers)
         assert refused.status_code == status, (headers, refused.text)
-    assert ada._client.get(action).status_code == 405
-    with_key = httpx.post(ada.url + action, data=form, headers={**own, "x-api-key": lived.keys["ada"]})
+    ada.answer(action, 405)
+    with_key = httpx.post(f"{ada.url}/page/{action}", data=form, headers={**own, "x-api-key": lived.keys["ada"]})
     assert with_key.status_code == 403
-    assert version(ada.get("/page/agent", id=BRANCHED), 6) == head
-    large = ada._client.post(action, data={"form_token": token, "x": "y" * 20000}, headers=own)
+    assert version(ada.get("agent", id=BRANCHED), 6) == head
+    large = ada.post(action, {"form_token": token, "x": "y" * 20000}, **own)
     assert large.status_code == 413
 
 
@@ -222,10 +276,11 @@ def test_a_site_that_may_call_the_api_may_not_read_the_page(lived: Front) -> Non
 
 def pages(lived: Front, ada: Browser) -> Iterator[httpx.Response]:
     """Every kind of page."""
-    agent = ada.get("/page/agent", id=BRANCHED)
+    agent = ada.get("agent", id=BRANCHED)
     read = next(each.attributes["href"] for each in agent.all("a") if each.text.startswith("Read"))
-    for path in ("/", f"/page/agent?id={BRANCHED}", read, "/page/agent?id=nobody"):
-        yield ada._client.get(path)
+    for path in ("", f"agent?id={BRANCHED}", read):
+        yield ada.answer(path)
+    yield ada.answer("agent?id=nobody", 404)
     yield httpx.get(lived.gateway.url, headers=HTML)
 
 
@@ -243,9 +298,9 @@ def test_no_page_names_another_host_or_carries_a_script(lived: Front, ada: Brows
             assert element.tag != "style"
             assert element.tag != "script" or not element.text
     for name in ("page.css", "page.js", "icon.svg"):
-        text = ada._client.get(f"/page/assets/{name}").raise_for_status().text
+        text = ada.answer(f"/page/assets/{name}").text
         assert "//" not in text.replace("// ", "").replace('xmlns="http://www.w3.org/2000/svg"', "")
-    assert ada._client.get("/page/assets/..%2Froutes.py").status_code == 404
+    ada.answer("/page/assets/..%2Froutes.py", 404)
 
 
 def test_every_page_can_be_read_aloud(lived: Front, ada: Browser) -> None:
@@ -275,10 +330,10 @@ def test_an_engine_that_is_away_is_told_and_without_keys_only_loopback_is_served
     gateway = GatewayProcess(nowhere, "--no-keys", "--host", "kvasir.example")
     try:
         gateway.start()
-        page = Browser(gateway.url).get("/")
+        page = Browser(gateway.url).get()
         assert "The engine does not answer." in page.text
         assert "The agents cannot be shown." in page.text
-        assert not page.all("form", action="/page/logout")
+        assert not [form for form in page.all("form") if form.attributes["action"].endswith("logout")]
         by_name = httpx.get(gateway.url, headers={**HTML, "host": "kvasir.example"})
         assert by_name.status_code == 403
         assert httpx.get(gateway.url, headers={"host": "evil.example"}).status_code == 403

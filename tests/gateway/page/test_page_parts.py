@@ -11,7 +11,7 @@ from kvasir_gateway.door.security import Gate
 from kvasir_gateway.page.chart import HEIGHT, chart
 from kvasir_gateway.page.history import MINUTES, History
 from kvasir_gateway.page.rendering import age, size
-from kvasir_gateway.page.sessions import COOKIE, LIFETIME_S, Sessions, check_own_form
+from kvasir_gateway.page.sessions import COOKIE, LIFETIME_S, Opened, Sessions, Visitor, check_own_form
 from kvasir_gateway.page.tree import Row, rows
 
 KEY = "kvasir-test-key-of-the-page-00000000"
@@ -137,6 +137,10 @@ def sessions(gate: Gate, clock: Callable[[], float]) -> Sessions:
     return Sessions(gate, now=clock, new_secret=lambda: f"secret {next(numbers)}")
 
 
+def look(known: Sessions, opened: Opened) -> Visitor:
+    return known.visitor({}, {COOKIE: opened.cookie}, opened.address)
+
+
 def keyed() -> Gate:
     named = {"ada": ("first", KEY), "eve": ("second", OTHER_KEY)}
     return Gate(
@@ -152,23 +156,35 @@ def keyed() -> Gate:
 def test_a_session_ends_by_itself_and_the_oldest_make_room() -> None:
     clock = Clock()
     known = sessions(keyed(), clock)
-    name = known.begin(KEY)
+    opened = known.begin(KEY)
     clock.now_s += LIFETIME_S - 1
-    assert known.visitor({}, {COOKIE: name}).holder.principal.namespace == "first"
+    assert look(known, opened).holder.principal.namespace == "first"
     clock.now_s += 1
     with pytest.raises(Unauthenticated):
-        known.visitor({}, {COOKIE: name})
+        look(known, opened)
     of_other = known.begin(OTHER_KEY)
     first, *_, last = [known.begin(KEY) for _ in range(1001)]
     with pytest.raises(Unauthenticated):
-        known.visitor({}, {COOKIE: first})
-    assert known.visitor({}, {COOKIE: last}).has_session
-    assert known.visitor({}, {COOKIE: of_other}).has_session, "nobody ends another's"
+        look(known, first)
+    assert look(known, last).address == last.address
+    assert look(known, of_other).address == of_other.address, "nobody ends another's"
+
+
+def test_a_session_is_its_cookie_at_its_own_address() -> None:
+    known = sessions(keyed(), Clock())
+    one, other = known.begin(KEY), known.begin(KEY)
+    for cookie, address in ((one.cookie, ""), (one.cookie, other.address), ("", one.address), (one.address,) * 2):
+        with pytest.raises(Unauthenticated):
+            known.visitor({}, {COOKIE: cookie}, address)
+    known.end(one.cookie)
+    with pytest.raises(Unauthenticated):
+        look(known, one)
+    assert look(known, other)
 
 
 def test_each_session_has_a_form_token_of_its_own() -> None:
     known = sessions(keyed(), Clock())
-    tokens = {known.visitor({}, {COOKIE: known.begin(KEY)}).form_token for _ in range(3)}
+    tokens = {look(known, known.begin(KEY)).form_token for _ in range(3)}
     assert len({*tokens, known.lobby_token, known.visitor({"x-api-key": KEY}, {}).form_token}) == 5
 
 

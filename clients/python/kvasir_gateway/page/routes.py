@@ -5,7 +5,6 @@ import logging
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -31,6 +30,8 @@ from kvasir_gateway.page.sessions import COOKIE, LIFETIME_S, Sessions, Visitor, 
 _log = logging.getLogger(__name__)
 _MAX_FORM_BYTES = 16 << 10
 _FORM_S = 30
+# Pages of a session lie at its address.
+_PLACES = ("/page/", "/page/{session}/")
 # What a page says after a write, by the word in its address.
 _DONE = {
     "cancel": "The turn was ended.",
@@ -54,9 +55,16 @@ class Look:
     def namespace(self) -> str:
         return self.visitor.holder.principal.namespace
 
+    @property
+    def at(self) -> str:
+        return _place(self.visitor.address)
+
     def shown(self, template: str, /, **values: Any) -> Response:
-        done = _DONE.get(self.query("done"), "")
-        return page(template, visitor=self.visitor, namespace=self.namespace, now=self.now, done=done, **values)
+        values.update(visitor=self.visitor, at=self.at, namespace=self.namespace, now=self.now)
+        return page(template, done=_DONE.get(self.query("done"), ""), **values)
+
+    def goto(self, name: str = "", **query: str) -> Response:
+        return _goto(f"{self.at}{name}", **query)
 
     def query(self, name: str) -> str:
         return self.request.query_params.get(name, "")
@@ -72,20 +80,14 @@ class GatewayPage:
         self._now = now
 
     def routes(self) -> list[Route]:
-        get = partial(self._route, methods=["GET"])
-        post = partial(self._route, methods=["POST"])
+        pages = [("", self.overview), ("turns", self.turns), ("agent", self.agent), ("messages", self.messages)]
+        writes = {each.__name__: each for each in (self.cancel, self.fork, self.rollback, self.delete, self.logout)}
         return [
             self._guarded("/", self.front, methods=["GET"]),
-            get("/page/turns", self.turns),
-            get("/page/agent", self.agent),
-            get("/page/messages", self.messages),
-            post("/page/cancel", self.cancel),
-            post("/page/fork", self.fork),
-            post("/page/rollback", self.rollback),
-            post("/page/delete", self.delete),
             self._guarded("/page/login", self.login, methods=["POST"]),
-            self._guarded("/page/logout", self.logout, methods=["POST"]),
             self._guarded("/page/assets/{name}", self.asset, methods=["GET"]),
+            *(self._route(at, name, handler, methods=["GET"]) for at in _PLACES for name, handler in pages),
+            *(self._route(at, name, handler, methods=["POST"]) for at in _PLACES for name, handler in writes.items()),
         ]
 
     def part(self, namespace: str, agent_id: str, started: pb.Started) -> None:
@@ -139,19 +141,19 @@ class GatewayPage:
 
     async def cancel(self, look: Look) -> Response:
         await look.client.cancel_turn(check_request_id(look.form.get("request_id", "")))
-        return _goto("/", done="cancel")
+        return look.goto(done="cancel")
 
     async def fork(self, look: Look) -> Response:
         name = check_agent_id(look.form.get("name", ""), "name")
         line, version = _version_of(look.form.get("version", ""))
         await look.client.fork_agent(_named(look), name, line, version)
-        return _goto("/page/agent", id=name, done="fork")
+        return look.goto("agent", id=name, done="fork")
 
     async def rollback(self, look: Look) -> Response:
         line, version = _version_of(look.form.get("version", ""))
         _, head = _version_of(look.form.get("head", ""))
         await look.client.rollback_agent(_named(look), version, line, expected_version=head)
-        return _goto("/page/agent", id=_named(look), done="rollback")
+        return look.goto("agent", id=_named(look), done="rollback")
 
     async def delete(self, look: Look) -> Response:
         if look.form.get("typed") != _named(look):
@@ -159,41 +161,39 @@ class GatewayPage:
                 "typed: expected the agent's name, letter by letter; nothing was deleted", field="typed"
             )
         await look.client.delete_agent(_named(look), force="force" in look.form)
-        return _goto("/", done="delete")
+        return look.goto(done="delete")
 
     async def login(self, request: Request) -> Response:
         form = await _form(request)
         check_own_form(request.headers, form.get("form_token", ""), self._sessions.lobby_token)
-        name = self._sessions.begin(form.get("key", "").strip())
-        answer = _goto("/")
+        opened = self._sessions.begin(form.get("key", "").strip())
+        at, is_tls = _place(opened.address), request.url.scheme == "https"
+        answer = _goto(at)
         answer.set_cookie(
-            COOKIE, name, max_age=LIFETIME_S, httponly=True, samesite="strict", secure=request.url.scheme == "https"
+            COOKIE, opened.cookie, path=at, max_age=LIFETIME_S, httponly=True, samesite="strict", secure=is_tls
         )
         return answer
 
-    async def logout(self, request: Request) -> Response:
-        form = await _form(request)
-        visitor = self._sessions.visitor(request.headers, request.cookies)
-        check_own_form(request.headers, form.get("form_token", ""), visitor.form_token)
-        self._sessions.end(request.cookies.get(COOKIE, ""))
-        answer = _goto("/")
-        answer.delete_cookie(COOKIE)
+    async def logout(self, look: Look) -> Response:
+        self._sessions.end(look.request.cookies.get(COOKIE, ""))
+        answer = _goto("/page/")
+        answer.delete_cookie(COOKIE, path=look.at)
         return answer
 
     async def asset(self, request: Request) -> Response:
-        return asset(request.path_params["name"]) or page(
-            "error.html", 404, message="There is no such file.", visitor=None
-        )
+        return asset(request.path_params["name"]) or _error(request, 404, "There is no such file.")
 
-    def _route(self, path: str, handler: Callable[[Look], Awaitable[Response]], *, methods: list[str]) -> Route:
+    def _route(
+        self, at: str, name: str, handler: Callable[[Look], Awaitable[Response]], *, methods: list[str]
+    ) -> Route:
         async def looked(request: Request) -> Response:
             return await handler(await self._look(request))
 
-        return self._guarded(path, looked, methods=methods)
+        return self._guarded(f"{at}{name}", looked, methods=methods)
 
     async def _look(self, request: Request) -> Look:
         """Raises Unauthenticated, and PermissionDenied for a write that no form of ours sent."""
-        visitor = self._sessions.visitor(request.headers, request.cookies)
+        visitor = self._sessions.visitor(request.headers, request.cookies, request.path_params.get("session", ""))
         show_key(request.scope)
         form: dict[str, str] = {}
         if request.method == "POST":
@@ -224,8 +224,9 @@ class GatewayPage:
             status = errors.http_status(refusal)
             errors.log_refusal(f"page.refused path={path}", status, refusal, is_of_stranger=True)
             if isinstance(refusal, Unauthenticated):
-                return page("login.html", status, problem=problem, form_token=self._sessions.lobby_token, visitor=None)
-            return page("error.html", status, message=problem, visitor=None)
+                token = self._sessions.lobby_token
+                return page("login.html", status, problem=problem, form_token=token, at="/page/", visitor=None)
+            return _error(request, status, problem)
 
         return Route(path, endpoint, methods=methods)
 
@@ -258,6 +259,16 @@ def _version_of(chosen: str) -> tuple[str, int]:
     if not is_hash(line) or re.fullmatch("[1-9][0-9]{0,17}", version) is None:
         raise InvalidArgument("version: expected a version that the page lists", field="version")
     return line, int(version)
+
+
+def _place(address: str) -> str:
+    """Where the pages of a session lie, or those of callers without one."""
+    return f"/page/{address}/" if address else "/page/"
+
+
+def _error(request: Request, status: int, message: str) -> Response:
+    at = _place(request.path_params.get("session", ""))
+    return page("error.html", status, message=message, at=at, visitor=None)
 
 
 def _goto(path: str, **query: str) -> Response:

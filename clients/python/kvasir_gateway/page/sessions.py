@@ -1,7 +1,8 @@
 """Who looks at the page: a key of the API, given once to a form or with each request; and what proves a form is ours.
 
-A browser keeps the name of a session, never the key. A write must come from this very origin (`Origin`) and carry a
-token that only a page of ours shows: a page of another site can do neither.
+A browser keeps a session's cookie, never the key. Cookies know no ports: other programs of the host would be sent it.
+So a session has an address of its own, a secret too; the cookie is sent there only, and opens nothing elsewhere. A
+write must also come from this very origin (`Origin`) and carry a token that only a page of ours shows.
 """
 
 import hmac
@@ -13,7 +14,7 @@ from kvasir.errors import PermissionDenied, Unauthenticated
 
 from kvasir_gateway.door.security import Gate, KeyHolder
 
-COOKIE = "kvasir_session"
+COOKIE = "kvasir_page"
 LIFETIME_S = 12 * 3600
 _MOST_SESSIONS = 1000
 _MOST_OF_A_KEY = 32  # so that nobody ends the sessions of others
@@ -22,58 +23,69 @@ _NO_SESSION = ""
 
 @dataclass(frozen=True, slots=True)
 class Visitor:
-    """The caller of a page. `form_token` goes into each form of it; `has_session` says whether there is one to end."""
+    """The caller of a page. `form_token` goes into each form of it; `address` is that of the session, if it has one."""
 
     holder: KeyHolder
     form_token: str
-    has_session: bool
+    address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A session: the key that opened it, its cookie, and the address where the cookie counts."""
+
+    key: str
+    cookie: str
+    address: str
+    until_s: float
 
 
 class Sessions:
-    """Keys by session, for as long as this gateway runs; the oldest go first."""
+    """Sessions by cookie, for as long as this gateway runs; the oldest go first."""
 
     def __init__(self, gate: Gate, *, now: Callable[[], float], new_secret: Callable[[], str]) -> None:
-        """`now`: Unix seconds. `new_secret`: a name that nobody guesses."""
+        """`now`: Unix seconds. `new_secret`: letters and digits that nobody guesses."""
         self._gate = gate
         self._now = now
         self._new_secret = new_secret
         self._form_key = new_secret().encode()
-        self._keys: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        self._opened: OrderedDict[str, Opened] = OrderedDict()
 
     @property
     def lobby_token(self) -> str:
         """The form token of whoever has shown no key yet."""
         return self._form_token(_NO_SESSION)
 
-    def begin(self, key: str) -> str:
+    def begin(self, key: str) -> Opened:
         """A session of the key's holder. Raises Unauthenticated, PermissionDenied."""
         self._gate.holder({"x-api-key": key})
-        own = [name for name, (shown, _) in self._keys.items() if shown == key]
-        for name in own[: max(0, len(own) + 1 - _MOST_OF_A_KEY)]:
-            self.end(name)
-        while len(self._keys) >= _MOST_SESSIONS:
-            self._keys.popitem(last=False)
-        name = self._new_secret()
-        self._keys[name] = key, self._now() + LIFETIME_S
-        return name
+        own = [each.cookie for each in self._opened.values() if each.key == key]
+        for cookie in own[: max(0, len(own) + 1 - _MOST_OF_A_KEY)]:
+            self.end(cookie)
+        while len(self._opened) >= _MOST_SESSIONS:
+            self._opened.popitem(last=False)
+        opened = Opened(key, self._new_secret(), self._new_secret(), self._now() + LIFETIME_S)
+        self._opened[opened.cookie] = opened
+        return opened
 
-    def end(self, name: str) -> None:
-        self._keys.pop(name, None)
+    def end(self, cookie: str) -> None:
+        self._opened.pop(cookie, None)
 
-    def visitor(self, headers: Mapping[str, str], cookies: Mapping[str, str]) -> Visitor:
-        """Raises Unauthenticated for whoever has to show a key, and PermissionDenied."""
+    def visitor(self, headers: Mapping[str, str], cookies: Mapping[str, str], address: str = "") -> Visitor:
+        """Who looks at a page of this address. Raises Unauthenticated for a caller without a key, PermissionDenied."""
         if not self._gate.has_keys:
             self._gate.check_local(headers)
-            return Visitor(self._gate.holder({}), self.lobby_token, has_session=False)
+            return Visitor(self._gate.holder({}), self.lobby_token)
         if "authorization" in headers or "x-api-key" in headers:
             holder = self._gate.holder(headers)
-            return Visitor(holder, self._form_token(holder.token or _NO_SESSION), has_session=False)
-        name = cookies.get(COOKIE, "")
-        key, until_s = self._keys.get(name, ("", 0.0))
-        if self._now() >= until_s:
-            self.end(name)
+            return Visitor(holder, self._form_token(holder.token or _NO_SESSION))
+        opened = self._opened.get(cookies.get(COOKIE, ""))
+        if opened and self._now() >= opened.until_s:
+            self.end(opened.cookie)
+            opened = None
+        if opened is None or not _is_same(address, opened.address):
             raise Unauthenticated("no API key", reason="NO_CREDENTIAL")
-        return Visitor(self._gate.holder({"x-api-key": key}), self._form_token(name), has_session=True)
+        return Visitor(self._gate.holder({"x-api-key": opened.key}), self._form_token(opened.cookie), opened.address)
 
     def _form_token(self, of: str) -> str:
         return hmac.new(self._form_key, of.encode(), "sha256").hexdigest()
@@ -89,10 +101,14 @@ def check_own_form(headers: Mapping[str, str], given: str, expected: str) -> Non
     """Raises PermissionDenied unless a form of ours was sent from a page of ours."""
     if not _is_own(headers):
         raise PermissionDenied("origin: forms are taken from this page only", reason="FOREIGN_ORIGIN")
-    if not hmac.compare_digest(given.encode("utf-8", "surrogatepass"), expected.encode()):
+    if not _is_same(given, expected):
         raise PermissionDenied("the form is of an earlier visit: go back, reload, and send it again")
 
 
 def _is_own(headers: Mapping[str, str]) -> bool:
     _, _, origin = headers.get("origin", "").partition("://")
     return bool(origin) and origin.lower() == headers.get("host", "").lower()
+
+
+def _is_same(given: str, secret: str) -> bool:
+    return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), secret.encode())

@@ -84,8 +84,11 @@ try {
   await page.keyboard.press("Enter");
   await page.waitForSelector(".done");
   expect((await page.locator(".done").textContent()).includes("ended"), "a turn is cancelled by keyboard");
-  await page.goto(`${URL_}/page/agent?id=page/ada`);
+  await page.goto(new URL("agent?id=page/ada", page.url()).href);
   await tabThrough(page, "agent");
+  await page.goto(URL_);
+  await page.waitForSelector("#agents");
+  expect(/\/page\/[^/]+\/$/.test(page.url()), "from the root a session goes on at its own address");
 
   for (const colorScheme of ["light", "dark"]) {
     for (const width of [1280, 360]) {
@@ -104,9 +107,9 @@ try {
       await page.waitForSelector(".messages");
       await audit(page, name("messages"));
       await page.screenshot({ path: `${OUT}/messages-${colorScheme}-${width}.png`, fullPage: true });
-      await page.goto(`${URL_}/?prefix=${encodeURIComponent("<script>")}`);
+      await page.goto(new URL(`.?prefix=${encodeURIComponent("<script>")}`, page.url()).href);
       await audit(page, name("hostile names"));
-      await page.goto(`${URL_}/page/agent?id=nobody`);
+      await page.goto(new URL("agent?id=nobody", page.url()).href);
       await audit(page, name("an error"));
       await page.context().close();
     }

@@ -1,4 +1,4 @@
-// Renews the live turns while somebody looks; all else works without it.
+// Renews the live turns while somebody looks, and finds an open session from "/"; all else works without it.
 const region = document.querySelector("[data-live]");
 const voice = document.querySelector("[data-live-says]");
 const EVERY_MS = 2000;
@@ -22,3 +22,13 @@ async function live() {
 }
 
 if (region && voice) setTimeout(live, EVERY_MS);
+
+// The address of a session is a secret, which the storage of this origin keeps from other ports of the host.
+const { session } = document.body.dataset;
+const known = localStorage.getItem("session");
+if (session) {
+  localStorage.setItem("session", session);
+} else if (known && location.pathname === "/") {
+  localStorage.removeItem("session");
+  location.replace(known);
+}
