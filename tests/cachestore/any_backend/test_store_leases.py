@@ -264,6 +264,29 @@ def test_one_owner_at_a_time_has_leases_of_an_agent_whichever_line_they_are_of(l
     assert store.rollback_agent(NS, "a", 1).version == 2
 
 
+@pytest.mark.parametrize("is_released", [False, True])
+def test_a_lease_of_another_line_fences_the_late_commit_of_whoever_had_the_agent_before(
+    is_released: bool, lab: Lab, store: Store
+) -> None:
+    ada, other = SyntheticAgent(SMALL, 1), SyntheticAgent(TINY, 2)
+    old = store.acquire_lease(NS, "a", KV, "engine-1", 10).token
+    publish(store, "a", ada.turn(30), 0, lease=old)
+    if is_released:
+        store.release_lease(NS, "a", KV, old)
+    lab.clock.pass_s(11)
+    new = store.acquire_lease(NS, "a", kv_identity_hash(TINY), "engine-2", 10).token
+    for call in (
+        lambda: publish(store, "a", ada.turn(30), 1, lease=old),
+        lambda: store.renew_lease(NS, "a", KV, old, 10),
+    ):
+        with pytest.raises(Conflict) as refused:
+            call()
+        assert refused.value.reason == "LEASE_FENCED"
+    publish(store, "a", other.turn(30), 1, lease=new)
+    assert store.acquire_lease(NS, "a", kv_identity_hash(TINY), "engine-2", 10).token == new
+    assert store.acquire_lease(NS, "a", KV, "engine-2", 10).token.generation > old.generation
+
+
 def test_a_fork_over_a_name_waits_for_whoever_runs_its_first_turn(store: Store) -> None:
     publish(store, "source", SyntheticAgent(SMALL, 1).turn(30), 0)
     token = store.acquire_lease(NS, "new", KV, "engine-1", 10).token

@@ -31,8 +31,9 @@ class _Row:
 def acquire_lease(
     rows: Rows, line: LineKey, live: LiveLeases, owner: str, ttl_ms: int, *, begins_anew: bool = False
 ) -> LeaseToken:
-    """Take the lease, or prolong one's own. `begins_anew`: the owner's earlier lease belongs to a process that has
-    ended, and is fenced. Raises FailedPrecondition (LEASE_HELD).
+    """Take the lease, or prolong one's own. Whoever else had the agent, by this line or another, is fenced.
+    `begins_anew`: the owner's earlier lease belongs to a process that has ended, and is fenced, too. Raises
+    FailedPrecondition (LEASE_HELD).
     """
     if barred_s := live.barred_s(line):
         raise held_by("a change of the agent that waits for it", barred_s)
@@ -44,6 +45,10 @@ def acquire_lease(
         is_others = found.token.owner != owner
         generation = found.token.generation + (is_others or found.is_released or begins_anew)
     token = LeaseToken(owner, generation)
+    if found is None or token != found.token:  # nobody else can have had it since this token was given
+        for other, row in _rows_of(rows, LineQuery(line.namespace, line.agent_id)):
+            if other != line and row.token.owner != owner:
+                _fence(rows, other, row)
     _write(rows, line, token, ttl_ms, is_released=False)
     live.grant(line, token, ttl_ms / 1000)
     return token
@@ -81,8 +86,7 @@ def fence_leases(rows: Rows, query: LineQuery, live: LiveLeases) -> None:
         if left_s := _left_s(live, line, found):
             raise held_by(found.token.owner, left_s)
     for line, found in held:
-        fenced = LeaseToken(found.token.owner, found.token.generation + 1)
-        _write(rows, line, fenced, found.ttl_ms, is_released=True)
+        _fence(rows, line, found)
         live.taken_back(line)
 
 
@@ -183,6 +187,12 @@ def _row(columns: tuple[object, ...] | list[object]) -> _Row:
 
 def _unreleased(namespace: str, agent_id: str, row: _Row) -> UnreleasedLease:
     return UnreleasedLease(LineKey(namespace, agent_id, row.kv_identity_hash), row.token, row.ttl_ms)
+
+
+def _fence(rows: Rows, line: LineKey, row: _Row) -> None:
+    """Let no late writer of this row's token extend the line."""
+    fenced = LeaseToken(row.token.owner, row.token.generation + 1)
+    _write(rows, line, fenced, row.ttl_ms, is_released=True)
 
 
 def _write(rows: Rows, line: LineKey, token: LeaseToken, ttl_ms: int, *, is_released: bool) -> None:
