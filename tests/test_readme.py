@@ -16,6 +16,7 @@ PAGES = (
     "README.md",
     "CONTRIBUTING.md",
     "DESIGN.md",
+    "clients/python/README.md",
     "compose/README.md",
     "inference_svc/handover/README.md",
     "inference_svc/edge/neighbour/README.md",
@@ -119,16 +120,16 @@ def _is_public(node: ast.Import | ast.ImportFrom) -> bool:
 
 
 def test_python_examples_use_names_that_exist() -> None:
-    for language, block in _CODE.findall((ROOT / "README.md").read_text()):
+    for language, block in _CODE.findall((ROOT / "clients/python/README.md").read_text()):
         if language == "python":
             imports = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Import | ast.ImportFrom)]
             assert imports
             assert [node for node in imports if not _is_public(node)] == []
-            exec(compile(ast.Module(imports, []), "README.md", "exec"), {})
+            exec(compile(ast.Module(imports, []), "clients/python/README.md", "exec"), {})
 
 
 def test_the_pages_name_every_public_module() -> None:
-    for page in ("README.md", "CHANGELOG.md"):
+    for page in ("README.md", "clients/python/README.md", "CHANGELOG.md"):
         assert [name for name in sorted(PUBLIC) if name not in (ROOT / page).read_text()] == []
 
 
