@@ -20,8 +20,8 @@ from inference_svc.kv.policy import AUTO, PolicyRequest
 from inference_svc.memory.publishing.committing import PublishingLimits
 from inference_svc.model import kvasir_tiny
 from inference_svc.turns.admission import AdmissionLimits
+from inference_svc.turns.engine_parts import TurnLimits
 from inference_svc.turns.outbox import ReaderLimits
-from inference_svc.turns.plan_running import TurnLimits
 
 GIB = 1 << 30
 _COMMAND = "python -m inference_svc"

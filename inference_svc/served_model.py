@@ -24,6 +24,7 @@ from inference_svc.model.model_host import MemoriesLeft
 from inference_svc.model.prompting import Prompting
 from inference_svc.model.weights.digest_check import DigestCheck
 from inference_svc.turns.admission import Admission
+from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.turn_ending import TurnEnding
 from inference_svc.turns.turn_service import TurnService
 from inference_svc.warming import warm_up, warm_up_text
@@ -116,12 +117,12 @@ async def open_served(
     leases = {namespace: new_leases(namespace, store) for namespace, store in stores.items()}
     copies = Copies(engine, admission.publishing)
     publisher = Publisher(engine, copies, settings.publishing, stats, clock, now_ms, leases)
-    turns = TurnService(
+    parts = EngineParts(
         engine,
         prompting,
         Recall(engine, stores, leases=leases, publication_of=publisher.running),
         ReusePlanner(engine, prompting, stores, RestoreCosts(clock)),
-        TurnEnding(engine, prompting, publisher, stores, clock, leases),
+        publisher,
         stores,
         leases,
         settings.turn_limits,
@@ -129,6 +130,7 @@ async def open_served(
         stats,
         clock,
     )
+    turns = TurnService(parts, TurnEnding(parts))
     for each in leases.values():
         each.start()
     giver = new_giver(engine, leases)

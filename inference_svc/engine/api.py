@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
-from kvasir.errors import KvasirError
+from kvasir.errors import FailedPrecondition, KvasirError
 from kvasir.formats.block_file import FileBytes, FileIdentity
 from kvasir.formats.block_hash import BLOCK_TOKENS
 
 from inference_svc.engine.incoming import Incoming
 from inference_svc.formats.constraint import Constraint
+from inference_svc.kv.damage import DamagedFile as DamagedFile
 from inference_svc.model.embedding.pooling import Pooling, Vector
 from inference_svc.text.replies.reasoning_limit import ReasoningLimit
 from inference_svc.text.sequence_state import SequenceState
@@ -67,10 +68,19 @@ class Hot:
     """The engine's own memory of the plan's key is reused: its first `keep_tokens` tokens, which must equal the plan's.
 
     `keep_tokens` may lie anywhere (DIVERGE). If the memory was dropped in between, the engine refuses with
-    FailedPrecondition, reason HOT_MEMORY_GONE; the turn has had no effect then, and may be planned again.
+    HotMemoryGone; the turn has had no effect then, and may be planned again.
     """
 
     keep_tokens: int
+
+
+class HotMemoryGone(FailedPrecondition):
+    """The hot memory of a plan is not there."""
+
+    reason = "HOT_MEMORY_GONE"
+
+    def __init__(self) -> None:
+        super().__init__("the agent's hot memory is not the one planned with")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +90,7 @@ class Restored:
     `token_ids` are all tokens of the files (a block's chain hash covers the whole block). The first `keep_tokens` of
     them are reused and must equal the plan's; `keep_tokens` may cut inside the last file (DIVERGE). `shareable_tokens`
     is the manifest's number or, for blocks found by block hash, all of the tokens. Every file is checked before MLX
-    sees it. A wrong file raises DataLoss (reason BLOB_DAMAGED, metadata "blob" = its index); live state is untouched
-    then, and the turn may be planned again.
+    sees it. A wrong file raises DamagedFile; live state is untouched then, and the turn may be planned again.
     """
 
     blobs: tuple[FileBytes, ...]
@@ -98,7 +107,7 @@ class Restored:
 class RestoredWindow:
     """The files of one window's layers: from a block that the token at `keep_tokens` sees to the end of `token_ids`.
 
-    A wrong file raises DataLoss with "window" beside "blob", which then counts from `first_block`.
+    A wrong file raises DamagedFile with its window; its index then counts from `first_block`.
     """
 
     window: int

@@ -11,7 +11,7 @@ from kvasir.errors import FailedPrecondition
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
 from kvasir.formats.layer_groups import first_touched_block
 
-from inference_svc.engine.api import Restored
+from inference_svc.engine.api import HotMemoryGone, Restored
 from inference_svc.engine.incoming import ArrivingFiles, Incoming
 from inference_svc.engine.sampling import Sampler
 from inference_svc.engine.scheduling.hot_memories import ResidentMemory
@@ -45,13 +45,8 @@ def reuse_of_memory(sequence: Sequence, memory: ResidentMemory | None) -> Reuse:
     """
     keep = memory.kv.start_before(sequence.reusable_tokens) if memory is not None else 0
     if memory is None or not _begins_with(memory.state.token_ids, sequence.plan.token_ids, keep):
-        raise hot_memory_gone()
+        raise HotMemoryGone
     return Reuse(memory.kv, keep, memory.chain, memory.state.shareable_tokens)
-
-
-def hot_memory_gone() -> FailedPrecondition:
-    """The error for a plan whose hot memory is not there."""
-    return FailedPrecondition("the agent's hot memory is not the one planned with", reason="HOT_MEMORY_GONE")
 
 
 def forked_for(sequence: Sequence, reuse: Reuse) -> SequenceKV:

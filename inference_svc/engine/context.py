@@ -3,10 +3,16 @@
 from kvasir.errors import ResourceExhausted
 
 
+class ContextExceeded(ResourceExhausted):
+    """A prompt and its reply do not fit."""
+
+    reason = "CONTEXT_EXCEEDED"
+
+
 def check_fits(
     prompt_tokens: int, max_tokens: int, context_tokens: int, *, field: str = "prompt", is_lower_bound: bool = False
 ) -> None:
-    """Raise ResourceExhausted (CONTEXT_EXCEEDED), the field named, unless both fit. `max_tokens` 0: no token is
+    """Raise ContextExceeded, the field named, unless both fit. `max_tokens` 0: no token is
     generated. `field`: the request's, that the prompt came in. `is_lower_bound`: it has `prompt_tokens` or more.
     """
     if prompt_tokens + min(max_tokens, 1) > context_tokens:
@@ -16,9 +22,8 @@ def check_fits(
         field, found = "sampling.max_tokens", f"{prompt_tokens} prompt tokens and {max_tokens} to generate are more"
     else:
         return
-    raise ResourceExhausted(
+    raise ContextExceeded(
         f"{field}: {found} than the context of {context_tokens}",
-        reason="CONTEXT_EXCEEDED",
         field=field,
         metadata={"prompt_tokens": str(prompt_tokens), "context_tokens": str(context_tokens)},
     )

@@ -9,8 +9,8 @@ from collections.abc import Collection, Hashable
 from kvasir.errors import FailedPrecondition
 from kvasir.formats.block_hash import BLOCK_TOKENS
 
-from inference_svc.engine.api import Hot, Restored
-from inference_svc.engine.beginning import MOST_REWIND_POINTS, Reuse, forked_for, hot_memory_gone, reuse_of_memory
+from inference_svc.engine.api import Hot, HotMemoryGone, Restored
+from inference_svc.engine.beginning import MOST_REWIND_POINTS, Reuse, forked_for, reuse_of_memory
 from inference_svc.engine.scheduling.hot_memories import HotMemories
 from inference_svc.engine.scheduling.memory_ledger import Reservation
 from inference_svc.engine.scheduling.prefix_sharing import prefix_source_of
@@ -67,7 +67,7 @@ class KvRoom:
         assert sequence.swapped is None, "the scheduler admitted a turn without room"
         if sequence.plan.key is not None:
             self.memories.drop(sequence.plan.key)
-        raise hot_memory_gone()
+        raise HotMemoryGone
 
     def give_up(self, sequence: Sequence) -> None:
         """The turn is over, or was preempted. Idempotent."""

@@ -9,7 +9,6 @@ turn is; they come back with all of its KV or not at all.
 import logging
 from collections.abc import Callable
 
-from kvasir.errors import DataLoss
 from kvasir.formats.block_file import FileBytes, FileIdentity
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
 from kvasir.formats.layer_groups import first_touched_block, row_groups
@@ -18,6 +17,7 @@ from kvasir.formats.token_files import file_identities, state_identity
 from inference_svc.engine.beginning import MOST_REWIND_POINTS
 from inference_svc.engine.incoming import ArrivingFiles, Incoming
 from inference_svc.engine.sequence import Sequence, SwappedOut
+from inference_svc.kv.damage import DamagedFile
 from inference_svc.kv.kv_load import KvLoad
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_files import files_of, first_whole_block
@@ -103,7 +103,7 @@ class SwapIn:
                 self.load.cut(self._kept(self._files.ready))
             if not self.load.advance(most_files, meanwhile):
                 return
-        except DataLoss as error:
+        except DamagedFile as error:
             self._leave_out(error)
             self.load = self._begun()
             return
@@ -119,18 +119,18 @@ class SwapIn:
         while self._files.expected:
             try:
                 return self._whole() if self._model.has_rewind_points else self._leading()
-            except DataLoss as error:
+            except DamagedFile as error:
                 self._leave_out(error)
         return KvLoad(SequenceKV(self._pool), (), 0)
 
-    def _leave_out(self, error: DataLoss) -> None:
+    def _leave_out(self, error: DamagedFile) -> None:
         """What is damaged, and all that needs it."""
         logger.warning("swap.damaged")
-        damaged = 0 if self._model.has_rewind_points else int(error.metadata.get("blob", "0"))
+        damaged = 0 if self._model.has_rewind_points else error.blob
         self._files = self._files.leading(min(damaged, self._files.expected - 1))
 
     def _whole(self) -> KvLoad:
-        """All KV: states, and the rows of windows, are those of where they were taken. Raises DataLoss."""
+        """All KV: states, and the rows of windows, are those of where they were taken. Raises DamagedFile."""
         swapped, identity, name = self._swapped, self._model.kv_identity, self._model.kv_identity_hash
         tokens, rest = self._sequence.token_ids[: swapped.tokens], list(map(self._files.take, range(self._files.ready)))
         groups: dict[int, list[CheckedFile]] = {}
@@ -140,14 +140,14 @@ class SwapIn:
             del rest[:count]
         points = swapped.rewind_points if self._model.has_states else ()
         if len(rest) != len(points):
-            raise DataLoss(f"expected {len(points)} state files, got {len(rest)}")
+            raise DamagedFile(f"expected {len(points)} state files, got {len(rest)}")
         states = [check_state(identity, name, blob, tokens[:point]) for blob, point in zip(rest, points, strict=True)]
         files = groups.pop(0, [])
         kv = SequenceKV(self._pool)
         return KvLoad(kv, files, swapped.tokens, states, groups, points=swapped.rewind_points)
 
     def _leading(self) -> KvLoad:
-        """As many leading tokens as the files cover that are expected. Raises DataLoss."""
+        """As many leading tokens as the files cover that are expected. Raises DamagedFile."""
         model, files = self._model, self._files.expected
         tokens = self._sequence.token_ids[: min(files * BLOCK_TOKENS, self._swapped.tokens)]
         checks = FileChecks(model.kv_identity, model.kv_identity_hash, tokens)

@@ -16,11 +16,12 @@ from kvasir.cachestore.v1 import identity_pb2
 from kvasir.formats.layer_groups import layers_of
 
 from inference_svc.kv.attention.host_copy import LANDING_BYTES, Sent, may_send, send
+from inference_svc.kv.damage import DamagedFile
 from inference_svc.kv.page import PAGE_TOKENS, UNIT_BYTES
 from inference_svc.kv.pages.block_table import blocks_of
 from inference_svc.kv.sequence_kv import RewindPoint, SequenceKV
 from inference_svc.kv.state_kv import StateKV
-from inference_svc.kv.tensor_files import Array, CheckedFile, not_finite, page_units, state_arrays
+from inference_svc.kv.tensor_files import Array, CheckedFile, page_units, state_arrays
 
 MOST_FILES = 32  # that are sent to the device at once
 
@@ -204,7 +205,8 @@ def _check(piece: _Piece, found: mx.array) -> None:
     """Raise DataLoss for the first file of a piece that holds what is no number. Waits."""
     is_wrong: Any = found.tolist()
     if any(is_wrong):
-        raise not_finite(piece.first + is_wrong.index(True), piece.group)
+        what = "holds a value that is not finite"
+        raise DamagedFile(what, blob=piece.first + is_wrong.index(True), window=piece.group)
 
 
 def _rewind_point(file: CheckedFile, identity: identity_pb2.KvIdentity) -> RewindPoint:

@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 from kvasir.cachestore.v1 import identity_pb2
-from kvasir.errors import DataLoss
 from kvasir.formats.block_file import (
     FileBytes,
     FileIdentity,
@@ -27,6 +26,7 @@ from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
 from kvasir.formats.layer_groups import layers_of
 from kvasir.formats.token_files import file_identities, state_identity
 
+from inference_svc.kv.damage import DamagedFile
 from inference_svc.kv.page import UNIT_BYTES
 
 # bfloat16 is unknown to numpy: its 16 bits travel as they are.
@@ -96,7 +96,8 @@ class FileChecks:
     def check_count(self, files: int) -> None:
         """Raises DataLoss unless there are as many files as there must be."""
         if files != (expected := len(self._expected)):
-            raise _damaged(min(files, expected), f"expected {expected} tensor files, got {files}", self._group)
+            what = f"expected {expected} tensor files, got {files}"
+            raise DamagedFile(what, blob=min(files, expected), window=self._group)
 
     def checked(self, index: int, data: FileBytes) -> CheckedFile:
         """A file whose header names, and whose tensors fit, what must be there. Raises DataLoss that names the file."""
@@ -104,7 +105,7 @@ class FileChecks:
         try:
             return _checked(self._identity, self._schemas[expected.tokens], expected, data)
         except HeaderError as error:
-            raise _damaged(index, str(error), self._group) from None
+            raise DamagedFile(str(error), blob=index, window=self._group) from None
 
 
 def check_files(
@@ -133,7 +134,7 @@ def check_state(
     try:
         return _checked(identity, Schema.of(expected_state_tensors(identity)), expected, blob)
     except HeaderError as error:
-        raise _damaged_state(expected, str(error)) from None
+        raise DamagedFile(str(error), state=expected.tokens) from None
 
 
 def state_arrays(file: CheckedFile) -> list[tuple[TensorSpec, Array]]:
@@ -141,7 +142,8 @@ def state_arrays(file: CheckedFile) -> list[tuple[TensorSpec, Array]]:
     specs, arrays = file.header.tensors, list(_views(file))
     for spec, array in zip(specs, arrays, strict=True):
         if not _is_finite(array, spec.dtype):
-            raise _damaged_state(file.header.identity, f"{spec.name}: holds a value that is not finite")
+            what = f"{spec.name}: holds a value that is not finite"
+            raise DamagedFile(what, state=file.header.identity.tokens)
     # Behind an odd number of halves a tensor of wider numbers is not aligned.
     return [(spec, np.require(array[None], requirements="A")) for spec, array in zip(specs, arrays, strict=True)]
 
@@ -168,11 +170,6 @@ def exponents(identity: identity_pb2.KvIdentity, group: int) -> Array:
     return np.concatenate(
         [np.full(spec.size_bytes // UNIT_BYTES, _EXPONENTS.get(spec.dtype, 0), np.uint16) for spec in specs]
     )
-
-
-def not_finite(index: int, group: int) -> DataLoss:
-    """The error for a file with a scale, bias or exact value that is not finite."""
-    return _damaged(index, "holds a value that is not finite", group)
 
 
 def _views(file: CheckedFile) -> Iterator[Array]:
@@ -212,14 +209,3 @@ def _difference(expected: FileIdentity, found: FileIdentity) -> str:
     names = ("kind", "kv_identity_hash", "window", "start", "tokens", "chain")
     wrong = next(name for name in names if getattr(expected, name) != getattr(found, name))
     return f"{wrong}: expected {getattr(expected, wrong)}, found {getattr(found, wrong)}"
-
-
-def _damaged_state(identity: FileIdentity, what: str) -> DataLoss:
-    tokens = str(identity.tokens)
-    return DataLoss(f"state file of {tokens} tokens: {what}", metadata={"state": tokens})
-
-
-def _damaged(index: int, what: str, group: int) -> DataLoss:
-    """`index` is the file's place among the given files of its group."""
-    place = {"blob": str(index), **({"window": str(group)} if group else {})}
-    return DataLoss(f"tensor file {index}{f' of window {group}' if group else ''}: {what}", metadata=place)

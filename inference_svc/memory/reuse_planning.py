@@ -15,7 +15,7 @@ from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain
 from kvasir.formats.digest import Digest
 from kvasir.formats.layer_groups import row_groups
 
-from inference_svc.engine.api import Cold, Hot, Restored, RestoredWindow, Reuse, Started
+from inference_svc.engine.api import Cold, DamagedFile, Hot, Restored, RestoredWindow, Reuse, Started
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory, as_hot
 from inference_svc.memory.outcomes import Miss, MissReason, Source
@@ -97,6 +97,26 @@ class _Candidate:
     windows: Mapping[int, StoredWindow] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Avoid:
+    """What of a memory's files may be used after the engine refused others."""
+
+    files: int | None = None  # so many leading tensor files; None: all
+    last_rewind_point: int | None = None  # no state behind it; None: all
+    has_windows: bool = True
+
+    def also(self, refused: DamagedFile) -> tuple["Avoid", str]:
+        """The same after another refusal, and which file that was."""
+        if point := refused.state:
+            return replace(self, last_rewind_point=point - 1), f"the state of {point} tokens"
+        if refused.window:
+            return replace(self, has_windows=False), f"a tensor file of window {refused.window}"
+        return replace(self, files=refused.blob), f"tensor file {refused.blob} of the memory"
+
+
+NOTHING_REFUSED = Avoid()
+
+
 class ReusePlanner:
     """Plans prompts for one engine: which KV they reuse."""
 
@@ -118,20 +138,15 @@ class ReusePlanner:
         budget: Budget,
         hold: Callable[[int], Awaitable[None]],
         given: Tokenized | None = None,
-        usable_files: int | None = None,
-        usable_rewind_point: int | None = None,
-        usable_windows: bool = True,
+        avoid: Avoid = NOTHING_REFUSED,
         generates: bool = True,
     ) -> Prepared:
         """Compare the prompt with the memory, then with shared blocks, and read the KV that is reused from the store.
         `given`: the prompt's tokens, where it came as tokens; they are compared then, and not the text.
 
         `hold` is awaited with the number of bytes that will be read: the caller gives out the memory for them, and the
-        wait for it does not count as the store's time. `usable_files`: how many leading tensor files of the memory may
-        be used, after the engine refused the next one. `usable_rewind_point`: the last rewind point whose state may be
-        used, after the engine refused a later one. `usable_windows`: False after the engine refused a file of a window.
-        `generates`: False when only the prompt is computed; then all of it
-        may be reused.
+        wait for it does not count as the store's time. `avoid`: what the engine refused. `generates`: False when only
+        the prompt is computed; then all of it may be reused.
         """
         if recollection.kv_from is Source.HOT and recollection.memory is not None:
             recollection = replace(recollection, memory=as_hot(recollection.memory))
@@ -145,22 +160,22 @@ class ReusePlanner:
         miss = recollection.miss or _text_miss(recollection, candidate.match, text)
         store = self._stores.get(namespace)
         if self._engine.model.has_states:
-            candidate, no_point = _at_rewind_point(candidate, recollection.memory, usable_rewind_point)
+            candidate, no_point = _at_rewind_point(candidate, recollection.memory, avoid.last_rewind_point)
             miss = miss or no_point
         if candidate.windows and candidate.source is not Source.HOT:  # the engine knows how far a hot one can go back
-            lengths = _lengths(candidate, self._engine.model.has_states) if usable_windows else []
+            lengths = _lengths(candidate, self._engine.model.has_states) if avoid.has_windows else []
             if lengths[:1] != [candidate.keep]:
                 what = f"the windows of {candidate.keep} tokens are not stored"
                 miss = miss or Miss(MissReason.NO_STATE_POINT, what)
                 keep = max(lengths, default=0)
                 nothing = _Candidate(candidate.tokens, 0, Source.COLD, candidate.match)
                 candidate = replace(candidate, keep=keep) if keep else nothing
-        if store is not None and usable_files is None and usable_windows and not self._engine.model.has_states:
+        if store is not None and avoid.files is None and avoid.has_windows and not self._engine.model.has_states:
             candidate, shared_miss = await self._by_block_hashes(store, candidate, text, given, namespace, budget)
             miss = miss or shared_miss
         candidate, cheaper = self._cheaper(namespace, candidate)
         miss = cheaper or miss
-        reuse, reading, read_miss = await self._reuse(candidate, usable_files, store, budget, hold)
+        reuse, reading, read_miss = await self._reuse(candidate, avoid.files, store, budget, hold)
         kept = 0 if isinstance(reuse, Cold) else reuse.keep_tokens
         return Prepared(
             text=text,

@@ -2,18 +2,17 @@
 
 import contextlib
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 
 from kvasir import errors
 
 from inference_svc.memory.line_leases import MOVED, LineLeases
 from inference_svc.memory.outcomes import Source
-from inference_svc.memory.recall import NOTHING_REMEMBERED, Recall, Recollection
+from inference_svc.memory.recall import NOTHING_REMEMBERED, Recollection
 from inference_svc.memory.store.answers import StoreMiss
 from inference_svc.memory.store.patience import Budget
-from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.trust import LEASE_TTL_S, Version
+from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.turn_state import BegunTurn, TurnState
 
 # Another engine releases a line within milliseconds of the request, unless a turn of it still runs.
@@ -29,10 +28,8 @@ class MemoryMovedError(Exception):
 class AgentLines:
     """Asks for the turns of one engine. Each store, and its leases, is one namespace's."""
 
-    def __init__(self, recall: Recall, stores: Mapping[str, RemoteCache], leases: Mapping[str, LineLeases]) -> None:
-        self._recall = recall
-        self._stores = stores
-        self._leases = leases
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
 
     def using(self, turn: TurnState) -> contextlib.AbstractContextManager[None]:
         """No other engine gets the turn's line meanwhile."""
@@ -43,7 +40,7 @@ class AgentLines:
         """The leases, for a turn that extends a line. One that only reads takes no other engine's."""
         if turn.key is None or turn.request.is_read_only:
             return None
-        return self._leases.get(turn.key.namespace)
+        return self._parts.leases.get(turn.key.namespace)
 
     async def newest(self, turn: TurnState, budget: Budget) -> Recollection:
         """The agent's memory, and the right to extend it. Raises Unavailable (AGENT_HELD_ELSEWHERE) if another engine
@@ -53,16 +50,16 @@ class AgentLines:
         assert turn.key is not None
         leases, agent_id = self._leases_for(turn), turn.request.agent_id
         if leases is not None:
-            turn.event_cursor = turn.event_cursor or self._stores[turn.request.namespace].event_cursor
+            turn.event_cursor = turn.event_cursor or self._parts.stores[turn.request.namespace].event_cursor
             leases.begin(agent_id)
-        recollection = await self._recall.newest(turn.key, budget)
+        recollection = await self._parts.recall.newest(turn.key, budget)
         if leases is not None and leases.is_elsewhere(agent_id) and recollection.head is not None:
             try:
                 await leases.obtain(agent_id, _LEASE_WAIT_S)
             except errors.KvasirError as error:
                 if error.reason in ("AGENT_HELD_ELSEWHERE", *MOVED):
                     raise
-            recollection = await self._recall.newest(turn.key, budget)
+            recollection = await self._parts.recall.newest(turn.key, budget)
         return recollection
 
     async def check(self, turn: TurnState, budget: Budget) -> None:
@@ -76,7 +73,7 @@ class AgentLines:
             return
         with budget.spending():
             await leases.answered(agent_id, budget.remaining_s)
-        if leases.is_elsewhere(agent_id) and self._stores[namespace].is_reachable:
+        if leases.is_elsewhere(agent_id) and self._parts.stores[namespace].is_reachable:
             raise MemoryMovedError
 
     async def recall_parent(self, turn: TurnState, begun: BegunTurn, budget: Budget) -> None:
@@ -86,9 +83,9 @@ class AgentLines:
         if turn.key is None:
             turn.recollection = NOTHING_REMEMBERED
             return
-        if (store := self._stores.get(turn.key.namespace)) is not None:
+        if (store := self._parts.stores.get(turn.key.namespace)) is not None:
             turn.event_cursor = store.event_cursor
-        found = await self._recall.newest(turn.key, budget)
+        found = await self._parts.recall.newest(turn.key, budget)
         if found.head is None:
             raise errors.Unavailable(
                 f"the agent's newest version cannot be asked now ({found.miss.detail if found.miss else ''})",
@@ -116,7 +113,7 @@ class AgentLines:
         """Whether the agent's newest version here came by a move from its owner."""
         budget = Budget(_LEASE_WAIT_S, 1.0, time.monotonic)
         with contextlib.suppress(StoreMiss):
-            heads = await self._stores[turn.request.namespace].heads(turn.request.agent_id, "", budget)
+            heads = await self._parts.stores[turn.request.namespace].heads(turn.request.agent_id, "", budget)
             return heads is not None and heads.newest.is_moved
         return False
 

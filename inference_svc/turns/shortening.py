@@ -24,12 +24,12 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.on_full import OnFull, OnFullPolicy
 
 from inference_svc.engine.api import Ended, SamplingParams
-from inference_svc.engine.engine import Engine
+from inference_svc.engine.context import ContextExceeded
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.reuse_planning import Prepared
 from inference_svc.memory.store.patience import Budget
-from inference_svc.model.prompting import Prompting, Tokenized
+from inference_svc.model.prompting import Tokenized
 from inference_svc.text.conversation import dialogue, json_of_messages, render
 from inference_svc.text.shortening import (
     FULL_SHARE,
@@ -42,7 +42,7 @@ from inference_svc.text.shortening import (
     summary_of,
     with_summary,
 )
-from inference_svc.turns.outbox import Outbox
+from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.prompt_text import prompt_text
 from inference_svc.turns.turn_data import MessagesInput, Shortening, TurnRequest
 from inference_svc.turns.turn_ending import TurnEnding
@@ -62,23 +62,19 @@ class Serving:
     newest: Callable[[TurnState, Budget], Awaitable[Recollection]]
     plan_and_run: Callable[[TurnState, Recollection, str, Budget], Awaitable[tuple[Recollection, Prepared, Ended]]]
     counted: Callable[[TurnState], AbstractContextManager[None]]
-    budget: Callable[[], Budget]
-    outbox: Callable[[], Outbox]
-    clock: Callable[[], float]
 
 
 class MemoryShortener:
     """Shortens the conversations of one model's turns."""
 
-    def __init__(self, prompting: Prompting, ending: TurnEnding, serving: Serving, engine: Engine) -> None:
-        self._prompting = prompting
+    def __init__(self, parts: EngineParts, ending: TurnEnding, serving: Serving) -> None:
+        self._parts = parts
         self._ending = ending
         self._serving = serving
-        self._engine = engine
 
     @property
     def _context_tokens(self) -> int:
-        return self._engine.model.context_tokens
+        return self._parts.engine.model.context_tokens
 
     def _most_prompt_tokens(self, request: TurnRequest) -> int:
         """Beside the tokens that the turn may generate."""
@@ -92,7 +88,7 @@ class MemoryShortener:
     def _most_summary_tokens(self) -> int:
         return min(_MOST_SUMMARY_TOKENS, self._context_tokens // _SUMMARY_SHARE)
 
-    async def before_reply(self, turn: TurnState, recollection: Recollection, refusal: errors.ResourceExhausted) -> str:
+    async def before_reply(self, turn: TurnState, recollection: Recollection, refusal: ContextExceeded) -> str:
         """The prompt of a turn that does not fit, without its oldest messages. Raises the refusal where messages may
         not be left out, or where the last question is too long by itself.
         """
@@ -108,7 +104,7 @@ class MemoryShortener:
             raise refusal
         turn.messages, turn.shortened = found.messages, found.shortened
         turn.shortening = Shortening(setting.policy, found.dropped, len(found.messages), before_reply=True)
-        text, turn.dialogue = await prompt_text(self._prompting, turn.request, found.messages, turn.clock)
+        text, turn.dialogue = await prompt_text(self._parts.prompting, turn.request, found.messages, turn.clock)
         return text
 
     async def after_reply(self, turn: TurnState, recollection: Recollection, memory: AgentMemory) -> None:
@@ -132,7 +128,7 @@ class MemoryShortener:
         """Make the shorter memory the agent's next version. The turn's reader has its end already."""
         assert turn.shorter is not None
         assert turn.whole is not None
-        setting, budget, kept, memory = turn.on_full, self._serving.budget(), turn.shorter, turn.whole
+        setting, budget, kept, memory = turn.on_full, self._parts.budget(), turn.shorter, turn.whole
         if not _is_newest(memory, await self._serving.newest(turn, budget)):
             return
         messages, shortened = kept.messages, manifest_pb2.Shortened()
@@ -149,7 +145,7 @@ class MemoryShortener:
             newest = await self._serving.newest(follow, budget)
             if not _is_newest(memory, newest):  # a rollback, or another engine, came while the summary was made
                 return
-            text, follow.dialogue = await prompt_text(self._prompting, follow.request, messages[:-1], turn.clock)
+            text, follow.dialogue = await prompt_text(self._parts.prompting, follow.request, messages[:-1], turn.clock)
             transcript, said = memory.transcript, memory.turn
             follow.spoken = Tokenized(
                 transcript.token_ids[said.prompt_tokens :], tuple(transcript.token_chars[said.prompt_tokens :])
@@ -163,13 +159,14 @@ class MemoryShortener:
         appended, sampling = MessagesInput((question,), is_append=True), SamplingParams(self._most_summary_tokens)
         asking = self._following(turn, appended, sampling, is_read_only=True)
         asking.messages = (*memory.messages, question)
-        budget = self._serving.budget()
+        budget = self._parts.budget()
         try:
             with self._serving.counted(asking):
                 newest = await self._serving.newest(asking, budget)
                 given = asking.messages
-                text, asking.dialogue = await prompt_text(self._prompting, asking.request, given, turn.clock)
-                asked = await self._prompting.run(turn.request.namespace, lambda: self._prompting.tokenize(text))
+                text, asking.dialogue = await prompt_text(self._parts.prompting, asking.request, given, turn.clock)
+                prompting = self._parts.prompting
+                asked = await prompting.run(turn.request.namespace, lambda: prompting.tokenize(text))
                 room = min(self._most_summary_tokens, self._context_tokens - len(asked.ids))
                 if room < _FEWEST_SUMMARY_TOKENS:
                     return ""
@@ -178,7 +175,7 @@ class MemoryShortener:
         except errors.KvasirError as error:
             _LOG.warning("memory.no_summary", request_id=turn.request.request_id, reason=error.reason)
             return ""
-        reader = reply_reader(asking.request, self._prompting, text)
+        reader = reply_reader(asking.request, self._parts.prompting, text)
         return (reader.push(ended.text).answer + reader.end("").answer).strip()
 
     def _following(
@@ -196,8 +193,8 @@ class MemoryShortener:
             is_read_only=is_read_only,
             begun=None if is_read_only else turn.request.begun,
         )
-        task = TurnTask(self._serving.outbox())
-        arrived = self._serving.clock()
+        task = TurnTask(self._parts.outbox())
+        arrived = self._parts.clock()
         return TurnState(request, task, arrived=arrived, clock=turn.clock, tools_order=turn.tools_order)
 
     def _kept_tokens(self, request: TurnRequest, setting: OnFull) -> int:
@@ -224,7 +221,7 @@ class MemoryShortener:
         request = turn.request
         objects = request.objects.also(json_of_messages(messages, "remembered_messages"))
         objects.check_size()
-        counter = await self._prompting.twin(request.namespace)
+        counter = await self._parts.prompting.twin(request.namespace)
         await counter.read(request.namespace, objects)
 
         template = counter.template_at(turn.clock, request.template_settings)

@@ -4,7 +4,7 @@ A retry begins and ends here: its reply is replayed from memory.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,22 +14,19 @@ from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.server.traces import told
 
 from inference_svc.engine.api import AgentKey, Ended, FinishReason, Timings
-from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory, Ahead, PublicationState, nothing_yet
-from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState, Source
-from inference_svc.memory.publishing.copies import Copies
-from inference_svc.memory.publishing.publisher import Publisher
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.reuse_planning import Prepared
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model.model_host import MemoriesLeft
-from inference_svc.model.prompting import Prompting, RememberedReply
+from inference_svc.model.prompting import RememberedReply
 from inference_svc.text.literal_text import without_guards
 from inference_svc.text.prefix_matching import Outcome, RememberedText
 from inference_svc.text.replies.remembered_reply import Said, reply_message
 from inference_svc.text.template_names import REASONING
 from inference_svc.turns.continuing import Continuation
+from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.turn_data import TurnDelta, TurnFinished, TurnStarted, Warmed
 from inference_svc.turns.turn_state import TurnState, may_follow, reply_reader
 
@@ -41,40 +38,27 @@ _TELL_EVERY_S = 5.0  # `kvasir up` and `kvasir down` wait for a service whose lo
 class TurnEnding:
     """Ends turns of one engine."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        prompting: Prompting,
-        publisher: Publisher,
-        stores: Mapping[str, RemoteCache],
-        clock: Callable[[], float],
-        leases: Mapping[str, LineLeases] | None = None,
-    ) -> None:
-        self._engine = engine
-        self._prompting = prompting
-        self._publisher = publisher
-        self._stores = stores
-        self._leases = {} if leases is None else leases  # an empty one may be filled
-        self._clock = clock
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
 
     async def store_hot(self, patience_s: float) -> MemoriesLeft:
         """Store the hot memories that are not in the store, until nothing has moved for `patience_s`. No turn runs.
         The log says that it goes on."""
-        hot = {key: self._engine.hot_tag(key) for key in self._engine.hot_keys()}
+        hot = {key: self._parts.engine.hot_tag(key) for key in self._parts.engine.hot_keys()}
         memories = {key: tag for key, tag in hot.items() if isinstance(tag, AgentMemory)}
         storing = [
             asyncio.create_task(self._store_owed(key, memory, store))
             for key, memory in memories.items()
-            if not memory.publication.is_safe and (store := self._stores.get(key.namespace)) is not None
+            if not memory.publication.is_safe and (store := self._parts.stores.get(key.namespace)) is not None
         ]
-        began = told_at = self._clock()
+        began = told_at = self._parts.clock()
         give_up = began + patience_s
-        while (rest := [task for task in storing if not task.done()]) and self._clock() < give_up:
+        while (rest := [task for task in storing if not task.done()]) and self._parts.clock() < give_up:
             await asyncio.wait(rest, timeout=min(_LOOK_S, patience_s))
-            if any(store.has_moved_within(_LOOK_S) for store in self._stores.values()):
-                give_up = self._clock() + patience_s
-                if self._clock() - told_at >= _TELL_EVERY_S:
-                    told_at = self._clock()
+            if any(store.has_moved_within(_LOOK_S) for store in self._parts.stores.values()):
+                give_up = self._parts.clock() + patience_s
+                if self._parts.clock() - told_at >= _TELL_EVERY_S:
+                    told_at = self._parts.clock()
                     _LOG.warning("engine.storing", memories_left=len(rest), since_s=round(told_at - began))
         for task in storing:
             task.cancel()
@@ -87,19 +71,15 @@ class TurnEnding:
         if memory.publication.task is not None:
             await asyncio.wait({memory.publication.task})
         if answers:
-            await self._publisher.publish_owed(key, memory, store)
+            await self._parts.publisher.publish_owed(key, memory, store)
 
     def close(self) -> None:
         """Nothing is tried again from now on."""
-        self._publisher.close()
-
-    @property
-    def copies(self) -> Copies:
-        return self._publisher.copies
+        self._parts.publisher.close()
 
     async def drain(self, patience_s: float) -> None:
         """Wait for the running publications."""
-        await self._publisher.drain(patience_s)
+        await self._parts.publisher.drain(patience_s)
 
     async def remember(
         self, turn: TurnState, recollection: Recollection, prepared: Prepared, ended: Ended
@@ -109,7 +89,7 @@ class TurnEnding:
             return None
         request, calls = turn.request, turn.reader.calls
         is_trusted = turn.is_text_own and recollection.is_text_own
-        said, messages = await self._prompting.run(
+        said, messages = await self._parts.prompting.run(
             request.namespace,
             lambda: self._said(turn, prepared.text, ended, calls, is_trusted=is_trusted),
         )
@@ -159,7 +139,7 @@ class TurnEnding:
         memory: AgentMemory | None,
     ) -> None:
         """Publish the new memory, and tell the reader how the turn ended."""
-        calls, ended_s = turn.reader.calls, self._clock()
+        calls, ended_s = turn.reader.calls, self._parts.clock()
         snapshot = self._unkept(turn)
         if turn.key is not None and memory is not None:
             snapshot = await self._keep(turn, turn.key, recollection, memory)
@@ -176,19 +156,19 @@ class TurnEnding:
                     queue_s=turn.queue_s + timings.queue_s,
                     restore_s=turn.restore_s + timings.restore_s,
                     prefill_s=timings.prefill_s,
-                    first_token_s=(turn.first_token_at or self._clock()) - turn.arrived,
+                    first_token_s=(turn.first_token_at or self._parts.clock()) - turn.arrived,
                     decode_s=timings.decode_s,
                 ),
                 snapshot=snapshot,
                 tool_calls=tuple(calls),
                 memory_tokens=len(memory.transcript.token_ids) if memory is not None else 0,
-                context_tokens=self._engine.model.context_tokens,
+                context_tokens=self._parts.engine.model.context_tokens,
                 shortening=turn.shortening,
             )
         )
         if turn.last_token_at is not None:
-            self._publisher.told(turn.request.namespace, self._clock() - turn.last_token_at)
-        self._trace(turn, prepared, ended, self._clock() - ended_s)
+            self._parts.publisher.told(turn.request.namespace, self._parts.clock() - turn.last_token_at)
+        self._trace(turn, prepared, ended, self._parts.clock() - ended_s)
         _LOG.info(
             "turn.finished",
             request_id=turn.request.request_id,
@@ -203,7 +183,7 @@ class TurnEnding:
     def _trace(self, turn: TurnState, prepared: Prepared, ended: Ended, ended_ago_s: float) -> None:
         """Tell the parts of a turn, which ended so long ago; since then its memory was stored."""
         timings, queue_s = ended.timings, turn.queue_s + ended.timings.queue_s
-        told("queue", self._clock() - turn.arrived - queue_s, queue_s, {})
+        told("queue", self._parts.clock() - turn.arrived - queue_s, queue_s, {})
         told("commit", 0.0, ended_ago_s, {})
         told("decode", ended_ago_s, timings.decode_s, {"completion_tokens": ended.completion_tokens})
         ended_ago_s += timings.decode_s
@@ -242,7 +222,7 @@ class TurnEnding:
         state, memory = ended.state, recollection.memory
         if memory is None or memory.transcript.token_ids != state.token_ids:
             transcript = RememberedText(prepared.text, state.token_ids, state.token_chars)
-            base = memory or nothing_yet(recollection.head, self._engine.model.tokenizer_digest)
+            base = memory or nothing_yet(recollection.head, self._parts.engine.model.tokenizer_digest)
             memory = replace(
                 base, ahead=Ahead(transcript, prepared.stored_blocks, state.shareable_tokens, state.rewind_points)
             )
@@ -290,7 +270,7 @@ class TurnEnding:
             messages=messages,
             turn=made_by,
             shareable_tokens=state.shareable_tokens,
-            tokenizer_digest=self._engine.model.tokenizer_digest,
+            tokenizer_digest=self._parts.engine.model.tokenizer_digest,
             publication=PublicationState(
                 head=previous.head if previous is not None else recollection.head,
                 is_head=False,
@@ -316,16 +296,16 @@ class TurnEnding:
 
     def _tag(self, key: AgentKey, memory: AgentMemory) -> None:
         """Attach the memory to its hot KV."""
-        store, publication = self._stores.get(key.namespace), memory.publication
+        store, publication = self._parts.stores.get(key.namespace), memory.publication
         if store is not None and publication.owing is None:
-            self._publisher.owe(key, publication, store)
-        self._engine.tag_hot(key, memory, publication.owing)
+            self._parts.publisher.owe(key, publication, store)
+        self._parts.engine.tag_hot(key, memory, publication.owing)
 
     def _said(
         self, turn: TurnState, prompt: str, ended: Ended, calls: Sequence[manifest_pb2.ToolCall], *, is_trusted: bool
     ) -> tuple[RememberedReply, tuple[manifest_pb2.Message, ...]]:
         """Text and messages to remember. On the tokenizer's thread."""
-        prompting = self._prompting
+        prompting = self._parts.prompting
         said = prompting.remembered_reply(prompt, ended.prompt_tokens, ended.generated_text, ended.text, ended.state)
         if turn.dialogue is None:
             return said, ()
@@ -350,14 +330,14 @@ class TurnEnding:
         return said, (*turn.messages, reply)
 
     def _generation(self, key: AgentKey) -> int:
-        leases = self._leases.get(key.namespace)
+        leases = self._parts.leases.get(key.namespace)
         return leases.generation(key.agent_id) if leases is not None else 0
 
     async def _keep(
         self, turn: TurnState, key: AgentKey, recollection: Recollection, memory: AgentMemory
     ) -> SnapshotOutcome:
         """Publish a memory; the outcome, as far as the reader is made to wait for it."""
-        store = self._stores.get(key.namespace)
+        store = self._parts.stores.get(key.namespace)
         if store is None:
             reason = "this engine has no store for the namespace; a new one wants `kvasir reload`"
             return SnapshotOutcome(SnapshotState.NONE, reason=reason)
@@ -366,10 +346,10 @@ class TurnEnding:
         )
         publication = memory.publication
         # The engine takes it before it begins another turn of the agent, for which it is asked later.
-        asked = turn.pinning or self.copies.pin(key, len(publication.blocks), publication.windows)
+        asked = turn.pinning or self._parts.copies.pin(key, len(publication.blocks), publication.windows)
         turn.pinning = None
-        self._publisher.publish(key, memory, asked, store, previous, turn.stream)
-        return await self._publisher.outcome(key.namespace, memory, store)
+        self._parts.publisher.publish(key, memory, asked, store, previous, turn.stream)
+        return await self._parts.publisher.outcome(key.namespace, memory, store)
 
     async def replay(self, turn: TurnState, recollection: Recollection, memory: AgentMemory) -> None:
         """Send the reply and the outcome of a turn that was done before. Nothing is computed or stored twice."""
@@ -383,12 +363,12 @@ class TurnEnding:
         began = TurnStarted(prompt_tokens, prompt_tokens, Source.REPLAY, Outcome.EXACT, parent, prompt_ids=ids)
         turn.running.tell(began)
         transcript = memory.transcript.text
-        reader = reply_reader(request, self._prompting, transcript[: remembered.prompt_chars])
+        reader = reply_reader(request, self._parts.prompting, transcript[: remembered.prompt_chars])
         behind = without_guards(transcript[remembered.prompt_chars :]).removeprefix(remembered.reply)
         part = reader.whole(remembered.reply, behind)
         turn.running.tell(TurnDelta(part.answer, token_ids, part.reasoning))
         snapshot = await self._outcome_again(turn, recollection, memory)
-        elapsed_s = self._clock() - turn.arrived
+        elapsed_s = self._parts.clock() - turn.arrived
         turn.running.tell(
             TurnFinished(
                 finish_reason=remembered.finish_reason,
@@ -406,13 +386,13 @@ class TurnEnding:
     async def _outcome_again(self, turn: TurnState, recollection: Recollection, memory: AgentMemory) -> SnapshotOutcome:
         """The outcome of a turn that is replayed. A memory that was never stored is published now."""
         key, publication = turn.key, memory.publication
-        store = self._stores.get(key.namespace) if key is not None else None
+        store = self._parts.stores.get(key.namespace) if key is not None else None
         if publication.is_head and publication.head is not None:
             return SnapshotOutcome(SnapshotState.COMMITTED, publication.head.version, "", publication.head.manifest)
         if store is None or key is None:
             return SnapshotOutcome(SnapshotState.NONE)
         if publication.is_being_published:
-            return await self._publisher.outcome(key.namespace, memory, store)
+            return await self._parts.publisher.outcome(key.namespace, memory, store)
         return await self._keep(turn, key, replace(recollection, memory=None), memory)
 
 

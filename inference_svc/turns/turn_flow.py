@@ -14,7 +14,7 @@ is still stored.
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 
 import structlog
@@ -22,21 +22,16 @@ from kvasir import errors
 from kvasir.cachestore.v1 import manifest_pb2
 
 from inference_svc.engine.api import AgentKey, Cold, Ended
-from inference_svc.engine.engine import Engine
-from inference_svc.memory.line_leases import MOVED, LineLeases
+from inference_svc.engine.context import ContextExceeded
+from inference_svc.memory.line_leases import MOVED
 from inference_svc.memory.outcomes import Source
-from inference_svc.memory.recall import NOTHING_REMEMBERED, Recall, Recollection
-from inference_svc.memory.reuse_planning import Prepared, ReusePlanner
-from inference_svc.memory.service_stats import ServiceStats
+from inference_svc.memory.recall import NOTHING_REMEMBERED, Recollection
+from inference_svc.memory.reuse_planning import Prepared
 from inference_svc.memory.store.patience import Budget
-from inference_svc.memory.store.remote_cache import RemoteCache
-from inference_svc.model.prompting import Prompting
 from inference_svc.text.prefix_matching import Outcome
-from inference_svc.turns import replay
-from inference_svc.turns.admission import Admission
 from inference_svc.turns.agent_lines import AgentLines, MemoryMovedError
-from inference_svc.turns.outbox import Outbox
-from inference_svc.turns.plan_running import PlanRunner, TurnLimits, moved_away
+from inference_svc.turns.engine_parts import EngineParts
+from inference_svc.turns.plan_running import PlanRunner, moved_away
 from inference_svc.turns.prompt_text import (
     drop_notes,
     find_difference,
@@ -63,6 +58,8 @@ from inference_svc.turns.turn_state import (
     check_existing,
     check_parent,
     continuation,
+    is_retry,
+    is_whole,
     what_is_left_out,
     whole_conversation,
 )
@@ -75,47 +72,20 @@ _MAX_SERVINGS = 4
 class TurnFlow:
     """Serves the turns of one engine, each in a task of its own. Made on the event loop that will run it."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        prompting: Prompting,
-        recall: Recall,
-        planner: ReusePlanner,
-        ending: TurnEnding,
-        stores: Mapping[str, RemoteCache],
-        leases: Mapping[str, LineLeases],
-        limits: TurnLimits,
-        admission: Admission,
-        stats: ServiceStats,
-        clock: Callable[[], float],
-    ) -> None:
-        self._prompting = prompting
-        self._recall = recall
+    def __init__(self, parts: EngineParts, ending: TurnEnding) -> None:
+        self._parts = parts
         self._ending = ending
-        self._stores = stores
-        self._limits = limits
-        self._stats = stats
-        self._clock = clock
-        self._lines = AgentLines(recall, stores, leases)
-        self._plans = PlanRunner(
-            engine, prompting, recall, planner, self._lines, ending.copies, stores, limits, admission, stats, clock
-        )
+        self._lines = AgentLines(parts)
+        self._plans = PlanRunner(parts, self._lines)
         self._order: dict[AgentKey, asyncio.Lock] = {}
         self._waiting: Counter[AgentKey] = Counter()
-        serving = Serving(
-            newest=self._lines.newest,
-            plan_and_run=self._plans.plan_and_run,
-            counted=self._counted,
-            budget=self._budget,
-            outbox=lambda: Outbox(limits.reader, clock),
-            clock=clock,
-        )
-        self._shortener = MemoryShortener(prompting, ending, serving, engine)
+        serving = Serving(self._lines.newest, self._plans.plan_and_run, self._counted)
+        self._shortener = MemoryShortener(parts, ending, serving)
 
     async def run(self, turn: TurnState) -> None:
         """The turn from its arrival to its end. Its reader gets an end whatever happens."""
         request, running = turn.request, turn.running
-        counters = self._stats.of(request.namespace)
+        counters = self._parts.stats.of(request.namespace)
         counters.turns += 1
         end = "failed"
         running.task = asyncio.current_task()
@@ -125,9 +95,9 @@ class TurnFlow:
                 if running.is_cancelled:
                     raise errors.Cancelled("the turn was cancelled")
                 async with self._in_order(request):
-                    await self._prompting.read(request.namespace, request.objects)
+                    await self._parts.prompting.read(request.namespace, request.objects)
                     if turn.taken is None:  # else the engine that began it has told how long it waited
-                        turn.queue_s = self._clock() - turn.arrived
+                        turn.queue_s = self._parts.clock() - turn.arrived
                     with self._lines.using(turn):
                         await (self._serve(turn) if turn.taken is None else self._go_on(turn, turn.taken))
                         if turn.shorter is not None:
@@ -146,12 +116,12 @@ class TurnFlow:
         finally:
             counters.ends[end] += 1
             if end == "cancelled" and not turn.has_begun:  # else long waits would be missing where readers give up
-                counters.times.queue.add(self._clock() - turn.arrived)
+                counters.times.queue.add(self._parts.clock() - turn.arrived)
 
     @contextlib.contextmanager
     def _counted(self, turn: TurnState) -> Iterator[None]:
         """The turn counts as waiting until it begins, and then as running."""
-        counters = self._stats.of(turn.request.namespace)
+        counters = self._parts.stats.of(turn.request.namespace)
         counters.waiting_turns += 1
         try:
             yield
@@ -202,16 +172,13 @@ class TurnFlow:
     # --- one turn ---
 
     async def _serve(self, turn: TurnState) -> None:
-        budget = self._budget()
+        budget = self._parts.budget()
         for _ in range(_MAX_SERVINGS):
             try:
                 return await self._serve_once(turn, budget)
             except MemoryMovedError:
                 turn.damage = None  # it belonged to the old memory
         raise moved_away()
-
-    def _budget(self) -> Budget:
-        return Budget(self._limits.store_budget_s, self._limits.store_min_bytes_per_s, self._clock)
 
     async def _serve_once(self, turn: TurnState, budget: Budget) -> None:
         """Raises MemoryMovedError when the turn has had no effect yet and must be served from its beginning."""
@@ -220,29 +187,27 @@ class TurnFlow:
         if request.is_warming:
             return await self._warm(turn, recollection, budget)
         memory = recollection.memory
-        is_retry = memory is not None and not request.is_read_only and replay.is_retry(request, memory)
-        if memory is not None and is_retry and replay.is_whole(memory) and recollection.kv_from is not Source.COLD:
-            self._stats.of(request.namespace).sources[Source.REPLAY] += 1
+        is_again = memory is not None and not request.is_read_only and is_retry(request, memory)
+        if memory is not None and is_again and is_whole(memory) and recollection.kv_from is not Source.COLD:
+            self._parts.stats.of(request.namespace).sources[Source.REPLAY] += 1
             return await self._ending.replay(turn, recollection, memory)
-        if not is_retry:
+        if not is_again:
             check_parent(request, recollection)
         turn.parent_version = recollection.head.version if recollection.head is not None else 0
         if request.base_version is not None and turn.key is not None:
-            recollection = await self._recall.with_base(turn.key, recollection, request.base_version, budget)
+            recollection = await self._parts.recall.with_base(turn.key, recollection, request.base_version, budget)
         if turn.key is not None:
             check_existing(request, recollection)
             request = turn.request = as_its_agent_has_it(request, recollection)
             turn.continuation = continuation(request, recollection)
             keep_values(turn, recollection)
         turn.shortened = what_is_left_out(turn, recollection)
-        turn.messages = whole_conversation(turn.request, recollection, is_retry=is_retry)
+        turn.messages = whole_conversation(turn.request, recollection, is_retry=is_again)
         text = await self._prompt(turn, remembered_time_ms(turn, recollection), remembered_order(turn, recollection))
-        turn.difference = await find_difference(self._prompting, turn, recollection, text)
+        turn.difference = await find_difference(self._parts.prompting, turn, recollection, text)
         try:
             ran = await self._plans.plan_and_run(turn, recollection, text, budget)
-        except errors.ResourceExhausted as error:
-            if error.reason != "CONTEXT_EXCEEDED":
-                raise
+        except ContextExceeded as error:
             text = await self._shortener.before_reply(turn, recollection, error)
             ran = await self._plans.plan_and_run(turn, recollection, text, budget)
         return await self._end(turn, *ran)
@@ -261,7 +226,7 @@ class TurnFlow:
         (HANDOVER_PARENT_DIFFERS) if the agent's newest version is not the one that the turn extends.
         """
         begun = taken.begun
-        await self._lines.recall_parent(turn, begun, self._budget())
+        await self._lines.recall_parent(turn, begun, self._parts.budget())
         turn.messages, turn.continuation = begun.messages, begun.continuation
         turn.shortened, turn.shortening = begun.shortened, begun.shortening
         turn.is_brought = begun.is_brought
@@ -309,7 +274,7 @@ class TurnFlow:
                 retry_after_s=1.0,
             )
         if request.input != PromptInput(""):
-            publication = memory.publication if memory is not None and request.namespace in self._stores else None
+            publication = memory.publication if memory is not None and request.namespace in self._parts.stores else None
             if publication is not None and not publication.is_safe:
                 raise errors.Unavailable(
                     "the agent's memory is not stored yet, and the prompt would take its place",
@@ -337,7 +302,7 @@ class TurnFlow:
         """The prompt's text. Sets the tokens or the dialogue that belong to it, and the time that it tells, which is
         `told_ms` unless that is 0.
         """
-        request, given, prompting = turn.request, turn.request.input, self._prompting
+        request, given, prompting = turn.request, turn.request.input, self._parts.prompting
         if isinstance(given, TokensInput):
             text, turn.tokens = await prompting.run(request.namespace, lambda: prompting.spelled(given.token_ids))
             return text

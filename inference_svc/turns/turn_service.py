@@ -2,23 +2,15 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 
 from kvasir import errors
 from kvasir.server.shared_room import SharedRoom
 
-from inference_svc.engine.engine import Engine
-from inference_svc.memory.line_leases import LineLeases
-from inference_svc.memory.recall import Recall
-from inference_svc.memory.reuse_planning import ReusePlanner
-from inference_svc.memory.service_stats import ServiceStats
-from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model.model_host import MemoriesLeft
-from inference_svc.model.prompting import Prompting
-from inference_svc.turns.admission import Admission
 from inference_svc.turns.choices import Choices
+from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.outbox import Outbox
-from inference_svc.turns.plan_running import TurnLimits
 from inference_svc.turns.prompt_text import prompt_text
 from inference_svc.turns.turn_data import MessagesInput, OpenTurn, TokensInput, TurnFinished, TurnRequest
 from inference_svc.turns.turn_ending import TurnEnding
@@ -29,32 +21,12 @@ from inference_svc.turns.turn_state import TakenTurn, TurnState, TurnTask
 class TurnService:
     """Runs turns over one engine."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        prompting: Prompting,
-        recall: Recall,
-        planner: ReusePlanner,
-        ending: TurnEnding,
-        stores: Mapping[str, RemoteCache],
-        leases: Mapping[str, LineLeases],
-        limits: TurnLimits,
-        admission: Admission,
-        stats: ServiceStats,
-        clock: Callable[[], float],
-    ) -> None:
-        """Must be made on the event loop that will run it. All models that the service loads one after the other share
-        `admission` and `stats`. `clock` gives seconds, monotonic.
-        """
-        self.stats = stats
-        self._prompting = prompting
+    def __init__(self, parts: EngineParts, ending: TurnEnding) -> None:
+        """Must be made on the event loop that will run it."""
+        self.stats = parts.stats
+        self._parts = parts
         self._ending = ending
-        self._limits = limits
-        self._admission = admission
-        self._clock = clock
-        self._flow = TurnFlow(
-            engine, prompting, recall, planner, ending, stores, leases, limits, admission, stats, clock
-        )
+        self._flow = TurnFlow(parts, ending)
         self._running: dict[asyncio.Task[None], TurnState] = {}
         self._counting = SharedRoom(1)
 
@@ -62,14 +34,14 @@ class TurnService:
         """Start a turn for each choice. Raises ResourceExhausted when too many turns wait or run, of all callers or of
         this one.
         """
-        outbox = Outbox(self._limits.reader, self._clock, request.choices)
+        outbox = self._parts.outbox(request.choices)
         return Choices(request, outbox, lambda choice: self._begin(choice, outbox))
 
     def take_over(self, request: TurnRequest, taken: Mapping[int, TakenTurn]) -> Choices:
         """Go on with the choices of a request that another engine began: each waits for `own` once it is ready. Raises
         as `begin`.
         """
-        outbox = Outbox(self._limits.reader, self._clock, len(taken))
+        outbox = self._parts.outbox(len(taken))
         return Choices(request, outbox, lambda choice: self._begin(choice, outbox, taken[choice.choice]), sorted(taken))
 
     async def own(self, taken: Collection[TakenTurn]) -> None:
@@ -86,9 +58,9 @@ class TurnService:
 
     def _begin(self, request: TurnRequest, outbox: Outbox, taken: TakenTurn | None = None) -> TurnTask:
         place = contextlib.ExitStack()
-        place.enter_context(self._admission.turn(request.namespace, request.caller, request.input_bytes))
+        place.enter_context(self._parts.admission.turn(request.namespace, request.caller, request.input_bytes))
         running = TurnTask(outbox, request.choice)
-        turn = TurnState(request, running, arrived=self._clock(), taken=taken)
+        turn = TurnState(request, running, arrived=self._parts.clock(), taken=taken)
         if taken is not None:
             turn.arrived -= taken.begun.age_s
             first_token_s = taken.begun.first_token_s
@@ -121,7 +93,7 @@ class TurnService:
 
     def open_turns(self, namespace: str) -> list[OpenTurn]:
         """The namespace's turns that wait or run, the oldest first."""
-        now_s = self._clock()
+        now_s = self._parts.clock()
         return [
             OpenTurn(
                 turn.request.request_id,
@@ -175,8 +147,8 @@ class TurnService:
         if isinstance(given, TokensInput):
             return len(given.token_ids)
         messages = given.messages if isinstance(given, MessagesInput) else ()
-        with self._admission.turn(request.namespace, request.caller, request.input_bytes):
+        with self._parts.admission.turn(request.namespace, request.caller, request.input_bytes):
             async with self._counting.held_for(request.namespace, 1):
-                counter = await self._prompting.twin(request.namespace)
+                counter = await self._parts.prompting.twin(request.namespace)
                 text, _ = await prompt_text(counter, request, messages, counter.clock())
                 return len((await counter.run(request.namespace, lambda: counter.tokenize(text))).ids)

@@ -98,8 +98,8 @@ MUTANTS = (
     Mutant(
         "a retry is done again",
         "turn_flow.py",
-        "if memory is not None and is_retry and replay.is_whole(memory)",
-        "if memory is not None and False and replay.is_whole(memory)",
+        "if memory is not None and is_again and is_whole(memory)",
+        "if memory is not None and False and is_whole(memory)",
     ),
     Mutant(
         "cached tokens are told as more than they are",

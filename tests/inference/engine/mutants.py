@@ -241,7 +241,7 @@ MUTANTS = (
     Mutant(
         "damage to what was preempted ends the turn",
         "swapping.py",
-        "        except DataLoss as error:\n            self._leave_out(error)\n            self.load",
+        "        except DamagedFile as error:\n            self._leave_out(error)\n            self.load",
         "        except ZeroDivisionError as error:\n            self._leave_out(error)\n            self.load",
         "preempted_turns",
     ),

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -219,7 +219,8 @@ def test_a_taken_turn_extends_the_number_that_its_parent_has_now(
         taking = taking_one(served, "ada")
         taking.own(await taking.prepare())
         [[turn]] = served.turns.under_way()
-        monkeypatch.setitem(vars(served.turns._flow._lines), "_leases", {"default": SimpleNamespace(obtain=obtain)})
+        lines, leases = served.turns._flow._lines, {"default": SimpleNamespace(obtain=obtain)}
+        monkeypatch.setattr(lines, "_parts", replace(lines._parts, leases=leases))
         await taking.go_on()
         assert turn.recollection is not None
         assert turn.recollection.head is not None

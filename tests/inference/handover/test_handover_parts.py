@@ -137,7 +137,11 @@ def test_a_taken_turn_stays_brought_and_lends_no_rows(is_brought: bool) -> None:
 
     made = SimpleNamespace(plan=lambda *_given: TurnPlan(TokenIds((5, 6)), (2, 3), SamplingParams(9)), run=run)
     flow: Any = SimpleNamespace(
-        _lines=SimpleNamespace(recall_parent=nothing), _budget=lambda: None, _prompt=prompt, _plans=made, _end=nothing
+        _lines=SimpleNamespace(recall_parent=nothing),
+        _parts=SimpleNamespace(budget=lambda: None),
+        _prompt=prompt,
+        _plans=made,
+        _end=nothing,
     )
     turn: Any = SimpleNamespace(request=None, recollection=object())
     taken: Any = SimpleNamespace(begun=begun(is_brought=is_brought), carried=carried)

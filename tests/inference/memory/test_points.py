@@ -16,7 +16,7 @@ from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.restore_costs import RestoreCosts
-from inference_svc.memory.reuse_planning import Prepared, ReusePlanner
+from inference_svc.memory.reuse_planning import Avoid, Prepared, ReusePlanner
 from inference_svc.memory.store.answers import NO_HEAD
 from inference_svc.memory.store.patience import Budget
 from inference_svc.model.prompting import Tokenized
@@ -164,11 +164,11 @@ def test_a_missing_block_takes_what_lies_behind_it_from_the_states_too() -> None
 
 def test_what_the_engine_refused_is_not_read_again() -> None:
     around = Surroundings()
-    found = planned(TEXT + "y", Source.WARM, around, usable_rewind_point=699)
+    found = planned(TEXT + "y", Source.WARM, around, avoid=Avoid(last_rewind_point=699))
     assert isinstance(found.reuse, Restored)
     assert found.reuse.keep_tokens == 650
     assert STATES[700] not in around.asked
-    assert planned(TEXT + "y", Source.WARM, Surroundings(), usable_files=1).reuse == Cold()
+    assert planned(TEXT + "y", Source.WARM, Surroundings(), avoid=Avoid(files=1)).reuse == Cold()
 
 
 def test_a_memory_without_points_is_words_only() -> None:

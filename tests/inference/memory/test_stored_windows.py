@@ -15,7 +15,7 @@ from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.outcomes import MissReason, Source
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.restore_costs import RestoreCosts
-from inference_svc.memory.reuse_planning import Prepared, ReusePlanner
+from inference_svc.memory.reuse_planning import Avoid, Prepared, ReusePlanner
 from inference_svc.memory.store.answers import NO_HEAD, found_prefix
 from inference_svc.memory.stored_windows import FoundPrefix, StoredWindow, listed_windows, stored_windows
 from inference_svc.text.prefix_matching import RememberedText
@@ -127,7 +127,7 @@ def test_the_last_window_file_missing_or_refused_makes_the_turn_cold() -> None:
     assert found.miss is not None
     assert found.miss.reason is MissReason.BLOB_MISSING
     around = Windowed()
-    assert planned(TEXT + "y", Source.WARM, around, usable_windows=False).reuse == Cold()
+    assert planned(TEXT + "y", Source.WARM, around, avoid=Avoid(has_windows=False)).reuse == Cold()
     assert around.asked == []
 
 

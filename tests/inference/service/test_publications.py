@@ -30,6 +30,7 @@ from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.turn_ending import TurnEnding
+from tests.inference.turns.parts import parts_of
 
 KEY = AgentKey("default", "a")
 LAYER = identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_FULL, kv_heads=1, key_dim=64, value_dim=64)
@@ -442,7 +443,9 @@ def test_a_memory_that_is_on_its_way_when_its_model_goes_is_stored_once(fails: b
         house.engine.hot = SimpleNamespace(tag=memory)
         house.engine.taken.set_result(taken(memory))
         first = house.publish(memory)
-        ending = TurnEnding(house.engine, cast("Any", None), house.publisher, {KEY.namespace: house.store}, lambda: 0.0)
+        ending = TurnEnding(
+            parts_of(engine=house.engine, publisher=house.publisher, stores={KEY.namespace: house.store})
+        )
         storing = asyncio.create_task(ending.store_hot(9))
         await asyncio.sleep(0.05)
         may_write.set()
@@ -505,8 +508,8 @@ def test_a_memory_that_cannot_be_copied_is_a_failed_snapshot_with_a_reason(is_ca
     async def scenario() -> None:
         house = House()
         house.engine.taken.cancel() if is_cancelled else house.engine.taken.set_exception(RuntimeError("device"))
-        unused: Any = None
-        ending = TurnEnding(house.engine, unused, house.publisher, {"default": house.store}, lambda: 0.0)
+        parts = parts_of(engine=house.engine, publisher=house.publisher, stores={"default": house.store})
+        ending = TurnEnding(parts)
         turn: Any = SimpleNamespace(pinning=None, stream=None)
         recollection: Any = SimpleNamespace(kv_from=None, memory=None)
         outcome = await ending._keep(turn, KEY, recollection, remembered("one", NO_HEAD))

@@ -21,6 +21,7 @@ from inference_svc.engine.api import (
     Event,
     Failed,
     FinishReason,
+    HotMemoryGone,
     Resumed,
     SamplingParams,
     Started,
@@ -28,6 +29,7 @@ from inference_svc.engine.api import (
     TurnPlan,
 )
 from inference_svc.formats.constraint import Constraint, ConstraintKind
+from inference_svc.kv.damage import DamagedFile
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.outcomes import Miss, MissReason, SnapshotOutcome, SnapshotState, Source
 from inference_svc.memory.recall import Recollection
@@ -45,6 +47,7 @@ from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.template_clock import TemplateClock
 from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.admission import Admission
+from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.turn_data import MessagesInput, TurnFinished, TurnRequest
 from inference_svc.turns.turn_service import TurnService
 from inference_svc.turns.turn_state import BegunTurn, TakenTurn
@@ -87,7 +90,7 @@ class Surroundings:
 
     def submit(self, plan: object, on_events: Callable[[list[Event]], None]) -> object:
         self.losses -= 1
-        gone = Failed(errors.FailedPrecondition("gone", reason="HOT_MEMORY_GONE"))
+        gone = Failed(HotMemoryGone())
         on_events([gone if self.losses >= 0 else ENDED])
         return SimpleNamespace(cancel=lambda: None)
 
@@ -151,9 +154,10 @@ def service(around: Surroundings, stores: Mapping[str, Any] = MappingProxyType({
     parts: Any = around
     stats = ServiceStats(0.0)
     admission = Admission(SETTINGS.admission, time.monotonic)
-    return TurnService(
+    engine_parts = EngineParts(
         parts, parts, parts, parts, parts, stores, {}, SETTINGS.turn_limits, admission, stats, time.monotonic
     )
+    return TurnService(engine_parts, parts)
 
 
 def request(expected_version: int | None, sampling: SamplingParams = PLAIN) -> TurnRequest:
@@ -264,19 +268,19 @@ def test_a_memory_that_keeps_moving_ends_the_turn() -> None:
 class Damaged(Surroundings):
     """An engine that refuses the state of 300 tokens, then the tensor file 1."""
 
-    refusals: tuple[dict[str, str], ...] = ({"state": "300"}, {"blob": "1"})
+    refusals = (DamagedFile("damaged", state=300), DamagedFile("damaged", blob=1))
 
     def __init__(self) -> None:
         super().__init__([remembered(OURS, "ours")], losses=0)
         self.usable: list[tuple[int | None, int | None]] = []
 
     async def plan(self, recollection: Recollection, text: str, **how: Any) -> Prepared:
-        self.usable.append((how["usable_files"], how["usable_rewind_point"]))
+        self.usable.append((how["avoid"].files, how["avoid"].last_rewind_point))
         return await super().plan(recollection, text, **how)
 
     def submit(self, plan: object, on_events: Callable[[list[Event]], None]) -> object:
         refused = self.refusals[len(self.usable) - 1 :][:1]
-        on_events([Failed(errors.DataLoss("damaged", metadata=refused[0])) if refused else ENDED])
+        on_events([Failed(refused[0]) if refused else ENDED])
         return SimpleNamespace(cancel=lambda: None)
 
 

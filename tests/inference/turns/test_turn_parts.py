@@ -25,7 +25,6 @@ from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.continuing import Continuation
 from inference_svc.turns.handoff import HandOff
 from inference_svc.turns.outbox import Outbox, ReaderLimits
-from inference_svc.turns.replay import is_retry, is_whole
 from inference_svc.turns.turn_data import MessagesInput, PromptInput, TurnDelta, TurnEvent, TurnRequest
 from inference_svc.turns.turn_ending import TurnEnding
 from inference_svc.turns.turn_state import (
@@ -34,9 +33,12 @@ from inference_svc.turns.turn_state import (
     as_its_agent_has_it,
     check_parent,
     continuation,
+    is_retry,
+    is_whole,
     what_is_left_out,
     whole_conversation,
 )
+from tests.inference.turns.parts import parts_of
 
 HEAD = Head(5, Digest.of(b"manifest"), 4, "kv")
 HELLO = manifest_pb2.Message(role="user", content="hello")
@@ -184,8 +186,7 @@ def test_what_extends_an_unstored_memory_counts_under_that_ones_lease(is_head: b
         model=SimpleNamespace(tokenizer_digest="t"), tag_hot=lambda _key, memory, _owing: tagged.append(memory)
     )
     leases: Any = {"default": SimpleNamespace(generation=lambda _agent: 9)}
-    nobody: Any = None
-    ending = TurnEnding(engine, nobody, nobody, {}, lambda: 0.0, leases)
+    ending = TurnEnding(parts_of(engine=engine, leases=leases))
     hot = replace(memory(is_head=is_head), is_brought=True)
     hot.publication.generation = 3
     recollection = Recollection(hot, Source.HOT, HEAD)

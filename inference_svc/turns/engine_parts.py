@@ -1,0 +1,65 @@
+"""The parts that serve the turns of one loaded model."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from inference_svc.engine.engine import Engine
+from inference_svc.memory.line_leases import LineLeases
+from inference_svc.memory.publishing.copies import Copies
+from inference_svc.memory.publishing.publisher import Publisher
+from inference_svc.memory.recall import Recall
+from inference_svc.memory.reuse_planning import ReusePlanner
+from inference_svc.memory.service_stats import ServiceStats
+from inference_svc.memory.store.patience import Budget
+from inference_svc.memory.store.remote_cache import RemoteCache
+from inference_svc.model.prompting import Prompting
+from inference_svc.turns.admission import Admission
+from inference_svc.turns.outbox import Outbox, ReaderLimits
+
+
+@dataclass(frozen=True, slots=True)
+class TurnLimits:
+    """Bounds of what one turn costs others."""
+
+    store_budget_s: float
+    """Time without progress that a turn may lose to the store, in total."""
+    store_min_bytes_per_s: float
+    """A store that sends more slowly than this is slow, and its time counts."""
+    publish_timeout_s: float
+    swap_read_budget_s: float
+    """Time without progress that a preempted turn may lose to the store while its files are read. Where
+    `store_budget_s` is more, that holds.
+    """
+    swap_renew_s: float
+    reader: ReaderLimits
+    """How far a reader may fall behind its turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """Made once for each model. All models that the service loads share `admission` and `stats`."""
+
+    engine: Engine
+    prompting: Prompting
+    recall: Recall
+    planner: ReusePlanner
+    publisher: Publisher
+    stores: Mapping[str, RemoteCache]
+    """By namespace; one without a store has hot memory only. More may come later, and so in `leases`."""
+    leases: Mapping[str, LineLeases]
+    limits: TurnLimits
+    admission: Admission
+    stats: ServiceStats
+    clock: Callable[[], float]
+    """Seconds, monotonic."""
+
+    @property
+    def copies(self) -> Copies:
+        return self.publisher.copies
+
+    def budget(self) -> Budget:
+        """What a turn may lose to the store."""
+        return Budget(self.limits.store_budget_s, self.limits.store_min_bytes_per_s, self.clock)
+
+    def outbox(self, choices: int = 1) -> Outbox:
+        return Outbox(self.limits.reader, self.clock, choices)
