@@ -47,6 +47,11 @@ class StoreSettings(BaseSettings):
     sealed_file: Path | None = None
     """Lists the sealed namespaces, a line each: one whose key record is gone from the data is refused, and never plain.
     Not beside the data. `keys new` and `keys rotate` add to it. Absent: none yet."""
+    last_runs_dir: Path = Path("~/.local/state/kvasir/stores")
+    """Where the last commit of each store is noted, outside its data. A start refuses data that are older: an old copy
+    was put back, and what engines were promised since is lost."""
+    accept_older: bool = False
+    """Start with such a copy all the same, once; it is the newest from then on."""
     quota_bytes: Annotated[int, Field(ge=1)] | None = None
     """Blob bytes that a namespace may hold. None: only the disk limits it."""
     namespace_quota_bytes: dict[str, Annotated[int, Field(ge=1)] | None] = {}
@@ -131,6 +136,8 @@ class StoreSettings(BaseSettings):
             default_expires_after_s=self.expires_after_s,
             namespace_expires_after_s=self.namespace_expires_after_s,
             sealed_namespaces=read_list(self.sealed_file),
+            last_runs_dir=self.last_runs_dir,
+            accept_older=self.accept_older,
         )
 
     def listening(self) -> Listening:

@@ -52,6 +52,8 @@ class StoreConfig:
     write_budget_bytes: int | None  # of all namespaces in a day (UTC)
     refuses_beyond_budget: bool
     sealed_namespaces: tuple[str, ...]  # that the owner lists: never plain, whatever the data directory says
+    last_runs_dir: Path | None  # where each store's last commit is noted, for a start to see an older copy
+    accept_older: bool  # an older copy starts, and is the newest from then on
     evict_heads: bool  # when off, an acknowledged snapshot is never given up; old versions are given up either way
 
     def quota_bytes(self, namespace: str) -> int | None:

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from tests import own_notes  # noqa: F401
 from tests.forked_children import start_helper
 
 # Two threads of BLAS beside another service's on two cores cost more than they bring.

@@ -15,6 +15,7 @@ _SERVE_OPTIONS: tuple[tuple[str, Callable[[str], object], str], ...] = (
     ("tls-key-file", Path, "the certificate's key, readable by its owner only"),
     ("tls-client-ca-file", Path, "PEM certificates of the clients that may connect (mutual TLS)"),
     ("peers-file", Path, "other stores that agents may be pulled from (TOML)"),
+    ("last-runs-dir", Path, "where the last commit of each store is noted, so that a start knows an older copy"),
     ("quota-bytes", int, "blob bytes that a namespace may hold; left out: only the disk limits it"),
     ("free-disk-reserve-bytes", int, "writes that would leave less than this on the disk are refused"),
     ("max-blob-bytes", int, "a larger blob is refused"),
@@ -61,6 +62,12 @@ def parser() -> argparse.ArgumentParser:
     serve_ = commands.add_parser("serve", parents=[shared], help="serve it over gRPC")
     serve_.add_argument("--listen", help="unix:/path, host:port or [v6]:port")
     serve_.add_argument("--engine-listen", help="unix:/path for engines of this machine, beside --listen")
+    serve_.add_argument(
+        "--accept-older",
+        action="store_true",
+        default=None,
+        help="start with data that are older than what last ran in this directory: a backup that was put back",
+    )
     for name, kind, what in _SERVE_OPTIONS:
         serve_.add_argument(f"--{name}", type=kind, help=what)
     for name, what in (("check", "walk index and files both ways"), ("scrub", "hash every blob again")):

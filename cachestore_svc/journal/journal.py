@@ -12,6 +12,7 @@ from kvasir.errors import Unavailable
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.journal.journal_lines import Parsed, Position, group_line, parse, state_lines
+from cachestore_svc.journal.last_run import LastRun
 from cachestore_svc.journal.replay import State
 
 NAME = "journal"
@@ -49,6 +50,7 @@ class Journal:
         self.base_bytes = base_bytes
         self._size_bytes = size_bytes
         self._is_broken = False
+        self.last_run: LastRun | None = None  # notes each commit from when it is set
         self._before: tuple[Position, int] | None = None
         self._descriptor = disk.open_append(path)
         if os.fstat(self._descriptor).st_size != size_bytes:
@@ -81,6 +83,8 @@ class Journal:
 
     def keep(self) -> None:
         """The group that was appended last is committed."""
+        if self._before is not None and self.last_run is not None:
+            self.last_run.note(self.position)
         self._before = None
 
     def take_back(self) -> None:
@@ -124,6 +128,8 @@ class Journal:
         return parse(bytes(self._disk.read(self.path, size_bytes)))
 
     def close(self) -> None:
+        if self.last_run is not None:
+            self.last_run.close()
         with contextlib.suppress(OSError):
             self._disk.close(self._descriptor)
 

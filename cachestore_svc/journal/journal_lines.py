@@ -41,6 +41,7 @@ class Parsed:
     before_last: Position | None = None  # where it was before its last group, if it has one
     last: list[Change] = field(default_factory=list)
     base_bytes: int = 0  # the first line and the state
+    base_sequence: int = 0  # the group that this state ends with
     whole_bytes: int = 0
     torn_bytes: int = 0  # after the last line: a crash while it was written
     damaged_lines: int = 0  # in the middle, or at the end and yet ended
@@ -133,7 +134,7 @@ def _read_first(parsed: Parsed, line: bytes) -> bool:
     if first["journal"] != FORMAT:
         return False
     parsed.store, parsed.position = first["store"], Position(first["sequence"], first["chain"])
-    parsed.base_bytes = len(line) + 1
+    parsed.base_bytes, parsed.base_sequence = len(line) + 1, first["sequence"]
     return True
 
 

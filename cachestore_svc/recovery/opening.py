@@ -6,7 +6,7 @@ import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
@@ -30,6 +30,7 @@ from cachestore_svc.journal.journal import Journal
 from cachestore_svc.journal.replay import Namespace
 from cachestore_svc.records import LAST_UNIX_MS, StoreConfig
 from cachestore_svc.recovery import asides, looking
+from cachestore_svc.recovery.older_copy import check_newest, note_commits
 from cachestore_svc.recovery.reading import manifest_reader
 from cachestore_svc.recovery.rolling_forward import roll_forward
 from cachestore_svc.sealing.key_files import KeyFiles
@@ -79,7 +80,9 @@ def open_directory(
             structlog.get_logger("cachestore").warning("keys.mended", namespaces=mended)
         seals = Seals(records, masters, config.sealed_namespaces)
         sealed = SealedBackend(blobs or LocalDirectory(config.data_dir / "namespaces", disk), seals, random_bytes)
-        core = _open(config, clock, token_hex, disk, sealed, steady)
+        # A look at an older copy is no start of it.
+        started = config if sweeps else replace(config, last_runs_dir=None)
+        core = _open(started, clock, token_hex, disk, sealed, steady)
         try:
             if sweeps:
                 asides.sweep_at_start(core)
@@ -135,10 +138,14 @@ def _open(
     path = config.data_dir / DATABASE
     seals = blobs.seals
     seen = looking.look(path, blobs.sealed, disk)
+    reached = seen.journal or seen
+    if reached.position is not None:
+        check_newest(config, reached.store, reached.position, disk)
     catalog = SqliteCatalog(path, disk, ballast, now)
     try:
         log = _follow(catalog, seen, path, blobs, disk, ballast, token_hex)
         try:
+            note_commits(config, log, now)
             _remember_seals(catalog, seals)
             incarnation = _incarnation(catalog, path, token_hex)
             space = Space(config, disk, ballast, catalog.read(HOUSE, lambda view: view.stored_bytes()))

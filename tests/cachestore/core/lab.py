@@ -25,6 +25,7 @@ from cachestore_svc.sealing.sealed_blobs import SealedBackend
 from cachestore_svc.sealing.sealed_names import PlainNames
 from cachestore_svc.sealing.seals import Seals
 from cachestore_svc.store import NewBlob, Store, finish_all
+from tests import own_notes  # noqa: F401
 from tests.synthetic import SyntheticSnapshot
 
 NS = "default"

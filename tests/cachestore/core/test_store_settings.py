@@ -10,6 +10,8 @@ from cachestore_svc.records import StoreConfig
 
 SET: dict[str, tuple[str, object]] = {
     "data_dir": ("/somewhere", Path("/somewhere")),
+    "last_runs_dir": ("/noted", Path("/noted")),
+    "accept_older": ("true", True),
     "quota_bytes": ("5000", 5000),
     "namespace_quota_bytes": ('{"theirs": 10, "ours": null}', {"theirs": 10, "ours": None}),
     "evict_heads": ("true", True),

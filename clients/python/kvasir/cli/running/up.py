@@ -206,6 +206,12 @@ def up(
             metavar="TIME",
         ),
     ] = "",
+    accept_older: Annotated[
+        bool,
+        typer.Option(
+            "--accept-older", help="Start with a store that is older than what last ran: a backup that was put back."
+        ),
+    ] = False,
     log_level: Annotated[LogLevel, typer.Option(help="The least of what the services log.")] = LogLevel.INFO,
     log_format: Annotated[LogFormat, typer.Option(help="Log lines for people, or for programs.")] = LogFormat.CONSOLE,
     detach: Annotated[
@@ -274,6 +280,7 @@ def up(
             store_options = (
                 *_given(("--quota-bytes", quota_bytes), ("--retained-versions", keep_versions)),
                 *_given(("--expires-after-s", expires_after_s), ("--write-budget-bytes", budget_bytes)),
+                *(["--accept-older"] if accept_older else []),
                 *logging,
             )
             gateway, why_none = (http, "") if http or no_http else _usual_http(home, addresses)
