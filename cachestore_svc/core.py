@@ -143,7 +143,7 @@ class Core:
         return found
 
     def read_blob(self, namespace: str, digest: Digest, *, is_found: bool = False) -> memoryview:
-        """See cachestore_svc.store.Store.read_blob, and read_found."""
+        """As `Store.read_blob` and `read_found`."""
         data = self.verified(namespace, digest, is_found=is_found)
         self.counters.add(namespace, "blobs_read")
         self.counters.add(namespace, "bytes_read", digest.size_bytes)

@@ -1,4 +1,4 @@
-"""What a manifest says of the blobs that it names, and whether a blob fits that. Pure.
+"""The facts of blobs in a manifest, and whether a blob fits them. Pure.
 
 A block of the right shape can still hold other tokens or other weights. So each blob must be of the manifest's KV
 identity, at its place, and of the chain of exactly these tokens (LESSONS 9 and 13).

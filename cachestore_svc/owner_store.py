@@ -1,7 +1,7 @@
-"""The part of the store that knows who owns an agent: the steps of a move at both ends, and claims.
+"""The part of the store that knows agents' owners: the steps of a move at both ends, and claims.
 
-Each step is one transaction and is durable on return; repeating it changes nothing. What a step means, and which may
-follow which, is in `ownership`; the order in which two stores take them is in `moving.moves`.
+Each step is one transaction and is durable on return; repeating it changes nothing. The meaning of steps, and their
+order, are in `ownership`; the order in which two stores take them is in `moving.moves`.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Who owns an agent: the one fact that decides which store may extend its memory, and how it changes hands. Pure.
+"""The owner of an agent: the one fact that decides which store may extend its memory, and how it changes hands. Pure.
 
 A move goes from a source to a destination. The source's fact alone decides: the destination owns the agent only after
 the source has said MOVED for that move. Between the first step and the last nobody may write, and two never may.
@@ -8,8 +8,9 @@ the source has said MOVED for that move. Between the first step and the last nob
     destination  OWNED (no agent yet, or an older copy) or MOVED ── arriving ──▶ ARRIVING ── arrived ──▶ OWNED
                    ▲──────────────────── did_not_arrive ───────────┘
 
-`claimed` is for a store that is gone. Its generation is above all that moves can reach; whoever has a lower one and
-hears of it is fenced. An agent of which a store has no fact is OWNED in generation 0. Facts outlive their agents.
+`claimed` is for a store that is gone. Its generation is above all that moves can reach: it fences every store that
+learns of it and has a lower one. An agent of which a store has no fact is OWNED in generation 0. Facts outlive their
+agents.
 """
 
 from collections.abc import Mapping, Sequence

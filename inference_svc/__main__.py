@@ -226,7 +226,7 @@ async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) ->
 
 
 async def _drain(server: EdgeServer, host: ModelHost[ServedModel], peer: str) -> None:
-    """From the signal to stop on, give the turns that speak to a peer."""
+    """From the stop signal on, hand decoding turns over to a peer."""
     await server.stopping.wait()
     if host.served is not None:
         await host.served.giver.give_all(host.served.turns, peer)

@@ -66,17 +66,17 @@ class EngineSettings(BaseSettings):
     store_ca_file: Path | None = None
     """PEM: the store's own certificate, which pins it, or the authority that signed it. Needed beyond this machine."""
     peer: Annotated[dict[str, str], NoDecode] = Field(default_factory=dict)
-    """Another engine, which may be given turns that speak: NAME=ADDRESS (unix:/path or host:port), once for each."""
+    """Another engine that may take over decoding turns: NAME=ADDRESS (unix:/path or host:port), once for each."""
     peer_token_file: Annotated[dict[str, Path], NoDecode] = Field(default_factory=dict)
     """This engine's token at a peer, with role engine, or peer if its store is another one: NAME=PATH, or
     NAMESPACE/NAME=PATH, once for each."""
     peer_store: Annotated[dict[str, str], NoDecode] = Field(default_factory=dict)
     """NAME=STORE: that peer has another store, which this engine's store knows as its peer STORE; an agent that goes to
-    the one engine while it speaks moves to the other store. Left out: both engines have one store."""
+    the one engine while it generates moves to the other store. Left out: both engines have one store."""
     peer_ca_file: Annotated[dict[str, Path], NoDecode] = Field(default_factory=dict)
     """PEM, as --store-ca-file: NAME=PATH, once for each peer that is beyond this machine."""
     drain_to: str = ""
-    """NAME of the peer that gets the turns that speak when this engine is told to stop. Empty: they end here."""
+    """NAME of the peer that takes over decoding turns when this engine stops. Empty: they end here."""
     credentials_file: Path | None = None
     """Credentials of the callers, with their names and roles. Needed beyond a Unix socket."""
     service_admin: Annotated[tuple[str, ...], NoDecode] = ()

@@ -1,4 +1,4 @@
-"""What a start spends its time on: phases by name, from the process's begin until it is ready."""
+"""The time of a start: phases by name, from the process's begin until it is ready."""
 
 import contextlib
 import json

@@ -1,7 +1,7 @@
-"""What a new engine does before anybody's turn, so that the first one finds kernels compiled and memory touched.
+"""Turns of a new engine before any caller's, so that the first one finds kernels compiled and memory touched.
 
-Its turns take the way of every turn: prompt, decoding alone and beside others, sampling, a memory that is copied for
-the store and comes back. They leave no memory, and nobody's seed, count or agent knows of them.
+They take the way of every turn: prompt, decoding alone and beside others, sampling, a memory that is copied for the
+store and comes back. They leave no memory, and change no seed, count or agent.
 """
 
 import contextlib

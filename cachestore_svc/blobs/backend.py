@@ -1,4 +1,4 @@
-"""The port to the place of blobs' bytes: what the store may ask of a directory, or of another medium that keeps bytes.
+"""The port to blobs' bytes: the operations of a directory, or of another medium that keeps bytes.
 
 A backend knows namespaces and hashes, nothing of agents. Its caller verifies what it writes, and publishes, removes and
 renames a blob only under `naming`. Where the medium fails, each method raises OSError. Every implementation passes

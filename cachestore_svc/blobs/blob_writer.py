@@ -148,8 +148,8 @@ class Writers:
             return part.size_bytes if part else 0
 
     def drop_handed(self, namespace: str) -> None:
-        """Remove files that were handed over before the last call of this, and that nobody has taken since: whoever
-        wrote them has died. A caller that was only slow sends its blob another way."""
+        """Remove files that were handed over before the last call of this and not taken since: their writer has died.
+        A caller that was only slow sends its blob another way."""
         blobs = self.backend.of(namespace)
         waiting = blobs.handed()
         with self._lock:
@@ -245,7 +245,6 @@ class PartWriter:
             raise InvalidArgument(f"{self.digest}: its part is too long; begin again", reason="DIGEST_MISMATCH")
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """See BlobWriter."""
         self._check_open()
         if offset != self.received_bytes:
             raise InvalidArgument(f"offset: expected {self.received_bytes}, got {offset}", field="offset")
@@ -266,7 +265,6 @@ class PartWriter:
         self.received_bytes += len(data)
 
     def finish(self) -> None:
-        """See BlobWriter."""
         [problem] = finish_all([self])
         if problem is not None:
             raise problem

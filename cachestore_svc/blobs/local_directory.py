@@ -31,7 +31,7 @@ _LASTING = (errno.EIO, errno.EISDIR, errno.ELOOP, NO_FILE, errno.ENODEV)
 
 
 class LocalDirectory:
-    """See cachestore_svc.blobs.backend.BlobBackend."""
+    """Implements `BlobBackend`: a folder for each namespace."""
 
     def __init__(self, root: Path, disk: Disk) -> None:
         self.root = root
@@ -40,19 +40,16 @@ class LocalDirectory:
 
     @property
     def where(self) -> str:
-        """See BlobBackend."""
         return str(self.root)
 
     def of(self, namespace: str) -> "LocalBlobs":
-        """See BlobBackend."""
         return self._at(namespace_place(namespace))
 
     def all(self) -> list["LocalBlobs"]:
-        """See BlobBackend. Whatever else people and their systems leave there (.DS_Store) is not ours."""
+        """Folders of namespaces; other files there (.DS_Store) are not the store's."""
         return [self._at(name) for name in self.disk.names(self.root) if _DIRECTORY_NAME.fullmatch(name)]
 
     def remove_aside(self, aside: Aside) -> int:
-        """See BlobBackend."""
         path = self._at(aside.place).aside_path(aside)
         size_bytes = self.disk.size_bytes(path) or 0
         self.disk.remove(path)
@@ -78,25 +75,22 @@ class LocalBlobs:
 
     @property
     def place(self) -> str:
-        """See NamespaceBlobs."""
         return self._directory.name
 
     def exists(self) -> bool:
-        """See NamespaceBlobs."""
         return self._shelves.is_dir()
 
     def begin(self, hash_: str) -> "LocalPart":
-        """See NamespaceBlobs. The part is made where the blob will lie, so that the rename stays in one directory."""
+        """The part is made where the blob will lie, so that the rename stays in one directory."""
         path = self._part_path(hash_)
         self._make_durable(self._shelves, path.parent)
         return LocalPart(self._disk, self._disk.open_append(path))
 
     def receive_files(self) -> None:
-        """See NamespaceBlobs."""
         self._make_durable(self._handed)
 
     def take(self, digest: Digest, token: str) -> "LocalPart":
-        """See NamespaceBlobs. The file gets the part's name first: under that one its writer does not know it."""
+        """The file gets the part's name first, which the program that wrote it does not know."""
         source, path = self._handed / token, self._part_path(digest.hash)
         if self._disk.size_bytes(source) is None:
             raise NotHanded
@@ -109,22 +103,19 @@ class LocalBlobs:
         return part
 
     def handed(self) -> set[str]:
-        """See NamespaceBlobs."""
         return set(filter(is_token, self._disk.names(self._handed)))
 
     def remove_handed(self, token: str) -> None:
-        """See NamespaceBlobs."""
         self._disk.remove(self._handed / token)
 
     def publish(self, hashes: Sequence[str]) -> None:
-        """See NamespaceBlobs. Directories are synced once, however many names are new in them."""
+        """Directories are synced once, however many names are new in them."""
         for hash_ in hashes:
             self._disk.rename(self._part_path(hash_), self._path(hash_))
         for shelf in sorted({self._path(hash_).parent for hash_ in hashes}):
             self._disk.fsync_directory(shelf)
 
     def read(self, digest: Digest) -> memoryview:
-        """See NamespaceBlobs."""
         data = self.bytes_of(digest.hash, digest.size_bytes + 1)
         if len(data) != digest.size_bytes:
             raise Damaged(f"expected {digest.size_bytes} bytes, found {'more' if data else 'fewer'}")
@@ -133,7 +124,6 @@ class LocalBlobs:
         return data
 
     def bytes_of(self, hash_: str, most_bytes: int) -> memoryview:
-        """See NamespaceBlobs."""
         try:
             return self._disk.read(self._path(hash_), most_bytes)
         except FileNotFoundError:
@@ -144,7 +134,6 @@ class LocalBlobs:
             raise refusal(error, f"blob {hash_}") from error
 
     def unverified(self, hash_: str, most_bytes: int) -> Iterator[tuple[memoryview, Aside | None]]:
-        """See NamespaceBlobs."""
         if (data := self._read_unless_longer(self._path(hash_), most_bytes)) is not None:
             yield data, None
         for aside in self._asides(hash_):
@@ -152,29 +141,23 @@ class LocalBlobs:
                 yield data, aside
 
     def size_bytes(self, hash_: str) -> int | None:
-        """See NamespaceBlobs."""
         return self._disk.size_bytes(self._path(hash_))
 
     def remove(self, hash_: str) -> None:
-        """See NamespaceBlobs."""
         self._disk.remove(self._path(hash_))
 
     def remove_part(self, hash_: str) -> None:
-        """See NamespaceBlobs."""
         self._disk.remove(self._part_path(hash_))
 
     def set_aside(self, hash_: str, now_unix_ms: int) -> Aside:
-        """See NamespaceBlobs."""
         aside = Aside(self.place, hash_, now_unix_ms)
         self._disk.rename(self._path(hash_), self.aside_path(aside))
         return aside
 
     def restore(self, aside: Aside) -> None:
-        """See NamespaceBlobs."""
         self._disk.rename(self.aside_path(aside), self._path(aside.hash))
 
     def list(self) -> Listing:
-        """See NamespaceBlobs."""
         listing = Listing()
         for shelf in self._disk.names(self._shelves):
             if _SHELF_NAME.fullmatch(shelf) is None:
@@ -186,7 +169,7 @@ class LocalBlobs:
 
     @contextmanager
     def naming(self, *hashes: str) -> Iterator[None]:
-        """See NamespaceBlobs. All callers take the locks in one order."""
+        """All callers take the locks in one order."""
         with ExitStack() as held:
             for number in sorted({int(hash_[:3], 16) % _LOCKS for hash_ in hashes}):
                 held.enter_context(self._locks.setdefault(number, threading.Lock()))
@@ -249,23 +232,18 @@ class LocalPart:
         return "" if status.st_size == size_bytes else f"expected {size_bytes} bytes, found {status.st_size}"
 
     def pieces(self) -> Iterator[memoryview]:
-        """See Part."""
         return self._disk.read_back(self._descriptor)
 
     def append(self, data: bytes | memoryview) -> None:
-        """See Part."""
         self._disk.write(self._descriptor, data)
 
     def cut(self, size_bytes: int) -> None:
-        """See Part."""
         self._disk.truncate(self._descriptor, size_bytes)
 
     def sync(self) -> None:
-        """See Part."""
         self._disk.fsync(self._descriptor)
 
     def close(self) -> int:
-        """See Part."""
         size_bytes = os.fstat(self._descriptor).st_size
         self._disk.close(self._descriptor)
         return size_bytes

@@ -1,6 +1,6 @@
 """How many bytes each namespace may still write: quotas and the reserve of the disk, checked before any write.
 
-What is stored is a sum over rows, counted once at start; what is reserved or left in unfinished parts lives only here,
+Stored bytes are a sum over rows, counted once at start. Reserved bytes and unfinished parts are counted only here,
 because a restart removes parts. So nothing here can disagree with the index for longer than a process lives.
 """
 

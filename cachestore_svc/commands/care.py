@@ -1,4 +1,5 @@
-"""The commands `check`, `scrub`, `gc` and `recover`: what is done, printed for people or as JSON, and the exit code."""
+"""The commands `check`, `scrub`, `gc` and `recover`: their work, their output for people or as JSON, and the exit
+code."""
 
 import json
 import sys

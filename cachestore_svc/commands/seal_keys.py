@@ -1,4 +1,4 @@
-"""The commands `keys …` of the store's program: which namespaces are sealed, and what is done with their keys."""
+"""The commands `keys …` of the store's program: lists sealed namespaces, and makes, wraps and erases their keys."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""The RPCs about agents and their versions, which engines serve, too; the table in `roles` says who may call them."""
+"""The RPCs about agents and their versions, which engines serve, too; the table in `roles` names their callers."""
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing

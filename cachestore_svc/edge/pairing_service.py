@@ -1,6 +1,6 @@
 """Pairing over gRPC: the listener that is open while `kvasir pair` waits, and the caller that takes its code there.
 
-Without TLS: the exchange seals what it says (`pairing/exchange.py`), and there is no certificate to trust yet.
+Without TLS: the exchange seals its messages (`pairing/exchange.py`), and there is no certificate to trust yet.
 """
 
 import asyncio

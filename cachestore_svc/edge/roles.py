@@ -1,4 +1,4 @@
-"""Who may call what of the store's services: one row per RPC.
+"""The roles that may call each RPC of the store's services: one row per RPC.
 
 An engine calls the RPCs about agents on behalf of its callers, whose roles it has checked.
 """

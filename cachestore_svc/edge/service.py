@@ -1,7 +1,7 @@
 """The cache store over gRPC: each RPC reads its request, calls the store on a thread, and writes its answer.
 
-The namespace comes from the caller's credential, never from a request. What an RPC does is in `store`; how blobs move
-is in `inbound` and `outbound`; who may call what is the table in `roles`; agents and their versions are in
+The namespace comes from the caller's credential, never from a request. The work of an RPC is in `store`; blobs move in
+`inbound` and `outbound`; the callers of each RPC are the table in `roles`; agents and their versions are in
 `agent_service`.
 """
 

@@ -1,4 +1,4 @@
-"""What both services of the store have in common: the caller's namespace, and calls of the store on a thread."""
+"""Common to both services of the store: the caller's namespace, and calls of the store on a thread."""
 
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar

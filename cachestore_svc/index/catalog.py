@@ -1,4 +1,4 @@
-"""The port to the index: what the store may ask of its catalog of blobs, agents, versions, leases and events.
+"""The port to the index: the operations of a catalog of blobs, agents, versions, leases and events.
 
 An operation is a function that the catalog runs in a transaction: it gets a `CatalogView` to read, or a `CatalogChange`
 to write as well, and it takes effect as a whole or not at all. Every implementation passes

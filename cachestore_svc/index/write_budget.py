@@ -2,7 +2,7 @@
 
 A blob's bytes are counted in the transaction that lists it, each time that it is written; the index and its journal,
 one or two hundred kilobytes for a turn, are not. Beyond the budget nothing is refused unless the configuration says so:
-then an engine keeps what it cannot store in memory, and says so at the end of the turn.
+then an engine keeps unstored memories in RAM, and reports this at the end of the turn.
 """
 
 import threading

@@ -1,1 +1,1 @@
-"""The journal of commits beside the index, from which a lost index is built anew. No SQL."""
+"""The journal of commits beside the index, from which a lost index is rebuilt. No SQL."""

@@ -1,1 +1,1 @@
-"""Opening a data directory: what is looked at, and how a lost index is built anew."""
+"""Opening a data directory: the checks of a start, and the rebuilding of a lost index."""

@@ -1,4 +1,4 @@
-"""What a start checks before it changes anything: the index must be this store's, whole, and up to date.
+"""The checks of a start, before it changes anything: the index must be this store's, whole, and up to date.
 
 The journal is synced before the index commits. So an index that lags behind by one group was killed in between; one
 that lags by more has lost commits that were acknowledged, and one that is ahead has a journal that lost some. A start
@@ -125,7 +125,7 @@ def _look_at_first(view: CatalogView, found: Parsed | None, blobs: BlobBackend) 
 
 
 def _look_at_foreign(view: CatalogView, found: Parsed, blobs: BlobBackend, store: str, position: Position) -> Look:
-    """Index and journal are of two stores: what lies in the directory says whose it is."""
+    """Index and journal are of two stores: the files in the directory decide between them."""
     if lies_here(view.state_anyway(), blobs) and not lies_here(found.state, blobs):
         _check_names_enough(view, blobs)
         return Look(None, "it is another store's", store, position)

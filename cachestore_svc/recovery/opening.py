@@ -72,7 +72,7 @@ def open_directory(
     masters: Sequence[MasterKey],
     random_bytes: RandomBytes,
 ) -> Opened:
-    """See cachestore_svc.store.Store.open."""
+    """As `Store.open`."""
     with locked(config, disk) as lock:
         files = KeyFiles(config.data_dir, disk)
         records = files.read()

@@ -1,4 +1,4 @@
-"""Builds a lost index anew, beside the old one, from the journal, the manifests and the blob files; then replaces it.
+"""Rebuilds a lost index beside the old one, from the journal, the manifests and the blob files; then replaces it.
 
 Only what was verified is listed: each manifest and blob is read and hashed. A version whose manifest is whole comes
 back, also when a blob of it is gone: that one is in quarantine, as it would have been, and engines compute it again.
@@ -156,10 +156,10 @@ class _Recovery:
                 space.lost.append(LostVersion(space.found.names.open_text(agent), key[0], key[1], problem))
         state.agents = {agent: facts for agent, facts in state.agents.items() if facts.versions}
         if not is_whole:
-            # It is not known any more what came from elsewhere: all of it may have.
+            # Provenance is lost, so every blob counts as imported.
             state.brought = {digest.hash for digest in (*space.manifests, *space.named)}
-            # Nor which agents were handed over last: none of them is extended before somebody says whose it is. Those
-            # named anew are no other store's.
+            # Ownership is lost, too: an agent stays read-only until a peer confirms its owner. Agents that this
+            # recovery named belong to this store.
             held = {agent: _held(state.owners.get(agent), self._now) for agent in known & state.agents.keys()}
             state.owners |= held
             space.unclaimed += [

@@ -1,7 +1,7 @@
-"""Evidence for an index that is built anew: the content of journal and old index, and the blobs that are whole.
+"""Evidence for an index that is rebuilt: the content of journal and old index, and the blobs that are complete.
 
-The journal comes first. Where it is damaged or gone the old index adds what it can still say; manifests that
-no version names then come back under names of their own, because a manifest does not say whose memory it is.
+The journal comes first. Where it is damaged or gone the old index adds its rows; manifests that no version names then
+come back under names of their own, because a manifest does not name its agent.
 """
 
 import contextlib

@@ -1,1 +1,2 @@
-"""Encryption at rest, per namespace: its key and who opens it, and the sealed form of files and names. No SQL."""
+"""Encryption at rest, per namespace: its key and the master keys that open it, and the sealed form of files and names.
+No SQL."""

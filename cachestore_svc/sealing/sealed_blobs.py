@@ -26,7 +26,7 @@ from cachestore_svc.sealing.seals import Seals
 
 
 class SealedBackend:
-    """See cachestore_svc.blobs.backend.BlobBackend. What is not sealed passes as it is."""
+    """Implements `BlobBackend` over another one: seals the blobs of sealed namespaces, and passes others unchanged."""
 
     def __init__(self, backend: BlobBackend, seals: Seals, random_bytes: RandomBytes) -> None:
         self.sealed = backend
@@ -35,11 +35,9 @@ class SealedBackend:
 
     @property
     def where(self) -> str:
-        """See BlobBackend."""
         return self.sealed.where
 
     def of(self, namespace: str) -> NamespaceBlobs:
-        """See BlobBackend."""
         blobs, key = self.sealed.of(namespace), self.seals.key_of(namespace)
         if key is not None:
             return SealedBlobs(blobs, key, self._random_bytes)
@@ -48,11 +46,10 @@ class SealedBackend:
         return blobs
 
     def all(self) -> Sequence[NamespaceBlobs]:
-        """See BlobBackend. As they lie there, under the names that they have there."""
+        """Blobs as they are stored, under their stored names."""
         return self.sealed.all()
 
     def remove_aside(self, aside: Aside) -> int:
-        """See BlobBackend."""
         return self.sealed.remove_aside(aside)
 
 
@@ -67,15 +64,12 @@ class SealedBlobs:
 
     @property
     def place(self) -> str:
-        """See NamespaceBlobs."""
         return self._blobs.place
 
     def exists(self) -> bool:
-        """See NamespaceBlobs."""
         return self._blobs.exists()
 
     def begin(self, hash_: str) -> "SealedPart":
-        """See NamespaceBlobs."""
         return SealedPart(self._blobs.begin(self._name(hash_)), self._key.files, hash_, self._random_bytes)
 
     def receive_files(self) -> None:
@@ -86,30 +80,26 @@ class SealedBlobs:
         raise NotHanded("the namespace is sealed")
 
     def handed(self) -> set[str]:
-        """See NamespaceBlobs."""
         return self._blobs.handed()
 
     def remove_handed(self, token: str) -> None:
-        """See NamespaceBlobs."""
         self._blobs.remove_handed(token)
 
     def publish(self, hashes: Sequence[str]) -> None:
-        """See NamespaceBlobs."""
         self._blobs.publish([self._name(hash_) for hash_ in hashes])
 
     def read(self, digest: Digest) -> memoryview:
-        """See NamespaceBlobs."""
         data = self._opened(self.bytes_of(digest.hash, digest.size_bytes + 1), digest.hash)
         if Digest.of(data) != digest:
             raise Damaged("its bytes have another digest")
         return data
 
     def bytes_of(self, hash_: str, most_bytes: int) -> memoryview:
-        """See NamespaceBlobs. These are the bytes of the file."""
+        """The bytes of the file, still sealed."""
         return self._blobs.bytes_of(self._name(hash_), sealed_size(most_bytes))
 
     def unverified(self, hash_: str, most_bytes: int) -> Iterator[tuple[memoryview, Aside | None]]:
-        """See NamespaceBlobs. Bytes that do not open are left out."""
+        """Bytes that do not open are left out."""
         for data, aside in self._blobs.unverified(self._name(hash_), sealed_size(most_bytes)):
             try:
                 yield self._opened(data, hash_), aside
@@ -117,35 +107,28 @@ class SealedBlobs:
                 continue
 
     def size_bytes(self, hash_: str) -> int | None:
-        """See NamespaceBlobs."""
         size = self._blobs.size_bytes(self._name(hash_))
         return None if size is None else plain_size(size)
 
     def remove(self, hash_: str) -> None:
-        """See NamespaceBlobs."""
         self._blobs.remove(self._name(hash_))
 
     def remove_part(self, hash_: str) -> None:
-        """See NamespaceBlobs."""
         self._blobs.remove_part(self._name(hash_))
 
     def set_aside(self, hash_: str, now_unix_ms: int) -> Aside:
-        """See NamespaceBlobs."""
         return self._blobs.set_aside(self._name(hash_), now_unix_ms)
 
     def restore(self, aside: Aside) -> None:
-        """See NamespaceBlobs."""
         self._blobs.restore(aside)
 
     def list(self) -> Listing:
-        """See NamespaceBlobs."""
         found, names = self._blobs.list(), self._key.names
         return Listing(
             set(names.open_hashes(found.blobs)), set(names.open_hashes(found.parts)), found.asides, found.strange
         )
 
     def naming(self, *hashes: str) -> AbstractContextManager[object]:
-        """See NamespaceBlobs."""
         return self._blobs.naming(*map(self._name, hashes))
 
     def _name(self, hash_: str) -> str:
@@ -172,7 +155,6 @@ class ShutBlobs(SealedBlobs):
         raise self._refusal()
 
     def list(self) -> Listing:
-        """See NamespaceBlobs."""
         return self._blobs.list()
 
     def _name(self, hash_: str) -> str:
@@ -188,8 +170,8 @@ class ShutBlobs(SealedBlobs):
 class SealedPart:
     """A part that is sealed while it is written; see cachestore_svc.blobs.backend.Part.
 
-    The last segment waits in memory until more comes: only then is it known that it was not the last. What waits when
-    the part is closed is written as if more came, and sealed anew by whoever goes on with it.
+    The last segment waits in memory until more bytes come: only then is it known that it was not the last. A segment
+    that waits when the part is closed is written as if more came; the next writer of the part seals it again.
     """
 
     def __init__(self, part: Part, files_key: bytes, hash_: str, random_bytes: RandomBytes) -> None:
@@ -204,7 +186,7 @@ class SealedPart:
         self._is_whole = False
 
     def pieces(self) -> Iterator[memoryview]:
-        """See Part. What does not open ends it, and is cut off."""
+        """Ends at the first segment that does not open; the rest is cut off."""
         stored = _Pieces(self._part.pieces())
         try:
             self._seal = FileSeal.of_header(self._files_key, stored.take(HEADER_BYTES), self._hash)
@@ -219,7 +201,7 @@ class SealedPart:
         self._cut()
 
     def append(self, data: bytes | memoryview) -> None:
-        """See Part. `pieces` is exhausted before."""
+        """The caller has exhausted `pieces` before."""
         view = memoryview(data)
         full = max(0, len(self._waiting) + len(view) - 1) // SEGMENT_BYTES
         if not full:
@@ -233,18 +215,18 @@ class SealedPart:
         self._waiting = bytes(view[rest + (full - 1) * SEGMENT_BYTES :])
 
     def cut(self, size_bytes: int) -> None:
-        """See Part: what a failed `append` wrote is not counted yet."""
+        """Bytes of a failed `append` are not counted yet."""
         assert size_bytes == self._segments * SEGMENT_BYTES + len(self._waiting)
         self._cut()
 
     def sync(self) -> None:
-        """See Part. Nothing can be appended any more."""
+        """After this nothing can be appended."""
         self._write([(self._waiting, True)])
         self._is_whole = True
         self._part.sync()
 
     def close(self) -> int:
-        """See Part. Where what waits finds no room, it is lost, and the part is shorter."""
+        """If waiting bytes find no room on the disk, they are lost, and the part is shorter."""
         kept = self._segments * SEGMENT_BYTES
         if not self._is_whole and self._waiting:
             try:

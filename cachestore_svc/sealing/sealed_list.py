@@ -1,6 +1,7 @@
 """The owner's list of sealed namespaces: a line each, in a file outside the data directory.
 
-What the data directory says is lost with it. A namespace of this list is never plain, whatever was deleted there.
+A list in the data directory would be lost with it. A namespace of this list is never plain, even in an emptied
+directory.
 """
 
 from collections.abc import Iterable

@@ -23,7 +23,7 @@ _BLOBS_PER_PROGRESS = 64
 
 
 def check(core: Core, repair: bool) -> CheckReport:
-    """See cachestore_svc.store.Store.check."""
+    """As `Store.check`."""
     names = core.sound_namespaces()
     with reading_damage():
         findings = [*_database(core), *_kept_out(core), *_unknown_places(core, repair)]

@@ -2,7 +2,7 @@
 
 A pass goes through namespaces by name, and through the blobs of each by the catalog's numbers. Where it is, and what it
 found, is noted in the index now and then: a restart goes on there, and hashes a few blobs twice at most. This module
-says what is next; who drives it, and how fast, is in `background_scrub`.
+chooses the next blob; `background_scrub` drives it, and sets its speed.
 """
 
 import json

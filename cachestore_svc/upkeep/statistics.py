@@ -1,4 +1,4 @@
-"""Sizes and counters, computed when asked, and what is wrong with a store."""
+"""Sizes and counters, computed on request, and the ailments of a store."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +13,7 @@ _SumsOf = Callable[[str, str, CatalogView], Sums]
 
 
 def stats_of(core: Core, namespace: str) -> Stats:
-    """See cachestore_svc.store.Store.stats."""
+    """As `Store.stats`."""
     agents, snapshots, logical = _sums(core, namespace, _sums_of_agents, 3)
     blobs, blob_bytes, damaged, unreferenced = _sums(core, namespace, _sums_of_blobs, 4)
     return Stats(
@@ -34,7 +34,7 @@ def stats_of(core: Core, namespace: str) -> Stats:
 
 
 def totals_of(core: Core) -> Totals:
-    """See cachestore_svc.store.Store.totals."""
+    """As `Store.totals`."""
     each = [stats_of(core, namespace) for namespace in core.sound_namespaces()]
     return Totals(
         agent_count=sum(stats.agent_count for stats in each),
@@ -51,7 +51,7 @@ def totals_of(core: Core) -> Totals:
 
 
 def ailments_of(core: Core) -> list[Ailment]:
-    """See cachestore_svc.store.Store.ailments."""
+    """As `Store.ailments`."""
     core.sound_namespaces()  # raises where the index does not answer
     found = []
     if core.space.is_disk_full:

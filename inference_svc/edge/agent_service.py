@@ -1,7 +1,7 @@
 """AgentService at the engine's address: every call goes on to the store of the caller's namespace.
 
-The engine asks the caller's role itself and calls the store with its own credential, so that whoever may use the engine
-needs no token of the store.
+The engine asks the caller's role itself and calls the store with its own credential, so that a caller who may use the
+engine needs no token of the store.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping

@@ -1,4 +1,4 @@
-"""Converts what a turn says of reuse: the rules for what is volatile, and what was reused when it began."""
+"""Converts a turn's report of reuse: the rules for volatile text, and the KV that was reused when it began."""
 
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb

@@ -1,1 +1,1 @@
-"""Who computes embeddings, one text at a time: the loaded model, as turns without memory, or the model beside it."""
+"""Embeddings, one text at a time: by the loaded model, as turns without memory, or by the model beside it."""

@@ -1,9 +1,9 @@
 """Decoding steps, of which one is enqueued before the tokens of the one before it are read: a GPU never waits for us.
 
-A row's next input is then a token that only the device knows. What a step computes for a row that turned out to be at
-its end is left out of account: its KV lies behind the length that is remembered, and its token is nobody's. Steps of
-rows whose next draw must see their last token (a reply format, a repetition penalty) are read before the next one is
-enqueued, and so is every step of a model with recurrent layers, whose states cannot go back by one token.
+A row's next input is then a token that only the device knows. If a row had already finished, the step's result for it
+is discarded: its KV lies beyond the remembered length. Steps of rows whose next draw must see their last token (a reply
+format, a repetition penalty) are read before the next one is enqueued, and so is every step of a model with recurrent
+layers, whose states cannot go back by one token.
 """
 
 from collections import deque

@@ -246,7 +246,7 @@ class Engine:
         return self._worker.computed_tokens - self._uncounted_tokens
 
     def restart_counts(self) -> None:
-        """What was computed so far was nobody's."""
+        """Leave the tokens that were computed so far out of all counts."""
         self._uncounted_tokens = self._worker.computed_tokens
 
     @property

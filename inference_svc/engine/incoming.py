@@ -48,7 +48,7 @@ class Incoming:
         self._wake()
 
     def skip(self, count: int) -> None:
-        """Nobody will take the first files: whoever has shared pages needs none. Their bytes keep no reader waiting."""
+        """The turn needs no first files, because it shares pages. Their bytes keep no reader waiting."""
         self._first_needed = count
         for index in range(min(count, len(self._files))):
             self._files[index] = None

@@ -1,7 +1,7 @@
 """Room for turns: what each may still take, what it begins with, and what is dropped or preempted for it.
 
-A turn's room is asked for with the fork in hand that it would begin with: so what it shares is counted once, and to
-drop the memory that it shares with frees nothing of that. On the MLX thread.
+A turn's room is requested with the fork in hand that it would begin with: so shared pages are counted once, and
+dropping the memory that it shares with frees none of them. On the MLX thread.
 """
 
 from collections.abc import Collection, Hashable
@@ -28,7 +28,7 @@ class KvRoom:
     """The pool's bytes, as the scheduler asks for them (`room_shares.Room`) and as turns take them and give them up."""
 
     def __init__(self, pool: KvPool, model: ModelInfo, total_bytes: int, turns: Collection[Sequence]) -> None:
-        """`turns`: all that are not over, whoever adds and removes them."""
+        """`turns`: all that are not over; the caller adds and removes them."""
         self.memories = HotMemories(pool.allocator, pool.page_bytes, total_bytes)
         self.total_bytes = total_bytes
         self._pool = pool

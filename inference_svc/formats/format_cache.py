@@ -1,6 +1,6 @@
 """A cache of compiled formats: the newest of each namespace, in fair shares. Pure.
 
-Namespaces share no formats, even if two ask for the same one: a fast answer would show one what the other has asked.
+Namespaces share no formats, even if two ask for the same one: a fast answer would show one the other's format.
 """
 
 from collections import OrderedDict

@@ -1,8 +1,7 @@
 """One sequence's KV: a block table for each group of layers, and the states of its recurrent layers.
 
-Full pages never change, so a fork shares all pages and copies nothing. Only the last page is written, by its only
-holder: whoever would write a shared one copies it first. A sequence that failed half-way has lost nothing: rows behind
-`length` are nobody's.
+Full pages are immutable, so a fork shares all pages and copies nothing. A sequence copies its last page before writing
+if another sequence holds it. Rows beyond `length` are garbage: a sequence that failed half-way has lost nothing.
 
 Recurrent layers can only go back to a *rewind point*, a length at which their states were copied. Window layers can go
 back wherever the pages are left that the window touches there; they are kept for the rewind points.

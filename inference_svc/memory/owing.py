@@ -1,4 +1,4 @@
-"""What the engine owes the store: whether a memory's room must wait until the store has the memory."""
+"""The engine's debt to the store: whether a memory's room must wait until the store has the memory."""
 
 from collections.abc import Callable
 

@@ -19,7 +19,7 @@ NOT_FOUND = 5
 
 def pull(name: str) -> dict[str, Any]:
     """Fetch a model, or what of it is missing here. Raises NotFound."""
-    # mlx-lm is imported by whoever fetches: it takes seconds, and the other commands none of it.
+    # Only fetching imports mlx-lm: it takes seconds, which the other commands do not need.
     from inference_svc.model.loading import find_model
 
     path = find_model(name)

@@ -1,7 +1,7 @@
 """Messages in, text out: conversations through the model's chat template.
 
 The whole conversation is rendered each time; the character match finds the part that is remembered already. A template
-is asked for text and never for tokens.
+gives text and never tokens.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,7 @@
 """Where a prompt first differs from its agent's memory: the texts on both sides, the message, and the rule (of
 `kvasir.volatile`) that would have kept what the memory has. Pure.
 
-What is said here holds pieces of texts: it is for the memory's owner alone, and never for logs or metrics.
+A difference holds pieces of texts: it is for the memory's owner alone, and never for logs or metrics.
 """
 
 from collections.abc import Sequence

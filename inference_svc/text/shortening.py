@@ -1,8 +1,8 @@
 """Which messages of a conversation stay when it outgrew its model's context. Pure.
 
-What is left out is the oldest, behind the system's messages at the beginning, and ends before a user's message: a
-template wants a question first. Where one question has many tool calls behind it, the oldest of those are left out,
-each with its results, which never stand without their call.
+The oldest messages are left out, behind the system's messages at the beginning, up to a user's message: a template
+wants a question first. Where one question has many tool calls behind it, the oldest of those are left out, each with
+its results, which never stand without their call.
 """
 
 from bisect import bisect_left

@@ -2,7 +2,7 @@
 a system message of the engine's own, a note. Pure.
 
 A caller sends its messages whole and knows of no notes. So they are put back where they stood, and a new one is made
-when the values are others than those that the model was told last.
+when the values differ from those of the last note.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""What a chat template is told when it asks for the time: what the conversation's memory was told, else the turn's own.
+"""The time for a chat template that reads the clock: that of the conversation's memory, else the turn's own.
 
 So a conversation over midnight goes on with the date that it began with. Times are of the wall clock, without a zone:
 an agent that moves to another one keeps its date.

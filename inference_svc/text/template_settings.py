@@ -1,4 +1,4 @@
-"""What a request says of thinking and of the chat template's own settings, and what of it a model applies. Pure."""
+"""A request's settings of thinking and of the chat template, and which of them a model applies. Pure."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

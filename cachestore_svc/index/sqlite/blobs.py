@@ -1,4 +1,4 @@
-"""Rows of blobs: what is stored, what it says of itself, when it was promised, and what is damaged.
+"""Rows of blobs: which are stored, the facts of their headers, their promises, and their damage.
 
 Every statement names a namespace: a hash alone finds nothing.
 """

@@ -1,7 +1,7 @@
 """How the tables are read and written: statements within the transaction that an operation runs in.
 
-Only modules beside this one use it. Rare questions (tables, columns, facts, labels) go through sqlite-utils; what every
-turn of an agent asks is SQL, because the library reads a table's schema before each look-up.
+Only modules beside this one use it. Rare questions (tables, columns, facts, labels) go through sqlite-utils; questions
+of every turn are SQL, because the library reads a table's schema before each look-up.
 """
 
 import sqlite3

@@ -1,9 +1,9 @@
 """The database and the one thread that owns it.
 
 Several connections that write and checkpoint can corrupt a WAL database (SQLite before 3.51.3), so there is one
-connection, used for reads and writes by one thread. Operations get a `SqliteTransaction`; what is waiting is
-committed together, each in a savepoint of its own, and no caller hears of success before the commit is durable.
-Namespaces take turns, so that none waits behind all that another has asked for.
+connection, used for reads and writes by one thread. Operations get a `SqliteTransaction`; waiting operations are
+committed together, each in a savepoint of its own, and no caller gets an answer before the commit is durable.
+Namespaces take turns, so that none waits behind all requests of another.
 """
 
 import sqlite3
@@ -73,22 +73,18 @@ class SqliteCatalog:
         opened.result()
 
     def read(self, namespace: str, work: Callable[[CatalogView], _Answer]) -> _Answer:
-        """See Catalog."""
         answer: _Answer = self._submit(_Operation(namespace, work, is_write=False)).result()
         return answer
 
     def write(self, namespace: str, work: Callable[[CatalogChange], _Answer], *, frees_space: bool = False) -> _Answer:
-        """See Catalog."""
         operation = _Operation(namespace, work, is_write=True, frees_space=frees_space)
         answer: _Answer = self._submit(operation).result()
         return answer
 
     def write_later(self, namespace: str, work: Callable[[CatalogChange], None]) -> None:
-        """See Catalog."""
         self._submit(_Operation(namespace, work, is_write=True))
 
     def record_with(self, journal: Journal) -> None:
-        """See Catalog."""
         recorder = Recorder(journal)
 
         def begin(transaction: SqliteTransaction) -> None:
@@ -98,11 +94,9 @@ class SqliteCatalog:
         self._submit(_Operation(HOUSE, begin, is_write=False)).result()
 
     def keep_out(self, damage: Mapping[str, str]) -> None:
-        """See Catalog."""
         self._damage = damage
 
     def seal(self, names_of: Callable[[str], SealedNames | None]) -> None:
-        """See Catalog."""
         self._names_of = names_of
 
     def rebuild_indexes(self) -> None:

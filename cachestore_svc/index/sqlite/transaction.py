@@ -19,7 +19,7 @@ from cachestore_svc.index.sqlite.rows import Rows
 
 
 class SqliteTransaction(Rows):
-    """See cachestore_svc.index.catalog.CatalogChange."""
+    """Implements `CatalogChange` by the functions of this room."""
 
     namespaces = blobs.namespaces
     stored_bytes = blobs.stored_bytes

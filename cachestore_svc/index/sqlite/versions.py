@@ -1,4 +1,4 @@
-"""Rows of lines and their versions: what is the newest, what came before, and which blobs each holds on to.
+"""Rows of lines and their versions: the newest, the ones before it, and the blobs that each holds.
 
 All versions of an agent are numbered in one order, whichever line each belongs to. A version holds its manifest, and
 the manifest's rows hold its blobs. A blob that nothing holds is garbage. References are not counted, so no count can be

@@ -1,15 +1,15 @@
 """Which memory a conversation has that names no agent: the one that ends where the conversation's known part ends.
 
-Chat APIs send the whole conversation each time and say not who speaks. A digest of its first messages, keyed so that
-nobody can guess texts from names, finds the agent that remembers them. A turn that goes on from an agent's newest
-version extends this agent; one that goes on from an older point, or while the agent is busy, gets a fork: a branch.
+Chat APIs send the whole conversation each time and name no agent. A digest of its first messages, keyed so that nobody
+can guess texts from names, finds the agent that remembers them. A turn that goes on from an agent's newest version
+extends this agent; one that goes on from an older point, or while the agent is busy, gets a fork: a branch.
 
-What is in RAM here is only a shortcut. After a restart the agents' own messages, in the store, say the same: an agent's
+What is in RAM here is only a shortcut. After a restart the agents' own messages, in the store, are compared: an agent's
 name begins with the digest of its conversation's opening. A digest found says where to look; what is truly reused is
 decided by the engine, character by character.
 
-Dates and clocks of the systems' texts and of the opening tell no conversations apart, unless nothing else does: one
-that goes on at another time is found, and its memory goes on.
+Dates and clocks of the systems' texts and of the opening do not distinguish conversations, unless nothing else does: a
+conversation that continues at another time is found, and its memory goes on.
 """
 
 import contextlib

@@ -32,7 +32,7 @@ class GatewayNumbers:
 
 
 class CountedApp:
-    """Counts what is answered, whoever answers."""
+    """Counts all answers."""
 
     def __init__(self, app: ASGIApp, numbers: GatewayNumbers) -> None:
         self._app = app

@@ -1,6 +1,6 @@
 """How the runner gets a reply: the one seam behind which other ways to remember can stand.
 
-The engine's own memory is in `engine_memory`. Others, such as a prompt that is computed anew each turn, get everything
+The engine's own memory is in `engine_memory`. Others, such as a prompt that is recomputed each turn, get everything
 they need in `Asked`.
 """
 

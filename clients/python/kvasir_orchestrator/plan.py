@@ -1,7 +1,7 @@
-"""The plan of a scenario: every turn, what it shows its agent, who hears it, and which turns it waits for.
+"""The plan of a scenario: every turn, the messages that it shows its agent, its hearers, and the turns it waits for.
 
-All of it is known before anybody speaks; only the words are missing. A turn shows its agent what others have said that
-it may hear and has not seen yet, then its prompts. So it waits for just those turns, and all others run beside it.
+All of it is known before the first turn; only the texts are missing. A turn shows its agent those messages of others
+that it may hear and has not seen yet, then its prompts. So it waits for just those turns, and all others run beside it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,6 +1,6 @@
-"""The messages of a turn, once the turns that it waits for have been said.
+"""The messages of a turn, once the turns that it waits for have replied.
 
-Others' words begin with their name; a second line of theirs is indented, so that no line can pass for somebody else's.
+Others' messages begin with their name; their second lines are indented, so that no line can pass for another agent's.
 """
 
 from collections.abc import Callable, Mapping

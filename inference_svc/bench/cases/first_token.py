@@ -1,4 +1,4 @@
-"""Time to the first token, and to the end of a short reply, over context: computed anew, restored, and from memory.
+"""Time to the first token, and to the end of a short reply, over context: recomputed, restored, and from memory.
 
 With a peer, mlx-lm computes the same prompt in the same rounds.
 """

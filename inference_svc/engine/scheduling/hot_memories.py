@@ -6,8 +6,8 @@ namespaces lose some: an idle memory keeps no turn waiting. Within each group me
 then the order is that of `expected_use`. Memories share pages: dropping one frees only what nobody else holds. A memory
 that a running turn extends is not dropped, and none is dropped if that would not make enough room.
 
-What the store lacks goes last, and not at all while it is on its way there: `Owed` says so. A memory that is being
-stored is pinned besides, so that its publication sends it as it was, whatever its agent does next.
+Unstored memories go last, and not at all while they are on their way to the store (`Owed`). A memory that is being
+stored is pinned besides, so that its publication sends it unchanged while its agent goes on.
 """
 
 from collections import Counter

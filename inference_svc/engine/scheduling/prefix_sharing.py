@@ -2,7 +2,8 @@
 
 Two prompts share what the chain hashes of their blocks share, in whole blocks: equal hashes mean equal KV identity and
 equal tokens from position 0. Only rows that were computed on the grid are given away, so that a sibling begins with
-what it would have computed itself. While a sibling prefills what a turn needs too, the turn waits for a limited time.
+rows that it would have computed itself. While a sibling prefills what a turn needs too, the turn waits for a limited
+time.
 """
 
 from collections.abc import Collection, Iterable

@@ -1,8 +1,8 @@
-"""Which turns run: who begins, who waits, who gives way. Pure bookkeeping over turns: no tensors, no clock, no bytes.
+"""Which turns begin, wait and give way. Pure bookkeeping over turns: no tensors, no clock, no bytes.
 
 A turn's status says where it is; the scheduler reads it and never sets it. It returns decisions and calls nobody.
-`EngineWorker.step` shows the order in which it is asked: `cancelled`, `admit` until it is `Blocked`, `begin_step`, and
-`grant` until there is none. What a step does is in `step_schedule`.
+`EngineWorker.step` shows the order of calls: `cancelled`, `admit` until it is `Blocked`, `begin_step`, and `grant`
+until there is none. What a step does is in `step_schedule`.
 
 Rules within a namespace:
 

@@ -35,7 +35,7 @@ class StepSchedule(Generic[TurnT]):
     """Gives out one step after the other."""
 
     def __init__(self, turns: Collection[TurnT], rules: Rules, company: Company) -> None:
-        """`turns`: all that are not over, whoever adds and removes them."""
+        """`turns`: all that are not over; the caller adds and removes them."""
         self._turns = turns
         self._rules = rules
         self._company = company

@@ -131,7 +131,7 @@ class DecodeBatch:
         return self._logits(tokens)
 
     def discard(self) -> list[SequenceKV]:
-        """Drop all scratch after a failed step. What the returned sequences hold behind their length is nobody's."""
+        """Drop all scratch after a failed step. Rows of the returned sequences beyond their length are garbage."""
         sequences, self._sequences = self._sequences, []
         self._states = {index: BatchStateKV() for index in self._states}
         for layer in self._decoded.values():

@@ -2,9 +2,9 @@
 others' decoding, then costs what its kernels cost.
 
 Without it the processor builds and enqueues the graph for longer than a GPU computes it. Suffixes are filled up in
-front to one of a few lengths, so that few graphs are kept: the tokens put there are written nowhere, and nobody reads
-them. Before the sequence's beginning they see nothing. What they would see in front of a window may be gone, say
-behind a restored block's border: then a part of the suffix that needs no filling goes first.
+front to one of a few lengths, so that few graphs are kept: these tokens are neither written nor read. Before the
+sequence's beginning they see nothing. In front of a window their keys may be gone, for example behind a restored
+block's border: then a part of the suffix that needs no filling goes first.
 """
 
 from collections.abc import Callable, Sequence

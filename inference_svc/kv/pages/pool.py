@@ -202,7 +202,7 @@ class KvPool:
 
     def begin_writes(self) -> list[mx.array]:
         """Enqueue all writes of kernels; returns arrays that are there once they are done. Waits where no kernels
-        write: whoever held an array would make the next write copy it.
+        write: a kept reference would make the next write copy it.
         """
         if self.dialect is None:
             self.evaluate()

@@ -1,8 +1,8 @@
-"""Runs publications: at a turn's end what the store lacks of its memory is sent and committed, in a task of its own.
+"""Runs publications: at a turn's end the missing part of its memory is sent and committed, in a task of its own.
 
 A publication never delays tokens. The turn waits for it a while and reports its outcome. One agent's publications
-follow each other; different agents' run side by side. What could not be stored stays owed: it is tried again for as
-long as it is hot and no newer memory of its agent has taken its place.
+follow each other; different agents' run side by side. An unstored memory stays owed: it is tried again for as long as
+it is hot and no newer memory of its agent has replaced it.
 """
 
 import asyncio

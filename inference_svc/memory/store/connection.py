@@ -1,8 +1,9 @@
 """The engine's way to one namespace's cache store: a token that the store has vouched for, a time limit, a breaker.
 
-No call but the probe is made before the store has said that the engine's token is the namespace's. After a failure the
-breaker keeps calls away, at no cost, while a probe in the background waits for the store to answer again. Bulk data has
-connections of its own, so that no small call waits behind it; while it moves, a store that answers late is not away.
+No call but the probe is made before the store has confirmed that the engine's token is the namespace's. After a failure
+the breaker keeps calls away, at no cost, while a probe in the background waits for the store to answer again. Bulk data
+has connections of its own, so that no small call waits behind it; while it moves, a store that answers late is not
+away.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What the engine asks of the cache store: memories, blobs, commits, leases, events.
+"""The engine's calls to the cache store: memories, blobs, commits, leases, events.
 
 Reading delays the first token, so a turn has one small budget of time without progress for all of its reads; bytes that
 arrive earn more. Every failed read is a miss with its reason. Bytes that were read are checked against their digest

@@ -1,6 +1,6 @@
 """An encoder of the kind of BERT: every token of a text sees every other, in one pass, and nothing is kept.
 
-One text a pass, without padding: so a text's rows are the same whoever is embedded beside it.
+One text a pass, without padding: so a text's rows do not depend on its neighbours.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Conversations that a model can be asked about, as they ship beside kvasir-tiny: texts to read, questions, answers."""
+"""Conversations with questions for a model, as they ship beside kvasir-tiny: texts to read, questions, answers."""
 
 import json
 from collections.abc import Mapping

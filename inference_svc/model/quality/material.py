@@ -1,4 +1,4 @@
-"""The texts that a model reads and the questions that it is asked: conversations, or a canary for any other model.
+"""The texts and questions for a model: conversations, or a canary for any other model.
 
 Token ids only, made once and put to every rung alike; seeds are fixed.
 """

@@ -1,6 +1,7 @@
 """White space that a chat template writes itself around the parts of a reply.
 
-A model writes it too, and it is no part of what it thought or said: sent back by a caller, it would stand there twice.
+A model generates it too, and it is no part of its thoughts or its answer: sent back by a caller, it would stand there
+twice.
 """
 
 from collections.abc import Callable

@@ -1,1 +1,2 @@
-"""Who may extend an agent's memory: the store that owns it (owners), and the engine with the lease (leases)."""
+"""The right to extend an agent's memory: of the store that owns it (owners), and of the engine with the lease
+(leases)."""

@@ -1,4 +1,4 @@
-"""Rows of owners: what this store knows of who owns an agent. By name, because the fact outlives the agent."""
+"""Rows of owners: the owner of each agent, as far as this store knows. By name, because the fact outlives the agent."""
 
 from cachestore_svc.index.sqlite.blobs import find_namespace, make_namespace
 from cachestore_svc.index.sqlite.rows import Rows

@@ -13,23 +13,18 @@ class SealedLiveLeases(LiveLeases):
         self._names = names
 
     def grant(self, line: LineKey, token: LeaseToken, ttl_s: float) -> None:
-        """See LiveLeases."""
         self._live.grant(self._open(line), token, ttl_s)
 
     def left_s(self, line: LineKey, token: LeaseToken, ttl_s: float) -> float:
-        """See LiveLeases."""
         return self._live.left_s(self._open(line), token, ttl_s)
 
     def barred_s(self, line: LineKey) -> float:
-        """See LiveLeases."""
         return self._live.barred_s(self._open(line))
 
     def drop(self, line: LineKey) -> None:
-        """See LiveLeases."""
         self._live.drop(self._open(line))
 
     def taken_back(self, line: LineKey) -> None:
-        """See LiveLeases."""
         self._live.taken_back(self._open(line))
 
     def _open(self, line: LineKey) -> LineKey:

@@ -59,18 +59,16 @@ _Line = TypeVar("_Line", LineKey, LineQuery)
 
 
 class SealedTransaction(SqliteTransaction):
-    """See cachestore_svc.index.catalog.CatalogChange."""
+    """Implements `CatalogChange`, with the names of sealed namespaces sealed."""
 
     def __init__(self, connection: sqlite3.Connection, names: SealedNames) -> None:
         super().__init__(connection)
         self._names = names
 
     def plain(self, text: str) -> str:
-        """See Rows."""
         return self._names.open_text(text)
 
     def told(self, error: BaseException) -> BaseException:
-        """See Rows."""
         if isinstance(error, KvasirError):
             error.message = self.plain(error.message)
             error.args = (error.message,)

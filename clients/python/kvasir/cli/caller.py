@@ -103,7 +103,7 @@ def is_same_service(address: str, known: str) -> bool:
     try:
         one, other = parse_address(address), parse_address(known)
     except AddressError:
-        return False  # whoever connects says what is wrong with it
+        return False  # the connection reports what is wrong with it
     return one == other or (one.port == other.port != 0 and one.is_loopback and other.is_loopback)
 
 

@@ -33,7 +33,7 @@ def move(
 ) -> None:
     """Move an agent to or from another Mac: all it remembers, and the right to go on. A copy stays, to be read.
 
-    With --to, a turn that speaks goes along, if the engine here was started with --peer and --peer-store for PEER; else
+    With --to, a decoding turn goes along, if the engine here was started with --peer and --peer-store for PEER; else
     its end is waited for. Cut short, the agent stays where it was or arrives whole; the same command goes on.
     """
     caller, peer = caller_of(context, as_json), _one_of(from_peer, to_peer)
@@ -183,7 +183,7 @@ class _Sent:
 
 
 def _hand_turn_over(caller: Caller, agent: str, peer: str) -> bool:
-    """Give the turn that speaks for the agent to the engine there. False if none speaks, or if it stays here."""
+    """Hand the agent's decoding turn over to the engine there. False if there is none, or if it stays here."""
     if not caller.engine_address and caller.store.address != caller.home.endpoint("store").address:
         return False  # the home's engine has the home's agents, not those of that store
     try:
@@ -282,7 +282,7 @@ def _sent_row(sent: _Sent, dry_run: bool) -> dict[str, int]:
 
 def _moved_words(agent: str, way: str, turn: str | None, sent: _Sent, dry_run: bool) -> str:
     if turn == "handed_over":
-        return f"{agent} has moved {way} while it speaks: its turn goes on there"
+        return f"{agent} has moved {way} while it generates: its turn goes on there"
     verb = "would move" if dry_run else "has moved"
     return f"{agent} {verb} {way}{' after the end of its turn' if turn else ''}: {_sent_words(sent, dry_run)}"
 

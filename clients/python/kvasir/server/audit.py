@@ -1,7 +1,7 @@
-"""Who did what that needs a privilege: one JSON line per call, in a file of its own, and never in a call's way.
+"""The audit: one JSON line for each call that needs a privilege, in a file of its own, and never in a call's way.
 
 A line names the caller, the RPC, the agent and how it ended; never a text, a token, or anything else of a request. A
-thread writes the lines. What it cannot write (full disk, slow disk) is counted and told; no call waits or fails for it.
+thread writes the lines. Lines that it cannot write (full disk, slow disk) are counted; no call waits or fails for it.
 """
 
 import contextlib

@@ -351,7 +351,7 @@ class _Reader:
     """Parses messages. gRPC itself would answer UNKNOWN to bytes that are no message, outside of every guard.
 
     A refused request stays in a reference ring with its error and the error's stack frames. Python's collector counts
-    objects, not bytes: without the collections here, a hundred prompts of 8 MiB would wait for it in nobody's budget.
+    objects, not bytes: without the collections here, a hundred prompts of 8 MiB would wait for it in no budget.
     """
 
     uncollected_bytes = 0  # of all requests since the last collection

@@ -1,7 +1,7 @@
 """SIGHUP: a service reads its credentials, and a store its peers, again, and goes on.
 
-Whoever was removed is refused from then on, and calls under way end. A file that cannot be used changes nothing: the
-old set stays, and log, audit and `/healthz` say so until a file is right again.
+Removed callers are refused from then on, and their running calls end. An invalid file changes nothing: the old set
+stays, and log, audit and `/healthz` report it until the file is valid again.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class Reloading:
                 stays = "" if isinstance(error, TakenInPart) else "the old set stays: "
                 _LOG.error("reload.refused part=%s %s%s", part, stays, error)
                 problems.append(part)
-            except Exception as error:  # noqa: BLE001 - whoever asked for the reload waits for its line in the audit
+            except Exception as error:  # noqa: BLE001 - the caller of the reload waits for its line in the audit
                 _LOG.error("reload.failed part=%s error=%s at=%s", part, type(error).__name__, places(error))
                 problems.append(part)
             else:

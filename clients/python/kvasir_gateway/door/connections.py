@@ -1,6 +1,6 @@
 """Connections: what they may cost before a request is admitted, and while nobody reads its answer.
 
-Who opens a connection is not known until it shows a key. So strangers' connections have a small room of their own, in
+A connection's caller is not known until it shows a key. So strangers' connections have a small room of their own, in
 which the oldest makes way for the newest, and so have those of key holders that rest between two requests.
 """
 

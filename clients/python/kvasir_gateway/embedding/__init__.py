@@ -1,1 +1,1 @@
-"""Embeddings: what OpenAI's and Ollama's APIs ask for, and how the engine is asked."""
+"""Embeddings: requests of OpenAI's and Ollama's APIs, and their requests to the engine."""

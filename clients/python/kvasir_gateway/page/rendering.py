@@ -1,4 +1,4 @@
-"""Templates, and how they write numbers, sizes and times. All text is escaped: what agents and people said is text."""
+"""Templates, and how they write numbers, sizes and times. All texts of agents and people are escaped."""
 
 from collections.abc import Mapping
 from datetime import UTC

@@ -1,4 +1,4 @@
-"""The page's routes: who may see them, what each shows, and the writes, which are forms of our own."""
+"""The page's routes: their callers, their content, and the writes, which are forms of our own."""
 
 import asyncio
 import logging

@@ -38,7 +38,7 @@ class HandedUpload(Upload):
 
     @property
     def may_resume(self) -> bool:
-        """See Upload. A file takes the place of bytes that an earlier upload left."""
+        """The file replaces bytes that an earlier upload left."""
         return self._stream > 0 and super().may_resume
 
     async def requests(self, first_offset: int) -> AsyncIterator[bytes]:  # type: ignore[override]
@@ -61,13 +61,12 @@ class HandedUpload(Upload):
             first_offset = 0
 
     def acknowledge(self, response: pb.WriteBlobsResponse) -> None:
-        """See Upload."""
         super().acknowledge(response)
         self._forget(Digest.from_proto(response.digest))
         self._answered.set()
 
     def goes_on_after(self, error: InvalidArgument) -> bool:
-        """See Upload. A store that does not take a file is sent the bytes, and says then what is wrong with them."""
+        """If the store refuses a file, its bytes are sent, and the store reports what is wrong with them."""
         self._is_refused = self._is_refused or error.field == "handed"
         return error.field == "handed" or super().goes_on_after(error)
 
