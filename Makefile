@@ -97,6 +97,7 @@ campaigns: install ## The long forms of sampled tests (tests/CAMPAIGNS.md); hour
 	$(BIN)/python -m tests.inference.formats.call_campaign
 	$(BIN)/python -m tests.fuzz store --requests 20000 --seed 7
 	$(BIN)/python -m tests.fuzz engine --requests 20000 --seed 4
+	$(BIN)/python -m tests.fuzz gateway --requests 20000 --seed 5
 	KVASIR_KILLS=200 $(BIN)/python -m pytest --timeout 7200 tests/cachestore/service/test_kills.py
 	$(BIN)/python -m pytest --timeout 7200 -m campaign
 	KVASIR_WHOLE=1 $(BIN)/python -m pytest -n 3 --dist worksteal --timeout 7200

@@ -1,20 +1,34 @@
-"""The fuzz: `python -m tests.fuzz store --requests 20000 --seed 7`, or `engine`. One request again: `--only NUMBER`."""
+"""The fuzz: `python -m tests.fuzz store|engine|gateway --requests 20000 --seed 7`. One again: `--only NUMBER`."""
 
 import argparse
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+
+from kvasir_gateway.openapi import document
 
 from tests.fuzz.campaign import Findings, Target, fuzz
 from tests.fuzz.contract import engine_rpcs, store_rpcs
 from tests.fuzz.engine_target import EngineTarget
+from tests.fuzz.gateway_target import GatewayTarget
 from tests.fuzz.store_target import StoreTarget
 
-TARGETS: dict[str, Callable[[Path, int], Target]] = {"store": StoreTarget, "engine": EngineTarget}
+TARGETS: dict[str, Callable[[Path, int], Target]] = {
+    "store": StoreTarget,
+    "engine": EngineTarget,
+    "gateway": GatewayTarget,
+}
 
-RPCS = {"store": store_rpcs, "engine": engine_rpcs}
+# What each can be asked for, by name.
+ASKED: dict[str, Callable[[], Iterable[str]]] = {
+    "store": store_rpcs,
+    "engine": engine_rpcs,
+    "gateway": lambda: [
+        facts["operationId"] for path in document("").get("paths", {}).values() for facts in path.values()
+    ],
+}
 # Among so many requests each RPC must have been asked for something that it does.
 _ENOUGH = 5000
 
@@ -45,7 +59,7 @@ def main() -> int:
     if arguments.counts:
         print("\n".join(f"{name}: {count}" for name, count in sorted(findings.counts.items()) if " " in name))
     print(findings.summary())
-    unmet = [name for name in RPCS[arguments.service]() if not findings.counts[f"{name} did it"]]
+    unmet = [name for name in ASKED[arguments.service]() if not findings.counts[f"{name} did it"]]
     if unmet and len(numbers) >= _ENOUGH:
         print(f"never did what was asked: {unmet}")
     return 1 if findings.problems or (unmet and len(numbers) >= _ENOUGH) else 0

@@ -1,8 +1,9 @@
 """Carries out one call over a channel, byte for byte, and says what is wrong with its answer."""
 
+import contextlib
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import grpc
@@ -10,13 +11,17 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from kvasir.status import DETAILS_KEY, DOMAIN
 
-from tests.fuzz.calls import Call
+from tests.fuzz.calls import Call, Requests
+from tests.fuzz.campaign import Outcome, Send
 
 _REASON = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)*")
 _WAITING_HELPS = {"UNAVAILABLE", "RESOURCE_EXHAUSTED"}
 # Of these a caller may be told by its own gRPC.
 _CALLERS_OWN = {"DEADLINE_EXCEEDED", "CANCELLED"}
 _TOO_LARGE = re.compile(r"message larger than max|Received message larger", re.IGNORECASE)
+# Turns take as long as they take, and what takes a memory back waits for its lease to end.
+_MAY_LAST = {"Generate", "Warm", "DeleteAgent", "RollbackAgent", "ForkAgent", "ImportAgent", "PullAgent"}
+_MAY_LAST |= {"OfferAgent", "FenceAgent"}
 _OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1), ("grpc.enable_retries", 0))
 
 
@@ -43,6 +48,22 @@ class Answer:
         kinds = (error_details_pb2.ErrorInfo, error_details_pb2.RetryInfo)
         targets = [(detail, kind()) for detail in status.details for kind in kinds]
         return [target for detail, target in targets if detail.Unpack(target)]
+
+
+@contextlib.contextmanager
+def sending(requests: Requests, addresses: Mapping[str, str], seed: int) -> Iterator[Send]:
+    """Sends requests over channels of its own to each service."""
+    with contextlib.ExitStack() as stack:
+        channels = {name: stack.enter_context(open_channel(address)) for name, address in addresses.items()}
+
+        def send(number: int) -> Iterator[Outcome]:
+            for call in requests.of(seed, number):
+                answer = ask(channels[call.rpc.path.split("/")[1]], call)
+                problem = what_is_wrong(call, answer) or _late(call, answer)
+                did_it = answer.status == "OK" or answer.responses > 0
+                yield Outcome(call.rpc.name, answer.status, did_it, problem, str(call))
+
+        yield send
 
 
 def open_channel(address: str) -> grpc.Channel:
@@ -77,6 +98,11 @@ def _sent(call: Call, over: threading.Event) -> Iterator[bytes]:
     yield from call.messages
     if call.is_left_open:
         over.wait()
+
+
+def _late(call: Call, answer: Answer) -> str | None:
+    is_late = answer.status == "DEADLINE_EXCEEDED" and call.timeout_s >= 5 and call.rpc.name not in _MAY_LAST
+    return f"no answer within {call.timeout_s} s" if is_late else None
 
 
 def what_is_wrong(call: Call, answer: Answer) -> str | None:

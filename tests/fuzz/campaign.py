@@ -4,41 +4,46 @@ import contextlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-import grpc
 import psutil
-
-from tests.fuzz.calling import Answer, ask, open_channel, what_is_wrong
-from tests.fuzz.calls import Call, Requests
 
 _AT_ONCE = 4
 _SETTLES_WITHIN_S = 20.0
 # What a busy service may keep: pooled threads, channels that are not closed yet, memory of its allocator.
-_MORE_THREADS, _MORE_DESCRIPTORS, _MORE_BYTES = 48, 24, 256 << 20
+_MORE_THREADS, _MORE_DESCRIPTORS, _MORE_BYTES = 48, 40, 256 << 20
 # MLX 0.32 never ends the thread of a CPU stream, and each loaded model has a stream: so much is left by each load.
 _MODEL_LOADED, _MIB_PER_LOAD = "model.loaded", 5
 _BUGS_IN_THE_LOG = ("rpc.failed", "Traceback", "Task exception was never retrieved", "never awaited")
-# Turns take as long as they take, and what takes a memory back waits for its lease to end.
-_MAY_LAST = {"Generate", "Warm", "DeleteAgent", "RollbackAgent", "ForkAgent", "ImportAgent", "PullAgent"}
-_MAY_LAST |= {"OfferAgent", "FenceAgent"}
+
+
+class Outcome(NamedTuple):
+    """How a call of this name ended, whether it did what was asked, and what is wrong with that."""
+
+    name: str
+    status: str
+    did_it: bool
+    problem: str | None
+    call: str
+
+
+# Sends the request of a number, which may be several calls.
+Send = Callable[[int], Iterable[Outcome]]
 
 
 class Target(Protocol):
     """What is fuzzed."""
 
     @property
-    def addresses(self) -> Mapping[str, str]: ...
-    @property
     def pids(self) -> Sequence[int]: ...
     @property
     def log(self) -> str: ...
     def start(self) -> None: ...
-    def requests(self) -> Requests: ...
+    def sending(self, seed: int) -> contextlib.AbstractContextManager[Send]: ...
     def is_well(self) -> str | None: ...
     def end(self) -> Sequence[str]: ...
     def close(self) -> None: ...
@@ -55,16 +60,14 @@ class Findings:
     started: Counter[str] = field(default_factory=Counter)
     ended: Counter[str] = field(default_factory=Counter)
 
-    def note(self, number: int, call: Call, answer: Answer) -> None:
-        self.counts[answer.status] += 1
-        self.counts[f"{call.rpc.name} {answer.status}"] += 1
-        self.counts[f"{call.rpc.name} did it"] += answer.status == "OK" or answer.responses > 0
-        if problem := what_is_wrong(call, answer):
-            self.problem(number, problem, call)
-        elif answer.status == "DEADLINE_EXCEEDED" and call.timeout_s >= 5 and call.rpc.name not in _MAY_LAST:
-            self.problem(number, f"no answer within {call.timeout_s} s", call)
+    def note(self, number: int, outcome: Outcome) -> None:
+        self.counts[outcome.status] += 1
+        self.counts[f"{outcome.name} {outcome.status}"] += 1
+        self.counts[f"{outcome.name} did it"] += outcome.did_it
+        if outcome.problem:
+            self.problem(number, outcome.problem, outcome.call)
 
-    def problem(self, number: int, what: str, call: Call | None = None) -> None:
+    def problem(self, number: int, what: str, call: str = "") -> None:
         """Print at once, so that a run that is ended tells what it found."""
         self.problems.append(f"seed {self.seed} request {number}: {what}" + (f"\n    {call}" if call else ""))
         print(self.problems[-1], flush=True)
@@ -80,13 +83,13 @@ class Findings:
 
 def fuzz(target: Target, seed: int, numbers: Sequence[int]) -> Findings:
     """All these requests, some at once. The target has been started."""
-    findings, requests = Findings(seed), target.requests()
+    findings = Findings(seed)
     findings.started = _resources(target)
     waiting = SimpleQueue[int]()
     for number in numbers:
         waiting.put(number)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        for done in [pool.submit(_worker, target, requests, findings, waiting) for _ in range(_AT_ONCE)]:
+        for done in [pool.submit(_worker, target, findings, waiting) for _ in range(_AT_ONCE)]:
             done.result()
     _settled(target, findings)
     for line in target.log.splitlines():
@@ -97,24 +100,15 @@ def fuzz(target: Target, seed: int, numbers: Sequence[int]) -> Findings:
     return findings
 
 
-def _worker(target: Target, requests: Requests, findings: Findings, waiting: "SimpleQueue[int]") -> None:
-    with contextlib.ExitStack() as stack:
-        channels = {name: stack.enter_context(open_channel(address)) for name, address in target.addresses.items()}
-        with contextlib.suppress(Empty):
-            while True:
-                _try(target, requests, findings, channels, waiting.get_nowait())
+def _worker(target: Target, findings: Findings, waiting: "SimpleQueue[int]") -> None:
+    with target.sending(findings.seed) as send, contextlib.suppress(Empty):
+        while True:
+            _try(target, findings, send, waiting.get_nowait())
 
 
-def _try(
-    target: Target,
-    requests: Requests,
-    findings: Findings,
-    channels: Mapping[str, grpc.Channel],
-    number: int,
-) -> None:
-    for call in requests.of(findings.seed, number):
-        channel = channels[call.rpc.path.split("/")[1]]
-        findings.note(number, call, ask(channel, call))
+def _try(target: Target, findings: Findings, send: Send, number: int) -> None:
+    for outcome in send(number):
+        findings.note(number, outcome)
     findings.requests += 1
     try:
         problem = target.is_well()

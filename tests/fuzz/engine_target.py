@@ -1,5 +1,6 @@
 """The engine under fuzz, with its store: what its requests may name, and memories that a store may come to hold."""
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,9 @@ from kvasir.formats.digest import Digest
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.fuzz import files
+from tests.fuzz.calling import sending
 from tests.fuzz.calls import Requests, Scenario
+from tests.fuzz.campaign import Send
 from tests.fuzz.contract import Rpc, engine_rpcs, store_rpcs
 from tests.fuzz.mutations import Known
 from tests.guarded_house import guarded
@@ -96,6 +99,9 @@ class EngineTarget:
 
     def close(self) -> None:
         self._house.close()
+
+    def sending(self, seed: int) -> "contextlib.AbstractContextManager[Send]":
+        return sending(self.requests(), self.addresses, seed)
 
     def requests(self) -> Requests:
         known = _known()

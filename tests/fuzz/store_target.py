@@ -1,5 +1,6 @@
 """The cache store under fuzz: what its requests may name, and what only a store is sent: blobs, manifests, archives."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from kvasir.formats.digest import Digest
 
 from tests.cachestore.service.running import PRINCIPALS, RunningStore, StoreHome, make_credentials, publish
 from tests.fuzz import files
+from tests.fuzz.calling import sending
 from tests.fuzz.calls import Requests, Scenario
+from tests.fuzz.campaign import Send
 from tests.fuzz.contract import Rpc, store_rpcs
 from tests.fuzz.mutations import Known
 from tests.synthetic import MIXED, SMALL, SyntheticAgent, SyntheticSnapshot
@@ -97,6 +100,9 @@ class StoreTarget:
 
     def close(self) -> None:
         self.home.end()
+
+    def sending(self, seed: int) -> "contextlib.AbstractContextManager[Send]":
+        return sending(self.requests(), self.addresses, seed)
 
     def requests(self) -> Requests:
         known = self._known()

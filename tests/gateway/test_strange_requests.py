@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
 from kvasir.clients import Choice, Reply
 from kvasir.common.v1.message_pb2 import ToolCall
 from kvasir.errors import NotFound, Unauthenticated
@@ -212,43 +211,3 @@ def test_what_no_body_holds_is_bounded(front: Front, begun: bytes) -> None:
         with pytest.raises(OSError, match=r"Broken pipe|reset"):
             connection.sendall(b"a" * (8 << 20))
     assert httpx.get(f"{front.gateway.url}/healthz").json()["status"] == "ok"
-
-
-@pytest.mark.long(24)
-def test_fuzzed_by_its_own_document_it_answers_as_documented(front: Front) -> None:
-    """Schemathesis makes the requests. Some are made sensible, so that they reach the engine."""
-    import schemathesis  # it takes a second, which only who runs this test waits for
-    from schemathesis import GenerationMode, checks
-    from schemathesis.specs.openapi import checks as of_the_document
-
-    document = httpx.get(f"{front.gateway.url}/openapi.json").json()
-    schema = schemathesis.openapi.from_dict(document)
-    schema.config.update(base_url=front.gateway.url)
-    wanted = [
-        checks.not_a_server_error,
-        of_the_document.status_code_conformance,
-        of_the_document.content_type_conformance,
-        of_the_document.response_schema_conformance,
-    ]
-    tried = 0
-    for result in schema.get_all_operations():
-        operation = result.ok()
-
-        @settings(
-            max_examples=4,
-            deadline=None,
-            database=None,
-            derandomize=True,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )
-        @given(operation.as_strategy() | operation.as_strategy(GenerationMode.NEGATIVE))
-        def answers(case: schemathesis.Case) -> None:
-            nonlocal tried
-            tried += 1
-            if isinstance(case.body, dict):
-                case.body = {**case.body, "model": MODEL, **{n: 2 for n in ("max_tokens",) if n in case.body}}
-            case.call_and_validate(headers=front.bearer(), checks=wanted, timeout=60)
-
-        answers()
-    assert tried >= 40
