@@ -57,6 +57,11 @@ def test_titles_and_summaries_are_side_calls_and_turns_are_not() -> None:
     assert found(TITLES[0], is_stored=True) == ""
 
 
+def test_of_many_messages_the_first_and_the_last_are_read() -> None:
+    few, title = [user("Hi")] * 40, user("Generate a title for this conversation.")
+    assert [found((*few[:at], title, *few[at:])) for at in (3, 20, 40)] == ["title", "", "title"]
+
+
 def test_rules_are_switched_by_name() -> None:
     assert side_rules_of("none") == []
     assert side_call_of(Turn(model="", messages=TITLES[0]), side_rules_of("summary")) == ""

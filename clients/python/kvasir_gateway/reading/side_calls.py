@@ -17,6 +17,7 @@ _HEAD_CHARS = 600  # Claude Code's request for a summary begins with 413 charact
 # Longer ones are worth a memory, unless a system's text says what they are: somebody may ask on about a long text.
 _SHORT_CHARS = 8000
 _PROBE_CHARS = 100
+_MOST_HEADS = 16  # of a request of 10,000 messages the search would hold the event loop
 _OF_TALK = r"(conversations?|chat|session|thread|discussion|messages?|context|history|task)"
 # No pattern crosses a NUL: it stands between the beginning of a text and its end.
 _TITLE = re.compile(
@@ -86,7 +87,8 @@ def _heads(turn: Turn) -> Iterator[str]:
         yield said[-1].content[:_HEAD_CHARS]
     elif not turn.tools:
         is_short = sum(len(message.content) for message in said) <= _SHORT_CHARS
-        yield from (_head(message) for message in said if is_short or message.role == "system")
+        read = said if len(said) <= _MOST_HEADS else (*said[: _MOST_HEADS - 1], said[-1])
+        yield from (_head(message) for message in read if is_short or message.role == "system")
 
 
 def _head(message: Said) -> str:
