@@ -29,7 +29,7 @@ compiled: install
 
 # What needs no service, no model and no disk that syncs: chosen by measurement, a minute in all.
 CHECKED := $(addprefix tests/inference/,bench edge memory model scheduling text turns) \
-  tests/kvasir tests/mutation tests/fairness/test_shared_resources.py tests/test_walls.py tests/test_lessons.py tests/test_readme.py
+  tests/kvasir tests/campaigns/mutation tests/campaigns/fairness/test_shared_resources.py tests/test_walls.py tests/test_lessons.py tests/test_readme.py
 
 check: install lint ## While you work, a minute: lint, types, contract, walls, and the tests that need no service and no model
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(CHECKED)
@@ -95,36 +95,36 @@ campaigns: install ## The long forms of sampled tests (tests/CAMPAIGNS.md); hour
 	$(BIN)/python -m tests.cachestore.core.flip_campaign --flips 5000 --sealed
 	$(BIN)/python -m tests.cachestore.core.damage_campaign --stores 500
 	$(BIN)/python -m tests.inference.formats.call_campaign
-	$(BIN)/python -m tests.fuzz store --requests 20000 --seed 7
-	$(BIN)/python -m tests.fuzz engine --requests 20000 --seed 4
-	$(BIN)/python -m tests.fuzz gateway --requests 20000 --seed 5
+	$(BIN)/python -m tests.campaigns.fuzz store --requests 20000 --seed 7
+	$(BIN)/python -m tests.campaigns.fuzz engine --requests 20000 --seed 4
+	$(BIN)/python -m tests.campaigns.fuzz gateway --requests 20000 --seed 5
 	KVASIR_KILLS=200 $(BIN)/python -m pytest --timeout 7200 tests/cachestore/service/test_kills.py
 	$(BIN)/python -m pytest --timeout 7200 -m campaign
 	KVASIR_WHOLE=1 $(BIN)/python -m pytest -n 3 --dist worksteal --timeout 7200
 
 campaign-fairness: install ## One namespace does its worst while another works, for every shared resource; an hour
-	$(BIN)/python -m tests.fairness.campaign $(FAIRNESS)
+	$(BIN)/python -m tests.campaigns.fairness.campaign $(FAIRNESS)
 
 campaign-history: install ## Random lives over two engines and one store: no turn knows what was taken back
-	$(BIN)/python -m pytest --timeout 7200 -m campaign -s tests/history
+	$(BIN)/python -m pytest --timeout 7200 -m campaign -s tests/campaigns/history
 
 campaign-moves: install ## Agents move among three stores that are cut, killed and forced: one owner, nothing lost; half an hour
-	$(BIN)/python -m tests.moves.campaign --moves $(or $(MOVES),2000)
+	$(BIN)/python -m tests.campaigns.moves.campaign --moves $(or $(MOVES),2000)
 
 campaign-sizes: install ## Memories of gigabytes by a store that is slow, stalled and killed; half an hour, 30 GB of disk
-	$(BIN)/python -m tests.sizes.campaign $(SIZES)
+	$(BIN)/python -m tests.campaigns.sizes.campaign $(SIZES)
 
 bench-moves: install ## 100 MB of memory move between two network namespaces over 1 Gbit/s and 2 ms, beside raw TCP; Linux, root
-	$(BIN)/python -m tests.moves.link
+	$(BIN)/python -m tests.campaigns.moves.link
 
 campaign-handover: install ## 300 turns move between two engines while they speak; then 40 more while something breaks; half an hour
 	$(BIN)/python -m tests.inference.handover.handover_campaign
 
 hammer: install ## Many agents at once, each turn compared with the same turn alone; goes on where it was ended
-	$(BIN)/python -m tests.hammer $(HAMMER)
+	$(BIN)/python -m tests.campaigns.hammer $(HAMMER)
 
 mutants: install ## Break the code once per mutant, see which test notices, write the tables; goes on where it was ended
-	$(BIN)/python -m tests.mutation $(MUTANTS)
+	$(BIN)/python -m tests.campaigns.mutation $(MUTANTS)
 
 .PHONY: bench-http test-http-clients test-agents test-page test-smg
 bench-http: install ## 200 streams through the gateway, then 500 readers who leave

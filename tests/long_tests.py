@@ -14,7 +14,7 @@ PROMISES: Mapping[str, tuple[str, ...]] = {
         "tests/inference/service/test_memory_survives.py::test_after_a_kill_of_both_services_the_agent_goes_on_token_for_token",
     ),
     "a memory is stored and goes on, however large": (
-        "tests/sizes/test_sizes.py::test_a_store_that_is_killed_in_the_middle_loses_no_memory",
+        "tests/campaigns/sizes/test_sizes.py::test_a_store_that_is_killed_in_the_middle_loses_no_memory",
     ),
     "no namespace sees another's": (
         "tests/cachestore/any_backend/test_store_isolation.py::test_what_is_theirs_does_not_exist_for_us",

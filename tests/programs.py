@@ -32,7 +32,7 @@ _MAINS = {
     "kvasir_gateway": "kvasir_gateway.__main__",
     "played_engine": "inference_svc.bench.played_engine",
     "scripted_engine": "tests.gateway.agents.scripted_engine",
-    "store_with_a_clock": "tests.moves.store_with_a_clock",
+    "store_with_a_clock": "tests.campaigns.moves.store_with_a_clock",
 }
 # What `kvasir` starts with `python -m`, beside the services.
 _STARTED = (

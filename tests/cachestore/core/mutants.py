@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tests.cachestore.core.journal_mutants import JOURNAL_MUTANTS
-from tests.mutation.mutant import Mutant, Suite
+from tests.campaigns.mutation.mutant import Mutant, Suite
 
 MUTANTS = (
     Mutant(

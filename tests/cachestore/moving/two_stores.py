@@ -10,7 +10,7 @@ from kvasir.credentials import PEER, Principal, write_private_text
 
 from tests.cachestore.service.proxy import Proxy, proxy_to
 from tests.cachestore.service.running import RunningStore, StoreHome, make_credentials, store_home
-from tests.moves.store_with_a_clock import CLOCK
+from tests.campaigns.moves.store_with_a_clock import CLOCK
 
 NAMES = ("laptop", "studio", "attic")
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.mutation.mutant import Mutant, Suite
+from tests.campaigns.mutation.mutant import Mutant, Suite
 
 MUTANTS = (
     Mutant(

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.mutation.mutant import Mutant, Suite
+from tests.campaigns.mutation.mutant import Mutant, Suite
 
 BATCH, WINDOW, STATES, WORLD = "kv/test_backends", "kv/test_window_kv", "kv/test_state_kv", "kv/test_sequence_world"
 ROWS, FILES, PREFILL, CODEC = "kv/test_rows", "kv/test_sequence_files", "kv/test_prefill", "kv/test_codec"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.mutation.mutant import Mutant, Suite
+from tests.campaigns.mutation.mutant import Mutant, Suite
 
 ORDER, TURN = "scheduler", "scheduler_turn"
 HISTORY, PREFIX_WAIT, MEMORY = "scheduler_history", "scheduler_prefix_wait", "scheduler_memory"

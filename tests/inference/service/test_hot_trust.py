@@ -12,7 +12,7 @@ from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from inference_svc.memory.trust import LEASE_TTL_S
-from tests.faults.faulty_link import Fault, FaultyLink
+from tests.campaigns.faults.faulty_link import Fault, FaultyLink
 from tests.inference.engine.tiny_models import LLAMA, write_model
 from tests.system_fixtures import ENGINE_SERVICE, House, Service, running_house
 

@@ -1,0 +1,401 @@
+"""Random lives of agents over two real engines and one real store, whose links hang and break; each turn is judged.
+
+Which memory a turn extended is told by its prompt's length: a life chooses the lengths of its messages so that no two
+of its memories are equally long. What was stored is read from the manifest itself.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvasir import errors
+from kvasir.clients import AioInferenceClient, AioStoreClient, Reply
+from kvasir.formats import manifest as manifests
+from kvasir.inference.v1 import inference_pb2 as pb
+
+from tests.campaigns.faults.faulty_link import Fault, FaultyLink
+from tests.campaigns.history.oracle import History, Said
+from tests.system_fixtures import ENGINE_SERVICE, House, Service
+from tools.kvasir_tiny.words import Dice
+
+WORD = "door"
+_STEPS = 12
+_GAP_TOKENS = 6
+_GIVE_UP_S = 12.0
+_OPTIONS = ("--store-budget-ms", "250", "--commit-wait-s", "0.4", "--memory-gib", "0.01")
+# Longer than a lease, and shorter: both must be safe.
+_FAULTS_S = (0.2, 0.6, 1.5, 3.0, 7.0)
+_KINDS = ("hang", "outage", "blip", "delay", "slow")
+
+
+@dataclass
+class Findings:
+    lives: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+
+    def summary(self) -> str:
+        return f"{self.lives} lives; {dict(sorted(self.counts.items()))}; {len(self.problems)} problems"
+
+
+class World:
+    """A store, two engines, and a link between each engine and the store."""
+
+    def __init__(self, root: Path) -> None:
+        self.house = House(root, engine_options=_OPTIONS)
+        socket = Path(self.house.store.address.removeprefix("unix:"))
+        self.links = [FaultyLink(socket.with_name(f"l{number}"), socket) for number in range(2)]
+        second = Service("second", "inference_svc", ENGINE_SERVICE, socket.with_name("e2"), root / "second.log")
+        second.options = [*self.house.engine.options, "--state-dir", str(root / "state2")]
+        self.engines = [self.house.engine, second]
+        for engine, link in zip(self.engines, self.links, strict=True):
+            engine.options += ["--store", link.address]
+
+    def start(self) -> None:
+        self.house.store.start()
+        for engine in self.engines:
+            engine.start()
+
+    def close(self) -> None:
+        for link in self.links:
+            link.close()
+        self.engines[1].kill()
+        self.house.close()
+
+
+class Life:
+    """One agent, from its first turn to its last."""
+
+    def __init__(self, world: "Lives", name: str) -> None:
+        self.world = world
+        self.name = name
+        self.dice = Dice(f"life {world.seed} {name}")
+        self.history = History()
+        self.lengths: dict[int, int] = {}  # tokens of the memory after each turn, as far as heard
+        self.versions: dict[int, int | None] = {}
+        self.number = 0
+        self.engine = self.dice.below(2)
+        self.trace: list[str] = []
+
+    async def live(self) -> None:
+        for _ in range(_STEPS):
+            act = self.dice.pick(
+                [self.turn] * 9
+                + [self.roll_back] * 4
+                + [self.delete, self.fork_back, self.import_back]
+                + [self.cancelled_turn] * 2
+                + [self.two_at_once] * 2
+            )
+            await act()
+            if self.history.problems:
+                return
+
+    # --- turns ---
+
+    async def turn(self) -> None:
+        acknowledged, gone = self.history.acknowledged, set(self.history.taken_back)
+        said, reply = await self._say(acknowledged)
+        if said is None:
+            return
+        self.history.judge(said, acknowledged, gone)
+        if said.version is not None:
+            await self._note_stored(said, reply)
+
+    async def _say(self, acknowledged: int | None) -> tuple[Said | None, Reply]:
+        """One turn with one more message; None when it was refused."""
+        self.number += 1
+        number, words = self.number, self._words()
+        is_whole = acknowledged is None and self.dice.chance(0.7)
+        message = [{"role": "user", "content": " ".join([f"m{number}.", *[WORD] * words])}]
+        given = {"messages": message} if is_whole else {"append_messages": message}
+        reply = Reply()
+        try:
+            client = self._client()
+            sampling = {"max_tokens": 1, "temperature": 0}
+            reply = await client.reply(agent_id=self.name, sampling=sampling, timeout_s=_GIVE_UP_S, **given)  # type: ignore[arg-type]
+        except errors.KvasirError as error:
+            self._note(f"turn {number} refused {error.reason}")
+            if error.reason == "NO_MESSAGES":
+                self.history.judge_empty(acknowledged)
+            elif error.reason not in _MAY_BE_REFUSED:
+                self.history.problems.append(f"turn {number}: {type(error).__name__} {error.reason}: {error.message}")
+            return None, reply
+        parent = None if is_whole else self._parent(reply.started.prompt_tokens, words)
+        snapshot = reply.finished.snapshot
+        is_stored = snapshot.state == pb.SNAPSHOT_STATE_COMMITTED
+        said = Said(number, parent, snapshot.version if is_stored else None, is_whole)
+        source = pb.CacheSource.Name(reply.started.source).removeprefix("CACHE_SOURCE_")
+        state = pb.SnapshotState.Name(snapshot.state).removeprefix("SNAPSHOT_STATE_")
+        self._note(f"turn {number} {source} after {parent} {state} {snapshot.version}")
+        self.lengths[number] = reply.started.prompt_tokens
+        return said, reply
+
+    def _client(self) -> AioInferenceClient:
+        """Mostly of the engine that has the agent's memory hot."""
+        if self.dice.chance(0.15):
+            self.engine = 1 - self.engine
+        return self.world.clients[self.engine]
+
+    def _words(self) -> int:
+        """So many that, after whichever memory it is said, it makes one of a length that is new."""
+        taken = sorted(self.lengths.values())
+        for _ in range(200):
+            words = 3 + self.dice.below(60)
+            made = [length + self.world.delta(words) for length in (0, *taken)]
+            if all(abs(new - old) >= _GAP_TOKENS for new in made for old in taken):
+                return words
+        return 64 + self.dice.below(200)
+
+    def _parent(self, prompt_tokens: int, words: int) -> int | None:
+        """The turn whose memory, with so many words said after it, is so long."""
+        rest = prompt_tokens - self.world.delta(words)
+        found = [number for number, length in self.lengths.items() if abs(length - rest) < _GAP_TOKENS // 2]
+        if len(found) == 1:
+            return found[0]
+        if not found and rest < self.world.delta(0):
+            return None
+        self.world.findings.counts["lengths not told apart"] += 1
+        raise _UnclearError(f"{prompt_tokens} tokens, {words} words, lengths {self.lengths}")
+
+    async def cancelled_turn(self) -> None:
+        self.number += 1
+        message = [{"role": "user", "content": " ".join([f"m{self.number}.", *[WORD] * self._words()])}]
+        client = self._client()
+        turn = client.generate(
+            agent_id=self.name, append_messages=message, sampling={"max_tokens": 40}, timeout_s=_GIVE_UP_S
+        )
+        with contextlib.suppress(errors.KvasirError):
+            async with contextlib.aclosing(turn) as events:
+                async for event in events:
+                    if event.HasField("delta"):
+                        break
+        self._note(f"turn {self.number} cancelled")
+
+    async def two_at_once(self) -> None:
+        """A turn, and while it runs a rollback: which came first is told by their versions."""
+        if self.history.acknowledged is None:
+            return
+        acknowledged, gone = self.history.acknowledged, set(self.history.taken_back)
+        saying = asyncio.create_task(self._say(acknowledged))
+        await asyncio.sleep(self.dice.random() * 0.1)
+        rolled = await self._rolled_back()
+        said, reply = await saying
+        if rolled is None:
+            if said is not None:
+                self.history.judge(said, acknowledged, gone)
+                if said.version is not None:
+                    await self._note_stored(said, reply)
+            return
+        version, to = rolled
+        if said is None:
+            self.history.went_back(to)
+            return
+        self.history.judge_beside(said, acknowledged, gone, to)
+        # It was served after the rollback if what it extends is no older, and is then not among what was taken back.
+        is_after = reply.started.parent_version >= version
+        self.history.went_back(to, but=said.number if is_after else None)
+        if said.version is not None and said.version > version:
+            await self._note_stored(said, reply)
+
+    async def _note_stored(self, said: Said, reply: Reply) -> None:
+        """What its caller was told is there, and is what the turn knew."""
+        assert said.version is not None
+        self.history.stored(said.number)
+        self.versions[said.version] = said.number
+        told = reply.finished.snapshot.manifest.hash
+        with contextlib.suppress(errors.NotFound):
+            snapshot, data = await self.world.store.get_snapshot(self.name, version=said.version)
+            stored = _markers(data)
+            if snapshot.manifest.hash != told:
+                self.history.problems.append(f"turn {said.number}: version {said.version} is another memory")
+            elif not said.is_whole and stored != self.history.knowledge(said.number):
+                self.history.problems.append(
+                    f"turn {said.number}: stored {stored}, expected {self.history.knowledge(said.number)}"
+                )
+
+    # --- what takes back ---
+
+    async def roll_back(self) -> None:
+        if (rolled := await self._rolled_back()) is not None:
+            self.history.went_back(rolled[1])
+
+    async def _rolled_back(self) -> tuple[int, int | None] | None:
+        """The new version, and the turn that it is the memory of."""
+        try:
+            page = await self.world.store.list_snapshots(self.name)
+            old = self.dice.pick(list(page.snapshots))
+            made = await self.world.store.rollback_agent(self.name, old.version)
+        except errors.KvasirError as error:
+            self._refused("rollback", error)
+            return None
+        to = await self._turn_of(made.version)
+        self._note(f"rollback to {old.version} made {made.version}, turn {to}")
+        return made.version, to
+
+    async def delete(self) -> None:
+        try:
+            await self.world.store.delete_agent(self.name)
+        except errors.KvasirError as error:
+            self._refused("delete", error)
+            return
+        self._note("deleted")
+        self.versions.clear()
+        self.history.went_back(None)
+
+    async def fork_back(self) -> None:
+        """Fork aside, delete, and fork back: the same name, the same number, the same memory."""
+        aside = f"{self.name} aside {self.number}"
+        try:
+            await self.world.store.fork_agent(self.name, aside)
+            await self.world.store.delete_agent(self.name)
+        except errors.KvasirError as error:
+            self._refused("fork aside", error)
+            return
+        self.history.went_back(None)
+        try:
+            await self.world.store.fork_agent(aside, self.name)
+        except errors.KvasirError as error:
+            self._refused("fork back", error)
+            return
+        to = await self._turn_of(1)
+        self._note(f"forked back, turn {to}")
+        self.history.went_back(to)
+
+    async def import_back(self) -> None:
+        try:
+            page = await self.world.store.list_snapshots(self.name)
+            old = self.dice.pick(list(page.snapshots))
+            pieces = [piece async for piece in self.world.store.export_agent(self.name, version=old.version)]
+            made = await self.world.store.import_agent(self.name, pieces, replace=True)
+        except errors.KvasirError as error:
+            self._refused("import", error)
+            return
+        to = await self._turn_of(made.version)
+        self._note(f"imported {old.version} as {made.version}, turn {to}")
+        self.history.went_back(to)
+
+    async def _turn_of(self, version: int) -> int | None:
+        """The last turn whose words a version holds."""
+        _, data = await self.world.store.get_snapshot(self.name, version=version)
+        turn = max(_markers(data), default=None)
+        if turn is not None and turn not in self.history.turns and turn != self.number:
+            raise _UnclearError(f"turn {turn} was stored, and its caller heard nothing of it")
+        return turn
+
+    def _refused(self, what: str, error: errors.KvasirError) -> None:
+        self._note(f"{what} refused {error.reason}")
+        if isinstance(error, errors.DeadlineExceeded):
+            raise _UnclearError(f"nobody knows whether the {what} took effect")
+
+    def _note(self, what: str) -> None:
+        self.trace.append(what)
+        self.world.findings.counts[" ".join(word for word in what.split() if not word.isdigit())] += 1
+
+
+# Refusals that an outage or another's hold on the agent may bring; the caller tries again.
+_MAY_BE_REFUSED = {
+    *("MEMORY_UNREADABLE", "AGENT_HELD_ELSEWHERE", "UNAVAILABLE", "HEAD_MOVED", "CONFLICT", "DEADLINE_EXCEEDED"),
+    *("MEMORY_DAMAGED", "CANCELLED"),
+}
+
+
+class _UnclearError(Exception):
+    """Two memories of a life are about equally long: it says nothing."""
+
+
+def _markers(manifest: bytes) -> set[int]:
+    """Numbers of the turns whose words a stored memory holds."""
+    users = [message for message in manifests.parse(manifest).messages if message.role == "user"]
+    return {int(message.content.split(".")[0].removeprefix("m")) for message in users}
+
+
+class Lives:
+    """Lives, many at a time, while links fail."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self.world = world
+        self.seed = seed
+        self.findings = Findings()
+        self.clients = [AioInferenceClient.connect(engine.address) for engine in world.engines]
+        self.store = AioStoreClient.connect(world.house.store.address)
+        self._dice = Dice(f"lives {seed}")
+        self._slope = self._base = 0.0
+
+    def delta(self, words: int) -> int:
+        """Tokens by which a message of so many words makes a memory longer, its reply counted."""
+        return round(self._base + self._slope * words)
+
+    async def run(self, lives: int, at_once: int, within_s: float) -> Findings:
+        await self._calibrate()
+        give_up = time.monotonic() + within_s
+        failing = [asyncio.create_task(self._fail(link)) for link in self.world.links]
+        numbers = iter(range(lives))
+
+        async def worker() -> None:
+            for number in numbers:
+                if time.monotonic() > give_up:
+                    return
+                await self._live(f"agent {number}")
+
+        await asyncio.gather(*(worker() for _ in range(at_once)))
+        for task in failing:
+            task.cancel()
+        await asyncio.gather(*failing, return_exceptions=True)
+        return self.findings
+
+    async def close(self) -> None:
+        for client in self.clients:
+            await client.close()
+        await self.store.close()
+
+    async def _live(self, name: str) -> None:
+        life = Life(self, name)
+        try:
+            await life.live()
+        except _UnclearError:
+            return
+        self.findings.lives += 1
+        trace = "; ".join(life.trace)
+        self.findings.problems += [f"{name}: {problem} [{trace}]" for problem in life.history.problems]
+
+    async def _calibrate(self) -> None:
+        """How long messages make memories: a line through a few."""
+        lengths = []
+        for number, words in enumerate((5, 45)):
+            agent = f"calibration {number}"
+            for said in (10, words):
+                message = [{"role": "user", "content": " ".join([f"m{number}.", *[WORD] * said])}]
+                given = {"messages": message} if said == 10 else {"append_messages": message}
+                sampling = {"max_tokens": 1, "temperature": 0}
+                reply = await self.clients[0].reply(agent_id=agent, sampling=sampling, **given)  # type: ignore[arg-type]
+                lengths.append(reply.started.prompt_tokens)
+        self._slope = (lengths[3] - lengths[1]) / 40
+        self._base = lengths[1] - lengths[0] - self._slope * 5
+
+    async def _fail(self, link: FaultyLink) -> None:
+        """Fault after fault, with peace in between."""
+        while True:
+            await asyncio.sleep(0.3 + 3 * self._dice.random())
+            kind = self._dice.pick(list(_KINDS))
+            link.arm(Fault(kind, self._dice.chance(0.7), self._dice.below(4000), self._dice.random()))
+            await asyncio.sleep(self._dice.pick(list(_FAULTS_S)))
+            link.disarm()
+            self.findings.counts[f"link: {kind}"] += 1
+
+
+@contextlib.asynccontextmanager
+async def open_lives(root: Path, seed: int) -> AsyncIterator[Lives]:
+    world = World(root)
+    try:
+        await asyncio.to_thread(world.start)
+        lives = Lives(world, seed)
+        try:
+            yield lives
+        finally:
+            await lives.close()
+    finally:
+        await asyncio.to_thread(world.close)
