@@ -33,6 +33,7 @@ _MAINS = {
     "played_engine": "inference_svc.bench.played_engine",
     "scripted_engine": "tests.gateway.agents.scripted_engine",
     "store_with_a_clock": "tests.campaigns.moves.store_with_a_clock",
+    "powerless_store": "tests.cachestore.service.powerless_store",
 }
 # What `kvasir` starts with `python -m`, beside the services.
 _STARTED = (

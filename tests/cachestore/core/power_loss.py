@@ -17,7 +17,7 @@ from kvasir.formats.blob_place import HANDED
 
 from cachestore_svc.blobs.disk import Disk
 
-_DATABASE_FILES = ("kvasir.sqlite3", "kvasir.sqlite3-wal")
+DATABASE_FILES = ("kvasir.sqlite3", "kvasir.sqlite3-wal")
 ROOT = 1
 Fate = Literal["lost", "kept", "mixed"]
 
@@ -47,7 +47,7 @@ class RecordingDisk(Disk):
     def __post_init__(self) -> None:
         self._numbers[self.root.stat().st_ino] = ROOT
 
-    def _number(self, status: os.stat_result, *, is_new: bool = False) -> int:
+    def number(self, status: os.stat_result, *, is_new: bool = False) -> int:
         # A file system uses inodes again; numbers are never.
         if is_new:
             self._numbers[status.st_ino] = len(self.log) + ROOT + 1
@@ -56,33 +56,33 @@ class RecordingDisk(Disk):
     def open_append(self, path: Path) -> int:
         is_new = not path.exists()
         descriptor = super().open_append(path)
-        number = self._number(os.fstat(descriptor), is_new=is_new)
+        number = self.number(os.fstat(descriptor), is_new=is_new)
         if is_new:
             self.log.append(Effect("name", path, file=number))
         return descriptor
 
     def write(self, descriptor: int, data: bytes | memoryview) -> None:
         super().write(descriptor, data)
-        self.log.append(Effect("write", file=self._number(os.fstat(descriptor)), data=bytes(data)))
+        self.log.append(Effect("write", file=self.number(os.fstat(descriptor)), data=bytes(data)))
 
     def truncate(self, descriptor: int, size_bytes: int) -> None:
         super().truncate(descriptor, size_bytes)
-        self.log.append(Effect("truncate", file=self._number(os.fstat(descriptor)), size=size_bytes))
+        self.log.append(Effect("truncate", file=self.number(os.fstat(descriptor)), size=size_bytes))
 
     def fsync(self, descriptor: int) -> None:
         super().fsync(descriptor)
         status = os.fstat(descriptor)
         # What lies above the root is no part of the model.
         if status.st_ino != self.root.parent.stat().st_ino:
-            self.log.append(Effect("fsync", file=self._number(status)))
+            self.log.append(Effect("fsync", file=self.number(status)))
 
     def add_directory(self, path: Path) -> None:
         super().add_directory(path)
-        self.log.append(Effect("directory", path, file=self._number(path.stat(), is_new=True)))
+        self.log.append(Effect("directory", path, file=self.number(path.stat(), is_new=True)))
 
     def rename(self, source: Path, target: Path) -> None:
         if source.parent.name == HANDED:  # written by another process, of which nothing was synced
-            number = self._number(source.stat(), is_new=True)
+            number = self.number(source.stat(), is_new=True)
             self.log.append(Effect("name", source, file=number))
             self.log.append(Effect("write", file=number, data=source.read_bytes()))
         super().rename(source, target)
@@ -99,7 +99,7 @@ class RecordingDisk(Disk):
             self.commits += 1
             copy = self.copies / str(self.commits)
             copy.mkdir(parents=True)
-            for name in _DATABASE_FILES:
+            for name in DATABASE_FILES:
                 shutil.copy(self.root / name, copy / name)
             self.log.append(Effect("commit", file=self.commits))
 
@@ -180,7 +180,7 @@ class Crash:
         if not self.commit:
             return False
         target.mkdir()
-        for name in _DATABASE_FILES:
+        for name in DATABASE_FILES:
             shutil.copy(copies / str(self.commit) / name, target / name)
         self._restore(self._root, target, fate, chance)
         return True
@@ -194,7 +194,7 @@ class Crash:
             if number in self._directories:
                 (target / name).mkdir()
                 self._restore(directory / name, target / name, fate, chance)
-            elif name not in _DATABASE_FILES:
+            elif name not in DATABASE_FILES:
                 (target / name).write_bytes(self._files[number].after(fate, chance))
 
 

@@ -1,0 +1,33 @@
+"""The power fails under the real service at work: what it acknowledged is there, and its directory looks not old."""
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.cachestore.service.powerless_store import cut_power
+from tests.cachestore.service.running import store_home
+from tests.cachestore.service.test_kills import WRITERS, Writer, assert_clean, assert_nothing_lost, one_life
+from tests.sampling import sampled
+
+CUTS = sampled(3, of=200)
+SEED = int(os.environ.get("KVASIR_SEED", "1"))
+
+
+@pytest.mark.long(4)
+@pytest.mark.timeout(3600)
+def test_what_was_acknowledged_outlives_power_cuts(tmp_path: Path) -> None:
+    writers = [Writer(number) for number in range(WRITERS)]
+    source = random.Random(SEED)
+    with store_home(tmp_path) as home:
+        home.program = "powerless_store"
+        for cut in range(CUTS + 1):
+            running = home.start("--retained-versions", "1000")
+            count = assert_nothing_lost(running, writers)
+            if cut < CUTS:
+                one_life(running, writers, source)
+                cut_power(home, source.choice(("lost", "kept", "mixed")), source)
+                assert_clean(home)
+    print(f"{CUTS} cuts, seed {SEED}, {count} acknowledged versions")
+    assert count > CUTS
