@@ -262,7 +262,7 @@ async def collect_regularly(store: Store, threads: StoreThreads, interval_s: flo
 
 
 def recover(settings: StoreSettings, namespaces: Sequence[str], as_json: bool) -> int:
-    """Build the index anew. Exit code 1 when something did not come back as it was."""
+    """Rebuild the index. Exit code 1 when something did not come back as it was."""
     report = recovering.recover(
         settings.store_config(),
         time.time,

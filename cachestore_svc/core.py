@@ -171,7 +171,7 @@ class Core:
             raise self._found_damaged(namespace, digest, str(error)) from error
 
     def quarantine(self, namespace: str, digests: Iterable[Digest]) -> None:
-        """Never serve these again until they are written anew; each is reported once."""
+        """Never serve these until they are rewritten; each is reported once."""
         wanted = list(digests)
 
         def work(change: CatalogChange) -> None:

@@ -67,7 +67,7 @@ class OwnerStore(LeaseStore):
         return self._core.catalog.read(namespace, lambda view: view.ownership_of(namespace, agent_id))
 
     def unfinished_moves(self) -> list[tuple[str, str, Ownership]]:
-        """Namespace, agent and fact of all that are on their way, or whose owner has yet to be told of."""
+        """Namespace, agent and fact of all that are on their way, or whose owner must still be announced."""
         return self._facts(lambda namespace, view: view.unfinished_moves(namespace))
 
     def owners(self) -> list[tuple[str, str, Ownership]]:

@@ -23,7 +23,7 @@ from kvasir.errors import AlreadyExists, FailedPrecondition, InvalidArgument
 CLAIM_STEP = 1 << 40
 MAX_CLAIM_CHANCE = 1 << 20
 MAX_GENERATION = 1 << 62
-# The most that another store is believed: a claim here must still find room above it, and be told to others.
+# The highest generation that another store is believed: a claim here must find room above it, and be announced.
 MAX_TOLD_GENERATION = MAX_GENERATION - (1 << 50)
 
 # The label that a first move gives an agent: that move's id. Moves carry it as they carry every label.

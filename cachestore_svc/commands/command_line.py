@@ -74,12 +74,12 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, parents=[shared], help=what)
         command.add_argument("--json", action="store_true")
         if name == "check":
-            command.add_argument("--repair", action="store_true", help="mend what can be mended")
+            command.add_argument("--repair", action="store_true", help="repair the damage that can be repaired")
     recover_ = commands.add_parser(
         "recover",
         parents=[shared],
-        help="build a lost or damaged index anew",
-        description="Build the index anew from the journal, the manifests and the blob files; the old one is kept. "
+        help="rebuild a lost or damaged index",
+        description="Rebuild the index from the journal, the manifests and the blob files; the old one is kept. "
         "For a store that refuses to start, or says INDEX_DAMAGED. The store must not run meanwhile.",
     )
     recover_.add_argument("--json", action="store_true")

@@ -84,12 +84,12 @@ class Own:
     about: dict[str, str] = field(default_factory=dict)  # for the audit: who was paired
 
     def card(self, is_same_machine: bool) -> Card:
-        """What the other side is told. An address of loopback is told on this machine only."""
+        """The address for the other side. An address of loopback is given on this machine only."""
         is_reached = is_same_machine or not parse_address(self.listen).is_loopback
         return Card(self.name, self.identity.certificate, self.listen if is_reached else "")
 
     async def pin(self, other: Card) -> dict[str, Any]:
-        """Make the other side a peer, and let a running store know; returns what people are told."""
+        """Make the other side a peer, and let a running store know; returns the text for people."""
         if other.certificate.pin == self.identity.certificate.pin:
             raise InvalidArgument("this is this store itself: pair it with another", field="card.certificate")
         made: list[PeerSettings] = []
@@ -240,7 +240,7 @@ async def _wait(own: Own, lifetime_s: float, announces: bool, audit: Audit) -> N
             async with asyncio.timeout(ATTEMPT_S):
                 while invitation.is_used and not paired:  # its exchange is under way; others may call meanwhile
                     await _next(changed, ATTEMPT_S)
-    # The listener is closed, and has told the joiner.
+    # The listener is closed, and has answered the joiner.
     if paired:
         _say({"event": "paired", **paired[0]})
         return
@@ -360,7 +360,7 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_argument("--peers-file", type=Path, required=True, help="the file of peers; the identity is beside it")
     shared.add_argument("--store", default="", help="the address of the store that uses the file, if it may run")
     shared.add_argument("--store-token-file", type=Path, help="an admin's token there")
-    shared.add_argument("--audit-file", type=Path, help="the store's audit, which is told what was done")
+    shared.add_argument("--audit-file", type=Path, help="the store's audit, which gets a line for each change")
     shared.add_argument("--store-ca-file", type=Path, help="its certificate")
     pair = commands.add_parser("pair", parents=[shared], help="make two stores know each other")
     pair.add_argument("code", nargs="?", default="", help="a code or line; left out: show one and wait")

@@ -29,7 +29,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]", shared: argparse.Arg
     ):
         action = actions.add_parser(name, parents=[shared], help=what, description=what)
         action.add_argument("--json", action="store_true")
-        action.add_argument("--audit-file", type=Path, help="the store's audit, which is told what was done")
+        action.add_argument("--audit-file", type=Path, help="the store's audit, which gets a line for each change")
         if name in ("new", "erase"):
             action.add_argument("named", metavar="NAMESPACE")
         if name == "rotate":

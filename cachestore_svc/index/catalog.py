@@ -257,7 +257,7 @@ class CatalogView(Protocol):
         """All facts about owners, by agent; also of agents that are gone."""
 
     def unfinished_moves(self, namespace: str) -> list[tuple[str, Ownership]]:
-        """Agents that are on their way, or whose owner has yet to be told of, and what is known of them."""
+        """Agents that are on their way, or whose owner must still be announced, and their facts."""
 
     def events_after(self, history: History, namespace: str, cursor: EventCursor | None, limit: int) -> EventBatch:
         """Events after a cursor. One of another incarnation, of the future, or too old has lost some."""
@@ -308,7 +308,7 @@ class CatalogChange(CatalogView, Protocol):
     # --- blobs ---
 
     def add_blob(self, namespace: str, digest: Digest, facts: BlobFacts, now_unix_ms: int) -> bool:
-        """List a blob whose file is durable. False when it replaces a damaged one, whose rest then begins anew."""
+        """List a blob whose file is durable. False when it replaces a damaged one, whose rest then begins again."""
 
     def promise(self, blobs: Sequence[BlobEntry], now_unix_ms: int) -> None:
         """Note that a caller relies on these."""
@@ -455,7 +455,7 @@ class Catalog(Protocol):
         """Namespaces whose entries are damaged, and how."""
 
     def rebuild_indexes(self) -> None:
-        """Make look-ups anew from the tables. Raises DataLoss when these contradict themselves."""
+        """Rebuild look-ups from the tables. Raises DataLoss when these contradict themselves."""
 
     def close(self) -> bool:
         """Finish the operations that wait. False when it was closed before."""

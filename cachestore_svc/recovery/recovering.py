@@ -78,8 +78,8 @@ def recover(
     masters: Sequence[MasterKey] = (),
     random_bytes: RandomBytes = secrets.token_bytes,
 ) -> RecoverReport:
-    """Build the index anew and put it in place; the old one is kept beside it. `namespaces`: names that may be needed
-    where no journal has them. `say` is told what is being read: its kind, its number, and how many there are.
+    """Rebuild the index and put it in place; the old one is kept beside it. `namespaces`: names that may be needed
+    where no journal has them. `say` gets the item that is being read: its kind, its number, and how many there are.
 
     Raises Unavailable (LOCKED) and FailedPrecondition (NAMESPACE_UNKNOWN: there are blobs of a namespace without
     a name; NOTHING_TO_RECOVER; NAMESPACE_SEALED: no key opens a namespace that would be lost).

@@ -42,7 +42,7 @@ def read_embed(request: pb.EmbedRequest, max_prompt_bytes: int) -> EmbedTexts:
 
 
 def check_dimensions(asked: int | None, dimensions: int) -> int:
-    """How many values are told. Raises InvalidArgument for more than there are."""
+    """How many values are sent. Raises InvalidArgument for more than there are."""
     if asked is not None and asked > dimensions:
         raise InvalidArgument(f"dimensions: expected at most the model's {dimensions}, got {asked}", field="dimensions")
     return asked or dimensions

@@ -68,7 +68,7 @@ def read_input(request: pb.GenerateRequest | pb.CountTokensRequest | pb.WarmRequ
         check_size(kind, _TOKEN_BYTES * len(tokens), max_prompt_bytes)
         return TokensInput(tokens)
     if kind == "prompt":
-        prompt = request.prompt  # read once: each access decodes it anew
+        prompt = request.prompt  # read once: each access decodes it again
         if not prompt:
             raise InvalidArgument("prompt: expected text, got none", field="prompt")
         check_size("prompt", utf8_bytes(prompt), max_prompt_bytes)

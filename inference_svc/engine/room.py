@@ -55,7 +55,7 @@ class KvRoom:
     def take(self, sequence: Sequence, protected: Collection[Hashable] | None) -> tuple[Reuse, SequenceKV]:
         """Reserve room for a turn, dropping memories for it; returns what it begins with and its fork. Raises
         FailedPrecondition (HOT_MEMORY_GONE) if the memory that it was planned with is not there, or does not fit beside
-        what the turn adds to it: it is planned anew without it then.
+        what the turn adds to it: it is then planned again without it.
         """
         for reuse in self._reuses(sequence):
             forked = forked_for(sequence, reuse)

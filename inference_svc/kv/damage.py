@@ -1,4 +1,4 @@
-"""A tensor file that is refused: which one, as a value for whoever plans without it."""
+"""A tensor file that is refused: which one, as a value for planning without it."""
 
 from kvasir.errors import DataLoss
 

@@ -117,7 +117,7 @@ class AgentMemory:
     is_brought: bool = False  # its KV, or KV that it was computed on, came by an archive or from another store
     ahead: "Ahead | None" = None  # the prompt that the hot KV holds, if it holds more than this memory
     shortened: manifest_pb2.Shortened | None = None  # what `messages` lack; None: nothing
-    template_time_ms: int = 0  # what the template was told; 0: it did not ask
+    template_time_ms: int = 0  # the time that the template got; 0: it reads no clock
     tools_order: manifest_pb2.ToolsOrder | None = None  # as the template was given them; None: none, or not known
     settings: AgentSettings = NO_SETTINGS  # the agent's when the turn began, for turns that cannot ask the store
 

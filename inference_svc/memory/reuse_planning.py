@@ -75,7 +75,7 @@ class Prepared:
         return replace(self.kept(kept // BLOCK_TOKENS), miss=read_miss or self.miss)
 
     def kept(self, blocks: int) -> "Prepared":
-        """The same plan with so many of the stored blocks at most: rows behind them are computed anew."""
+        """The same plan with so many of the stored blocks at most: rows behind them are recomputed."""
         windows = {window: stored.before(blocks) for window, stored in self.stored_windows.items()}
         return replace(self, stored_blocks=self.stored_blocks[:blocks], stored_windows=windows)
 

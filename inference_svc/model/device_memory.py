@@ -58,7 +58,7 @@ def peak_bytes() -> int:
 
 
 def restart_peak() -> int:
-    """Give free buffers back and count the peak anew; returns the bytes of live arrays."""
+    """Give free buffers back and restart the count of the peak; returns the bytes of live arrays."""
     mx.clear_cache()
     mx.reset_peak_memory()
     return active_bytes()

@@ -135,11 +135,11 @@ class Prompting:
         return -(-utf8_bytes(without_guards(text)) // self._longest_token)
 
     def clock(self, remembered_ms: int = 0) -> TemplateClock:
-        """Tells a turn's template the time. `remembered_ms`: what the memory that goes on was told; 0: nothing."""
+        """Gives a turn's template the time. `remembered_ms`: the time in the memory that goes on; 0: none."""
         return TemplateClock(remembered_ms, wall_clock_ms(self._now_ms()))
 
     def template_at(self, clock: TemplateClock, settings: Mapping[str, Scalar] | None = None) -> ChatTemplate:
-        """The chat template, which is told the time by `clock` and given settings that it reads."""
+        """The chat template, with the time from `clock` and the settings that it reads."""
         return partial(self.template, clock=clock, settings=settings)
 
     def applied(self, asked: AskedThinking, *, has_tools: bool, begins_with_answer: bool) -> AppliedThinking:
@@ -163,7 +163,7 @@ class Prompting:
         clock: TemplateClock | None = None,
         settings: Mapping[str, Scalar] | None = None,
     ) -> str:
-        """The chat template's text; without a clock it is told the machine's time. Raises InvalidArgument if the model
+        """The chat template's text; without a clock it gets the machine's time. Raises InvalidArgument if the model
         has none, and any error of the template.
         """
         if not self._tokenizer.has_chat_template:

@@ -54,7 +54,7 @@ def entries_of(rows: Rows, namespace: str, hashes: Sequence[str]) -> Iterator[Bl
 
 def add_blob(rows: Rows, namespace: str, digest: Digest, facts: BlobFacts, now_unix_ms: int) -> bool:
     """List a blob whose file is durable. True when it is new, False when it replaces a damaged one, whose
-    rest then begins anew."""
+    rest then begins again."""
     namespace_id = make_namespace(rows, namespace)
     identity = facts.identity
     schema = schema_hash(facts.schema) if identity else None

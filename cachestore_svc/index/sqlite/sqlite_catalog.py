@@ -100,7 +100,7 @@ class SqliteCatalog:
         self._names_of = names_of
 
     def rebuild_indexes(self) -> None:
-        """Make SQLite's own indexes anew from its tables. Raises DataLoss when these contradict themselves."""
+        """Rebuild SQLite's own indexes from its tables. Raises DataLoss when these contradict themselves."""
         try:
             self._submit(_Operation(HOUSE, lambda rows: rows.run("REINDEX"), is_write=True)).result()
         except sqlite3.IntegrityError as error:

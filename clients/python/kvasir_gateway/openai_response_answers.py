@@ -29,7 +29,7 @@ class ResponseEvents:
     def __init__(self, asked: Asked, request: ResponsesRequest, seals: ThoughtSeals | None = None) -> None:
         self._asked = asked
         self._seals = seals
-        # Thoughts are told as a summary or as a text: the name of their events, and of their place.
+        # Thoughts are sent as a summary or as a text: the name of their events, and of their place.
         self._thought = (
             ("reasoning_summary", "summary_index") if request.wants_summary else ("reasoning", "content_index")
         )

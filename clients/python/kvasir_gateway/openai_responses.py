@@ -172,7 +172,7 @@ class ResponsesRequest(Body):
 
     @property
     def wants_summary(self) -> bool:
-        """Whether thoughts are told as a summary of themselves, which is what clients show."""
+        """Whether thoughts are sent as a summary, which clients show."""
         asked = self.reasoning or {}
         return any(asked.get(name) in ("auto", "concise", "detailed") for name in ("summary", "generate_summary"))
 

@@ -59,7 +59,7 @@ def cuda_compiler(source: KernelSource, shared_bytes: int) -> Kernel:
 
 
 def mlx_cuda_compiler(source: KernelSource, shared_bytes: int) -> Kernel:
-    """By MLX's CUDA back end, in each process anew."""
+    """By MLX's CUDA back end, once in each process."""
     made: Any = mx.fast.cuda_kernel(
         name=source.name,
         input_names=list(source.input_names),
@@ -266,7 +266,7 @@ def _is_program_launched(geometry: SplitGeometry, dtype: mx.Dtype) -> bool:
 
 @lru_cache(maxsize=256)
 def settings_of(scale: float, soft_cap: float | None, window: int | None, split: int) -> mx.array:
-    """What a launch is told in numbers, made once: a new array for every layer and step would cost a copy each."""
+    """The numbers of a launch, made once: a new array for every layer and step would cost a copy each."""
     made = mx.array([scale, soft_cap or 0.0, float(window or 0), float(split)], mx.float32)
     mx.eval(made)
     return made

@@ -89,7 +89,7 @@ class SplitGeometry:
             "WARPS": self.warps,
             "TILE": self.tile,
             "SHARED_BYTES": self.shared_bytes,
-            # Tiles and warpgroups are told: one kernel for all lengths.
+            # Tiles and warpgroups get the split as an argument: one kernel for all lengths.
             **({} if self.by_tiles or self.by_warpgroups else {"SPLIT": self.split}),
             **({"STORES": self._stores, "STAGES": _STAGES} if self.by_warpgroups else {}),
         }

@@ -102,7 +102,7 @@ def device_target() -> str | None:
 
 
 def is_keepable(source: KernelSource) -> bool:
-    """Whether finished code can be told all that a source reads: MLX alone knows strides."""
+    """Whether finished code can get all arguments that a source reads: MLX alone knows strides."""
     return "_strides" not in source.source
 
 

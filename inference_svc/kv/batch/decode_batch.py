@@ -109,7 +109,7 @@ class DecodeBatch:
     @property
     def _compiles(self) -> bool:
         """Whether MLX may keep the step's graph: kernels write the pages, so the pool's arrays never change, and no
-        layer hands an array on from step to step. Building the graph anew takes longer than a GPU computes it.
+        layer hands an array on from step to step. Rebuilding the graph takes longer than a GPU computes it.
         """
         return self._pool.dialect is not None and self._pool.is_whole and not self._states
 

@@ -97,7 +97,7 @@ class DecodeStep:
 
 @dataclass(frozen=True, slots=True)
 class PassArrays:
-    """What kernels are told of a pass: how many tokens each sequence has stored, [slots]; the places of the new rows,
+    """Arguments of kernels in a pass: how many tokens each sequence has stored, [slots]; the places of the new rows,
     [slots] or [slots, n], those at -1 being written nowhere; and each group's block tables [slots, width].
     """
 

@@ -62,7 +62,7 @@ class Publisher:
         self._retries: dict[AgentKey, _Retry] = {}
 
     def owe(self, key: AgentKey, publication: PublicationState, store: RemoteCache) -> Owing:
-        """Begin to owe the store a memory: the engine is told what it may drop for room, and what it waits for."""
+        """Begin to owe the store a memory: the engine learns what it may drop for room, and what it waits for."""
         loop = asyncio.get_running_loop()
         publication.owing = Owing(
             lambda: not publication.is_safe and not publication.lost_to,
@@ -133,7 +133,7 @@ class Publisher:
         )
 
     def told(self, namespace: str, after_s: float) -> None:
-        """A turn's last event was told so long after its last token."""
+        """A turn's last event was sent so long after its last token."""
         self._stats.of(namespace).times.last_event.add(after_s)
 
     async def drain(self, patience_s: float) -> None:

@@ -78,7 +78,7 @@ class StoreConnection:
 
     @property
     def problem_in_words(self) -> str:
-        """The problem for the operator, with the file and what to do. Callers are told of no file."""
+        """The problem for the operator, with the file and what to do. Callers see no file names."""
         if self.problem is None:
             return ""
         where = f"{self._token_file}: " if self._token_file is not None else ""
@@ -154,7 +154,7 @@ class StoreConnection:
 
     @property
     def client(self) -> AioStoreClient:
-        """For small calls. Ask anew for each call: tokens change. Raises PermissionDenied if the store must not be
+        """For small calls. Get it for each call: tokens change. Raises PermissionDenied if the store must not be
         used, and Unavailable while that is not known.
         """
         return self.clients.small

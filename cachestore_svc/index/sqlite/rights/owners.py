@@ -42,7 +42,7 @@ def all_owners(rows: Rows, namespace: str) -> list[tuple[str, Ownership]]:
 
 
 def unfinished_moves(rows: Rows, namespace: str) -> list[tuple[str, Ownership]]:
-    """Agents that are on their way, or whose owner has yet to be told of."""
+    """Agents that are on their way, or whose owner must still be announced."""
     found = rows.all(
         f"""SELECT agent_name, {_COLUMNS} FROM owners
             WHERE namespace_id = ? AND (state IN (?, ?) OR tells <> '') ORDER BY agent_name""",  # noqa: S608

@@ -56,7 +56,7 @@ CASES: Mapping[str, Mapping[str, str]] = {
     "pairs": {
         "arrival": "of the second agent: sequential (after the first's end), simultaneous, or staggered (at a third "
         "of the first's reply)",
-        "prompt_tokens": "of each agent, computed anew",
+        "prompt_tokens": "of each agent, recomputed",
         "reply_tokens": "of each agent",
         "first_s": "the first agent's time to its first token",
         "second_s": "the second agent's, from its own arrival",

@@ -138,7 +138,7 @@ def service_problems(caller: Caller, states: Iterable[ServiceState]) -> Iterator
     running, is_up = caller.home.running(), is_led(caller.home)
     if running is not None and not is_up:
         yield (
-            f"a `kvasir up` (pid {running.pid}) was killed here; `kvasir up` ends what it left and starts anew, "
+            f"a `kvasir up` (pid {running.pid}) was killed here; `kvasir up` ends what it left and starts again, "
             "`kvasir down` only ends it"
         )
     named = {"store": caller.store_address, "engine": caller.engine_address}

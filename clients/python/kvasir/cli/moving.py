@@ -231,7 +231,7 @@ def _moved(
 def _synced(
     client: StoreClient, agent: pb.Agent, from_peer: str, to_peer: str, dry_run: bool, on_progress: OnProgress
 ) -> dict[str, Any]:
-    """Copy every line, the newest last; one that is refused is told and does not end the others."""
+    """Copy every line, the newest last; a refused line is reported and does not end the others."""
     sent, error, message = list[_Sent](), "", ""
     for line in sorted(agent.lines, key=lambda each: each.version):
         sent.append(_Sent())

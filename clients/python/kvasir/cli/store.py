@@ -153,7 +153,7 @@ def _tell_scrub(caller: Caller) -> None:
     with store_client(caller) as client:
         stats = client.get_stats()
     if not stats.HasField("scrub"):
-        raise FailedPrecondition("the scrub of all namespaces is told to administrators only", reason="ROLE_REQUIRED")
+        raise FailedPrecondition("the scrub of all namespaces is shown to administrators only", reason="ROLE_REQUIRED")
     row = scrub_row(stats.scrub)
     caller.result(row, lambda out: out.print(scrub_text(row)))
 

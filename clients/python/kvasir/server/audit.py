@@ -79,7 +79,7 @@ class Audit:
         privileged: Collection[str] = (),
         now: Callable[[], float] = time.time,
     ) -> None:
-        """`privileged`: methods, as /package.Service/Rpc. `now`: Unix seconds. Without a file nothing is told."""
+        """`privileged`: methods, as /package.Service/Rpc. `now`: Unix seconds. Without a file nothing is written."""
         self._service = service
         self._file = file
         self._now = now

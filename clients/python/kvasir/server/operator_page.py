@@ -43,7 +43,7 @@ class About:
 
 
 class OperatorPage(Collector):
-    """Reads a service's numbers and its wellness anew whenever somebody asks."""
+    """Reads a service's numbers and its wellness for each request."""
 
     def __init__(self, about: About, numbers: Callable[[], Iterable[Metric]], wellness: Callable[[], Wellness]) -> None:
         """`numbers` and `wellness` are called on a thread of the page; `wellness` may take its time."""

@@ -42,7 +42,7 @@ class Chart:
 
 
 def chart(minutes: Sequence[Mapping[str, int]], order: Sequence[str]) -> Chart:
-    """`order`: names that come first, at the bottom of each bar and always told; the others follow by their names."""
+    """`order`: names that come first, at the bottom of each bar and always shown; the others follow by their names."""
     names = [*order, *sorted({name for minute in minutes for name in minute} - set(order))]
     most = max((sum(minute.values()) for minute in minutes), default=0)
     bars = []

@@ -108,7 +108,7 @@ class History:
 
 
 def _since(before: Counts, after: Counts) -> Counts:
-    """What was counted between two looks. Counters that fell are those of an engine that started anew."""
+    """What was counted between two looks. Counters that fell are those of an engine that restarted."""
     if any(after.get(name, 0) < count for name, count in before.items()):
         before = {}
     return {name: new for name, count in after.items() if (new := count - before.get(name, 0))}

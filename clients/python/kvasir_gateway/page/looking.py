@@ -72,7 +72,7 @@ async def health(client: AioInferenceClient, namespace: str) -> Health:
 
 
 def own_stats(stats: pb.GetStatsResponse, namespace: str) -> pb.NamespaceStats:
-    """The caller's own counters. Only who acts for all is told of several namespaces; another's own may have any name,
+    """The caller's own counters. Only an admin of the service sees several namespaces; another's own may have any name,
     where the gateway has no keys."""
     if len(stats.namespaces) == 1 and not stats.HasField("engine"):
         return stats.namespaces[0]

@@ -53,7 +53,7 @@ class Sessions:
 
     @property
     def lobby_token(self) -> str:
-        """The form token of whoever has shown no key yet."""
+        """The form token of a visitor without a key."""
         return self._form_token(_NO_SESSION)
 
     def begin(self, key: str) -> Opened:

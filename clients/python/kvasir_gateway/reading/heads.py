@@ -17,7 +17,7 @@ from kvasir_gateway.reading.tolerance import Reading
 from kvasir_gateway.turn import Turn
 
 _MAX_PAGE = 1000
-# Beside the rules for dates and clocks: the template takes no system message in which the newest would be told.
+# Beside the rules for dates and clocks: the template takes no system message for the newest values.
 UNTOLD = "newest-untold"
 # What a header may ask of an agent's memory, in the words of GenerateOptions.
 _MEMORY: Mapping[str, Mapping[str, Any]] = {

@@ -178,5 +178,5 @@ def _source(
 
 
 def text(name: str) -> str:
-    """A source file without its comments: MLX builds a kernel's whole text anew for each launch."""
+    """A source file without its comments: MLX rebuilds a kernel's text for each launch."""
     return re.sub(r"\s*//.*", "", (_HERE / name).read_text())

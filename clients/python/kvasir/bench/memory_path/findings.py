@@ -92,7 +92,7 @@ def _rates(agents: Sequence[Mapping[str, Any]], sizes: Sequence[int], since: str
 def _targets(results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     rows = {row["length"]: row for row in results["rows"]}
     for length, row in rows.items():
-        # A played model's prompt costs what it is told to cost.
+        # A played model's prompt costs a configured time.
         for phase in () if results["model"]["is_played"] else RESTORED:
             words, found = phase.replace("_", " "), row[f"{phase}_of_cold"]
             most = _MOST_OF_COLD.get(length, _MOST_OF_COLD_EVER)

@@ -34,7 +34,7 @@ _HELP = (
 )
 # An engine that is started again has read its model by then.
 _RESTART_S = 120.0
-# From this share of the context on, a person is told how full the memory is.
+# From this share of the context on, the prompt shows how full the memory is.
 _NEARLY_FULL = 0.8
 _RETRY_S, _LONGEST_RETRY_S = 0.5, 5.0
 
@@ -115,7 +115,7 @@ class Conversation:
     _newest: TurnResult | None = None  # the last turn
 
     def meet(self) -> None:
-        """Find the engine, and wait for one that is starting. A person is told with whom they talk."""
+        """Find the engine, and wait for one that is starting. Shows the agent's name to a person."""
         loaded = [
             model.name
             for model in self._patiently(self.engine.list_models)
