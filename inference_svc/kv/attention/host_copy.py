@@ -6,7 +6,8 @@ several that fill pinned buffers are faster. On other devices host and device sh
 only one.
 
 What is copied by threads needs neither the processor nor the GPU. So rows may be sent ahead (`send`), to room that is
-kept for them, and pages may leave (`begin_out`), while steps are enqueued and computed.
+kept for them, and pages may leave (`begin_out`), while steps are enqueued and computed. The pinned buffers and the room
+for rows that arrive do not count as KV: they belong to the eighth of the device that `kvasir doctor` leaves free.
 """
 
 import ctypes

@@ -14,7 +14,7 @@ from cachestore_svc.blobs.backend import Aside, Damaged, Listing, NotHanded
 
 @dataclass
 class MemoryBlobs:
-    """See cachestore_svc.blobs.backend.BlobBackend. It outlives a store that is closed, as a disk does."""
+    """Implements `BlobBackend` in RAM. It outlives a store that is closed, as a disk does."""
 
     where: str = "memory"
     _places: dict[str, "MemoryOfNamespace"] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class MemoryBlobs:
 
 @dataclass
 class MemoryOfNamespace:
-    """See cachestore_svc.blobs.backend.NamespaceBlobs."""
+    """Implements `NamespaceBlobs`."""
 
     place: str
     blobs: dict[str, bytes] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class MemoryOfNamespace:
 
 @dataclass
 class MemoryPart:
-    """See cachestore_svc.blobs.backend.Part."""
+    """Implements `Part`."""
 
     data: bytearray
 

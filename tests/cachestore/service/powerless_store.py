@@ -76,7 +76,7 @@ for _name in ("open_append", "write", "truncate", "fsync", "add_directory", "ren
 
 
 def main() -> int:
-    """See cachestore_svc.__main__.main."""
+    """As `cachestore_svc.__main__.main`."""
     root = Path(sys.argv[sys.argv.index("--data-dir") + 1])
     root.mkdir(mode=0o700, exist_ok=True)
     disk = WritingDisk(root)

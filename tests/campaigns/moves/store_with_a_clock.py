@@ -14,7 +14,7 @@ CLOCK = "clock"
 
 
 def main() -> int:
-    """See cachestore_svc.__main__.main."""
+    """As `cachestore_svc.__main__.main`."""
     file = Path(sys.argv[sys.argv.index("--data-dir") + 1]).parent / CLOCK
 
     def set_by_somebody() -> float:

@@ -58,7 +58,7 @@ def _only(arguments: Mapping[str, Any]) -> str:
 
 
 def main() -> int:
-    """See inference_svc.__main__.main."""
+    """As `inference_svc.__main__.main`."""
     file = Path(sys.argv[sys.argv.index("--state-dir") + 1]).parent / SCRIPT
     asked = sampling_messages._constraint
 
