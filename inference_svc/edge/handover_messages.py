@@ -20,9 +20,8 @@ from inference_svc.handover.giving import Given
 from inference_svc.handover.passing import Opening, Promise, Stand, Surroundings
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.token_ids import TokenIds
-from inference_svc.turns.continuing import Continuation
-from inference_svc.turns.turn_data import Shortening, TurnRequest
-from inference_svc.turns.turn_state import BegunTurn
+from inference_svc.turns.phases import BegunTurn
+from inference_svc.turns.turn_data import Continuation, Shortening, TurnRequest
 
 FORMAT = 1
 FRAME_BYTES = 1 << 20

@@ -22,7 +22,7 @@ from inference_svc.handover.resume_tokens import ResumeTokens
 from inference_svc.handover.taking import Taking
 from inference_svc.model.model_host import ModelHost
 from inference_svc.served_model import ServedModel
-from inference_svc.turns.turn_state import TurnState
+from inference_svc.turns.phases import Progress
 
 HANDOVER_SERVICE_NAME = "kvasir.inference.v1.HandOverService"
 HANDOVER_ROLES: Mapping[str, frozenset[str]] = {
@@ -136,13 +136,13 @@ async def _in_time() -> AsyncIterator[None]:
         raise DeadlineExceeded(f"the hand-over stood still for {_SILENCE_S:g} s") from None
 
 
-def _named(request: pb.HandOverTurnRequest, under_way: list[list[TurnState]]) -> list[TurnState]:
+def _named(request: pb.HandOverTurnRequest, under_way: list[list[Progress]]) -> list[Progress]:
     """The turns of the request, or of the agent, that are to go."""
     by = request.WhichOneof("turn")
     if by is None:
         raise InvalidArgument("turn: expected agent_id or request_id", field="turn")
     name = getattr(request, by)
     for turns in under_way:
-        if getattr(turns[0].request, by) == name and any(turn.speaks for turn in turns):
+        if getattr(turns[0].request, by) == name and any(turn.can_move for turn in turns):
             return turns
     raise NotFound(f"{by}: no turn of {name!r} speaks", reason="TURN_NOT_FOUND", field=by)

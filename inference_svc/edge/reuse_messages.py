@@ -7,8 +7,7 @@ from kvasir.volatile import BILLING_LINE, checked_rule
 from inference_svc.memory.outcomes import Miss, Source
 from inference_svc.text.differences import Difference
 from inference_svc.text.prefix_matching import Outcome
-from inference_svc.turns.continuing import Continuation
-from inference_svc.turns.turn_data import TurnStarted
+from inference_svc.turns.turn_data import Continuation, TurnStarted
 
 SOURCES = {source: getattr(pb, f"CACHE_SOURCE_{source.name}") for source in Source}
 MATCHES = {outcome: getattr(pb, f"PREFIX_MATCH_{outcome.name}") for outcome in Outcome}

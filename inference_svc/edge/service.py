@@ -40,8 +40,8 @@ from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model.model_host import ModelHost, ModelState
 from inference_svc.served_model import ServedModel
 from inference_svc.turns.admission import Admission, AdmissionLimits
-from inference_svc.turns.choices import Choices
 from inference_svc.turns.turn_data import TurnStarted, Warmed
+from inference_svc.turns.turn_service import Choices
 
 SERVICE_NAME = "kvasir.inference.v1.InferenceService"
 CALLERS = frozenset({"client", "admin", "engine"})

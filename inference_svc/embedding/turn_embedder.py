@@ -13,7 +13,7 @@ from inference_svc.model.embedding.pooling import Embedded, Pooling
 from inference_svc.model.prompting import Prompting
 from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.admission import Admission
-from inference_svc.turns.handoff import HandOff
+from inference_svc.turns.turn_reporter import HandOff
 
 
 class TurnEmbedder:

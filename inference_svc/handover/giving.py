@@ -24,10 +24,9 @@ from inference_svc.memory.outcomes import Source
 from inference_svc.memory.publishing.copies import piece_blocks
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.trust import LEASE_TTL_S
+from inference_svc.turns.phases import BegunTurn, Progress, TurnPhase, TurnTiming
 from inference_svc.turns.turn_data import MessagesInput, TurnMoved
-from inference_svc.turns.turn_ending import is_brought
 from inference_svc.turns.turn_service import TurnService
-from inference_svc.turns.turn_state import BegunTurn, TurnState
 
 _LOG = structlog.get_logger(__name__)
 _SEEDS = 1 << 64
@@ -73,26 +72,27 @@ class TurnGiver:
     version: str
     clock: Callable[[], float]
 
-    async def give(self, turns: Sequence[TurnState], peer: str) -> Given:
+    async def give(self, turns: Sequence[Progress], peer: str) -> Given:
         """Give all turns of one request away; returns once they are the peer's. Raises FailedPrecondition
         (HANDOVER_NOT_NOW) and what the peer refuses: they go on here then. Raises Unavailable (HANDOVER_UNCERTAIN) if
         the link broke at the last word: they have ended here then, with that error.
         """
-        speaking = [turn for turn in turns if not turn.running.has_ended]
-        if not speaking or not all(turn.speaks for turn in speaking):
+        speaking = [turn for turn in turns if not turn.has_ended]
+        if not speaking or not all(turn.can_move for turn in speaking):
             raise _not_now("the turn has not begun, or is ending")
-        if any(turn.is_moving for turn in speaking):
+        if any(turn.phase is TurnPhase.MOVING for turn in speaking):
             raise _not_now("it is being given away already")
         # Two would release each other's hold: tokens after the one's last word would be computed in both engines.
         for turn in speaking:
-            turn.is_moving = True
+            turn.phase = TurnPhase.MOVING
         try:
             return await self._give(speaking, peer)
         finally:
             for turn in speaking:
-                turn.is_moving = False
+                if turn.phase is TurnPhase.MOVING:
+                    turn.phase = TurnPhase.RUNNING
 
-    async def _give(self, speaking: Sequence[TurnState], peer: str) -> Given:
+    async def _give(self, speaking: Sequence[Progress], peer: str) -> Given:
         given = Given(speaking[0].request.request_id, peer)
         begun = await self._begun(speaking[0])
         giving = _Giving(self, speaking, given)
@@ -130,27 +130,26 @@ class TurnGiver:
         async with asyncio.TaskGroup() as giving:
             while True:
                 for request in turns.under_way():
-                    is_free = all(turn.speaks and not turn.is_moving for turn in request)
+                    is_free = all(turn.can_move and turn.phase is not TurnPhase.MOVING for turn in request)
                     if id(request[0]) not in tried and is_free:
                         tried.add(id(request[0]))
                         giving.create_task(self._try(request, peer))
                 await asyncio.sleep(_DRAIN_PAUSE_S)
 
-    async def _try(self, turns: Sequence[TurnState], peer: str) -> None:
+    async def _try(self, turns: Sequence[Progress], peer: str) -> None:
         try:
             await self.give(turns, peer)
         except KvasirError as error:
             _LOG.warning("turn.not_given", request_id=turns[0].request.request_id, peer=peer, reason=error.reason)
 
-    async def _begun(self, turn: TurnState) -> BegunTurn:
+    async def _begun(self, turn: Progress) -> BegunTurn:
         """Raises FailedPrecondition (HANDOVER_NOT_NOW) if the version that the turn extends is not in the store."""
-        plan, recollection, prepared = turn.plan, turn.recollection, turn.prepared
-        assert plan is not None
-        assert recollection is not None
-        assert prepared is not None
-        request, head = turn.request, recollection.head
+        planned, request = turn.planned, turn.request
+        assert planned is not None
+        recalled, recollection = planned.recalled, planned.recollection
+        head = recollection.head
         memory = recollection.memory if recollection.kv_from is Source.HOT else None
-        if memory is not None and turn.is_kept:
+        if memory is not None and recalled.is_kept:
             publication = memory.publication
             if publication.is_being_published and publication.task is not None:
                 await asyncio.wait({publication.task}, timeout=_PREPARE_S)
@@ -159,35 +158,35 @@ class TurnGiver:
             head = publication.head
         return BegunTurn(
             seed=(request.sampling.seed - request.choice) % _SEEDS,
-            max_tokens=plan.sampling.max_tokens,
-            prompt=prepared.tokens,
-            rewind_point_tokens=plan.rewind_point_tokens,
-            messages=turn.messages if isinstance(request.input, MessagesInput) else (),
+            max_tokens=planned.plan.sampling.max_tokens,
+            prompt=planned.prepared.tokens,
+            rewind_point_tokens=planned.plan.rewind_point_tokens,
+            messages=recalled.messages if isinstance(request.input, MessagesInput) else (),
             parent_manifest=head.manifest if head is not None else None,
-            is_brought=turn.is_brought or is_brought(recollection, prepared),
-            is_text_own=turn.is_text_own and recollection.is_text_own,
-            continuation=turn.continuation,
-            shortened=turn.shortened,
-            shortening=turn.shortening,
-            template_time_ms=turn.clock.told_ms,
-            tools_order=turn.tools_order,
-            age_s=self.clock() - turn.arrived,
-            first_token_s=None if turn.first_token_at is None else turn.first_token_at - turn.arrived,
+            is_brought=planned.has_brought_kv,
+            is_text_own=planned.is_text_own and recollection.is_text_own,
+            continuation=recalled.continuation,
+            shortened=recalled.shortened,
+            shortening=planned.prompted.shortening,
+            template_time_ms=planned.prompted.clock.told_ms,
+            tools_order=planned.prompted.tools_order,
+            age_s=self.clock() - turn.times.arrived,
+            first_token_s=turn.times.first_token_s,
         )
 
-    def _opening(self, turns: Sequence[TurnState], begun: BegunTurn) -> Opening:
+    def _opening(self, turns: Sequence[Progress], begun: BegunTurn) -> Opening:
         request = turns[0].request
         surroundings = Surroundings.of(self.engine, self.version)
         choices = tuple(turn.request.choice for turn in turns)
         return Opening(surroundings, request.origin, request.request_id, request.caller, begun, choices)
 
-    def stand(self, turn: TurnState, held: HeldTurn) -> Stand:
-        assert turn.plan is not None
-        told = self.engine.told_text(turn.plan, held.carried)
-        carried = replace(held.carried, spent=_as_callers_count(turn, held.carried.spent))
+    def stand(self, turn: Progress, held: HeldTurn) -> Stand:
+        assert turn.planned is not None
+        told = self.engine.told_text(turn.planned.plan, held.carried)
+        carried = replace(held.carried, spent=_as_callers_count(turn.times, held.carried.spent))
         return Stand(turn.request.choice, carried, len(told), len(held.files))
 
-    async def _let_go(self, turn: TurnState, begun: BegunTurn, peer: str) -> None:
+    async def _let_go(self, turn: Progress, begun: BegunTurn, peer: str) -> None:
         """Give the agent's line back: the other engine will take it, from its store if that is another one. After an
         error the agent is still here, as far as its store can be asked.
         """
@@ -216,27 +215,27 @@ class TurnGiver:
             return False
         return has_moved
 
-    async def _copy_agent(self, turn: TurnState, begun: BegunTurn, peer: str) -> None:
+    async def _copy_agent(self, turn: Progress, begun: BegunTurn, peer: str) -> None:
         """If the peer's store is another one, bring the bytes there of the version that the turn extends, while the
         turn speaks. If the turn stays after all, that store knows nothing of the agent.
         """
         if (store := self._other_store(turn, begun, peer)) is not None:
             await store.copy_agent(turn.request.agent_id, self.peer_stores[peer], _AHEAD_S)
 
-    def _other_store(self, turn: TurnState, begun: BegunTurn, peer: str) -> RemoteCache | None:
+    def _other_store(self, turn: Progress, begun: BegunTurn, peer: str) -> RemoteCache | None:
         """This engine's store, if the agent must move to another. A new agent is in neither."""
         has_moves = turn.is_kept and peer in self.peer_stores and begun.parent_manifest is not None
         return self.stores.get(turn.request.namespace) if has_moves else None
 
-    def _take_back(self, turns: Sequence[TurnState]) -> None:
+    def _take_back(self, turns: Sequence[Progress]) -> None:
         """The turns go on here."""
         for turn in turns:
-            if turn.running.handle is not None:
-                turn.running.handle.release()
+            if turn.handle is not None:
+                turn.handle.release()
         if (leases := self._leases_of(turns[0])) is not None:
             leases.begin(turns[0].request.agent_id)
 
-    def _leases_of(self, turn: TurnState) -> LineLeases | None:
+    def _leases_of(self, turn: Progress) -> LineLeases | None:
         return self.leases.get(turn.request.namespace) if turn.is_kept else None
 
 
@@ -245,7 +244,7 @@ class _Giving:
     """One request's turns on their way out."""
 
     giver: TurnGiver
-    turns: Sequence[TurnState]
+    turns: Sequence[Progress]
     given: Given
     held_s: float = 0.0  # since then no token is computed
     _sent: dict[int, int] = field(default_factory=dict)  # by choice: blocks that went ahead
@@ -257,7 +256,7 @@ class _Giving:
         most = piece_blocks(self.giver.engine)
         for turn in self.turns:
             choice = turn.request.choice
-            while (handle := turn.running.handle) is not None:
+            while (handle := turn.handle) is not None:
                 files = await _answer(handle.full_blocks(self._sent.get(choice, 0), most)) or ()
                 for data in files:
                     await link.send_file(choice, data)
@@ -281,7 +280,7 @@ class _Giving:
 
     def check_wanted(self) -> None:
         """Raise Cancelled if a turn was cancelled meanwhile: nobody could cancel it at the peer."""
-        if any(turn.running.is_cancelled or turn.running.is_ending for turn in self.turns):
+        if any(turn.is_cancelled or turn.is_ending for turn in self.turns):
             raise Cancelled("the turn was cancelled")
 
     async def _all_held(self) -> list[HeldTurn]:
@@ -295,9 +294,9 @@ class _Giving:
             await asyncio.wait(holding)
             raise
 
-    async def _held(self, turn: TurnState) -> HeldTurn:
+    async def _held(self, turn: Progress) -> HeldTurn:
         give_up = self.giver.clock() + _HOLD_S
-        while (handle := turn.running.handle) is not None and turn.speaks:
+        while (handle := turn.handle) is not None and turn.can_move:
             held = await _answer(handle.hold(self._sent.get(turn.request.choice, 0)))
             if held is not None:
                 return held
@@ -323,22 +322,21 @@ class _Giving:
             )
             raise end from error
         finally:
-            heard = [turn.running for turn in self.turns if not turn.running.has_ended]
+            heard = [turn for turn in self.turns if not turn.has_ended]
             if end is None and heard:
-                heard[-1].tell(TurnMoved(peer, promise.resume_token, promise.expires_s))
+                heard[-1].emit(TurnMoved(peer, promise.resume_token, promise.expires_s))
             for turn in self.turns:
-                turn.is_given = True
-                turn.running.end(end)
-                if turn.running.handle is not None:
-                    turn.running.handle.give_away()
+                turn.end(end, phase=TurnPhase.MOVED)
+                if turn.handle is not None:
+                    turn.handle.give_away()
             if (key := self.turns[0].key) is not None and self.turns[0].is_kept:
                 self.giver.engine.drop_hot(key)
 
 
-def _as_callers_count(turn: TurnState, spent: Timings) -> Timings:
+def _as_callers_count(times: TurnTiming, spent: Timings) -> Timings:
     """With what the turn waited before the engine had it: the other engine does not know of that."""
-    first_token_s = spent.first_token_s if turn.first_token_at is None else turn.first_token_at - turn.arrived
-    queue_s, restore_s = turn.queue_s + spent.queue_s, turn.restore_s + spent.restore_s
+    first_token_s = spent.first_token_s if times.first_token_s is None else times.first_token_s
+    queue_s, restore_s = times.queue_s + spent.queue_s, times.restore_s + spent.restore_s
     return replace(spent, queue_s=queue_s, restore_s=restore_s, first_token_s=first_token_s)
 
 

@@ -8,7 +8,7 @@ from kvasir.formats.block_file import FileBytes
 
 from inference_svc.engine.api import CarriedTurn
 from inference_svc.engine.engine import Engine
-from inference_svc.turns.turn_state import BegunTurn
+from inference_svc.turns.phases import BegunTurn
 
 
 @dataclass(frozen=True, slots=True)

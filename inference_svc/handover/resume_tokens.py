@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvasir.errors import NotFound
 
-from inference_svc.turns.choices import Choices
+from inference_svc.turns.turn_service import Choices
 
 LIVES_S = 300.0
 # Of a namespace: so many peers' turns make it forget its own oldest, and nobody else's. Each may hold what a reader may

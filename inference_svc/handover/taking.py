@@ -16,10 +16,9 @@ from inference_svc.engine.engine import Engine
 from inference_svc.handover.passing import Opening, Promise, Stand, Surroundings
 from inference_svc.handover.resume_tokens import LIVES_S, ResumeTokens, WaitingReply
 from inference_svc.model.prompting import Tokenized
-from inference_svc.turns.choices import Choices
+from inference_svc.turns.phases import TakenTurn
 from inference_svc.turns.turn_data import TurnRequest
-from inference_svc.turns.turn_service import TurnService
-from inference_svc.turns.turn_state import TakenTurn
+from inference_svc.turns.turn_service import Choices, TurnService
 
 # Beside the blocks of each group: its tail, and the states at rewind points.
 _MORE_FILES = 16

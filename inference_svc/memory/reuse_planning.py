@@ -104,14 +104,16 @@ class Avoid:
     files: int | None = None  # so many leading tensor files; None: all
     last_rewind_point: int | None = None  # no state behind it; None: all
     has_windows: bool = True
+    damage: Miss | None = None  # the newest refusal
 
     def also(self, refused: DamagedFile) -> tuple["Avoid", str]:
         """The same after another refusal, and which file that was."""
+        found, what = replace(self, files=refused.blob), f"tensor file {refused.blob} of the memory"
         if point := refused.state:
-            return replace(self, last_rewind_point=point - 1), f"the state of {point} tokens"
-        if refused.window:
-            return replace(self, has_windows=False), f"a tensor file of window {refused.window}"
-        return replace(self, files=refused.blob), f"tensor file {refused.blob} of the memory"
+            found, what = replace(self, last_rewind_point=point - 1), f"the state of {point} tokens"
+        elif refused.window:
+            found, what = replace(self, has_windows=False), f"a tensor file of window {refused.window}"
+        return replace(found, damage=Miss(MissReason.BLOB_DAMAGED, f"{what} was refused")), what
 
 
 NOTHING_REFUSED = Avoid()
@@ -183,7 +185,7 @@ class ReusePlanner:
             reuse=reuse,
             source=candidate.source if kept else Source.COLD,
             match=candidate.match.outcome,
-            miss=read_miss or miss,
+            miss=avoid.damage or read_miss or miss,
             stored_blocks=tuple(candidate.blocks[: kept // BLOCK_TOKENS]),
             stored_windows={
                 window: stored.before(kept // BLOCK_TOKENS) for window, stored in candidate.windows.items()

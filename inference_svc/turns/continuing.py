@@ -1,25 +1,20 @@
-"""How a turn's input stands to what its agent remembers: the same conversation, or another. Pure."""
+"""How a turn's request stands to what its agent remembers: the same conversation, another, a retry. Pure."""
 
 from collections.abc import Sequence
-from enum import Enum
+from dataclasses import replace
 
+from kvasir import errors, volatile
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.clocks import without_times
 
+from inference_svc.engine.api import FinishReason
+from inference_svc.memory.agent_memory import AgentMemory
+from inference_svc.memory.outcomes import MissReason, Source
+from inference_svc.memory.recall import Recollection
 from inference_svc.text.prefix_matching import Outcome, common_prefix_length
+from inference_svc.text.shortening import as_remembered
 from inference_svc.text.system_values import without_notes
-
-
-class Continuation(Enum):
-    """What a turn does to its agent's line."""
-
-    NEW = "new"  # the agent remembered nothing
-    EXTENDED = "extended"
-    REWOUND = "rewound"  # an earlier point goes on
-    REPLACED = "replaced"
-    BRANCHED = "branched"  # answered beside the line, and not remembered
-    UNDECIDED = "undecided"  # the memory could not be read: decided when the turn is stored
-
+from inference_svc.turns.turn_data import Continuation, MessagesInput, TurnRequest
 
 Messages = Sequence[manifest_pb2.Message]
 
@@ -53,6 +48,190 @@ def of_text(match: Outcome) -> Continuation:
     if match is Outcome.NONE:
         return Continuation.REPLACED
     return Continuation.REWOUND if match is Outcome.DIVERGE else Continuation.EXTENDED
+
+
+def is_retry(request: TurnRequest, memory: AgentMemory) -> bool:
+    """Whether the request asks for the turn that made this memory: a retry has the request id and the input of the
+    agent's last turn, and the same parent version. The same id with another input is another turn: ids name requests
+    for people, the input says what was asked.
+    """
+    turn, head = memory.turn, memory.publication.head
+    if turn.request_id != request.request_id or turn.input_digest != request.input_digest:
+        return False
+    if request.expected_version is None or head is None:
+        return True
+    # A request with the same input that extends this memory is a new turn, not a retry.
+    extended = head.parent_version if memory.publication.is_head else head.version
+    if memory.shortened is None:
+        return request.expected_version == extended
+    # Its caller knows no version that only became shorter.
+    return request.expected_version <= extended - memory.shortened.is_after_turn
+
+
+def is_whole(memory: AgentMemory) -> bool:
+    """Whether the memory's last turn came to its end. A retry of a cut turn (keep_partial) does it again."""
+    return memory.turn.finish_reason != FinishReason.CANCELLED.value
+
+
+def check_parent(request: TurnRequest, recollection: Recollection) -> None:
+    """Raise Conflict when the agent's newest version is not the one that the caller named. If the store could not be
+    asked, its compare-and-swap decides at the end.
+    """
+    head, memory = recollection.head, recollection.memory
+    if request.expected_version is None or head is None or request.expected_version == head.version:
+        return
+    is_shortened = memory is not None and memory.shortened is not None and memory.shortened.is_after_turn
+    if is_shortened and head.is_of_turn and request.expected_version == head.parent_version:
+        return  # the version that its caller was told became shorter since
+    raise errors.Conflict(
+        f"expected_version: {request.expected_version} was named, the agent's newest version is {head.version}",
+        field="expected_version",
+        metadata={"head_version": str(head.version)},
+    )
+
+
+def whole_conversation(
+    request: TurnRequest, recollection: Recollection, *, is_retry: bool
+) -> tuple[manifest_pb2.Message, ...]:
+    """All messages of the prompt. Raises FailedPrecondition or Unavailable when there is no memory to append to."""
+    if not isinstance(request.input, MessagesInput):
+        return ()
+    given, memory = request.input.messages, recollection.continued
+    if not request.input.is_append:
+        return given
+    if memory is not None and memory.messages:
+        # A retry of a turn that was cut: its messages are remembered already, and its partial reply is dropped. Not by
+        # an older version, which goes on as before.
+        return memory.messages[:-1] if is_retry and recollection.base is None else (*memory.messages, *given)
+    if not _is_remembered(recollection) or (memory is None and request.expected_version == 0):
+        return given
+    _refuse_append(request.agent_id, recollection)
+    return ()
+
+
+def as_its_agent_has_it(request: TurnRequest, recollection: Recollection) -> TurnRequest:
+    """A whole conversation without what its agent left out of it, where it goes on from the rest."""
+    memory, given = recollection.continued, request.input
+    if memory is None or memory.shortened is None or not isinstance(given, MessagesInput) or given.is_append:
+        return request
+    known, shorter = memory.messages, as_remembered(given.messages, memory.messages, memory.shortened)
+    if shorter is None:
+        return request
+    # A caller may send just what is remembered, and the same words may come again: more in common decides.
+    as_sent, as_cut = ((in_common(messages, known), goes_on(messages, known)) for messages in (given.messages, shorter))
+    if as_cut < as_sent or not is_same_conversation(shorter, known):
+        return request
+    return replace(request, input=MessagesInput(shorter, is_cut=True))
+
+
+def what_is_left_out(
+    request: TurnRequest, recollection: Recollection, how: Continuation | None
+) -> manifest_pb2.Shortened | None:
+    """What the turn's messages lack of the whole conversation, because its agent's memory lacks it: nothing where the
+    caller's own messages are the prompt.
+    """
+    memory, given = recollection.continued, request.input
+    if memory is None or memory.shortened is None or not isinstance(given, MessagesInput):
+        return None
+    goes_on_from_it = how in (Continuation.EXTENDED, Continuation.REWOUND)
+    if not goes_on_from_it or not (given.is_append or given.is_cut):
+        return None
+    shortened = manifest_pb2.Shortened()
+    shortened.CopyFrom(memory.shortened)
+    shortened.is_after_turn = False
+    return shortened
+
+
+def check_existing(request: TurnRequest, recollection: Recollection) -> None:
+    """Raise NotFound for an agent that remembers nothing, if the caller minds."""
+    if request.expects_memory and not _is_remembered(recollection):
+        raise errors.NotFound(
+            f"agent_id: agent {request.agent_id!r} remembers nothing yet",
+            reason="AGENT_NOT_FOUND",
+            field="agent_id",
+            metadata={"agent_id": request.agent_id},
+        )
+
+
+def continuation(request: TurnRequest, recollection: Recollection) -> Continuation | None:
+    """What the turn does to its agent's line; None if the match of its prompt decides."""
+    memory, given = recollection.continued, request.input
+    if not _is_remembered(recollection):
+        return Continuation.NEW
+    if memory is None:
+        return _beside_unread(request, recollection)
+    if not isinstance(given, MessagesInput) or not memory.messages:
+        return None
+    if given.is_append or goes_on(given.messages, memory.messages):
+        return Continuation.EXTENDED if recollection.base is None else Continuation.REWOUND
+    at_any_time = bool(rules_in_force(request, recollection))
+    if is_same_conversation(given.messages, memory.messages, at_any_time=at_any_time):
+        return Continuation.REWOUND
+    return Continuation.REPLACED if request.replaces else Continuation.BRANCHED
+
+
+def rules_in_force(request: TurnRequest, recollection: Recollection) -> frozenset[str]:
+    """The caller's own rules, else the agent's label, else the caller's defaults. Raises InvalidArgument for a label
+    that names none.
+    """
+    label = recollection.settings.volatile
+    if request.rules is not None and not (label and request.has_default_rules):
+        return request.rules
+    return volatile.from_label(label) if label else volatile.DEFAULT
+
+
+def _beside_unread(request: TurnRequest, recollection: Recollection) -> Continuation:
+    """The same for a memory that cannot be read: no other conversation takes its place without the caller's word."""
+    given, hot, miss = request.input, recollection.unproven, recollection.miss
+    if request.replaces:
+        return Continuation.REPLACED
+    if miss is None or not miss.is_store_away:  # it will not be readable later either
+        return Continuation.BRANCHED if isinstance(given, MessagesInput) else Continuation.REPLACED
+    # What the agent remembered last is known well enough to protect it.
+    return Continuation.UNDECIDED if hot is None or may_follow(request, hot) else Continuation.BRANCHED
+
+
+def may_follow(request: TurnRequest, found: AgentMemory) -> bool:
+    """Whether a turn that could not read its agent's memory, `found`, leaves one that goes on from it."""
+    recollection = Recollection(found, Source.COLD, found.publication.head)
+    request = as_its_agent_has_it(request, recollection)
+    return continuation(request, recollection) is not Continuation.BRANCHED
+
+
+def _is_remembered(recollection: Recollection) -> bool:
+    """Whether the agent remembers something, as far as is known: a memory that cannot be read is there."""
+    memory = recollection.continued
+    return recollection.is_unread if memory is None else bool(memory.transcript.token_ids)
+
+
+def _refuse_append(agent_id: str, recollection: Recollection) -> None:
+    miss = recollection.miss
+    if recollection.memory is None and miss is not None and miss.is_sealed:
+        # No retry brings the key back.
+        raise errors.FailedPrecondition(
+            f"append_messages: {miss.detail}", reason="NAMESPACE_SEALED", field="append_messages"
+        )
+    if recollection.memory is None and miss is not None and miss.is_store_away:
+        # Without the agent's memory this would be another conversation, not a miss.
+        raise errors.Unavailable(
+            f"append_messages: the agent's memory cannot be read now ({miss.detail}); send all messages, or retry",
+            reason="MEMORY_UNREADABLE",
+            metadata={"agent_id": agent_id},
+            retry_after_s=1.0,
+        )
+    if recollection.memory is None and miss is not None and miss.reason is not MissReason.NEW_AGENT:
+        raise errors.FailedPrecondition(
+            f"append_messages: the agent's memory cannot be read ({miss.detail}); send all messages, or roll back",
+            reason="MEMORY_DAMAGED",
+            field="append_messages",
+            metadata={"agent_id": agent_id},
+        )
+    raise errors.FailedPrecondition(
+        "append_messages: the agent remembers no messages; send all of them",
+        reason="NO_MESSAGES",
+        field="append_messages",
+        metadata={"agent_id": agent_id},
+    )
 
 
 def _asked(messages: Messages) -> list[tuple[str, str]]:

@@ -4,29 +4,32 @@ While a plan runs, it is lent what it needs: room, the block stream, the swap.
 """
 
 import asyncio
+import contextlib
 from dataclasses import replace
 
 import structlog
 from kvasir import errors
+from kvasir.formats.manifest import tokens_within_chars
 from kvasir.server.shared_room import SharedRoom
 
-from inference_svc.engine.api import Cold, DamagedFile, Ended, Hot, HotMemoryGone, TurnPlan
+from inference_svc.engine.api import Cold, DamagedFile, HotMemoryGone, Reuse, TurnPlan
 from inference_svc.engine.context import check_fits
-from inference_svc.engine.engine import TurnHandle
 from inference_svc.memory.agent_memory import as_hot
-from inference_svc.memory.outcomes import Miss, MissReason
+from inference_svc.memory.outcomes import Source
 from inference_svc.memory.publishing.block_stream import BlockStream
 from inference_svc.memory.recall import Recollection
-from inference_svc.memory.reuse_planning import NOTHING_REFUSED, Prepared
+from inference_svc.memory.reuse_planning import NOTHING_REFUSED, Avoid, Prepared
 from inference_svc.memory.store.patience import Budget
-from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.swap_store import SwapLimits, SwapStore, may_be_preempted
+from inference_svc.model.prompting import Prompting
 from inference_svc.text import conversation
+from inference_svc.text.conversation import tool_fields
+from inference_svc.text.replies.reply_parts import ReplyReader
 from inference_svc.turns.agent_lines import AgentLines, MemoryMovedError
 from inference_svc.turns.engine_parts import EngineParts
-from inference_svc.turns.handoff import HandOff
-from inference_svc.turns.turn_reporter import TurnReporter
-from inference_svc.turns.turn_state import TakenTurn, TurnState, reply_reader
+from inference_svc.turns.phases import Once, Planned, Progress, Prompted, Ran, TakenTurn
+from inference_svc.turns.turn_data import MessagesInput, TurnRequest
+from inference_svc.turns.turn_reporter import HandOff, TurnReporter
 
 _LOG = structlog.get_logger(__name__)
 # Of what fits behind a prompt, a reply that asked for more may take one of so many parts, or so many tokens.
@@ -44,136 +47,152 @@ class PlanRunner:
         self._handoff = HandOff(asyncio.get_running_loop())
         self._compiling = SharedRoom(1)
 
-    async def plan_and_run(
-        self, turn: TurnState, recollection: Recollection, text: str, budget: Budget
-    ) -> tuple[Recollection, Prepared, Ended]:
+    async def plan_and_run(self, prompted: Prompted, turn: Progress, budget: Budget) -> Ran:
         """Plan and run the turn; plan again when the memory that the plan reuses went away in between."""
-        if turn.tokens is None:
-            self._check_length(text, turn.request.input.name)
-        avoid = NOTHING_REFUSED
-        if (dialogue := turn.dialogue) is not None and self._parts.engine.model.has_rewind_points:
-            template = self._parts.prompting.template_at(turn.clock, turn.request.template_settings)
-            turn.rewind_point_chars = await self._parts.prompting.run(
-                turn.request.namespace, lambda: conversation.lasting_chars(template, dialogue, text)
-            )
+        request, recollection, avoid = prompted.request, prompted.recalled.recollection, NOTHING_REFUSED
+        if prompted.tokens is None:
+            self._check_length(prompted.text, request.input.name)
+        lasting_chars = await self._lasting_chars(prompted)
+        for _ in range(_MAX_PLANS):
+            with contextlib.ExitStack() as restoring:
+                try:
+                    planned = await self._planned(prompted, recollection, avoid, lasting_chars, restoring, budget)
+                    turn.times.restore_s = budget.spent_s
+                    return await self.run(planned, turn)
+                except HotMemoryGone:
+                    if request.key is None:
+                        raise
+                    found = await self._parts.recall.newest(request.key, budget)
+                    recollection = _same_version(recollection, found)
+                except DamagedFile as refused:
+                    # The bytes have their digest and are still no valid file. The stored tokens are known, so the turn
+                    # computes them again from there on.
+                    avoid, what = avoid.also(refused)
+                    _LOG.warning("restore.refused", request_id=request.request_id, what=what)
+        raise moved_away()
+
+    async def _planned(
+        self,
+        prompted: Prompted,
+        recollection: Recollection,
+        avoid: Avoid,
+        lasting_chars: int | None,
+        restoring: contextlib.ExitStack,
+        budget: Budget,
+    ) -> Planned:
+        """The prompt with the KV that it reuses. `restoring` gets what ends the reading of it."""
+        request, room = prompted.request, self._parts.admission.restoring
 
         async def hold(size_bytes: int) -> None:
-            restoring, namespace = self._parts.admission.restoring, turn.request.namespace
-            await restoring.wait_for(namespace, size_bytes)
-            turn.restoring.callback(restoring.give_back, namespace, size_bytes)
+            await room.wait_for(request.namespace, size_bytes)
+            restoring.callback(room.give_back, request.namespace, size_bytes)
 
-        for _ in range(_MAX_PLANS):
-            try:
-                prepared = await self._parts.planner.plan(
-                    recollection,
-                    text,
-                    given=turn.tokens,
-                    namespace=turn.request.namespace,
-                    budget=budget,
-                    hold=hold,
-                    avoid=avoid,
-                    generates=not turn.request.is_warming,
-                )
-                turn.restoring.callback(prepared.stop_reading)
-                await self._lines.check(turn, budget)
-                if turn.spoken is not None:
-                    prepared = replace(prepared, tokens=prepared.tokens + turn.spoken)
-                if turn.damage is not None:
-                    prepared = replace(prepared, miss=turn.damage)
-                turn.restore_s = budget.spent_s
-                may_wait = may_be_preempted(
-                    self._parts.stores.get(turn.request.namespace), recollection.memory, prepared.reuse
-                )
-                is_lent = turn.key is not None and not turn.is_kept  # its rows are the memory's, which must stay hot
-                plan = replace(self.plan(turn, prepared), can_be_preempted=may_wait and not is_lent)
-                prepared, turn.recollection = replace(prepared, reuse=Cold()), recollection
-                running = self.run(turn, prepared, plan)
-                del plan  # what was read from the store is the engine's to drop
-                prepared, ended = await running
-                return recollection, prepared, ended
-            except HotMemoryGone:
-                if turn.key is None:
-                    raise
-                recollection = _same_version(recollection, await self._parts.recall.newest(turn.key, budget))
-            except DamagedFile as refused:
-                # The bytes have their digest and are still no valid file. The stored tokens are known, so the turn
-                # computes them again from there on.
-                avoid, what = avoid.also(refused)
-                turn.damage = Miss(MissReason.BLOB_DAMAGED, f"{what} was refused")
-                _LOG.warning("restore.refused", request_id=turn.request.request_id, what=what)
-            finally:
-                turn.restoring.close()
-        raise moved_away()
+        prepared = await self._parts.planner.plan(
+            recollection,
+            prompted.text,
+            given=prompted.tokens,
+            namespace=request.namespace,
+            budget=budget,
+            hold=hold,
+            avoid=avoid,
+            generates=not request.is_warming,
+        )
+        restoring.callback(prepared.stop_reading)
+        await self._lines.check(request, budget)
+        if prompted.reply is not None:
+            prepared = replace(prepared, tokens=prepared.tokens + prompted.reply)
+        store, chars = self._parts.stores.get(request.namespace), prepared.tokens.chars
+        may_wait = may_be_preempted(store, recollection.memory, prepared.reuse)
+        is_lent = bool(request.agent_id) and not prompted.recalled.is_kept  # its rows are the memory's, which stays hot
+        plan = replace(
+            self.plan(prompted, prepared),
+            can_be_preempted=may_wait and not is_lent,
+            rewind_point_tokens=None if lasting_chars is None else tokens_within_chars(chars, lasting_chars),
+        )
+        kv: Once[Reuse] = Once(prepared.reuse)
+        return Planned(prompted, recollection, replace(prepared, reuse=Cold()), plan, kv, restoring)
 
     def _check_length(self, text: str, field: str) -> None:
         """Refuse an absurdly long prompt without tokenizing it."""
         fewest, context = self._parts.prompting.fewest_tokens(text), self._parts.engine.model.context_tokens
         check_fits(fewest, max_tokens=0, context_tokens=context, field=field, is_lower_bound=True)
 
-    def plan(self, turn: TurnState, prepared: Prepared) -> TurnPlan:
-        context, count = self._parts.engine.model.context_tokens, len(prepared.tokens.ids)
+    async def _lasting_chars(self, prompted: Prompted) -> int | None:
+        """Prompt characters after which a model with states records a rewind point."""
+        if (dialogue := prompted.dialogue) is None or not self._parts.engine.model.has_rewind_points:
+            return None
+        request, prompting = prompted.request, self._parts.prompting
+        template = prompting.template_at(prompted.clock, request.template_settings)
+        return await prompting.run(
+            request.namespace, lambda: conversation.lasting_chars(template, dialogue, prompted.text)
+        )
+
+    def plan(self, prompted: Prompted, prepared: Prepared) -> TurnPlan:
+        """What the engine is asked to do, without the KV that is reused."""
+        request, count = prompted.request, len(prepared.tokens.ids)
+        context, is_kept = self._parts.engine.model.context_tokens, prompted.recalled.is_kept
         if not count:
-            name = turn.request.input.name
+            name = request.input.name
             raise errors.InvalidArgument(f"{name}: expected at least one token", field=name)
-        sampling = turn.request.sampling
-        if turn.request.clamps_max_tokens:
+        sampling = request.sampling
+        if request.clamps_max_tokens:
             fitting = self._parts.engine.most_new_tokens(count)
             sampling = replace(sampling, max_tokens=_clamped(sampling.max_tokens, fitting))
-        check_fits(count, sampling.max_tokens, context, field=turn.request.input.name)
-        if (most := turn.request.most_reasoning_tokens) is not None:
+        check_fits(count, sampling.max_tokens, context, field=request.input.name)
+        if (most := request.most_reasoning_tokens) is not None:
             sampling = replace(sampling, reasoning_limit=self._parts.prompting.reasoning_limit(most, prepared.text))
         return TurnPlan(
             token_ids=prepared.tokens.ids,
             token_chars=prepared.tokens.chars,
             sampling=sampling,
-            reuse=prepared.reuse,
-            key=turn.key,
-            is_remembered=turn.is_kept or turn.request.is_warming,
-            keep_partial=turn.request.keep_partial and turn.is_kept,
-            priority=turn.request.priority,
-            namespace=turn.request.namespace,
-            rewind_point_tokens=turn.rewind_point_tokens(prepared.tokens.chars),
+            key=request.key,
+            is_remembered=is_kept or request.is_warming,
+            keep_partial=request.keep_partial and is_kept,
+            priority=request.priority,
+            namespace=request.namespace,
         )
 
-    async def run(self, turn: TurnState, prepared: Prepared, plan: TurnPlan) -> tuple[Prepared, Ended]:
+    async def run(self, planned: Planned, turn: Progress) -> Ran:
         """What the turn truly began with, and its end."""
-        namespace, constraint = turn.request.namespace, turn.request.sampling.constraint
-        if constraint is not None and not self._parts.engine.grammars.knows(namespace, constraint):
-            # Other formats took its place while the turn waited. To compile one may take a second.
-            async with self._compiling.held_for(namespace, 1):
-                await asyncio.to_thread(self._parts.engine.grammars.compile, namespace, constraint)
-        store, counters = self._parts.stores.get(namespace), self._parts.stats.of(namespace)
-        is_sent = turn.is_kept and turn.key is not None and store is not None
-        stream = self._stream(turn, plan, store, prepared) if is_sent and store is not None else None
-        if turn.running.is_cancelled:
+        request = planned.request
+        await self._compile(request)
+        store = self._parts.stores.get(request.namespace)
+        stream = self._stream(planned) if store is not None and planned.recalled.is_kept else None
+        if turn.is_cancelled:
             raise errors.Cancelled("the turn was cancelled")
-        needed_bytes = self._parts.engine.needed_bytes(plan)
-        turn.reader = reply_reader(turn.request, self._parts.prompting, prepared.text)
-        costs, clock = self._parts.planner.costs, self._parts.clock
-        reporter = TurnReporter(turn, prepared, stream, counters, costs, self._handoff, clock)
+        reader = reply_reader(request, self._parts.prompting, planned.prepared.text)
+        reporter = TurnReporter(planned, turn, reader, stream, self._parts, self._handoff)
         if turn.taken is not None:
-            turn.reader.push(self._told(turn.taken, plan))  # its reader was told
+            reader.push(self._told(turn.taken, planned.plan))  # its reader was told
         try:
-            with self._parts.admission.kv(namespace, needed_bytes):
-                turn.running.handle = self._parts.engine.submit(plan, reporter.listen)
-                turn.plan = replace(plan, reuse=Cold(), carried=None)
-                del plan
+            with self._parts.admission.kv(request.namespace, self._parts.engine.needed_bytes(planned.plan)):
+                plan = planned.plan
+                turn.handle = self._parts.engine.submit(
+                    replace(plan, reuse=planned.kv.take() or Cold()), reporter.listener()
+                )
+                turn.planned = replace(planned, plan=replace(plan, carried=None))
                 if turn.taken is not None:
-                    reporter.swap, turn.taken.handle = turn.taken, turn.running.handle
+                    reporter.swap, turn.taken.handle = turn.taken, turn.handle
                 elif store is not None:
-                    reporter.swap = self._swap_store(turn, turn.running.handle, store)
-                ended = await reporter.ended
-                return reporter.prepared, ended
+                    reporter.swap = self._swap_store(turn)
+                return await reporter.ran
         except BaseException:
-            if turn.running.handle is not None:
-                turn.running.handle.cancel()
+            if turn.handle is not None:
+                turn.handle.cancel()
             if stream is not None:
                 stream.abandon()
             raise
         finally:
-            turn.running.handle = None
+            turn.handle = None
             if reporter.swap is not None:
                 reporter.swap.close()
+
+    async def _compile(self, request: TurnRequest) -> None:
+        """Compile the turn's reply format if others took its place while the turn waited. That may take a second."""
+        namespace, constraint, engine = request.namespace, request.sampling.constraint, self._parts.engine
+        if constraint is not None and not engine.grammars.knows(namespace, constraint):
+            async with self._compiling.held_for(namespace, 1):
+                await asyncio.to_thread(engine.grammars.compile, namespace, constraint)
 
     def _told(self, taken: TakenTurn, plan: TurnPlan) -> str:
         """The reply as far as the other engine has sent it. Raises InvalidArgument if it has sent another text."""
@@ -185,24 +204,44 @@ class PlanRunner:
             )
         return told
 
-    def _stream(self, turn: TurnState, plan: TurnPlan, store: RemoteCache, prepared: Prepared) -> BlockStream:
-        assert turn.key is not None
-        known = turn.recollection.memory if turn.recollection is not None else None
-        previous = as_hot(known).publication if known is not None and isinstance(plan.reuse, Hot) else None
-        stored, stall_timeout_s = prepared.stored_blocks, self._parts.limits.publish_timeout_s
-        return BlockStream(self._parts.copies, turn.key, store, stored, stall_timeout_s, previous)
+    def _stream(self, planned: Planned) -> BlockStream:
+        key, known = planned.request.key, planned.recollection.memory
+        assert key is not None
+        previous = as_hot(known).publication if known is not None and planned.prepared.source is Source.HOT else None
+        store, stored = self._parts.stores[key.namespace], planned.prepared.stored_blocks
+        return BlockStream(self._parts.copies, key, store, stored, self._parts.limits.publish_timeout_s, previous)
 
-    def _swap_store(self, turn: TurnState, handle: TurnHandle, store: RemoteCache) -> SwapStore:
+    def _swap_store(self, turn: Progress) -> SwapStore:
+        parts, namespace = self._parts, turn.request.namespace
         limits = SwapLimits(
-            write_stall_s=self._parts.limits.publish_timeout_s,
-            read_budget_s=max(self._parts.limits.store_budget_s, self._parts.limits.swap_read_budget_s),
-            min_bytes_per_s=self._parts.limits.store_min_bytes_per_s,
-            renew_s=self._parts.limits.swap_renew_s,
-            piece_files=self._parts.copies.piece_blocks,
+            write_stall_s=parts.limits.publish_timeout_s,
+            read_budget_s=max(parts.limits.store_budget_s, parts.limits.swap_read_budget_s),
+            min_bytes_per_s=parts.limits.store_min_bytes_per_s,
+            renew_s=parts.limits.swap_renew_s,
+            piece_files=parts.copies.piece_blocks,
         )
-        namespace, copies, restoring = turn.request.namespace, self._parts.copies.held, self._parts.admission.restoring
-        counters, clock = self._parts.stats.of(namespace), self._parts.clock
-        return SwapStore(handle, store, namespace, copies, restoring, counters, limits, clock)
+        assert turn.handle is not None
+        return SwapStore(
+            turn.handle,
+            parts.stores[namespace],
+            namespace,
+            parts.copies.held,
+            parts.admission.restoring,
+            parts.stats.of(namespace),
+            limits,
+            parts.clock,
+        )
+
+
+def reply_reader(request: TurnRequest, prompting: Prompting, prompt: str) -> ReplyReader:
+    """Reads the reply. A reply to a raw prompt, or in a requested format, is all answer."""
+    constraint = request.sampling.constraint
+    is_formatted = constraint is not None and not constraint.has_calls
+    if not isinstance(request.input, MessagesInput) or is_formatted:
+        return ReplyReader()
+    tools = tool_fields(request.tools, request.objects)
+    reply_id, is_bound = f"{request.request_id}-{request.choice}", constraint is not None and constraint.begins_reply
+    return prompting.reader(prompt, tools, reply_id, begins_with=prompting.tool_start if is_bound else "")
 
 
 def _same_version(planned: Recollection, found: Recollection) -> Recollection:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from kvasir import errors, volatile
 from kvasir.cachestore.v1 import manifest_pb2
 
+from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.recall import Recollection
 from inference_svc.model.prompting import Prompting
 from inference_svc.text import differences, tools_order
@@ -20,9 +21,9 @@ from inference_svc.text.literal_text import from_outside
 from inference_svc.text.prefix_matching import common_prefix_length
 from inference_svc.text.system_values import kept_values, without_notes
 from inference_svc.text.template_clock import TemplateClock
-from inference_svc.turns.continuing import Continuation
-from inference_svc.turns.turn_data import MessagesInput, PromptInput, TurnRequest
-from inference_svc.turns.turn_state import TurnState, continuation, rules_in_force
+from inference_svc.turns.continuing import continuation, rules_in_force
+from inference_svc.turns.phases import Prompted, Recalled
+from inference_svc.turns.turn_data import Continuation, MessagesInput, PromptInput, TokensInput, TurnRequest
 
 
 async def prompt_text(
@@ -49,84 +50,111 @@ async def prompt_text(
     return await prompting.run(request.namespace, rendered)
 
 
-def remembered_time_ms(turn: TurnState, recollection: Recollection) -> int:
-    """What the turn's template is told that the time is: what the memory's was told, where its conversation goes on and
-    the rule holds. 0: the turn's own.
+def recalled_by(request: TurnRequest, recollection: Recollection, how: Continuation | None) -> Recalled:
+    """The turn as its agent's memory has it. Dates and clocks of systems' texts stay those that the memory has, and the
+    newest ones become a note. `how`: None: the match of its prompt decides.
     """
     memory = recollection.continued
-    if memory is None or not memory.template_time_ms:
-        return 0
-    if volatile.TEMPLATE_DATE not in rules_in_force(turn.request, recollection):
-        return 0
-    return memory.template_time_ms if _goes_on(turn, recollection) else 0
+    rules = rules_in_force(request, recollection) & {volatile.SYSTEM_DATE, volatile.SYSTEM_CLOCK}
+    given, recalled = request.input, Recalled(request, recollection, how)
+    if not rules or memory is None or not isinstance(given, MessagesInput) or given.is_append:
+        return recalled
+    if not _goes_on(recalled):
+        return recalled
+    kept = kept_values(given.messages, memory.messages, rules)
+    request = replace(request, input=replace(given, messages=kept.messages))
+    return replace(recalled, request=request, kept=frozenset(kept.rules), note=kept.note)
 
 
-def _goes_on(turn: TurnState, recollection: Recollection) -> bool:
+def _goes_on(recalled: Recalled) -> bool:
     """Whether it is the memory's conversation, and no other."""
-    how = turn.continuation or continuation(turn.request, recollection)
+    how = recalled.continuation or continuation(recalled.request, recalled.recollection)
     return how in (Continuation.EXTENDED, Continuation.REWOUND)
 
 
-def keep_values(turn: TurnState, recollection: Recollection) -> None:
-    """Dates and clocks of systems' texts stay those that the memory has. Notes whether the newest are to be told."""
-    memory, request = recollection.continued, turn.request
-    rules = rules_in_force(request, recollection) & {volatile.SYSTEM_DATE, volatile.SYSTEM_CLOCK}
-    given = request.input
-    if not rules or memory is None or not isinstance(given, MessagesInput) or given.is_append:
-        return
-    if _goes_on(turn, recollection):
-        kept = kept_values(given.messages, memory.messages, rules)
-        turn.request = replace(request, input=replace(given, messages=kept.messages))
-        turn.kept, turn.note = set(kept.rules), kept.note
+def remembered_time_ms(recalled: Recalled) -> int:
+    """What the turn's template is told that the time is: what the memory's was told, where its conversation goes on and
+    the rule holds. 0: the turn's own.
+    """
+    memory = recalled.recollection.continued
+    if memory is None or not memory.template_time_ms:
+        return 0
+    if volatile.TEMPLATE_DATE not in rules_in_force(recalled.request, recalled.recollection):
+        return 0
+    return memory.template_time_ms if _goes_on(recalled) else 0
 
 
-def remembered_order(turn: TurnState, recollection: Recollection) -> manifest_pb2.ToolsOrder | None:
+def remembered_order(recalled: Recalled) -> manifest_pb2.ToolsOrder | None:
     """The order in which the memory has its tools, also for a branch: it has no meaning. None: the turn's own."""
-    memory = recollection.continued
-    if memory is None or volatile.TOOLS_ORDER not in rules_in_force(turn.request, recollection):
+    memory = recalled.recollection.continued
+    if memory is None or volatile.TOOLS_ORDER not in rules_in_force(recalled.request, recalled.recollection):
         return None
     return memory.tools_order
 
 
-async def order_tools(prompting: Prompting, turn: TurnState, order: manifest_pb2.ToolsOrder | None) -> None:
-    """Put the turn's tools in this order, if it is theirs, and note the order that they have then."""
-    request = turn.request
+async def prompted(
+    prompting: Prompting, recalled: Recalled, told_ms: int, order: manifest_pb2.ToolsOrder | None
+) -> Prompted:
+    """The prompt of a turn, whose template is told the time `told_ms` unless that is 0, and given its tools in this
+    order if it is theirs.
+    """
+    request, given = recalled.request, recalled.request.input
+    if isinstance(given, TokensInput):
+        text, tokens = await prompting.run(request.namespace, lambda: prompting.spelled(given.token_ids))
+        return Prompted(recalled, text, tokens=tokens)
+    clock = prompting.clock(told_ms)
+    recalled, tools_order = await _with_tools(prompting, recalled, order)
+    is_time_untold = False
+    try:
+        text, conversation = await prompt_text(prompting, recalled.request, recalled.messages, clock)
+    except errors.InvalidArgument:
+        if (without := _without_notes(recalled)) is None:
+            raise
+        recalled, is_time_untold = without, True
+        text, conversation = await prompt_text(prompting, recalled.request, recalled.messages, clock)
+    made = Prompted(recalled, text, conversation, None, clock, tools_order, is_time_untold)
+    return await _with_note(prompting, made)
+
+
+async def _with_tools(
+    prompting: Prompting, recalled: Recalled, order: manifest_pb2.ToolsOrder | None
+) -> tuple[Recalled, manifest_pb2.ToolsOrder | None]:
+    """The turn with its tools in this order, if it is theirs, and the order that they have then."""
+    request = recalled.request
     if not request.tools:
-        return
+        return recalled, None
     await prompting.read(request.namespace, request.objects)
 
-    def ordered() -> tuple[TurnRequest, manifest_pb2.ToolsOrder | None]:
+    def ordered() -> tuple[Recalled, manifest_pb2.ToolsOrder | None]:
         own = tools_order.order_of(request.tools, request.objects)
         found = tools_order.in_order(request.tools, request.objects, order) if order not in (None, own) else None
         if found is None:
-            return request, own
+            return recalled, own
         tools, objects = found
-        return replace(request, tools=tools, objects=objects), order
+        kept = recalled.kept | {volatile.TOOLS_ORDER}
+        return replace(recalled, request=replace(request, tools=tools, objects=objects), kept=kept), order
 
-    turn.request, turn.tools_order = await prompting.run(request.namespace, ordered)
-    if turn.request is not request:
-        turn.kept.add(volatile.TOOLS_ORDER)
-
-
-def drop_notes(turn: TurnState) -> bool:
-    """Leave out notes, which another model's template may refuse; False if there are none."""
-    given, messages = turn.request.input, without_notes(turn.messages)
-    if len(messages) == len(turn.messages) or not isinstance(given, MessagesInput):
-        return False
-    turn.messages, turn.note = messages, None
-    turn.request = replace(turn.request, input=replace(given, messages=without_notes(given.messages)))
-    return True
+    return await prompting.run(request.namespace, ordered)
 
 
-async def with_note(prompting: Prompting, turn: TurnState, text: str) -> str:
+def _without_notes(recalled: Recalled) -> Recalled | None:
+    """The turn without notes, which another model's template may refuse; None if there are none."""
+    request, given, messages = recalled.request, recalled.request.input, without_notes(recalled.messages)
+    if len(messages) == len(recalled.messages) or not isinstance(given, MessagesInput):
+        return None
+    request = replace(request, input=replace(given, messages=without_notes(given.messages)))
+    return replace(recalled, request=request, messages=messages, note=None)
+
+
+async def _with_note(prompting: Prompting, made: Prompted) -> Prompted:
     """The prompt with the newest dates and times behind its history. Without them where the template does not take a
     system message there, or prints it elsewhere.
     """
-    note, conversation = turn.note, turn.dialogue
+    note, conversation, request, text = made.recalled.note, made.dialogue, made.request, made.text
     if note is None or conversation is None:
-        return text
-    template = prompting.template_at(turn.clock, turn.request.template_settings)
-    noted = replace(conversation.with_message(note, turn.request.objects), begun=conversation.begun)
+        return made
+    template = prompting.template_at(made.clock, request.template_settings)
+    noted = replace(conversation.with_message(note, request.objects), begun=conversation.begun)
 
     def told() -> str | None:
         try:
@@ -137,47 +165,51 @@ async def with_note(prompting: Prompting, turn: TurnState, text: str) -> str:
         is_behind = lasting is not None and found.startswith(text[:lasting])
         return found if is_behind and noted.messages[-1]["content"] in found[lasting:] else None
 
-    found = await prompting.run(turn.request.namespace, told)
-    turn.is_time_untold = found is None
+    found = await prompting.run(request.namespace, told)
     if found is None:
-        return text
-    turn.dialogue, turn.messages = noted, (*turn.messages, note)
-    return found
+        return replace(made, is_time_untold=True)
+    recalled = replace(made.recalled, messages=(*made.recalled.messages, note))
+    return replace(made, recalled=recalled, text=found, dialogue=noted, is_time_untold=False)
 
 
-async def find_difference(
-    prompting: Prompting, turn: TurnState, recollection: Recollection, text: str
-) -> Difference | None:
-    """Where the prompt parts from the memory that it goes on from, and which rule would have helped."""
-    memory = recollection.continued
+async def with_difference(prompting: Prompting, made: Prompted) -> Prompted:
+    """With the place where the prompt parts from the memory that it goes on from, and the rule that would have
+    helped.
+    """
+    memory, recollection = made.recalled.recollection.continued, made.recalled.recollection
     if memory is None:
-        return None
-    remembered = memory.transcript.text
-    at = common_prefix_length(remembered, text)
-    found = differences.difference(remembered, text, at)
-    conversation, template = turn.dialogue, prompting.template_at(turn.clock, turn.request.template_settings)
+        return made
+    remembered, text, request = memory.transcript.text, made.text, made.request
+    found = differences.difference(remembered, text, common_prefix_length(remembered, text))
+    conversation, template = made.dialogue, prompting.template_at(made.clock, request.template_settings)
     if found is None or conversation is None:
-        return found
+        return replace(made, difference=found)
+    rules, messages = rules_in_force(request, recollection), made.recalled.messages
 
     def explained() -> Difference:
         try:
             place = differences.placed(found, text, conversation, template)
         except errors.InvalidArgument:  # it takes no conversation like this one
             return found
-        return differences.explained(place, memory.messages, turn.messages, rules_in_force(turn.request, recollection))
+        return differences.explained(place, memory.messages, messages, rules)
 
-    place = await prompting.run(turn.request.namespace, explained)
-    if place.role == differences.TEMPLATE and (turn.tools_order is None) != (memory.tools_order is None):
+    place = await prompting.run(request.namespace, explained)
+    return replace(made, difference=_helped(place, made, memory, rules))
+
+
+def _helped(place: Difference, made: Prompted, memory: AgentMemory, rules: frozenset[str]) -> Difference:
+    """The difference, with the rule that is not in force and would have helped."""
+    if place.role == differences.TEMPLATE and (made.tools_order is None) != (memory.tools_order is None):
         return replace(place, role=differences.TOOLS)
+    is_other_time = 0 < memory.template_time_ms != made.clock.told_ms > 0
     helpful: Mapping[str, tuple[str, str, bool]] = {
-        differences.TOOLS: ("order", volatile.TOOLS_ORDER, _are_same_tools(turn.tools_order, memory.tools_order)),
-        differences.TEMPLATE: ("date", volatile.TEMPLATE_DATE, 0 < memory.template_time_ms != turn.clock.told_ms > 0),
+        differences.TOOLS: ("order", volatile.TOOLS_ORDER, _are_same_tools(made.tools_order, memory.tools_order)),
+        differences.TEMPLATE: ("date", volatile.TEMPLATE_DATE, is_other_time),
     }
     what, rule, is_it = helpful.get(place.role, ("", "", False))
     if not is_it:
         return place
-    rules = (rule,) if rule not in rules_in_force(turn.request, recollection) else ()
-    return replace(place, what=what, rules=rules)
+    return replace(place, what=what, rules=() if rule in rules else (rule,))
 
 
 def _are_same_tools(one: manifest_pb2.ToolsOrder | None, other: manifest_pb2.ToolsOrder | None) -> bool:

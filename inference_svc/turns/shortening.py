@@ -14,23 +14,19 @@ hot.
 - While the store is away, the label that a hot memory's last turn was given holds.
 """
 
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import structlog
 from kvasir import errors, on_full
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.on_full import OnFull, OnFullPolicy
 
-from inference_svc.engine.api import Ended, SamplingParams
+from inference_svc.engine.api import SamplingParams
 from inference_svc.engine.context import ContextExceeded
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.recall import Recollection
-from inference_svc.memory.reuse_planning import Prepared
-from inference_svc.memory.store.patience import Budget
 from inference_svc.model.prompting import Tokenized
-from inference_svc.text.conversation import dialogue, json_of_messages, render
+from inference_svc.text.conversation import Dialogue, dialogue, json_of_messages, render
 from inference_svc.text.shortening import (
     FULL_SHARE,
     SUMMARY_REQUEST,
@@ -42,11 +38,14 @@ from inference_svc.text.shortening import (
     summary_of,
     with_summary,
 )
+from inference_svc.turns.agent_lines import AgentLines
 from inference_svc.turns.engine_parts import EngineParts
+from inference_svc.turns.phases import LaterShortening, Progress, Prompted, Recalled, Remembered, TurnTiming
+from inference_svc.turns.plan_running import PlanRunner, reply_reader
 from inference_svc.turns.prompt_text import prompt_text
 from inference_svc.turns.turn_data import MessagesInput, Shortening, TurnRequest
 from inference_svc.turns.turn_ending import TurnEnding
-from inference_svc.turns.turn_state import TurnState, TurnTask, reply_reader
+from inference_svc.turns.turn_reporter import counted
 
 _LOG = structlog.get_logger(__name__)
 # A summary may fill an eighth of the context, and that many tokens.
@@ -55,22 +54,14 @@ _SUMMARY_SHARE = 8
 _FEWEST_SUMMARY_TOKENS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """The steps of a turn that a turn for shortening goes through too."""
-
-    newest: Callable[[TurnState, Budget], Awaitable[Recollection]]
-    plan_and_run: Callable[[TurnState, Recollection, str, Budget], Awaitable[tuple[Recollection, Prepared, Ended]]]
-    counted: Callable[[TurnState], AbstractContextManager[None]]
-
-
 class MemoryShortener:
     """Shortens the conversations of one model's turns."""
 
-    def __init__(self, parts: EngineParts, ending: TurnEnding, serving: Serving) -> None:
+    def __init__(self, parts: EngineParts, lines: AgentLines, plans: PlanRunner, ending: TurnEnding) -> None:
         self._parts = parts
+        self._lines = lines
+        self._plans = plans
         self._ending = ending
-        self._serving = serving
 
     @property
     def _context_tokens(self) -> int:
@@ -88,150 +79,140 @@ class MemoryShortener:
     def _most_summary_tokens(self) -> int:
         return min(_MOST_SUMMARY_TOKENS, self._context_tokens // _SUMMARY_SHARE)
 
-    async def before_reply(self, turn: TurnState, recollection: Recollection, refusal: ContextExceeded) -> str:
+    async def before_reply(self, prompted: Prompted, refusal: ContextExceeded) -> Prompted:
         """The prompt of a turn that does not fit, without its oldest messages. Raises the refusal where messages may
         not be left out, or where the last question is too long by itself.
         """
-        setting = _setting(turn.request, recollection)
-        most_tokens = self._most_prompt_tokens(turn.request)
-        if not setting.shortens or not isinstance(turn.request.input, MessagesInput) or most_tokens < 1:
+        setting, most_tokens = _setting(prompted), self._most_prompt_tokens(prompted.request)
+        if not setting.shortens or not isinstance(prompted.request.input, MessagesInput) or most_tokens < 1:
             raise refusal
-        wanted_tokens = self._kept_tokens(turn.request, setting)
-        found = await self._shorter(turn, turn.messages, wanted_tokens, most_tokens)
-        if found is None and summary_of(turn.messages, turn.shortened):  # which is kept where it fits
-            found = await self._shorter(turn, turn.messages, wanted_tokens, most_tokens, keeps_summary=False)
+        wanted_tokens, messages = self._kept_tokens(prompted.request, setting), prompted.recalled.messages
+        prompted = await self._with_json(prompted, messages)
+        found = await self._shorter(prompted, wanted_tokens, most_tokens)
+        if found is None and summary_of(messages, prompted.recalled.shortened):  # which is kept where it fits
+            found = await self._shorter(prompted, wanted_tokens, most_tokens, keeps_summary=False)
         if found is None:
             raise refusal
-        turn.messages, turn.shortened = found.messages, found.shortened
-        turn.shortening = Shortening(setting.policy, found.dropped, len(found.messages), before_reply=True)
-        text, turn.dialogue = await prompt_text(self._parts.prompting, turn.request, found.messages, turn.clock)
-        return text
+        shortening = Shortening(setting.policy, found.dropped, len(found.messages), before_reply=True)
+        request, clock = prompted.request, prompted.clock
+        text, conversation = await prompt_text(self._parts.prompting, request, found.messages, clock)
+        recalled = replace(prompted.recalled, messages=found.messages, shortened=found.shortened)
+        return replace(prompted, recalled=recalled, text=text, dialogue=conversation, shortening=shortening)
 
-    async def after_reply(self, turn: TurnState, recollection: Recollection, memory: AgentMemory) -> None:
+    async def after_reply(self, remembered: Remembered) -> Remembered:
         """Decide whether the turns to come go on with fewer messages, and with which."""
-        tokens = len(memory.transcript.token_ids)
-        if not memory.messages or tokens <= self._full_tokens(turn.request):
-            return
+        memory, prompted = remembered.memory, remembered.ran.planned.prompted
+        if memory is None or not memory.messages:
+            return remembered
+        if len(memory.transcript.token_ids) <= self._full_tokens(prompted.request):
+            return remembered
         try:
-            setting = _setting(turn.request, recollection)
-            found = await self._shorter_after(turn, memory, setting) if setting.shortens else None
+            setting = _setting(prompted, remembered.ran.planned.recollection)
+            later = await self._shorter_after(prompted, memory, setting) if setting.shortens else None
         except errors.KvasirError as error:  # the reply is there: only the turns to come are concerned
-            _LOG.warning("memory.not_shortened", request_id=turn.request.request_id, reason=error.reason)
-            return
-        if found is not None:
-            turn.shorter, turn.whole, turn.on_full = found, memory, setting
-            before = turn.shortening
-            dropped = found.dropped + (before.dropped_messages if before is not None else 0)
-            turn.shortening = Shortening(setting.policy, dropped, len(found.messages), before_reply=before is not None)
+            _LOG.warning("memory.not_shortened", request_id=prompted.request.request_id, reason=error.reason)
+            return remembered
+        if later is None:
+            return remembered
+        before, found = remembered.shortening, later.found
+        dropped = found.dropped + (before.dropped_messages if before is not None else 0)
+        shortening = Shortening(setting.policy, dropped, len(found.messages), before_reply=before is not None)
+        return replace(remembered, shortening=shortening, later=later)
 
-    async def shorten(self, turn: TurnState) -> None:
+    async def shorten(self, remembered: Remembered) -> None:
         """Make the shorter memory the agent's next version. The turn's reader has its end already."""
-        assert turn.shorter is not None
-        assert turn.whole is not None
-        setting, budget, kept, memory = turn.on_full, self._parts.budget(), turn.shorter, turn.whole
-        if not _is_newest(memory, await self._serving.newest(turn, budget)):
+        memory, later, prompted = remembered.memory, remembered.later, remembered.ran.planned.prompted
+        assert memory is not None
+        assert later is not None
+        budget, request = self._parts.budget(), later.request
+        if not _is_newest(memory, await self._lines.newest(request, budget)):
             return
-        messages, shortened = kept.messages, manifest_pb2.Shortened()
-        shortened.CopyFrom(kept.shortened)
+        messages, shortened = later.found.messages, manifest_pb2.Shortened()
+        shortened.CopyFrom(later.found.shortened)
         shortened.is_after_turn = True
-        if setting.policy is OnFullPolicy.SUMMARIZE:
-            answer = await self._summary(turn, setting, memory)
+        if later.setting.policy is OnFullPolicy.SUMMARIZE:
+            answer = await self._summary(prompted, later, memory)
             summary = as_summary(answer) if answer else summary_of(memory.messages, memory.shortened)
             messages, shortened.has_summary = with_summary(messages, summary), bool(summary)
-        again = replace(turn.request.sampling, max_tokens=0, constraint=None)
-        follow = self._following(turn, MessagesInput(messages[:-1]), again, is_read_only=False)
-        follow.shortened, follow.messages = shortened, messages
-        with self._serving.counted(follow):
-            newest = await self._serving.newest(follow, budget)
+        again = replace(request.sampling, max_tokens=0, constraint=None)
+        request = _following(request, MessagesInput(messages[:-1]), again, is_read_only=False)
+        cursor, turn = self._lines.event_cursor(request), self._progress(request)
+        with counted(self._parts.stats.of(request.namespace), turn):
+            newest = await self._lines.newest(request, budget)
             if not _is_newest(memory, newest):  # a rollback, or another engine, came while the summary was made
                 return
-            text, follow.dialogue = await prompt_text(self._parts.prompting, follow.request, messages[:-1], turn.clock)
+            text, conversation = await prompt_text(self._parts.prompting, request, messages[:-1], prompted.clock)
             transcript, said = memory.transcript, memory.turn
-            follow.spoken = Tokenized(
+            recalled = Recalled(request, newest, messages=messages, shortened=shortened, event_cursor=cursor)
+            reply = Tokenized(
                 transcript.token_ids[said.prompt_tokens :], tuple(transcript.token_chars[said.prompt_tokens :])
             )
-            ran = await self._serving.plan_and_run(follow, newest, text, budget)
-            await self._ending.shortened(follow, memory, *ran)
+            made = _beside(prompted, recalled, text, conversation, reply)
+            await self._ending.shortened(await self._plans.plan_and_run(made, turn, budget), memory)
 
-    async def _summary(self, turn: TurnState, setting: OnFull, memory: AgentMemory) -> str:
+    async def _summary(self, prompted: Prompted, later: LaterShortening, memory: AgentMemory) -> str:
         """What the agent says it must not forget; empty where that does not fit, or it says nothing."""
-        question = manifest_pb2.Message(role="user", content=setting.summary_request or SUMMARY_REQUEST)
+        question = manifest_pb2.Message(role="user", content=later.setting.summary_request or SUMMARY_REQUEST)
         appended, sampling = MessagesInput((question,), is_append=True), SamplingParams(self._most_summary_tokens)
-        asking = self._following(turn, appended, sampling, is_read_only=True)
-        asking.messages = (*memory.messages, question)
-        budget = self._parts.budget()
+        request = _following(later.request, appended, sampling, is_read_only=True)
+        turn, budget, prompting = self._progress(request), self._parts.budget(), self._parts.prompting
+        messages = (*memory.messages, question)
         try:
-            with self._serving.counted(asking):
-                newest = await self._serving.newest(asking, budget)
-                given = asking.messages
-                text, asking.dialogue = await prompt_text(self._parts.prompting, asking.request, given, turn.clock)
-                prompting = self._parts.prompting
-                asked = await prompting.run(turn.request.namespace, lambda: prompting.tokenize(text))
+            with counted(self._parts.stats.of(request.namespace), turn):
+                newest = await self._lines.newest(request, budget)
+                text, conversation = await prompt_text(prompting, request, messages, prompted.clock)
+                asked = await prompting.run(request.namespace, lambda: prompting.tokenize(text))
                 room = min(self._most_summary_tokens, self._context_tokens - len(asked.ids))
                 if room < _FEWEST_SUMMARY_TOKENS:
                     return ""
-                asking.request = replace(asking.request, sampling=SamplingParams(room))
-                _, _, ended = await self._serving.plan_and_run(asking, newest, text, budget)
+                request = replace(request, sampling=SamplingParams(room))
+                recalled = Recalled(request, newest, messages=messages)
+                made = _beside(prompted, recalled, text, conversation)
+                ran = await self._plans.plan_and_run(made, turn, budget)
         except errors.KvasirError as error:
-            _LOG.warning("memory.no_summary", request_id=turn.request.request_id, reason=error.reason)
+            _LOG.warning("memory.no_summary", request_id=request.request_id, reason=error.reason)
             return ""
-        reader = reply_reader(asking.request, self._parts.prompting, text)
-        return (reader.push(ended.text).answer + reader.end("").answer).strip()
+        reader = reply_reader(request, prompting, text)
+        return (reader.push(ran.ended.text).answer + reader.end("").answer).strip()
 
-    def _following(
-        self, turn: TurnState, given: MessagesInput, sampling: SamplingParams, *, is_read_only: bool
-    ) -> TurnState:
-        """A turn of the same agent that nobody waits for; one that only reads leaves its agent as it is."""
-        request = replace(
-            turn.request,
-            input=given,
-            sampling=sampling,
-            clamps_max_tokens=False,
-            expected_version=None,
-            base_version=None,
-            keep_partial=False,
-            is_read_only=is_read_only,
-            begun=None if is_read_only else turn.request.begun,
-        )
-        task = TurnTask(self._parts.outbox())
-        arrived = self._parts.clock()
-        return TurnState(request, task, arrived=arrived, clock=turn.clock, tools_order=turn.tools_order)
+    def _progress(self, request: TurnRequest) -> Progress:
+        """Of a turn that nobody waits for."""
+        return Progress(request, self._parts.outbox(), TurnTiming(self._parts.clock()))
 
     def _kept_tokens(self, request: TurnRequest, setting: OnFull) -> int:
         return kept_tokens(self._context_tokens, self._full_tokens(request), setting.keep)
 
-    async def _shorter_after(self, turn: TurnState, memory: AgentMemory, setting: OnFull) -> Shorter | None:
+    async def _shorter_after(self, prompted: Prompted, memory: AgentMemory, setting: OnFull) -> LaterShortening | None:
         """Which messages stay after a reply; None if all do. A new summary will take an older one's place."""
-        wanted_tokens, most_tokens = self._kept_tokens(turn.request, setting), len(memory.transcript.token_ids) - 1
+        wanted_tokens, most_tokens = self._kept_tokens(prompted.request, setting), len(memory.transcript.token_ids) - 1
         if not (keeps_summary := setting.policy is not OnFullPolicy.SUMMARIZE):
             wanted_tokens -= self._most_summary_tokens
-        found = await self._shorter(turn, memory.messages, wanted_tokens, most_tokens, keeps_summary=keeps_summary)
-        return found if found is not None and found.dropped else None
+        prompted = await self._with_json(prompted, memory.messages)
+        found = await self._shorter(prompted, wanted_tokens, most_tokens, keeps_summary=keeps_summary)
+        return LaterShortening(found, setting, prompted.request) if found is not None and found.dropped else None
 
-    async def _shorter(
-        self,
-        turn: TurnState,
-        messages: Messages,
-        wanted_tokens: int,
-        most_tokens: int,
-        *,
-        keeps_summary: bool = True,
-    ) -> Shorter | None:
-        """Which messages stay. Parses the JSON of them all for the turn."""
-        request = turn.request
+    async def _with_json(self, prompted: Prompted, messages: Messages) -> Prompted:
+        """The turn with these messages, and with the JSON of them all parsed."""
+        request = prompted.request
         objects = request.objects.also(json_of_messages(messages, "remembered_messages"))
         objects.check_size()
         counter = await self._parts.prompting.twin(request.namespace)
         await counter.read(request.namespace, objects)
+        recalled = replace(prompted.recalled, request=replace(request, objects=objects), messages=messages)
+        return replace(prompted, recalled=recalled)
 
-        template = counter.template_at(turn.clock, request.template_settings)
+    async def _shorter(
+        self, prompted: Prompted, wanted_tokens: int, most_tokens: int, *, keeps_summary: bool = True
+    ) -> Shorter | None:
+        """Which of the turn's messages stay."""
+        request, messages, before = prompted.request, prompted.recalled.messages, prompted.recalled.shortened
+        counter = await self._parts.prompting.twin(request.namespace)
+        template = counter.template_at(prompted.clock, request.template_settings)
 
         def tokens_of(candidate: Messages) -> int:
-            text = render(template, dialogue(candidate, request.tools, objects, counter.specials))
+            text = render(template, dialogue(candidate, request.tools, request.objects, counter.specials))
             return len(counter.tokenize(text).ids)
 
-        before = turn.shortened
-        turn.request = replace(request, objects=objects)
         return await counter.run(
             request.namespace,
             lambda: shorter(
@@ -245,11 +226,36 @@ class MemoryShortener:
         )
 
 
-def _setting(request: TurnRequest, recollection: Recollection) -> OnFull:
+def _following(
+    request: TurnRequest, given: MessagesInput, sampling: SamplingParams, *, is_read_only: bool
+) -> TurnRequest:
+    """A turn of the same agent that nobody waits for; one that only reads leaves its agent as it is."""
+    return replace(
+        request,
+        input=given,
+        sampling=sampling,
+        clamps_max_tokens=False,
+        expected_version=None,
+        base_version=None,
+        keep_partial=False,
+        is_read_only=is_read_only,
+        begun=None if is_read_only else request.begun,
+    )
+
+
+def _beside(
+    prompted: Prompted, recalled: Recalled, text: str, conversation: Dialogue | None, reply: Tokenized | None = None
+) -> Prompted:
+    """The prompt of a turn that nobody waits for, at the time and with the tools of another."""
+    clock, tools_order = prompted.clock, prompted.tools_order
+    return Prompted(recalled, text, conversation, None, clock, tools_order, reply=reply)
+
+
+def _setting(prompted: Prompted, recollection: Recollection | None = None) -> OnFull:
     """The turn's own setting, or its agent's. Raises InvalidArgument for a label that says none."""
-    if request.on_full is not None:
-        return request.on_full
-    label = recollection.settings.on_full
+    if prompted.request.on_full is not None:
+        return prompted.request.on_full
+    label = (recollection or prompted.recalled.recollection).settings.on_full
     return on_full.from_label(label) if label else OnFull()
 
 

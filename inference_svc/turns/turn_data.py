@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TypeAlias
 
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.on_full import OnFull, OnFullPolicy
 
-from inference_svc.engine.api import Prefilled, Priority, SamplingParams, Timings, TokenLogprobs
+from inference_svc.engine.api import AgentKey, Prefilled, Priority, SamplingParams, Timings, TokenLogprobs
 from inference_svc.memory.outcomes import Miss, SnapshotOutcome, Source
 from inference_svc.text.conversation import Tool
 from inference_svc.text.differences import Difference
@@ -15,7 +16,17 @@ from inference_svc.text.given_json import GivenJson
 from inference_svc.text.prefix_matching import Outcome
 from inference_svc.text.template_settings import AskedThinking, Scalar
 from inference_svc.text.token_ids import NO_TOKENS, TokenIds
-from inference_svc.turns.continuing import Continuation
+
+
+class Continuation(Enum):
+    """What a turn does to its agent's line."""
+
+    NEW = "new"  # the agent remembered nothing
+    EXTENDED = "extended"
+    REWOUND = "rewound"  # an earlier point goes on
+    REPLACED = "replaced"
+    BRANCHED = "branched"  # answered beside the line, and not remembered
+    UNDECIDED = "undecided"  # the memory could not be read: decided when the turn is stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +103,15 @@ class TurnRequest:
     input_bytes: int = 0
     # What the edge made the request of, for another engine that goes on with it. None: no other engine can.
     origin: object = None
+
+    @property
+    def key(self) -> AgentKey | None:
+        return AgentKey(self.namespace, self.agent_id) if self.agent_id else None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the turn becomes its agent's next version, unless it is a branch."""
+        return bool(self.agent_id) and not self.is_read_only and not self.is_warming
 
 
 @dataclass(frozen=True, slots=True)

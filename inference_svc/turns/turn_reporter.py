@@ -1,160 +1,245 @@
 """Takes a turn's events from the engine: counts them, reports them to the reader, and sends full blocks ahead.
 
-If the reader falls too far behind, its turn is ended here.
+The MLX thread only hands events over (`HandOff`), with what it asked for at the turn's end. If the reader falls too far
+behind, its turn is ended here.
 """
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from threading import Lock
 
 import structlog
 from kvasir import errors
 from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.volatile import TEMPLATE_DATE
 
-from inference_svc.engine.api import BlocksFull, Ended, Event, Failed, Prefilled, Resumed, Started, Tokens
+from inference_svc.engine.api import BlocksFull, Ended, Event, Failed, Listener, Prefilled, Resumed, Started, Tokens
 from inference_svc.memory.outcomes import Source
 from inference_svc.memory.publishing.block_stream import BlockStream
-from inference_svc.memory.restore_costs import RestoreCosts
+from inference_svc.memory.publishing.copies import Pinning
 from inference_svc.memory.reuse_planning import Prepared
 from inference_svc.memory.service_stats import NamespaceCounters
 from inference_svc.memory.swap_store import SwapStore
-from inference_svc.text.replies.reply_parts import ReplyPart
+from inference_svc.text.replies.reply_parts import ReplyPart, ReplyReader
 from inference_svc.text.token_ids import NO_TOKENS
 from inference_svc.turns.continuing import of_text
-from inference_svc.turns.handoff import HandOff
+from inference_svc.turns.engine_parts import EngineParts
+from inference_svc.turns.phases import Once, Planned, Progress, Ran, TakenTurn, TurnPhase
 from inference_svc.turns.turn_data import TurnDelta, TurnStarted
-from inference_svc.turns.turn_state import TakenTurn, TurnState
 
 _LOG = structlog.get_logger(__name__)
 
 
+class HandOff:
+    """Carries events to their turns. `send` may be called from any thread; delivery is on the loop. One wake-up serves
+    all events of a step: a wake-up costs more than a token.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: deque[tuple[Callable[..., None], tuple[object, ...]]] = deque()
+        self._lock = Lock()
+        self._is_scheduled = False
+
+    def send(self, deliver: Callable[..., None], *values: object) -> None:
+        with self._lock:
+            self._waiting.append((deliver, values))
+            if self._is_scheduled or self._loop.is_closed():
+                return
+            self._is_scheduled = True
+        self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        with self._lock:
+            batch = list(self._waiting)
+            self._waiting.clear()
+            self._is_scheduled = False
+        for deliver, values in batch:
+            deliver(*values)
+
+
+class _Listener:
+    """Hears the engine on the MLX thread, and hands over. What it remembers is that thread's alone."""
+
+    def __init__(self, prepared: Prepared, stream: BlockStream | None, hand_over: Callable[..., None]) -> None:
+        self._prepared = prepared
+        self._stream = stream
+        self._hand_over = hand_over
+        self._cuts = 0
+
+    def __call__(self, events: list[Event]) -> None:
+        """At the end a copy is asked for here, because the next step may drop this memory for another."""
+        for event in events:
+            if (cut := _cut(self._prepared, event)) is not None:
+                self._prepared, self._cuts = cut, self._cuts + 1
+        pinning, prepared = None, self._prepared
+        if self._stream is not None and isinstance(events[-1], Ended):
+            pinning = self._stream.pin_rest(self._cuts, len(prepared.stored_blocks), prepared.stored_windows)
+        self._hand_over(events, pinning)
+
+
+def _cut(prepared: Prepared, event: Event) -> Prepared | None:
+    """What is left of the prepared KV, if the event says that the turn's KV has other rows behind some place."""
+    if isinstance(event, Started):
+        return prepared.begun(event)
+    if isinstance(event, Resumed) and event.lost_tokens:
+        return prepared.kept(event.tokens // BLOCK_TOKENS)
+    return None
+
+
+@contextlib.contextmanager
+def counted(counters: NamespaceCounters, turn: Progress) -> Iterator[None]:
+    """The turn counts as waiting until it begins, and then as running."""
+    counters.waiting_turns += 1
+    try:
+        yield
+    finally:
+        if turn.has_begun:
+            counters.running_turns -= 1
+        else:
+            counters.waiting_turns -= 1
+
+
 class TurnReporter:
-    """Reports one plan of one turn. Made on the event loop, where all of it runs except `listen`."""
+    """Reports one plan of one turn, on the event loop."""
 
     def __init__(
         self,
-        turn: TurnState,
-        prepared: Prepared,
+        planned: Planned,
+        turn: Progress,
+        reader: ReplyReader,
         stream: BlockStream | None,
-        counters: NamespaceCounters,
-        costs: RestoreCosts,
+        parts: EngineParts,
         handoff: HandOff,
-        clock: Callable[[], float],
     ) -> None:
-        self.prepared = prepared  # as the engine began with it, once it has
         self.swap: SwapStore | TakenTurn | None = None
-        self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self.ran: asyncio.Future[Ran] = asyncio.get_running_loop().create_future()
+        self._planned = planned
+        self._prepared = planned.prepared  # as the engine began with it, once it has
         self._turn = turn
+        self._reader = reader
         self._stream = stream
-        self._counters = counters
-        self._costs = costs
+        self._counters = parts.stats.of(planned.request.namespace)
+        self._costs = parts.planner.costs
         self._handoff = handoff
-        self._clock = clock
+        self._clock = parts.clock
 
-    def listen(self, events: list[Event]) -> None:
-        """The engine's events. On the MLX thread: a snapshot is asked for here, because the next step may drop this
-        memory for another.
-        """
-        stream = self._stream
-        for event in events:
-            if isinstance(event, Started):
-                self.prepared = self.prepared.begun(event)
-                if stream is not None:
-                    reused = 0 if event.is_shared else event.cached_tokens // BLOCK_TOKENS
-                    stream.keeps(len(self.prepared.stored_blocks), reused)
-            elif isinstance(event, Resumed) and event.lost_tokens:
-                self.prepared = self.prepared.kept(event.tokens // BLOCK_TOKENS)
-                if stream is not None:
-                    blocks = event.tokens // BLOCK_TOKENS
-                    stream.keeps(blocks, blocks)
-        if stream is not None and isinstance(events[-1], Ended):
-            self._turn.pinning = stream.pin_rest(self.prepared.stored_windows)
-        self._handoff.send(self._take, events)
+    def listener(self) -> Listener:
+        """For the engine, which alone holds it: a turn that is over leaves no circle of references."""
+        return _Listener(self._planned.prepared, self._stream, partial(self._handoff.send, self._take))
 
-    def _take(self, events: list[Event]) -> None:
+    def _take(self, events: list[Event], pinning: Pinning | None) -> None:
         try:
             for event in events:
-                if self.ended.done():
+                if self.ran.done():
                     return
                 self._event(event)
                 if self.swap is not None:
                     self.swap.event(event)
                 self._check_reader()
                 if isinstance(event, Failed):
-                    self.ended.set_exception(event.error)
+                    self.ran.set_exception(event.error)
                 elif isinstance(event, Ended):
-                    self._turn.running.is_ending = True
-                    self.ended.set_result(event)
+                    if not self._turn.has_ended:
+                        self._turn.phase = TurnPhase.ENDING
+                    reader, planned = self._reader, self._turn.planned or self._planned  # the line as it is now
+                    calls, pinned = tuple(reader.calls), Once(pinning)
+                    ran = Ran(planned, self._prepared, event, calls, reader.has_reasoned, self._stream, pinned)
+                    self.ran.set_result(ran)
         except Exception as error:  # noqa: BLE001 - the turn waits for its end
-            self.ended.set_exception(error)
+            self.ran.set_exception(error)
 
     def _event(self, event: Event) -> None:
+        if (cut := _cut(self._prepared, event)) is not None:
+            self._prepared = cut
         match event:
             case Started():
+                self._keeps(len(self._prepared.stored_blocks), 0 if event.is_shared else event.cached_tokens)
                 self._started(event)
             case Prefilled(done):
-                self._counters.prefilled_tokens += done - self._turn.computed
-                self._turn.computed = done
-                self._turn.running.tell(event)
+                self._counters.prefilled_tokens += done - self._turn.tokens.computed
+                self._turn.tokens.computed = done
+                self._turn.emit(event)
             case BlocksFull(count):
                 if self._stream is not None:
                     self._stream.blocks_full(count)
             case Tokens():
                 self._tokens(event)
-            case Resumed() if not self._turn.has_begun:
-                self._taken_up()
+            case Resumed():
+                if event.lost_tokens:
+                    self._keeps(event.tokens // BLOCK_TOKENS, event.tokens)
+                if not self._turn.has_begun:
+                    self._taken_up()
             case Ended():
                 self._ended(event)
             case _:
                 pass
 
+    def _keeps(self, blocks: int, reused_tokens: int) -> None:
+        if self._stream is not None:
+            self._stream.keeps(blocks, reused_tokens // BLOCK_TOKENS)
+
     def _check_reader(self) -> None:
-        running = self._turn.running
-        if overrun := running.outbox.overrun:
-            running.cancel(errors.ResourceExhausted(f"the reader is too slow: {overrun}", reason="READER_TOO_SLOW"))
+        if overrun := self._turn.outbox.overrun:
+            error = errors.ResourceExhausted(f"the reader is too slow: {overrun}", reason="READER_TOO_SLOW")
+            self._turn.cancel(error)
 
     def _started(self, event: Started) -> None:
-        turn, prepared, counters = self._turn, self.prepared, self._counters
-        cached_tokens = event.cached_tokens
-        planned = Source.SHARED if event.is_shared else prepared.source
-        source = planned if cached_tokens else Source.COLD
+        turn, prepared, counters, times = self._turn, self._prepared, self._counters, self._turn.times
+        planned_source = Source.SHARED if event.is_shared else prepared.source
+        source = planned_source if event.cached_tokens else Source.COLD
         if not turn.has_begun:
-            counters.waiting_turns -= 1
-            counters.running_turns += 1
-            counters.times.queue.add(turn.queue_s + event.queue_s)
+            self._count_running()
+            counters.times.queue.add(times.queue_s + event.queue_s)
             if source is Source.WARM:
-                counters.times.restore.add(turn.restore_s + event.restore_s)
-        turn.has_begun, turn.computed, turn.prepared = True, cached_tokens, prepared
-        turn.prompt_tokens, turn.cached_tokens = len(prepared.tokens.ids), cached_tokens
-        turn.restoring.close()
+                counters.times.restore.add(times.restore_s + event.restore_s)
+            turn.phase = TurnPhase.RUNNING
+        tokens = turn.tokens
+        tokens.prompt, tokens.cached, tokens.computed = (
+            len(prepared.tokens.ids),
+            event.cached_tokens,
+            event.cached_tokens,
+        )
+        self._planned.restoring.close()
         self._learn_restore(event)
         counters.sources[source] += 1
-        counters.cached_tokens += cached_tokens
+        counters.cached_tokens += event.cached_tokens
         if prepared.miss is not None:
             counters.misses[prepared.miss.reason] += 1
-        turn.running.tell(
-            TurnStarted(
-                prompt_tokens=len(prepared.tokens.ids),
-                cached_tokens=cached_tokens,
-                source=source,
-                match=prepared.match,
-                parent_version=turn.parent_version,
-                miss=prepared.miss,
-                continuation=turn.continuation or (of_text(prepared.match) if turn.key is not None else None),
-                base_version=turn.request.base_version or turn.parent_version,
-                is_time_untold=turn.is_time_untold,
-                difference=turn.difference,
-                kept=tuple(sorted(turn.kept | ({TEMPLATE_DATE} if turn.clock.has_kept else set()))),
-                prompt_ids=prepared.tokens.ids if turn.request.returns_prompt_ids else NO_TOKENS,
-                ignored_settings=turn.request.ignored_settings,
-            )
+        turn.emit(self._beginning(event.cached_tokens, source))
+
+    def _beginning(self, cached_tokens: int, source: Source) -> TurnStarted:
+        prepared, prompted, recalled = self._prepared, self._planned.prompted, self._planned.recalled
+        request, parent_version = recalled.request, self._turn.parent_version
+        how = recalled.continuation or (of_text(prepared.match) if request.agent_id else None)
+        return TurnStarted(
+            prompt_tokens=len(prepared.tokens.ids),
+            cached_tokens=cached_tokens,
+            source=source,
+            match=prepared.match,
+            parent_version=parent_version,
+            miss=prepared.miss,
+            continuation=how,
+            base_version=request.base_version or parent_version,
+            is_time_untold=prompted.is_time_untold,
+            difference=prompted.difference,
+            kept=tuple(sorted(recalled.kept | ({TEMPLATE_DATE} if prompted.clock.has_kept else set()))),
+            prompt_ids=prepared.tokens.ids if request.returns_prompt_ids else NO_TOKENS,
+            ignored_settings=request.ignored_settings,
         )
+
+    def _count_running(self) -> None:
+        self._counters.waiting_turns -= 1
+        self._counters.running_turns += 1
 
     def _learn_restore(self, event: Started) -> None:
         """What it costs to restore all files, unless much of them was read while the turn waited. Of a store for which
         the turn did not wait to the end, what it would have cost.
         """
-        reading = self.prepared.reading
+        reading = self._prepared.reading
         if reading is None or event.is_shared or not event.cached_tokens:
             return
         took_s = reading.first_s + event.restore_s
@@ -164,42 +249,39 @@ class TurnReporter:
             self._costs.restored(self._turn.request.namespace, reading.size_bytes, whole_s)
 
     def _taken_up(self) -> None:
-        """A turn that another engine began and reported: it runs here now."""
-        turn, counters = self._turn, self._counters
+        """A turn that another engine began and reported: its KV is here now."""
+        turn, tokens, times = self._turn, self._turn.tokens, self._turn.times
         assert turn.taken is not None
-        counters.waiting_turns -= 1
-        counters.running_turns += 1
-        carried = turn.taken.carried
-        turn.has_begun, turn.computed, turn.prepared = True, carried.computed, self.prepared
-        turn.prompt_tokens, turn.cached_tokens = len(self.prepared.tokens.ids), carried.cached
-        turn.completion_tokens = len(carried.token_ids) - turn.prompt_tokens
-        if turn.completion_tokens and turn.first_token_at is None:  # it came while files went ahead
-            turn.first_token_at = turn.arrived + carried.spent.first_token_s
+        self._count_running()
+        carried, turn.phase = turn.taken.carried, TurnPhase.HELD
+        tokens.prompt, tokens.cached, tokens.computed = len(self._prepared.tokens.ids), carried.cached, carried.computed
+        tokens.completion = len(carried.token_ids) - tokens.prompt
+        if tokens.completion and times.first_token_at is None:  # it came while files went ahead
+            times.first_token_at = times.arrived + carried.spent.first_token_s
 
     def _tokens(self, event: Tokens) -> None:
         self._time(len(event.ids))
         self._counters.decoded_tokens += len(event.ids)
-        self._turn.completion_tokens += len(event.ids)
-        part = self._turn.reader.push(event.text)
-        self._turn.running.tell(TurnDelta(part.answer, event.ids, part.reasoning, event.logprobs))
+        self._turn.tokens.completion += len(event.ids)
+        part = self._reader.push(event.text)
+        self._turn.emit(TurnDelta(part.answer, event.ids, part.reasoning, event.logprobs))
 
     def _time(self, tokens: int) -> None:
-        turn, times, now_s = self._turn, self._counters.times, self._clock()
-        gaps, since_s = tokens, now_s - (turn.last_token_at or now_s)
-        if turn.first_token_at is None:
-            turn.first_token_at = now_s
-            times.first_token.add(now_s - turn.arrived)
+        turn_times, times, now_s = self._turn.times, self._counters.times, self._clock()
+        gaps, since_s = tokens, now_s - (turn_times.last_token_at or now_s)
+        if turn_times.first_token_at is None:
+            turn_times.first_token_at = now_s
+            times.first_token.add(now_s - turn_times.arrived)
             gaps -= 1
         if gaps > 0:
             times.token_gap.add(since_s / gaps, gaps)
-        turn.last_token_at = now_s
+        turn_times.last_token_at = now_s
 
     def _ended(self, event: Ended) -> None:
         if self._turn.taken is None:
             self._costs.computed(event.cached_tokens, event.prompt_tokens, event.timings.prefill_s)
-        part = self._turn.reader.end(event.generated_text.removeprefix(event.text))
+        part = self._reader.end(event.generated_text.removeprefix(event.text))
         if part != ReplyPart():
-            self._turn.running.tell(TurnDelta(part.answer, (), part.reasoning))
+            self._turn.emit(TurnDelta(part.answer, (), part.reasoning))
         if self._stream is not None:
             self._stream.stop()
-            self._turn.stream = self._stream

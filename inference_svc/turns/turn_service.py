@@ -2,20 +2,59 @@
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 
 from kvasir import errors
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.model.model_host import MemoriesLeft
-from inference_svc.turns.choices import Choices
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.outbox import Outbox
+from inference_svc.turns.phases import Progress, TakenTurn, TurnTiming
 from inference_svc.turns.prompt_text import prompt_text
-from inference_svc.turns.turn_data import MessagesInput, OpenTurn, TokensInput, TurnFinished, TurnRequest
+from inference_svc.turns.turn_data import MessagesInput, OpenTurn, TokensInput, TurnEvent, TurnFinished, TurnRequest
 from inference_svc.turns.turn_ending import TurnEnding
 from inference_svc.turns.turn_flow import TurnFlow
-from inference_svc.turns.turn_state import TakenTurn, TurnState, TurnTask
+
+_SEEDS = 1 << 64
+
+
+class Choices:
+    """The turns of one request, as their reader sees them."""
+
+    def __init__(
+        self,
+        request: TurnRequest,
+        outbox: Outbox,
+        begin: Callable[[TurnRequest], Progress],
+        left: Iterable[int] | None = None,
+    ) -> None:
+        """Begin every choice that is asked for, or those that are `left`, choice i with the seed + i. If `begin`
+        raises, none of them runs.
+        """
+        self._outbox = outbox
+        self._turns: list[Progress] = []
+        sampling = request.sampling
+        try:
+            for choice in range(request.choices) if left is None else left:
+                seeded = replace(sampling, seed=(sampling.seed + choice) % _SEEDS)
+                self._turns.append(begin(replace(request, choice=choice, sampling=seeded)))
+        except BaseException:
+            self.cancel()
+            raise
+
+    def events(self) -> AsyncIterator[tuple[int, TurnEvent]]:
+        """Each event with the index of its choice; those of one choice are in order: Started first, the end last. The
+        choice that begins first reports the beginning and the progress. The first failure ends the stream, as a
+        KvasirError.
+        """
+        return self._outbox.events()
+
+    def cancel(self) -> None:
+        """The reader is gone: all of them end. Idempotent."""
+        for turn in self._turns:
+            turn.cancel()
 
 
 class TurnService:
@@ -27,7 +66,7 @@ class TurnService:
         self._parts = parts
         self._ending = ending
         self._flow = TurnFlow(parts, ending)
-        self._running: dict[asyncio.Task[None], TurnState] = {}
+        self._running: dict[asyncio.Task[None], Progress] = {}
         self._counting = SharedRoom(1)
 
     def begin(self, request: TurnRequest) -> Choices:
@@ -48,28 +87,28 @@ class TurnService:
         """The other engine has given these turns away. Raises Unavailable (AGENT_HELD_ELSEWHERE)."""
         await asyncio.gather(*(self._flow.own(turn) for turn in self._running.values() if turn.taken in taken))
 
-    def under_way(self, namespace: str | None = None) -> list[list[TurnState]]:
+    def under_way(self, namespace: str | None = None) -> list[list[Progress]]:
         """By request, the turns that have not ended: of a namespace, or of all."""
-        requests: dict[Outbox, list[TurnState]] = {}
+        requests: dict[Outbox, list[Progress]] = {}
         for turn in self._running.values():
             if turn.request.namespace == namespace or namespace is None:
-                requests.setdefault(turn.running.outbox, []).append(turn)
-        return [turns for turns in requests.values() if not all(turn.running.has_ended for turn in turns)]
+                requests.setdefault(turn.outbox, []).append(turn)
+        return [turns for turns in requests.values() if not all(turn.has_ended for turn in turns)]
 
-    def _begin(self, request: TurnRequest, outbox: Outbox, taken: TakenTurn | None = None) -> TurnTask:
+    def _begin(self, request: TurnRequest, outbox: Outbox, taken: TakenTurn | None = None) -> Progress:
         place = contextlib.ExitStack()
         place.enter_context(self._parts.admission.turn(request.namespace, request.caller, request.input_bytes))
-        running = TurnTask(outbox, request.choice)
-        turn = TurnState(request, running, arrived=self._parts.clock(), taken=taken)
+        times = TurnTiming(self._parts.clock())
         if taken is not None:
-            turn.arrived -= taken.begun.age_s
+            times.arrived -= taken.begun.age_s
             first_token_s = taken.begun.first_token_s
-            turn.first_token_at = None if first_token_s is None else turn.arrived + first_token_s
+            times.first_token_at = None if first_token_s is None else times.arrived + first_token_s
+        turn = Progress(request, outbox, times, taken)
         task = asyncio.create_task(self._flow.run(turn))
         self._running[task] = turn
         task.add_done_callback(self._running.pop)
         task.add_done_callback(lambda _: place.close())
-        return running
+        return turn
 
     @property
     def is_idle(self) -> bool:
@@ -79,14 +118,12 @@ class TurnService:
     async def drain(self, patience_s: float) -> None:
         """Wait for the running turns, end those that take longer, then wait for publications."""
         for turn in self._running.values():
-            turn.running.end_work_behind()
+            turn.end_work_behind()
         if self._running:
             await asyncio.wait(set(self._running), timeout=patience_s)
         for turn in list(self._running.values()):
-            turn.running.end_work_behind()
-            turn.running.cancel(
-                errors.Unavailable("the model is going away", reason="SHUTTING_DOWN", retry_after_s=1.0)
-            )
+            turn.end_work_behind()
+            turn.cancel(errors.Unavailable("the model is going away", reason="SHUTTING_DOWN", retry_after_s=1.0))
         if self._running:
             await asyncio.wait(set(self._running), timeout=patience_s)
         await self._ending.drain(patience_s)
@@ -100,13 +137,13 @@ class TurnService:
                 turn.request.agent_id,
                 turn.request.choice,
                 turn.has_begun,
-                now_s - turn.arrived,
-                turn.prompt_tokens,
-                turn.cached_tokens,
-                turn.completion_tokens,
+                now_s - turn.times.arrived,
+                turn.tokens.prompt,
+                turn.tokens.cached,
+                turn.tokens.completion,
             )
             for turn in self._running.values()
-            if turn.request.namespace == namespace and not (turn.request.is_warming or turn.running.has_ended)
+            if turn.request.namespace == namespace and not (turn.request.is_warming or turn.has_ended)
         ]
 
     async def stop(self, namespace: str, request_id: str) -> dict[int, TurnFinished]:
@@ -114,8 +151,7 @@ class TurnService:
         named = {
             task: turn
             for task, turn in self._running.items()
-            if (turn.request.namespace, turn.request.request_id) == (namespace, request_id)
-            and not turn.running.has_ended
+            if (turn.request.namespace, turn.request.request_id) == (namespace, request_id) and not turn.has_ended
         }
         if not named:
             raise errors.NotFound(
@@ -125,9 +161,9 @@ class TurnService:
                 metadata={"request_id": request_id},
             )
         for turn in named.values():
-            turn.running.stop()
+            turn.stop()
         await asyncio.wait(named)
-        ends = {turn.request.choice: turn.running.finished for turn in named.values()}
+        ends = {turn.request.choice: turn.finished for turn in named.values()}
         return {choice: end for choice, end in ends.items() if end is not None}
 
     async def store_hot(self, patience_s: float) -> MemoriesLeft:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import structlog
@@ -38,10 +39,15 @@ class BlockStream:
         self._stall_timeout_s = stall_timeout_s
         self._previous = previous
         self._full = len(stored)
+        self._cuts = 0
         self._reused = 0  # blocks of the turn that are the previous memory's
         self._task: asyncio.Task[None] | None = None
-        self._sending = self._new_sending(stored)
+        self._current = self._new_sending(stored)
         self._sent_before_bytes = 0
+
+    @property
+    def _sending(self) -> Sending:
+        return self._current.sending
 
     @property
     def stored(self) -> list[Digest]:
@@ -53,10 +59,11 @@ class BlockStream:
 
     def keeps(self, blocks: int, reused: int) -> None:
         """The turn's KV has so many of the stored blocks at most, and reuses so many of the memory that it extends;
-        others are computed anew. On the MLX thread. Pieces on their way have blocks from before: they go on with the
-        list that they began with.
+        others are computed anew. Pieces on their way have blocks from before: they go on with the list that they began
+        with.
         """
         self._reused = reused
+        self._cuts += 1
         self._begin_anew(self.stored[:blocks])
         self._full = self._sending.next_block
 
@@ -66,9 +73,14 @@ class BlockStream:
         if self._task is None and self._sending.next_block < self._full and self._store.is_reachable:
             self._task = asyncio.create_task(self._send())
 
-    def pin_rest(self, stored_windows: Mapping[int, StoredWindow]) -> Pinning:
-        """The turn is over: ask the engine for what is not under way yet. On the MLX thread."""
-        return self._copies.pin(self.key, self._sending.next_block, stored_windows)
+    def pin_rest(self, cuts: int, kept_blocks: int, stored_windows: Mapping[int, StoredWindow]) -> Pinning:
+        """The turn is over: ask the engine for what is not under way yet. From any thread: it only reads. The turn's KV
+        was cut so often (`keeps`), and has so many of the stored blocks; perhaps the event loop has not heard of it.
+        """
+        current = self._current
+        sending = current.sending
+        first_block = sending.next_block if current.cuts == cuts else min(len(sending.stored), kept_blocks)
+        return self._copies.pin(self.key, first_block, stored_windows)
 
     def stop(self) -> None:
         """Begin no more pieces. Those under way may end."""
@@ -122,7 +134,16 @@ class BlockStream:
 
     def _begin_anew(self, stored: Sequence[Digest]) -> None:
         self._sent_before_bytes = self.sent_bytes
-        self._sending = self._new_sending(stored)
+        self._current = self._new_sending(stored)
 
-    def _new_sending(self, stored: Sequence[Digest]) -> Sending:
-        return Sending(self._copies, self.key.namespace, self._store, stored, self._stall_timeout_s)
+    def _new_sending(self, stored: Sequence[Digest]) -> "_Current":
+        sending = Sending(self._copies, self.key.namespace, self._store, stored, self._stall_timeout_s)
+        return _Current(self._cuts, sending)
+
+
+@dataclass(frozen=True, slots=True)
+class _Current:
+    """The pieces that go, and how often the turn's KV was cut before them: one value for readers in other threads."""
+
+    cuts: int
+    sending: Sending

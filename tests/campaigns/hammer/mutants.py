@@ -104,8 +104,8 @@ MUTANTS = (
     Mutant(
         "cached tokens are told as more than they are",
         "turn_reporter.py",
-        "                cached_tokens=cached_tokens,\n                source=source,",
-        "                cached_tokens=cached_tokens + (cached_tokens > 20),\n                source=source,",
+        "            cached_tokens=cached_tokens,\n            source=source,",
+        "            cached_tokens=cached_tokens + (cached_tokens > 20),\n            source=source,",
     ),
 )
 

@@ -28,7 +28,7 @@ from inference_svc.model.prompting import Tokenized
 from inference_svc.served_model import ServedModel, open_served
 from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.admission import Admission
-from inference_svc.turns.turn_state import BegunTurn, TurnState
+from inference_svc.turns.phases import BegunTurn, Progress, TurnPhase
 from tests.inference.handover.cases import ON
 from tests.inference.handover.test_taking import PROMPT, TOKENS
 
@@ -106,12 +106,12 @@ def giver_over(served: ServedModel, link: StillLink, leases: Any = None) -> Turn
     return TurnGiver(served.engine, leases or {}, {}, {}, links, VERSION, time.monotonic)
 
 
-async def speaking_one(served: ServedModel, agent_id: str = "") -> TurnState:
+async def speaking_one(served: ServedModel, agent_id: str = "") -> Progress:
     sampling = inference_pb2.Sampling(**{**ON, "max_tokens": 400, "seed": 1})
     asked = inference_pb2.GenerateRequest(prompt=PROMPT, agent_id=agent_id, sampling=sampling)
     opening: Any = SimpleNamespace(origin=asked, request_id="given", caller="owner")
     served.turns.begin(wire.read_request(opening, "default", 1 << 20))
-    while not (turns := served.turns.under_way()) or not turns[0][0].speaks:  # noqa: ASYNC110
+    while not (turns := served.turns.under_way()) or not turns[0][0].can_move:  # noqa: ASYNC110
         await asyncio.sleep(0.005)
     return turns[0][0]
 
@@ -161,13 +161,13 @@ def test_a_turn_is_given_once_at_a_time_and_a_drain_waits(tmp_path: Path) -> Non
         turn, giver = await speaking_one(served), giver_over(served, link)
         first = asyncio.create_task(giver.give([turn], "b"))
         await link.has_all.wait()
-        computed = turn.completion_tokens
+        computed = turn.tokens.completion
         drain = asyncio.create_task(giver_over(served, StillLink()).give_all(served.turns, "c"))
         with pytest.raises(FailedPrecondition) as second:
             await giver.give([turn], "c")
         assert second.value.reason == "HANDOVER_NOT_NOW"
         await asyncio.sleep(0.1)
-        assert turn.completion_tokens == computed, "the first still holds it"
+        assert turn.tokens.completion == computed, "the first still holds it"
         link.may_answer.set()
         assert (await first).peer == "b"
         drain.cancel()
@@ -183,10 +183,10 @@ def test_a_turn_that_is_not_owned_yet_is_not_given_on(tmp_path: Path) -> None:
         with pytest.raises(FailedPrecondition):
             await giver_over(served, StillLink()).give([turn], "c")
         await asyncio.sleep(0.1)
-        assert turn.completion_tokens == 0, "nobody let it go on"
+        assert turn.tokens.completion == 0, "nobody let it go on"
         taking.own(promise)
         await taking.go_on()
-        assert turn.speaks
+        assert turn.can_move
         taking.close()
 
     run(tmp_path, work)
@@ -198,13 +198,13 @@ def test_a_cancel_while_the_lease_goes_back_ends_the_turn_here(tmp_path: Path) -
         turn = await speaking_one(served, "ada")
 
         async def hand_on(agent_id: str) -> None:
-            turn.running.cancel()
+            turn.cancel()
 
         leases.hand_on = hand_on
         link.may_answer.set()
         with pytest.raises(Cancelled):
             await giver_over(served, link, {"default": leases}).give([turn], "b")
-        assert (link.commits, turn.is_given) == (0, False)
+        assert (link.commits, turn.phase is TurnPhase.MOVED) == (0, False)
 
     run(tmp_path, work)
 
@@ -222,9 +222,9 @@ def test_a_taken_turn_extends_the_number_that_its_parent_has_now(
         lines, leases = served.turns._flow._lines, {"default": SimpleNamespace(obtain=obtain)}
         monkeypatch.setattr(lines, "_parts", replace(lines._parts, leases=leases))
         await taking.go_on()
-        assert turn.recollection is not None
-        assert turn.recollection.head is not None
-        assert (turn.parent_version, turn.recollection.head.version) == (3, 3)
+        assert turn.planned is not None
+        assert turn.planned.recollection.head is not None
+        assert (turn.parent_version, turn.planned.recollection.head.version) == (3, 3)
         taking.close()
 
     run(tmp_path, work)

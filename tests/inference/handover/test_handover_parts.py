@@ -1,6 +1,5 @@
 """The parts of a hand-over by themselves: what makes engines alike, tokens for readers, files on their way."""
 
-import asyncio
 from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
@@ -19,13 +18,13 @@ from inference_svc.engine.held_turns import check_carried
 from inference_svc.handover.giving import TurnGiver
 from inference_svc.handover.passing import Opening, Stand, Surroundings
 from inference_svc.handover.resume_tokens import LIVES_S, ResumeTokens, WaitingReply
-from inference_svc.memory.reuse_planning import Prepared
+from inference_svc.memory.recall import NOTHING_REMEMBERED
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.token_ids import TokenIds
-from inference_svc.turns.choices import Choices
-from inference_svc.turns.continuing import Continuation
+from inference_svc.turns.phases import BegunTurn, Prompted, Recalled, TurnTiming
+from inference_svc.turns.turn_data import Continuation
 from inference_svc.turns.turn_flow import TurnFlow
-from inference_svc.turns.turn_state import BegunTurn
+from inference_svc.turns.turn_service import Choices
 from tests.synthetic import SMALL
 
 HERE = Surroundings("kv", "tokenizer", "template", "cpu", "float32", 256, "0.1")
@@ -124,39 +123,22 @@ def test_carried_tokens_begin_with_the_prompt_that_is_remembered(token_ids: tupl
 @pytest.mark.parametrize("is_brought", [True, False])
 def test_a_taken_turn_stays_brought_and_lends_no_rows(is_brought: bool) -> None:
     carried = CarriedTurn(TokenIds((5, 6, 7)), 2, 0, 2, (1, 2), (), {0: 0}, Timings())
-    plans: list[TurnPlan] = []
-
-    async def run(_turn: object, prepared: Prepared, plan: TurnPlan) -> tuple[Prepared, None]:
-        plans.append(plan)
-        return prepared, None
-
-    async def prompt(*_given: object) -> str:
-        return "hello"
-
-    async def nothing(*_given: object) -> None: ...
-
-    made = SimpleNamespace(plan=lambda *_given: TurnPlan(TokenIds((5, 6)), (2, 3), SamplingParams(9)), run=run)
-    flow: Any = SimpleNamespace(
-        _lines=SimpleNamespace(recall_parent=nothing),
-        _parts=SimpleNamespace(budget=lambda: None),
-        _prompt=prompt,
-        _plans=made,
-        _end=nothing,
-    )
-    turn: Any = SimpleNamespace(request=None, recollection=object())
+    made = SimpleNamespace(plan=lambda *_given: TurnPlan(TokenIds((5, 6)), (2, 3), SamplingParams(9)))
+    flow: Any = SimpleNamespace(_plans=made)
     taken: Any = SimpleNamespace(begun=begun(is_brought=is_brought), carried=carried)
-    asyncio.run(TurnFlow._go_on(flow, turn, taken))
-    assert turn.is_brought is is_brought
-    assert plans[0].carried is not None
-    assert plans[0].carried.shareable == (0 if is_brought else 2)
+    request: Any = None
+    planned = TurnFlow._taken_plan(flow, Prompted(Recalled(request, NOTHING_REMEMBERED), "hello"), taken)
+    assert planned.has_brought_kv is is_brought
+    assert planned.plan.carried is not None
+    assert planned.plan.carried.shareable == (0 if is_brought else 2)
 
 
 def test_what_a_turn_waited_before_its_engine_had_it_goes_along() -> None:
     engine: Any = SimpleNamespace(told_text=lambda *_given: "told")
     giver = TurnGiver(engine, {}, {}, {}, cast("Any", None), "0.1", Clock())
-    turn: Any = SimpleNamespace(
-        plan=object(), request=SimpleNamespace(choice=0), queue_s=1.0, restore_s=0.5, arrived=10.0, first_token_at=14.0
-    )
+    times = TurnTiming(arrived=10.0, queue_s=1.0, restore_s=0.5, first_token_at=14.0)
+    planned, request = SimpleNamespace(plan=object()), SimpleNamespace(choice=0)
+    turn: Any = SimpleNamespace(planned=planned, request=request, times=times)
     spent = Timings(queue_s=0.25, restore_s=0.125, prefill_s=2.0, first_token_s=2.5, decode_s=7.0)
     carried = CarriedTurn(TokenIds((5, 6, 7)), 2, 1, 0, (1, 2), (), {0: 0}, spent)
     stand = giver.stand(turn, HeldTurn(carried, ()))

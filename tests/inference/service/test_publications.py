@@ -510,9 +510,7 @@ def test_a_memory_that_cannot_be_copied_is_a_failed_snapshot_with_a_reason(is_ca
         house.engine.taken.cancel() if is_cancelled else house.engine.taken.set_exception(RuntimeError("device"))
         parts = parts_of(engine=house.engine, publisher=house.publisher, stores={"default": house.store})
         ending = TurnEnding(parts)
-        turn: Any = SimpleNamespace(pinning=None, stream=None)
-        recollection: Any = SimpleNamespace(kv_from=None, memory=None)
-        outcome = await ending._keep(turn, KEY, recollection, remembered("one", NO_HEAD))
+        outcome = await ending._keep(KEY, remembered("one", NO_HEAD))
         assert outcome.state is SnapshotState.FAILED
         assert "copied" in outcome.reason
 

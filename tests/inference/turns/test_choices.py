@@ -10,10 +10,10 @@ from kvasir.errors import Internal, ResourceExhausted
 from inference_svc.engine.api import Prefilled, SamplingParams, TokenLogprobs
 from inference_svc.memory.outcomes import Source
 from inference_svc.text.prefix_matching import Outcome
-from inference_svc.turns.choices import Choices
 from inference_svc.turns.outbox import Outbox, ReaderLimits
+from inference_svc.turns.phases import Progress, TurnTiming
 from inference_svc.turns.turn_data import PromptInput, TurnDelta, TurnEvent, TurnRequest, TurnStarted
-from inference_svc.turns.turn_state import TurnTask
+from inference_svc.turns.turn_service import Choices
 
 STARTED = TurnStarted(5, 0, Source.COLD, Outcome.NONE, 0)
 
@@ -35,12 +35,12 @@ class Engines:
 
     def __init__(self, room: int) -> None:
         self.room = room
-        self.begun: list[tuple[TurnRequest, TurnTask]] = []
+        self.begun: list[tuple[TurnRequest, Progress]] = []
 
-    def begin(self, request: TurnRequest) -> TurnTask:
+    def begin(self, request: TurnRequest) -> Progress:
         if len(self.begun) == self.room:
             raise ResourceExhausted("no room")
-        self.begun.append((request, TurnTask(outbox())))
+        self.begun.append((request, Progress(request, outbox(), TurnTiming(0.0))))
         return self.begun[-1][1]
 
 

@@ -15,6 +15,7 @@ from kvasir.formats.digest import Digest
 
 from inference_svc.config import EngineSettings
 from inference_svc.engine.api import (
+    BlocksFull,
     CarriedTurn,
     Cold,
     Ended,
@@ -31,7 +32,8 @@ from inference_svc.engine.api import (
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.kv.damage import DamagedFile
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState
-from inference_svc.memory.outcomes import Miss, MissReason, SnapshotOutcome, SnapshotState, Source
+from inference_svc.memory.outcomes import Miss, MissReason, Source
+from inference_svc.memory.publishing.block_stream import BlockStream
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.restore_costs import RestoreCosts
 from inference_svc.memory.reuse_planning import Prepared
@@ -48,9 +50,10 @@ from inference_svc.text.template_clock import TemplateClock
 from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.admission import Admission
 from inference_svc.turns.engine_parts import EngineParts
+from inference_svc.turns.phases import BegunTurn, Progress, Ran, Remembered, TakenTurn, TokenCounts, TurnTiming
 from inference_svc.turns.turn_data import MessagesInput, TurnFinished, TurnRequest
+from inference_svc.turns.turn_reporter import TurnReporter
 from inference_svc.turns.turn_service import TurnService
-from inference_svc.turns.turn_state import BegunTurn, TakenTurn
 
 OURS, THEIRS = Head(5, Digest.of(b"5"), 4), Head(6, Digest.of(b"6"), 5)
 SETTINGS = EngineSettings(listen="unix:/nowhere")
@@ -100,19 +103,12 @@ class Surroundings:
     def needed_bytes(self, plan: object) -> int:
         return 1
 
-    async def remember(self, *ran: object) -> None:
-        return None
+    async def remember(self, ran: Ran) -> Remembered:
+        return Remembered(ran)
 
-    async def finish(
-        self, turn: Any, recollection: Recollection, prepared: Prepared, ended: Ended, memory: None
-    ) -> None:
-        version = recollection.head.version if recollection.head is not None else None
-        self.finished.append((version, prepared.text))
-
-    def stopped(self, turn: Any) -> TurnFinished:
-        return TurnFinished(
-            "cancelled", "", 0, 0, 0, Timings(), SnapshotOutcome(SnapshotState.NONE, turn.parent_version)
-        )
+    async def finish(self, remembered: Remembered, turn: Progress) -> None:
+        head = remembered.ran.planned.recollection.head
+        self.finished.append((head.version if head is not None else None, remembered.ran.prepared.text))
 
     def template(self, messages: list[dict[str, Any]], tools: object, add_generation_prompt: bool) -> str:
         return " ".join(message["content"] for message in messages)
@@ -320,10 +316,8 @@ class Storing(Surroundings):
         self.asked.append((first_block, stored))
         return None
 
-    async def finish(
-        self, turn: Any, recollection: Recollection, prepared: Prepared, ended: Ended, memory: None
-    ) -> None:
-        self.committed = prepared
+    async def finish(self, remembered: Remembered, turn: Progress) -> None:
+        self.committed = remembered.ran.prepared
 
 
 @pytest.mark.parametrize(
@@ -342,6 +336,39 @@ def test_blocks_that_the_engine_computes_anew_are_copied_anew_and_the_manifest_n
     assert around.committed is not None
     assert len(around.committed.stored_blocks) == 2
     assert around.committed.stored_windows == windows
+
+
+class OnItsThread(Storing):
+    """An engine that emits all events of a turn from a thread of its own, before the event loop hears of any."""
+
+    def submit(self, plan: object, on_events: Callable[[list[Event]], None]) -> object:
+        thread = threading.Thread(target=lambda: [on_events([event]) for event in self.told])
+        thread.start()
+        thread.join()
+        return SimpleNamespace(cancel=lambda: None)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [(Started(700), ENDED), (Started(1000), BlocksFull(4), Resumed(700, 324), ENDED)],
+    ids=["begun", "resumed"],
+)
+def test_the_engines_thread_changes_nothing_of_a_turn_and_asks_for_its_rows_as_they_are(
+    told: tuple[Event, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writers: set[threading.Thread] = set()
+
+    def written(object_: object, name: str, value: object) -> None:
+        writers.add(threading.current_thread())
+        object.__setattr__(object_, name, value)
+
+    for kind in (Progress, TokenCounts, TurnTiming, TurnReporter, BlockStream):
+        monkeypatch.setattr(kind, "__setattr__", written)
+    around = OnItsThread(*told)
+    serve(around, expected_version=5, stores={"default": around})
+    assert writers == {threading.main_thread()}
+    [(first_block, windows)] = around.asked
+    assert (first_block, windows[300].full) == (2, {0, 1})
 
 
 class Taking(Surroundings):
@@ -364,11 +391,9 @@ class Taking(Surroundings):
         on_events([ENDED])
         return SimpleNamespace(cancel=lambda: None)
 
-    async def finish(
-        self, turn: Any, recollection: Recollection, prepared: Prepared, ended: Ended, memory: None
-    ) -> None:
-        self.cursors.append(turn.event_cursor)
-        self.waited.append((turn.queue_s, turn.first_token_at and round(turn.first_token_at - turn.arrived, 3)))
+    async def finish(self, remembered: Remembered, turn: Progress) -> None:
+        self.cursors.append(remembered.ran.planned.recalled.event_cursor)
+        self.waited.append((turn.times.queue_s, turn.times.first_token_s and round(turn.times.first_token_s, 3)))
 
 
 def take(

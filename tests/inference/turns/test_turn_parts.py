@@ -22,14 +22,7 @@ from inference_svc.memory.trust import is_current
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.prefix_matching import Outcome, RememberedText
 from inference_svc.text.token_ids import TokenIds
-from inference_svc.turns.continuing import Continuation
-from inference_svc.turns.handoff import HandOff
-from inference_svc.turns.outbox import Outbox, ReaderLimits
-from inference_svc.turns.turn_data import MessagesInput, PromptInput, TurnDelta, TurnEvent, TurnRequest
-from inference_svc.turns.turn_ending import TurnEnding
-from inference_svc.turns.turn_state import (
-    TurnState,
-    TurnTask,
+from inference_svc.turns.continuing import (
     as_its_agent_has_it,
     check_parent,
     continuation,
@@ -38,6 +31,11 @@ from inference_svc.turns.turn_state import (
     what_is_left_out,
     whole_conversation,
 )
+from inference_svc.turns.outbox import Outbox, ReaderLimits
+from inference_svc.turns.phases import Planned, Prompted, Ran, Recalled
+from inference_svc.turns.turn_data import Continuation, MessagesInput, PromptInput, TurnDelta, TurnEvent, TurnRequest
+from inference_svc.turns.turn_ending import TurnEnding
+from inference_svc.turns.turn_reporter import HandOff
 from tests.inference.turns.parts import parts_of
 
 HEAD = Head(5, Digest.of(b"manifest"), 4, "kv")
@@ -148,10 +146,9 @@ def test_a_caller_who_goes_back_into_what_was_left_out_loses_no_message(call: st
     sent, recollection = (*question, *steps(1, last, call)), Recollection(known, Source.HOT, HEAD)
     asked = as_its_agent_has_it(request(input=MessagesInput(sent)), recollection)
     assert asked.input == MessagesInput((*question, *steps(6, 6, call)) if cut else sent, is_cut=cut)
-    turn = TurnState(asked, TurnTask(Outbox(ReaderLimits(1 << 20, 60), lambda: 0.0)), 0.0)
-    turn.continuation = continuation(asked, recollection)
-    assert turn.continuation is Continuation.REWOUND
-    assert what_is_left_out(turn, recollection) == (left_out if cut else None)
+    how = continuation(asked, recollection)
+    assert how is Continuation.REWOUND
+    assert what_is_left_out(asked, recollection, how) == (left_out if cut else None)
 
 
 # --- memories that cannot be read now ---
@@ -190,11 +187,12 @@ def test_what_extends_an_unstored_memory_counts_under_that_ones_lease(is_head: b
     hot = replace(memory(is_head=is_head), is_brought=True)
     hot.publication.generation = 3
     recollection = Recollection(hot, Source.HOT, HEAD)
-    turn = TurnState(request(), TurnTask(Outbox(ReaderLimits(1 << 20, 60), lambda: 0.0)), 0.0)
     prepared = Prepared("x", Tokenized(TokenIds((1,)), (1,)), Hot(1), Source.HOT, Outcome.EXTEND, None, ())
+    nothing: Any = None
     ended: Any = SimpleNamespace(state=SimpleNamespace(token_ids=(1,), shareable_tokens=0, rewind_points=()))
-    key, text = AgentKey("default", "a"), RememberedText("x", TokenIds((1,)), (1,))
-    made = ending._attach(turn, key, recollection, prepared, ended, text, (), manifest_pb2.Turn())
+    planned = Planned(Prompted(Recalled(request(), recollection), "x"), recollection, prepared, nothing)
+    text = RememberedText("x", TokenIds((1,)), (1,))
+    made = ending._attach(Ran(planned, prepared, ended), text, (), manifest_pb2.Turn())
     assert made.publication.generation == expected
     # And what was computed on brought rows is brought, though the store may have lost its marked copy.
     assert made.is_brought
