@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tests import own_notes  # noqa: F401
+from tests import own_notes, set_clock  # noqa: F401
 from tests.forked_children import start_helper
 
 # Two threads of BLAS beside another service's on two cores cost more than they bring.
@@ -32,7 +32,6 @@ _MAINS = {
     "kvasir_gateway": "kvasir_gateway.__main__",
     "played_engine": "inference_svc.bench.played_engine",
     "scripted_engine": "tests.gateway.agents.scripted_engine",
-    "store_with_a_clock": "tests.campaigns.moves.store_with_a_clock",
     "powerless_store": "tests.cachestore.service.powerless_store",
 }
 # What `kvasir` starts with `python -m`, beside the services.
@@ -131,7 +130,10 @@ def _become(
     sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing gives each process one that is empty
     if name == "kvasir" and sys.platform == "linux":
         start_helper()
-    sys.exit(importlib.import_module(_MAINS[name]).main())
+    program = importlib.import_module(_MAINS[name])
+    if clock := env.get(set_clock.VARIABLE):
+        set_clock.follow(program, Path(clock))
+    sys.exit(program.main())
 
 
 @contextlib.contextmanager

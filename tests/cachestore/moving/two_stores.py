@@ -10,7 +10,7 @@ from kvasir.credentials import PEER, Principal, write_private_text
 
 from tests.cachestore.service.proxy import Proxy, proxy_to
 from tests.cachestore.service.running import RunningStore, StoreHome, make_credentials, store_home
-from tests.campaigns.moves.store_with_a_clock import CLOCK
+from tests.set_clock import VARIABLE, set_ahead
 
 NAMES = ("laptop", "studio", "attic")
 
@@ -26,14 +26,16 @@ class Mac:
     running: RunningStore | None = None
 
     def start(self) -> RunningStore:
-        self.running = self.home.start(*self.options)
+        self.running = self.home.start(*self.options, env={VARIABLE: str(self.clock)})
         return self.running
 
     def set_clock(self, ahead_s: float) -> None:
-        """Set the clock that people set. Needs `has_clocks`."""
-        clock = self.home.root / "clock.new"
-        clock.write_text(str(ahead_s))
-        clock.rename(self.home.root / CLOCK)
+        """Set the clock that people set."""
+        set_ahead(self.clock, ahead_s)
+
+    @property
+    def clock(self) -> Path:
+        return self.home.root / "clock"
 
     def kill(self) -> None:
         assert self.running is not None
@@ -44,17 +46,14 @@ class Mac:
 
 
 @contextmanager
-def macs(root: Path, *options: str, count: int = 2, has_clocks: bool = False) -> Iterator[list[Mac]]:
-    """So many stores, each the peer of every other under its name, over a proxy for each direction. `has_clocks`: a
-    test may set the clock of each."""
+def macs(root: Path, *options: str, count: int = 2) -> Iterator[list[Mac]]:
+    """So many stores, each the peer of every other under its name, over a proxy for each direction."""
     names = NAMES[:count]
     with ExitStack() as exits:
         homes = {name: exits.enter_context(store_home(root / name)) for name in names}
         made = []
         for name in names:
             homes[name].root.mkdir(parents=True, exist_ok=True)
-            if has_clocks:
-                homes[name].program = "store_with_a_clock"
             others = [other for other in names if other != name]
             credentials = homes[name].root / "credentials.toml"
             tokens = make_credentials(credentials, [Principal(o, "default", frozenset({PEER})) for o in others])

@@ -302,7 +302,7 @@ class World:
 def run(root: Path, moves: int, seed: int, accidents: tuple[str, ...] = ACCIDENTS, per_agent: int = 8) -> Counter[str]:
     """So many moves; how many of each kind. Raises ViolationError with the seed and what had happened."""
     options = ("--move-patience-s", str(PATIENCE_S), "--retained-versions", "1000", "--gc-interval-s", "2")
-    with macs(root, *options, count=3, has_clocks=True) as stores:
+    with macs(root, *options, count=3) as stores:
         for mac in stores:
             mac.start()
         world = World(stores, seed)
