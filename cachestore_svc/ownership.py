@@ -9,8 +9,8 @@ the source has said MOVED for that move. Between the first step and the last nob
                    ▲──────────────────── did_not_arrive ───────────┘
 
 `claimed` is for a store that is gone. Its generation is above all that moves can reach: it fences every store that
-learns of it and has a lower one. An agent of which a store has no fact is OWNED in generation 0. Facts outlive their
-agents.
+learns of it and has a lower one, and ends the bonds of all peers with the agent (`pairing.rights`). An agent of which a
+store has no fact is OWNED in generation 0. Facts outlive their agents.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,6 +50,7 @@ class Ownership:
     since_unix_ms: int = 0
     was_owned: bool = False  # ARRIVING: what it is again if the move is undone
     tells: tuple[str, ...] = ()  # peers that have yet to hear of this generation, sorted
+    had_by: tuple[str, ...] = ()  # peers that had the agent or were offered it since the last claim here, sorted
 
     @property
     def is_owned(self) -> bool:
@@ -136,7 +137,10 @@ def offered(agent_id: str, known: Ownership, peer: str, move_id: str, generation
         raise _not_under_way(agent_id, known)
     if generation > known.generation:  # this store has been replaced, and is to be fenced first
         raise outranked_by(agent_id, known)
-    return Ownership(OwnerState.MOVING, known.generation + 1, peer, move_id, now_unix_ms, tells=known.tells)
+    had_by = _with(known.had_by, peer)
+    return Ownership(
+        OwnerState.MOVING, known.generation + 1, peer, move_id, now_unix_ms, tells=known.tells, had_by=had_by
+    )
 
 
 def handed_over(
@@ -161,6 +165,13 @@ def undone(known: Ownership, peer: str, move_id: str, now_unix_ms: int) -> Owner
     return replace(known, state=OwnerState.OWNED, peer="", since_unix_ms=now_unix_ms)
 
 
+def taken_back(known: Ownership, now_unix_ms: int) -> Ownership:
+    """The fact once this store's owner has claimed an agent that was not handed over: no peer has a part in it from now
+    on. Unchanged if it is not here to be claimed."""
+    kept = undone(known, known.peer, known.move_id, now_unix_ms)
+    return replace(kept, had_by=()) if kept.is_owned else kept
+
+
 # --- the destination ---
 
 
@@ -176,9 +187,8 @@ def arriving(
     if generation <= known.generation:
         raise outranked_by(agent_id, known)
     was_owned = known.is_owned and exists
-    return Ownership(
-        OwnerState.ARRIVING, generation, peer, move_id, now_unix_ms, was_owned, _who_may_count_on(known, peer)
-    )
+    tells, had_by = _who_may_count_on(known, peer), _with(known.had_by, peer)
+    return Ownership(OwnerState.ARRIVING, generation, peer, move_id, now_unix_ms, was_owned, tells, had_by)
 
 
 def arrived(agent_id: str, known: Ownership, move_id: str, now_unix_ms: int) -> Ownership:
@@ -221,7 +231,8 @@ def fenced(agent_id: str, known: Ownership, peer: str, generation: int, now_unix
         return known
     if generation <= known.generation:
         raise outranked_by(agent_id, known)
-    return Ownership(OwnerState.MOVED, generation, peer, "", now_unix_ms, tells=_who_may_count_on(known, peer))
+    tells, had_by = _who_may_count_on(known, peer), _with(known.had_by, peer)
+    return Ownership(OwnerState.MOVED, generation, peer, "", now_unix_ms, tells=tells, had_by=had_by)
 
 
 def yielded(known: Ownership, peer: str, told_generation: int, generation: int, now_unix_ms: int) -> Ownership:
@@ -231,9 +242,8 @@ def yielded(known: Ownership, peer: str, told_generation: int, generation: int, 
     rest = {other for other in known.tells if other != peer}
     if known.state is OwnerState.MOVED and generation > known.generation:
         rest |= {known.peer} - {peer, ""}  # it counts on the older owner, or is it
-    return Ownership(
-        OwnerState.MOVED, max(generation, known.generation), peer, "", now_unix_ms, tells=tuple(sorted(rest))
-    )
+    newest, had_by = max(generation, known.generation), _with(known.had_by, peer)
+    return Ownership(OwnerState.MOVED, newest, peer, "", now_unix_ms, tells=tuple(sorted(rest)), had_by=had_by)
 
 
 def told(known: Ownership, peer: str, told_generation: int) -> Ownership:
@@ -245,8 +255,12 @@ def told(known: Ownership, peer: str, told_generation: int) -> Ownership:
 
 def renamed(known: Ownership, names: Mapping[str, str]) -> Ownership:
     """The fact with peers by their new names."""
-    tells = tuple(sorted({names.get(peer, peer) for peer in known.tells}))
-    return replace(known, peer=names.get(known.peer, known.peer), tells=tells)
+    tells, had_by = (tuple(sorted({names.get(peer, peer) for peer in each})) for each in (known.tells, known.had_by))
+    return replace(known, peer=names.get(known.peer, known.peer), tells=tells, had_by=had_by)
+
+
+def _with(peers: tuple[str, ...], peer: str) -> tuple[str, ...]:
+    return tuple(sorted({*peers, peer}))
 
 
 def _who_may_count_on(known: Ownership, but_not: str) -> tuple[str, ...]:

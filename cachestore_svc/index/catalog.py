@@ -256,6 +256,9 @@ class CatalogView(Protocol):
     def owners(self, namespace: str) -> list[tuple[str, Ownership]]:
         """All facts about owners, by agent; also of agents that are gone."""
 
+    def count_owners(self, namespace: str, peer: str) -> tuple[int, int]:
+        """Facts about owners that a peer has a part in, and agents that are on their way to it."""
+
     def unfinished_moves(self, namespace: str) -> list[tuple[str, Ownership]]:
         """Agents that are on their way, or whose owner must still be announced, and their facts."""
 

@@ -53,6 +53,8 @@ class Namespace:
 
 State = dict[str, Namespace]
 
+_OWNER_FACTS = 8  # an older line lacks the last one
+
 
 def apply(state: State, change: Change) -> None:
     """Let one change happen."""
@@ -72,7 +74,8 @@ def apply(state: State, change: Change) -> None:
     elif kind == "label":
         _set(_agent(space, rest[0]).labels, rest[1], rest[2])
     elif kind == "owner":
-        space.owners[rest[0]] = tuple(rest[1:])
+        agent, *facts = rest
+        space.owners[agent] = (*facts, "")[:_OWNER_FACTS]
     elif kind == "brought":
         (space.brought.add if rest[1] else space.brought.discard)(rest[0])
     else:

@@ -331,7 +331,7 @@ def _held(facts: tuple[Any, ...] | None, now_unix_ms: int) -> tuple[Any, ...]:
     generation, tells = (facts[1], facts[6]) if facts is not None else (0, "")
     if facts is not None and facts[0] in (OwnerState.MOVING, OwnerState.ARRIVING) and facts[2]:
         generation -= 1
-    return int(OwnerState.MOVING), generation, "", "", now_unix_ms, 0, tells
+    return int(OwnerState.MOVING), generation, "", "", now_unix_ms, 0, tells, ""
 
 
 def _cannot_read(namespace: str, digest: Digest) -> tuple[ManifestFacts, Sequence[SharedBlock]]:

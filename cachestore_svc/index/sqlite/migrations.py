@@ -194,6 +194,11 @@ def _owners(database: Database) -> None:
     )
 
 
+def _had_by(database: Database) -> None:
+    """Which peers had an agent or were offered it. Before, nothing was noted of those that an agent came back from."""
+    database.conn.execute("ALTER TABLE owners ADD COLUMN had_by TEXT NOT NULL DEFAULT ''")
+
+
 MIGRATIONS: tuple[Callable[[Database], None], ...] = (
     _first,
     _provenance,
@@ -202,6 +207,7 @@ MIGRATIONS: tuple[Callable[[Database], None], ...] = (
     _unused,
     _written,
     _owners,
+    _had_by,
 )
 
 

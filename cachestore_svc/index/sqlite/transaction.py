@@ -75,6 +75,7 @@ class SqliteTransaction(Rows):
     ownership_of = owners.ownership_of
     set_ownership = owners.set_ownership
     unfinished_moves = owners.unfinished_moves
+    count_owners = owners.count_owners
     owners = owners.all_owners
 
     add_events = events.add_events

@@ -101,8 +101,9 @@ def _brought(rows: Rows, namespace: str, hash_: str, value: int) -> None:
 
 
 def _owner(rows: Rows, namespace: str, agent: str, *facts: Any) -> None:
-    state, generation, peer, move_id, since, was_owned, tells = facts
-    known = Ownership(OwnerState(state), generation, peer, move_id, since, bool(was_owned), tuple(tells.split()))
+    state, generation, peer, move_id, since, was_owned, *lists = facts
+    peers = [tuple(each.split()) for each in lists]
+    known = Ownership(OwnerState(state), generation, peer, move_id, since, bool(was_owned), *peers)
     owners.set_ownership(rows, namespace, agent, known)
 
 

@@ -26,7 +26,7 @@ _LABEL = "'label', namespaces.name, agents.name, {row}.name, {value}"
 _VERSION = """'version', namespaces.name, agents.name, lines.kv_identity_hash, NEW.version, NEW.parent_version,
     blobs.hash, blobs.size_bytes, NEW.origin, NEW.origin_detail, NEW.created_unix_ms"""
 _OWNER = """'owner', namespaces.name, NEW.agent_name, NEW.state, NEW.generation, NEW.peer, NEW.move_id,
-    NEW.since_unix_ms, NEW.was_owned, NEW.tells"""
+    NEW.since_unix_ms, NEW.was_owned, NEW.tells, NEW.had_by"""
 _BROUGHT = "'brought', namespaces.name, {row}.hash, {value}"
 
 _OF_NAMESPACE = "namespaces WHERE namespaces.id = {row}.namespace_id"

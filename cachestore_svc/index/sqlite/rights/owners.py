@@ -4,7 +4,7 @@ from cachestore_svc.index.sqlite.blobs import find_namespace, make_namespace
 from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.ownership import HERE, Ownership, OwnerState
 
-_COLUMNS = "state, generation, peer, move_id, since_unix_ms, was_owned, tells"
+_COLUMNS = "state, generation, peer, move_id, since_unix_ms, was_owned, tells, had_by"
 
 
 def ownership_of(rows: Rows, namespace: str, agent_id: str) -> Ownership:
@@ -23,12 +23,13 @@ def set_ownership(rows: Rows, namespace: str, agent_id: str, known: Ownership) -
         return
     # An update, where there is a row: the journal's triggers see no REPLACE.
     rows.run(
-        f"""INSERT INTO owners (namespace_id, agent_name, {_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
+        f"""INSERT INTO owners (namespace_id, agent_name, {_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
             ON CONFLICT (namespace_id, agent_name) DO UPDATE SET state = excluded.state,
             generation = excluded.generation, peer = excluded.peer, move_id = excluded.move_id,
-            since_unix_ms = excluded.since_unix_ms, was_owned = excluded.was_owned, tells = excluded.tells""",  # noqa: S608
+            since_unix_ms = excluded.since_unix_ms, was_owned = excluded.was_owned, tells = excluded.tells,
+            had_by = excluded.had_by""",  # noqa: S608
         *(make_namespace(rows, namespace), agent_id, int(known.state), known.generation, known.peer, known.move_id),
-        *(known.since_unix_ms, int(known.was_owned), " ".join(known.tells)),
+        *(known.since_unix_ms, int(known.was_owned), " ".join(known.tells), " ".join(known.had_by)),
     )
 
 
@@ -51,9 +52,20 @@ def unfinished_moves(rows: Rows, namespace: str) -> list[tuple[str, Ownership]]:
     return [(str(agent_id), _ownership(tuple(columns))) for agent_id, *columns in found]
 
 
+def count_owners(rows: Rows, namespace: str, peer: str) -> tuple[int, int]:
+    """Facts that a peer has a part in, and agents that are on their way to it."""
+    found = rows.one(
+        """SELECT COUNT(*), COALESCE(SUM(state = ? AND peer = ?), 0) FROM owners
+            WHERE namespace_id = ? AND instr(' ' || had_by || ' ', ?)""",
+        *(int(OwnerState.MOVING), peer, find_namespace(rows, namespace), f" {peer} "),
+    )
+    assert found is not None
+    return int(found[0]), int(found[1])
+
+
 def _ownership(columns: tuple[object, ...]) -> Ownership:
-    state, generation, peer, move_id, since, was_owned, tells = columns
+    state, generation, peer, move_id, since, was_owned, tells, had_by = columns
     return Ownership(
         OwnerState(int(str(state))), int(str(generation)), str(peer), str(move_id), int(str(since)),
-        bool(was_owned), tuple(str(tells).split()),
+        bool(was_owned), tuple(str(tells).split()), tuple(str(had_by).split()),
     )  # fmt: skip
