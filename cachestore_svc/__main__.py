@@ -45,10 +45,12 @@ from cachestore_svc.edge.roles import (
 )
 from cachestore_svc.edge.service import CacheStoreService, add_to_server
 from cachestore_svc.index.catalog import HOUSE
+from cachestore_svc.moving.bringing import Bringing
 from cachestore_svc.moving.claim_polling import ClaimPolling
 from cachestore_svc.moving.handing_over import HandingOver
 from cachestore_svc.moving.moves import Moves
 from cachestore_svc.moving.outbound import BlobReader
+from cachestore_svc.moving.peer_limits import PeerLimits
 from cachestore_svc.moving.peers import Peers
 from cachestore_svc.moving.repairing import Repairs
 from cachestore_svc.moving.transfer import Transfers
@@ -142,7 +144,7 @@ async def serve(settings: StoreSettings) -> None:
     stop_page: Callable[[], None] | None = None
     try:
         repairs = Repairs(store, threads, peers, settings.stall_timeout_s)
-        services = _services(settings, store, threads, peers, repairs, edge.stopping)
+        services = make_services(settings, store, threads, peers, repairs, edge.stopping)
         edge.add(add_to_server, services.store)
         edge.add(cachestore_pb2_grpc.add_AgentServiceServicer_to_server, services.agents)
         edge.add(cachestore_pb2_grpc.add_MovingServiceServicer_to_server, services.moving)
@@ -186,7 +188,7 @@ async def serve(settings: StoreSettings) -> None:
 
 
 @dataclass(frozen=True)
-class _Services:
+class Services:
     store: CacheStoreService
     agents: AgentService
     moving: MovingService
@@ -194,16 +196,18 @@ class _Services:
     claims: ClaimPolling
 
 
-def _services(
+def make_services(
     settings: StoreSettings,
     store: Store,
     threads: StoreThreads,
     peers: Peers,
     repairs: Repairs,
     stopping: asyncio.Event,
-) -> _Services:
+) -> Services:
     reader = BlobReader(store, threads, SharedRoom(settings.read_buffer_bytes))
-    transfers = Transfers(store, threads, reader, peers, settings.stall_timeout_s)
+    limits = PeerLimits(time.monotonic)
+    bringing = Bringing(store, threads, peers, limits)
+    transfers = Transfers(store, threads, reader, peers, bringing, settings.stall_timeout_s)
     service = CacheStoreService(
         store,
         threads,
@@ -216,11 +220,12 @@ def _services(
         stall_timeout_s=settings.stall_timeout_s,
         stopping=stopping,
     )
-    handing_over = HandingOver(store, threads, peers, patience_s=settings.move_patience_s, steady=time.monotonic)
-    moves = Moves(store, threads, transfers.copies, peers, handing_over, secrets.token_hex)
+    patience_s = settings.move_patience_s
+    handing_over = HandingOver(store, threads, peers, limits, patience_s=patience_s, steady=time.monotonic)
+    moves = Moves(store, threads, transfers.copies, peers, handing_over, bringing, secrets.token_hex)
     agents = AgentService(store, threads, transfers, moves, stall_timeout_s=settings.stall_timeout_s)
     claims = ClaimPolling(store, threads, peers, handing_over, uptime_s)
-    return _Services(service, agents, MovingService(handing_over), moves, claims)
+    return Services(service, agents, MovingService(handing_over), moves, claims)
 
 
 def _page(store: Store, threads: StoreThreads, rpcs: RpcCounts, audit: Audit, reloading: Reloading) -> OperatorPage:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from kvasir.errors import FailedPrecondition, NotFound
+from kvasir.errors import FailedPrecondition, NotFound, ResourceExhausted
 from kvasir.formats.digest import Digest
 from kvasir.names import check_agent_id
 
@@ -19,7 +19,8 @@ from cachestore_svc.index.catalog import CatalogChange, CatalogView, Commit
 from cachestore_svc.index.refusals import head_moved
 from cachestore_svc.lease_store import LeaseStore
 from cachestore_svc.manifests import read_manifest
-from cachestore_svc.ownership import Ownership
+from cachestore_svc.ownership import Ownership, OwnerState
+from cachestore_svc.pairing.rights import MAX_FACTS, MAX_OPEN_MOVES, May, over_limit
 from cachestore_svc.records import (
     AgentRecord,
     AgentUpdated,
@@ -83,15 +84,28 @@ class OwnerStore(LeaseStore):
     # --- the source ---
 
     def offer(
-        self, namespace: str, agent_id: str, peer: str, move_id: str, generation: int
+        self,
+        namespace: str,
+        agent_id: str,
+        peer: str,
+        move_id: str,
+        generation: int,
+        may: May,
+        is_bounded: bool = True,
     ) -> tuple[AgentRecord, Ownership]:
         """Let nobody extend the agent from now on, until it is handed over to the peer or the move is undone; returns
-        the agent, which stays as it is. Raises NotFound, and FailedPrecondition (LEASE_HELD while an engine may extend
-        it: that one has been asked to let go when its turn is stored; AGENT_MOVED, AGENT_MOVING).
+        the agent, which stays as it is. `is_bounded`: the peer asks, and not this store's owner. Raises NotFound,
+        PermissionDenied as `may` does, ResourceExhausted (PEER_LIMIT, DISK_FULL), and FailedPrecondition (LEASE_HELD
+        while an engine may extend it: that one has been asked to let go when its turn is stored; AGENT_MOVED,
+        AGENT_MOVING).
         """
 
         def work(change: CatalogChange) -> tuple[AgentRecord, Ownership]:
             agent = change.get_agent(namespace, agent_id, self._core.config.retained_versions)
+            may(agent.ownership)
+            if is_bounded and agent.ownership.state is not OwnerState.MOVING:
+                facts, open_moves = change.count_owners(namespace, peer)
+                self._check_room_of(peer, facts + (peer not in agent.ownership.had_by), open_moves + 1)
             now = self._core.now_unix_ms()
             known = ownership.offered(agent_id, agent.ownership, peer, move_id, generation, now)
             if not agent.ownership.generation:
@@ -100,7 +114,7 @@ class OwnerStore(LeaseStore):
             self._set(change, namespace, agent_id, known)
             return agent, known
 
-        return self._changing_hands(namespace, agent_id, work, takes_back=False)
+        return self._changing_hands(namespace, agent_id, work, takes_back=False, frees_space=False)
 
     def hand_over(self, namespace: str, agent_id: str, peer: str, move_id: str, generation: int) -> Ownership:
         """The decision of a move: the agent is the peer's. Raises FailedPrecondition (MOVE_UNKNOWN)."""
@@ -113,6 +127,10 @@ class OwnerStore(LeaseStore):
     def undo_move(self, namespace: str, agent_id: str, peer: str, move_id: str) -> Ownership:
         """This store keeps the agent, if it has not handed it over."""
         return self._transition(namespace, agent_id, lambda known, now: ownership.undone(known, peer, move_id, now))
+
+    def take_back(self, namespace: str, agent_id: str) -> Ownership:
+        """This store's owner claims an agent that it has not handed over."""
+        return self._transition(namespace, agent_id, ownership.taken_back)
 
     # --- the destination ---
 
@@ -184,27 +202,31 @@ class OwnerStore(LeaseStore):
 
         return self._core.catalog.write(namespace, work)
 
-    def fence(self, namespace: str, agent_id: str, peer: str, generation: int) -> Ownership:
-        """A peer says that an owner of this generation is known to it. Raises FailedPrecondition (OWNER_NEWER when this
-        store knows a newer one; LEASE_HELD while an engine here may still extend the agent)."""
+    def fence(self, namespace: str, agent_id: str, peer: str, generation: int, may: May) -> Ownership:
+        """A peer says that an owner of this generation is known to it. Raises PermissionDenied as `may` does,
+        ResourceExhausted (DISK_FULL), FailedPrecondition (OWNER_NEWER when this store knows a newer one; LEASE_HELD
+        while an engine here may still extend the agent)."""
 
         def work(change: CatalogChange) -> Ownership:
             known = change.ownership_of(namespace, agent_id)
+            may(known)
+            self._check_disk()
             new = ownership.fenced(agent_id, known, peer, generation, self._core.now_unix_ms())
             self._set(change, namespace, agent_id, new)
             return new
 
-        return self._changing_hands(namespace, agent_id, work, takes_back=True)
+        return self._changing_hands(namespace, agent_id, work, takes_back=True, frees_space=False)
 
     def told(self, namespace: str, agent_id: str, peer: str, generation: int) -> Ownership:
         """A peer has heard of this generation."""
         return self._transition(namespace, agent_id, lambda known, _: ownership.told(known, peer, generation))
 
-    def yield_to(self, namespace: str, agent_id: str, peer: str, told: int, generation: int) -> Ownership:
-        """A peer, told of a generation, knows an owner of a newer one."""
+    def yield_to(self, namespace: str, agent_id: str, peer: str, told: int, generation: int, may: May) -> Ownership:
+        """A peer, told of a generation, knows an owner of a newer one. Raises PermissionDenied as `may` does."""
 
         def work(change: CatalogChange) -> Ownership:
             known, now = change.ownership_of(namespace, agent_id), self._core.now_unix_ms()
+            may(known)
             new = ownership.yielded(known, peer, told, generation, now)
             self._set(change, namespace, agent_id, new)
             return new
@@ -264,12 +286,32 @@ class OwnerStore(LeaseStore):
         return self._core.catalog.write(namespace, work, frees_space=True)
 
     def _changing_hands(
-        self, namespace: str, agent_id: str, work: Callable[[CatalogChange], _Answer], *, takes_back: bool
+        self,
+        namespace: str,
+        agent_id: str,
+        work: Callable[[CatalogChange], _Answer],
+        *,
+        takes_back: bool,
+        frees_space: bool = True,
     ) -> _Answer:
         """As `_taking_back`; but where the memory is not taken back, an engine may first store its turn."""
         self._core.check_open(namespace)
         check_agent_id(agent_id)
-        return self._taking_back(LineQuery(namespace, agent_id), work, frees_space=True, at_once=takes_back)
+        return self._taking_back(LineQuery(namespace, agent_id), work, frees_space=frees_space, at_once=takes_back)
+
+    def _check_room_of(self, peer: str, facts: int, open_moves: int) -> None:
+        """Raises ResourceExhausted: PEER_LIMIT, DISK_FULL."""
+        if facts > MAX_FACTS:
+            raise over_limit(peer, "facts about owners")
+        if open_moves > MAX_OPEN_MOVES:
+            raise over_limit(peer, "open moves")
+        self._check_disk()
+
+    def _check_disk(self) -> None:
+        """A peer's word is written beside what must stay free. Raises ResourceExhausted (DISK_FULL)."""
+        if self._core.space.is_disk_full:
+            text = "disk: no room for a peer's word beside what must stay free"
+            raise ResourceExhausted(text, reason="DISK_FULL", retry_after_s=60)
 
     def _set(self, change: CatalogChange, namespace: str, agent_id: str, known: Ownership) -> None:
         if known != change.ownership_of(namespace, agent_id):

@@ -387,7 +387,7 @@ ROOMS = {
         "commands": "store edge pairing recovery sealing records config",
         "edge": "store moving pairing index threads config records ownership",
         "moving": "store owner_store pairing index threads records ownership",
-        "pairing": "config",
+        "pairing": "config ownership",
         "upkeep": "recovery core index blobs journal manifests records",
         "recovery": "core index blobs journal manifests records ownership sealing",
         "index": "journal blobs manifests records ownership limits sealing",

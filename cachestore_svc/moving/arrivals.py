@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvasir.clients import AioStoreClient
-from kvasir.errors import AlreadyExists, FailedPrecondition, KvasirError, NotFound, Unavailable
+from kvasir.errors import AlreadyExists, FailedPrecondition, KvasirError, NotFound, ResourceExhausted, Unavailable
 from kvasir.formats.digest import Digest
 from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 
 from cachestore_svc import ownership
+from cachestore_svc.moving.bringing import Bringing
 from cachestore_svc.moving.copying import LineCopies, LineOrder, Offered, Progress, came_from
 from cachestore_svc.moving.lease_waiting import once_free
 from cachestore_svc.moving.peers import errors_of_peer
@@ -35,6 +36,8 @@ _UNDERSTOOD = {
     "NOT_AN_ANCESTOR",
     "LEASE_HELD",
     "PEER_CONFIGURATION",
+    "PEER_LIMIT",
+    "PEER_MAY_NOT",
 }
 
 
@@ -45,7 +48,7 @@ def answers_of_peer(name: str) -> Iterator[None]:
         with errors_of_peer(name):
             try:
                 yield
-            except (FailedPrecondition, AlreadyExists, Unavailable) as error:
+            except (FailedPrecondition, AlreadyExists, ResourceExhausted, Unavailable) as error:
                 if error.reason in _UNDERSTOOD:
                     raise _UnderstoodError(error) from None
                 raise
@@ -91,6 +94,7 @@ class Arrival:
         move_id: str,
         room: AsyncExitStack,
         giver: Sequence[str],
+        bringing: Bringing,
     ) -> None:
         """`known`: what this store knows of the agent's owner, which nobody else changes now. `room` has what the lists
         of blobs take. `giver`: the peer's names, the earlier ones too."""
@@ -103,6 +107,7 @@ class Arrival:
         self._move_id = move_id
         self._room = room
         self._giver = giver
+        self._bringing = bringing
         self._heads: dict[str, SnapshotVersion] = {}
         self._labels: Mapping[str, str] = {}
         self._offered: dict[str, Offered] = {}
@@ -185,6 +190,11 @@ class Arrival:
         self._named += offered.everything
         async with aclosing(self._copies.fetch(self._remote, wanted, offered.digests)) as steps:
             async for progress in steps:
+                if order.is_given and line.kv_identity_hash not in self._progress:
+                    so_far = _sum([*self._progress.values(), progress])
+                    await self._bringing.check_room(
+                        order.namespace, order.peer, order.agent_id, offered.manifest, so_far
+                    )
                 self._progress[line.kv_identity_hash] = progress
                 yield None
         self._offered[line.kv_identity_hash] = offered

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 from kvasir.clients import AioStoreClient
-from kvasir.errors import DataLoss, FailedPrecondition, KvasirError, NotFound, Unavailable
+from kvasir.errors import DataLoss, FailedPrecondition, KvasirError, NotFound, PermissionDenied, Unavailable
 
 from cachestore_svc import ownership
 from cachestore_svc.index.catalog import HOUSE
@@ -17,6 +17,7 @@ from cachestore_svc.moving.arrivals import answers_of_peer
 from cachestore_svc.moving.handing_over import HandingOver
 from cachestore_svc.moving.peers import Peers
 from cachestore_svc.ownership import Ownership, OwnerState
+from cachestore_svc.pairing.rights import Verb
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
 
@@ -82,6 +83,8 @@ class ClaimPolling:
         try:
             async with self._peers.connect(peer, namespace) as remote:
                 for agent_id, known in owned:
+                    if not self._may_claim(namespace, peer, agent_id, known):
+                        continue
                     try:
                         claims[agent_id] = await self._claimed_there(remote, peer, namespace, agent_id, known)
                     except (FailedPrecondition, DataLoss) as error:  # may be about this agent alone
@@ -95,6 +98,13 @@ class ClaimPolling:
             self._unsure.add(asked)
         # Beside each other: each may wait for the end of a turn.
         await asyncio.gather(*(self._fence(asked, *claim) for claim in claims.items() if claim[1]))
+
+    def _may_claim(self, namespace: str, peer: str, agent_id: str, known: Ownership) -> bool:
+        try:
+            self._peers.may(Verb.FENCE, namespace, peer, agent_id)(known)
+        except PermissionDenied:
+            return False
+        return True
 
     async def _claimed_there(
         self, remote: AioStoreClient, peer: str, namespace: str, agent_id: str, known: Ownership

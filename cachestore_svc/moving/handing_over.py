@@ -1,71 +1,120 @@
 """The source's side of moves: an agent is offered, kept unchanged while its destination reports, and handed over.
 
 Whether it is handed over is decided here and nowhere else, so this store may undo a move at any time before that. It
-does so when the destination has been silent for too long. The time is counted on a monotonic clock from when this
-process first heard of the move; a restart counts from 0.
+does so when the destination has been silent for too long, or asks on and comes to no end. The time is counted on a
+monotonic clock from when this process first heard of the move; a restart counts from 0.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
 
 from kvasir.errors import FailedPrecondition
 
 from cachestore_svc.moving.lease_waiting import once_free
+from cachestore_svc.moving.peer_limits import PeerLimits
 from cachestore_svc.moving.peers import Peers
 from cachestore_svc.ownership import Ownership, OwnerState
+from cachestore_svc.pairing.rights import Verb
 from cachestore_svc.records import AgentRecord
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
 
 _Move = tuple[str, str, str]  # namespace, agent, move id
+_Agent = tuple[str, str, str]  # namespace, agent, peer
+_SLOWEST_BYTES_PER_S = 1 << 20
 
 
 class HandingOver:
     """What peers may ask of one store's agents. On one event loop."""
 
     def __init__(
-        self, store: Store, threads: StoreThreads, peers: Peers, *, patience_s: float, steady: Callable[[], float]
+        self,
+        store: Store,
+        threads: StoreThreads,
+        peers: Peers,
+        limits: PeerLimits,
+        *,
+        patience_s: float,
+        steady: Callable[[], float],
     ) -> None:
-        """`patience_s`: a destination that is silent for longer loses its move. `steady` gives seconds, monotonic."""
+        """`patience_s`: a destination that is silent for longer loses its move; ten times as long, and the time that
+        the agent's bytes take at a mebibyte a second, is all that a move may last. `steady` gives seconds, monotonic.
+        """
         self._store = store
         self._threads = threads
         self._peers = peers
+        self._limits = limits
         self._patience_s = patience_s
         self._steady = steady
         self._heard: dict[_Move, float] = {}
+        self._sizes: dict[_Agent, int] = {}
+        self._ordered: Counter[_Agent] = Counter()
+
+    @contextlib.contextmanager
+    def ordered(self, namespace: str, agent_id: str, peer: str) -> Iterator[None]:
+        """Meanwhile the peer may take this agent: this store's owner gives it."""
+        agent = namespace, agent_id, peer
+        self._ordered[agent] += 1
+        try:
+            yield
+        finally:
+            self._ordered[agent] -= 1
+            if not self._ordered[agent]:
+                del self._ordered[agent]
 
     async def offer(
         self, namespace: str, agent_id: str, peer: str, move_id: str, generation: int, left_s: float | None
     ) -> tuple[AgentRecord, Ownership]:
-        """See Store.offer. Waits for an engine's lease. A peer that knows of a newer owner is believed first. Raises
-        FailedPrecondition (PEER_CONFIGURATION) for one that this store does not know."""
+        """See Store.offer. Waits for an engine's lease. A peer that knows of a newer owner is believed first, if it may
+        say so. Raises FailedPrecondition (PEER_CONFIGURATION) for one that this store does not know, PermissionDenied
+        (PEER_MAY_NOT), ResourceExhausted (PEER_LIMIT)."""
         self._check_known(namespace, peer)
+        agent = namespace, agent_id, peer
+        known = await self._threads.run(namespace, self._store.ownership, namespace, agent_id)
+        is_ordered, is_new = agent in self._ordered, known.state is not OwnerState.MOVING
+        may = self._peers.may(Verb.OFFER, namespace, peer, agent_id, is_ordered=is_ordered)
+        may(known)
+        self._limits.word(peer)
+        if is_new and not is_ordered:
+            self._limits.check_try(agent)
 
         async def ask() -> tuple[AgentRecord, Ownership]:
-            return await self._threads.run(namespace, self._store.offer, namespace, agent_id, peer, move_id, generation)
+            offer = self._store.offer
+            return await self._threads.run(
+                namespace, offer, namespace, agent_id, peer, move_id, generation, may, not is_ordered
+            )
 
-        known = await self._threads.run(namespace, self._store.ownership, namespace, agent_id)
         if generation > known.generation:
             await self.fence(namespace, agent_id, peer, generation, left_s)
-        agent, known = await once_free(ask, left_s)
-        self._heard[namespace, agent_id, move_id] = self._steady()
-        return agent, known
+        record, known = await once_free(ask, left_s)
+        if known.state is OwnerState.MOVING:
+            self._limits.began(agent)
+            self._heard[namespace, agent_id, move_id] = self._steady()
+            self._sizes[agent] = sum(line.total_bytes for line in record.lines)
+        return record, known
 
     async def hand_over(self, namespace: str, agent_id: str, peer: str, move_id: str, generation: int) -> None:
-        """See Store.hand_over."""
+        """See Store.hand_over. Raises ResourceExhausted (PEER_LIMIT)."""
+        self._limits.word(peer)
         await self._threads.run(namespace, self._store.hand_over, namespace, agent_id, peer, move_id, generation)
-        self._heard.pop((namespace, agent_id, move_id), None)
+        self._forget((namespace, agent_id, peer), move_id)
+        self._limits.ended((namespace, agent_id, peer))
 
     async def undo(self, namespace: str, agent_id: str, peer: str, move_id: str) -> None:
-        """See Store.undo_move."""
-        await self._threads.run(namespace, self._store.undo_move, namespace, agent_id, peer, move_id)
-        self._heard.pop((namespace, agent_id, move_id), None)
+        """See Store.undo_move. Raises ResourceExhausted (PEER_LIMIT)."""
+        self._limits.word(peer)
+        await self._undo(namespace, agent_id, peer, move_id)
 
     async def fence(self, namespace: str, agent_id: str, peer: str, generation: int, left_s: float | None) -> None:
-        """See Store.fence. Waits for an engine's lease. Raises FailedPrecondition (PEER_CONFIGURATION)."""
+        """See Store.fence. Waits for an engine's lease. Raises FailedPrecondition (PEER_CONFIGURATION),
+        PermissionDenied (PEER_MAY_NOT), ResourceExhausted (PEER_LIMIT)."""
         self._check_known(namespace, peer)
+        may = self._peers.may(Verb.FENCE, namespace, peer, agent_id)
+        self._limits.word(peer)
 
         async def tell() -> Ownership:
-            return await self._threads.run(namespace, self._store.fence, namespace, agent_id, peer, generation)
+            return await self._threads.run(namespace, self._store.fence, namespace, agent_id, peer, generation, may)
 
         await once_free(tell, left_s)
 
@@ -80,9 +129,24 @@ class HandingOver:
             )
 
     async def undo_if_silent(self, namespace: str, agent_id: str, known: Ownership) -> None:
-        """Undo a move whose destination has not been heard of for too long. One to nobody waits for a claim."""
+        """Undo a move whose destination has not been heard of for too long, or only asks on and does not end it. One to
+        nobody waits for a claim."""
         if known.state is not OwnerState.MOVING or not known.peer:
             return
+        agent = namespace, agent_id, known.peer
         heard = self._heard.setdefault((namespace, agent_id, known.move_id), self._steady())
-        if self._steady() - heard >= self._patience_s:
-            await self.undo(namespace, agent_id, known.peer, known.move_id)
+        self._limits.began(agent)
+        longest_s = 10 * self._patience_s + self._sizes.get(agent, 0) / _SLOWEST_BYTES_PER_S
+        if self._steady() - heard >= self._patience_s or self._limits.lasts_s(agent) >= longest_s:
+            await self._undo(namespace, agent_id, known.peer, known.move_id)
+
+    async def _undo(self, namespace: str, agent_id: str, peer: str, move_id: str) -> None:
+        undo = self._store.undo_move
+        known = await self._threads.run(namespace, undo, namespace, agent_id, peer, move_id)
+        if known.state is not OwnerState.MOVING:
+            self._forget((namespace, agent_id, peer), move_id)
+            self._limits.failed((namespace, agent_id, peer))
+
+    def _forget(self, agent: _Agent, move_id: str) -> None:
+        self._heard.pop((*agent[:2], move_id), None)
+        self._sizes.pop(agent, None)

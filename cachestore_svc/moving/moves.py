@@ -16,16 +16,18 @@ from typing import Any
 
 import structlog
 from kvasir.clients import AioStoreClient
-from kvasir.errors import FailedPrecondition, KvasirError, NotFound, Unavailable
+from kvasir.errors import FailedPrecondition, KvasirError, NotFound, PermissionDenied, Unavailable
 
 from cachestore_svc import ownership
 from cachestore_svc.index.catalog import HOUSE
 from cachestore_svc.moving.arrivals import Arrival, MoveOrder, Waiting, answers_of_peer
+from cachestore_svc.moving.bringing import Bringing
 from cachestore_svc.moving.copying import LineCopies, Progress
 from cachestore_svc.moving.handing_over import HandingOver
 from cachestore_svc.moving.lease_waiting import once_free
 from cachestore_svc.moving.peers import Peers, errors_of_peer
 from cachestore_svc.ownership import Ownership, OwnerState
+from cachestore_svc.pairing.rights import Verb
 from cachestore_svc.records import AgentRecord
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
@@ -47,6 +49,7 @@ class Moves:
         copies: LineCopies,
         peers: Peers,
         handing_over: HandingOver,
+        bringing: Bringing,
         token_hex: Callable[[int], str],
     ) -> None:
         self._store = store
@@ -54,6 +57,7 @@ class Moves:
         self._copies = copies
         self._peers = peers
         self._handing_over = handing_over
+        self._bringing = bringing
         self._token_hex = token_hex
         self._locks: dict[tuple[str, str], asyncio.Lock] = {}
         self._wanted: Counter[tuple[str, str]] = Counter()
@@ -68,15 +72,16 @@ class Moves:
         namespace, agent_id = order.namespace, order.agent_id
         async with self._one_at_a_time(namespace, agent_id), self._peers.connect(order.peer, namespace) as remote:
             known = await self._finished(namespace, agent_id)
+            if order.is_given:
+                self._bringing.check(Verb.MOVE, namespace, order.peer, agent_id, known)
             if known.state is OwnerState.MOVING:
                 ownership.check_writable(agent_id, known)
             if not (known.is_owned and known.move_id and await self._has_left(remote, order, known)):
                 move_id = self._token_hex(_MOVE_ID_BYTES)
                 async with AsyncExitStack() as room:
                     names = self._peers.all_names(order.peer)
-                    arrival = Arrival(
-                        self._store, self._threads, self._copies, remote, order, known, move_id, room, names
-                    )
+                    parts = self._store, self._threads, self._copies, remote
+                    arrival = Arrival(*parts, order, known, move_id, room, names, self._bringing)
                     async with aclosing(arrival.steps()) as steps:
                         async for step in steps:
                             yield step
@@ -91,7 +96,8 @@ class Moves:
     async def there(self, namespace: str, peer: str, agent_id: str, *, is_dry_run: bool) -> AsyncGenerator[Any, None]:
         """Give an agent to a peer: it takes it, and its responses are passed on."""
         async with self._peers.connect(peer, namespace) as remote:
-            with answers_of_peer(peer):
+            name = self._peers.settings(peer, namespace).name
+            with answers_of_peer(peer), self._handing_over.ordered(namespace, agent_id, name):
                 async with aclosing(remote.moving_agent(agent_id, dry_run=is_dry_run)) as responses:
                     async for response in responses:
                         yield response
@@ -114,13 +120,10 @@ class Moves:
         known = await self._known(namespace, agent_id)
         if force or known.waits_for_claim:
             return await self._claimed(namespace, agent_id, known, force=force)
-        if known.state is OwnerState.MOVING:
-            known = await self._threads.run(
-                namespace, self._store.undo_move, namespace, agent_id, known.peer, known.move_id
-            )
-        elif known.state is OwnerState.ARRIVING:
+        if known.state is OwnerState.ARRIVING:
             async with self._one_at_a_time(namespace, agent_id):
-                known = await self._finished(namespace, agent_id)
+                await self._finished(namespace, agent_id)
+        known = await self._threads.run(namespace, self._store.take_back, namespace, agent_id)
         ownership.check_writable(agent_id, known)
         return known
 
@@ -175,7 +178,10 @@ class Moves:
             problem = f"agent {agent_id!r} is on its way at peer {peer}: wait for its end there; {gone}"
             raise FailedPrecondition(problem, reason="AGENT_MOVING", metadata={"agent_id": agent_id, "owner": peer})
         told, yield_to = known.generation, self._store.yield_to
-        known = await self._threads.run(namespace, yield_to, namespace, agent_id, peer, told, there.generation)
+        # Asked by this store's owner, who cannot know better.
+        known = await self._threads.run(
+            namespace, yield_to, namespace, agent_id, peer, told, there.generation, lambda _: None
+        )
         ownership.check_writable(agent_id, known)
 
     # --- what a crash, a cut, or another name left ---
@@ -292,17 +298,33 @@ class Moves:
                 with answers_of_peer(peer):
                     await remote.fence_agent(agent_id, generation, timeout_s=_ANSWER_S)
             except FailedPrecondition as error:
-                if error.reason != "OWNER_NEWER":
-                    raise
-                newer = int(error.metadata.get("generation", "0"))
-
-                async def give_way() -> Ownership:
-                    yield_to = self._store.yield_to
-                    return await self._threads.run(namespace, yield_to, namespace, agent_id, peer, generation, newer)
-
-                await once_free(give_way, None)
-                return
+                if error.reason == "PEER_MAY_NOT":
+                    _LOG.warning("claim.not_believed", peer=peer)  # what it has is its own, until its owner lets it go
+                elif await self._gave_way(namespace, agent_id, peer, generation, error):
+                    return
         await self._threads.run(namespace, self._store.told, namespace, agent_id, peer, generation)
+
+    async def _gave_way(
+        self, namespace: str, agent_id: str, peer: str, generation: int, refused: FailedPrecondition
+    ) -> bool:
+        """Whether a peer, told of a claim, knows a newer owner and may say so. Raises `refused` for all else."""
+        if refused.reason != "OWNER_NEWER":
+            raise refused
+        newer, may = (
+            int(refused.metadata.get("generation", "0")),
+            self._peers.may(Verb.FENCE, namespace, peer, agent_id),
+        )
+
+        async def give_way() -> Ownership:
+            yield_to = self._store.yield_to
+            return await self._threads.run(namespace, yield_to, namespace, agent_id, peer, generation, newer, may)
+
+        try:
+            await once_free(give_way, None)
+        except PermissionDenied:
+            _LOG.warning("claim.contradicted", peer=peer)
+            return False
+        return True
 
     async def _knows_of_moves(self, remote: AioStoreClient, namespace: str, agent_id: str, peer: str) -> bool:
         """False of a peer whose agent of this name never changed hands, or moved first by another move: that is another

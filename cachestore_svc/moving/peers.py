@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from kvasir.clients import AioStoreClient
 from kvasir.credentials import PEER, CredentialFileError, Principal
@@ -24,6 +25,7 @@ from kvasir.errors import (
 
 from cachestore_svc.pairing.identity import pin_of_pem
 from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings
+from cachestore_svc.pairing.rights import May, Said, Verb, check
 
 _ROUND_TRIP_S = 10.0
 # What a paired peer's calls are counted and logged under. No credential of the credential file has such a name.
@@ -70,6 +72,20 @@ class Peers:
         """A peer's name and its earlier ones, which stand in what was written while it had them."""
         return [name, *(old for old, today in self.renamed().items() if today == name)]
 
+    def may(self, verb: Verb, namespace: str, name: str, agent_id: str, *, is_ordered: bool = False) -> May:
+        """The check of what a peer says of an agent. `is_ordered`: this store's owner asked for it. Raises NotFound
+        (PEER_UNKNOWN)."""
+        names = self.all_names(self.renamed().get(name, name))
+        given = self.settings(name, namespace).given(namespace)
+        return partial(check, Said(verb, agent_id, names, given, is_ordered))
+
+    def settings(self, name: str, namespace: str) -> PeerSettings:
+        """The peer's entry. Raises NotFound (PEER_UNKNOWN), also where it is none of this namespace."""
+        peer = self._book.peers.get(self.renamed().get(name, name))
+        if peer is None or not peer.serves(namespace):
+            raise _unknown(name, f"no peer {name!r} in this store's configuration")
+        return peer
+
     async def hang_up(self) -> int:
         """End what runs with peers that the book has no more, or no more for its namespace; returns how much."""
         over = [link for link in self._links if not link.is_over and not self._has(link)]
@@ -85,9 +101,7 @@ class Peers:
         Raises NotFound (PEER_UNKNOWN; also in the middle, when the peer is removed), FailedPrecondition
         (PEER_CONFIGURATION: token, certificate, no address).
         """
-        peer = self._book.peers.get(self.renamed().get(name, name))
-        if peer is None or not peer.serves(namespace):
-            raise _unknown(name, f"no peer {name!r} in this store's configuration")
+        peer = self.settings(name, namespace)
         link = _Link(peer, namespace, self._client(peer, namespace))
         self._links.add(link)
         task = asyncio.current_task()
@@ -164,7 +178,10 @@ def _unknown(name: str, words: str) -> NotFound:
 
 
 def _keeps_all(before: PeerSettings, after: PeerSettings) -> bool:
-    return before.certificate == after.certificate and set(before.namespaces) <= set(after.namespaces)
+    if before.certificate != after.certificate or not set(before.namespaces) <= set(after.namespaces):
+        return False
+    given = [(before.given(each), after.given(each)) for each in before.namespaces]
+    return all(old.gives <= new.gives and old.takes <= new.takes for old, new in given)
 
 
 def peer_name(caller: Principal) -> str | None:
@@ -186,7 +203,8 @@ def errors_of_peer(name: str) -> Iterator[None]:
     except (NotFound, DataLoss) as error:
         raise type(error)(f"peer {name}: {error.message}", reason=error.reason, metadata=error.metadata) from None
     except (Unauthenticated, PermissionDenied) as error:
-        raise FailedPrecondition(f"peer {name} refused us: {error.message}", reason="PEER_REFUSED") from None
+        reason = "PEER_MAY_NOT" if error.reason == "PEER_MAY_NOT" else "PEER_REFUSED"
+        raise FailedPrecondition(f"peer {name} refused us: {error.message}", reason=reason) from None
     except (Unavailable, DeadlineExceeded) as error:
         raise Unavailable(f"peer {name}: {error.message}", reason="PEER_UNAVAILABLE", retry_after_s=5) from None
     except InvalidArgument as error:  # this store has checked what it sends

@@ -17,6 +17,7 @@ from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.digest import Digest
 from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 
+from cachestore_svc.moving.bringing import Bringing
 from cachestore_svc.moving.copying import LineCopies, LineOrder, Progress, came_from
 from cachestore_svc.moving.inbound import BlobIntake
 from cachestore_svc.moving.lease_waiting import once_free
@@ -24,6 +25,7 @@ from cachestore_svc.moving.manifest_room import ManifestRoom
 from cachestore_svc.moving.outbound import BlobReader, BlobSource
 from cachestore_svc.moving.peers import Peers, errors_of_peer
 from cachestore_svc.ownership import OwnerState, are_two, check_takes_copy, owned_here
+from cachestore_svc.pairing.rights import Verb
 from cachestore_svc.records import BlobKind, Origin, SnapshotVersion
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
@@ -65,12 +67,19 @@ class Transfers:
     """Moves agents in and out of one store."""
 
     def __init__(
-        self, store: Store, threads: StoreThreads, reader: BlobReader, peers: Peers, stall_timeout_s: float
+        self,
+        store: Store,
+        threads: StoreThreads,
+        reader: BlobReader,
+        peers: Peers,
+        bringing: Bringing,
+        stall_timeout_s: float,
     ) -> None:
         self._store = store
         self._threads = threads
         self._reader = reader
         self._peers = peers
+        self._bringing = bringing
         self.manifests = ManifestRoom()
         self.copies = LineCopies(store, threads, self.manifests, stall_timeout_s)
 
@@ -81,7 +90,8 @@ class Transfers:
 
         Yields progress, and last the version here; a dry run yields the first progress. Raises NotFound, AlreadyExists
         (also where the copy here is of another agent of that name), FailedPrecondition (AGENT_MOVED: the line there is
-        an older copy, or the one here is another store's), Unavailable, DataLoss.
+        an older copy, or the one here is another store's), Unavailable, DataLoss; of one that a peer gives also
+        PermissionDenied (PEER_MAY_NOT), ResourceExhausted (PEER_LIMIT).
         """
         line = LineOrder(order.namespace, order.peer, order.agent_id, order.kv_identity_hash)
         async with self._peers.connect(order.peer, order.namespace) as remote, AsyncExitStack() as room:
@@ -89,6 +99,8 @@ class Transfers:
             here = await self._threads.run(
                 order.namespace, self._store.ownership, order.namespace, order.local_agent_id
             )
+            if order.is_given:
+                self._bringing.check(Verb.COPY, order.namespace, order.peer, order.local_agent_id, here)
             is_copy = here.state is OwnerState.MOVED and (here.peer == order.peer or not order.is_given)
             is_renewed = is_copy and order.local_agent_id == order.agent_id
             if is_renewed and are_two(await self._labels(order.namespace, order.agent_id), there.labels):
@@ -113,7 +125,13 @@ class Transfers:
                 await self.copies.check_ancestor(remote, line, newest)
             kept = self.copies.kept(order.namespace, offered.everything)
             async with kept, aclosing(self.copies.fetch(remote, line, offered.digests)) as steps:
+                is_first = True
                 async for progress in steps:
+                    if order.is_given and is_first:
+                        await self._bringing.check_room(
+                            order.namespace, order.peer, order.local_agent_id, offered.manifest, progress
+                        )
+                    is_first = False
                     yield progress
                     if order.is_dry_run:
                         return

@@ -21,10 +21,11 @@ from kvasir.clients import PinnedTls, Tls
 from kvasir.credentials import CredentialFileError, read_token, replace_private_text
 from kvasir.errors import InvalidArgument
 from kvasir.names import check_namespace
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from cachestore_svc.config import ConfigError, in_words
 from cachestore_svc.pairing.identity import SERVER_NAME, Certificate, Identity, identity_file, read_identity
+from cachestore_svc.pairing.rights import Given, Gives, Takes, read_rights, write_rights
 
 _HEAD = "# Written by `kvasir pair` and `kvasir peers`, which keep no comments. Only its owner may write it.\n"
 MAX_PEERS = 64
@@ -52,6 +53,14 @@ class PeerSettings(BaseModel):
     """A paired peer's certificate (base64 of DER): who shows its key is this peer, and nothing else is."""
     namespaces: tuple[str, ...] = ()
     """Of a paired peer: what it may read here, and who may name it here."""
+    gives: tuple[str, ...] = ()
+    """NAMESPACE=RIGHT of `rights.Gives`: what it may do with the agents of a namespace. Left out: read."""
+    takes: tuple[str, ...] = ()
+    """NAMESPACE=RIGHT of `rights.Takes`: what it may bring of its own accord. Left out: nothing."""
+    max_agents: Annotated[int, Field(ge=0)] = 1000
+    """Agents of a namespace that it brought and nobody here has extended; more are refused."""
+    max_bytes: Annotated[int, Field(ge=0)] = 64 << 30
+    """Their bytes, and what it may send in an hour."""
     paired_at: str = ""
     """When, in UTC."""
     formerly: tuple[str, ...] = ()
@@ -62,6 +71,14 @@ class PeerSettings(BaseModel):
     def _are_namespaces(cls, given: tuple[str, ...]) -> tuple[str, ...]:
         try:
             return tuple(check_namespace(namespace) for namespace in given)
+        except InvalidArgument as error:
+            raise ValueError(error.message) from None
+
+    @field_validator("gives", "takes")
+    @classmethod
+    def _are_rights(cls, given: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        try:
+            return write_rights(read_rights(given, Gives if info.field_name == "gives" else Takes))
         except InvalidArgument as error:
             raise ValueError(error.message) from None
 
@@ -89,6 +106,14 @@ class PeerSettings(BaseModel):
     def serves(self, namespace: str) -> bool:
         """Whether callers of this namespace may name it. One that was written by hand serves all."""
         return not self.is_paired or namespace in self.namespaces
+
+    def given(self, namespace: str) -> Given:
+        """Its rights in a namespace."""
+        gives, takes = read_rights(self.gives, Gives), read_rights(self.takes, Takes)
+        return Given(
+            Gives[gives.get(namespace, "read").upper()],
+            Takes[takes.get(namespace, "nothing").upper()],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,5 +254,5 @@ def _text(book: PeerBook) -> str:
 
 
 def _toml(value: object) -> str:
-    """A string or a list of strings: JSON's are TOML's, but for DEL."""
+    """A string, a number or a list of strings: JSON's are TOML's, but for DEL."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

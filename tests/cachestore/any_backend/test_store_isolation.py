@@ -10,7 +10,7 @@ from kvasir.formats.block_hash import kv_identity_hash
 from cachestore_svc.owner_store import ArrivingAgent
 from cachestore_svc.records import BlobKind, HeldLease, Origin
 from cachestore_svc.store import NewBlob, Store
-from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, publish, upload, write
+from tests.cachestore.core.lab import NS, Lab, anybody, assert_restores, damaged, publish, upload, write
 from tests.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot
 
 KV = kv_identity_hash(SMALL)
@@ -79,7 +79,7 @@ PROBES: dict[str, Callable[[Store, SyntheticSnapshot], object]] = {
     "count_repair": lambda s, c: s.count_repair(NS),
     "ownership": lambda s, c: s.ownership(NS, "secret").generation == 0 or pytest.fail("their owner was seen"),
     "claim": lambda s, c: not_found(lambda: s.claim(NS, "secret", 1)),
-    "offer": lambda s, c: not_found(lambda: s.offer(NS, "secret", "peer", "move", 0)),
+    "offer": lambda s, c: not_found(lambda: s.offer(NS, "secret", "peer", "move", 0, anybody)),
     "hand_over": lambda s, c: not_under_way(lambda: s.hand_over(NS, "secret", "peer", "move", 1)),
     "arrive": lambda s, c: not_under_way(lambda: s.arrive(NS, "secret", "move")),
     "receive": lambda s, c: not_found(
@@ -87,10 +87,11 @@ PROBES: dict[str, Callable[[Store, SyntheticSnapshot], object]] = {
     ),
     "did_not_arrive": lambda s, c: s.did_not_arrive(NS, "secret", "move"),
     "undo_move": lambda s, c: s.undo_move(NS, "secret", "peer", "move"),
-    "fence": lambda s, c: s.fence(NS, "secret", "peer", 3),
+    "take_back": lambda s, c: s.take_back(NS, "secret").is_owned or pytest.fail("their owner was seen"),
+    "fence": lambda s, c: s.fence(NS, "secret", "peer", 3, anybody),
     "told": lambda s, c: s.told(NS, "secret", "peer", 3),
     "is_sealed": lambda s, c: s.is_sealed(NS),
-    "yield_to": lambda s, c: s.yield_to(NS, "secret", "peer", 0, 3),
+    "yield_to": lambda s, c: s.yield_to(NS, "secret", "peer", 0, 3, anybody),
     "stats": lambda s, c: (s.stats(NS).blob_count, s.stats(NS).counters) == (0, {}) or pytest.fail("counted"),
 }
 # These are of the whole store: no namespace asks them.

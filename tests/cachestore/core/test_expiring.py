@@ -15,7 +15,7 @@ from kvasir.formats.block_hash import kv_identity_hash
 from cachestore_svc.records import AgentDeleted, EventCursor
 from cachestore_svc.store import Store
 from cachestore_svc.upkeep.passed_time import ClockReading
-from tests.cachestore.core.lab import NS, Lab, publish
+from tests.cachestore.core.lab import NS, Lab, anybody, publish
 from tests.synthetic import SMALL, SyntheticAgent
 
 HOUR, DAY = 3600.0, 86_400.0
@@ -116,7 +116,7 @@ def test_an_agent_on_its_way_to_another_store_stays(machine: Machine) -> None:
     with machine.lab.open(default_expires_after_s=HOUR) as store:
         publish(store, "ada", TURN, 0)
         machine.sweep(store)
-        store.offer(NS, "ada", "studio", "m" * 16, 0)
+        store.offer(NS, "ada", "studio", "m" * 16, 0, anybody)
         assert machine.sweep(store, 2 * HOUR) == ["ada"]
         store.undo_move(NS, "ada", "studio", "m" * 16)
         assert machine.sweep(store) == []

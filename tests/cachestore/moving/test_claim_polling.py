@@ -11,12 +11,13 @@ from structlog.testing import capture_logs
 
 from cachestore_svc.moving.claim_polling import ClaimPolling
 from cachestore_svc.moving.handing_over import HandingOver
+from cachestore_svc.moving.peer_limits import PeerLimits
 from cachestore_svc.moving.peers import Peers
 from cachestore_svc.ownership import OwnerState
 from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
-from tests.cachestore.core.lab import NS, Lab
+from tests.cachestore.core.lab import NS, Lab, anybody
 from tests.cachestore.core.lab import publish as publish_in
 from tests.cachestore.moving.test_keeping import TURN
 from tests.cachestore.service.running import publish, store_home
@@ -33,7 +34,7 @@ def peer(root: Path) -> Iterator[tuple[str, StoreClient]]:
 def owned_by_both(store: Store, there: StoreClient, name: str) -> None:
     """An agent that came back here from a move, and an older copy of it there."""
     publish_in(store, name, TURN, 0)
-    store.offer(NS, name, "there", "ab" * 8, 0)
+    store.offer(NS, name, "there", "ab" * 8, 0, anybody)
     store.undo_move(NS, name, "there", "ab" * 8)
     publish(there, name, TURN, 0)
 
@@ -47,8 +48,9 @@ async def polled(
 ) -> None:
     """Ask every 0.2 s. Each step is done, and what it leads to is waited for."""
     threads = StoreThreads()
-    peers = Peers(lambda: PeerBook({name: PeerSettings(name=name, address=at) for name, at in addresses.items()}))
-    handing_over = HandingOver(store, threads, peers, patience_s=60.0, steady=time.monotonic)
+    book = {name: PeerSettings(name=name, address=at, gives=(f"{NS}=claim",)) for name, at in addresses.items()}
+    peers, limits = Peers(lambda: PeerBook(book)), PeerLimits(time.monotonic)
+    handing_over = HandingOver(store, threads, peers, limits, patience_s=60.0, steady=time.monotonic)
     polling = ClaimPolling(store, threads, peers, handing_over, time.monotonic, every_s=0.2)
     task = asyncio.create_task(polling.run())
     try:
@@ -99,7 +101,7 @@ def test_a_peer_that_is_away_is_asked_again_and_is_one_line_of_the_log(lab: Lab,
     """One without an address is none: it tells."""
     with lab.open() as store, store_home(tmp_path / "there") as home, capture_logs() as lines:
         publish_in(store, "ada", TURN, 0)
-        store.offer(NS, "ada", "there", "ab" * 8, 0)
+        store.offer(NS, "ada", "there", "ab" * 8, 0, anybody)
         store.undo_move(NS, "ada", "there", "ab" * 8)
         began = time.monotonic()
 

@@ -11,15 +11,17 @@ import pytest
 from kvasir.server.shared_room import SharedRoom
 from structlog.testing import capture_logs
 
+from cachestore_svc.moving.bringing import Bringing
 from cachestore_svc.moving.handing_over import HandingOver
 from cachestore_svc.moving.moves import Moves
 from cachestore_svc.moving.outbound import BlobReader
+from cachestore_svc.moving.peer_limits import PeerLimits
 from cachestore_svc.moving.peers import Peers
 from cachestore_svc.moving.transfer import Transfers
 from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
-from tests.cachestore.core.lab import NS, Lab
+from tests.cachestore.core.lab import NS, Lab, anybody
 from tests.cachestore.core.lab import publish as publish_in
 from tests.cachestore.service.running import publish, store_home
 from tests.synthetic import SMALL, SyntheticAgent
@@ -45,10 +47,11 @@ async def kept(
     """Look after the store's moves until that holds. `formerly`: earlier names of each peer."""
     threads = StoreThreads()
     book = {name: PeerSettings(name=name, address=at, formerly=formerly) for name, at in addresses.items()}
-    peers = Peers(lambda: PeerBook(book))
-    copies = Transfers(store, threads, BlobReader(store, threads, SharedRoom(1)), peers, 5.0).copies
-    handing_over = HandingOver(store, threads, peers, patience_s=0.2, steady=time.monotonic)
-    task = asyncio.create_task(Moves(store, threads, copies, peers, handing_over, lab.chance).keep())
+    peers, limits = Peers(lambda: PeerBook(book)), PeerLimits(time.monotonic)
+    bringing = Bringing(store, threads, peers, limits)
+    copies = Transfers(store, threads, BlobReader(store, threads, SharedRoom(1)), peers, bringing, 5.0).copies
+    handing_over = HandingOver(store, threads, peers, limits, patience_s=0.2, steady=time.monotonic)
+    task = asyncio.create_task(Moves(store, threads, copies, peers, handing_over, bringing, lab.chance).keep())
     async with asyncio.timeout(within_s):
         while not until():  # noqa: ASYNC110  what it waits for is in the store
             await asyncio.sleep(0.02)
@@ -68,7 +71,7 @@ def test_a_peer_that_does_not_answer_keeps_no_agent_of_others_waiting(lab: Lab, 
         for name in ("a1", "a2", "a3", "a4"):
             store.claim(NS, name, 1, tells=["gone"])
         store.claim(NS, "told", 1, tells=["there"])
-        store.offer(NS, "zed", "gone", "ab" * 8, 0)
+        store.offer(NS, "zed", "gone", "ab" * 8, 0, anybody)
         addresses = {"gone": gone, "there": there.address}
 
         def is_done() -> bool:

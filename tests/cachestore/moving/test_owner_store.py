@@ -13,12 +13,12 @@ from cachestore_svc.records import RecoverReport
 from cachestore_svc.recovery import recovering
 from cachestore_svc.recovery.opening import DATABASE
 from cachestore_svc.store import Store
-from tests.cachestore.core.lab import NS, Lab, publish
+from tests.cachestore.core.lab import NS, Lab, anybody, publish
 from tests.synthetic import SMALL, SyntheticAgent
 
 
 def hand_over(store: Store, name: str) -> None:
-    store.offer(NS, name, "studio", "m" * 16, 0)
+    store.offer(NS, name, "studio", "m" * 16, 0, anybody)
     store.hand_over(NS, name, "studio", "m" * 16, 1)
 
 
@@ -31,7 +31,7 @@ def with_three(lab: Lab) -> None:
         for seed, name in enumerate(("here", "moved", "moving")):
             publish(store, name, SyntheticAgent(SMALL, seed).turn(300), 0)
         hand_over(store, "moved")
-        store.offer(NS, "moving", "studio", "n" * 16, 0)
+        store.offer(NS, "moving", "studio", "n" * 16, 0, anybody)
 
 
 def lose_the_index(lab: Lab) -> None:
@@ -72,7 +72,7 @@ def test_all_labels_of_an_agent_and_the_id_of_its_first_move_come_back(lab: Lab)
     with lab.open() as store:
         publish(store, "ada", SyntheticAgent(SMALL, 1).turn(300), 0)
         store.update_agent(NS, "ada", labels)
-        store.offer(NS, "ada", "studio", "m" * 16, 0)
+        store.offer(NS, "ada", "studio", "m" * 16, 0, anybody)
         store.undo_move(NS, "ada", "studio", "m" * 16)
         with pytest.raises(InvalidArgument, match="at most 64, got 65"):
             store.update_agent(NS, "ada", {"64": "1"})
@@ -136,7 +136,7 @@ def test_a_claim_that_rests_on_what_was_known_gives_way_to_what_came_meanwhile(l
     with lab.open() as store:
         publish(store, "ada", SyntheticAgent(SMALL, 1).turn(300), 0)
         asked = store.ownership(NS, "ada")
-        fenced = store.fence(NS, "ada", "studio", 7)
+        fenced = store.fence(NS, "ada", "studio", 7, anybody)
         assert store.claim(NS, "ada", 0, expected=asked) == fenced == store.ownership(NS, "ada")
         assert store.claim(NS, "ada", 0, expected=fenced).is_owned
 
@@ -176,7 +176,7 @@ def test_a_handed_over_agent_is_nobodys_lease(lab: Lab) -> None:
         kv_hash = publish(store, "ada", turn, 0).kv_identity_hash
         lease = store.acquire_lease(NS, "ada", kv_hash, "engine")
         with pytest.raises(FailedPrecondition) as caught:
-            store.offer(NS, "ada", "studio", "m" * 16, 0)
+            store.offer(NS, "ada", "studio", "m" * 16, 0, anybody)
         assert caught.value.reason == "LEASE_HELD"
         store.release_lease(NS, "ada", kv_hash, lease.token)
         hand_over(store, "ada")

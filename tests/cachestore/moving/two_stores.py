@@ -47,7 +47,7 @@ class Mac:
 
 @contextmanager
 def macs(root: Path, *options: str, count: int = 2) -> Iterator[list[Mac]]:
-    """So many stores, each the peer of every other under its name, over a proxy for each direction."""
+    """So many stores, each the peer of every other with all rights, over a proxy for each direction."""
     names = NAMES[:count]
     with ExitStack() as exits:
         homes = {name: exits.enter_context(store_home(root / name)) for name in names}
@@ -63,6 +63,7 @@ def macs(root: Path, *options: str, count: int = 2) -> Iterator[list[Mac]]:
             lines = [
                 f'[[peer]]\nname = "{other}"\naddress = "{cables[other].address}"\n'
                 f'token_file = "{root / f"token-of-{name}-at-{other}"}"\n'
+                'gives = ["default=claim"]\ntakes = ["default=move"]\n'
                 for other in others
             ]
             write_private_text(homes[name].root / "peers.toml", "".join(lines))

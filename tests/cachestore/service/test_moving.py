@@ -11,7 +11,9 @@ from kvasir.formats.archive import pack
 from kvasir.formats.digest import Digest
 from kvasir.server.shared_room import SharedRoom
 
+from cachestore_svc.moving.bringing import Bringing
 from cachestore_svc.moving.outbound import BlobReader
+from cachestore_svc.moving.peer_limits import PeerLimits
 from cachestore_svc.moving.peers import Peers
 from cachestore_svc.moving.transfer import Progress, PullOrder, Transfers
 from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings
@@ -34,7 +36,8 @@ def store(tmp_path: Path) -> Iterator[Store]:
 def transfers(store: Store, address: str = "unix:/nowhere") -> Transfers:
     threads = StoreThreads()
     peers = Peers(lambda: PeerBook({"mac": PeerSettings(name="mac", address=address)}))
-    return Transfers(store, threads, BlobReader(store, threads, SharedRoom(MIB)), peers, 5.0)
+    bringing = Bringing(store, threads, peers, PeerLimits(time.monotonic))
+    return Transfers(store, threads, BlobReader(store, threads, SharedRoom(MIB)), peers, bringing, 5.0)
 
 
 async def pulled(moving: Transfers) -> SnapshotVersion:

@@ -22,7 +22,9 @@ from kvasir.status import from_rpc_error
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.edge.roles import ALLOWED_ROLES, SERVICE_NAME
 from cachestore_svc.edge.service import CacheStoreService, add_to_server
+from cachestore_svc.moving.bringing import Bringing
 from cachestore_svc.moving.outbound import BlobReader
+from cachestore_svc.moving.peer_limits import PeerLimits
 from cachestore_svc.moving.peers import Peers
 from cachestore_svc.moving.repairing import Repairs
 from cachestore_svc.moving.transfer import Transfers
@@ -57,13 +59,13 @@ async def served(root: Path, store: Store, budget_bytes: int, window_bytes: int 
     """Its stub, over a connection that buffers next to nothing."""
     threads = StoreThreads()
     edge = EdgeServer(Listening(f"unix:{root}/s"), [SERVICE_NAME], ALLOWED_ROLES, new_request_id=lambda: "r")
-    reader = BlobReader(store, threads, SharedRoom(budget_bytes))
+    reader, peers = BlobReader(store, threads, SharedRoom(budget_bytes)), Peers(PeerBook)
     service = CacheStoreService(
         store,
         threads,
         reader,
-        Transfers(store, threads, reader, Peers(PeerBook), 2.0),
-        Peers(PeerBook),
+        Transfers(store, threads, reader, peers, Bringing(store, threads, peers, PeerLimits(time.monotonic)), 2.0),
+        peers,
         Repairs(store, threads, Peers(PeerBook), 2.0),
         scrub_bytes_per_s=0,
         max_blob_bytes=64 * MIB,

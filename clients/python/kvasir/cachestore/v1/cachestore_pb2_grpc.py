@@ -694,7 +694,8 @@ class AgentService(object):
 
 class MovingServiceStub(object):
     """What stores say to each other while an agent changes hands; the caller's name, as its credential has it, is the peer that is meant.
-    Each call is safe to repeat. Roles: peer.
+    Each call is safe to repeat. Roles: peer. What a peer may say of which agent is in cachestore_svc/pairing/rights.py; else PERMISSION_DENIED (PEER_MAY_NOT),
+    and RESOURCE_EXHAUSTED (PEER_LIMIT) for one that asks for too much.
     """
 
     def __init__(self, channel):
@@ -727,12 +728,13 @@ class MovingServiceStub(object):
 
 class MovingServiceServicer(object):
     """What stores say to each other while an agent changes hands; the caller's name, as its credential has it, is the peer that is meant.
-    Each call is safe to repeat. Roles: peer.
+    Each call is safe to repeat. Roles: peer. What a peer may say of which agent is in cachestore_svc/pairing/rights.py; else PERMISSION_DENIED (PEER_MAY_NOT),
+    and RESOURCE_EXHAUSTED (PEER_LIMIT) for one that asks for too much.
     """
 
     def OfferAgent(self, request, context):
         """Asks for an agent. From the answer on nobody extends it at this store, until HandOverAgent, or until the move is undone: by UndoMove, by this
-        store's user, or because the caller was silent for too long. To be repeated while blobs are fetched. Errors: NOT_FOUND,
+        store's user, or because the caller was silent for too long or came to no end. To be repeated while blobs are fetched. Errors: NOT_FOUND,
         FAILED_PRECONDITION (AGENT_MOVED, AGENT_MOVING), UNAVAILABLE (LEASE_HELD: an engine has not let go yet).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -795,7 +797,8 @@ def add_MovingServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class MovingService(object):
     """What stores say to each other while an agent changes hands; the caller's name, as its credential has it, is the peer that is meant.
-    Each call is safe to repeat. Roles: peer.
+    Each call is safe to repeat. Roles: peer. What a peer may say of which agent is in cachestore_svc/pairing/rights.py; else PERMISSION_DENIED (PEER_MAY_NOT),
+    and RESOURCE_EXHAUSTED (PEER_LIMIT) for one that asks for too much.
     """
 
     @staticmethod

@@ -703,10 +703,11 @@ const (
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
 // What stores say to each other while an agent changes hands; the caller's name, as its credential has it, is the peer that is meant.
-// Each call is safe to repeat. Roles: peer.
+// Each call is safe to repeat. Roles: peer. What a peer may say of which agent is in cachestore_svc/pairing/rights.py; else PERMISSION_DENIED (PEER_MAY_NOT),
+// and RESOURCE_EXHAUSTED (PEER_LIMIT) for one that asks for too much.
 type MovingServiceClient interface {
 	// Asks for an agent. From the answer on nobody extends it at this store, until HandOverAgent, or until the move is undone: by UndoMove, by this
-	// store's user, or because the caller was silent for too long. To be repeated while blobs are fetched. Errors: NOT_FOUND,
+	// store's user, or because the caller was silent for too long or came to no end. To be repeated while blobs are fetched. Errors: NOT_FOUND,
 	// FAILED_PRECONDITION (AGENT_MOVED, AGENT_MOVING), UNAVAILABLE (LEASE_HELD: an engine has not let go yet).
 	OfferAgent(ctx context.Context, in *OfferAgentRequest, opts ...grpc.CallOption) (*OfferAgentResponse, error)
 	// All of the agent is durable at the caller: it is the caller's from now on. Errors: FAILED_PRECONDITION (MOVE_UNKNOWN: it is not, and will
@@ -772,10 +773,11 @@ func (c *movingServiceClient) FenceAgent(ctx context.Context, in *FenceAgentRequ
 // for forward compatibility.
 //
 // What stores say to each other while an agent changes hands; the caller's name, as its credential has it, is the peer that is meant.
-// Each call is safe to repeat. Roles: peer.
+// Each call is safe to repeat. Roles: peer. What a peer may say of which agent is in cachestore_svc/pairing/rights.py; else PERMISSION_DENIED (PEER_MAY_NOT),
+// and RESOURCE_EXHAUSTED (PEER_LIMIT) for one that asks for too much.
 type MovingServiceServer interface {
 	// Asks for an agent. From the answer on nobody extends it at this store, until HandOverAgent, or until the move is undone: by UndoMove, by this
-	// store's user, or because the caller was silent for too long. To be repeated while blobs are fetched. Errors: NOT_FOUND,
+	// store's user, or because the caller was silent for too long or came to no end. To be repeated while blobs are fetched. Errors: NOT_FOUND,
 	// FAILED_PRECONDITION (AGENT_MOVED, AGENT_MOVING), UNAVAILABLE (LEASE_HELD: an engine has not let go yet).
 	OfferAgent(context.Context, *OfferAgentRequest) (*OfferAgentResponse, error)
 	// All of the agent is durable at the caller: it is the caller's from now on. Errors: FAILED_PRECONDITION (MOVE_UNKNOWN: it is not, and will

@@ -286,6 +286,11 @@ const (
 	ErrorReason_ERROR_REASON_CREDENTIAL_REVOKED ErrorReason = 213
 	// The peer's rules do not allow what is right here: it is of another version. FAILED_PRECONDITION.
 	ErrorReason_ERROR_REASON_PEER_VERSION_DIFFERS ErrorReason = 214
+	// This store's owner gave the peer no right to that, or the agent is none of the peer's. PERMISSION_DENIED: agent_id, verb.
+	// FAILED_PRECONDITION where a peer's store refused this one so.
+	ErrorReason_ERROR_REASON_PEER_MAY_NOT ErrorReason = 215
+	// The peer has asked for as much as one peer may. RESOURCE_EXHAUSTED: limit.
+	ErrorReason_ERROR_REASON_PEER_LIMIT ErrorReason = 216
 )
 
 // Enum value maps for ErrorReason.
@@ -418,6 +423,8 @@ var (
 		212: "ERROR_REASON_PAIRING_MALFORMED",
 		213: "ERROR_REASON_CREDENTIAL_REVOKED",
 		214: "ERROR_REASON_PEER_VERSION_DIFFERS",
+		215: "ERROR_REASON_PEER_MAY_NOT",
+		216: "ERROR_REASON_PEER_LIMIT",
 	}
 	ErrorReason_value = map[string]int32{
 		"ERROR_REASON_UNSPECIFIED":             0,
@@ -547,6 +554,8 @@ var (
 		"ERROR_REASON_PAIRING_MALFORMED":       212,
 		"ERROR_REASON_CREDENTIAL_REVOKED":      213,
 		"ERROR_REASON_PEER_VERSION_DIFFERS":    214,
+		"ERROR_REASON_PEER_MAY_NOT":            215,
+		"ERROR_REASON_PEER_LIMIT":              216,
 	}
 )
 
@@ -581,7 +590,7 @@ var File_kvasir_common_v1_error_reason_proto protoreflect.FileDescriptor
 
 const file_kvasir_common_v1_error_reason_proto_rawDesc = "" +
 	"\n" +
-	"#kvasir/common/v1/error_reason.proto\x12\x10kvasir.common.v1*\xa2!\n" +
+	"#kvasir/common/v1/error_reason.proto\x12\x10kvasir.common.v1*\xe0!\n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12\x1e\n" +
 	"\x1aERROR_REASON_INVALID_FIELD\x10\x01\x12\x1b\n" +
@@ -710,7 +719,9 @@ const file_kvasir_common_v1_error_reason_proto_rawDesc = "" +
 	"\x19ERROR_REASON_PAIRING_OVER\x10\xd3\x01\x12#\n" +
 	"\x1eERROR_REASON_PAIRING_MALFORMED\x10\xd4\x01\x12$\n" +
 	"\x1fERROR_REASON_CREDENTIAL_REVOKED\x10\xd5\x01\x12&\n" +
-	"!ERROR_REASON_PEER_VERSION_DIFFERS\x10\xd6\x01Bk\n" +
+	"!ERROR_REASON_PEER_VERSION_DIFFERS\x10\xd6\x01\x12\x1e\n" +
+	"\x19ERROR_REASON_PEER_MAY_NOT\x10\xd7\x01\x12\x1c\n" +
+	"\x17ERROR_REASON_PEER_LIMIT\x10\xd8\x01Bk\n" +
 	"\x14org.kvasir.common.v1P\x01Z/kvasir.org/client/gen/kvasir/common/v1;commonv1\xaa\x02\x10Kvasir.Common.V1\xba\x02\fKvasirCommonb\x06proto3"
 
 var (

@@ -1,0 +1,247 @@
+"""What a peer that was given `read` cannot do, and how much one that was given more can."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvasir.cachestore.v1 import cachestore_pb2 as pb
+from kvasir.clients import AioStoreClient
+from kvasir.errors import KvasirError, NotFound, ResourceExhausted
+from kvasir.names import RESERVED_PREFIXES
+from kvasir_gateway import conversations
+
+from cachestore_svc.ownership import CLAIM_STEP, OwnerState
+from cachestore_svc.pairing import rights
+from cachestore_svc.recovery import salvage
+from inference_svc.memory import token_lines
+from tests.cachestore.core.lab import NS
+from tests.cachestore.rights.peered import Mac, macs
+from tests.synthetic import SMALL, SyntheticAgent
+
+Play = Callable[[Mac, Mac, AioStoreClient], Coroutine[Any, Any, None]]
+MOVE = "ab" * 8
+
+
+def played(root: Path, play: Play, **settings: Any) -> None:
+    """Ada's store, mallory's, and a program that has mallory's token at ada's."""
+
+    async def run() -> None:
+        async with macs("ada", "mallory", root=root, **settings) as (ada, mallory), ada.as_peer("mallory") as peer:
+            await ada.publish("work", SyntheticAgent(SMALL, 1).turn(30), 0)
+            await play(ada, mallory, peer)
+
+    asyncio.run(run())
+
+
+async def refused(call: Awaitable[object], reason: str = "PEER_MAY_NOT") -> KvasirError:
+    with pytest.raises(KvasirError) as caught:
+        await call
+    assert caught.value.reason == reason, caught.value
+    return caught.value
+
+
+async def drained(steps: Any) -> None:
+    async for _ in steps:
+        pass
+
+
+def audited(mac: Mac) -> list[str]:
+    return [f"{line['what']} {line['outcome']} {line['reason']}" for line in mac.audit.of("mallory")]
+
+
+def test_nobody_fences_an_agent_that_it_never_had(tmp_path: Path) -> None:
+    async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
+        for name in ("work", "no such agent"):
+            for generation in (1, 2 * CLAIM_STEP):
+                await refused(peer.fence_agent(name, generation))
+        assert ada.store.ownership(NS, "work").generation == 0
+        await ada.publish("work", SyntheticAgent(SMALL, 2).turn(30), 1)
+        await ada.publish("no such agent", SyntheticAgent(SMALL, 3).turn(30), 0)
+        assert ada.store.owners() == []
+        assert audited(ada) == 4 * ["MovingService/FenceAgent refused PEER_MAY_NOT"]
+
+    played(tmp_path, play)
+
+
+def test_a_claim_ends_what_a_peer_may_say_of_an_agent_that_it_had(tmp_path: Path) -> None:
+    async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
+        mallory.allow("ada", takes="move")
+        await ada.owner.move_agent("work", to_peer="mallory")
+        assert ada.store.ownership(NS, "work").state is OwnerState.MOVED
+        await ada.owner.claim_agent("work", force=True)
+        mine = ada.store.ownership(NS, "work")
+        for generation in (mine.generation + 1, mine.generation + 2 * CLAIM_STEP):
+            await refused(peer.fence_agent("work", generation))
+        # Nor by its answer to the news, nor when it is asked.
+        await mallory.owner.claim_agent("work", force=True)
+        await ada.services.claims.ask()
+        assert ada.store.ownership(NS, "work") == mine
+        # One that was given the right to claim is believed.
+        ada.allow("mallory", gives="claim")
+        await peer.fence_agent("work", mine.generation + 1)
+        assert ada.store.ownership(NS, "work").state is OwnerState.MOVED
+
+    played(tmp_path, play)
+
+
+def test_a_claim_of_an_agent_that_was_only_offered_ends_it_too(tmp_path: Path) -> None:
+    async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
+        ada.allow("mallory", gives="move")
+        await peer.offer_agent("work", MOVE, 0)
+        await ada.owner.claim_agent("work")
+        await refused(peer.fence_agent("work", 5))
+        await refused(peer.hand_over_agent("work", MOVE, 1), "MOVE_UNKNOWN")
+
+    played(tmp_path, play)
+
+
+def test_an_agent_is_neither_taken_nor_given_back_changed(tmp_path: Path) -> None:
+    async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
+        told = await refused(mallory.owner.move_agent("work", from_peer="ada"))
+        assert "`kvasir peers allow mallory --gives move`" in told.message
+        assert ada.store.ownership(NS, "work").is_owned
+        ada.allow("mallory", gives="move")  # may take, and still not bring
+        await mallory.owner.move_agent("work", from_peer="ada")
+        await mallory.publish("work", SyntheticAgent(SMALL, 9).turn(30), 1)
+        told = await refused(mallory.owner.move_agent("work", to_peer="ada"))
+        assert "--takes move" in told.message
+        assert [each.version for each in ada.store.list_snapshots(NS, "work").snapshots] == [1]
+
+    played(tmp_path, play)
+
+
+def test_words_and_facts_of_a_peer_are_counted_and_stay_off_the_reserve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cachestore_svc.moving.peer_limits._WORDS", 50.0)
+
+    async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
+        ada.allow("mallory", gives="move")
+        reason = ""
+        for number in range(60):
+            try:
+                await peer.undo_move(f"name {number}", MOVE)
+            except KvasirError as error:
+                reason = error.reason
+                break
+        assert (reason, ada.store.owners()) == ("PEER_LIMIT", [])
+
+    played(tmp_path / "words", play)
+
+    async def offers(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
+        ada.allow("mallory", gives="move")
+        for name in ("a", "b"):
+            await ada.publish(name, SyntheticAgent(SMALL, 5).turn(30), 0)
+        monkeypatch.setattr("cachestore_svc.owner_store.MAX_OPEN_MOVES", 1)
+        await peer.offer_agent("work", MOVE, 0)
+        await refused(peer.offer_agent("a", MOVE, 0), "PEER_LIMIT")
+        monkeypatch.setattr("cachestore_svc.owner_store.MAX_OPEN_MOVES", 9)
+        monkeypatch.setattr("cachestore_svc.owner_store.MAX_FACTS", 1)
+        await refused(peer.offer_agent("a", MOVE, 0), "PEER_LIMIT")
+        await peer.undo_move("work", MOVE)
+        await peer.offer_agent("work", MOVE[::-1], 0)  # it has a part in that one already
+        monkeypatch.setattr("cachestore_svc.owner_store.MAX_FACTS", 9)
+        monkeypatch.setattr("cachestore_svc.blobs.space.Space.is_disk_full", True)
+        await refused(peer.offer_agent("b", MOVE, 0), "DISK_FULL")
+        await refused(peer.fence_agent("work", 7), "DISK_FULL")
+        mallory.allow("ada", takes="move")
+        assert {agent for _, agent, _ in ada.store.owners()} == {"work"}
+
+    played(tmp_path / "facts", offers)
+
+
+def test_a_move_that_comes_to_no_end_ends_and_costs_its_peer_a_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
+        ada.allow("mallory", gives="move")
+        moving, now = ada.services.moving._handing_over, [0.0]
+        monkeypatch.setattr(moving, "_steady", lambda: now[0])
+        monkeypatch.setattr(moving._limits, "_steady", lambda: now[0])
+        refusals = turns = 0
+        for second in range(0, 3 * 3600, 25):  # she asks before her silence ends it, for three hours
+            now[0] = float(second)
+            with contextlib.suppress(ResourceExhausted):
+                await peer.offer_agent("work", f"{second:016x}", 0)
+            known = ada.store.ownership(NS, "work")
+            await moving.undo_if_silent(NS, "work", known)
+            turns, refusals = turns + 1, refusals + (known.state is OwnerState.MOVING)
+        assert refusals < turns / 4, (refusals, turns)
+        now[0] += 10_000
+        await peer.offer_agent("work", MOVE, 0)  # and it is not for ever
+
+    played(tmp_path, play)
+
+
+def test_nothing_that_a_peer_gives_has_a_name_that_kvasir_makes(tmp_path: Path) -> None:
+    async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
+        ada.allow("mallory", takes="move")
+        for prefix in RESERVED_PREFIXES:
+            name = f"{prefix}aabbcc/ffff"
+            await mallory.publish(name, SyntheticAgent(SMALL, 4).turn(30), 0)
+            await mallory.publish(f"her {name}", SyntheticAgent(SMALL, 4).turn(30), 0)
+            await refused(drained(peer.pulling_agent("", f"her {name}", local_agent_id=name)))
+            await refused(drained(peer.pulling_agent("", name, only_bytes=True)))
+            await refused(mallory.owner.move_agent(name, to_peer="ada"))
+            with pytest.raises(NotFound):
+                ada.store.get_agent(NS, name)
+        await drained(peer.pulling_agent("", "her tokens/aabbcc/ffff", local_agent_id="hers"))
+        # What ada's own user moved there may come back.
+        await ada.publish("conversation/1", SyntheticAgent(SMALL, 6).turn(30), 0)
+        mallory.allow("ada", takes="move")
+        mallory_takes = await refused(ada.owner.move_agent("conversation/1", to_peer="mallory"))
+        assert "conversation" in mallory_takes.message
+        ada.allow("mallory", gives="move", takes="move")
+        await mallory.owner.move_agent("conversation/1", from_peer="ada")
+        await mallory.owner.move_agent("conversation/1", to_peer="ada")
+        assert ada.store.ownership(NS, "conversation/1").is_owned
+
+    played(tmp_path, play)
+
+
+def test_a_peer_brings_so_many_agents_and_bytes_and_no_more(tmp_path: Path) -> None:
+    async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
+        turn = SyntheticAgent(SMALL, 4).turn(30)
+        await mallory.publish("hers", turn, 0)
+        await refused(drained(peer.pulling_agent("", "hers")))
+        size_bytes = sum(digest.size_bytes for digest in turn.digests)
+        ada.allow("mallory", takes="copy", max_agents=2, max_bytes=3 * size_bytes)
+        for name in ("one", "two", "one"):
+            await drained(peer.pulling_agent("", "hers", local_agent_id=name))
+        told = await refused(drained(peer.pulling_agent("", "hers", local_agent_id="three")), "PEER_LIMIT")
+        assert "nobody here has extended (2)" in told.message
+        await ada.owner.delete_agent("two")
+        await ada.publish("one", SyntheticAgent(SMALL, 8).turn(30), 1)  # ada's own from here on
+        ada.services.moves._bringing._brought.clear()  # it is looked at again after a minute
+        await drained(peer.pulling_agent("", "hers", local_agent_id="three"))
+        ada.allow("mallory", takes="copy", max_bytes=2 * size_bytes - 1)
+        told = await refused(drained(peer.pulling_agent("", "hers", local_agent_id="four")), "PEER_LIMIT")
+        assert "bytes of agents" in told.message
+        await refused(mallory.owner.move_agent("hers", to_peer="ada"))
+
+    played(tmp_path, play)
+
+
+def test_names_that_kvasir_makes_are_reserved() -> None:
+    for made in (conversations.PREFIX, token_lines.PREFIX, salvage._free_name("0" * 64, set())):
+        assert made.startswith(RESERVED_PREFIXES)
+
+
+def test_every_verb_of_the_protocol_has_its_states_and_says_what_it_needs() -> None:
+    assert set(rights.EFFECTS) == set(rights.Verb)
+    assert set(rights.NEEDS) <= set(rights.Verb)
+
+
+def test_the_owners_own_orders_need_no_right_at_his_store(tmp_path: Path) -> None:
+    async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
+        mallory.allow("ada", takes="move", gives="move")
+        await ada.owner.move_agent("work", to_peer="mallory")
+        await ada.owner.move_agent("work", from_peer="mallory")
+        assert ada.store.ownership(NS, "work").is_owned
+        await refused(peer.offer_agent("work", MOVE, 0))  # that was for once
+        assert (await ada.owner.get_agent("work")).ownership.state == pb.OWNER_STATE_OWNED
+
+    played(tmp_path, play)
