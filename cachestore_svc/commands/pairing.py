@@ -32,7 +32,6 @@ from kvasir.errors import (
     PermissionDenied,
     Unavailable,
 )
-from kvasir.names import check_namespace
 from kvasir.server.audit import REFUSED, Audit, owners_deed
 from kvasir.server.serving import RefusedToStart
 
@@ -43,6 +42,7 @@ from cachestore_svc.pairing.exchange import LIFETIME_S, PEER_NAME, Card, Hosting
 from cachestore_svc.pairing.finding import announced, check_zeroconf, find
 from cachestore_svc.pairing.identity import Identity, identity_file, read_or_make_identity
 from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings, change_peers, read_peers
+from cachestore_svc.pairing.rights import Gives, Takes, read_rights, write_rights
 
 COMMANDS = ("pair", "peers")
 # Where `kvasir pair` waits if nothing else does, so that on one machine the code is enough.
@@ -72,12 +72,13 @@ def main(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """This store's side of a pairing: what it is, what it grants, and how a running one is reached."""
+    """This store's side of a pairing: what it is, what it gives and takes, and how a running one is reached."""
 
     peers_file: Path
     identity: Identity
     name: str
-    namespaces: tuple[str, ...]
+    gives: dict[str, str]  # by namespace, as `rights` reads them
+    takes: dict[str, str]
     known_as: str  # what the other will be called here; "": what it calls itself
     listen: str  # where paired peers are listened to
     store: "RunningStore"
@@ -99,14 +100,16 @@ class Own:
                 name=book.free_name(self.known_as or other.name, other.certificate),
                 address=other.address,
                 certificate=other.certificate.text,
-                namespaces=self.namespaces,
+                namespaces=tuple(sorted({*self.gives, *self.takes})),
+                gives=write_rights(self.gives),
+                takes=write_rights(self.takes),
                 paired_at=_utc(time.time),
             )
             made[:] = [peer]
             return replace(book.with_peer(peer), listen=self.listen)
 
         await asyncio.to_thread(change_peers, self.peers_file, add)
-        self.about["peer"] = made[0].name
+        self.about.update(peer=made[0].name, **_rights(made[0]))
         return {**_row(made[0]), "our_address": self.listen, "store": await self.store.told()}
 
 
@@ -163,10 +166,11 @@ def _own(options: argparse.Namespace) -> Own:
         raise InvalidArgument("name: expected 1 to 64 of A-Z a-z 0-9 . _ -", field="name")
     if options.known_as and PEER_NAME.fullmatch(options.known_as) is None:
         raise InvalidArgument("as: expected 1 to 64 of A-Z a-z 0-9 . _ -", field="as")
-    namespaces = tuple(check_namespace(each) for each in options.namespace or [DEFAULT_NAMESPACE])
+    takes = read_rights(options.takes or (), Takes, DEFAULT_NAMESPACE)
+    gives = read_rights(options.gives or (() if takes else ("read",)), Gives, DEFAULT_NAMESPACE)
     listen = _listen(options.listen, read_peers(options.peers_file).listen)
     identity = read_or_make_identity(identity_file(options.peers_file))
-    return Own(options.peers_file, identity, options.name, namespaces, options.known_as, listen, _store(options))
+    return Own(options.peers_file, identity, options.name, gives, takes, options.known_as, listen, _store(options))
 
 
 def _store(options: argparse.Namespace) -> RunningStore:
@@ -284,9 +288,11 @@ async def _join(own: Own, code: str, address: str, at: str) -> None:
 
 def _told(options: argparse.Namespace) -> contextlib.AbstractContextManager[object]:
     """Tells the audit of a change."""
-    if options.action not in ("rm", "rename"):
+    if options.action not in ("rm", "rename", "allow"):
         return contextlib.nullcontext()
-    return owners_deed("store", options.audit_file, f"peers/{options.action}", {"peer": options.name})
+    asked = {way: ", ".join(getattr(options, way, None) or ()) for way in ("gives", "takes")}
+    subjects = {"peer": options.name, **{way: text for way, text in asked.items() if text}}
+    return owners_deed("store", options.audit_file, f"peers/{options.action}", subjects)
 
 
 async def _peers(options: argparse.Namespace) -> dict[str, Any]:
@@ -296,9 +302,32 @@ async def _peers(options: argparse.Namespace) -> dict[str, Any]:
     if options.action == "ls":
         book = await asyncio.to_thread(read_peers, options.peers_file)
         return {"peers": [_row(book.peers[name]) for name in sorted(book.peers)], "listen": book.listen}
-    change = _without(options.name) if options.action == "rm" else _renamed(options.name, options.new_name)
-    await asyncio.to_thread(change_peers, options.peers_file, change)
-    return {"name": options.name, "store": await _store(options).told()}
+    book = await asyncio.to_thread(change_peers, options.peers_file, _change(options))
+    answer = _row(book.peers[options.name]) if options.action == "allow" else {"name": options.name}
+    return {**answer, "store": await _store(options).told()}
+
+
+def _change(options: argparse.Namespace) -> Callable[[PeerBook], PeerBook]:
+    if options.action == "allow":
+        gives = read_rights(options.gives or (), Gives, DEFAULT_NAMESPACE)
+        return _allowed(options.name, gives, read_rights(options.takes or (), Takes, DEFAULT_NAMESPACE))
+    return _without(options.name) if options.action == "rm" else _renamed(options.name, options.new_name)
+
+
+def _allowed(name: str, gives: dict[str, str], takes: dict[str, str]) -> Callable[[PeerBook], PeerBook]:
+    def change(book: PeerBook) -> PeerBook:
+        _check_known(book, name)
+        peer = book.peers[name]
+        if peer.is_paired and (new := {*gives, *takes} - {*peer.namespaces}):
+            text = f"namespace: {name} was given none of {sorted(new)}: pair again, with --gives for each"
+            raise InvalidArgument(text, field="namespace")
+        rights = {
+            "gives": write_rights(read_rights(peer.gives, Gives) | gives),
+            "takes": write_rights(read_rights(peer.takes, Takes) | takes),
+        }
+        return replace(book, peers={**book.peers, name: peer.model_copy(update=rights)})
+
+    return change
 
 
 def _without(name: str) -> Callable[[PeerBook], PeerBook]:
@@ -333,9 +362,20 @@ def _row(peer: PeerSettings) -> dict[str, Any]:
         "role": "peer",
         "address": peer.address,
         "namespaces": list(peer.namespaces),
+        **_rights(peer),
         "is_paired": peer.is_paired,
         "paired_at": peer.paired_at,
         "pin": peer.pinned.pin if peer.is_paired else "",
+    }
+
+
+def _rights(peer: PeerSettings) -> dict[str, str]:
+    """In words, as `--gives` and `--takes` take them; of all namespaces that it was given, or that they name."""
+    named = sorted({*peer.namespaces, *read_rights(peer.gives, Gives), *read_rights(peer.takes, Takes)})
+    given = {namespace: peer.given(namespace) for namespace in named}
+    return {
+        "gives": ", ".join(f"{namespace}={each.gives.name.lower()}" for namespace, each in given.items()),
+        "takes": ", ".join(f"{namespace}={each.takes.name.lower()}" for namespace, each in given.items()),
     }
 
 
@@ -362,12 +402,14 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_argument("--store-token-file", type=Path, help="an admin's token there")
     shared.add_argument("--audit-file", type=Path, help="the store's audit, which gets a line for each change")
     shared.add_argument("--store-ca-file", type=Path, help="its certificate")
-    pair = commands.add_parser("pair", parents=[shared], help="make two stores know each other")
+    rights = argparse.ArgumentParser(add_help=False)
+    rights.add_argument("--gives", action="append", help="[NAMESPACE=]read, move or claim: what it may here")
+    rights.add_argument("--takes", action="append", help="[NAMESPACE=]nothing, copy or move: what it may bring here")
+    pair = commands.add_parser("pair", parents=[shared, rights], help="make two stores know each other")
     pair.add_argument("code", nargs="?", default="", help="a code or line; left out: show one and wait")
     pair.add_argument("--at", default="", help="HOST:PORT where the code was shown")
     pair.add_argument("--name", required=True, help="what this store calls itself")
     pair.add_argument("--as", dest="known_as", default="", help="what the other is called here")
-    pair.add_argument("--namespace", action="append", help="what the other may read here; repeatable")
     pair.add_argument("--listen", default="", help="HOST or HOST:PORT where paired stores are listened to")
     pair.add_argument("--until-eof", action="store_true", help="end when standard input does")
     pair.add_argument("--announce", action="store_true", help="tell the network that this store waits (mDNS)")
@@ -377,6 +419,8 @@ def _parser() -> argparse.ArgumentParser:
     find_.add_argument("--seconds", type=float, default=3.0)
     peers.add_parser("ls", parents=[shared], help="list them")
     peers.add_parser("rm", parents=[shared], help="remove one").add_argument("name")
+    allow = peers.add_parser("allow", parents=[shared, rights], help="change what one may")
+    allow.add_argument("name")
     rename = peers.add_parser("rename", parents=[shared], help="call one otherwise")
     rename.add_argument("name")
     rename.add_argument("new_name")

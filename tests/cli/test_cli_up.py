@@ -306,7 +306,9 @@ def test_an_agent_moves_between_two_macs_as_compose_says(tmp_path: Path) -> None
             shown = json.loads(eventually(lambda: waiting.out))
             wrong = laptop("pair", "0000-0000", "--at", shown["address"], "--json")
             assert (wrong.code, wrong.value["error"]["reason"]) == (4, "PAIRING_REFUSED")
-            assert "Paired with studio" in laptop.done("pair", shown["line"], "--name", "laptop").out
+            paired = laptop.done("pair", shown["line"], "--name", "laptop", "--takes", "copy").out
+            assert "Paired with studio" in paired
+            assert "studio may here: default=read; it may bring: default=copy" in " ".join(paired.split())
             assert waiting.process.wait(60) == 0
             events = [json.loads(line)["event"] for line in waiting.out.splitlines()]
         assert events == ["waiting", "refused", "paired"]

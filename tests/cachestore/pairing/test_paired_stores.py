@@ -157,6 +157,7 @@ def macs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Mac, Mac]]:
         for each, other in ((studio, "laptop"), (laptop, "studio")):
             [line] = map(json.loads, each.audit_file.read_text().splitlines())
             assert (line["what"], line["peer"], line["outcome"]) == ("pair", other, "allowed")
+            assert (line["gives"], line["takes"]) == ("default=read", "default=nothing")
         yield studio, laptop
 
 
@@ -185,6 +186,30 @@ def test_a_paired_peer_may_what_its_role_may_and_in_its_namespace_alone(macs: tu
                 call()
         with pytest.raises(Unauthenticated):
             peer.in_namespace("elsewhere").get_capabilities()
+
+
+def test_pairing_gives_read_and_its_owner_may_give_more(macs: tuple[Mac, Mac]) -> None:
+    studio, laptop = macs
+    [shown] = studio.said("peers", "ls")["peers"]
+    assert (shown["name"], shown["gives"], shown["takes"]) == ("laptop", "default=read", "default=nothing")
+    with studio.store.client() as theirs, laptop.store.client() as ours:
+        publish(theirs, "mover", SyntheticAgent(SMALL, 7).turn(300), 0)
+        with pytest.raises(FailedPrecondition, match="`kvasir peers allow laptop --gives move` there") as told:
+            ours.move_agent("mover", from_peer="studio")
+        assert told.value.reason == "PEER_MAY_NOT"
+        allowed = studio.said("peers", "allow", "laptop", "--gives", "move", "--takes", "default=copy")
+        assert (allowed["gives"], allowed["takes"]) == ("default=move", "default=copy")
+        ours.move_agent("mover", from_peer="studio")
+        with pytest.raises(FailedPrecondition):
+            ours.move_agent("mover", to_peer="studio")  # its owner may take it back, and nobody may bring it
+        laptop.said("peers", "allow", "studio", "--gives", "move")
+        theirs.move_agent("mover", from_peer="laptop")
+    line = [json.loads(each) for each in studio.audit_file.read_text().splitlines()][-1]
+    told = ["peers/allow", "laptop", "move", "default=copy"]
+    assert [line[name] for name in ("what", "peer", "gives", "takes")] == told
+    for words in (("--gives", "work=move"), ("--gives", "all"), ("--takes", "read")):
+        assert studio.refused("peers", "allow", "laptop", *words)["kind"] == "InvalidArgument"
+    assert studio.said("peers", "allow", "laptop", "--gives", "read", "--takes", "nothing")["gives"] == "default=read"
 
 
 def test_the_door_opens_for_pinned_certificates_alone(macs: tuple[Mac, Mac]) -> None:
@@ -220,7 +245,7 @@ def test_a_machine_in_the_middle_of_paired_stores_is_not_spoken_to(macs: tuple[M
 
 def test_a_namespace_that_was_not_given_is_not_read(tmp_path: Path) -> None:
     with mac(tmp_path / "a") as one, mac(tmp_path / "b") as other:
-        pair(one, other, host_words=("--namespace", "work"), joiner_words=("--namespace", "default"))
+        pair(one, other, host_words=("--gives", "work=read"), joiner_words=("--gives", "read"))
         with other.store.client() as ours, pytest.raises(FailedPrecondition) as told:
             ours.pull_agent("a", "ada")
         assert told.value.reason == "PEER_REFUSED"

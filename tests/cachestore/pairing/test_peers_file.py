@@ -13,6 +13,7 @@ from cachestore_svc.config import ConfigError
 from cachestore_svc.moving.peers import Peers, peer_name
 from cachestore_svc.pairing.identity import identity_file, new_identity, read_identity, read_or_make_identity
 from cachestore_svc.pairing.peers_file import MAX_PEERS, PeerBook, PeerSettings, change_peers, read_peers
+from cachestore_svc.pairing.rights import Given, Gives, Takes
 
 ADA, BOB = new_identity(), new_identity()
 PAIRED = f'[[peer]]\nname = "{{}}"\ncertificate = "{ADA.certificate.text}"\n'
@@ -139,7 +140,22 @@ def test_a_file_that_others_can_write_is_refused(file: Path, mode: int) -> None:
         read_peers(file)
 
 
+def test_a_pairing_of_before_there_were_rights_gives_read_and_takes_nothing(file: Path) -> None:
+    write_private_text(file, PAIRED.format("studio") + 'namespaces = ["default", "work"]\naddress = "127.0.0.1:1"\n')
+    assert read_peers(file).peers["studio"].given("work") == Given(Gives.READ, Takes.NOTHING)
+    more = read_peers(file).peers["studio"].model_copy(update={"gives": ("work=move",), "takes": ("work=copy",)})
+    change_peers(file, lambda book: book.with_peer(more))
+    given = [read_peers(file).peers["studio"].given(each) for each in ("work", "default")]
+    assert given == [Given(Gives.MOVE, Takes.COPY), Given()]
+
+
 def test_a_reload_tells_who_lost_a_right(file: Path) -> None:
+    add(file, paired("less", gives=("default=move",), takes=("default=move",)))
+    peers = Peers(lambda: read_peers(file))
+    for gives, takes in (("default=claim", "default=move"), ("default=claim", "default=copy"), ("default=move", "")):
+        add(file, paired("less", gives=(gives,), takes=(takes,) if takes else ()))
+        assert peers.reload() == ({"less"} if takes != "default=move" else set())
+    change_peers(file, lambda book: book.without("less"))
     add(file, paired("kept"), paired("other", BOB, namespaces=("a", "b")))
     peers = Peers(lambda: read_peers(file))
     assert peers.reload() == set()

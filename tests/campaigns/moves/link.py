@@ -158,7 +158,9 @@ def stores(root: Path, spaces: dict[str, str]) -> Iterator[Stores]:
             [other] = set(HOSTS) - {name}
             door = f"{HOSTS[other]}:{PORT}"
             text = identities[other].certificate.text
-            peer = PeerSettings(name=other, address=door, certificate=text, namespaces=("default",))
+            peer = PeerSettings(
+                name=other, address=door, certificate=text, namespaces=("default",), gives=("default=move",)
+            )
             change_peers(root / name / "peers.toml", lambda book, peer=peer: book.with_peer(peer))  # type: ignore[misc]
             book = root / name / "peers.toml"
             book.write_text(f'listen = "{HOSTS[name]}:{PORT}"\n{book.read_text()}')

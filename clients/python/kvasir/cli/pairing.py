@@ -24,6 +24,23 @@ from kvasir.cli.showing.terminal import visible
 
 app = typer.Typer(help="Other Macs that this one is paired with.", no_args_is_help=True)
 PeerArgument = Annotated[str, typer.Argument(help="The peer's name here.", metavar="PEER")]
+GivesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="What the other Mac may do with this one's agents: read, move (read, and take agents away) or claim (and "
+        "be believed when it claims one that ever moved, for Macs of one owner). With NAMESPACE= for another namespace "
+        "than default; may be repeated.",
+        metavar="[NAMESPACE=]RIGHT",
+    ),
+]
+TakesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="What the other Mac may bring here of its own accord: nothing, copy, or move (copies, agents, and turns "
+        "that move while they decode). What you fetch yourself needs no right. May be repeated.",
+        metavar="[NAMESPACE=]RIGHT",
+    ),
+]
 
 
 def pair(
@@ -50,10 +67,8 @@ def pair(
     as_: Annotated[
         str, typer.Option("--as", help="What the other Mac is called here. Left out: what it calls itself.")
     ] = "",
-    namespace: Annotated[
-        list[str] | None,
-        typer.Option(help="A namespace that the other Mac may read here. May be repeated. Left out: default."),
-    ] = None,
+    gives: GivesOption = None,
+    takes: TakesOption = None,
     announce: Annotated[
         bool,
         typer.Option(
@@ -67,7 +82,8 @@ def pair(
     """Make this Mac and another known to each other: one shows a code, the other takes it.
 
     Both keep the other's certificate. From then on their stores speak TLS with those two certificates and nothing else,
-    and each may read the agents of the namespaces that the other one gives it.
+    and each may read the other's agents of the namespaces that were given. More takes an option: --gives move lets the
+    other Mac take agents away, --takes move lets it bring some. `kvasir peers allow` changes it later.
 
     --json: an object on each line: waiting (code, line, address), refused (from, reason), paired (name, pin, address).
     """
@@ -76,7 +92,7 @@ def pair(
     words = [*([code] if code else []), *_given("--at", at), *_given("--listen", listen), *_given("--as", as_)]
     words += ["--name", name or _host_name(), "--lifetime-s", str(minutes * 60), "--until-eof"]
     words += ["--announce"] if announce else []
-    words += [word for each in namespace or () for word in ("--namespace", each)]
+    words += _rights(gives, takes)
     with _program(caller, "pair", *words) as lines:
         for line in lines:
             if caller.as_json:
@@ -105,9 +121,13 @@ def _show_step(caller: Caller, line: dict[str, Any]) -> None:
 
 def _show_paired(caller: Caller, line: dict[str, Any]) -> None:
     peer, store = line["name"], line["store"]
-    caller.out.print(f"Paired with {peer} (key {line['pin'][:16]}…); it may read here: {', '.join(line['namespaces'])}")
+    caller.out.print(f"Paired with {peer} (key {line['pin'][:16]}…)")
+    caller.out.print(_rights_text(line))
     if line["address"]:
-        caller.say(f"`kvasir agents move AGENT --to {peer}` moves an agent there, and --from brings one here.")
+        caller.say(
+            f"`kvasir agents move AGENT --to {peer}` moves an agent there if {peer} takes moves, and --from brings one "
+            "here if it gives them."
+        )
     else:
         caller.say(f"{peer} lets nobody pull from it: pair again, with --listen there.")
     if not store["is_running"]:
@@ -147,6 +167,20 @@ def rm(context: typer.Context, peer: PeerArgument, as_json: JsonOption = False) 
     caller.result(answer, lambda out: out.print(text))
 
 
+@app.command("allow")
+def allow(
+    context: typer.Context,
+    peer: PeerArgument,
+    gives: GivesOption = None,
+    takes: TakesOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Change what a peer may do here. What is left out stays. Its running calls end where it may less."""
+    caller = caller_of(context, as_json)
+    answer = _only(caller, "peers", "allow", peer, *_rights(gives, takes))
+    caller.result(answer, lambda out: out.print(_rights_text(answer)))
+
+
 @app.command("rename")
 def rename(
     context: typer.Context,
@@ -162,20 +196,28 @@ def rename(
 
 def _show_peers(out: Console, peers: list[dict[str, Any]]) -> None:
     table = Table(
-        "name", "role", "address", "namespaces", "key", Column("paired (UTC)", no_wrap=True), box=None, pad_edge=False
+        "name", "address", "may here", "brings", "key", Column("paired (UTC)", no_wrap=True), box=None, pad_edge=False
     )
     for peer in peers:
-        namespaces = ", ".join(peer["namespaces"]) if peer["is_paired"] else "those of its token"
         key = f"{peer['pin'][:16]}…" if peer["is_paired"] else "by hand"
         table.add_row(
             peer["name"],
-            peer["role"],
             peer["address"] or "listens to nobody",
-            namespaces,
+            peer["gives"] or "read (of its token's)",
+            peer["takes"] or "nothing",
             key,
             to_the_second(peer["paired_at"]),
         )
     out.print(table if peers else "no peers; `kvasir pair` makes one")
+
+
+def _rights_text(peer: dict[str, Any]) -> str:
+    return f"{peer['name']} may here: {peer['gives']}; it may bring: {peer['takes']}"
+
+
+def _rights(gives: list[str] | None, takes: list[str] | None) -> list[str]:
+    given = (("--gives", gives), ("--takes", takes))
+    return [word for option, texts in given for text in texts or () for word in (option, text)]
 
 
 def _show_found(out: Console, found: list[dict[str, str]]) -> None:
