@@ -125,8 +125,8 @@ MUTANTS = (
     Mutant(
         "what takes a memory back does not fence",
         "leases.py",
-        "LeaseToken(found.token.owner, found.token.generation + 1)",
-        "found.token",
+        "LeaseToken(row.token.owner, row.token.generation + 1)",
+        "row.token",
         "leases",
     ),
     Mutant(

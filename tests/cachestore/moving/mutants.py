@@ -57,8 +57,8 @@ MUTANTS = (
     Mutant(
         "a destination owns the agent before its source has decided",
         "ownership.py",
-        "        OwnerState.ARRIVING, generation, peer,",
-        "        OwnerState.OWNED, generation, peer,",
+        "Ownership(OwnerState.ARRIVING, generation, peer,",
+        "Ownership(OwnerState.OWNED, generation, peer,",
         "ownership",
     ),
     Mutant(
@@ -101,15 +101,15 @@ MUTANTS = (
     Mutant(
         "who hears of a claim does not tell on",
         "ownership.py",
-        'peer, "", now_unix_ms, tells=_who_may_count_on(known, peer))\n',
-        'peer, "", now_unix_ms)\n',
+        'peer, "", now_unix_ms, tells=tells, had_by=had_by)\n',
+        'peer, "", now_unix_ms, had_by=had_by)\n',
         "ownership",
     ),
     Mutant(
         "an old generation fences a new owner",
         "ownership.py",
-        "    if generation <= known.generation:\n        raise outranked_by(agent_id, known)\n    return Ownership(",
-        "    return Ownership(",
+        "        raise outranked_by(agent_id, known)\n    tells, had_by",
+        "        pass\n    tells, had_by",
         "ownership",
     ),
     Mutant(
@@ -143,7 +143,7 @@ MUTANTS = (
     Mutant(
         "an agent is offered while an engine may extend it",
         "owner_store.py",
-        "        return self._changing_hands(namespace, agent_id, work, takes_back=False)\n",
+        "        return self._changing_hands(namespace, agent_id, work, takes_back=False, frees_space=False)\n",
         "        return self._core.catalog.write(namespace, work)\n",
         "owner_store",
     ),
