@@ -20,7 +20,6 @@ from cachestore_svc.records import AgentRecord
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
 
-_Move = tuple[str, str, str]  # namespace, agent, move id
 _Agent = tuple[str, str, str]  # namespace, agent, peer
 _SLOWEST_BYTES_PER_S = 1 << 20
 
@@ -47,7 +46,7 @@ class HandingOver:
         self._limits = limits
         self._patience_s = patience_s
         self._steady = steady
-        self._heard: dict[_Move, float] = {}
+        self._heard: dict[_Agent, float] = {}
         self._sizes: dict[_Agent, int] = {}
         self._ordered: Counter[_Agent] = Counter()
 
@@ -89,8 +88,8 @@ class HandingOver:
             await self.fence(namespace, agent_id, peer, generation, left_s)
         record, known = await once_free(ask, left_s)
         if known.state is OwnerState.MOVING:
-            self._limits.began(agent)
-            self._heard[namespace, agent_id, move_id] = self._steady()
+            self._limits.began(agent, is_new=is_new)
+            self._heard[agent] = self._steady()
             self._sizes[agent] = sum(line.total_bytes for line in record.lines)
         return record, known
 
@@ -98,7 +97,7 @@ class HandingOver:
         """See Store.hand_over. Raises ResourceExhausted (PEER_LIMIT)."""
         self._limits.word(peer)
         await self._threads.run(namespace, self._store.hand_over, namespace, agent_id, peer, move_id, generation)
-        self._forget((namespace, agent_id, peer), move_id)
+        self._forget((namespace, agent_id, peer))
         self._limits.ended((namespace, agent_id, peer))
 
     async def undo(self, namespace: str, agent_id: str, peer: str, move_id: str) -> None:
@@ -134,8 +133,8 @@ class HandingOver:
         if known.state is not OwnerState.MOVING or not known.peer:
             return
         agent = namespace, agent_id, known.peer
-        heard = self._heard.setdefault((namespace, agent_id, known.move_id), self._steady())
-        self._limits.began(agent)
+        heard = self._heard.setdefault(agent, self._steady())
+        self._limits.began(agent, is_new=False)
         longest_s = 10 * self._patience_s + self._sizes.get(agent, 0) / _SLOWEST_BYTES_PER_S
         if self._steady() - heard >= self._patience_s or self._limits.lasts_s(agent) >= longest_s:
             await self._undo(namespace, agent_id, known.peer, known.move_id)
@@ -144,9 +143,9 @@ class HandingOver:
         undo = self._store.undo_move
         known = await self._threads.run(namespace, undo, namespace, agent_id, peer, move_id)
         if known.state is not OwnerState.MOVING:
-            self._forget((namespace, agent_id, peer), move_id)
+            self._forget((namespace, agent_id, peer))
             self._limits.failed((namespace, agent_id, peer))
 
-    def _forget(self, agent: _Agent, move_id: str) -> None:
-        self._heard.pop((*agent[:2], move_id), None)
+    def _forget(self, agent: _Agent) -> None:
+        self._heard.pop(agent, None)
         self._sizes.pop(agent, None)

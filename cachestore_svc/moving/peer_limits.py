@@ -63,12 +63,12 @@ class PeerLimits:
         if tries is not None and (left_s := tries.free_at - self._steady()) > 0:
             raise over_limit(agent[2], "moves of one agent that it did not end", left_s)
 
-    def began(self, agent: _Agent) -> None:
-        """A move of the agent is under way."""
+    def began(self, agent: _Agent, *, is_new: bool) -> None:
+        """A move of the agent is under way, and begins now if it is new, or if nobody knows when it began."""
         if len(self._tries) >= _MAX_TRIES:
             self._tries.pop(next(iter(self._tries)))
         tries = self._tries.setdefault(agent, _Tries())
-        tries.since = self._steady() if tries.since is None else tries.since
+        tries.since = self._steady() if is_new or tries.since is None else tries.since
 
     def lasts_s(self, agent: _Agent) -> float:
         """For how long the move is under way."""

@@ -172,6 +172,11 @@ def test_a_move_that_comes_to_no_end_ends_and_costs_its_peer_a_pause(
         assert refusals < turns / 4, (refusals, turns)
         now[0] += 10_000
         await peer.offer_agent("work", MOVE, 0)  # and it is not for ever
+        await ada.owner.claim_agent("work")
+        now[0] += 10_000
+        await peer.offer_agent("work", MOVE[::-1], 0)  # one that her owner ended is over
+        await moving.undo_if_silent(NS, "work", ada.store.ownership(NS, "work"))
+        assert ada.store.ownership(NS, "work").state is OwnerState.MOVING
 
     played(tmp_path, play)
 
