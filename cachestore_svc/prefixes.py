@@ -30,17 +30,17 @@ def find_prefix(
     core: Core, namespace: str, kv_identity_hash: str, block_hashes: Sequence[str], groups: Sequence[int]
 ) -> FoundPrefix:
     """The longest stored, shareable prefix in all these groups. Extends lifetimes."""
-    look = _Look(core, namespace, kv_identity_hash)
+    search = _PrefixSearch(core, namespace, kv_identity_hash)
     if has_all := groups[0] == 0:
-        kept = look.leading(block_hashes)
+        kept = search.leading(block_hashes)
         block_hashes = block_hashes[: len(kept)]
     windows = {window: [window_block_hash(each, window) for each in block_hashes] for window in groups if window}
-    stored = {window: look.are_bound(hashes) for window, hashes in windows.items()}
+    stored = {window: search.are_bound(hashes) for window, hashes in windows.items()}
     count = covered_blocks(stored, len(block_hashes))
     found = [GroupBlocks(0, 0, tuple(kept[:count]))] if has_all else []
     for window, hashes in windows.items():
         first = first_touched_block(window, count * BLOCK_TOKENS)
-        blocks = look.leading(hashes[first:count])
+        blocks = search.leading(hashes[first:count])
         if len(blocks) < count - first:  # one was removed since
             return FoundPrefix(0, ())
         found.append(GroupBlocks(window, first, tuple(blocks)))
@@ -69,7 +69,7 @@ def _unbroken(found: Sequence[bool]) -> list[int]:
     return runs
 
 
-class _Look:
+class _PrefixSearch:
     """Looks for bound block hashes, in operations of SLICE."""
 
     def __init__(self, core: Core, namespace: str, kv_identity_hash: str) -> None:

@@ -37,7 +37,7 @@ from inference_svc.engine.reply_text import ReplyText
 from inference_svc.engine.scheduling.hot_memories import Owed, ResidentMemory
 from inference_svc.engine.scheduling.schedulable import Rules
 from inference_svc.engine.sequence import Sequence
-from inference_svc.engine.snapshots import Coming, memory_snapshot, when_there
+from inference_svc.engine.snapshots import PendingFiles, memory_snapshot, when_there
 from inference_svc.formats.grammars import GrammarMatcher
 from inference_svc.kv.policy import PolicyRequest
 from inference_svc.model.blas import load_optimized_blas
@@ -354,7 +354,7 @@ class Engine:
         from those before it, even for equal tokens: publish from block `cached_tokens // 256`.
         """
 
-        def whole(worker: EngineWorker) -> Coming[Snapshot] | None:
+        def whole(worker: EngineWorker) -> PendingFiles[Snapshot] | None:
             return memory_snapshot(worker.memories.get(key), self.model, first_block, max_blocks, stored_windows)
 
         if blocks_only:
@@ -376,7 +376,7 @@ class Engine:
         nothing of it.
         """
 
-        def pinned(worker: EngineWorker) -> Coming[PinnedMemory] | None:
+        def pinned(worker: EngineWorker) -> PendingFiles[PinnedMemory] | None:
             taken = worker.pin(key, first_block, max_blocks, stored_windows)
             return None if taken is None else taken[1].made_into(PinnedMemory(taken[0], self._thread.post).with_first)
 

@@ -26,7 +26,7 @@ from inference_svc.engine.scheduling.schedulable import WITH_KV, Rules, Status
 from inference_svc.engine.scheduling.scheduler import Admit, Blocked, Preempt, Scheduler
 from inference_svc.engine.scheduling.step_schedule import Grant
 from inference_svc.engine.sequence import Sequence
-from inference_svc.engine.snapshots import Coming, blocks_alone, memory_snapshot, running_snapshot
+from inference_svc.engine.snapshots import PendingFiles, blocks_alone, memory_snapshot, running_snapshot
 from inference_svc.engine.swapping import SwapIn, swap_out
 from inference_svc.kv.attention.host_copy import drop_room
 from inference_svc.model.model_info import ModelInfo
@@ -134,7 +134,7 @@ class EngineWorker:
 
     def full_blocks(
         self, sequence: Sequence, first_block: int, max_blocks: int
-    ) -> Coming[tuple[FileBytes, ...]] | None:
+    ) -> PendingFiles[tuple[FileBytes, ...]] | None:
         found = self._full_blocks(sequence, first_block, max_blocks)
         if found is None:
             return None
@@ -164,7 +164,7 @@ class EngineWorker:
         self.memories.put(target, ResidentMemory(memory.kv.fork(), memory.state, memory.chain))
         return True
 
-    def running_blocks(self, key: AgentKey, first_block: int, max_blocks: int | None) -> Coming[Snapshot] | None:
+    def running_blocks(self, key: AgentKey, first_block: int, max_blocks: int | None) -> PendingFiles[Snapshot] | None:
         """Full blocks from `first_block` on, at most `max_blocks`, of the key's running turn or else of its memory."""
         sequence = self._begun(key)
         if sequence is not None:
@@ -172,7 +172,9 @@ class EngineWorker:
         whole = memory_snapshot(self.memories.get(key), self._model, first_block, max_blocks)
         return whole and whole.made_into(blocks_alone)
 
-    def _full_blocks(self, sequence: Sequence, first_block: int, max_blocks: int | None) -> Coming[Snapshot] | None:
+    def _full_blocks(
+        self, sequence: Sequence, first_block: int, max_blocks: int | None
+    ) -> PendingFiles[Snapshot] | None:
         if sequence.kv is None:
             return None  # it was preempted, or its KV is on its way: the memory holds other blocks than the turn's
         self._decoder.batch.flush(sequence.kv)
@@ -180,7 +182,7 @@ class EngineWorker:
 
     def pin(
         self, key: AgentKey, first_block: int, max_blocks: int, stored_windows: Mapping[int, Collection[int]]
-    ) -> tuple[ResidentMemory, Coming[Snapshot]] | None:
+    ) -> tuple[ResidentMemory, PendingFiles[Snapshot]] | None:
         """Keep the key's memory for its publication, and begin to take its first piece."""
         first = memory_snapshot(self.memories.get(key), self._model, first_block, max_blocks, stored_windows)
         pinned = self.memories.pin(key)
@@ -192,7 +194,7 @@ class EngineWorker:
         first_block: int,
         max_blocks: int,
         stored_windows: Mapping[int, Collection[int]],
-    ) -> Coming[Snapshot] | None:
+    ) -> PendingFiles[Snapshot] | None:
         found = pinned if self.memories.is_pinned(pinned) else None
         return memory_snapshot(found, self._model, first_block, max_blocks, stored_windows)
 

@@ -28,40 +28,40 @@ MadeT = TypeVar("MadeT")
 
 
 @dataclass(frozen=True, slots=True)
-class Coming(Generic[T]):
+class PendingFiles(Generic[T]):
     """Files that may still be on their way, and what they become once all are there."""
 
     files: Several[Future[FileBytes]]
     make: Callable[[list[FileBytes]], T]
 
-    def made_into(self, make: Callable[[T], MadeT]) -> "Coming[MadeT]":
-        return Coming(self.files, lambda files: make(self.make(files)))
+    def made_into(self, make: Callable[[T], MadeT]) -> "PendingFiles[MadeT]":
+        return PendingFiles(self.files, lambda files: make(self.make(files)))
 
 
-def when_there(begin: "Callable[[], Future[Coming[T] | None]]") -> "Future[T | None]":
+def when_there(begin: "Callable[[], Future[PendingFiles[T] | None]]") -> "Future[T | None]":
     """The result of work on the MLX thread as soon as its files are there. If threads could not copy them, the work is
     done once more, without threads.
     """
-    asking = _Asking(begin)
+    asking = _FilesWait(begin)
     asking.start()
     return asking.asked
 
 
-class _Asking(Generic[T]):
+class _FilesWait(Generic[T]):
     """What `when_there` waits for. In the end no object that it made knows another that knows it: a result that nobody
     has is gone, and with it a pin.
     """
 
-    def __init__(self, begin: "Callable[[], Future[Coming[T] | None]]") -> None:
+    def __init__(self, begin: "Callable[[], Future[PendingFiles[T] | None]]") -> None:
         self.asked: Future[T | None] = Future()
         self._begin = begin
-        self._coming: Coming[T] | None = None
+        self._coming: PendingFiles[T] | None = None
         self._may_repeat = True
 
     def start(self) -> None:
         self._begin().add_done_callback(self._begun)
 
-    def _begun(self, begun: "Future[Coming[T] | None]") -> None:
+    def _begun(self, begun: "Future[PendingFiles[T] | None]") -> None:
         self._coming = None if begun.cancelled() or begun.exception() is not None else begun.result()
         if self._coming is None:
             self._settle(begun)
@@ -105,7 +105,7 @@ def memory_snapshot(
     first_block: int,
     max_blocks: int | None,
     stored_windows: Mapping[int, Collection[int]] = MappingProxyType({}),
-) -> Coming[Snapshot] | None:
+) -> PendingFiles[Snapshot] | None:
     """Blocks from `first_block` on, at most `max_blocks`. The tail, the windows and the states come with the last
     block. `stored_windows`: blocks of windows that the asker has.
     """
@@ -127,7 +127,7 @@ def memory_snapshot(
 
 def running_snapshot(
     sequence: Sequence, model: ModelInfo, first_block: int, max_blocks: int | None
-) -> Coming[Snapshot]:
+) -> PendingFiles[Snapshot]:
     """Full blocks from `first_block` on, at most `max_blocks`, of a turn whose KV is flushed."""
     assert sequence.kv is not None
     tokens = sequence.token_ids[: sequence.full_blocks * BLOCK_TOKENS]
@@ -168,7 +168,7 @@ def _coming(
     first_block: int,
     state: SequenceState,
     held: Mapping[int, Several[int]] = MappingProxyType({}),
-) -> Coming[Snapshot]:
+) -> PendingFiles[Snapshot]:
     """`held`: by window, the full blocks that the sequence holds."""
 
     def make(files: list[FileBytes]) -> Snapshot:
@@ -185,4 +185,4 @@ def _coming(
         windows = tuple(WindowFiles(window, tuple(held[window]), blocks(window), tail(window)) for window in held)
         return Snapshot(first_block, blocks(0), tail(0), state, states, windows)
 
-    return Coming(begin_files(kv, identities), make)
+    return PendingFiles(begin_files(kv, identities), make)

@@ -28,7 +28,7 @@ Messages = tuple[manifest_pb2.Message, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptConversation:
     """A conversation with the memory's values and notes. `note`: the values now, if the model was told others last."""
 
     messages: Messages
@@ -40,7 +40,9 @@ def without_notes(messages: Sequence[manifest_pb2.Message]) -> Messages:
     return tuple(message for message in messages if not message.is_note)
 
 
-def kept_values(given: Messages, remembered: Sequence[manifest_pb2.Message], rules: Collection[str]) -> Kept:
+def kept_values(
+    given: Messages, remembered: Sequence[manifest_pb2.Message], rules: Collection[str]
+) -> KeptConversation:
     """`rules`: what the conversation keeps."""
     messages, used, changed = list(given), frozenset[str](), list[str]()
     shared = 0  # leading messages that both have
@@ -59,7 +61,7 @@ def kept_values(given: Messages, remembered: Sequence[manifest_pb2.Message], rul
     if told and not newest:  # the first values are the newest again
         newest = "\n".join(line for said in given if said.role == "system" for line in _with_values(said.content))
     news = manifest_pb2.Message(role="system", content=newest, is_note=True) if newest not in ("", told) else None
-    return Kept(tuple(messages), used or frozenset(rules if notes else ()), news)
+    return KeptConversation(tuple(messages), used or frozenset(rules if notes else ()), news)
 
 
 def _are_alike(one: manifest_pb2.Message, other: manifest_pb2.Message) -> bool:

@@ -12,10 +12,10 @@ from kvasir.clients import AioInferenceClient
 from kvasir.errors import Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
-from kvasir_orchestrator import Answer, Asked, EngineMemory, Scenario
+from kvasir_orchestrator import Answer, EngineMemory, ReplyRequest, Scenario
 
 GOSSIP = Scenario.shipped("gossip")
-ASKED = Asked(
+ASKED = ReplyRequest(
     turn=GOSSIP.plan.turns[0],
     agent_id="ada",
     namespace="",

@@ -9,7 +9,7 @@ import pytest
 from kvasir.errors import DataLoss
 from kvasir_orchestrator import Scenario
 from kvasir_orchestrator.measuring import kept
-from kvasir_orchestrator.measuring.accounting import Batch, Checked, Played, age_of, leaks, wilson
+from kvasir_orchestrator.measuring.accounting import Batch, Checked, Playthrough, age_of, leaks, wilson
 from kvasir_orchestrator.measuring.campaign import Scope, measure
 from kvasir_orchestrator.measuring.claims import KILLED, KV, MOVED, PREFILL, WAYS, ages, claims, rows, wanted
 from kvasir_orchestrator.measuring.gate import PhaseGate
@@ -68,10 +68,10 @@ def test_retrieval_gives_the_messages_that_fit_in_the_order_in_which_they_were_s
     assert prompt_of(past, [message("user", "Goodbye!")], 1) == [past[0], past[3], message("user", "Goodbye!")]
 
 
-def of_way(way: str, right: int, prefilled: int) -> Played:
+def of_way(way: str, right: int, prefilled: int) -> Playthrough:
     checked = [Checked(3, n < right) for n in range(100)]
     said = {0: ("Eve fears owls.", 6)}
-    return Played("prisoners-dilemma", 1, way, said, 1000, prefilled, [0.1], checked)
+    return Playthrough("prisoners-dilemma", 1, way, said, 1000, prefilled, [0.1], checked)
 
 
 def test_claims_hold_only_of_what_was_found() -> None:
@@ -212,7 +212,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         yield house
 
 
-def played_by(house: House, second: House, ways: tuple[str, ...]) -> list[Played]:
+def played_by(house: House, second: House, ways: tuple[str, ...]) -> list[Playthrough]:
     scope = Scope(["code-review"], ways, variants=2, together=1, kills_once=True, time_limit_s=0.0, warms_up=True)
     said: list[str] = []
     played, batches = asyncio.run(measure(scope, Houses(house, second), said.append))

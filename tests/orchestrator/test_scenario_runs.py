@@ -14,10 +14,10 @@ from kvasir.clients import AioInferenceClient
 from kvasir.errors import Conflict, DataLoss, FailedPrecondition, Internal, ResourceExhausted, Unavailable
 from kvasir_orchestrator import (
     Answer,
-    Asked,
     EngineMemory,
     Event,
     Journal,
+    ReplyRequest,
     Retries,
     RunDone,
     Scenario,
@@ -386,7 +386,7 @@ class Echo:
     def __init__(self) -> None:
         self.forgotten: list[str] = []
 
-    async def ask(self, asked: Asked) -> AsyncGenerator[str | Answer, None]:
+    async def ask(self, asked: ReplyRequest) -> AsyncGenerator[str | Answer, None]:
         yield Answer("Yes.", 9, 0, 2, "cold", "none", "", 0.0, 0.0, 1)
 
     async def forget(self, agent_id: str, namespace: str) -> None:

@@ -21,7 +21,7 @@ from inference_svc.model import kvasir_tiny  # noqa: E402
 from inference_svc.model.loading import load  # noqa: E402
 from inference_svc.model.model_runner import ModelRunner  # noqa: E402
 from inference_svc.model.quality import exam  # noqa: E402
-from inference_svc.model.quality.conversations import Asked, Conversation, Conversations  # noqa: E402
+from inference_svc.model.quality.conversations import Conversation, Conversations, QuestionAnswer  # noqa: E402
 from inference_svc.model.quality.findings import RECALL  # noqa: E402
 from inference_svc.model.quality.material import Extent  # noqa: E402
 from tools.kvasir_tiny import rows, world  # noqa: E402
@@ -45,7 +45,7 @@ def ranked(model: Path, asked: list[world.Conversation], length: int) -> dict[st
         "",
         {
             (number, length): Conversation(
-                talk.messages, [], tuple(Asked(each.text, each.answer) for each in talk.questions), ()
+                talk.messages, [], tuple(QuestionAnswer(each.text, each.answer) for each in talk.questions), ()
             )
             for number, talk in enumerate(asked)
         },

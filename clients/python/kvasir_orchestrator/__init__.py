@@ -4,32 +4,32 @@ from kvasir_orchestrator.engine_memory import EngineMemory
 from kvasir_orchestrator.events import (
     Event,
     OutcomeChecked,
+    ReplyPiece,
     RunDone,
     RunStarted,
-    Said,
     TurnDone,
     TurnRetried,
     TurnStarted,
 )
 from kvasir_orchestrator.journal import Journal
-from kvasir_orchestrator.memory import Answer, Asked, Memory
+from kvasir_orchestrator.memory import Answer, Memory, ReplyRequest
 from kvasir_orchestrator.running import Retries, forget, run
 from kvasir_orchestrator.scenario import Scenario, shipped_names
 from kvasir_orchestrator.yaml_lines import Problem, ScenarioInvalid
 
 __all__ = [
     "Answer",
-    "Asked",
     "EngineMemory",
     "Event",
     "Journal",
     "Memory",
     "OutcomeChecked",
     "Problem",
+    "ReplyPiece",
+    "ReplyRequest",
     "Retries",
     "RunDone",
     "RunStarted",
-    "Said",
     "Scenario",
     "ScenarioInvalid",
     "TurnDone",

@@ -9,7 +9,7 @@ from kvasir.clients import AioInferenceClient, GenerateOptions, Reply
 from kvasir.errors import Conflict, InvalidArgument, NotFound, Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from kvasir_orchestrator.memory import Answer, Asked
+from kvasir_orchestrator.memory import Answer, ReplyRequest
 from kvasir_orchestrator.transcript import Message
 
 
@@ -28,7 +28,7 @@ class EngineMemory:
         # What turns cost whose memory was not stored at once: asked again, they are answered from memory.
         self._unstored: dict[str, Answer] = {}
 
-    async def ask(self, asked: Asked) -> AsyncGenerator[str | Answer, None]:
+    async def ask(self, asked: ReplyRequest) -> AsyncGenerator[str | Answer, None]:
         """One turn. Raises Conflict if somebody else has changed the agent since its last turn of this run, and
         Unavailable if its memory is not durable: asked again, the turn is not done twice."""
         if asked.version is not None:
@@ -53,7 +53,7 @@ class EngineMemory:
 
     async def _turn(
         self,
-        asked: Asked,
+        asked: ReplyRequest,
         *,
         append: Sequence[Message] | None = None,
         whole: Sequence[Message] | None = None,
@@ -85,7 +85,7 @@ class EngineMemory:
         return answer
 
 
-def options_of(asked: Asked) -> GenerateOptions:
+def options_of(asked: ReplyRequest) -> GenerateOptions:
     """How a turn is to be done, but for the memory that it uses."""
     return GenerateOptions(
         request_id=asked.request_id,

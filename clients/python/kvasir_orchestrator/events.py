@@ -29,7 +29,7 @@ class TurnStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ReplyPiece:
     """A piece of a turn's reply."""
 
     turn: Turn
@@ -80,4 +80,4 @@ class RunDone:
     new_tokens: int = 0  # of those: computed
 
 
-Event = RunStarted | TurnStarted | Said | TurnRetried | TurnDone | OutcomeChecked | RunDone
+Event = RunStarted | TurnStarted | ReplyPiece | TurnRetried | TurnDone | OutcomeChecked | RunDone

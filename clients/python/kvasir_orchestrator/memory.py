@@ -1,7 +1,7 @@
 """How the runner gets a reply: the one seam behind which other ways to remember can stand.
 
 The engine's own memory is in `engine_memory`. Others, such as a prompt that is recomputed each turn, get everything
-they need in `Asked`.
+they need in `ReplyRequest`.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -15,8 +15,8 @@ from kvasir_orchestrator.transcript import Message
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One turn as it is asked for. Asked again after a break it is the same in every field."""
+class ReplyRequest:
+    """One turn as it is asked for. ReplyRequest again after a break it is the same in every field."""
 
     turn: Turn
     agent_id: str  # the agent's name at the engine
@@ -57,7 +57,7 @@ class Answer:
 class Memory(Protocol):
     """Answers turns, and remembers what it likes of them."""
 
-    def ask(self, asked: Asked) -> AsyncGenerator[str | Answer, None]:
+    def ask(self, asked: ReplyRequest) -> AsyncGenerator[str | Answer, None]:
         """The reply's pieces as they come, and the whole at the end. Closing it cancels the turn.
 
         Raises the types of `kvasir.errors`.

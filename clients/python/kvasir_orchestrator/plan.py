@@ -15,13 +15,13 @@ MAX_TURNS = 2_000
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class QuotedTurns:
     """Turns whose words stand here, in order: at the head of a prompt, or where a template quotes them."""
 
     turns: tuple[int, ...]
 
 
-Prompt = tuple[str | Shown, ...]
+Prompt = tuple[str | QuotedTurns, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class _Planner:
         """The agent's next turn. It hears turns before `before`; what its templates quote stands there alone."""
         told = tuple(tuple(self._resolved(piece, agent) for piece in pieces) for pieces in prompts)
         heard = self._new(agent, (turn for turn in self.turns[:before] if agent in turn.hearers))
-        quoted = (part.turns for prompt in told for part in prompt if isinstance(part, Shown))
+        quoted = (part.turns for prompt in told for part in prompt if isinstance(part, QuotedTurns))
         own = {self._last[agent]} if agent in self._last else set()
         turn = Turn(
             index=len(self.turns),
@@ -165,10 +165,10 @@ class _Planner:
         self._seen[agent].add(turn.index)
         return turn
 
-    def _resolved(self, piece: str | Quote, reader: str) -> str | Shown:
+    def _resolved(self, piece: str | Quote, reader: str) -> str | QuotedTurns:
         if isinstance(piece, str):
             return piece
-        return Shown(self._new(reader, (turn for turn in self._meant(piece) if reader in turn.readers)))
+        return QuotedTurns(self._new(reader, (turn for turn in self._meant(piece) if reader in turn.readers)))
 
     def _new(self, agent: str, meant: Iterable[Turn]) -> tuple[int, ...]:
         """Those of the turns that the agent has not seen; seen from now on."""
@@ -178,5 +178,5 @@ class _Planner:
         return new
 
 
-def _says_something(part: str | Shown) -> bool:
-    return bool(part.turns if isinstance(part, Shown) else part.strip())
+def _says_something(part: str | QuotedTurns) -> bool:
+    return bool(part.turns if isinstance(part, QuotedTurns) else part.strip())

@@ -14,15 +14,15 @@ from kvasir.on_full import from_label
 
 from kvasir_orchestrator.events import (
     Event,
+    ReplyPiece,
     RunDone,
     RunStarted,
-    Said,
     TurnDone,
     TurnRetried,
     TurnStarted,
 )
 from kvasir_orchestrator.journal import Journal
-from kvasir_orchestrator.memory import Answer, Asked, Memory
+from kvasir_orchestrator.memory import Answer, Memory, ReplyRequest
 from kvasir_orchestrator.outcomes import checked
 from kvasir_orchestrator.plan import Turn
 from kvasir_orchestrator.scenario import Scenario
@@ -159,7 +159,7 @@ class _Runner:
         else:
             self._queue.put_nowait((turn, answer))
 
-    async def _until_whole(self, asked: Asked) -> Answer:
+    async def _until_whole(self, asked: ReplyRequest) -> Answer:
         """A turn's answer. Raises what breaks it when its retries are used up."""
         self._queue.put_nowait(TurnStarted(asked.turn, asked.new))
         attempt = 0
@@ -174,19 +174,19 @@ class _Runner:
                 self._queue.put_nowait(TurnRetried(asked.turn, error, attempt, wait_s))
             await self._sleep(wait_s)
 
-    async def _ask(self, asked: Asked) -> Answer:
+    async def _ask(self, asked: ReplyRequest) -> Answer:
         async with aclosing(self._memory.ask(asked)) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Answer):
                     return piece
-                self._queue.put_nowait(Said(asked.turn, piece))
+                self._queue.put_nowait(ReplyPiece(asked.turn, piece))
         raise Internal("the turn ended without an answer")
 
-    def _asked(self, turn: Turn) -> Asked:
+    def _asked(self, turn: Turn) -> ReplyRequest:
         scenario, sampling = self._scenario, self._scenario.file.sampling
         phase, agent = scenario.phases[turn.phase], scenario.agents[turn.agent]
         before = [each for each in scenario.plan.of_agent(turn.agent) if each.index < turn.index]
-        return Asked(
+        return ReplyRequest(
             turn=turn,
             agent_id=scenario.agent_id(turn.agent, self._run_id),
             namespace=agent.namespace,

@@ -5,7 +5,7 @@ Others' messages begin with their name; their second lines are indented, so that
 
 from collections.abc import Callable, Mapping
 
-from kvasir_orchestrator.plan import Plan, Prompt, Shown, Turn
+from kvasir_orchestrator.plan import Plan, Prompt, QuotedTurns, Turn
 
 Message = dict[str, str]  # role and content
 
@@ -27,7 +27,9 @@ def new_messages(turn: Turn, names: Mapping[str, str], plan: Plan, said: Mapping
 
 
 def _filled(prompt: Prompt, line: Callable[[int], str]) -> str:
-    parts = ["\n".join(line(index) for index in part.turns) if isinstance(part, Shown) else part for part in prompt]
+    parts = [
+        "\n".join(line(index) for index in part.turns) if isinstance(part, QuotedTurns) else part for part in prompt
+    ]
     return "".join(parts).strip()
 
 

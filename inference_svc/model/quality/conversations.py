@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class QuestionAnswer:
     """A question and its one right answer."""
 
     text: str
@@ -21,8 +21,8 @@ class Conversation:
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
-    recall: tuple[Asked, ...]  # about told facts, in the order in which they were told
-    tool_calls: tuple[Asked, ...]
+    recall: tuple[QuestionAnswer, ...]  # about told facts, in the order in which they were told
+    tool_calls: tuple[QuestionAnswer, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,6 @@ def _conversation(content: Mapping[str, Any]) -> Conversation:
     return Conversation(
         content["messages"],
         content["tools"],
-        tuple(Asked(*pair) for pair in content["recall"]),
-        tuple(Asked(*pair) for pair in content["tool_calls"]),
+        tuple(QuestionAnswer(*pair) for pair in content["recall"]),
+        tuple(QuestionAnswer(*pair) for pair in content["tool_calls"]),
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from inference_svc.model.quality.conversations import Asked, Conversation, Conversations
+from inference_svc.model.quality.conversations import Conversation, Conversations, QuestionAnswer
 from inference_svc.model.quality.findings import RECALL, TOOL_CALLS
 
 
@@ -87,7 +87,7 @@ def _random_tokens(seed: str, vocabulary: Sequence[int], count: int) -> tuple[in
 def _sheet(tokenizer: Any, conversation: Conversation, extent: Extent) -> Sheet:
     template: Any = tokenizer.apply_chat_template
 
-    def question(task: str, asked: Asked) -> Question:
+    def question(task: str, asked: QuestionAnswer) -> Question:
         ids = template([{"role": "user", "content": asked.text}], add_generation_prompt=True)
         reply = tokenizer.encode(asked.answer, add_special_tokens=False)
         return Question(task, tuple(ids), (*reply, tokenizer.eos_token_id))

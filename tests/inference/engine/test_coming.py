@@ -10,10 +10,10 @@ from functools import partial
 import pytest
 from kvasir.formats.block_file import FileBytes
 
-from inference_svc.engine.snapshots import Coming, when_there
+from inference_svc.engine.snapshots import PendingFiles, when_there
 from inference_svc.kv.attention import host_copy
 
-Begun = Future[Coming[bytes] | None]
+Begun = Future[PendingFiles[bytes] | None]
 
 
 @pytest.fixture(autouse=True)
@@ -25,14 +25,14 @@ def files(count: int) -> list[Future[FileBytes]]:
     return [Future() for _ in range(count)]
 
 
-def begun(coming: Coming[bytes] | None) -> Begun:
+def begun(coming: PendingFiles[bytes] | None) -> Begun:
     made: Begun = Future()
     made.set_result(coming)
     return made
 
 
-def joined(parts: list[Future[FileBytes]]) -> Coming[bytes]:
-    return Coming(parts, lambda found: b"".join(found))
+def joined(parts: list[Future[FileBytes]]) -> PendingFiles[bytes]:
+    return PendingFiles(parts, lambda found: b"".join(found))
 
 
 def test_it_is_there_with_its_last_file_whichever_that_is() -> None:

@@ -27,7 +27,7 @@ class Checked:
 
 
 @dataclass(slots=True)
-class Played:
+class Playthrough:
     """One variant of a scenario as it was played under one way to remember."""
 
     scenario: str

@@ -11,11 +11,11 @@ from kvasir.clients import AioInferenceClient
 
 from kvasir_orchestrator.engine_memory import EngineMemory
 from kvasir_orchestrator.events import OutcomeChecked, TurnDone
-from kvasir_orchestrator.measuring.accounting import Batch, Checked, Played, age_of, leaks
+from kvasir_orchestrator.measuring.accounting import Batch, Checked, Playthrough, age_of, leaks
 from kvasir_orchestrator.measuring.claims import DEPTHS, KILLED, KV, MOVED
 from kvasir_orchestrator.measuring.gate import PhaseGate
 from kvasir_orchestrator.measuring.retrieval import NoMemory
-from kvasir_orchestrator.memory import Answer, Asked, Memory
+from kvasir_orchestrator.memory import Answer, Memory, ReplyRequest
 from kvasir_orchestrator.running import Retries, forget, run
 from kvasir_orchestrator.scenario import Scenario
 
@@ -49,7 +49,7 @@ class _Gated:
     def __init__(self, home: _Home, gate: PhaseGate, number: int, phases: Mapping[str, int]) -> None:
         self._home, self._gate, self._number, self._phases = home, gate, number, phases
 
-    async def ask(self, asked: Asked) -> AsyncGenerator[str | Answer, None]:
+    async def ask(self, asked: ReplyRequest) -> AsyncGenerator[str | Answer, None]:
         """One turn, once its phase is open."""
         async with self._gate.turn(self._number, self._phases[asked.turn.phase]):
             self._home.agents.add(asked.agent_id)
@@ -85,12 +85,12 @@ async def measure(
     places: Places,
     say: Callable[[str], None] = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
-    keep: Callable[[Batch, Sequence[Played]], None] = lambda *_: None,
-) -> tuple[list[Played], list[Batch]]:
+    keep: Callable[[Batch, Sequence[Playthrough]], None] = lambda *_: None,
+) -> tuple[list[Playthrough], list[Batch]]:
     """Play everything; with a time limit, all scenarios of the first variants, of `together` at least. Each batch is
     kept as soon as it has ended. Raises what breaks a turn for good.
     """
-    played: list[Played] = []
+    played: list[Playthrough] = []
     took: list[Batch] = []
     began = clock()
     async with AioInferenceClient.connect(places.here) as here, AioInferenceClient.connect(places.there) as there:
@@ -139,7 +139,7 @@ class _Batch:
         self._gate = PhaseGate(len(scenarios), stops, self._restart if way == KILLED else self._move)
         self._hot_bytes = 0
 
-    async def play(self, clock: Callable[[], float]) -> tuple[list[Played], Batch]:
+    async def play(self, clock: Callable[[], float]) -> tuple[list[Playthrough], Batch]:
         began = clock()
         async with self._sampling():
             played = await asyncio.gather(*(self._one(number) for number in range(len(self._scenarios))))
@@ -155,9 +155,9 @@ class _Batch:
         phases = {name: place for place, name in enumerate(self._scenarios[number].phases)}
         return _Gated(self._home, self._gate, number, phases)
 
-    async def _one(self, number: int) -> Played:
+    async def _one(self, number: int) -> Playthrough:
         scenario = self._scenarios[number]
-        played = Played(scenario.name, scenario.variant, self._way)
+        played = Playthrough(scenario.name, scenario.variant, self._way)
         async with aclosing(run(scenario, self._memory(number), retries=_PATIENCE, parallel=100)) as events:
             async for event in events:
                 if isinstance(event, TurnDone):
@@ -202,7 +202,7 @@ def _hot(stats: Any) -> Iterator[int]:
     yield from (each.kv_memory_used_bytes for each in stats.namespaces)
 
 
-def _count(played: Played, event: TurnDone) -> None:
+def _count(played: Playthrough, event: TurnDone) -> None:
     answer = event.answer
     played.said[event.turn.index] = (answer.text, answer.completion_tokens)
     played.prompt_tokens += answer.prompt_tokens

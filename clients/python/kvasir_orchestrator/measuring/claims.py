@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvasir_orchestrator.measuring.accounting import AGES, Batch, Played, wilson
+from kvasir_orchestrator.measuring.accounting import AGES, Batch, Playthrough, wilson
 
 KV, PREFILL, KILLED, MOVED = "kv", "prefill", "killed", "moved"
 DEPTHS: Mapping[str, int | None] = {"bm25-1": 1, "bm25-2": 2, "bm25-4": 4, "bm25-8": 8, "bm25-all": None}
@@ -14,7 +14,7 @@ _WANTED_SHARE = 0.15
 _DILEMMA = "prisoners-dilemma"
 
 
-def rows(played: Sequence[Played], batches: Sequence[Batch]) -> list[dict[str, Any]]:
+def rows(played: Sequence[Playthrough], batches: Sequence[Batch]) -> list[dict[str, Any]]:
     """A row for each scenario and way, and for all scenarios together."""
     scenarios = list(dict.fromkeys(each.scenario for each in played))
     found = []
@@ -27,7 +27,7 @@ def rows(played: Sequence[Played], batches: Sequence[Batch]) -> list[dict[str, A
     return found
 
 
-def _row(played: Sequence[Played], batches: Sequence[Batch], full: int) -> dict[str, Any]:
+def _row(played: Sequence[Playthrough], batches: Sequence[Batch], full: int) -> dict[str, Any]:
     first_tokens = sorted(seconds for each in played for seconds in each.first_token_s)
     computed = sum(each.prefilled_tokens for each in played)
     conversations = max(1, sum(each.conversations for each in batches))
@@ -50,7 +50,7 @@ def _row(played: Sequence[Played], batches: Sequence[Batch], full: int) -> dict[
     }
 
 
-def ages(played: Sequence[Played]) -> list[dict[str, Any]]:
+def ages(played: Sequence[Playthrough]) -> list[dict[str, Any]]:
     """Accuracy by the age of the fact, of all scenarios together."""
     found = []
     for way in (way for way in WAYS if any(each.way == way for each in played)):
@@ -62,7 +62,7 @@ def ages(played: Sequence[Played]) -> list[dict[str, Any]]:
     return found
 
 
-def claims(played: Sequence[Played]) -> list[dict[str, Any]]:
+def claims(played: Sequence[Playthrough]) -> list[dict[str, Any]]:
     """Each claim about the ways that were played: what, is_met, found, and is_exact: no chance is in it. Without kv
     there is nothing to hold the others to.
     """
@@ -97,7 +97,7 @@ def claims(played: Sequence[Played]) -> list[dict[str, Any]]:
     return made
 
 
-def wanted(played: Sequence[Played]) -> dict[str, Any] | None:
+def wanted(played: Sequence[Playthrough]) -> dict[str, Any] | None:
     """The goal of 15 % over the prisoner's dilemma: told, and not among the claims."""
     mine, full = _computed(played, _DILEMMA, KV), _computed(played, _DILEMMA, PREFILL)
     if not full:
@@ -106,7 +106,7 @@ def wanted(played: Sequence[Played]) -> dict[str, Any] | None:
     return {"what": text, "is_met": mine <= _WANTED_SHARE * full, "found": _share(mine, full)}
 
 
-def _different(played: Sequence[Played], way: str) -> int:
+def _different(played: Sequence[Playthrough], way: str) -> int:
     """Turns that were said otherwise than under kv, or not at all."""
     before = {(each.scenario, each.variant): each.said for each in _of(played, ALL, KV)}
     return sum(
@@ -116,11 +116,11 @@ def _different(played: Sequence[Played], way: str) -> int:
     )
 
 
-def _of(played: Sequence[Played], scenario: str, way: str) -> list[Played]:
+def _of(played: Sequence[Playthrough], scenario: str, way: str) -> list[Playthrough]:
     return [each for each in played if each.way == way and scenario in (each.scenario, ALL)]
 
 
-def _computed(played: Sequence[Played], scenario: str, way: str) -> int:
+def _computed(played: Sequence[Playthrough], scenario: str, way: str) -> int:
     return sum(each.prefilled_tokens for each in _of(played, scenario, way))
 
 

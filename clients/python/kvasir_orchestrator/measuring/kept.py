@@ -7,19 +7,19 @@ from pathlib import Path
 from kvasir.errors import DataLoss
 from pydantic import TypeAdapter, ValidationError
 
-from kvasir_orchestrator.measuring.accounting import Batch, Played
+from kvasir_orchestrator.measuring.accounting import Batch, Playthrough
 
 _REASON = "RESULTS_DAMAGED"
-_LINE = TypeAdapter(tuple[Batch, list[Played]])
+_LINE = TypeAdapter(tuple[Batch, list[Playthrough]])
 
 
-def append(path: Path, batch: Batch, played: Sequence[Played]) -> None:
+def append(path: Path, batch: Batch, played: Sequence[Playthrough]) -> None:
     """Note a batch whose conversations have ended."""
     with path.open("ab") as file:
         file.write(_LINE.dump_json((batch, list(played))) + b"\n")
 
 
-def read(paths: Iterable[Path], ways: Sequence[str]) -> tuple[list[Played], list[Batch]]:
+def read(paths: Iterable[Path], ways: Sequence[str]) -> tuple[list[Playthrough], list[Batch]]:
     """All conversations of the files that were played under every way, and of the batches their part. Raises DataLoss
     for a line that is none, and for a conversation that was played twice, or not under all ways by one kind of engine.
     """
@@ -44,7 +44,9 @@ def read(paths: Iterable[Path], ways: Sequence[str]) -> tuple[list[Played], list
     return [each for _, played in parts for each in played], [batch for batch, played in parts if played]
 
 
-def _part(batch: Batch, played: Sequence[Played], counted: Container[tuple[str, int]]) -> tuple[Batch, list[Played]]:
+def _part(
+    batch: Batch, played: Sequence[Playthrough], counted: Container[tuple[str, int]]
+) -> tuple[Batch, list[Playthrough]]:
     """What counts of a batch; what its conversations took together is divided among them."""
     kept = [each for each in played if (each.scenario, each.variant) in counted]
     share = len(kept) / len(played) if played else 0.0
@@ -57,7 +59,7 @@ def _part(batch: Batch, played: Sequence[Played], counted: Container[tuple[str, 
     ), kept
 
 
-def _lines(path: Path) -> list[tuple[Batch, list[Played]]]:
+def _lines(path: Path) -> list[tuple[Batch, list[Playthrough]]]:
     *lines, _cut = path.read_bytes().split(b"\n")
     try:
         return [_LINE.validate_json(line) for line in lines]

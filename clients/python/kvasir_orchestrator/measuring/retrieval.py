@@ -9,7 +9,7 @@ import bm25s
 from kvasir.clients import AioInferenceClient
 
 from kvasir_orchestrator.engine_memory import options_of, streamed
-from kvasir_orchestrator.memory import Answer, Asked
+from kvasir_orchestrator.memory import Answer, ReplyRequest
 from kvasir_orchestrator.transcript import Message
 
 
@@ -21,7 +21,7 @@ class NoMemory:
     ) -> None:
         self._client, self._depth, self._clock = client, depth, clock
 
-    async def ask(self, asked: Asked) -> AsyncGenerator[str | Answer, None]:
+    async def ask(self, asked: ReplyRequest) -> AsyncGenerator[str | Answer, None]:
         """One turn, of the caller's own namespace."""
         whole = prompt_of(asked.transcript, asked.new, self._depth)
         async with aclosing(streamed(self._client, options_of(asked), self._clock, whole=whole)) as pieces:

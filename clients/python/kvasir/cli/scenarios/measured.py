@@ -11,7 +11,7 @@ from typing import Any
 
 from kvasir_orchestrator import Scenario, shipped_names
 from kvasir_orchestrator.measuring import claims, kept
-from kvasir_orchestrator.measuring.accounting import Batch, Played
+from kvasir_orchestrator.measuring.accounting import Batch, Playthrough
 from kvasir_orchestrator.measuring.campaign import Scope, measure
 
 from kvasir.bench.engine import text_table
@@ -55,7 +55,7 @@ def run(scope: Scope, say: Callable[[str], None], played_file: Path | None) -> d
     """Play and count; `played_file` gets a line for each batch."""
     began = time.monotonic()
 
-    def keep(batch: Batch, played: Sequence[Played]) -> None:
+    def keep(batch: Batch, played: Sequence[Playthrough]) -> None:
         if played_file is not None:
             kept.append(played_file, batch, played)
 
@@ -84,7 +84,7 @@ def of_files(paths: Sequence[Path], *, is_quick: bool) -> dict[str, Any]:
     return _results({**settings, "elapsed_s": round(sum(batch.wall_s for batch in batches), 1)}, played, batches)
 
 
-def _results(settings: dict[str, Any], played: Sequence[Played], batches: Sequence[Batch]) -> dict[str, Any]:
+def _results(settings: dict[str, Any], played: Sequence[Playthrough], batches: Sequence[Batch]) -> dict[str, Any]:
     engines = sorted({batch.engine for batch in batches if batch.engine})
     return {
         "settings": {**settings, "variants": len({each.variant for each in played}), "engines": engines},

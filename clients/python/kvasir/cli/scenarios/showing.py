@@ -7,9 +7,9 @@ from typing import Any, Protocol
 from kvasir_orchestrator import (
     Event,
     OutcomeChecked,
+    ReplyPiece,
     RunDone,
     RunStarted,
-    Said,
     Scenario,
     TurnDone,
     TurnRetried,
@@ -22,7 +22,7 @@ from rich.table import Table
 
 from kvasir.cli.caller import Caller
 
-_OfTurn = TurnStarted | Said | TurnRetried | TurnDone
+_OfTurn = TurnStarted | ReplyPiece | TurnRetried | TurnDone
 
 
 class ShownRun:
@@ -54,7 +54,7 @@ class ShownRun:
         match event:
             case TurnStarted():
                 self._begin(event)
-            case Said():
+            case ReplyPiece():
                 self._out.print(event.text, end="")
                 self._out.file.flush()
             case TurnRetried():
