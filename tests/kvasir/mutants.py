@@ -42,14 +42,14 @@ MUTANTS = (
     ),
     Mutant(
         "a client for another token keeps the first one's",
-        "clients/service_client.py",
+        "clients/aio/service_client.py",
         "        other._metadata = bearer(token)\n",
         "        bearer(token)\n",
         "tokens_handed_on",
     ),
     Mutant(
         "a client for another token knows what the first one's turns told",
-        "clients/inference_client.py",
+        "clients/aio/inference_client.py",
         "        other._known = KnownVersions()",
         "        pass",
         "tokens_handed_on",
@@ -63,7 +63,7 @@ MUTANTS = (
     ),
     Mutant(
         "a client for another token closes the channel of all",
-        "clients/service_client.py",
+        "clients/aio/service_client.py",
         "        other._owns_channel = False\n",
         "",
         "tokens_handed_on",

@@ -469,12 +469,6 @@ def test_a_manifest_that_nobody_would_read_is_not_fetched() -> None:
         server.stop(0)
 
 
-def test_the_blocking_client_is_made_from_the_asynchronous_one() -> None:
-    tool = ROOT / "tools" / "make_sync_client.py"
-    done = subprocess.run([sys.executable, str(tool), "--check"], cwd=ROOT)
-    assert done.returncode == 0, "run: python tools/make_sync_client.py"
-
-
 def test_the_sdk_needs_neither_mlx_nor_sql_nor_the_service_extras() -> None:
     program = (
         "import sys, kvasir.clients;"

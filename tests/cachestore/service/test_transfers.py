@@ -1,5 +1,6 @@
 """Blobs over a real wire: cut, stalled, contested, malformed. What is durable is not sent again, and nothing sticks."""
 
+import asyncio
 import itertools
 import threading
 import time
@@ -11,7 +12,7 @@ import grpc
 import pytest
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
-from kvasir.clients import StoreClient
+from kvasir.clients import AioStoreClient, StoreClient
 from kvasir.errors import Conflict, KvasirError, ResourceExhausted
 from kvasir.formats.digest import Digest
 from kvasir.formats.frames import FRAME_BYTES, frames_of
@@ -338,13 +339,13 @@ def test_readers_that_do_not_read_hold_little_memory_and_are_given_up(home: Stor
             channel.close()
 
 
-class ForgottenClient(StoreClient):
+class ForgottenClient(AioStoreClient):
     """The store collects garbage between its answer and what is sent on it."""
 
-    def write_status(self, digest: Digest) -> pb.QueryWriteStatusResponse:
-        status = super().write_status(digest)
+    async def write_status(self, digest: Digest) -> pb.QueryWriteStatusResponse:
+        status = await super().write_status(digest)
         if status.received_bytes:
-            self.collect_garbage()
+            await self.collect_garbage()
         return status
 
 
@@ -354,10 +355,14 @@ def test_an_upload_begins_anew_when_the_store_gave_up_what_had_arrived(home: Sto
     [(digest, data)] = turn.new_blobs.items()
     refused = write_raw(running.address, itertools.islice(frames_of(digest, data, pb.BLOB_KIND_TENSORS, 0), 2))
     assert isinstance(refused, KvasirError)
-    with ForgottenClient.connect(running.address) as client:
-        assert StoreClient.write_status(client, digest).received_bytes == 2 * MIB
-        client.put_blobs(turn.new_blobs)
-        assert bytes(client.get_blob(digest)) == data
+
+    async def resume() -> None:
+        async with ForgottenClient.connect(running.address) as client:
+            assert (await AioStoreClient.write_status(client, digest)).received_bytes == 2 * MIB
+            await client.put_blobs(turn.new_blobs)
+            assert bytes(await client.get_blob(digest)) == data
+
+    asyncio.run(resume())
 
 
 def _end_of(call: Any) -> grpc.RpcError:

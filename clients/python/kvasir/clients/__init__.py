@@ -5,12 +5,11 @@ They import gRPC and the generated messages, but neither MLX nor SQL nor the com
 
 from kvasir.clients.aio.inference_client import AioInferenceClient
 from kvasir.clients.aio.store_client import AioStoreClient
+from kvasir.clients.blocking_clients import InferenceClient, StoreClient
 from kvasir.clients.channel import PinnedTls, Tls
 from kvasir.clients.generate_options import GenerateOptions
-from kvasir.clients.inference_client import InferenceClient
 from kvasir.clients.inference_client_turns import Choice, Reply
 from kvasir.clients.messages import message, text_of
-from kvasir.clients.store_client import StoreClient
 
 __all__ = [
     "AioInferenceClient",

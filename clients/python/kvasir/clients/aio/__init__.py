@@ -1,1 +1,1 @@
-"""The asynchronous clients, of which `tools/make_sync_client.py` makes the blocking ones beside this folder."""
+"""The asynchronous clients. The blocking ones beside this folder run their code."""

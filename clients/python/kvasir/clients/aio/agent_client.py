@@ -1,7 +1,4 @@
-"""The calls about agents: of every engine, for the store that it uses, and of that store itself.
-
-`agent_client.py` is this file with the awaits taken out, by `tools/make_sync_client.py`; change this one.
-"""
+"""The calls about agents: of every engine, for the store that it uses, and of that store itself."""
 
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing

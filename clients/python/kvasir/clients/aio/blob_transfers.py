@@ -1,7 +1,4 @@
-"""Blobs to and from a cache store, asynchronously: only missing blobs are sent, and a transfer resumes after a cut.
-
-`blob_transfers.py` is this file with the awaits taken out, by `tools/make_sync_client.py`; change this one.
-"""
+"""Blobs to and from a cache store, asynchronously: only missing blobs are sent, and a transfer resumes after a cut."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -74,13 +71,13 @@ class AioBlobTransfers(AioServiceClient):
                 cuts = cuts + 1 if len(upload.pending) == before else 0
                 if cuts >= self._max_cuts:
                     raise
-                await asyncio.sleep(_CUT_PAUSE_S * (cuts + 1))
+                await self._pause(_CUT_PAUSE_S * (cuts + 1))
             except FailedPrecondition as error:
                 # Another writer sends the same blob. When that ends, the store has the blob, or we send it.
                 waits = waits + 1 if len(upload.pending) == before else 0
                 if error.reason != "WRITE_IN_PROGRESS" or waits == _MAX_WAITS:
                     raise
-                await asyncio.sleep(_WAIT_S)
+                await self._pause(_WAIT_S)
         return upload.progress
 
     async def put_manifest(self, data: bytes, *, stall_timeout_s: float | None = None) -> Digest:
@@ -113,7 +110,7 @@ class AioBlobTransfers(AioServiceClient):
                 cuts = cuts + 1 if (len(assembler.remaining), assembler.received_bytes) == before else 0
                 if cuts >= self._max_cuts:
                     raise
-                await asyncio.sleep(_CUT_PAUSE_S * (cuts + 1))
+                await self._pause(_CUT_PAUSE_S * (cuts + 1))
 
     async def get_blob(self, digest: Digest, *, timeout_s: float | None = None) -> memoryview:
         """One blob's bytes."""
@@ -138,7 +135,7 @@ class AioBlobTransfers(AioServiceClient):
             status = await self.write_status(first)
             first_offset = 0 if status.is_complete else status.received_bytes
         requests = upload.requests(first_offset)
-        async with AioStallLimit(stall_timeout_s) as limit:
+        async with self._stall_limit(stall_timeout_s) as limit:
             write = limit.watched(self._stub.WriteBlobs)
             async with aclosing(self._responses(write, limit.counting(requests), None)) as responses:
                 async for response in responses:
@@ -146,6 +143,12 @@ class AioBlobTransfers(AioServiceClient):
                     upload.acknowledge(response)
         if upload.pending:
             raise Unavailable("the store ended the stream before every blob was stored")
+
+    async def _pause(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    def _stall_limit(self, seconds: float | None) -> AioStallLimit:
+        return AioStallLimit(seconds)
 
     async def _receive(
         self, assembler: FrameAssembler, timeout_s: float | None

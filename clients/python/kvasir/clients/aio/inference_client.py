@@ -1,7 +1,5 @@
 """The inference service's asynchronous client: turns as streams of events, and typed errors.
 
-`inference_client.py` is this file with the awaits taken out, by `tools/make_sync_client.py`; change this one.
-
 Every turn has a request id: after a break a caller asks again with it, and the turn is not done twice. The error of a
 broken turn says which version the agent remembers.
 """
@@ -126,16 +124,17 @@ class AioInferenceClient(AioAgentClient):
         except Unavailable as error:
             if moved is None:  # else the engine ended after it had told where the turn is
                 moved = lost_by(error)
-                if moved is None or moved.peer not in self.peers:
+                if moved is None or self._peer(moved.peer) is None:
                     raise
                 lost = error
         if moved is None:
             return
-        if moved.peer not in self.peers:
+        peer = self._peer(moved.peer)
+        if peer is None:
             raise moved.unknown()
         left_s = None if ends_s is None else max(0.0, ends_s - time.monotonic())
         try:
-            async with aclosing(self.peers[moved.peer].resume(moved.resume_token, timeout_s=left_s)) as rest:
+            async with aclosing(peer.resume(moved.resume_token, timeout_s=left_s)) as rest:
                 async for response in rest:
                     lost = None
                     yield response
@@ -143,6 +142,9 @@ class AioInferenceClient(AioAgentClient):
             if lost is None or error.reason != "RESUME_TOKEN_UNKNOWN":
                 raise
             raise lost from None  # the peer never heard that the turn is its own: asking again does it
+
+    def _peer(self, name: str) -> "AioInferenceClient | None":
+        return self.peers.get(name)
 
     async def reply(
         self,

@@ -1,7 +1,4 @@
-"""A caller of one service over one channel: the token, the deadline and the errors of its calls, asynchronously.
-
-`service_client.py` is this file with the awaits taken out, by `tools/make_sync_client.py`; change this one.
-"""
+"""A caller of one service over one channel: the token, the deadline and the errors of its calls, asynchronously."""
 
 import copy
 from collections.abc import AsyncGenerator

@@ -1,4 +1,4 @@
-"""The time that a stream may go without progress; `stall_limit.py` is the blocking client's."""
+"""The time that a stream may go without progress."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable

@@ -1,7 +1,5 @@
 """The cache store's asynchronous client: every RPC as a method, typed errors, transfers that resume after a cut.
 
-`store_client.py` is this file with the awaits taken out, by `tools/make_sync_client.py`; change this one.
-
 Errors are the types of `kvasir.errors`. Round trips have a deadline (`timeout_s` of the client, or of the call).
 Transfers have none, because keepalive notices a dead peer.
 """

@@ -1,0 +1,118 @@
+"""The blocking clients have all that the asynchronous ones have, and leave neither a call nor a thread behind."""
+
+import asyncio
+import gc
+import inspect
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from contextlib import closing
+from typing import Any
+
+import grpc
+import pytest
+from kvasir.clients import AioInferenceClient, AioStoreClient, InferenceClient, StoreClient
+from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.inference.v1 import inference_pb2_grpc
+
+Turn = Iterator[pb.GenerateResponse]
+
+
+class _Endless(inference_pb2_grpc.InferenceServiceServicer):
+    """An engine whose turns emit three words and then nothing; notes each end of a call."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Semaphore(0)
+
+    def Generate(self, request: pb.GenerateRequest, context: Any) -> Turn:  # noqa: N802
+        ended = threading.Event()
+        context.add_callback(ended.set)
+        context.add_callback(self.ended.release)
+        for word in ("one", "two", "three"):
+            yield pb.GenerateResponse(delta=pb.Delta(text=word))
+        assert ended.wait(60)
+
+
+@pytest.fixture(scope="module")
+def endless() -> Iterator[tuple[_Endless, str]]:
+    engine, server = _Endless(), grpc.server(futures.ThreadPoolExecutor(4))
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(engine, server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield engine, f"127.0.0.1:{port}"
+    server.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("blocking", "aio"), [(InferenceClient, AioInferenceClient), (StoreClient, AioStoreClient)], ids=["engine", "store"]
+)
+def test_each_method_of_an_asynchronous_client_is_one_of_the_blocking_client(blocking: type, aio: type) -> None:
+    for name, method in inspect.getmembers(aio, inspect.isroutine):
+        if not name.startswith("_"):
+            mine = getattr(blocking, name)
+            assert inspect.getdoc(mine) == inspect.getdoc(method), name
+            given, expected = ([*inspect.signature(each).parameters] for each in (mine, method))
+            assert given == expected, name
+            assert not inspect.iscoroutinefunction(mine)
+
+
+def _closed(turn: Turn) -> None:
+    next(turn)
+    turn.close()  # type: ignore[attr-defined]
+
+
+def _dropped(turn: Turn) -> None:
+    next(turn)
+    del turn
+    gc.collect()
+
+
+def _failing_reader(turn: Turn) -> None:
+    with pytest.raises(ZeroDivisionError), closing(turn):  # type: ignore[type-var]
+        assert 1 // next(turn).delta.choice
+
+
+def _interrupted(turn: Turn) -> None:
+    """By Ctrl-C while it waits for the next event."""
+    texts = [next(turn).delta.text for _ in range(3)]
+    assert texts == ["one", "two", "three"]
+    timer = threading.Timer(0.2, signal.raise_signal, (signal.SIGINT,))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        next(turn)
+    timer.join()
+    assert next(turn, None) is None
+
+
+@pytest.mark.parametrize("left", [_closed, _dropped, _failing_reader, _interrupted])
+def test_a_stream_that_is_left_is_a_cancelled_call(endless: tuple[_Endless, str], left: Callable[[Turn], None]) -> None:
+    engine, address = endless
+    threads = set(threading.enumerate())
+    with InferenceClient.connect(address) as client:
+        left(client.generate(prompt="x"))
+        assert engine.ended.acquire(timeout=10)
+    assert _new_threads(threads) == []
+
+
+def test_a_blocking_client_works_where_an_event_loop_runs(endless: tuple[_Endless, str]) -> None:
+    """As in a notebook."""
+    engine, address = endless
+
+    async def cell() -> list[str]:
+        with InferenceClient.connect(address) as client, closing(client.generate(prompt="x")) as turn:
+            return [next(turn).delta.text for _ in range(3)]
+
+    assert asyncio.run(cell()) == ["one", "two", "three"]
+    assert engine.ended.acquire(timeout=10)
+
+
+def _new_threads(before: set[threading.Thread]) -> list[str]:
+    """Names of the threads that stay, without those of the server."""
+    passed = threading.Event()
+    for _ in range(200):
+        new = [each.name for each in threading.enumerate() if each not in before and "ThreadPool" not in each.name]
+        if not new:
+            break
+        passed.wait(0.05)
+    return new
