@@ -20,7 +20,7 @@ from kvasir.server.interceptors import settle_garbage
 from kvasir.server.logs import configure_logs
 from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
 from kvasir.server.reloading import Reloading
-from kvasir.server.rpc_counts import RpcCounts
+from kvasir.server.durations import RpcCounts
 from kvasir.server.serving import EdgeServer, RefusedToStart, give_memory_back, run
 from kvasir.server.shared_room import SharedRoom
 from kvasir.server.traces import Traces

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from kvasir.server.audit import Audit
+from kvasir.server.durations import RpcCounts
 from kvasir.server.operator_page import audit_metric, counter, gauge, rpc_metrics
-from kvasir.server.rpc_counts import RpcCounts
 from prometheus_client import Metric
 
 from cachestore_svc.records import Totals

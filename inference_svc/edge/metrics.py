@@ -10,8 +10,8 @@ from enum import Enum
 from typing import Any
 
 from kvasir.server.audit import Audit
+from kvasir.server.durations import RpcCounts
 from kvasir.server.operator_page import audit_metric, counter, gauge, histogram, rpc_metrics
-from kvasir.server.rpc_counts import RpcCounts
 from prometheus_client import Metric
 
 from inference_svc.memory.outcomes import MissReason, SnapshotState, Source

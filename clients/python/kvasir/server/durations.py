@@ -1,6 +1,9 @@
-"""How often something took how long, in buckets: plain data that is added to in one place and shown in another."""
+"""How often something took how long, in buckets, and which calls ended how: plain data, added to in one place and shown
+in another.
+"""
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
@@ -43,3 +46,19 @@ class Durations:
         """The bound below which this share of all durations lies; 0 without any."""
         wanted = share * self.count
         return next((bound for bound, count in self.up_to() if count >= wanted), 0.0) if self.count else 0.0
+
+
+class RpcCounts:
+    """Calls of a gRPC service, counted since the start. Only the event loop adds, and only RPCs of the service."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[tuple[str, str]] = Counter()  # by RPC and status
+        self.seconds: dict[str, Durations] = {}  # by RPC
+        self.refused_credentials: Counter[str] = Counter()  # by reason
+
+    def ended(self, rpc: str, status: str, seconds: float) -> None:
+        """`rpc`: without its package, as CacheStoreService/GetStats."""
+        self.calls[rpc, status] += 1
+        if rpc not in self.seconds:
+            self.seconds[rpc] = Durations()
+        self.seconds[rpc].add(seconds)

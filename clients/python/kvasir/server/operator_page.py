@@ -22,8 +22,7 @@ from prometheus_client.registry import Collector
 
 from kvasir.address import Address, AddressTaken, parse_address
 from kvasir.server.audit import Audit
-from kvasir.server.durations import Durations
-from kvasir.server.rpc_counts import RpcCounts
+from kvasir.server.durations import Durations, RpcCounts
 from kvasir.server.wellness import Ailment, Wellness
 
 _READER_S = 10.0

@@ -31,8 +31,8 @@ from kvasir.address import Address, AddressError, parse_address
 from kvasir.credentials import CredentialFileError, Credentials, read_credentials, read_private_text
 from kvasir.server import health
 from kvasir.server.audit import Audit
+from kvasir.server.durations import RpcCounts
 from kvasir.server.interceptors import MAX_RPCS_PER_PRINCIPAL, Authentication, CallerOfCertificate, Errors
-from kvasir.server.rpc_counts import RpcCounts
 from kvasir.server.traces import Traces
 
 _REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
