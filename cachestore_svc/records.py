@@ -36,7 +36,7 @@ LAST_UNIX_MS = 253_402_300_799_999
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
-    """Where a store keeps its data and how much of it. Defaults are those of config.StoreSettings."""
+    """Where a store keeps its data and how much of it. What decides is `config.StoreSettings`."""
 
     data_dir: Path
     default_quota_bytes: int | None  # reservations included

@@ -137,7 +137,7 @@ async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) ->
             phases.begin,
         )
 
-    host = ModelHost(settings.model, open_model)
+    host = ModelHost(settings.models, open_model)
     if settings.store_token_file or settings.store_token_dir:
         reloading.add("store_tokens", partial(reload_store_tokens, settings, stores, host))
     reloading.on_hangup()

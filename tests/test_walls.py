@@ -125,7 +125,6 @@ IMPORTS = (
     ),
     Wall(("spake2",), ("cachestore_svc/pairing/exchange.py",), "a code is used in one place, which is read as a whole"),
     Wall(("zeroconf",), ("cachestore_svc/pairing/finding.py",), "an extra, and what the network says is not trusted"),
-    Wall(("pydantic_settings",), ("*/config.py",), "the environment is read in one place"),
     Wall(("cachestore_svc",), ("cachestore_svc/*",), "the services never import each other, and nobody imports them"),
     Wall(("inference_svc",), ("inference_svc/*",), "the services never import each other, and nobody imports them"),
     Wall(
@@ -145,8 +144,12 @@ IMPORTS = (
 # What a module does, seen as the dotted name of an attribute or a call.
 ENVIRONMENT = Wall(
     ("os.environ", "os.getenv", "os.putenv", "os.environb"),
-    ("inference_svc/model/loading.py", "inference_svc/__init__.py"),  # MLX and transformers cannot be told otherwise
-    "configuration is read by pydantic-settings, in config modules",
+    (
+        "inference_svc/model/loading.py",  # MLX and transformers cannot be told otherwise
+        "inference_svc/__init__.py",
+        f"{SDK}/options/finding.py",
+    ),
+    "the environment is read where the values of options are found",
 )
 CLOCKS = ("time.time", "time.time_ns", "time.monotonic", "time.monotonic_ns", "time.perf_counter", "time.sleep")
 CHANCE = (
@@ -397,10 +400,11 @@ ROOMS = {
     },
     SDK: {
         "bench": "clients credentials errors formats",
-        "cli": "address bench clients credentials errors expires_after formats on_full volatile",
+        "cli": "address bench clients credentials errors expires_after formats on_full options volatile",
         "clients": "address call_context errors formats status syncing",
         "server": "address call_context credentials errors status",
         "formats": "errors names",
+        "options": "address credentials errors expires_after volatile",
         "on_full": "errors",
         "volatile": "errors",
         "expires_after": "errors",

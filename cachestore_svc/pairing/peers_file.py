@@ -23,7 +23,7 @@ from kvasir.errors import InvalidArgument
 from kvasir.names import check_namespace
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from cachestore_svc.config import ConfigError, in_words
+from cachestore_svc.config import ConfigError
 from cachestore_svc.pairing.identity import SERVER_NAME, Certificate, Identity, identity_file, read_identity
 from cachestore_svc.pairing.rights import Given, Gives, Takes, read_rights, write_rights
 
@@ -179,7 +179,7 @@ def read_peers(path: Path | None) -> PeerBook:
         peers = [PeerSettings.model_validate(entry) for entry in document.get("peer", [])]
         listen = str(parse_address(document["listen"])) if "listen" in document else ""
     except ValidationError as error:
-        raise ConfigError(f"{path}: {in_words(error)}") from None
+        raise ConfigError(f"{path}: {_in_words(error)}") from None
     except ConfigError:
         raise
     except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -256,3 +256,11 @@ def _text(book: PeerBook) -> str:
 def _toml(value: object) -> str:
     """A string, a number or a list of strings: JSON's are TOML's, but for DEL."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _in_words(error: ValidationError) -> str:
+    """Which fields are wrong, and what was expected."""
+    return "; ".join(
+        f"{'.'.join(str(part) for part in item['loc'])}: {item['msg'].removeprefix('Value error, ')}"
+        for item in error.errors()
+    )

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from kvasir.cli.running.home import Home
 from kvasir.cli.running.plan import plan_of
+from kvasir.cli.settings.asked import Asked
 
 from tests.cli.running import Cli
 
@@ -41,7 +42,7 @@ def test_a_namespace_is_sealed_its_master_key_replaced_and_its_key_destroyed(tmp
 
 def test_the_store_of_a_home_is_told_which_namespaces_are_sealed(tmp_path: Path) -> None:
     home = Home(tmp_path)
-    told = plan_of(home, ["a-model"], "", "", "", None, None).store.argv()
+    told = plan_of(Asked(home)).store.argv()
     assert told[told.index("--sealed-file") + 1] == str(tmp_path / "sealed-namespaces")
     assert home.sealed_options(tmp_path / "store") == home.sealed_options()
     assert home.sealed_options(tmp_path / "another") == (), "its list is its own"

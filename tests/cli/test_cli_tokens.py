@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from kvasir.cli.running.home import Home, Running
 from kvasir.cli.running.plan import make_credentials, plan_of
+from kvasir.cli.settings.asked import Asked
 from kvasir.credentials import Principal, further_engine_tokens, read_credentials, read_token
+from kvasir.options.up import UpTable
 
 from tests.cli.running import Ended, in_process
 
@@ -47,10 +49,11 @@ def test_a_new_namespace_gets_a_credential_of_the_engine_with_which_it_is_starte
     file = tmp_path / "tokens" / "engine@red.token"
     known = read_credentials(tmp_path / "credentials.toml")
     assert known.principal_of(read_token(file)) == Principal("engine@red", "red", frozenset({"engine"}))
-    plan = plan_of(Home(tmp_path), [], "", "", http, None, None)
+    plan = plan_of(Asked(Home(tmp_path), UpTable(http=http)))
     argv = plan.engine.argv()
     assert further_engine_tokens(Path(argv[argv.index("--store-token-dir") + 1])) == {"red": file}
-    assert plan.engine.credentials_file == plan.store.credentials_file == tmp_path / "credentials.toml"
+    for process in (plan.engine, plan.store):
+        assert process.options["credentials_file"] == tmp_path / "credentials.toml"
 
 
 def test_what_is_to_be_done_then_is_a_command(tmp_path: Path) -> None:

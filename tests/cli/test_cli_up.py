@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 from kvasir.address import parse_address
-from kvasir.cli.running.checks import DEFAULT_HTTP
 from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE
 from kvasir.cli.running.holding import holders, is_led
 from kvasir.cli.running.home import Home, Running
 from kvasir.cli.running.supervisor import process_exists
 from kvasir.credentials import read_token
+from kvasir.options.gateway import DEFAULT_LISTEN
 
 from tests.cli.running import Begun, Cli, answers, eventually, free_port, in_process
 from tests.scraping import health, scrape
@@ -334,7 +334,7 @@ def _usual_http_port_taken() -> Iterator[None]:
     """As by a `kvasir up` of another home."""
     with socket.socket() as other:
         with contextlib.suppress(OSError):  # somebody has it already
-            other.bind(("127.0.0.1", parse_address(DEFAULT_HTTP).port))
+            other.bind(("127.0.0.1", parse_address(DEFAULT_LISTEN).port))
             other.listen()
         yield
 
@@ -345,7 +345,8 @@ def test_a_home_of_the_background_is_taken_over_after_a_kill_and_goes_down() -> 
     cli = Cli(home)
     try:
         first = cli.done("up", "-d", "--no-http", "--json").value
-        assert (first["engine"], first["token_file"]) == (f"unix:{home}/run/engine.sock", "")
+        client = str(Home(home).tokens / "client.token")
+        assert (first["engine"], first["token_file"]) == (f"unix:{home}/run/engine.sock", client)
         os.kill(first["pid"], signal.SIGKILL)
         eventually(lambda: not is_led(Home(home)))
         orphans = [first["engine_pid"], first["store_pid"]]

@@ -84,7 +84,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], int, str]] = {
     "results of several runs": (("bench", "engine", "--results", SEVERAL), 2, "expected what one run of `kvasir bench"),
     "pictures nowhere": (("bench", "quality", "--quick", "--plots", "/proc/kv-nowhere"), 5, "/proc/kv-nowhere: "),
     "a demo nowhere": (("demo", "--out", "/proc/kv-nowhere"), 5, "/proc/kv-nowhere: "),
-    "endless memory": (("doctor", "--memory-gib", "inf"), 2, "--memory-gib: expected a number of GiB, got inf"),
+    "endless memory": (("doctor", "--memory-gib", "inf"), 2, "--memory-gib: expected a number above 0, got"),
     "layers that are none": (("doctor", "--kv-exact-layers", "x"), 2, "--kv-exact-layers: expected"),
     "no memory": (("bench", "engine", "--memory-gib", "-1"), 2, "--memory-gib"),
     "no directory": (("agents", "export", "ada", "/tmp/kv-nowhere/ada.kva"), 5, "/tmp/kv-nowhere: there is no such"),

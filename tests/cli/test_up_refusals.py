@@ -4,16 +4,12 @@ import shutil
 import socket
 import tempfile
 from pathlib import Path
-from typing import get_args
 
-import kvasir_gateway.__main__
 import pytest
-from kvasir.cli.running.checks import DEFAULT_HTTP, EmbeddingPooling, KvPolicy
 from kvasir.cli.running.home import Home
 from kvasir.cli.running.plan import make_credentials
 from kvasir.credentials import read_credentials, read_token
 
-from inference_svc.config import EngineSettings
 from inference_svc.model import kvasir_tiny
 from tests.cli.certificates import make_certificate
 from tests.cli.running import in_process
@@ -41,7 +37,6 @@ WRONG = {
     "no configuration": ("--model", "/tmp"),
     "no embedding model": ("--embeddings", "nonsense"),
     "an embedding model of a model's name": ("--embeddings", f"kvasir-tiny={kvasir_tiny.path()}"),
-    "a pooling": ("--embedding-pooling", "max"),
     "layers": ("--kv-exact-layers", "1,x"),
     "layers of fp": ("--kv-exact-layers", "1", "--kv-policy", "fp"),
     "a far layer": ("--model", str(kvasir_tiny.path()), "--kv-exact-layers", "8"),
@@ -77,17 +72,6 @@ def test_credentials_appear_only_after_their_tokens(tmp_path: Path) -> None:
     make_credentials(home)
     token = read_token(home.tokens / "client.token")
     assert read_credentials(home.credentials_file).principal_of(token) is not None
-
-
-def test_the_gateways_usual_address_is_its_own() -> None:
-    assert kvasir_gateway.__main__.DEFAULT_LISTEN == DEFAULT_HTTP
-
-
-def test_the_policies_of_the_command_line_are_the_engines() -> None:
-    known = get_args(EngineSettings.model_fields["kv_policy"].annotation)
-    assert [policy.value for policy in KvPolicy] == list(known)
-    poolings = get_args(EngineSettings.model_fields["embedding_pooling"].annotation)
-    assert [pooling.value for pooling in EmbeddingPooling] == list(poolings)
 
 
 def test_what_is_in_use_is_said_before_anything_starts() -> None:

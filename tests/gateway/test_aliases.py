@@ -57,16 +57,16 @@ def test_an_alias_whose_model_is_missing_later_is_refused_with_both_names() -> N
         async def count_tokens(self, **_: Any) -> int:
             raise NotFound("no such model", reason="MODEL_NOT_FOUND")
 
-    turn = Aliases.of([("a", "b")]).applied(Turn(model="a", any_model=True))
+    turn = Aliases({"a": "b"}).applied(Turn(model="a", any_model=True))
     counting = CallerAtEngine(WithoutModels()).count(turn, ())  # type: ignore[arg-type]
     with pytest.raises(NotFound, match="'a' stands for 'b'"):
         counting.send(None)
 
 
 def test_aliases_that_cannot_be_are_refused() -> None:
-    for given, models in (([("a", "b")], ["c"]), ([("a", "b")], ["a", "b"]), ([("a", "b"), ("a", "c")], ["b", "c"])):
+    for models in (["c"], ["a", "b"]):
         with pytest.raises(InvalidArgument) as refused:
-            Aliases.of(given).check(models)
+            Aliases({"a": "b"}).check(models)
         assert refused.value.field == "--alias"
     assert [name for name, _ in Aliases({"a": "b", "d": "e"}).beside([pb.Model(name="b")])] == ["b", "a"]
 

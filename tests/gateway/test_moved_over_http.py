@@ -11,12 +11,10 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from kvasir.cli.running.checks import peer_arguments
 from kvasir.clients import InferenceClient
 from kvasir.credentials import hash_token
 from kvasir.errors import KvasirError
 
-from inference_svc.config import read_settings
 from tests.cli.running import eventually
 from tests.gateway.serving import MODEL, GatewayProcess, running_gateway, write_keys
 from tests.inference.handover.cases import ON, STORY
@@ -118,11 +116,3 @@ def test_tokens_for_other_engines_are_read_again_with_a_reload(engines: Engines)
         os.kill(service.pid, signal.SIGHUP)
     eventually(lambda: all("reload.done" in service.log for service in services))
     assert any(heard(engines, "b")[1] for _ in range(4))
-
-
-def test_up_tells_the_engine_and_the_gateway_of_peers() -> None:
-    given = {"--peer": ["b=unix:/nowhere/b"], "--peer-store": ["b=studio"], "--peer-token-file": [f"team/b={__file__}"]}
-    engine, gateway = peer_arguments({**given, "--peer-ca-file": None})
-    settings = read_settings(["--listen", "unix:/nowhere/s", *engine])
-    assert (settings.peer, settings.peer_store) == ({"b": "unix:/nowhere/b"}, {"b": "studio"})
-    assert gateway == ("--peer", "b=unix:/nowhere/b")

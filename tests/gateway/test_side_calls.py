@@ -6,8 +6,8 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.options.gateway import SIDE_CALLS
 from kvasir_gateway.reading.side_calls import SIDE_RULES, side_call_of, side_rules_of
 from kvasir_gateway.turn import Said, ToolUse, Turn
 
@@ -64,8 +64,9 @@ def test_of_many_messages_the_first_and_the_last_are_read() -> None:
 
 def test_rules_are_switched_by_name() -> None:
     assert side_rules_of("none") == []
+    assert list(SIDE_RULES) == list(SIDE_CALLS)
     assert side_call_of(Turn(model="", messages=TITLES[0]), side_rules_of("summary")) == ""
-    with pytest.raises(InvalidArgument, match="'titles' is none of title, summary, probe, none"):
+    with pytest.raises(ValueError, match="'titles' is none of title, summary, probe, none"):
         side_rules_of("titles")
 
 

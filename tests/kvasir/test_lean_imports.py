@@ -39,7 +39,7 @@ print(torch.here)
 """
 _CALLS = {"blake3", "google", "grpc", "grpc_health", "grpc_reflection", "grpc_tools", "kvasir", "safetensors"}
 _SHOWS = {"annotated_doc", "click", "markdown_it", "mdurl", "pygments", "rich", "shellingham", "typer"}
-_CHECKS = {"annotated_types", "dotenv", "pydantic", "pydantic_core", "pydantic_settings", "typing_inspection"}
+_CHECKS = {"annotated_types", "pydantic", "pydantic_core", "typing_inspection"}
 _SMALL = {"cython_runtime", "sysconfigdata", "typing_extensions"}
 _SERVES = {"prometheus_client", "structlog", "uvloop"}
 _STORE = {"cachestore_svc", "cryptography", "dateutil", "pluggy", "spake2", "sqlite_fts4", "sqlite_utils"}

@@ -19,14 +19,6 @@ class Aliases:
 
     by_name: Mapping[str, str] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, given: Sequence[tuple[str, str]]) -> "Aliases":
-        """Raises InvalidArgument for a name that is given twice."""
-        names = [name for name, _ in given]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise InvalidArgument(f"--alias: {twice!r} is given twice", field="--alias")
-        return cls(dict(given))
-
     def check(self, models: Sequence[str]) -> None:
         """Raise InvalidArgument for an alias of no model, and for one that is a model's own name."""
         for name, model in self.by_name.items():

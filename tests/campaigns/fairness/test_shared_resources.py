@@ -32,7 +32,7 @@ def value_of(name: str) -> object:
     module, _, path = name.partition(":")
     found: object = importlib.import_module(module)
     for part in path.split("."):
-        fields = getattr(found, "model_fields", None) or getattr(found, "__dataclass_fields__", None)
+        fields = getattr(found, "__dataclass_fields__", None)
         found = fields[part].default if isinstance(fields, dict) and part in fields else getattr(found, part)
     return found
 

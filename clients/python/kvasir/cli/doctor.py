@@ -24,12 +24,13 @@ from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.demo.self_test import self_test
 from kvasir.cli.failures import PROBLEMS
 from kvasir.cli.rows import size, stats_row
-from kvasir.cli.running.checks import KvPolicy, check_exact_layers, check_sizes
+from kvasir.cli.running.checks import check_engine_option, check_exact_layers
 from kvasir.cli.running.group import ServiceState, service_states
 from kvasir.cli.running.health import Health
 from kvasir.cli.running.holding import is_led
 from kvasir.clients import InferenceClient
 from kvasir.errors import KvasirError
+from kvasir.options.engine import KvPolicy
 
 _PACKAGES = ("mlx", "mlx-lm", "grpcio", "protobuf", "safetensors", "sqlite-utils", "mkl")
 GIB = 1 << 30
@@ -50,7 +51,7 @@ def doctor(
         typer.Option(help="As for `kvasir up`; auto measures the model, unless an engine of this home has done so."),
     ] = None,
     kv_exact_layers: Annotated[str, typer.Option(help="As for `kvasir up`.")] = "",
-    memory_gib: Annotated[float | None, typer.Option(min=0.001, help="As for `kvasir up`.")] = None,
+    memory_gib: Annotated[float | None, typer.Option(help="As for `kvasir up`.")] = None,
     does_self_test: Annotated[
         bool, typer.Option("--self-test", help="Also start both services, tell an agent a fact, kill -9 both, and ask.")
     ] = False,
@@ -58,7 +59,7 @@ def doctor(
 ) -> None:
     """Say which layers of a model are kept, what computes, what runs, and what to do about problems."""
     caller = caller_of(context, as_json)
-    check_sizes({"--memory-gib": memory_gib})
+    check_engine_option("memory_gib", memory_gib)
     check_exact_layers(kv_exact_layers, kv_policy, [])
     given = [("--kv-policy", kv_policy), ("--kv-exact-layers", kv_exact_layers), ("--memory-gib", memory_gib)]
     report = examined(caller, model, [str(part) for option in given if option[1] for part in option])

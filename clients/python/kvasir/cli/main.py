@@ -15,6 +15,7 @@ from kvasir.cli.demo import demo
 from kvasir.cli.running import audit, group, reload, tokens, up
 from kvasir.cli.running.home import DEFAULT_HOME
 from kvasir.cli.scenarios import commands as scenarios
+from kvasir.cli.settings import showing
 from kvasir.cli.showing import help_words
 from kvasir.cli.talking import chat
 
@@ -47,6 +48,7 @@ app.add_typer(pairing.app, name="peers")
 app.add_typer(store.app, name="store")
 app.add_typer(tokens.app, name="tokens")
 app.add_typer(keys.app, name="keys")
+app.add_typer(showing.app, name="config")
 app.add_typer(bench.app, name="bench")
 app.add_typer(scenarios.app, name="scenario")
 

@@ -4,11 +4,13 @@ And how often they log those of strangers.
 """
 
 import copy
+import json
 import logging
 import re
 import sys
 import traceback
 from collections.abc import Callable, MutableMapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +67,24 @@ class LineWithoutPayload(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         record = copy.copy(record)
         error = record.exc_info[1] if record.exc_info else None
-        words = _without_reprs(record.getMessage()) if record.name == _ASYNCIO else record.getMessage()
-        told = f" error={type(error).__name__} at={places(error)}" if error is not None else ""
-        record.msg, record.args, record.exc_info, record.exc_text = words + told, (), None, None
+        told = "" if error is None else f" error={type(error).__name__} at={places(error)}"
+        record.msg, record.args, record.exc_info, record.exc_text = _event(record) + told, (), None, None
         return super().format(record)
+
+
+class JsonWithoutPayload(logging.Formatter):
+    """The same as an object, with the fields that structlog gives it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        error = record.exc_info[1] if record.exc_info else None
+        about = {} if error is None else {"error": type(error).__name__, "at": places(error)}
+        at = datetime.fromtimestamp(record.created, UTC).isoformat().replace("+00:00", "Z")
+        line = {"event": _event(record), "level": record.levelname.lower(), "logger": record.name, "timestamp": at}
+        return json.dumps(line | about)
+
+
+def _event(record: logging.LogRecord) -> str:
+    return _without_reprs(record.getMessage()) if record.name == _ASYNCIO else record.getMessage()
 
 
 def _without_reprs(words: str) -> str:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvasir.errors import InvalidArgument
+from kvasir.options.gateway import side_calls_of
 
 from kvasir_gateway.turn import Said, Turn
 
@@ -34,10 +34,9 @@ _SUMMARY = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class SideRule:
-    """`applies_to` says to what, and why."""
+    """To what a rule applies, and why, is said in `kvasir.options.gateway`."""
 
     name: str
-    applies_to: str
     is_it: Callable[[Turn], bool]
 
 
@@ -54,21 +53,16 @@ SUMMARY = "summary"
 SIDE_RULES: Mapping[str, SideRule] = {
     rule.name: rule
     for rule in (
-        SideRule("title", "a title, topic, tags or next questions of a conversation are asked for", _asks(_TITLE)),
-        SideRule(SUMMARY, "a summary of the conversation is asked for, which takes its place later", _asks(_SUMMARY)),
-        SideRule("probe", "one short message whose reply may have one token: nobody goes on from it", _is_probe),
+        SideRule("title", _asks(_TITLE)),
+        SideRule(SUMMARY, _asks(_SUMMARY)),
+        SideRule("probe", _is_probe),
     )
 }
 
 
 def side_rules_of(text: str) -> Sequence[SideRule]:
-    """RULE,… or none. Raises InvalidArgument for a name that is no rule's."""
-    names = [] if text == "none" else text.split(",")
-    if unknown := [name for name in names if name not in SIDE_RULES]:
-        raise InvalidArgument(
-            f"--side-calls: {unknown[0]!r} is none of {', '.join(SIDE_RULES)}, none", field="--side-calls"
-        )
-    return [SIDE_RULES[name] for name in names]
+    """RULE,… or none. Raises ValueError for a name that is no rule's."""
+    return [SIDE_RULES[name] for name in side_calls_of(text)]
 
 
 def side_call_of(turn: Turn, rules: Sequence[SideRule]) -> str:

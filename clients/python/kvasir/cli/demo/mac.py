@@ -9,7 +9,7 @@ from pathlib import Path
 from kvasir.cli.own_services.own_processes import OwnProcesses
 from kvasir.cli.running.home import Endpoint, Home
 from kvasir.cli.running.plan import make_credentials
-from kvasir.cli.running.processes import EngineProcess, StoreProcess
+from kvasir.cli.running.processes import ENGINE_WAITS_S, EngineProcess, StoreProcess
 from kvasir.cli.talking.turn import TurnResult, follow_turn
 from kvasir.clients import InferenceClient, StoreClient
 from kvasir.common.v1 import message_pb2
@@ -17,7 +17,7 @@ from kvasir.credentials import write_private_text
 from kvasir.inference.v1 import inference_pb2
 
 # On a busy machine the demo must show memory, not time limits. The times are measured and shown.
-_PATIENCE = ("--store-budget-ms", "3000", "--commit-wait-s", "20")
+_PATIENCE = {"store_budget_ms": 3000, "commit_wait_s": 20}
 
 
 class Mac:
@@ -30,22 +30,31 @@ class Mac:
         self._processes = OwnProcesses()
         tokens = self.home.tokens
         address = f"127.0.0.1:{_free_port()}" if is_shared else self.home.socket_address("store")
+        home = self.home
+        of_store = Endpoint(address, tokens / "engine.token" if is_shared else None)
         self._store = StoreProcess(
-            data_dir=self.home.store_data,
-            listen=address,
-            endpoint=Endpoint(address, tokens / "engine.token" if is_shared else None),
-            log_file=self.home.logs / "store.log",
-            credentials_file=self.home.credentials_file if is_shared else None,
-            peers_file=self.home.peers_file,
+            of_store,
+            home.logs / "store.log",
+            {
+                "data_dir": home.store_data,
+                "listen": address,
+                "credentials_file": home.credentials_file if is_shared else None,
+                "peers_file": home.peers_file,
+            },
         )
+        engine = Endpoint(home.socket_address("engine"))
         self._engine = EngineProcess(
-            listen=self.home.socket_address("engine"),
-            endpoint=Endpoint(self.home.socket_address("engine")),
-            store=self._store.endpoint,
-            log_file=self.home.logs / "engine.log",
-            state_dir=self.home.engine_state,
-            model=model,
-            options=_PATIENCE,
+            engine,
+            home.logs / "engine.log",
+            {
+                "listen": engine.address,
+                "store": of_store.address,
+                "store_token_file": of_store.token_file,
+                "store_wait_s": ENGINE_WAITS_S,
+                "state_dir": home.engine_state,
+                "model": model,
+                **_PATIENCE,
+            },
         )
         self.store = Endpoint(address, tokens / "client.token" if is_shared else None)
         self.engine = self._engine.endpoint

@@ -12,6 +12,7 @@ from typing import Any
 from kvasir.cli.own_services.own_processes import OwnProcesses
 from kvasir.cli.running.home import Home
 from kvasir.cli.running.plan import Plan, plan_of
+from kvasir.cli.settings.asked import Asked
 from kvasir.clients import InferenceClient
 
 _PLAYED_ENGINE = "inference_svc.bench.played_engine"
@@ -87,10 +88,12 @@ def measured_services(
     own = Home(root / "h")
     own.make()
     own.audit_file("store").parent.mkdir(mode=0o700)
-    given = ("--memory-gib", str(memory_gib), "--log-format", "json", *options)
-    plan = plan_of(own, [model] if model else [], "", "", "", None, None, given)
+    plan = plan_of(Asked(own))
+    given = {"model": model, "memory_gib": memory_gib, "log_format": "json"}
+    engine = replace(plan.engine, options={**plan.engine.options, **given}, words=tuple(options))
     if played:
-        plan = replace(plan, engine=replace(plan.engine, program=(_PLAYED_ENGINE, *played)))
+        engine = replace(engine, program=(_PLAYED_ENGINE, *played))
+    plan = replace(plan, engine=engine)
     services = MeasuredServices(root, plan, is_played=bool(played))
     try:
         yield services

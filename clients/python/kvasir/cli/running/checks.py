@@ -1,10 +1,8 @@
 """What `kvasir up` was asked for, checked before anything starts. Starts nothing and makes nothing."""
 
 import contextlib
-import enum
 import importlib.util
 import json
-import math
 import re
 import socket
 import ssl
@@ -12,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvasir import expires_after
-from kvasir.address import Address, AddressError, check_endpoint, parse_address
+from kvasir.address import Address, AddressError, parse_address
 from kvasir.cli.failures import WrongUsage
-from kvasir.errors import FailedPrecondition, InvalidArgument
+from kvasir.errors import FailedPrecondition
+from kvasir.options.engine import EngineTable
+from kvasir.options.table import options_of
+from kvasir.options.texts import texts_of, value_of
 
 # As the engine names them.
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -24,45 +24,12 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PACKAGES = {"store": ("structlog", "sqlite_utils"), "engine": ("structlog", "mlx")}
 _GATEWAY_PACKAGES = ("kvasir_gateway", "starlette", "uvicorn")
 _NEIGHBOUR_PACKAGE = "smg_grpc_proto"
-# The gateway's own, where neither --http nor --no-http was said.
-DEFAULT_HTTP = "127.0.0.1:8642"
 _LAST_PORT = 65535
 _SHIPPED_MODEL = "kvasir-tiny"
 _TRACES_PACKAGE = "opentelemetry"
-
-
-class KvPolicy(enum.StrEnum):
-    """How keys and values are stored, cheapest first."""
-
-    Q4 = "q4"
-    Q4_ROTATED = "q4-rotated"
-    K8V4 = "k8v4"
-    Q8 = "q8"
-    FP = "fp"
-    AUTO = "auto"
-
-
-class EmbeddingPooling(enum.StrEnum):
-    """Which of a text's last hidden rows make its embedding."""
-
-    MEAN = "mean"
-    LAST = "last"
-
-
-class LogLevel(enum.StrEnum):
-    """The least of what is logged."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-class LogFormat(enum.StrEnum):
-    """For people, or for programs."""
-
-    CONSOLE = "console"
-    JSON = "json"
+_EXACT = "fp"
+PEER_OPTIONS = ("peer", "peer_store", "peer_token_file", "peer_ca_file")
+METRICS_OPTIONS = ("--metrics-listen", "--metrics-listen, of the store", "--metrics-listen, of the gateway")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +80,15 @@ def check_models(given: Sequence[str]) -> list[GivenModel]:
     return models
 
 
-def check_aliases(given: Sequence[str], models: Sequence[GivenModel]) -> None:
-    """Raise WrongUsage unless each is NAME=MODEL, of a model that is given (or the shipped one), and of a new name."""
+def check_aliases(given: Mapping[str, str], models: Sequence[GivenModel]) -> None:
+    """Raise WrongUsage unless each is of a model that is given (or the shipped one), and of a new name."""
     known = [model.name for model in models] or [_SHIPPED_MODEL]
-    names: list[str] = []
-    for each in given:
-        name, _, model = each.partition("=")
-        if not name or model not in known:
-            raise WrongUsage(f"--alias: expected NAME= one of {', '.join(known)}, got {each!r}", field="--alias")
-        if name in (*known, *names):
-            raise WrongUsage(f"--alias: {name!r} is a model's own name, or given twice", field="--alias")
-        names.append(name)
+    for name, model in given.items():
+        if model not in known:
+            told = f"--alias: expected NAME= one of {', '.join(known)}, got {f'{name}={model}'!r}"
+            raise WrongUsage(told, field="--alias")
+        if name in known:
+            raise WrongUsage(f"--alias: {name!r} is a model's own name", field="--alias")
 
 
 def check_embeddings(given: str, models: Sequence[GivenModel]) -> list[GivenModel]:
@@ -149,13 +114,13 @@ def _model(item: str, option: str = "--model") -> GivenModel:
     return GivenModel(name or path, path)
 
 
-def check_exact_layers(text: str, policy: KvPolicy | None, models: Sequence[GivenModel]) -> None:
+def check_exact_layers(text: str, policy: str | None, models: Sequence[GivenModel]) -> None:
     """Raise WrongUsage unless it is "last" or indexes of layers of the first model."""
     words = [word.strip() for word in text.split(",")] if text else []
     option = "--kv-exact-layers"
     if bad := next((word for word in words if word != "last" and not (word.isascii() and word.isdigit())), ""):
         raise WrongUsage(f'{option}: expected "last" or indexes, got {bad!r}', field=option)
-    if words and policy is KvPolicy.FP:
+    if words and policy == _EXACT:
         raise WrongUsage(f"{option}: under fp every layer is exact already", field=option)
     count = _layer_count(models[0]) if models else 0
     if count and (far := next((word for word in words if word != "last" and int(word) >= count), "")):
@@ -170,42 +135,27 @@ def _layer_count(model: GivenModel) -> int:
     return 0
 
 
-def seconds(text: str, option: str) -> float | None:
-    """A time, as 90s, 10m or 2h; None for no text. Raises WrongUsage."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh])", text)
-    if not text:
-        return None
-    if found is None or float(found[1]) <= 0:
-        raise WrongUsage(f"{option}: expected a time such as 90s, 10m or 2h, got {text!r}", field=option)
-    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
-
-
-def expiry_seconds(text: str, option: str) -> float | None:
-    """A time, as 12h or 30d; None for no text, or never. Raises WrongUsage."""
+def check_engine_option(name: str, given: object) -> None:
+    """Raise WrongUsage for a value that this option of the engine cannot have; None is left out."""
+    option = options_of(EngineTable)[name]
     try:
-        return expires_after.from_label(text) if text else None
-    except InvalidArgument as error:
-        raise WrongUsage(error.message.replace(f"labels.{expires_after.LABEL}", option), field=option) from None
+        if given is not None:
+            value_of(option, texts_of(option, given))
+    except ValueError as error:
+        raise WrongUsage(f"{option.flag}: {error}", field=option.flag) from None
 
 
-def check_sizes(sizes: Mapping[str, float | None]) -> None:
-    """Raise WrongUsage for a size (by option) that is infinite or no number."""
-    if bad := next((option for option, size in sizes.items() if size is not None and not math.isfinite(size)), ""):
-        raise WrongUsage(f"{bad}: expected a number of GiB, got {sizes[bad]}", field=bad)
-
-
-def peer_arguments(given: Mapping[str, Sequence[str] | None]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What the engine and the gateway are told of peers: by option, values as NAME=VALUE. Raises WrongUsage for another
-    form, for a name without an address (--peer), and for a peer that no turn could be given to."""
-    every = [(option, *text.partition("=")) for option, texts in given.items() for text in texts or ()]
-    names = {name for option, name, _, _ in every if option == "--peer"}
-    for option, name, _, value in every:
-        if not value or name.rpartition("/")[2] not in names:  # tokens may be of a NAMESPACE/NAME
+def check_peers(given: Mapping[str, Mapping[str, object]]) -> None:
+    """Raise WrongUsage for what is said (`PEER_OPTIONS`) of a peer without an address, and for a peer that could not be
+    given a turn."""
+    every = [
+        (f"--{name.replace('_', '-')}", key, str(value)) for name, of in given.items() for key, value in of.items()
+    ]
+    names = {name for option, name, _ in every if option == "--peer"}
+    for option, name, value in every:
+        if name.rpartition("/")[2] not in names:  # tokens may be of a NAMESPACE/NAME
             raise WrongUsage(f"{option}: expected NAME=…, with --peer NAME=ADDRESS; got {name}={value}", field=option)
-    _check_peers([(option, name, value) for option, name, _, value in every])
-    told = [(option, f"{name}={value}") for option, name, _, value in every]
-    of_gateway = [each for each in told if each[0] in ("--peer", "--peer-ca-file")]
-    return tuple(word for each in told for word in each), tuple(word for each in of_gateway for word in each)
+    _check_peers(every)
 
 
 def _check_peers(given: Sequence[tuple[str, str, str]]) -> None:
@@ -225,18 +175,17 @@ def _check_peers(given: Sequence[tuple[str, str, str]]) -> None:
             raise WrongUsage(f"{option}: {value} is another machine: --peer-ca-file {name}=FILE", field=option)
 
 
-def metrics_addresses(text: str) -> dict[str, str]:
-    """By option, the addresses of the engine's metrics, of the store's at the next port, and of the gateway's at the
-    one after it; nothing for no text. Raises WrongUsage.
+def metrics_addresses(text: str) -> tuple[str, str, str]:
+    """The addresses of the engine's metrics, of the store's at the next port, and of the gateway's at the one after it;
+    nothing for no text. Raises WrongUsage.
     """
     if not text:
-        return {}
+        return "", "", ""
     address = _host_and_port(text, "--metrics-listen")
-    ports = range(address.port, address.port + 3)
-    if ports[-1] > _LAST_PORT:
+    if address.port + 2 > _LAST_PORT:
         raise WrongUsage("--metrics-listen: it needs two more ports above it", field="--metrics-listen")
-    options = ("--metrics-listen", "--metrics-listen, of the store", "--metrics-listen, of the gateway")
-    return {option: str(replace(address, port=port)) for option, port in zip(options, ports, strict=True)}
+    engine, store, gateway = (str(replace(address, port=address.port + more)) for more in range(3))
+    return engine, store, gateway
 
 
 def _field(option: str) -> str:
@@ -245,15 +194,8 @@ def _field(option: str) -> str:
 
 
 def check_traces(endpoint: str) -> None:
-    """Raise WrongUsage for an endpoint that is none, or would carry traces in the clear to another machine, and
-    FailedPrecondition where the packages are missing."""
-    if not endpoint:
-        return
-    try:
-        check_endpoint(endpoint)
-    except AddressError as error:
-        raise WrongUsage(f"--traces-to: {error}", field="--traces-to") from None
-    if importlib.util.find_spec(_TRACES_PACKAGE) is None:
+    """Raise FailedPrecondition where traces are wanted and the packages are missing."""
+    if endpoint and importlib.util.find_spec(_TRACES_PACKAGE) is None:
         text = "--traces-to: OpenTelemetry is not installed; install kvasir[traces]"
         raise FailedPrecondition(text, reason="NOT_INSTALLED", field="--traces-to")
 

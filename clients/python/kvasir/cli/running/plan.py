@@ -1,14 +1,13 @@
 """What `kvasir up` starts: the processes of a home with their addresses, options and credentials."""
 
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvasir.address import parse_address
 from kvasir.cli.running.home import Endpoint, Home
 from kvasir.cli.running.locks import tokens_locked
-from kvasir.cli.running.processes import EngineProcess, GatewayProcess, StoreProcess
+from kvasir.cli.running.processes import ENGINE_WAITS_S, EngineProcess, GatewayProcess, StoreProcess
+from kvasir.cli.settings.asked import Asked
 from kvasir.credentials import (
     ADMIN,
     CLIENT,
@@ -37,78 +36,81 @@ class Plan:
     gateway: GatewayProcess | None = None
 
 
-def plan_of(
-    home: Home,
-    models: Sequence[str],
-    listen: str,
-    store_listen: str,
-    http: str,
-    tls_cert: Path | None,
-    tls_key: Path | None,
-    engine_options: Sequence[str] = (),
-    store_options: Sequence[str] = (),
-    metrics: Sequence[str] = (),
-    gateway_options: Sequence[str] = (),
-) -> Plan:
-    """The plan that the options ask for, which were checked. `metrics`: the addresses of the engine's, the store's and
-    the gateway's, or none."""
-    engine_metrics, store_metrics, http_metrics = metrics or ("", "", "")
+def plan_of(asked: Asked) -> Plan:
+    """The plan of what was asked for, and checked."""
+    home, up = asked.home, asked.up
     # Namespaces and tokens that were made count also where nothing listens on TCP.
-    has_credentials = bool(listen or store_listen or http) or home.credentials_file.exists()
-    credentials = home.credentials_file if has_credentials else None
-    has_tls = tls_cert is not None and tls_key is not None
-    ca_file = tls_cert if has_tls else None
-    store_endpoint = Endpoint(home.socket_address("store"))
-    engine_endpoint = Endpoint(home.socket_address("engine"))
-    if store_listen:
-        store_endpoint = Endpoint(from_here(store_listen), home.tokens / "engine.token", ca_file)
-    if listen:
-        engine_endpoint = Endpoint(from_here(listen), home.tokens / "client.token", ca_file)
-    store = StoreProcess(
-        data_dir=home.store_data,
-        listen=store_listen or store_endpoint.address,
-        endpoint=store_endpoint,
-        log_file=home.logs / "store.log",
-        audit_file=home.audit_file("store"),
-        engine_listen=home.socket_address("engines"),
-        credentials_file=credentials,
-        peers_file=home.peers_file,
-        options=(*home.seal_options(), *home.sealed_options(), *store_options),
-        metrics_listen=store_metrics,
-        tls_cert_file=tls_cert if store_listen else None,
-        tls_key_file=tls_key if store_listen else None,
-    )
-    engine = EngineProcess(
-        listen=listen or engine_endpoint.address,
-        endpoint=engine_endpoint,
-        store=Endpoint(home.socket_address("engines"), store_endpoint.token_file),
-        log_file=home.logs / "engine.log",
-        audit_file=home.audit_file("engine"),
-        state_dir=home.engine_state,
-        store_data_dir=home.store_data,
-        model=models[0] if models else "",
-        options=(
-            *(part for model in models[1:] for part in ("--model", model)),
-            *(("--store-token-dir", str(home.tokens)) if credentials else ()),
-            *engine_options,
-        ),
-        metrics_listen=engine_metrics,
-        credentials_file=credentials,
-        service_admin=_PRINCIPALS[0].name if credentials else "",
-        tls_cert_file=tls_cert if listen else None,
-        tls_key_file=tls_key if listen else None,
-    )
+    has_credentials = bool(up.listen or up.store_listen or up.http) or home.credentials_file.exists()
+    ca_file = up.tls_cert if up.tls_cert is not None and up.tls_key is not None else None
+    store, engine = Endpoint(home.socket_address("store")), Endpoint(home.socket_address("engine"))
+    if up.store_listen:
+        store = Endpoint(from_here(up.store_listen), home.tokens / "engine.token", ca_file)
+    if up.listen:
+        engine = Endpoint(from_here(up.listen), home.tokens / "client.token", ca_file)
+    of_store, of_engine, of_gateway = (each(asked, has_credentials) for each in (_of_store, _of_engine, _of_gateway))
     gateway = GatewayProcess(
-        listen=http,
-        engine=engine_endpoint,
-        log_file=home.logs / "http.log",
-        audit_file=home.audit_file("http"),
-        state_dir=home.gateway_state,
-        credentials_file=home.credentials_file,
-        metrics_listen=http_metrics,
-        options=tuple(gateway_options),
+        up.http,
+        home.logs / "http.log",
+        of_gateway
+        | {"engine": engine.address, "token_file": engine.token_file, "ca_file": engine.ca_file}
+        | asked.passed_on("gateway"),
     )
-    return Plan(store, engine, gateway if http else None)
+    return Plan(
+        StoreProcess(store, home.logs / "store.log", of_store | asked.passed_on("store")),
+        EngineProcess(
+            engine,
+            home.logs / "engine.log",
+            of_engine | {"store_token_file": store.token_file} | asked.passed_on("engine"),
+        ),
+        gateway if up.http else None,
+    )
+
+
+def _of_store(asked: Asked, has_credentials: bool) -> dict[str, object]:
+    """What the home says of the store."""
+    home, up = asked.home, asked.up
+    return {
+        "data_dir": home.store_data,
+        "listen": up.store_listen or home.socket_address("store"),
+        "engine_listen": home.socket_address("engines"),
+        "audit_file": home.audit_file("store"),
+        "credentials_file": home.credentials_file if has_credentials else None,
+        "peers_file": home.peers_file,
+        "seal_key_file": home.seal_key_file if home.seal_key_file.exists() else None,
+        "sealed_file": home.sealed_file,
+        "metrics_listen": asked.metrics[1],
+        "tls_cert_file": up.tls_cert if up.store_listen else None,
+        "tls_key_file": up.tls_key if up.store_listen else None,
+    }
+
+
+def _of_engine(asked: Asked, has_credentials: bool) -> dict[str, object]:
+    home, up = asked.home, asked.up
+    return {
+        "listen": up.listen or home.socket_address("engine"),
+        "store": home.socket_address("engines"),
+        "store_wait_s": ENGINE_WAITS_S,
+        "state_dir": home.engine_state,
+        "store_data_dir": home.store_data,
+        "audit_file": home.audit_file("engine"),
+        "credentials_file": home.credentials_file if has_credentials else None,
+        "store_token_dir": home.tokens if has_credentials else None,
+        "service_admin": _PRINCIPALS[0].name if has_credentials else "",
+        "metrics_listen": asked.metrics[0],
+        "tls_cert_file": up.tls_cert if up.listen else None,
+        "tls_key_file": up.tls_key if up.listen else None,
+    }
+
+
+def _of_gateway(asked: Asked, _has_credentials: bool) -> dict[str, object]:
+    home = asked.home
+    return {
+        "listen": asked.up.http,
+        "state_dir": home.gateway_state,
+        "credentials": home.credentials_file,
+        "audit_file": home.audit_file("http"),
+        "metrics_listen": asked.metrics[2],
+    }
 
 
 def make_credentials(home: Home) -> None:

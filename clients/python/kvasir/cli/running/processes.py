@@ -6,52 +6,40 @@ The command line runs the services as programs and never imports them: `python -
 import functools
 import json
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE, Health, http_health, is_ready
 from kvasir.cli.running.home import Endpoint
 from kvasir.cli.running.supervisor import Service
+from kvasir.options.engine import EngineTable
+from kvasir.options.finding import command_line
+from kvasir.options.gateway import GatewayTable
+from kvasir.options.store import StoreTable
 
 # The first start reads a large model from disk and hashes its weights.
 STORE_READY_WITHIN_S = 60.0
 ENGINE_READY_WITHIN_S = 600.0
 GATEWAY_READY_WITHIN_S = 30.0
 # They start together, and the store is quicker but for a large index that it reads again.
-_ENGINE_WAITS_S = 10
+ENGINE_WAITS_S = 10
 
 
 @dataclass(frozen=True, slots=True)
 class StoreProcess:
     """A cache store to start."""
 
-    data_dir: Path
-    listen: str
     endpoint: Endpoint  # how it is reached from here
     log_file: Path
-    engine_listen: str = ""  # a second address, for its engine
-    audit_file: Path | None = None
-    credentials_file: Path | None = None
-    peers_file: Path | None = None  # also before there is one: `kvasir pair` makes it
-    options: tuple[str, ...] = ()  # of the service, beside these
-    metrics_listen: str = ""  # HOST:PORT of loopback
-    tls_cert_file: Path | None = None
-    tls_key_file: Path | None = None
+    options: Mapping[str, object]  # of the service, by name
+
+    @property
+    def data_dir(self) -> Path:
+        return Path(str(self.options["data_dir"]))
 
     def argv(self) -> tuple[str, ...]:
-        return (
-            *(sys.executable, "-m", "cachestore_svc", "serve"),
-            *("--data-dir", str(self.data_dir), "--listen", self.listen),
-            *_option("--engine-listen", self.engine_listen),
-            *_option("--audit-file", self.audit_file),
-            *_option("--credentials-file", self.credentials_file),
-            *_option("--peers-file", self.peers_file),
-            *_option("--tls-cert-file", self.tls_cert_file),
-            *_option("--tls-key-file", self.tls_key_file),
-            *_option("--metrics-listen", self.metrics_listen),
-            *self.options,
-        )
+        return (sys.executable, "-m", "cachestore_svc", "serve", *command_line(StoreTable, self.options))
 
     def service(self) -> Service:
         return Service("store", self.argv(), self.log_file, _health(self.endpoint, STORE_SERVICE), STORE_READY_WITHIN_S)
@@ -61,39 +49,15 @@ class StoreProcess:
 class EngineProcess:
     """An inference service to start, with the store that it publishes to."""
 
-    listen: str
     endpoint: Endpoint  # how it is reached from here
-    store: Endpoint
     log_file: Path
-    state_dir: Path
-    store_data_dir: Path | None = None  # of a store of this home
-    model: str = ""  # the shipped model when empty
-    options: tuple[str, ...] = ()  # of the service, beside these
+    options: Mapping[str, object]  # of the service, by name
     program: tuple[str, ...] = ("inference_svc",)  # what Python runs, and what stands before the service's own words
-    metrics_listen: str = ""  # HOST:PORT of loopback
-    audit_file: Path | None = None
-    credentials_file: Path | None = None
-    service_admin: str = ""
-    tls_cert_file: Path | None = None
-    tls_key_file: Path | None = None
+    words: tuple[str, ...] = ()  # of a command line, behind the options
 
     def argv(self) -> tuple[str, ...]:
-        return (
-            *(sys.executable, "-m", *self.program, "serve"),
-            *("--listen", self.listen, "--store", self.store.address, "--state-dir", str(self.state_dir)),
-            *("--store-wait-s", str(_ENGINE_WAITS_S)),
-            *_option("--store-data-dir", self.store_data_dir),
-            *_option("--model", self.model),
-            *_option("--audit-file", self.audit_file),
-            *_option("--credentials-file", self.credentials_file),
-            *_option("--service-admin", self.service_admin),
-            *_option("--tls-cert-file", self.tls_cert_file),
-            *_option("--tls-key-file", self.tls_key_file),
-            *_option("--store-token-file", self.store.token_file),
-            *_option("--store-ca-file", self.store.ca_file),
-            *_option("--metrics-listen", self.metrics_listen),
-            *self.options,
-        )
+        options = command_line(EngineTable, self.options)
+        return (sys.executable, "-m", *self.program, "serve", *options, *self.words)
 
     def service(self) -> Service:
         return Service(
@@ -102,7 +66,7 @@ class EngineProcess:
             self.log_file,
             _health(self.endpoint, ENGINE_SERVICE),
             ENGINE_READY_WITHIN_S,
-            start_in_words=functools.partial(_phases, self.state_dir),
+            start_in_words=functools.partial(_phases, Path(str(self.options["state_dir"]))),
         )
 
 
@@ -111,25 +75,11 @@ class GatewayProcess:
     """An HTTP gateway to start, before an engine. Callers' keys are the tokens of the credentials."""
 
     listen: str  # HOST:PORT of loopback
-    engine: Endpoint
     log_file: Path
-    state_dir: Path
-    credentials_file: Path
-    audit_file: Path | None = None
-    options: tuple[str, ...] = ()  # of the service, beside these
-    metrics_listen: str = ""  # HOST:PORT of loopback
+    options: Mapping[str, object]  # of the service, by name
 
     def argv(self) -> tuple[str, ...]:
-        return (
-            *(sys.executable, "-m", "kvasir_gateway", "--listen", self.listen),
-            *("--engine", self.engine.address),
-            *("--state-dir", str(self.state_dir), "--credentials", str(self.credentials_file)),
-            *_option("--audit-file", self.audit_file),
-            *_option("--token-file", self.engine.token_file),
-            *_option("--ca-file", self.engine.ca_file),
-            *_option("--metrics-listen", self.metrics_listen),
-            *self.options,
-        )
+        return (sys.executable, "-m", "kvasir_gateway", *command_line(GatewayTable, self.options))
 
     def service(self) -> Service:
         async def answers() -> bool:
@@ -151,7 +101,3 @@ def _phases(state_dir: Path) -> str:
 
 def _health(endpoint: Endpoint, service: str) -> Callable[[], Awaitable[bool]]:
     return functools.partial(is_ready, endpoint, service)
-
-
-def _option(name: str, value: Path | str | None) -> tuple[str, ...]:
-    return (name, str(value)) if value else ()

@@ -1,0 +1,89 @@
+"""Runs the services of a plan as one group until they are told to stop, and writes where they are found."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from kvasir.cli.caller import Caller
+from kvasir.cli.running.home import Home, Running
+from kvasir.cli.running.plan import Plan
+from kvasir.cli.running.supervisor import Supervisor
+
+
+async def run_group(caller: Caller, plan: Plan, descriptor: int, no_http: str) -> None:
+    """Until SIGINT, SIGTERM or a terminal that closes. The services inherit `descriptor`, a lock. `no_http`: why no
+    gateway starts."""
+    home = caller.home
+    supervisor = Supervisor(
+        [each.service() for each in (plan.store, plan.engine, plan.gateway) if each is not None],
+        say=caller.note,
+        clock=time.monotonic,
+        keep_descriptor=descriptor,
+    )
+    _stop_at_signals(supervisor)
+    was_ready = False
+
+    def tell_others() -> None:
+        home.write_running(_facts(home, plan, supervisor, was_ready, no_http))
+
+    def tell_that_all_is_ready() -> None:
+        nonlocal was_ready
+        was_ready = True
+        tell_others()
+        facts = _facts(home, plan, supervisor, was_ready, no_http)
+        answer = asdict(facts) | {"home": str(home.root), "logs": str(home.logs)}
+        if caller.as_json:
+            caller.line(answer)
+        greet(caller.note, home, answer, "Ctrl-C stops all")
+
+    caller.note(f"Starting in {home.root}; logs are in {home.logs}")
+    tell_others()
+    try:
+        await supervisor.run(tell_that_all_is_ready, tell_others)
+    finally:
+        home.running_file.unlink(missing_ok=True)
+    caller.note("All have stopped.")
+
+
+def _stop_at_signals(supervisor: Supervisor) -> None:
+    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)  # nohup
+    for number in (signal.SIGINT, signal.SIGTERM, *hangup):
+        asyncio.get_running_loop().add_signal_handler(number, supervisor.stop)
+
+
+def _facts(home: Home, plan: Plan, supervisor: Supervisor, is_ready: bool, no_http: str) -> Running:
+    store, engine, gateway = plan.store, plan.engine, plan.gateway
+    has_token = engine.options.get("credentials_file") is not None
+    return Running(
+        pid=os.getpid(),
+        store=store.endpoint.address,
+        engine=engine.endpoint.address,
+        token_file=str(home.tokens / "client.token") if has_token else "",
+        ca_file=str(store.options.get("tls_cert_file") or engine.options.get("tls_cert_file") or ""),
+        store_pid=supervisor.pid("store"),
+        engine_pid=supervisor.pid("engine"),
+        is_ready=is_ready,
+        http=gateway.listen if gateway else "",
+        http_pid=supervisor.pid("http") if gateway else 0,
+        no_http=no_http,
+        store_metrics=str(store.options.get("metrics_listen", "")),
+        engine_metrics=str(engine.options.get("metrics_listen", "")),
+        http_metrics=str(gateway.options.get("metrics_listen", "")) if gateway else "",
+    )
+
+
+def greet(say: Callable[[str], object], home: Home, answer: dict[str, Any], how_to_stop: str) -> None:
+    """Say where the services of a running group are."""
+    say(f"engine: {answer['engine']}")
+    say(f"store:  {answer['store']}")
+    if answer["http"]:
+        say(f"http:   http://{answer['http']}/v1 (the key is the token)")
+    elif answer["no_http"]:
+        say(f"http:   none: {answer['no_http']}")
+    if answer["token_file"]:
+        say(f"token:  {answer['token_file']} (commands with this home find it; others say --token-file)")
+    say(f"Talk to an agent with `{home.command('chat ada')}`; {how_to_stop}.")

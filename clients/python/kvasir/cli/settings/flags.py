@@ -1,0 +1,78 @@
+"""The flags of `kvasir up`, made of the tables of options, as typer wants them: parameters of a function."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from kvasir.options.finding import Given
+from kvasir.options.table import Option, Shape, options_of
+from kvasir.options.texts import texts_of
+from kvasir.options.up import UpTable, service_flags
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="A settings file (TOML): the flags of `kvasir up` by name, and of each service those options that have no "
+        "flag there, in \\[store], \\[engine] and \\[gateway].",
+        metavar="FILE",
+    ),
+]
+
+
+def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Let typer see a parameter for each flag of `kvasir up` where the function has `**flags`."""
+    own = inspect.signature(command, eval_str=True)
+    [context, *others] = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    parameters = [context, *_parameters(), *others]
+    command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
+
+
+def given_flags(values: Mapping[str, Any]) -> dict[str, Given]:
+    """What typer has read, by the flag's name without dashes in front. A flag that was left out is None or False."""
+    options = {option.key: option for option in options_of(UpTable).values()}
+    options |= {name: next(iter(of_services.values())) for name, of_services in service_flags().items()}
+    found = {}
+    for parameter, value in values.items():
+        name = parameter.replace("_", "-")
+        if value is None or (value is False and options[name].shape is Shape.SWITCH) or value == "":
+            continue
+        found[name] = Given(texts_of(options[name], value), f"--{name}")
+    return found
+
+
+def _parameters() -> Iterator[inspect.Parameter]:
+    for option in options_of(UpTable).values():
+        yield _parameter(option.key, option)
+    for name, of_services in service_flags().items():
+        [option, *_] = of_services.values()
+        assert option.about.up is not None
+        yield _parameter(name, option, option.about.up.metavar)
+
+
+def _parameter(name: str, option: Option, metavar: str = "") -> inspect.Parameter:
+    help_text = option.help.replace("[", "\\[")  # no markup of rich
+    words = f"--{name}/--no-{name}" if option.shape is Shape.ANSWER else f"--{name}"
+    word = None if isinstance(option.item, tuple) else metavar or option.metavar or None
+    return inspect.Parameter(
+        name.replace("-", "_"),
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        default=False if option.shape is Shape.SWITCH else None,
+        annotation=Annotated[_kind(option), typer.Option(words, help=help_text, metavar=word)],
+    )
+
+
+def _kind(option: Option) -> Any:
+    if option.shape is Shape.SWITCH:
+        return bool
+    if option.shape is Shape.ANSWER:
+        return bool | None
+    if option.is_repeated:
+        return list[str] | None
+    if isinstance(option.item, tuple):
+        return Literal[option.item] | None
+    return Path | None if option.item is Path else str | None

@@ -1,0 +1,83 @@
+"""`kvasir config show`: every option of the services, its value, and where that came from."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvasir.cli.caller import JsonOption, caller_of
+from kvasir.cli.running.holding import is_led
+from kvasir.cli.running.home import Home
+from kvasir.cli.running.plan import Plan, plan_of
+from kvasir.cli.settings.asked import Asked, asked_of
+from kvasir.cli.settings.flags import ConfigOption
+from kvasir.credentials import replace_private_text
+from kvasir.options.finding import DEFAULT, HOME, Found
+from kvasir.options.table import Option, options_of
+from kvasir.options.texts import texts_of
+from kvasir.options.up import SERVICES
+
+app = typer.Typer(no_args_is_help=True, help="What the services are started with.")
+
+
+@app.command("show")
+def show(context: typer.Context, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """Show every option of the services, its value, and where that came from: a flag, the environment, the settings
+    file, the home, or the default.
+
+    While the services of this home run, it is what they were started with; else what `kvasir up` would start them with.
+    """
+    caller = caller_of(context, as_json)
+    home = caller.home
+    rows = None if config is not None or not is_led(home) else _written(home)
+    if rows is None:
+        asked = asked_of(home, {}, config)
+        rows = list(_rows(asked, plan_of(asked)))
+    caller.result(rows, lambda out: _show(out, rows))
+
+
+def write_settings(asked: Asked, plan: Plan) -> None:
+    """Keep what the services of the home are started with, for `show`."""
+    replace_private_text(_file(asked.home), json.dumps(list(_rows(asked, plan))))
+
+
+def _written(home: Home) -> list[dict[str, Any]] | None:
+    """None: an older `kvasir up` wrote none."""
+    try:
+        rows: list[dict[str, Any]] = json.loads(_file(home).read_text(encoding="utf-8"))
+        return rows
+    except (OSError, ValueError):
+        return None
+
+
+def _file(home: Home) -> Path:
+    return home.run / "settings.json"
+
+
+def _rows(asked: Asked, plan: Plan) -> Iterator[dict[str, Any]]:
+    of_homes = {"store": plan.store.options, "engine": plan.engine.options}
+    of_homes["gateway"] = plan.gateway.options if plan.gateway is not None else {}
+    for service, table in SERVICES.items():
+        of_home = of_homes[service]
+        for name, option in options_of(table).items():
+            found = asked.services[service][name]
+            if found.source == DEFAULT and (value := of_home.get(name)):
+                found = Found(value, HOME)
+            named = found.given.named if found.given else ""
+            told = {"value": _shown(option, found.value), "from": found.source, "named": named}
+            yield {"service": service, "option": option.key, **told}
+
+
+def _shown(option: Option, value: Any) -> str:
+    return "" if value is None or value == {} else ",".join(texts_of(option, value))
+
+
+def _show(out: Console, rows: list[dict[str, Any]]) -> None:
+    table = Table("service", "option", "value", "from", box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        table.add_row(row["service"], row["option"], row["value"], row["named"] or row["from"])
+    out.print(table)

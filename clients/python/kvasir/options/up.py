@@ -1,0 +1,49 @@
+"""The options of `kvasir up` that are no service's own, and the flags by which it takes the services'."""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import ClassVar
+
+from kvasir.options.engine import EngineTable
+from kvasir.options.gateway import DEFAULT_LISTEN, GatewayTable
+from kvasir.options.store import StoreTable
+from kvasir.options.table import Option, Table, option, options_of
+
+SERVICES: dict[str, type[Table]] = {"store": StoreTable, "engine": EngineTable, "gateway": GatewayTable}
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpTable(Table):
+    """Where the group listens."""
+
+    program: ClassVar[str] = "up"
+
+    listen: str = option("", "For the engine, which then wants a token. Left out: a Unix socket.", metavar="HOST:PORT")
+    store_listen: str = option("", "For the store, for other Macs to pull from.", metavar="HOST:PORT")
+    tls_cert: Path | None = option(None, "PEM certificate, needed beyond this machine.")
+    tls_key: Path | None = option(None, "The certificate's key, mode 0600.")
+    http: str = option(
+        "",
+        "127.0.0.1:PORT for the HTTP APIs (OpenAI's, Anthropic's), whose keys are the tokens. Left out: "
+        f"{DEFAULT_LISTEN}, if it is free.",
+        metavar="HOST:PORT",
+    )
+    no_http: bool = option(False, "Start no HTTP gateway.")
+    metrics_listen: str = option(
+        "",
+        "127.0.0.1:PORT for the engine's Prometheus metrics and /healthz; the store's are at the next port, the HTTP "
+        "gateway's at the one after it.",
+        metavar="HOST:PORT",
+    )
+
+
+@cache
+def service_flags() -> dict[str, dict[str, Option]]:
+    """The flags of `kvasir up` that are services' options: of each service, its option. Engine first, as people ask."""
+    flags: dict[str, dict[str, Option]] = {}
+    for service in ("engine", "store", "gateway"):
+        for each in options_of(SERVICES[service]).values():
+            if each.about.up is not None:
+                flags.setdefault(each.about.up.name, {})[service] = each
+    return flags

@@ -1,0 +1,37 @@
+"""What a service is made of: its parts, each opened when its turn comes and closed at the end."""
+
+import asyncio
+import contextlib
+import inspect
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
+
+
+class _Closed(Protocol):
+    @property
+    def close(self) -> Callable[[], Any]: ...
+
+
+_Part = TypeVar("_Part", bound=_Closed)
+
+
+class Parts(contextlib.AsyncExitStack):
+    """The parts of a service that is open. At the end they are closed, the last one first."""
+
+    def closing(self, part: _Part) -> _Part:
+        """Close it at the end, on a thread if its `close` blocks."""
+        if inspect.iscoroutinefunction(part.close):
+            self.push_async_callback(part.close)
+        else:
+            self.push_async_callback(asyncio.to_thread, part.close)
+        return part
+
+    def running(self, work: Coroutine[Any, Any, None]) -> None:
+        """Let it run until the end."""
+        task = asyncio.create_task(work)
+
+        async def end() -> None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        self.push_async_callback(end)

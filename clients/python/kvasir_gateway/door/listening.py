@@ -1,0 +1,67 @@
+"""The address that the gateway listens at, and the server of connections that come there."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Iterator
+from functools import partial
+
+import uvicorn
+from kvasir.address import parse_address
+from kvasir.errors import InvalidArgument
+
+from kvasir_gateway.door.connections import Connection, Connections
+
+_STOP_GRACE_S = 5
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, without its own handling of signals, which would end the process by them."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve_app(app: object, listener: socket.socket, connections: Connections) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    config = uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_graceful_shutdown=_STOP_GRACE_S,
+        http=partial(Connection, connections=connections),  # type: ignore[arg-type]
+    )
+    server = _Server(config)
+    host, port = listener.getsockname()[:2]
+    with contextlib.suppress(OSError):  # a full disk takes no line of its log
+        print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, lambda: setattr(server, "should_exit", True))
+    await server.serve([listener])
+
+
+def listener_at(address: str) -> socket.socket:
+    """Raises InvalidArgument for an address that other machines reach, AddressError, and OSError."""
+    host, port = _loopback(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    listener.listen(1024)
+    listener.setblocking(False)
+    return listener
+
+
+def _loopback(text: str) -> tuple[str, int]:
+    address = parse_address(text)
+    if not address.is_loopback or address.socket_path is not None:
+        raise InvalidArgument(
+            f"--listen: expected a loopback HOST:PORT, got {text}: put a proxy with TLS before it", field="--listen"
+        )
+    return address.host, address.port

@@ -1,0 +1,212 @@
+"""Every option of the services' tables arrives in the service that it belongs to, by every way that it can be given."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvasir.cli.running import up
+from kvasir.cli.running.plan import Plan
+from kvasir.options.finding import ENVIRONMENT, FILE, FLAG, HOME
+from kvasir.options.gateway import GatewayTable
+from kvasir.options.table import Option, Shape, options_of
+from kvasir.options.texts import texts_of, value_of
+from kvasir.options.up import SERVICES, service_flags
+from kvasir_gateway.__main__ import _settings as gateway_settings
+
+from cachestore_svc.commands.command_line import parser as store_parser
+from cachestore_svc.config import StoreSettings
+from cachestore_svc.config import read_settings as store_settings
+from inference_svc.config import EngineSettings
+from inference_svc.config import read_settings as engine_settings
+from inference_svc.model import kvasir_tiny
+from tests.cli.running import Ended, in_process
+
+Settings = Mapping[str, EngineSettings | StoreSettings | GatewayTable]
+OPTIONS = [(service, each) for service, table in SERVICES.items() for each in options_of(table).values()]
+# What is given where no value of the type will do. Flags have people's words.
+TEXTS = {
+    "model": f"other={kvasir_tiny.path()}",
+    "embeddings": f"words={kvasir_tiny.path()}",
+    "alias": "a=other",
+    "peer": "b=unix:/tmp/kv-b",
+    "peer_store": "b=studio",
+    "peer_token_file": f"b={__file__}",
+    "peer_ca_file": f"b={__file__}",
+    "drain_to": "b",
+    "kv_exact_layers": "last",
+    "traces_to": "http://127.0.0.1:4317",
+    "metrics_listen": "127.0.0.1:9",
+    "volatile": "template-date",
+    "side_calls": "none",
+    "expires_after_s": "86400.0",
+    "keep_alive_s": "600.0",
+    "quota_bytes": str(3 << 30),
+}
+WORDS = {"expire-agents": "1d", "keep-alive": "10m", "store-quota-gib": "3"}
+
+
+def text_for(option: Option) -> str:
+    """A value that is not the default, as the service's text."""
+    if option.name in TEXTS:
+        return TEXTS[option.name]
+    if option.shape is Shape.NUMBERS:
+        return '{"theirs": 77, "ours": null}'
+    if option.shape in (Shape.SWITCH, Shape.ANSWER):
+        return "true"
+    if isinstance(option.item, tuple):
+        return next(text for text in option.item if text != option.default)
+    return {int: "77", float: "77.5"}.get(option.item, "/tmp/kv-given")
+
+
+def value_for(option: Option) -> Any:
+    value = value_of(option, (text_for(option),))
+    assert value != option.default
+    return value
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Settings]:
+    """What the services read when a `kvasir up` with these words has started them, from their command lines."""
+
+    def of(*words: str) -> Settings:
+        plans: list[Plan] = []
+
+        async def no_group(_caller: object, plan: Plan, *_others: object) -> None:
+            plans.append(plan)
+
+        monkeypatch.setattr(up, "run_group", no_group)
+        ended = in_process("--home", tmp_path / "h", "up", "--http", "127.0.0.1:7901", *words)
+        assert ended.code == 0, ended.err
+        return {service: each for plan in plans for service, each in read_by_services(plan)}
+
+    return of
+
+
+def read_by_services(plan: Plan) -> Iterator[tuple[str, Any]]:
+    assert plan.gateway is not None
+    given = vars(store_parser().parse_args(plan.store.argv()[3:]))
+    yield "store", store_settings({name: given[name] for name in options_of(StoreSettings)})
+    yield "engine", engine_settings(plan.engine.argv()[3:])
+    yield "gateway", gateway_settings(plan.gateway.argv()[3:])
+
+
+def test_every_flag_of_up_arrives_in_its_services(started: Callable[..., Settings]) -> None:
+    words: list[str] = []
+    for name, of_services in service_flags().items():
+        option = next(iter(of_services.values()))
+        is_switch = option.shape in (Shape.SWITCH, Shape.ANSWER)
+        words += [f"--{name}", *([] if is_switch else [WORDS.get(name, text_for(option))])]
+    settings = started(*words)
+    arrived = [(service, each) for each_of in service_flags().values() for service, each in each_of.items()]
+    assert len(arrived) > 25
+    for service, option in arrived:
+        assert getattr(settings[service], option.name) == value_for(option), (service, option.name)
+
+
+def file_of(tmp_path: Path) -> tuple[Path, list[tuple[str, Option]]]:
+    """A settings file with every option that can stand in one, flags at its top; and those of the services."""
+    lines, of_files = list[str](), list[tuple[str, Option]]()
+    for name, of_services in service_flags().items():
+        option = next(iter(of_services.values()))
+        lines.append(f"{name} = {_toml(option, WORDS.get(name, text_for(option)))}")
+        of_files += of_services.items()
+    for service in SERVICES:
+        lines.append(f"[{service}]")
+        for option in options_of(SERVICES[service]).values():
+            if option.about.up is None and not option.about.of_home:
+                lines.append(f"{option.key} = {_toml(option, text_for(option))}")
+                of_files.append((service, option))
+    file = tmp_path / "kvasir.toml"
+    file.write_text("\n".join(lines))
+    return file, of_files
+
+
+def _toml(option: Option, text: str) -> str:
+    if option.shape is Shape.NUMBERS:
+        return "{theirs = 77}"
+    if option.shape in (Shape.SWITCH, Shape.ANSWER) or (
+        option.item in (int, float) and text.strip("0123456789.") == ""
+    ):
+        return text
+    return json.dumps([text] if option.is_repeated else text)
+
+
+def test_every_option_of_a_settings_file_arrives_in_its_service(
+    started: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("KVASIR_STORE_LAST_RUNS_DIR", raising=False)  # of `own_notes`
+    file, of_files = file_of(tmp_path)
+    settings = started("--config", str(file))
+    assert len(of_files) > 60
+    for service, option in of_files:
+        expected = {"theirs": 77} if option.shape is Shape.NUMBERS else value_for(option)
+        assert getattr(settings[service], option.name) == expected, (service, option.name)
+
+
+def test_every_option_comes_from_the_environment_too(
+    started: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    free = [(service, option) for service, option in OPTIONS if not option.about.of_home]
+    for service, option in free:
+        monkeypatch.setenv(f"KVASIR_{service.upper()}_{option.name.upper()}", text_for(option))
+    settings = started()
+    for service, option in free:
+        assert getattr(settings[service], option.name) == value_for(option), (service, option.name)
+    rows = in_process("--home", tmp_path / "h", "config", "show", "--json").value
+    named = {(row["service"], row["option"]): (row["from"], row["named"], row["value"]) for row in rows}
+    assert named["engine", "max-turns"] == (ENVIRONMENT, "KVASIR_ENGINE_MAX_TURNS", "77")
+
+
+def test_a_flag_goes_before_the_environment_that_before_the_file_and_each_is_shown(
+    started: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "kvasir.toml"
+    file.write_text("memory-gib = 2\ncontext-tokens = 300\nkeep-versions = 3\n[engine]\nmax-turns = 4\n")
+    monkeypatch.setenv("KVASIR_ENGINE_MEMORY_GIB", "3")
+    monkeypatch.setenv("KVASIR_ENGINE_CONTEXT_TOKENS", "400")
+    settings = started("--config", str(file), "--memory-gib", "4")  # 4: as the default
+    engine, store = settings["engine"], settings["store"]
+    assert isinstance(engine, EngineSettings)
+    assert (engine.memory_gib, engine.context_tokens, engine.max_turns) == (4.0, 400, 4)
+    assert isinstance(store, StoreSettings)
+    assert store.retained_versions == 3
+    written = json.loads((tmp_path / "h" / "run" / "settings.json").read_text())
+    rows = {row["option"]: (row["value"], row["from"], row["named"]) for row in written if row["service"] == "engine"}
+    assert rows["memory-gib"] == ("4.0", FLAG, "--memory-gib")
+    assert rows["context-tokens"] == ("400", ENVIRONMENT, "KVASIR_ENGINE_CONTEXT_TOKENS")
+    assert rows["max-turns"] == ("4", FILE, f"{file}: [engine] max-turns")
+    assert rows["store-data-dir"] == (str(tmp_path / "h" / "store"), HOME, "")
+
+
+REFUSED = {
+    "no option": ("memry-gib = 2", "memry-gib: there is no such option; is it 'memory-gib'?"),
+    "a flag in a service's part": ("[engine]\nmemory-gib = 2", "[engine] memory-gib: it stands at the top"),
+    "a service's option at the top": ("max-turns = 2", "max-turns: it stands in [engine]"),
+    "the home's option": ("[store]\ndata-dir = '/tmp/x'", "[store] data-dir: `kvasir up` sets it itself"),
+    "a number that is none": ("[engine]\nmax-turns = 'many'", "max-turns: expected a whole number above 0, got 'many'"),
+    "a choice that is none": ("kv-policy = 'q3'", "kv-policy: expected one of q4, q4-rotated, k8v4, q8, fp, auto"),
+    "a time that is none": ("keep-alive = 10", "keep-alive: expected a time such as 90s, 10m or 2h, got '10'"),
+    "several values": ("memory-gib = [1, 2]", "memory-gib: expected one value, got 2"),
+    "a service that is none": ("engine = 3", "engine: expected a table, [engine]"),
+    "no TOML": ("memory-gib", "--config: "),
+}
+
+
+@pytest.mark.parametrize("refused", REFUSED.values(), ids=REFUSED)
+def test_a_settings_file_is_refused_by_the_options_name_before_anything_is_made(
+    refused: tuple[str, str], tmp_path: Path
+) -> None:
+    said, told = refused
+    file = tmp_path / "kvasir.toml"
+    file.write_text(said)
+    ended: Ended = in_process("--home", tmp_path / "h", "up", "--config", file)
+    assert (ended.code, told in ended.err) == (2, True), ended.err
+    assert not (tmp_path / "h").exists()
+
+
+@pytest.mark.parametrize("option", [each for _, each in OPTIONS], ids=[f"{of}-{each.key}" for of, each in OPTIONS])
+def test_an_options_texts_are_its_value_again(option: Option) -> None:
+    value = value_for(option)
+    assert value_of(option, texts_of(option, value)) == value
