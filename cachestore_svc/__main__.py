@@ -8,7 +8,7 @@ import contextlib
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import structlog
@@ -16,11 +16,12 @@ from kvasir.address import AddressError
 from kvasir.cachestore.v1 import cachestore_pb2_grpc, pairing_pb2_grpc
 from kvasir.errors import FailedPrecondition, KvasirError
 from kvasir.server.audit import Audit, AuditFile
+from kvasir.server.durations import RpcCounts
 from kvasir.server.interceptors import settle_garbage
 from kvasir.server.logs import configure_logs
 from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
+from kvasir.server.parts import Parts
 from kvasir.server.reloading import Reloading
-from kvasir.server.durations import RpcCounts
 from kvasir.server.serving import EdgeServer, RefusedToStart, give_memory_back, run
 from kvasir.server.shared_room import SharedRoom
 from kvasir.server.traces import Traces
@@ -64,6 +65,7 @@ from cachestore_svc.threads import StoreThreads
 from cachestore_svc.upkeep.passed_time import ClockReading
 
 _PROTOCOL = "kvasir.cachestore.v1"
+_LOG = structlog.get_logger("cachestore")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,45 +114,32 @@ def open_store(settings: StoreSettings, *, sweeps: bool = True) -> Store:
         if sweeps:
             add_to_list(settings.sealed_file, store.sealed_namespaces)
     except FailedPrecondition as error:
-        structlog.get_logger("cachestore").warning("sealed_file.not_written", why=error.message)
+        _LOG.warning("sealed_file.not_written", why=error.message)
     return store
 
 
 async def serve(settings: StoreSettings) -> None:
     """Serve until SIGTERM or SIGINT. Raises RefusedToStart, ConfigError, and what Store.open raises."""
-    log = structlog.get_logger("cachestore")
-    peers = Peers(lambda: read_peers(settings.peers_file))
-    # It begins no trace: its callers do.
-    traces = Traces(settings.traces_to, "store", roots=())
-    audit = Audit("store", AuditFile(settings.audit_file) if settings.audit_file else None, PRIVILEGED)
-    edge = EdgeServer(
-        settings.listening(),
-        [SERVICE_NAME, AGENT_SERVICE_NAME, PEER_SERVICE_NAME, MOVING_SERVICE_NAME],
-        ALLOWED_ROLES,
-        new_request_id=lambda: secrets.token_hex(8),
-        traces=traces,
-        audit=audit,
-        caller_of_certificate=peers.principal_of,
-    )
-    peer_service = PeerService(peers, edge)
-    reloading = Reloading(audit)
-    reloading.add("credentials", edge.reload_credentials)
-    reloading.add("peers", peer_service.reload)
-    reloading.on_hangup()
-    began = time.monotonic()
-    store = await asyncio.to_thread(open_store, settings)
-    threads = StoreThreads()
-    caring: list[asyncio.Task[None]] = []
-    stop_page: Callable[[], None] | None = None
-    try:
+    async with Parts() as parts:
+        audit = parts.closing(
+            Audit("store", AuditFile(settings.audit_file) if settings.audit_file else None, PRIVILEGED)
+        )
+        # It begins no trace: its callers do.
+        traces = parts.closing(Traces(settings.traces_to, "store", roots=()))
+        peers = Peers(lambda: read_peers(settings.peers_file))
+        edge = _edge(settings, peers, traces, audit)
+        peer_service = PeerService(peers, edge)
+        reloading = _reloading(edge, peer_service, audit)
+        began = time.monotonic()
+        store = parts.closing(await asyncio.to_thread(open_store, settings))
+        threads = parts.closing(StoreThreads())
         repairs = Repairs(store, threads, peers, settings.stall_timeout_s)
         services = make_services(settings, store, threads, peers, repairs, edge.stopping)
-        edge.add(add_to_server, services.store)
-        edge.add(cachestore_pb2_grpc.add_AgentServiceServicer_to_server, services.agents)
-        edge.add(cachestore_pb2_grpc.add_MovingServiceServicer_to_server, services.moving)
+        services.add_to(edge)
         edge.add(pairing_pb2_grpc.add_PeerServiceServicer_to_server, peer_service)
         if settings.metrics_listen:
-            stop_page = _page(store, threads, edge.rpcs, audit, reloading).serve(settings.metrics_listen)
+            page = _page(store, threads, edge.rpcs, audit, reloading)
+            parts.push_async_callback(asyncio.to_thread, page.serve(settings.metrics_listen))
         # Before a peer can ask: it is known by its new name only.
         await services.moves.rename_peers()
         peer_service.reloaded = services.moves.rename_peers
@@ -159,32 +148,37 @@ async def serve(settings: StoreSettings) -> None:
         edge.set_ready(True)
         with contextlib.suppress(OSError):  # a full disk takes no line of its log
             print(f"listening on {edge.address}", flush=True)
-        log.info("store.started", address=edge.address, ms=round((time.monotonic() - began) * 1000))
-        caring.append(asyncio.create_task(collect_regularly(store, threads, settings.gc_interval_s)))
-        caring.append(asyncio.create_task(services.claims.run()))
-        caring.append(asyncio.create_task(services.moves.keep()))
+        _LOG.info("store.started", address=edge.address, ms=round((time.monotonic() - began) * 1000))
+        parts.running(collect_regularly(store, threads, settings.gc_interval_s))
+        parts.running(services.claims.run())
+        parts.running(services.moves.keep())
         if settings.scrub_bytes_per_s:
-            scrub = BackgroundScrub(
-                store,
-                threads,
-                repairs.repair,
-                bytes_per_s=settings.scrub_bytes_per_s,
-                every_s=settings.scrub_every_s,
-            )
-            caring.append(asyncio.create_task(scrub.run()))
+            speed, rest_s = settings.scrub_bytes_per_s, settings.scrub_every_s
+            scrub = BackgroundScrub(store, threads, repairs.repair, bytes_per_s=speed, every_s=rest_s)
+            parts.running(scrub.run())
         settle_garbage()
         await edge.run_until_stopped(settings.stop_grace_s)
-    finally:
-        for task in caring:
-            task.cancel()
-        await asyncio.gather(*caring, return_exceptions=True)
-        if stop_page is not None:
-            await asyncio.to_thread(stop_page)
-        await asyncio.to_thread(traces.close)
-        await asyncio.to_thread(threads.close)
-        await asyncio.to_thread(store.close)
-        await asyncio.to_thread(audit.close)
-    log.info("store.stopped")
+    _LOG.info("store.stopped")
+
+
+def _edge(settings: StoreSettings, peers: Peers, traces: Traces, audit: Audit) -> EdgeServer:
+    return EdgeServer(
+        settings.listening(),
+        [SERVICE_NAME, AGENT_SERVICE_NAME, PEER_SERVICE_NAME, MOVING_SERVICE_NAME],
+        ALLOWED_ROLES,
+        new_request_id=lambda: secrets.token_hex(8),
+        traces=traces,
+        audit=audit,
+        caller_of_certificate=peers.principal_of,
+    )
+
+
+def _reloading(edge: EdgeServer, peer_service: PeerService, audit: Audit) -> Reloading:
+    reloading = Reloading(audit)
+    reloading.add("credentials", edge.reload_credentials)
+    reloading.add("peers", peer_service.reload)
+    reloading.on_hangup()
+    return reloading
 
 
 @dataclass(frozen=True)
@@ -194,6 +188,11 @@ class Services:
     moving: MovingService
     moves: Moves
     claims: ClaimPolling
+
+    def add_to(self, edge: EdgeServer) -> None:
+        edge.add(add_to_server, self.store)
+        edge.add(cachestore_pb2_grpc.add_AgentServiceServicer_to_server, self.agents)
+        edge.add(cachestore_pb2_grpc.add_MovingServiceServicer_to_server, self.moving)
 
 
 def make_services(
@@ -252,18 +251,17 @@ async def collect_regularly(store: Store, threads: StoreThreads, interval_s: flo
     def clocks() -> ClockReading:
         return ClockReading(time.time(), uptime_s(), run)
 
-    log = structlog.get_logger("cachestore")
     while True:
         await asyncio.sleep(interval_s)
         try:
             expired = await threads.run(HOUSE, store.expire_agents, clocks())
             report = await threads.run(HOUSE, store.collect_garbage)
         except KvasirError as error:
-            log.warning("gc.failed", reason=error.reason)
-        except Exception:  # a failing disk's OSError, or a bug of ours: neither may end collection for good
-            log.exception("gc.failed")
+            _LOG.warning("gc.failed", reason=error.reason)
+        except Exception:  # noqa: BLE001 - a failing disk's OSError, or a bug of ours: neither may end collection for good
+            _LOG.exception("gc.failed")
         else:
-            log.info("gc.done", **asdict(report), agents_expired=expired.agents_expired)
+            _LOG.info("gc.done", **asdict(report), agents_expired=expired.agents_expired)
 
 
 def recover(settings: StoreSettings, namespaces: Sequence[str], as_json: bool) -> int:

@@ -1,12 +1,12 @@
 """The composition root of the inference service: `python -m inference_svc serve --listen unix:/path …`."""
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from types import ModuleType
@@ -22,6 +22,7 @@ from kvasir.server.audit import Audit, AuditFile
 from kvasir.server.interceptors import settle_garbage
 from kvasir.server.logs import configure_logs
 from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
+from kvasir.server.parts import Parts
 from kvasir.server.reloading import Reloading
 from kvasir.server.serving import EdgeServer, RefusedToStart, run
 from kvasir.server.traces import Traces
@@ -95,134 +96,188 @@ async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) ->
     """Load, be ready, serve until a signal comes, let turns and publications end, store hot memories, and exit."""
     phases = StartPhases("import", BEGAN_S, time.monotonic)
     neighbour = _neighbour() if settings.neighbour else None
-    traces = Traces(settings.traces_to, "engine", _BEGIN_TRACES)
-    audit_file = AuditFile(settings.audit_file) if settings.audit_file else None
-    audit = Audit("engine", audit_file, {*PRIVILEGED, *PRIVILEGED_OF_AGENTS})
-    server = EdgeServer(
+    async with Parts() as parts:
+        audit = parts.closing(_audit(settings))
+        owner = LeaseOwner(settings.state_dir, lambda: f"engine-{secrets.token_hex(8)}")
+        parts.callback(owner.close)
+        traces = parts.closing(Traces(settings.traces_to, "engine", _BEGIN_TRACES))
+        server = _server(settings, neighbour, traces, audit)
+        service = _Service(
+            settings,
+            server,
+            open_stores(settings),
+            ServiceStats(time.monotonic()),
+            Admission(settings.admission, time.monotonic),
+            _peers(settings),
+        )
+        parts.push_async_callback(_close_all, service.stores)
+        host = ModelHost(settings.models, service.model_opener(owner.name, open_engine, phases.begin))
+        reloading = service.reloading(audit, host)
+        if settings.metrics_listen:
+            page = service.page(audit, host, reloading)
+            parts.push_async_callback(asyncio.to_thread, page.serve(settings.metrics_listen))
+        parts.closing(host)
+        settle_garbage()  # before a model comes, which may go again
+        answering = service.until_stores_answer()
+        parts.callback(answering.cancel)
+        await host.load(host.names[0])
+        beside = await _embedding_model(settings, phases)
+        if beside is not None:
+            parts.closing(beside)
+        # Connected before the first turn, whose budget for the store is better spent on reading.
+        phases.begin("store")
+        await answering
+        service.check_namespaces()
+        parts.closing(service.peers)
+        formats = parts.closing(ReplyFormats(GrammarTrial()))
+        service.add_to_server(host, formats, beside, neighbour)
+        if settings.keep_alive_s is not None:
+            parts.running(host.keep_alive(settings.keep_alive_s))
+        if settings.drain_to:
+            parts.running(_drain(server, host, settings.drain_to))
+        phases.end()
+        phases.write(settings.state_dir)
+        await server.start()
+        server.set_ready(True)
+        _say_ready(server.address, host.serving("").engine, settings, phases)
+        await server.run_until_stopped(settings.stop_grace_s)
+    _LOG.info("engine.stopped")
+
+
+@dataclass(frozen=True, slots=True)
+class _Service:
+    """What the parts of the service share, with or without a loaded model."""
+
+    settings: EngineSettings
+    server: EdgeServer
+    stores: dict[str, RemoteCache]
+    stats: ServiceStats
+    admission: Admission
+    peers: Peers
+
+    def model_opener(
+        self, owner: str, open_engine: Callable[..., Engine], begin_phase: Callable[[str], None]
+    ) -> Callable[[str, str], Awaitable[ServedModel]]:
+        """Opens a model by its name and path."""
+        settings, stores = self.settings, self.stores
+
+        def new_giver(engine: Engine, leases: Mapping[str, LineLeases]) -> TurnGiver:
+            link = self.peers.link
+            return TurnGiver(engine, leases, stores, settings.peer_store, link, version("kvasir"), time.monotonic)
+
+        def open_model(name: str, path: str) -> Awaitable[ServedModel]:
+            return open_served(
+                name,
+                path,
+                settings,
+                stores,
+                owner,
+                self.admission,
+                self.stats,
+                new_giver,
+                time.monotonic,
+                _now_ms,
+                open_engine,
+                begin_phase,
+            )
+
+        return open_model
+
+    def reloading(self, audit: Audit, host: ModelHost[ServedModel]) -> Reloading:
+        """What SIGHUP reads again, from now on."""
+        settings, reloading = self.settings, Reloading(audit)
+        reloading.add("credentials", self.server.reload_credentials)
+        if settings.peer_token_file:
+            reloading.add("peer_tokens", partial(_reload_peer_tokens, settings, self.peers))
+        if settings.store_token_file or settings.store_token_dir:
+            reloading.add("store_tokens", partial(reload_store_tokens, settings, self.stores, host))
+        reloading.on_hangup()
+        return reloading
+
+    def status(self, host: ModelHost[ServedModel]) -> ServiceStatus:
+        return status_of(host, self.stats, self.admission, self.settings.memory_budget_bytes, time.monotonic())
+
+    def page(self, audit: Audit, host: ModelHost[ServedModel], reloading: Reloading) -> OperatorPage:
+        """The numbers, for operators."""
+        wellness = asked_of_loop(asyncio.get_running_loop(), lambda: wellness_of(host, self.stores.values(), reloading))
+        about = About("engine", _PROTOCOL, lambda: host.served.engine.device if host.served is not None else "")
+        return OperatorPage(about, lambda: numbers_of(self.status(host), self.server.rpcs, audit), wellness)
+
+    def until_stores_answer(self) -> "asyncio.Future[list[None]]":
+        """Ends when all stores have answered, or have had the time that they get."""
+        give_up_at = time.monotonic() + self.settings.store_wait_s
+        return asyncio.gather(*(until_it_answers(each, give_up_at, time.monotonic) for each in self.stores.values()))
+
+    def check_namespaces(self) -> None:
+        """Raises RefusedToStart for a store whose token is of another namespace."""
+        if mixed_up := [store.problem_in_words for store in self.stores.values() if store.is_of_another_namespace]:
+            raise RefusedToStart("; ".join(mixed_up))
+
+    def add_to_server(
+        self,
+        host: ModelHost[ServedModel],
+        formats: ReplyFormats,
+        beside: EmbeddingModel | None,
+        neighbour: ModuleType | None,
+    ) -> None:
+        """Serve turns, hand-overs and agents, and the neighbour's protocol if it is asked for."""
+        settings, server = self.settings, self.server
+        resumes = ResumeTokens(lambda: secrets.token_urlsafe(32), time.monotonic)
+        is_stopping = server.stopping.is_set
+        handing_over = HandOverService(
+            host,
+            formats,
+            self.admission.restoring,
+            resumes,
+            max_prompt_bytes=settings.max_prompt_bytes,
+            is_stopping=is_stopping,
+        )
+        inference = InferenceService(
+            host,
+            self.stores,
+            formats,
+            self.stats,
+            partial(self.status, host),
+            limits=_limits(settings),
+            resumes=resumes,
+            is_stopping=is_stopping,
+            admission=self.admission,
+            embedding_model=beside,
+            service_admins=settings.service_admin,
+        )
+        server.add(handover_pb2_grpc.add_HandOverServiceServicer_to_server, handing_over)
+        server.add(inference_pb2_grpc.add_InferenceServiceServicer_to_server, inference)
+        add_agent_service(
+            self.stores, lambda: host.served.engine.model if host.served is not None else None, server.grpc
+        )
+        if neighbour is not None:
+            neighbour.add_mlx_engine(
+                server.grpc,
+                host,
+                TokenLines(self.stores, new_name=new_request_id, now_ms=_now_ms),
+                max_prompt_bytes=settings.max_prompt_bytes,
+                reader_stall_s=settings.reader_stall_s,
+                is_stopping=is_stopping,
+                clock=time.monotonic,
+            )
+
+
+def _audit(settings: EngineSettings) -> Audit:
+    file = AuditFile(settings.audit_file) if settings.audit_file else None
+    return Audit("engine", file, {*PRIVILEGED, *PRIVILEGED_OF_AGENTS})
+
+
+def _server(settings: EngineSettings, neighbour: ModuleType | None, traces: Traces, audit: Audit) -> EdgeServer:
+    names = [SERVICE_NAME, HANDOVER_SERVICE_NAME, AGENT_SERVICE_NAME]
+    return EdgeServer(
         settings.listening,
-        [SERVICE_NAME, HANDOVER_SERVICE_NAME, AGENT_SERVICE_NAME, *([neighbour.MLX_ENGINE_NAME] if neighbour else [])],
+        [*names, *([neighbour.MLX_ENGINE_NAME] if neighbour else [])],
         {**ALLOWED_ROLES, **HANDOVER_ROLES, **AGENT_ROLES, **(neighbour.MLX_ENGINE_ROLES if neighbour else {})},
         new_request_id=new_request_id,
         max_message_bytes=settings.max_request_bytes,
         traces=traces,
         audit=audit,
     )
-    reloading = Reloading(audit)
-    reloading.add("credentials", server.reload_credentials)
-    stores = open_stores(settings)
-    owner = LeaseOwner(settings.state_dir, lambda: f"engine-{secrets.token_hex(8)}")
-    stats = ServiceStats(time.monotonic())
-    admission = Admission(settings.admission, time.monotonic)
-
-    peers = _peers(settings)
-    if settings.peer_token_file:
-        reloading.add("peer_tokens", partial(_reload_peer_tokens, settings, peers))
-
-    def new_giver(engine: Engine, leases: Mapping[str, LineLeases]) -> TurnGiver:
-        return TurnGiver(engine, leases, stores, settings.peer_store, peers.link, version("kvasir"), time.monotonic)
-
-    def open_model(name: str, path: str) -> Awaitable[ServedModel]:
-        return open_served(
-            name,
-            path,
-            settings,
-            stores,
-            owner.name,
-            admission,
-            stats,
-            new_giver,
-            time.monotonic,
-            _now_ms,
-            open_engine,
-            phases.begin,
-        )
-
-    host = ModelHost(settings.models, open_model)
-    if settings.store_token_file or settings.store_token_dir:
-        reloading.add("store_tokens", partial(reload_store_tokens, settings, stores, host))
-    reloading.on_hangup()
-
-    def status() -> ServiceStatus:
-        return status_of(host, stats, admission, settings.memory_budget_bytes, time.monotonic())
-
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(asyncio.to_thread, audit.close)
-        stack.callback(owner.close)
-        stack.push_async_callback(asyncio.to_thread, traces.close)
-        stack.push_async_callback(_close_all, stores)
-        if settings.metrics_listen:
-            wellness = asked_of_loop(asyncio.get_running_loop(), lambda: wellness_of(host, stores.values(), reloading))
-            about = About("engine", _PROTOCOL, lambda: host.served.engine.device if host.served is not None else "")
-            page = OperatorPage(about, lambda: numbers_of(status(), server.rpcs, audit), wellness)
-            stack.callback(page.serve(settings.metrics_listen))
-        stack.push_async_callback(host.close)
-        settle_garbage()  # before a model comes, which may go again
-        give_up_at = time.monotonic() + settings.store_wait_s
-        answering = asyncio.gather(*(until_it_answers(store, give_up_at, time.monotonic) for store in stores.values()))
-        stack.callback(answering.cancel)
-        await host.load(host.names[0])
-        beside = await _embedding_model(settings, phases)
-        if beside is not None:
-            stack.push_async_callback(beside.close)
-        # Connected before the first turn, whose budget for the store is better spent on reading.
-        phases.begin("store")
-        await answering
-        if mixed_up := [store.problem_in_words for store in stores.values() if store.is_of_another_namespace]:
-            raise RefusedToStart("; ".join(mixed_up))
-        stack.push_async_callback(peers.close)
-        formats = ReplyFormats(GrammarTrial())
-        stack.push_async_callback(formats.close)
-        resumes = ResumeTokens(lambda: secrets.token_urlsafe(32), time.monotonic)
-        handover_pb2_grpc.add_HandOverServiceServicer_to_server(  # type: ignore[no-untyped-call]
-            HandOverService(
-                host,
-                formats,
-                admission.restoring,
-                resumes,
-                max_prompt_bytes=settings.max_prompt_bytes,
-                is_stopping=server.stopping.is_set,
-            ),
-            server.grpc,
-        )
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(  # type: ignore[no-untyped-call]
-            InferenceService(
-                host,
-                stores,
-                formats,
-                stats,
-                status,
-                limits=_limits(settings),
-                resumes=resumes,
-                is_stopping=server.stopping.is_set,
-                admission=admission,
-                embedding_model=beside,
-                service_admins=settings.service_admin,
-            ),
-            server.grpc,
-        )
-        add_agent_service(stores, lambda: host.served.engine.model if host.served is not None else None, server.grpc)
-        if neighbour is not None:
-            neighbour.add_mlx_engine(
-                server.grpc,
-                host,
-                TokenLines(stores, new_name=new_request_id, now_ms=_now_ms),
-                max_prompt_bytes=settings.max_prompt_bytes,
-                reader_stall_s=settings.reader_stall_s,
-                is_stopping=server.stopping.is_set,
-                clock=time.monotonic,
-            )
-        if settings.keep_alive_s is not None:
-            keeping = asyncio.create_task(host.keep_alive(settings.keep_alive_s))
-            stack.callback(keeping.cancel)
-        if settings.drain_to:
-            draining = asyncio.create_task(_drain(server, host, settings.drain_to))
-            stack.callback(draining.cancel)
-        phases.end()
-        phases.write(settings.state_dir)
-        async with _listening(server):
-            _say_ready(server.address, host.serving("").engine, settings, phases)
-            await server.run_until_stopped(settings.stop_grace_s)
-    _LOG.info("engine.stopped")
 
 
 async def _drain(server: EdgeServer, host: ModelHost[ServedModel], peer: str) -> None:
@@ -248,13 +303,6 @@ def _neighbour() -> ModuleType:
     except ImportError as error:
         raise RefusedToStart(f"--neighbour needs another package: install kvasir[neighbour] ({error})") from None
     return mlx_engine_service
-
-
-@contextlib.asynccontextmanager
-async def _listening(server: EdgeServer) -> AsyncIterator[None]:
-    await server.start()
-    server.set_ready(True)
-    yield
 
 
 def _say_ready(address: str, engine: Engine, settings: EngineSettings, phases: StartPhases) -> None:
