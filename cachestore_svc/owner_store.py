@@ -41,6 +41,7 @@ class ArrivingLine:
     kv_identity_hash: str
     manifest: Digest
     origin_detail: str
+    is_text_own: bool  # at its source
     replaces: SnapshotVersion | None  # the line's newest version here, as the mover knows it
 
 
@@ -337,6 +338,7 @@ class OwnerStore(LeaseStore):
             line.origin_detail,
             (),
             self._core.config.retained_versions,
+            is_text_own=line.is_text_own,
         )
 
 

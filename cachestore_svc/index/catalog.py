@@ -83,6 +83,7 @@ class Commit:
     is_brought: bool = False  # its writer knows that rows of it came from elsewhere
     parent_manifest: Digest | None = None  # what version `parent_version` must be; None: whatever it is
     owner_generation: int | None = None  # it comes from the agent's owner, of this generation
+    is_text_own: bool = False  # of a move: at its source no archive and no copy had brought it
 
 
 @dataclass(frozen=True, slots=True)

@@ -255,6 +255,7 @@ class Arrival:
             offered.kv_identity_hash,
             offered.manifest,
             f"{order.peer}/{order.agent_id}@{offered.version}",
+            line.is_text_own or not line.is_brought,
             self._heads.get(offered.kv_identity_hash),
         )
 

@@ -40,7 +40,7 @@ def commit_version(rows: Rows, asked: Commit, live: LiveLeases, now_unix_ms: int
     comes_from_elsewhere = asked.is_brought or asked.origin in (Origin.IMPORT, Origin.PULL, Origin.MOVE)
     marked = provenance.mark(rows, manifest, named, is_brought=comes_from_elsewhere)
     follows_own = newest is not None and (newest.is_text_own or not newest.is_brought)
-    if asked.origin is Origin.MOVE or (asked.origin is Origin.TURN and follows_own):
+    if asked.is_text_own if asked.origin is Origin.MOVE else (asked.origin is Origin.TURN and follows_own):
         provenance.mark_text_own(rows, manifest)
     versions.hold_manifest(rows, manifest, named, len(asked.facts.token_ids), asked.facts.request_id)
     new = versions.NewVersion(head, manifest.id, asked.origin, asked.origin_detail)

@@ -5,8 +5,8 @@ mark, the manifest too, and a commit passes it on: what is computed on brought r
 marked blob is never bound to a block hash and never shared, whichever agent extends it. A mark is never removed; it
 ends with its blob.
 
-Rows prove nothing about a text's author. A move brings what the agent's owner had: its text is the agent's own, and so
-is what an engine here adds to it. A marked manifest says so by the mark's value.
+Rows prove nothing about a text's author. A move brings what the agent's owner had: a text that was the agent's own
+there is so here, and so is what an engine here adds to it. A marked manifest says so by the mark's value.
 """
 
 import json

@@ -89,15 +89,19 @@ def test_a_moved_agent_goes_on_token_for_token_where_its_reply_holds_special_tok
         for agent in ("special stays", "special moves", "special copy"):
             told = a.reply(agent_id=agent, messages=[{"role": "user", "content": "hi"}], sampling=says)
             assert told.token_ids == [0] * 6
+        with laptop.client() as here:
+            here.import_agent("special import", here.export_agent("special stays"))
         with studio.client() as there:
             there.move_agent("special moves", from_peer=laptop.name)
+            there.move_agent("special import", from_peer=laptop.name)
             there.fork_agent("special moves", "special fork")
             there.pull_agent(laptop.name, "special copy")
         expected = [go_on(a, "special stays") for _ in range(2)]
         assert [go_on(b, "special moves") for _ in range(2)] == expected
         assert go_on(b, "special fork") == expected[0]
-        # Anybody may have written what comes as a copy: its words are no tokens.
+        # Anybody may have written what comes as a copy, or as an archive before it moves: its words are no tokens.
         assert go_on(b, "special copy")[0] > expected[0][0]
+        assert go_on(b, "special import")[0] > expected[0][0]
 
 
 def test_a_hand_over_that_is_refused_leaves_nothing_at_the_peer(pair: Macs) -> None:
