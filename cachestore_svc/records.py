@@ -106,6 +106,12 @@ def named_version(version: int) -> str:
     return f"{_VERSION_WORD} {version}"
 
 
+def detail_of_turn(base_version: int, handed_over_by: str) -> str:
+    """The detail of a turn's origin. `base_version`: the earlier version that it goes on from; 0: its parent."""
+    details = [named_version(base_version)] if base_version else []
+    return ", ".join([*details, *([f"handed over by {handed_over_by}"] if handed_over_by else [])])
+
+
 @dataclass(frozen=True, slots=True)
 class SnapshotVersion:
     """One version of a line."""
@@ -129,7 +135,7 @@ class SnapshotVersion:
         """The version of this agent whose memory it goes on from; 0 if that is none."""
         if self.origin in (Origin.FORK, Origin.IMPORT):
             return 0
-        name, _, number = self.origin_detail.partition(" ")
+        name, _, number = self.origin_detail.partition(", ")[0].partition(" ")
         is_named = self.origin in (Origin.TURN, Origin.ROLLBACK) and name == _VERSION_WORD
         return int(number) if is_named else self.parent_version
 

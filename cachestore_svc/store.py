@@ -59,7 +59,7 @@ from cachestore_svc.records import (
     StoreConfig,
     Totals,
     VerifyProgress,
-    named_version,
+    detail_of_turn,
 )
 from cachestore_svc.recovery.opening import open_directory
 from cachestore_svc.sealing.keys import MasterKey
@@ -143,13 +143,15 @@ class Store(OwnerStore):
         is_brought: bool = False,
         parent_manifest: Digest | None = None,
         base_version: int = 0,
+        handed_over_by: str = "",
         owner_generation: int | None = None,
     ) -> SnapshotVersion:
         """Make a stored manifest the agent's next version, in its line: all or nothing, durable on return.
 
         `bind_shared` (engine role only) lets other agents find the manifest's shareable blocks by block hash.
         `is_brought`: rows of it came from elsewhere, as those of an import or a pull do; see `provenance`.
-        `base_version`: the earlier version that a turn went on from; 0: `parent_version`.
+        `base_version`: the earlier version that a turn went on from; 0: `parent_version`. `handed_over_by`: the peer
+        whose engine began the turn.
         `owner_generation`: it comes from the agent's owner, of this generation, and may renew the copy here.
         Repeating a commit that took effect answers its version. Raises Conflict (HEAD_MOVED with "head_version", or
         LEASE_FENCED), FailedPrecondition (BLOB_MISSING, BLOB_UNFIT with "digest"; LEASE_HELD: another owner has it
@@ -160,6 +162,8 @@ class Store(OwnerStore):
         check_range("parent_version", parent_version, 0, MAX_VERSION)
         check_range("base_version", base_version, 0, parent_version)
         facts = read_manifest(self._manifest_bytes(namespace, manifest))
+        if origin is Origin.TURN:
+            origin_detail = detail_of_turn(base_version if base_version != parent_version else 0, handed_over_by)
         asked = Commit(
             LineKey(namespace, agent_id, facts.kv_identity_hash),
             manifest,
@@ -167,7 +171,7 @@ class Store(OwnerStore):
             parent_version,
             lease,
             origin,
-            named_version(base_version) if base_version not in (0, parent_version) else origin_detail,
+            origin_detail,
             shared_blocks(facts, namespace) if bind_shared else (),
             self._core.config.retained_versions,
             is_brought,

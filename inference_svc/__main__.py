@@ -162,8 +162,8 @@ class _Service:
         settings, stores = self.settings, self.stores
 
         def new_giver(engine: Engine, leases: Mapping[str, LineLeases]) -> TurnGiver:
-            link = self.peers.link
-            return TurnGiver(engine, leases, stores, settings.peer_store, link, version("kvasir"), time.monotonic)
+            link, release, clock = self.peers.link, version("kvasir"), time.monotonic
+            return TurnGiver(engine, leases, stores, settings.peer_store, link, release, clock, _new_move_id)
 
         def open_model(name: str, path: str) -> Awaitable[ServedModel]:
             return open_served(
@@ -328,6 +328,10 @@ def _limits(settings: EngineSettings) -> ServiceLimits:
         reader_stall_s=settings.reader_stall_s,
         admission=settings.admission,
     )
+
+
+def _new_move_id() -> str:
+    return secrets.token_hex(16)
 
 
 def _now_ms() -> int:

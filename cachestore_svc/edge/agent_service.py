@@ -6,7 +6,6 @@ from typing import Any
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
-from kvasir.credentials import PEER
 from kvasir.errors import InvalidArgument
 from kvasir.names import check_agent_id
 from kvasir.server.interceptors import current_principal
@@ -124,7 +123,7 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
         local = check_agent_id(request.local_agent_id, "local_agent_id") if request.local_agent_id else agent_id
         kv_hash = messages.read_optional_kv_hash(request.kv_identity_hash) or ""
         caller = current_principal()
-        is_given = caller.roles == {PEER}
+        is_given = caller.is_peer
         if is_given and (request.peer or request.to_peer):
             raise InvalidArgument("peer: a peer gives an agent of its own and names no peer", field="peer")
         if request.to_peer:
@@ -151,20 +150,21 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
     async def MoveAgent(self, request: pb.MoveAgentRequest, context: Any) -> None:
         agent_id, caller = check_agent_id(request.agent_id), current_principal()
         direction = request.WhichOneof("direction")
-        is_given = caller.roles == {PEER}
+        is_given = caller.is_peer
         if is_given and direction is not None:
             raise InvalidArgument("direction: a peer gives an agent of its own and names no peer", field="direction")
         if not is_given and direction is None:
             raise InvalidArgument("direction: expected from_peer or to_peer", field="direction")
+        move_id = messages.read_move_id(request.move_id) if request.move_id else ""
         if direction == "to_peer":
             namespace, to_peer = caller_namespace(), request.to_peer
-            moved = self._moves.there(namespace, to_peer, agent_id, is_dry_run=request.dry_run)
+            moved = self._moves.there(namespace, to_peer, agent_id, move_id, is_dry_run=request.dry_run)
             async with aclosing(moved) as responses:
                 async for response in responses:
                     await self._streams.send(context, response)
             return
         peer = name_of(caller) if is_given else request.from_peer
-        order = MoveOrder(caller_namespace(), peer, agent_id, request.dry_run, is_given)
+        order = MoveOrder(caller_namespace(), peer, agent_id, request.dry_run, is_given, move_id)
         async with aclosing(self._moves.here(order)) as steps:
             async for step in steps:
                 await self._streams.send(context, _move_response(step))

@@ -140,6 +140,10 @@ def read_version(version: int, field: str = "version", *, least: int = 0) -> int
     return version
 
 
+def read_optional_name(text: str, field: str) -> str:
+    return check_agent_id(text, field) if text else ""
+
+
 def read_move_id(text: str) -> str:
     if not (16 <= len(text) <= 64 and set(text) <= set("0123456789abcdef")):
         raise InvalidArgument("move_id: expected 16 to 64 lower-case hex digits", field="move_id")
@@ -217,6 +221,7 @@ def write_ownership(known: Ownership) -> pb.Ownership:
         generation=known.generation,
         peer=known.peer,
         since=write_time(known.since_unix_ms),
+        move_id=known.move_id,
     )
 
 

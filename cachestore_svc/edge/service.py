@@ -152,6 +152,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
                 is_brought=request.is_brought,
                 parent_manifest=messages.read_optional_digest(request, "parent_manifest"),
                 base_version=messages.read_version(request.base_version, "base_version"),
+                handed_over_by=messages.read_optional_name(request.handed_over_by, "handed_over_by"),
             )
         return pb.CommitSnapshotResponse(snapshot=messages.write_snapshot(snapshot))
 

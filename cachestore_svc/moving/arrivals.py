@@ -71,6 +71,7 @@ class MoveOrder:
     agent_id: str
     is_dry_run: bool = False
     is_given: bool = False  # the peer asked for it, and not somebody here
+    move_id: str = ""  # empty: a new one
 
 
 @dataclass(frozen=True, slots=True)

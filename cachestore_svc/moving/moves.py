@@ -77,7 +77,7 @@ class Moves:
             if known.state is OwnerState.MOVING:
                 ownership.check_writable(agent_id, known)
             if not (known.is_owned and known.move_id and await self._has_left(remote, order, known)):
-                move_id = self._token_hex(_MOVE_ID_BYTES)
+                move_id = order.move_id or self._token_hex(_MOVE_ID_BYTES)
                 async with AsyncExitStack() as room:
                     names = self._peers.all_names(order.peer)
                     parts = self._store, self._threads, self._copies, remote
@@ -93,12 +93,15 @@ class Moves:
                 ownership.check_writable(agent_id, known)
             yield await self._agent(namespace, agent_id)
 
-    async def there(self, namespace: str, peer: str, agent_id: str, *, is_dry_run: bool) -> AsyncGenerator[Any, None]:
+    async def there(
+        self, namespace: str, peer: str, agent_id: str, move_id: str, *, is_dry_run: bool
+    ) -> AsyncGenerator[Any, None]:
         """Give an agent to a peer: it takes it, and its responses are passed on."""
         async with self._peers.connect(peer, namespace) as remote:
             name = self._peers.settings(peer, namespace).name
             with answers_of_peer(peer), self._handing_over.ordered(namespace, agent_id, name):
-                async with aclosing(remote.moving_agent(agent_id, dry_run=is_dry_run)) as responses:
+                moving = remote.moving_agent(agent_id, dry_run=is_dry_run, move_id=move_id)
+                async with aclosing(moving) as responses:
                     async for response in responses:
                         yield response
 

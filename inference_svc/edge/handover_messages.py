@@ -62,7 +62,7 @@ def write_opening(opening: Opening) -> pb.TakeTurnRequest:
             shortening=messages.write_shortening(begun.shortening) if begun.shortening is not None else None,
             template_time_ms=begun.template_time_ms,
             tools_order=begun.tools_order,
-            agent_moves=begun.agent_moves,
+            move_id=begun.move_id,
             is_text_own=begun.is_text_own,
             age=messages.duration(begun.age_s),
             first_token=None if begun.first_token_s is None else messages.duration(begun.first_token_s),
@@ -71,8 +71,10 @@ def write_opening(opening: Opening) -> pb.TakeTurnRequest:
     )
 
 
-def read_opening(message: pb.TurnOpening, *, is_trusted: bool) -> Opening:
-    """`is_trusted`: whether the KV counts as this store's own engines'. Raises InvalidArgument that names the field."""
+def read_opening(message: pb.TurnOpening, peer: str) -> Opening:
+    """`peer`: the caller, if it is an engine of another store; empty: one of this store's, which is believed. Raises
+    InvalidArgument that names the field.
+    """
     if message.format != FORMAT:
         raise InvalidArgument(f"opening.format: expected {FORMAT}, got {message.format}", field="opening.format")
     theirs = message.surroundings
@@ -94,14 +96,15 @@ def read_opening(message: pb.TurnOpening, *, is_trusted: bool) -> Opening:
         rewind_point_tokens=message.rewind_point_tokens if message.HasField("rewind_point_tokens") else None,
         messages=tuple(message.messages),
         parent_manifest=_digest(message.parent_manifest) if message.HasField("parent_manifest") else None,
-        is_brought=message.is_brought or not is_trusted,
+        is_brought=message.is_brought or bool(peer),
         continuation=_continuation(message.continuation),
         shortened=message.shortened if message.HasField("shortened") else None,
         shortening=_shortening(message.shortening) if message.HasField("shortening") else None,
         template_time_ms=message.template_time_ms,
         tools_order=message.tools_order if message.HasField("tools_order") else None,
-        agent_moves=message.agent_moves,
-        is_text_own=message.is_text_own and (is_trusted or message.agent_moves),
+        move_id=message.move_id,
+        peer=peer,
+        is_text_own=message.is_text_own,
         age_s=_seconds(message.age),
         first_token_s=_seconds(message.first_token) if message.HasField("first_token") else None,
     )

@@ -5,10 +5,11 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
-from kvasir.credentials import ADMIN, CLIENT, ENGINE, PEER, Principal
+from kvasir.credentials import ADMIN, CLIENT, ENGINE, HANDOVER, Principal
 from kvasir.errors import DeadlineExceeded, InvalidArgument, NotFound
 from kvasir.inference.v1 import handover_pb2 as pb
 from kvasir.inference.v1 import handover_pb2_grpc
+from kvasir.server.audit import current_deed
 from kvasir.server.interceptors import current_principal
 from kvasir.server.shared_room import SharedRoom
 
@@ -26,7 +27,7 @@ from inference_svc.turns.phases import Progress
 
 HANDOVER_SERVICE_NAME = "kvasir.inference.v1.HandOverService"
 HANDOVER_ROLES: Mapping[str, frozenset[str]] = {
-    f"/{HANDOVER_SERVICE_NAME}/TakeTurn": frozenset({ENGINE, PEER}),
+    f"/{HANDOVER_SERVICE_NAME}/TakeTurn": frozenset({ENGINE, HANDOVER}),
     f"/{HANDOVER_SERVICE_NAME}/HandOverTurn": frozenset({CLIENT, ADMIN}),
 }
 # A peer that is still for so long is gone. Its turns hold room here meanwhile.
@@ -78,7 +79,8 @@ class HandOverService(handover_pb2_grpc.HandOverServiceServicer):  # type: ignor
             taking.close()
 
     async def _opened(self, message: pb.TakeTurnRequest, caller: Principal) -> Taking:
-        opening = wire.read_opening(message.opening, is_trusted=ENGINE in caller.roles)
+        current_deed().is_about(message.opening.request)
+        opening = wire.read_opening(message.opening, "" if ENGINE in caller.roles else caller.name)
         request = wire.read_request(opening, caller.namespace, self._max_prompt_bytes)
         served = self._host.serving("")
         await self._formats.check(caller.namespace, request.sampling.constraint, served.engine.grammars)

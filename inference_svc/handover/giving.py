@@ -71,6 +71,7 @@ class TurnGiver:
     """By the peer's name and the namespace. Raises NotFound (PEER_UNKNOWN)."""
     version: str
     clock: Callable[[], float]
+    new_move_id: Callable[[], str]
 
     async def give(self, turns: Sequence[Progress], peer: str) -> Given:
         """Give all turns of one request away; returns once they are the peer's. Raises FailedPrecondition
@@ -96,16 +97,19 @@ class TurnGiver:
         given = Given(speaking[0].request.request_id, peer)
         begun = await self._begun(speaking[0])
         giving = _Giving(self, speaking, given)
-        begun = replace(begun, agent_moves=self._other_store(speaking[0], begun, peer) is not None)
+        if self._other_store(speaking[0], peer) is not None:
+            if begun.parent_manifest is None:
+                raise _not_now("it is its agent's first, whose store has nothing yet that could move")
+            begun = replace(begun, move_id=self.new_move_id())
         async with self.links(peer, speaking[0].request.namespace) as link:
             async with _within(_AHEAD_S, "what goes ahead"):
-                await self._copy_agent(speaking[0], begun, peer)
+                await self._copy_agent(speaking[0], peer)
                 await link.open(self._opening(speaking, begun))
                 await giving.send_ahead(link)
             try:
                 async with _within(_PREPARE_S, "the other engine"):
                     promise = await giving.send_rest(link)
-                await self._let_go(speaking[0], begun, peer)
+                await self._let_go(speaking[0], begun.move_id, peer)
                 giving.check_wanted()
             except BaseException:
                 self._take_back(speaking)
@@ -186,7 +190,7 @@ class TurnGiver:
         carried = replace(held.carried, spent=_as_callers_count(turn.times, held.carried.spent))
         return Stand(turn.request.choice, carried, len(told), len(held.files))
 
-    async def _let_go(self, turn: Progress, begun: BegunTurn, peer: str) -> None:
+    async def _let_go(self, turn: Progress, move_id: str, peer: str) -> None:
         """Give the agent's line back: the other engine will take it, from its store if that is another one. After an
         error the agent is still here, as far as its store can be asked.
         """
@@ -195,11 +199,11 @@ class TurnGiver:
         agent_id = turn.request.agent_id
         async with _within(_MOVE_S, "the store"):
             await leases.hand_on(agent_id)
-        if (store := self._other_store(turn, begun, peer)) is None:
+        if (store := self._other_store(turn, peer)) is None:
             return
         try:
             async with _within(_MOVE_S, "the store"):
-                await store.move_agent(agent_id, self.peer_stores[peer], _MOVE_S)
+                await store.move_agent(agent_id, self.peer_stores[peer], move_id, _MOVE_S)
         except KvasirError:
             # The stores may have done it all the same: then the turn must go there too, or its memory is lost.
             if not await self._has_moved(store, agent_id, self.peer_stores[peer]):
@@ -215,17 +219,17 @@ class TurnGiver:
             return False
         return has_moved
 
-    async def _copy_agent(self, turn: Progress, begun: BegunTurn, peer: str) -> None:
+    async def _copy_agent(self, turn: Progress, peer: str) -> None:
         """If the peer's store is another one, bring the bytes there of the version that the turn extends, while the
         turn speaks. If the turn stays after all, that store knows nothing of the agent.
         """
-        if (store := self._other_store(turn, begun, peer)) is not None:
+        if (store := self._other_store(turn, peer)) is not None:
             await store.copy_agent(turn.request.agent_id, self.peer_stores[peer], _AHEAD_S)
 
-    def _other_store(self, turn: Progress, begun: BegunTurn, peer: str) -> RemoteCache | None:
-        """This engine's store, if the agent must move to another. A new agent is in neither."""
-        has_moves = turn.is_kept and peer in self.peer_stores and begun.parent_manifest is not None
-        return self.stores.get(turn.request.namespace) if has_moves else None
+    def _other_store(self, turn: Progress, peer: str) -> RemoteCache | None:
+        """This engine's store, if the agent must move to another."""
+        has_other = turn.is_kept and peer in self.peer_stores
+        return self.stores.get(turn.request.namespace) if has_other else None
 
     def _take_back(self, turns: Sequence[Progress]) -> None:
         """The turns go on here."""

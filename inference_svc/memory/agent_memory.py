@@ -44,6 +44,7 @@ class PublicationState:
     expected_version: int | None = None
     # The earlier version that the turn went on from; 0: its parent.
     base_version: int = 0
+    handed_over_by: str = ""  # the peer from whose store the agent came with the turn
     blocks: list[Digest] = field(default_factory=list)  # the memory's leading full blocks that are in the store
     tail: Digest | None = None
     windows: dict[int, StoredWindow] = field(default_factory=dict)  # by window, those of its files in the store

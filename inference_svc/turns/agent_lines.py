@@ -9,9 +9,10 @@ from kvasir import errors
 from inference_svc.memory.line_leases import MOVED, LineLeases
 from inference_svc.memory.outcomes import Source
 from inference_svc.memory.recall import NOTHING_REMEMBERED, Recollection
-from inference_svc.memory.store.answers import EventCursor, StoreMiss
+from inference_svc.memory.store.answers import NEVER_MOVED, EventCursor, LastMove, StoreMiss
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.trust import LEASE_TTL_S, Version
+from inference_svc.turns.continuing import Continuation
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.phases import BegunTurn, Planned, Progress
 from inference_svc.turns.turn_data import TurnRequest
@@ -84,8 +85,8 @@ class AgentLines:
         self, request: TurnRequest, begun: BegunTurn, budget: Budget
     ) -> tuple[Recollection, EventCursor | None]:
         """The version that a turn from another engine extends, as this engine's store has it, and the place in that
-        store's history. Its memory is not read: the KV is here. Raises FailedPrecondition (HANDOVER_PARENT_DIFFERS) and
-        Unavailable (MEMORY_UNREADABLE).
+        store's history. Its memory is not read: the KV is here. Raises FailedPrecondition (HANDOVER_PARENT_DIFFERS,
+        HANDOVER_NOT_MOVED) and Unavailable (MEMORY_UNREADABLE).
         """
         key = request.key
         if key is None:
@@ -94,38 +95,72 @@ class AgentLines:
         cursor = store.event_cursor if store is not None else None
         found = await self._parts.recall.newest(key, budget)
         if found.head is None:
-            raise errors.Unavailable(
-                f"the agent's newest version cannot be asked now ({found.miss.detail if found.miss else ''})",
-                reason="MEMORY_UNREADABLE",
-                metadata={"agent_id": key.agent_id},
-                retry_after_s=1.0,
-            )
-        if request.is_kept and not begun.agent_moves:  # else it is here once the turn is: `take_over` checks it
-            _check_extends(begun, found.head.identity)
+            raise _unreadable(request, found.miss.detail if found.miss else "")
+        if request.is_kept and begun.continuation is not Continuation.BRANCHED:
+            if begun.has_other_store:  # the agent is here once the turn is: `take_over` checks it
+                await self._check_may_come(request, begun)
+            else:
+                _check_extends(begun, found.head.identity)
         return Recollection(None, Source.COLD, found.head, settings=found.settings), cursor
 
     async def take_over(self, turn: Progress, begun: BegunTurn) -> None:
         """Another engine has given the turn away: take its line, once that engine lets it go. Raises Unavailable
-        (AGENT_HELD_ELSEWHERE) and FailedPrecondition (HANDOVER_PARENT_DIFFERS).
+        (AGENT_HELD_ELSEWHERE, MEMORY_UNREADABLE) and FailedPrecondition (HANDOVER_PARENT_DIFFERS, HANDOVER_NOT_MOVED).
         """
         assert turn.planned is not None
+        if not turn.is_kept:
+            return
+        if begun.has_other_store:
+            turn.planned = await self._moved(turn.planned, begun)
         if (leases := self._leases_for(turn.request)) is not None:
             lease = await leases.obtain(turn.request.agent_id, _HANDED_ON_WAIT_S)
-            if turn.is_kept:
-                _check_extends(begun, lease.newest)
-                turn.planned = _with_version(turn.planned, lease.newest)
-                turn.parent_version = lease.newest.number
-        if begun.agent_moves:  # a peer's word counts only for what it has just moved here
-            has_moved = begun.is_text_own and await self._has_just_moved(turn.request)
-            turn.planned = replace(turn.planned, is_text_own=has_moved)
+            _check_extends(begun, lease.newest)
+            turn.planned = _with_version(turn.planned, lease.newest)
+            turn.parent_version = lease.newest.number
 
-    async def _has_just_moved(self, request: TurnRequest) -> bool:
-        """Whether the agent's newest version here came by a move from its owner."""
-        budget = Budget(_LEASE_WAIT_S, 1.0, time.monotonic)
-        with contextlib.suppress(StoreMiss):
-            heads = await self._parts.stores[request.namespace].heads(request.agent_id, "", budget)
-            return heads is not None and heads.newest.is_moved
-        return False
+    async def _check_may_come(self, request: TurnRequest, begun: BegunTurn) -> None:
+        """Refuse what the store could not take either, before this store's own turns of the agent wait for it."""
+        last = await self._last_move(request)
+        if not begun.move_id or begun.move_id == last.move_id:
+            raise _not_moved("no move is named, or one that is over")
+        if begun.peer and last.is_owned and last.newest.version and last.given_by != begun.peer:
+            raise _not_moved("this store has an agent of that name")
+
+    async def _moved(self, planned: Planned, begun: BegunTurn) -> Planned:
+        """A peer's word counts for what it has just moved here, and for nothing else."""
+        moved = await self._last_move(planned.request)
+        has_come = moved.move_id == begun.move_id and moved.is_owned and moved.is_moved
+        if not has_come or begun.peer not in ("", moved.given_by):
+            raise _not_moved(f"it came by another move, from {moved.given_by or 'nobody'}, or went on since")
+        _check_extends(begun, moved.newest.identity)
+        recollection = replace(planned.recollection, head=moved.newest)
+        return replace(planned, recollection=recollection, handed_over_by=moved.given_by)
+
+    async def _last_move(self, request: TurnRequest) -> LastMove:
+        """Raises Unavailable (MEMORY_UNREADABLE)."""
+        if (store := self._parts.stores.get(request.namespace)) is None:
+            return NEVER_MOVED
+        try:
+            return await store.last_move(request.agent_id, Budget(_HANDED_ON_WAIT_S, 1.0, time.monotonic))
+        except StoreMiss as error:
+            raise _unreadable(request, error.miss.detail) from error
+
+
+def _unreadable(request: TurnRequest, why: str) -> errors.Unavailable:
+    return errors.Unavailable(
+        f"the agent's newest version cannot be asked now ({why})",
+        reason="MEMORY_UNREADABLE",
+        metadata={"agent_id": request.agent_id},
+        retry_after_s=1.0,
+    )
+
+
+def _not_moved(why: str) -> errors.FailedPrecondition:
+    return errors.FailedPrecondition(
+        f"agent_id: a turn of another store comes with a move of its agent from the caller's store: {why}",
+        reason="HANDOVER_NOT_MOVED",
+        field="opening.move_id",
+    )
 
 
 def _check_extends(begun: BegunTurn, newest: Version) -> None:

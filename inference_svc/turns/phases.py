@@ -100,6 +100,7 @@ class Planned:
     restoring: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     is_brought: bool = False  # its KV came by an archive or from another store, besides what the recollection says
     is_text_own: bool = True  # no other engine, which this one need not believe, has generated some of the reply
+    handed_over_by: str = ""  # the peer from whose store the agent came with the turn
 
     @property
     def request(self) -> TurnRequest:
@@ -177,8 +178,14 @@ class BegunTurn:
     first_token_s: float | None  # from then until the reply's first token; None: there is none yet
     template_time_ms: int = 0  # what its template was told; 0: it did not ask
     tools_order: manifest_pb2.ToolsOrder | None = None  # as the template was given them
-    agent_moves: bool = False  # to this engine's store, before the turn is this engine's
+    move_id: str = ""  # by which the agent comes to this engine's store before the turn is this engine's
+    peer: str = ""  # that gives the turn: the name of another store; empty: an engine of this store gives it
     is_text_own: bool = False  # its reply counts as the model's own
+
+    @property
+    def has_other_store(self) -> bool:
+        """Whether the engine that began it has another store than this one."""
+        return bool(self.move_id or self.peer)
 
 
 class TakenTurn:

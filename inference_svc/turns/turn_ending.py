@@ -235,6 +235,7 @@ class TurnEnding:
                 is_head=False,
                 expected_version=request.expected_version,
                 base_version=request.base_version or 0,
+                handed_over_by=planned.handed_over_by,
                 # An unstored memory counts under the lease under which it was made, and so does one that extends it.
                 generation=self._generation(key) if previous is None or previous.is_head else previous.generation,
                 event_cursor=recalled.event_cursor,

@@ -211,7 +211,8 @@ class TurnFlow:
 
     async def _go_on(self, turn: Progress, taken: TakenTurn) -> Remembered:
         """From the arrival of its KV on; the engine waits for `own` before it computes. Raises FailedPrecondition
-        (HANDOVER_PARENT_DIFFERS) if the agent's newest version is not the one that the turn extends.
+        (HANDOVER_PARENT_DIFFERS) if the agent's newest version is not the one that the turn extends, or
+        (HANDOVER_NOT_MOVED) if another store's turn is not about to come with its agent.
         """
         begun, request = taken.begun, turn.request
         recollection, cursor = await self._lines.parent(request, begun, self._parts.budget())
@@ -241,14 +242,15 @@ class TurnFlow:
     async def own(self, turn: Progress) -> None:
         """The other engine has given a ready turn away: take its agent's line, and let it compute. Raises Unavailable
         (AGENT_HELD_ELSEWHERE) if a third has the line, and FailedPrecondition (HANDOVER_PARENT_DIFFERS) if the line
-        went on since the turn was prepared; the turn is over then.
+        went on since the turn was prepared, or (HANDOVER_NOT_MOVED); the turn is over then.
         """
         assert turn.taken is not None
         try:
             await self._lines.take_over(turn, turn.taken.begun)
         except errors.KvasirError as error:
-            # If the store is away, its compare-and-swap decides at the end, as for any turn.
-            if error.reason in ("AGENT_HELD_ELSEWHERE", "HANDOVER_PARENT_DIFFERS", *MOVED):
+            # If the store is away, its compare-and-swap decides at the end, as for any turn of its own engines.
+            is_lost = error.reason in ("AGENT_HELD_ELSEWHERE", "HANDOVER_PARENT_DIFFERS", *MOVED)
+            if is_lost or turn.taken.begun.has_other_store:
                 turn.cancel(error)
                 raise
         if turn.phase is TurnPhase.HELD:

@@ -20,8 +20,8 @@ from kvasir.formats.digest import is_hash
 from kvasir.names import check_namespace
 from kvasir.syncing import sync, sync_directory
 
-ENGINE, CLIENT, PEER, ADMIN = "engine", "client", "peer", "admin"
-ROLES = frozenset({ENGINE, CLIENT, PEER, ADMIN})
+ENGINE, CLIENT, PEER, HANDOVER, ADMIN = "engine", "client", "peer", "handover", "admin"
+ROLES = frozenset({ENGINE, CLIENT, PEER, HANDOVER, ADMIN})
 DEFAULT_NAMESPACE = "default"
 _MIN_TOKEN_CHARS = 32
 _MAX_FILE_BYTES = 1 << 20
@@ -34,6 +34,11 @@ class Principal:
     name: str
     namespace: str
     roles: frozenset[str]
+
+    @property
+    def is_peer(self) -> bool:
+        """Whether it is another Kvasir and nothing else: a store, or an engine that gives turns."""
+        return self.roles <= {PEER, HANDOVER}
 
 
 # A caller on the Unix socket without a token: file modes let only the owner of the service (and root) connect.

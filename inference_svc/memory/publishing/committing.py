@@ -79,6 +79,7 @@ class Committing:
         publication.may_follow = publication.may_follow or previous.may_follow
         if not previous.is_head:  # the line never gets a version between
             publication.base_version = publication.base_version or previous.base_version
+            publication.handed_over_by = publication.handed_over_by or previous.handed_over_by
         publication.attempted_before = previous.attempts
         if previous.head is None and previous.expected_version is not None:
             publication.expected_version = previous.expected_version
@@ -202,6 +203,7 @@ class Committing:
                     self.limits.timeout_s,
                     is_brought=self.memory.is_brought,
                     base_version=publication.base_version,
+                    handed_over_by=publication.handed_over_by,
                     lease=await self._token(),
                 )
         except errors.Conflict:

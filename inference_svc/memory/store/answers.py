@@ -33,7 +33,6 @@ class Head:
     kv_identity_hash: str = ""
     is_brought: bool = False  # it has rows from an archive or another store: no engine of this store computed them
     is_text_own: bool = True  # its text came by no archive and no copy, at most by a move from its owner
-    is_moved: bool = False  # a move made it
     is_of_turn: bool = True  # a turn made it: no rollback, fork, import or pull
 
     @property
@@ -62,6 +61,20 @@ class AgentHeads:
     newest: Head
     own_line: Head | None
     settings: AgentSettings = NO_SETTINGS
+
+
+@dataclass(frozen=True, slots=True)
+class LastMove:
+    """How an agent came to this store, and whether it is as it came."""
+
+    move_id: str  # of its last move, in or out; empty: it never moved
+    is_owned: bool = False
+    given_by: str = ""  # the peer that gave its newest version; empty: it was made here
+    is_moved: bool = False  # by a move
+    newest: Head = NO_HEAD
+
+
+NEVER_MOVED = LastMove("")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +135,22 @@ def head_of(snapshot: cachestore_pb2.SnapshotVersion) -> Head:
         snapshot.kv_identity_hash,
         is_brought=snapshot.is_brought,
         is_text_own=snapshot.is_text_own or not snapshot.is_brought,
-        is_moved=snapshot.origin == cachestore_pb2.ORIGIN_MOVE,
         is_of_turn=snapshot.origin == cachestore_pb2.ORIGIN_TURN,
+    )
+
+
+def last_move_of(agent: cachestore_pb2.Agent) -> LastMove:
+    """From the store's answer."""
+    newest = max(agent.lines, key=lambda line: int(line.version), default=cachestore_pb2.SnapshotVersion())
+    is_moved = newest.origin == cachestore_pb2.ORIGIN_MOVE
+    is_given = is_moved or newest.origin == cachestore_pb2.ORIGIN_PULL
+    known = agent.ownership
+    return LastMove(
+        known.move_id,
+        not agent.HasField("ownership") or known.state == cachestore_pb2.OWNER_STATE_OWNED,
+        newest.origin_detail.rpartition(f"/{agent.agent_id}@")[0] if is_given else "",
+        is_moved,
+        head_of(newest) if agent.lines else NO_HEAD,
     )
 
 

@@ -19,12 +19,14 @@ from kvasir.formats.digest import Digest
 
 from inference_svc.memory.outcomes import Miss, MissReason
 from inference_svc.memory.store.answers import (
+    NEVER_MOVED,
     NO_HEAD,
     AgentHeads,
     AgentSettings,
     EventCursor,
     Granted,
     Head,
+    LastMove,
     Renewed,
     StoreEvent,
     StoreMiss,
@@ -32,6 +34,7 @@ from inference_svc.memory.store.answers import (
     event_of,
     found_prefix,
     head_of,
+    last_move_of,
     miss_of,
     moves,
     takes_back,
@@ -77,6 +80,13 @@ class RemoteCache(StoreConnection):
         labels = agent.labels
         settings = AgentSettings(labels.get(on_full.LABEL, ""), labels.get(volatile.LABEL, ""))
         return AgentHeads(newest, ours if ours != newest else None, settings)
+
+    async def last_move(self, agent_id: str, budget: Budget) -> LastMove:
+        """By which move the agent came here last."""
+        try:
+            return last_move_of(await self._read(lambda: self.client.get_agent(agent_id), budget))
+        except errors.NotFound:
+            return NEVER_MOVED
 
     async def version(self, agent_id: str, version: int, budget: Budget) -> Head:
         """A version of the agent. Raises NotFound (VERSION_NOT_FOUND, AGENT_NOT_FOUND)."""
@@ -212,11 +222,12 @@ class RemoteCache(StoreConnection):
         *,
         is_brought: bool = False,
         base_version: int = 0,
+        handed_over_by: str = "",
         lease: tuple[str, int] | None = None,
     ) -> Head:
         """Make a stored manifest the next version of the agent's line. `lease`: owner and generation. `base_version`:
-        the earlier version that it goes on from; 0: its parent. Raises Conflict when the head is not its parent, or
-        when the lease is fenced.
+        the earlier version that it goes on from; 0: its parent. `handed_over_by`: the peer that began the turn. Raises
+        Conflict when the head is not its parent, or when the lease is fenced.
         """
         version = await self._noting(
             self.client.commit(
@@ -227,6 +238,7 @@ class RemoteCache(StoreConnection):
                 lease=_token(*lease) if lease is not None else None,
                 is_brought=is_brought,
                 base_version=base_version,
+                handed_over_by=handed_over_by,
                 timeout_s=timeout_s,
             )
         )
@@ -269,11 +281,11 @@ class RemoteCache(StoreConnection):
         async for _ in self.client.pulling_agent("", agent_id, to_peer=peer, only_bytes=True, timeout_s=timeout_s):
             pass
 
-    async def move_agent(self, agent_id: str, peer: str, timeout_s: float) -> None:
+    async def move_agent(self, agent_id: str, peer: str, move_id: str, timeout_s: float) -> None:
         """Move the agent to a peer of the store; returns once the peer owns it. Raises KvasirError: then both stores
         know, or will find out, who owns it.
         """
-        await self.client.move_agent(agent_id, to_peer=peer, timeout_s=timeout_s)
+        await self.client.move_agent(agent_id, to_peer=peer, move_id=move_id, timeout_s=timeout_s)
 
     async def has_moved(self, agent_id: str, peer: str) -> bool | None:
         """Whether the store knows that the agent is this peer's; None while a move is under way. Raises KvasirError."""

@@ -460,7 +460,7 @@ def test_capabilities_say_who_i_am_and_what_fits(client: StoreClient) -> None:
         256,
         1 << 20,
     )
-    assert list(capabilities.roles) == ["admin", "client", "engine", "peer"]
+    assert list(capabilities.roles) == ["admin", "client", "engine", "handover", "peer"]
     assert capabilities.max_digests_per_request == 10_000
 
 

@@ -47,7 +47,7 @@ async def serving(state_dir: Path) -> AsyncIterator[ServedModel]:
         "owner",
         Admission(settings.admission, clock),
         ServiceStats(clock()),
-        lambda engine, leases: TurnGiver(engine, leases, {}, {}, no_link, VERSION, clock),
+        lambda engine, leases: TurnGiver(engine, leases, {}, {}, no_link, VERSION, clock, str),
         clock,
         lambda: 0,
     )
@@ -103,7 +103,7 @@ def giver_over(served: ServedModel, link: StillLink, leases: Any = None) -> Turn
     def links(peer: str, namespace: str) -> Any:
         return contextlib.nullcontext(link)
 
-    return TurnGiver(served.engine, leases or {}, {}, {}, links, VERSION, time.monotonic)
+    return TurnGiver(served.engine, leases or {}, {}, {}, links, VERSION, time.monotonic, str)
 
 
 async def speaking_one(served: ServedModel, agent_id: str = "") -> Progress:
@@ -236,7 +236,7 @@ class LateStore:
 
     answers: list[bool | KvasirError | None]
 
-    async def move_agent(self, agent_id: str, peer: str, timeout_s: float) -> None:
+    async def move_agent(self, agent_id: str, peer: str, move_id: str, timeout_s: float) -> None:
         raise DeadlineExceeded("late")
 
     async def has_moved(self, agent_id: str, peer: str) -> bool | None:
@@ -254,9 +254,8 @@ async def let_go(store: Any) -> None:
     """Of the turn of an agent that must move to another store."""
     nothing: Any = None
     turn: Any = SimpleNamespace(request=SimpleNamespace(namespace="home", agent_id="ada"), is_kept=True)
-    begun: Any = SimpleNamespace(parent_manifest=object())
-    giver = TurnGiver(nothing, {"home": store}, {"home": store}, {"b": "studio"}, no_link, VERSION, lambda: 0.0)
-    await giver._let_go(turn, begun, "b")
+    giver = TurnGiver(nothing, {"home": store}, {"home": store}, {"b": "studio"}, no_link, VERSION, lambda: 0.0, str)
+    await giver._let_go(turn, "a move", "b")
 
 
 @pytest.mark.parametrize(

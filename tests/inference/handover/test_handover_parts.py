@@ -100,8 +100,8 @@ def begun(**others: Any) -> BegunTurn:
 def test_what_is_written_is_what_is_read() -> None:
     opening = Opening(HERE, inference_pb2.GenerateRequest(prompt="hello"), "request", "ada", begun(), (0, 2))
     sent = wire.write_opening(opening).opening
-    assert wire.read_opening(sent, is_trusted=True) == opening
-    assert wire.read_opening(sent, is_trusted=False).begun.is_brought
+    assert wire.read_opening(sent, "") == opening
+    assert wire.read_opening(sent, "laptop").begun.is_brought
     carried = CarriedTurn(TokenIds((5, 6, 7)), 2, 1, 0, (1, 2**32 - 1), (2,), {0: 0, 512: 1}, Timings(queue_s=0.5))
     stand = Stand(2, carried, 4, 3)
     assert wire.read_stand(wire.write_stand(stand, 2).stand, opening.begun.prompt) == stand
@@ -135,7 +135,7 @@ def test_a_taken_turn_stays_brought_and_lends_no_rows(is_brought: bool) -> None:
 
 def test_what_a_turn_waited_before_its_engine_had_it_goes_along() -> None:
     engine: Any = SimpleNamespace(told_text=lambda *_given: "told")
-    giver = TurnGiver(engine, {}, {}, {}, cast("Any", None), "0.1", Clock())
+    giver = TurnGiver(engine, {}, {}, {}, cast("Any", None), "0.1", Clock(), str)
     times = TurnTiming(arrived=10.0, queue_s=1.0, restore_s=0.5, first_token_at=14.0)
     planned, request = SimpleNamespace(plan=object()), SimpleNamespace(choice=0)
     turn: Any = SimpleNamespace(planned=planned, request=request, times=times)
@@ -166,7 +166,7 @@ def test_an_opening_that_cannot_be_is_refused_by_field(change: dict[str, Any], f
         sent.ClearField(name)
     sent.MergeFrom(pb.TurnOpening(**change))
     with pytest.raises(InvalidArgument) as refused:
-        wire.read_opening(sent, is_trusted=True)
+        wire.read_opening(sent, "")
     assert refused.value.field == field
 
 

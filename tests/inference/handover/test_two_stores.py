@@ -1,25 +1,37 @@
 """An agent that speaks moves to another Mac: its turn to the engine there, its memory to the store, both at once."""
 
 import asyncio
+import contextlib
+import json
+import secrets
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kvasir.cachestore.v1 import cachestore_pb2
+from kvasir.cachestore.v1 import cachestore_pb2, manifest_pb2
 from kvasir.clients import AioInferenceClient, InferenceClient
+from kvasir.clients.aio.turn_peer import AioTurnPeer, TurnCall
+from kvasir.credentials import HANDOVER, PEER, Principal, write_private_text
 from kvasir.errors import KvasirError, NotFound
+from kvasir.inference.v1 import handover_pb2 as pb
+from kvasir.inference.v1 import inference_pb2
 
 from inference_svc.model import kvasir_tiny
 from tests.cachestore.moving.two_stores import Mac, macs
+from tests.cachestore.service.running import make_credentials
 from tests.cli.running import Cli, Ended
 from tests.inference.handover.cases import ON, STORY
+from tests.inference.handover.test_taking import PROMPT, opened, opening_for, stand
 from tests.inference.handover.two_engines import hear
 from tests.system_fixtures import ENGINE_SERVICE, Service
 
 Macs = tuple[tuple[Mac, Service], tuple[Mac, Service]]
+# By the name that a peer has in the first engine's configuration: why it gives no turn.
+REFUSED = {"thief": "HANDOVER_NOT_MOVED", "reader": "ROLE_REQUIRED"}
 
 
 @contextmanager
@@ -37,8 +49,18 @@ def two_macs(root: Path) -> Iterator[Macs]:
             ]
             engines.append(engine)
             exits.callback(engine.kill)
-        for peer in ("b", stores[1].name):
-            engines[0].options += ["--peer", f"{peer}={engines[1].address}", "--peer-store", f"{peer}={stores[1].name}"]
+        engines[1].options += ["--audit-file", str(root / "audit"), "--credentials-file", str(root / "credentials")]
+        roles = {"laptop": HANDOVER, "attic": HANDOVER, "reader": PEER}
+        callers = [Principal(name, "default", frozenset({role})) for name, role in roles.items()]
+        tokens = make_credentials(root / "credentials", callers)
+        for name, token in tokens.items():
+            write_private_text(root / f"{name}.token", token)
+        # "thief" and "reader" lie about the agent's store: they keep silent that it is another one.
+        for peer, token in (("b", "laptop"), (stores[1].name, "laptop"), ("thief", "laptop"), ("reader", "reader")):
+            engines[0].options += ["--peer", f"{peer}={engines[1].address}"]
+            engines[0].options += ["--peer-token-file", f"{peer}={root / token}.token"]
+            if peer in ("b", stores[1].name):
+                engines[0].options += ["--peer-store", f"{peer}={stores[1].name}"]
         for engine in engines:
             engine.start()
         yield (stores[0], engines[0]), (stores[1], engines[1])
@@ -89,9 +111,10 @@ def test_a_moved_agent_goes_on_token_for_token_where_its_reply_holds_special_tok
         for agent in ("special stays", "special moves", "special copy"):
             told = a.reply(agent_id=agent, messages=[{"role": "user", "content": "hi"}], sampling=says)
             assert told.token_ids == [0] * 6
-        with laptop.client() as here:
-            here.import_agent("special import", here.export_agent("special stays"))
-        with studio.client() as there:
+        b.reply(agent_id="special import", messages=[{"role": "user", "content": "hi"}], sampling=says)
+        with laptop.client() as here, studio.client() as there:
+            here.import_agent("special import", list(there.export_agent("special import")))
+            there.delete_agent("special import")  # else its bytes are that store's own
             there.move_agent("special moves", from_peer=laptop.name)
             there.move_agent("special import", from_peer=laptop.name)
             there.fork_agent("special moves", "special fork")
@@ -158,9 +181,10 @@ def test_the_command_takes_the_turn_along(pair: Macs, tmp_path: Path) -> None:
             more = {"append_messages": [{"role": "user", "content": "And then?"}], "sampling": first["sampling"]}
             for agent in ("second", "waits", "silent"):
                 await hear(a, agent_id=agent, **{**first, "sampling": {"max_tokens": 4}})
-            for agent, turn in (("first", first), ("second", more)):
-                has_moved, ended = await moved(a, agent, "--engine", engine.address, **turn)
-                assert (ended.code, has_moved, ended.value.get("turn")) == (0, True, "handed_over"), ended
+            has_moved, ended = await moved(a, "second", "--engine", engine.address, **more)
+            assert (ended.code, has_moved, ended.value.get("turn")) == (0, True, "handed_over"), ended
+            has_moved, ended = await moved(a, "first", "--engine", engine.address, **first)
+            assert (ended.code, has_moved, ended.value.get("turn")) == (0, False, "waited_for"), ended
             has_moved, ended = await moved(a, "waits", **more)
             assert (ended.code, has_moved, ended.value.get("turn")) == (0, False, "waited_for"), ended
             ended = await asyncio.to_thread(move, "silent", "--engine", engine.address)
@@ -168,5 +192,98 @@ def test_the_command_takes_the_turn_along(pair: Macs, tmp_path: Path) -> None:
 
     asyncio.run(asyncio.wait_for(work(), 120))
     with laptop.client() as here:
-        for agent in ("second", "waits", "silent"):
+        for agent in ("first", "second", "waits", "silent"):
             assert here.get_agent(agent).ownership.state == cachestore_pb2.OWNER_STATE_MOVED
+
+
+@pytest.mark.parametrize("peer", ["thief", "reader"])
+def test_a_peer_writes_into_no_agent_that_it_did_not_move_here(pair: Macs, peer: str) -> None:
+    """It has a copy, goes on with it, and gives that turn away as if both engines had one store."""
+    (laptop, engine), (studio, other) = pair
+    agent, told = f"victim of the {peer}", "My name is Mallory now."
+
+    async def work() -> None:
+        async with AioInferenceClient.connect(engine.address) as a, AioInferenceClient.connect(other.address) as b:
+            await hear(b, agent_id=agent, messages=[{"role": "user", "content": "My name is Ada."}], sampling=ON)
+            with laptop.client() as here:
+                here.pull_agent(studio.name, agent)
+            turn = {"append_messages": [{"role": "user", "content": told}], "sampling": ON}
+            stayed = await hear(a, {3: (a, peer)}, agent_id=agent, **turn)
+            assert (stayed.moves, len(stayed.not_moved)) == ([], 1)
+
+    asyncio.run(asyncio.wait_for(work(), 120))
+    with studio.client() as there:
+        assert [version.version for version in there.list_snapshots(agent).snapshots] == [1]
+    assert _refused(other, agent if peer == "thief" else "") == REFUSED[peer]
+
+
+@pytest.mark.parametrize(
+    ("caller", "moves", "is_taken"),
+    [
+        ("laptop", "meanwhile", True),
+        ("laptop", "never", False),
+        ("laptop", "before", False),
+        ("laptop", "by another move", False),
+        ("attic", "meanwhile", False),
+        ("laptop", "onto another agent", False),
+    ],
+)
+def test_a_turn_comes_with_an_open_move_of_its_caller_alone(
+    pair: Macs, new_agent: Callable[[], str], caller: str, moves: str, is_taken: bool
+) -> None:
+    (laptop, engine), (studio, other) = pair
+    agent, move_id = new_agent(), secrets.token_hex(16)
+
+    def move(move_id: str) -> None:
+        with laptop.client() as here:
+            here.move_agent(agent, to_peer=studio.name, move_id=move_id)
+
+    async def give(b: AioInferenceClient, call: TurnCall, parent: manifest_pb2.Digest) -> None:
+        opening = opening_for(await b.get_model(), (await b.get_capabilities()).device)
+        request = inference_pb2.GenerateRequest(prompt=PROMPT, agent_id=agent, sampling=inference_pb2.Sampling(**ON))
+        if moves == "before":
+            await asyncio.to_thread(move, move_id)
+        await opened(call, opening, request=request, parent_manifest=parent, move_id=move_id)
+        await call.send([pb.TakeTurnRequest(stand=stand())])
+        token = (await call.receive()).prepared.resume_token
+        if moves not in ("never", "before"):
+            await asyncio.to_thread(move, move_id if moves == "meanwhile" else secrets.token_hex(16))
+        await call.send([pb.TakeTurnRequest(commit=pb.TurnCommit())])
+        async for _ in b.resume(token):
+            pass
+
+    async def work() -> None:
+        token = (other.log_file.parent / f"{caller}.token").read_text()
+        async with (
+            AioInferenceClient.connect(engine.address) as a,
+            AioInferenceClient.connect(other.address) as b,
+            AioTurnPeer.connect(other.address, token=token) as peer,
+        ):
+            for each in (a, b) if moves == "onto another agent" else (a,):
+                await hear(each, agent_id=agent, prompt=PROMPT, sampling={"max_tokens": 2})
+            with laptop.client() as here:
+                parent = here.get_agent(agent).lines[0].manifest
+            with contextlib.nullcontext() if is_taken else pytest.raises(KvasirError):
+                await give(b, peer.take_turn(), parent)
+
+    asyncio.run(asyncio.wait_for(work(), 120))
+    with studio.client() as there:
+        made = there.list_snapshots(agent).snapshots if moves != "never" else []
+    turns = [each.origin_detail for each in made if each.origin == cachestore_pb2.ORIGIN_TURN]
+    own = [""] if moves == "onto another agent" else []
+    assert turns == ([f"handed over by {laptop.name}"] if is_taken else own)
+    if not is_taken:
+        assert _refused(other, agent) == "HANDOVER_NOT_MOVED"
+
+
+def _refused(engine: Service, agent: str) -> str:
+    """Why the audit says that a turn of the agent was refused: a stream that is cut may not say so itself."""
+    file = engine.log_file.with_name("audit")
+    give_up = time.monotonic() + 20
+    while True:
+        lines = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
+        for line in lines:
+            if line["what"].endswith("TakeTurn") and line.get("agent", "") == agent and line["outcome"] == "refused":
+                return str(line["reason"])
+        assert time.monotonic() < give_up
+        time.sleep(0.05)

@@ -1,5 +1,6 @@
 """`kvasir agents move | sync | pull | claim`: agents change hands between paired stores, or are copied."""
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -21,6 +22,7 @@ FromOption = Annotated[str, typer.Option("--from", help="Bring it here from this
 ToOption = Annotated[str, typer.Option("--to", help="Give it to this peer.", metavar="PEER")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be sent, and send nothing.")]
 OnProgress = Callable[[pb.TransferProgress], None]
+_TURN_PAUSE_S = 0.1
 
 
 def move(
@@ -33,19 +35,17 @@ def move(
 ) -> None:
     """Move an agent to or from another Mac: all it remembers, and the right to go on. A copy stays, to be read.
 
-    With --to, a decoding turn goes along, if the engine here was started with --peer and --peer-store for PEER; else
-    its end is waited for. Cut short, the agent stays where it was or arrives whole; the same command goes on.
+    With --to, a decoding turn goes along, if the engine here was started with --peer and --peer-store for PEER, and
+    it is not the agent's first; else its end is waited for. Cut short, the agent stays where it was or arrives whole;
+    the same command goes on.
     """
     caller, peer = caller_of(context, as_json), _one_of(from_peer, to_peer)
     way = f"from {peer}" if from_peer else f"to {peer}"
     with store_client(caller) as client:
-        is_handed_over = bool(to_peer) and not dry_run and _hand_turn_over(caller, agent, to_peer)
-        if is_handed_over and _is_unknown(client, agent):  # its first turn: the store there gets it at the end
-            done, sent = None, _Sent()
-        else:
-            with transfer_progress(caller, f"{agent} {way}") as on_progress:
-                done, sent = _moved(caller, client, agent, from_peer, to_peer, dry_run, on_progress)
-    turn = "handed_over" if is_handed_over else "waited_for" if sent.has_waited else None
+        turn = _turn_handed_over(caller, client, agent, to_peer) if to_peer and not dry_run else None
+        with transfer_progress(caller, f"{agent} {way}") as on_progress:
+            done, sent = _moved(caller, client, agent, from_peer, to_peer, dry_run, on_progress)
+    turn = turn or ("waited_for" if sent.has_waited else None)
     row: dict[str, Any] = {
         "agent_id": agent,
         "peer": peer,
@@ -182,18 +182,28 @@ class _Sent:
         self.progress.CopyFrom(progress)
 
 
-def _hand_turn_over(caller: Caller, agent: str, peer: str) -> bool:
-    """Hand the agent's decoding turn over to the engine there. False if there is none, or if it stays here."""
+def _turn_handed_over(caller: Caller, client: StoreClient, agent: str, peer: str) -> str | None:
+    """Hand the agent's decoding turn over to the engine there; an agent's first one stays, and is waited for. What
+    became of the turn, if it is not for the store to wait for.
+    """
     if not caller.engine_address and caller.store.address != caller.home.endpoint("store").address:
-        return False  # the home's engine has the home's agents, not those of that store
+        return None  # the home's engine has the home's agents, not those of that store
     try:
         with engine_client(caller) as engine:
-            engine.hand_over(peer, agent_id=agent)
+            try:
+                engine.hand_over(peer, agent_id=agent)
+            except FailedPrecondition as error:
+                caller.say(f"{agent}'s turn is not handed over: {error.message}")
+                if not _is_unknown(client, agent):
+                    return None
+                while any(turn.agent_id == agent for turn in engine.list_turns()):
+                    time.sleep(_TURN_PAUSE_S)
+                return "waited_for"
     except KvasirError as error:
         if error.reason not in ("TURN_NOT_FOUND", Unavailable.reason):  # no turn, or no engine
             caller.say(f"{agent}'s turn is not handed over: {error.message}")
-        return False
-    return True
+        return None
+    return "handed_over"
 
 
 def _is_unknown(client: StoreClient, agent: str) -> bool:

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kvasir.credentials import OWNER, PEER, Principal
+from kvasir.credentials import OWNER, Principal
 from kvasir.errors import KvasirError
 
 _LOG = logging.getLogger("kvasir.audit")
@@ -100,7 +100,7 @@ class Audit:
         """Tell a call that needed a privilege, or lacked one. `status`: gRPC's word. `left_out`: so many strangers got
         no line before this one."""
         caller = deed.caller
-        is_peer = caller is not None and caller.roles == {PEER}
+        is_peer = caller is not None and caller.is_peer
         if not (deed.method in self._privileged or is_peer or status in _LACKS_PRIVILEGE):
             return
         outcome = ALLOWED if status == "OK" else FAILED if status in _FAILURES else REFUSED

@@ -153,7 +153,7 @@ class SnapshotVersion(_message.Message):
     def __init__(self, agent_id: _Optional[str] = ..., kv_identity_hash: _Optional[str] = ..., version: _Optional[int] = ..., manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., parent_version: _Optional[int] = ..., token_count: _Optional[int] = ..., created_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., total_bytes: _Optional[int] = ..., origin: _Optional[_Union[Origin, str]] = ..., origin_detail: _Optional[str] = ..., request_id: _Optional[str] = ..., is_brought: bool = ..., base_version: _Optional[int] = ..., context_tokens: _Optional[int] = ..., is_text_own: bool = ...) -> None: ...
 
 class CommitSnapshotRequest(_message.Message):
-    __slots__ = ("agent_id", "manifest", "expected_version", "lease", "is_brought", "parent_manifest", "base_version")
+    __slots__ = ("agent_id", "manifest", "expected_version", "lease", "is_brought", "parent_manifest", "base_version", "handed_over_by")
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -161,6 +161,7 @@ class CommitSnapshotRequest(_message.Message):
     IS_BROUGHT_FIELD_NUMBER: _ClassVar[int]
     PARENT_MANIFEST_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    HANDED_OVER_BY_FIELD_NUMBER: _ClassVar[int]
     agent_id: str
     manifest: _manifest_pb2.Digest
     expected_version: int
@@ -168,7 +169,8 @@ class CommitSnapshotRequest(_message.Message):
     is_brought: bool
     parent_manifest: _manifest_pb2.Digest
     base_version: int
-    def __init__(self, agent_id: _Optional[str] = ..., manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., expected_version: _Optional[int] = ..., lease: _Optional[_Union[LeaseToken, _Mapping]] = ..., is_brought: bool = ..., parent_manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., base_version: _Optional[int] = ...) -> None: ...
+    handed_over_by: str
+    def __init__(self, agent_id: _Optional[str] = ..., manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., expected_version: _Optional[int] = ..., lease: _Optional[_Union[LeaseToken, _Mapping]] = ..., is_brought: bool = ..., parent_manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., base_version: _Optional[int] = ..., handed_over_by: _Optional[str] = ...) -> None: ...
 
 class CommitSnapshotResponse(_message.Message):
     __slots__ = ("snapshot",)
@@ -244,16 +246,18 @@ class Agent(_message.Message):
     def __init__(self, agent_id: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., is_pinned: bool = ..., retained_versions: _Optional[int] = ..., created_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., used_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., lines: _Optional[_Iterable[_Union[SnapshotVersion, _Mapping]]] = ..., expires_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., ownership: _Optional[_Union[Ownership, _Mapping]] = ...) -> None: ...
 
 class Ownership(_message.Message):
-    __slots__ = ("state", "generation", "peer", "since")
+    __slots__ = ("state", "generation", "peer", "since", "move_id")
     STATE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     SINCE_FIELD_NUMBER: _ClassVar[int]
+    MOVE_ID_FIELD_NUMBER: _ClassVar[int]
     state: OwnerState
     generation: int
     peer: str
     since: _timestamp_pb2.Timestamp
-    def __init__(self, state: _Optional[_Union[OwnerState, str]] = ..., generation: _Optional[int] = ..., peer: _Optional[str] = ..., since: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    move_id: str
+    def __init__(self, state: _Optional[_Union[OwnerState, str]] = ..., generation: _Optional[int] = ..., peer: _Optional[str] = ..., since: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., move_id: _Optional[str] = ...) -> None: ...
 
 class ListAgentsRequest(_message.Message):
     __slots__ = ("page_size", "page_token", "name_prefix", "labels")
@@ -531,16 +535,18 @@ class PullAgentResponse(_message.Message):
     def __init__(self, progress: _Optional[_Union[TransferProgress, _Mapping]] = ..., done: _Optional[_Union[SnapshotVersion, _Mapping]] = ...) -> None: ...
 
 class MoveAgentRequest(_message.Message):
-    __slots__ = ("agent_id", "from_peer", "to_peer", "dry_run")
+    __slots__ = ("agent_id", "from_peer", "to_peer", "dry_run", "move_id")
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
     FROM_PEER_FIELD_NUMBER: _ClassVar[int]
     TO_PEER_FIELD_NUMBER: _ClassVar[int]
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    MOVE_ID_FIELD_NUMBER: _ClassVar[int]
     agent_id: str
     from_peer: str
     to_peer: str
     dry_run: bool
-    def __init__(self, agent_id: _Optional[str] = ..., from_peer: _Optional[str] = ..., to_peer: _Optional[str] = ..., dry_run: bool = ...) -> None: ...
+    move_id: str
+    def __init__(self, agent_id: _Optional[str] = ..., from_peer: _Optional[str] = ..., to_peer: _Optional[str] = ..., dry_run: bool = ..., move_id: _Optional[str] = ...) -> None: ...
 
 class MoveAgentResponse(_message.Message):
     __slots__ = ("progress", "waiting", "done")

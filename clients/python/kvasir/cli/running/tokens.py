@@ -19,6 +19,7 @@ from kvasir.credentials import (
     CLIENT,
     DEFAULT_NAMESPACE,
     ENGINE,
+    HANDOVER,
     OWNER,
     PEER,
     CredentialFileError,
@@ -42,6 +43,7 @@ class Role(StrEnum):
     CLIENT = CLIENT
     ADMIN = ADMIN
     PEER = PEER
+    HANDOVER = HANDOVER
 
 
 @app.command("new")
@@ -52,7 +54,11 @@ def new(
         str, typer.Option(help="Its agents' namespace. Callers of one see nothing of another.")
     ] = DEFAULT_NAMESPACE,
     role: Annotated[
-        list[Role] | None, typer.Option(help="client (turns and agents; the default), admin, peer. Repeatable.")
+        list[Role] | None,
+        typer.Option(
+            help="client (turns and agents; the default), admin, peer, or handover: the engine of the paired Mac that "
+            "is called NAME here gives turns. Repeatable."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -170,6 +170,7 @@ class AioAgentClient(AioServiceClient):
         from_peer: str = "",
         to_peer: str = "",
         dry_run: bool = False,
+        move_id: str = "",
         timeout_s: float | None = None,
     ) -> AsyncGenerator[pb.MoveAgentResponse, None]:
         """Move an agent here from a peer, or from here to one; the destination owns it then. A stream, `done` last.
@@ -177,9 +178,11 @@ class AioAgentClient(AioServiceClient):
         Leaving early undoes a move that was not handed over. Repeated after a cut, it goes on where it was.
         Raises NotFound, AlreadyExists (another agent of that name is there), FailedPrecondition (AGENT_MOVED with
         "owner", AGENT_MOVING, MOVE_UNKNOWN), Unavailable (peer), DataLoss.
+
+        `move_id`: of a new move, 16 to 64 lower-case hex digits that nobody can guess; empty: the destination makes it.
         """
         request = pb.MoveAgentRequest(
-            agent_id=agent_id, from_peer=from_peer or None, to_peer=to_peer or None, dry_run=dry_run
+            agent_id=agent_id, from_peer=from_peer or None, to_peer=to_peer or None, dry_run=dry_run, move_id=move_id
         )
         async with aclosing(self._steps(self._stub.MoveAgent, request, timeout_s)) as responses:
             async for response in responses:
@@ -191,11 +194,12 @@ class AioAgentClient(AioServiceClient):
         *,
         from_peer: str = "",
         to_peer: str = "",
+        move_id: str = "",
         on_progress: OnProgress | None = None,
         timeout_s: float | None = None,
     ) -> pb.Agent:
         """The same in one call: the agent as its new owner has it."""
-        steps = self.moving_agent(agent_id, from_peer=from_peer, to_peer=to_peer, timeout_s=timeout_s)
+        steps = self.moving_agent(agent_id, from_peer=from_peer, to_peer=to_peer, move_id=move_id, timeout_s=timeout_s)
         done = None
         async with aclosing(steps):
             async for step in steps:

@@ -63,12 +63,13 @@ class AioStoreClient(AioBlobTransfers, AioAgentClient):
         lease: pb.LeaseToken | None = None,
         is_brought: bool = False,
         base_version: int = 0,
+        handed_over_by: str = "",
         timeout_s: float | None = None,
     ) -> pb.SnapshotVersion:
         """Make a stored manifest the agent's next version. Raises Conflict, FailedPrecondition. Safe to repeat.
 
         `is_brought`: the writer knows that rows of it came by import or pull. `base_version`: the earlier version that
-        it goes on from; 0: `expected_version`.
+        it goes on from; 0: `expected_version`. `handed_over_by`: the peer whose engine began the turn.
         """
         request = pb.CommitSnapshotRequest(
             agent_id=agent_id,
@@ -78,6 +79,7 @@ class AioStoreClient(AioBlobTransfers, AioAgentClient):
             is_brought=is_brought,
             parent_manifest=parent_manifest.to_proto() if parent_manifest is not None else None,
             base_version=base_version,
+            handed_over_by=handed_over_by,
         )
         return (await self._call(pb.CommitSnapshotResponse, request, timeout_s)).snapshot
 

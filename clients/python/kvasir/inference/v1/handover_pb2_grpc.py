@@ -50,12 +50,14 @@ class HandOverServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def TakeTurn(self, request_iterator, context):
-        """Takes the turns of one request over from the engine that calls. Roles: engine, peer; what a peer brings serves its own agent's line alone.
+        """Takes the turns of one request over from the engine that calls. Roles: engine, for engines of one store; handover, for
+        those of another. A turn of theirs that leaves a memory goes with a move of its agent, from the store that this store's peer of the caller's name is;
+        what they bring serves this agent's line alone.
         The caller sends `opening`, files of full blocks while its turns still speak, then for each choice `stand` and the files that
         are left. This service answers `opened`, and `prepared` once it holds everything and has room for it. Then the caller stops owning the agent's
         line and sends `commit`: from then on the turns are this service's, and it answers `taken`. If the stream ends before `commit`, nothing has
         happened. Errors: INVALID_ARGUMENT (field named), FAILED_PRECONDITION (HANDOVER_NOT_ALIKE: another model, layout, device or
-        version of Kvasir; HANDOVER_PARENT_DIFFERS: the agent's newest version here is not the one that the turn extends), RESOURCE_EXHAUSTED (no
+        version of Kvasir; HANDOVER_NOT_MOVED: without that move; HANDOVER_PARENT_DIFFERS: the agent's newest version here is not the one that the turn extends), RESOURCE_EXHAUSTED (no
         place, or no room), ABORTED, UNAVAILABLE (AGENT_HELD_ELSEWHERE, SHUTTING_DOWN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

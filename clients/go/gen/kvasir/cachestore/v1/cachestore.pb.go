@@ -679,7 +679,8 @@ type SnapshotVersion struct {
 	// Bytes of the manifest and every blob it names, shared ones included.
 	TotalBytes int64  `protobuf:"varint,8,opt,name=total_bytes,json=totalBytes,proto3" json:"total_bytes,omitempty"`
 	Origin     Origin `protobuf:"varint,9,opt,name=origin,proto3,enum=kvasir.cachestore.v1.Origin" json:"origin,omitempty"`
-	// Peer, agent or version it came from; for ORIGIN_TURN the version that it goes on from, and empty where that is its parent.
+	// Peer, agent or version it came from. For ORIGIN_TURN: "version N" where it goes on from another than its parent, and "handed over by PEER" where that
+	// peer's engine began it; both with ", " between, or empty.
 	OriginDetail string `protobuf:"bytes,10,opt,name=origin_detail,json=originDetail,proto3" json:"origin_detail,omitempty"`
 	RequestId    string `protobuf:"bytes,11,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// Some of its KV was computed elsewhere: it came by import or pull, or was computed on what did, whatever its origin is now. Such a memory serves
@@ -691,7 +692,7 @@ type SnapshotVersion struct {
 	// The most tokens that its model takes, so that a reader sees how full the memory is. Only an engine knows: at a store's address, and of a model
 	// that is not loaded, 0. Of an agent's lines, and not of a list of versions.
 	ContextTokens int64 `protobuf:"varint,14,opt,name=context_tokens,json=contextTokens,proto3" json:"context_tokens,omitempty"`
-	// Brought, but by moves from its owners alone: its text and its replies are the agent's own. False where is_brought is.
+	// Brought, but by moves from its owners alone, since they began it: its text and its replies are the agent's own. False where is_brought is.
 	IsTextOwn     bool `protobuf:"varint,15,opt,name=is_text_own,json=isTextOwn,proto3" json:"is_text_own,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -846,7 +847,9 @@ type CommitSnapshotRequest struct {
 	// The manifest of `expected_version`: refused as moved when that version is another memory. Absent: not looked at.
 	ParentManifest *Digest `protobuf:"bytes,6,opt,name=parent_manifest,json=parentManifest,proto3" json:"parent_manifest,omitempty"`
 	// The earlier version that the turn went on from; 0: `expected_version`.
-	BaseVersion   int64 `protobuf:"varint,7,opt,name=base_version,json=baseVersion,proto3" json:"base_version,omitempty"`
+	BaseVersion int64 `protobuf:"varint,7,opt,name=base_version,json=baseVersion,proto3" json:"base_version,omitempty"`
+	// The peer whose engine began the turn, and moved the agent here with it.
+	HandedOverBy  string `protobuf:"bytes,8,opt,name=handed_over_by,json=handedOverBy,proto3" json:"handed_over_by,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -928,6 +931,13 @@ func (x *CommitSnapshotRequest) GetBaseVersion() int64 {
 		return x.BaseVersion
 	}
 	return 0
+}
+
+func (x *CommitSnapshotRequest) GetHandedOverBy() string {
+	if x != nil {
+		return x.HandedOverBy
+	}
+	return ""
 }
 
 type CommitSnapshotResponse struct {
@@ -1332,8 +1342,10 @@ type Ownership struct {
 	// Rises whenever the agent changes hands.
 	Generation int64 `protobuf:"varint,2,opt,name=generation,proto3" json:"generation,omitempty"`
 	// Where it goes, went, or comes from, as this store names it. Empty for an agent that is owned here.
-	Peer          string                 `protobuf:"bytes,3,opt,name=peer,proto3" json:"peer,omitempty"`
-	Since         *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=since,proto3" json:"since,omitempty"`
+	Peer  string                 `protobuf:"bytes,3,opt,name=peer,proto3" json:"peer,omitempty"`
+	Since *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=since,proto3" json:"since,omitempty"`
+	// Of the last move.
+	MoveId        string `protobuf:"bytes,5,opt,name=move_id,json=moveId,proto3" json:"move_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1394,6 +1406,13 @@ func (x *Ownership) GetSince() *timestamppb.Timestamp {
 		return x.Since
 	}
 	return nil
+}
+
+func (x *Ownership) GetMoveId() string {
+	if x != nil {
+		return x.MoveId
+	}
+	return ""
 }
 
 type ListAgentsRequest struct {
@@ -3114,7 +3133,9 @@ type MoveAgentRequest struct {
 	//	*MoveAgentRequest_ToPeer
 	Direction isMoveAgentRequest_Direction `protobuf_oneof:"direction"`
 	// Say how much would be sent, in one `progress`, and move nothing.
-	DryRun        bool `protobuf:"varint,4,opt,name=dry_run,json=dryRun,proto3" json:"dry_run,omitempty"`
+	DryRun bool `protobuf:"varint,4,opt,name=dry_run,json=dryRun,proto3" json:"dry_run,omitempty"`
+	// The id of a new move, 16 to 64 lower-case hex digits that nobody can guess. Empty: the destination makes one.
+	MoveId        string `protobuf:"bytes,5,opt,name=move_id,json=moveId,proto3" json:"move_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3186,6 +3207,13 @@ func (x *MoveAgentRequest) GetDryRun() bool {
 		return x.DryRun
 	}
 	return false
+}
+
+func (x *MoveAgentRequest) GetMoveId() string {
+	if x != nil {
+		return x.MoveId
+	}
+	return ""
 }
 
 type isMoveAgentRequest_Direction interface {
@@ -5441,7 +5469,7 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"is_brought\x18\f \x01(\bR\tisBrought\x12!\n" +
 	"\fbase_version\x18\r \x01(\x03R\vbaseVersion\x12%\n" +
 	"\x0econtext_tokens\x18\x0e \x01(\x03R\rcontextTokens\x12\x1e\n" +
-	"\vis_text_own\x18\x0f \x01(\bR\tisTextOwn\"\xd8\x02\n" +
+	"\vis_text_own\x18\x0f \x01(\bR\tisTextOwn\"\xfe\x02\n" +
 	"\x15CommitSnapshotRequest\x12\x19\n" +
 	"\bagent_id\x18\x01 \x01(\tR\aagentId\x128\n" +
 	"\bmanifest\x18\x02 \x01(\v2\x1c.kvasir.cachestore.v1.DigestR\bmanifest\x12)\n" +
@@ -5450,7 +5478,8 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"\n" +
 	"is_brought\x18\x05 \x01(\bR\tisBrought\x12E\n" +
 	"\x0fparent_manifest\x18\x06 \x01(\v2\x1c.kvasir.cachestore.v1.DigestR\x0eparentManifest\x12!\n" +
-	"\fbase_version\x18\a \x01(\x03R\vbaseVersion\"[\n" +
+	"\fbase_version\x18\a \x01(\x03R\vbaseVersion\x12$\n" +
+	"\x0ehanded_over_by\x18\b \x01(\tR\fhandedOverBy\"[\n" +
 	"\x16CommitSnapshotResponse\x12A\n" +
 	"\bsnapshot\x18\x01 \x01(\v2%.kvasir.cachestore.v1.SnapshotVersionR\bsnapshot\"\x84\x01\n" +
 	"\x12GetSnapshotRequest\x12\x19\n" +
@@ -5485,14 +5514,15 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"\townership\x18\b \x01(\v2\x1f.kvasir.cachestore.v1.OwnershipR\townership\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xa9\x01\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xc2\x01\n" +
 	"\tOwnership\x126\n" +
 	"\x05state\x18\x01 \x01(\x0e2 .kvasir.cachestore.v1.OwnerStateR\x05state\x12\x1e\n" +
 	"\n" +
 	"generation\x18\x02 \x01(\x03R\n" +
 	"generation\x12\x12\n" +
 	"\x04peer\x18\x03 \x01(\tR\x04peer\x120\n" +
-	"\x05since\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\x05since\"\xf8\x01\n" +
+	"\x05since\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\x05since\x12\x17\n" +
+	"\amove_id\x18\x05 \x01(\tR\x06moveId\"\xf8\x01\n" +
 	"\x11ListAgentsRequest\x12\x1b\n" +
 	"\tpage_size\x18\x01 \x01(\x05R\bpageSize\x12\x1d\n" +
 	"\n" +
@@ -5621,12 +5651,13 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"\x11PullAgentResponse\x12D\n" +
 	"\bprogress\x18\x01 \x01(\v2&.kvasir.cachestore.v1.TransferProgressH\x00R\bprogress\x12;\n" +
 	"\x04done\x18\x02 \x01(\v2%.kvasir.cachestore.v1.SnapshotVersionH\x00R\x04doneB\a\n" +
-	"\x05event\"\x8d\x01\n" +
+	"\x05event\"\xa6\x01\n" +
 	"\x10MoveAgentRequest\x12\x19\n" +
 	"\bagent_id\x18\x01 \x01(\tR\aagentId\x12\x1d\n" +
 	"\tfrom_peer\x18\x02 \x01(\tH\x00R\bfromPeer\x12\x19\n" +
 	"\ato_peer\x18\x03 \x01(\tH\x00R\x06toPeer\x12\x17\n" +
-	"\adry_run\x18\x04 \x01(\bR\x06dryRunB\v\n" +
+	"\adry_run\x18\x04 \x01(\bR\x06dryRun\x12\x17\n" +
+	"\amove_id\x18\x05 \x01(\tR\x06moveIdB\v\n" +
 	"\tdirection\"\xd4\x01\n" +
 	"\x11MoveAgentResponse\x12D\n" +
 	"\bprogress\x18\x01 \x01(\v2&.kvasir.cachestore.v1.TransferProgressH\x00R\bprogress\x12=\n" +

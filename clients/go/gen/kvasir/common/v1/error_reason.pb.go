@@ -275,6 +275,8 @@ const (
 	ErrorReason_ERROR_REASON_HANDOVER_NOT_NOW ErrorReason = 194
 	// No reply waits for this token and this caller. NOT_FOUND: resume_token.
 	ErrorReason_ERROR_REASON_RESUME_TOKEN_UNKNOWN ErrorReason = 195
+	// The agent did not come here by the move that the turn names, from the peer that gives the turn, while it was given. FAILED_PRECONDITION.
+	ErrorReason_ERROR_REASON_HANDOVER_NOT_MOVED ErrorReason = 196
 	// The other side proved no knowledge of the code: it was wrong, or a machine is in the middle. PERMISSION_DENIED:
 	// guesses_left.
 	ErrorReason_ERROR_REASON_PAIRING_REFUSED ErrorReason = 210
@@ -418,6 +420,7 @@ var (
 		193: "ERROR_REASON_HANDOVER_UNCERTAIN",
 		194: "ERROR_REASON_HANDOVER_NOT_NOW",
 		195: "ERROR_REASON_RESUME_TOKEN_UNKNOWN",
+		196: "ERROR_REASON_HANDOVER_NOT_MOVED",
 		210: "ERROR_REASON_PAIRING_REFUSED",
 		211: "ERROR_REASON_PAIRING_OVER",
 		212: "ERROR_REASON_PAIRING_MALFORMED",
@@ -549,6 +552,7 @@ var (
 		"ERROR_REASON_HANDOVER_UNCERTAIN":      193,
 		"ERROR_REASON_HANDOVER_NOT_NOW":        194,
 		"ERROR_REASON_RESUME_TOKEN_UNKNOWN":    195,
+		"ERROR_REASON_HANDOVER_NOT_MOVED":      196,
 		"ERROR_REASON_PAIRING_REFUSED":         210,
 		"ERROR_REASON_PAIRING_OVER":            211,
 		"ERROR_REASON_PAIRING_MALFORMED":       212,
@@ -590,7 +594,7 @@ var File_kvasir_common_v1_error_reason_proto protoreflect.FileDescriptor
 
 const file_kvasir_common_v1_error_reason_proto_rawDesc = "" +
 	"\n" +
-	"#kvasir/common/v1/error_reason.proto\x12\x10kvasir.common.v1*\xe0!\n" +
+	"#kvasir/common/v1/error_reason.proto\x12\x10kvasir.common.v1*\x86\"\n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12\x1e\n" +
 	"\x1aERROR_REASON_INVALID_FIELD\x10\x01\x12\x1b\n" +
@@ -714,7 +718,8 @@ const file_kvasir_common_v1_error_reason_proto_rawDesc = "" +
 	"$ERROR_REASON_HANDOVER_PARENT_DIFFERS\x10\xc0\x01\x12$\n" +
 	"\x1fERROR_REASON_HANDOVER_UNCERTAIN\x10\xc1\x01\x12\"\n" +
 	"\x1dERROR_REASON_HANDOVER_NOT_NOW\x10\xc2\x01\x12&\n" +
-	"!ERROR_REASON_RESUME_TOKEN_UNKNOWN\x10\xc3\x01\x12!\n" +
+	"!ERROR_REASON_RESUME_TOKEN_UNKNOWN\x10\xc3\x01\x12$\n" +
+	"\x1fERROR_REASON_HANDOVER_NOT_MOVED\x10\xc4\x01\x12!\n" +
 	"\x1cERROR_REASON_PAIRING_REFUSED\x10\xd2\x01\x12\x1e\n" +
 	"\x19ERROR_REASON_PAIRING_OVER\x10\xd3\x01\x12#\n" +
 	"\x1eERROR_REASON_PAIRING_MALFORMED\x10\xd4\x01\x12$\n" +

@@ -197,8 +197,9 @@ type TurnOpening struct {
 	TemplateTimeMs int64 `protobuf:"varint,20,opt,name=template_time_ms,json=templateTimeMs,proto3" json:"template_time_ms,omitempty"`
 	// Manifest.tools_order of the turn.
 	ToolsOrder *v1.ToolsOrder `protobuf:"bytes,21,opt,name=tools_order,json=toolsOrder,proto3" json:"tools_order,omitempty"`
-	// The agent comes to this service's store by a move, before `commit`: parent_manifest is its newest version then.
-	AgentMoves bool `protobuf:"varint,22,opt,name=agent_moves,json=agentMoves,proto3" json:"agent_moves,omitempty"`
+	// The move by which the agent comes to this service's store between `opening` and `commit`: parent_manifest is its newest version then. Empty: both
+	// engines have one store, or the turn leaves no memory.
+	MoveId string `protobuf:"bytes,24,opt,name=move_id,json=moveId,proto3" json:"move_id,omitempty"`
 	// The reply counts as the model's own, not as a text that came by an archive or a copy.
 	IsTextOwn     bool `protobuf:"varint,23,opt,name=is_text_own,json=isTextOwn,proto3" json:"is_text_own,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -382,11 +383,11 @@ func (x *TurnOpening) GetToolsOrder() *v1.ToolsOrder {
 	return nil
 }
 
-func (x *TurnOpening) GetAgentMoves() bool {
+func (x *TurnOpening) GetMoveId() string {
 	if x != nil {
-		return x.AgentMoves
+		return x.MoveId
 	}
-	return false
+	return ""
 }
 
 func (x *TurnOpening) GetIsTextOwn() bool {
@@ -1167,7 +1168,7 @@ const file_kvasir_inference_v1_handover_proto_rawDesc = "" +
 	"\x05frame\x18\x03 \x01(\fH\x00R\x05frame\x126\n" +
 	"\x05stand\x18\x04 \x01(\v2\x1e.kvasir.inference.v1.TurnStandH\x00R\x05stand\x129\n" +
 	"\x06commit\x18\x05 \x01(\v2\x1f.kvasir.inference.v1.TurnCommitH\x00R\x06commitB\x06\n" +
-	"\x04part\"\xd8\b\n" +
+	"\x04part\"\xd6\b\n" +
 	"\vTurnOpening\x12\x16\n" +
 	"\x06format\x18\x01 \x01(\x05R\x06format\x12I\n" +
 	"\fsurroundings\x18\x02 \x01(\v2%.kvasir.inference.v1.TurnSurroundingsR\fsurroundings\x12>\n" +
@@ -1197,11 +1198,10 @@ const file_kvasir_inference_v1_handover_proto_rawDesc = "" +
 	"\achoices\x18\x13 \x03(\x05R\achoices\x12(\n" +
 	"\x10template_time_ms\x18\x14 \x01(\x03R\x0etemplateTimeMs\x12A\n" +
 	"\vtools_order\x18\x15 \x01(\v2 .kvasir.cachestore.v1.ToolsOrderR\n" +
-	"toolsOrder\x12\x1f\n" +
-	"\vagent_moves\x18\x16 \x01(\bR\n" +
-	"agentMoves\x12\x1e\n" +
+	"toolsOrder\x12\x17\n" +
+	"\amove_id\x18\x18 \x01(\tR\x06moveId\x12\x1e\n" +
 	"\vis_text_own\x18\x17 \x01(\bR\tisTextOwnB\x16\n" +
-	"\x14_rewind_point_tokens\"\xb3\x02\n" +
+	"\x14_rewind_point_tokensJ\x04\b\x16\x10\x17\"\xb3\x02\n" +
 	"\x10TurnSurroundings\x12(\n" +
 	"\x10kv_identity_hash\x18\x01 \x01(\tR\x0ekvIdentityHash\x12)\n" +
 	"\x10tokenizer_digest\x18\x02 \x01(\tR\x0ftokenizerDigest\x12'\n" +
