@@ -106,6 +106,7 @@ class Driver:
         priority: Priority = Priority.INTERACTIVE,
         can_be_preempted: bool = False,
         is_remembered: bool = True,
+        rewind_point_tokens: int | None = None,
         **sampling: Any,
     ) -> Listener:
         listener = listener or Listener()
@@ -121,6 +122,7 @@ class Driver:
             namespace,
             can_be_preempted=can_be_preempted,
             is_remembered=is_remembered,
+            rewind_point_tokens=rewind_point_tokens,
         )
         listener.handle.set_result(self.engine.submit(plan, listener))
         return listener

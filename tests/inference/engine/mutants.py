@@ -139,6 +139,13 @@ MUTANTS = (
         "preempted_turns",
     ),
     Mutant(
+        "a rewind point of a preempted turn needs no rows of its own",
+        "swapping.py",
+        "if all(first <= first_touched_block(group, point) for group, first in first_blocks.items())",
+        "if first_touched_block(0, point) == 0",
+        "families",
+    ),
+    Mutant(
         "a turn that was preempted draws with a new sampler",
         "swapping.py",
         "    sequence.resumed(kept)",

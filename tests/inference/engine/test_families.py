@@ -1,7 +1,8 @@
 """Memories of every layout: hot, restored from tensor files, batched, cut, forked, undone, and damaged."""
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -310,11 +311,9 @@ def test_room_is_made_for_states_before_they_are_and_no_more_is_kept(name: str, 
         with_room.close()
 
 
-@pytest.mark.long(4)
-@pytest.mark.parametrize("name", one_of(["gemma3", "granite_hybrid"], 1))
-def test_a_turn_with_states_that_gave_up_its_room_goes_on_where_it_was(name: str, tmp_path: Path) -> None:
-    """Its points come back with it; what does not come back whole is computed again, and nothing goes on from no state
-    (LESSONS 9)."""
+@contextmanager
+def crowded(name: str, tmp_path: Path) -> Iterator[Driver]:
+    """An engine in which a turn of PROMPT and another do not fit together."""
     directory = write_family(tmp_path / "m", ALL[name], seed=1)
     roomy = Engine.open(directory, cache_dir=tmp_path, memory_budget_bytes=BUDGET)
     try:
@@ -324,7 +323,34 @@ def test_a_turn_with_states_that_gave_up_its_room_goes_on_where_it_was(name: str
         roomy.close()
     engine = Engine.open(directory, cache_dir=tmp_path, memory_budget_bytes=budget, step_budget_s=0)
     try:
-        driver = Driver(engine)
+        yield Driver(engine)
+    finally:
+        engine.close()
+
+
+@pytest.mark.long(3)
+@pytest.mark.parametrize("name", ["gemma3"])
+def test_a_window_turn_that_gave_up_its_room_goes_back_to_no_point_whose_rows_did_not_come_back(
+    name: str, tmp_path: Path
+) -> None:
+    """Between the rows that its point needs and those at its end is a block that no window sees."""
+    again = (*PROMPT[:256], *tokens_of(20, seed=5))
+    with crowded(name, tmp_path) as driver:
+        expected = driver.turn(again).state
+        stayed, went = driver.key(), driver.key()
+        background(driver, Keeper(), key=stayed, rewind_point_tokens=300).end()
+        from_point = driver.turn(again, Hot(256), stayed)
+        assert (from_point.cached_tokens, from_point.state) == (256, expected)
+        disturbed(driver, Keeper(), Tokens, 10, key=went, rewind_point_tokens=300)
+        assert driver.turn(again, Hot(256), went).state == expected
+
+
+@pytest.mark.long(4)
+@pytest.mark.parametrize("name", one_of(["gemma3", "granite_hybrid"], 1))
+def test_a_turn_with_states_that_gave_up_its_room_goes_on_where_it_was(name: str, tmp_path: Path) -> None:
+    """Its points come back with it; what does not come back whole is computed again, and nothing goes on from no state
+    (LESSONS 9)."""
+    with crowded(name, tmp_path) as driver:
         expected = background(driver, Keeper()).end()
         for kind, count in ((Tokens, 10), (Prefilled, 2)):
             keeper = Keeper()
@@ -334,8 +360,6 @@ def test_a_turn_with_states_that_gave_up_its_room_goes_on_where_it_was(name: str
         short = Keeper(lambda files: files[:-1])
         assert disturbed(driver, short, Tokens, 10).state == expected.state
         assert short.one(Resumed).lost_tokens > len(PROMPT)
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("name", ["granite_hybrid"])
