@@ -8,6 +8,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 from kvasir.clients import Choice, Reply
+from kvasir.credentials import write_private_text
 from kvasir.errors import Cancelled, NotFound
 from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
@@ -15,12 +16,13 @@ from kvasir_gateway import anthropic_messages, openai_response_answers, openai_r
 from kvasir_gateway.turn import Asked
 
 from tests.gateway.conftest import Front
-from tests.gateway.serving import MODEL
+from tests.gateway.serving import MODEL, GatewayProcess, running_gateway
 from tests.gateway.test_openai_chat import ask, cached
 
 SYSTEM = "You live in a small town and know everybody there. " + "The market was full of people this morning. " * 40
 
 
+KEY_FILE = "conversations.key"
 # The token with which the shipped model ends a reply.
 END = "2"
 
@@ -69,6 +71,35 @@ def test_after_kill_9_of_everything_the_next_turn_is_warm(own_front: Front) -> N
     assert "Anna" in gone_on.output_text
     assert gone_on.usage is not None
     assert gone_on.usage.input_tokens_details.cached_tokens > 15
+
+
+def test_a_conversation_goes_on_in_no_memory_that_came_as_a_copy(front: Front) -> None:
+    """Who reads the names of agents can give one that looks like the conversation's. A restarted gateway asks the store
+    which of them it was.
+    """
+    said: list[dict[str, Any]] = [{"role": "user", "content": "My name is Anna, and this is a copy's test."}]
+    state_dir = front.house.root / "restarted"
+    write_private_text(state_dir / KEY_FILE, (front.house.root / "gateway" / KEY_FILE).read_text())
+
+    def agent_of_next(gateway: GatewayProcess) -> str:
+        asked = {"model": MODEL, "messages": said, "max_tokens": 8}
+        answer = httpx.post(f"{gateway.url}/v1/chat/completions", headers=front.bearer(), json=asked, timeout=60)
+        said.append({"role": "assistant", "content": answer.json()["choices"][0]["message"]["content"]})
+        said.append({"role": "user", "content": "What is my name?"})
+        return answer.headers["x-agent-id"]
+
+    own = agent_of_next(front.gateway)
+    forged = f"{own.rpartition('/')[0]}/ffff"
+    with front.house.store_client(front.keys["ada"]) as stranger:
+        stranger.import_agent(forged, stranger.export_agent(own))
+    credentials = str(front.house.root / "credentials.toml")
+    with running_gateway(front.house, "--credentials", credentials, name=state_dir.name) as restarted:
+        assert agent_of_next(restarted) == own
+    with front.house.store_client(front.keys["ada"]) as stranger:
+        stranger.delete_agent(own)
+    with running_gateway(front.house, "--credentials", credentials, name=state_dir.name) as restarted:
+        del said[-2:]
+        assert agent_of_next(restarted) not in (own, forged)
 
 
 def test_a_system_prompts_blocks_are_shared_under_one_namespace_alone(front: Front) -> None:

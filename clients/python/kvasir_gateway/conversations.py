@@ -40,6 +40,7 @@ class Kept:
 
     agent_id: str
     used_at: datetime
+    is_copy: bool = False  # an archive or a copy of another store's brought it
 
 
 class AgentRecords(Protocol):
@@ -289,7 +290,8 @@ class Conversations:
             kept = [*await records.kept(f"{PREFIX}{opening}/"), *await records.kept(PREFIX, opening=opening)]
         except KvasirError:
             return None  # a store that does not answer is a miss, here as in the engine
-        kept.sort(key=lambda agent: agent.used_at, reverse=True)
+        # Whoever may read agents' names could give a memory that looks like the conversation's.
+        kept = sorted((each for each in kept if not each.is_copy), key=lambda agent: agent.used_at, reverse=True)
         remembered = [(agent, await records.messages(agent.agent_id)) for agent in kept[:_MAX_LOOKED_AT]]
         best, common, is_whole = _most_in_common(remembered, messages)
         # Beyond the opening, which all of these have.

@@ -32,6 +32,7 @@ _CONNECTIONS = 16
 _NOT_BOUND = ("NO_FORCED_CALLS", "FORMAT_INVALID", "FORMAT_TOO_COMPLEX")  # reasons why no grammar binds calls
 # The label of an agent whose conversation was compacted: the digest of its newest opening.
 _OPENING = "conversation.opening"
+_COPIED = (cachestore_pb2.ORIGIN_IMPORT, cachestore_pb2.ORIGIN_PULL)
 _AGENTS_AT_ONCE = 8  # of which one request reads the memory
 _MAX_MESSAGES = 10_000  # as the engine takes
 
@@ -316,7 +317,8 @@ def _mapping(message: Said) -> dict[str, Any]:
 
 
 def _kept(agent: cachestore_pb2.Agent) -> Kept:
-    return Kept(agent.agent_id, agent.used_at.ToDatetime(tzinfo=UTC))
+    is_copy = any(line.origin in _COPIED or (line.is_brought and not line.is_text_own) for line in agent.lines)
+    return Kept(agent.agent_id, agent.used_at.ToDatetime(tzinfo=UTC), is_copy)
 
 
 def _said_by_all(messages: Iterable[Any]) -> list[Said]:
