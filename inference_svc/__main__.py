@@ -247,9 +247,7 @@ class _Service:
         )
         server.add(handover_pb2_grpc.add_HandOverServiceServicer_to_server, handing_over)
         server.add(inference_pb2_grpc.add_InferenceServiceServicer_to_server, inference)
-        add_agent_service(
-            self.stores, lambda: host.served.engine.model if host.served is not None else None, server.grpc
-        )
+        add_agent_service(self.stores, lambda: host.served, server.grpc)
         if neighbour is not None:
             neighbour.add_mlx_engine(
                 server.grpc,

@@ -44,6 +44,7 @@ class ServedModel:
     grace_s: float
     digest_check: DigestCheck
     embedder: TurnEmbedder
+    publisher: Publisher
 
     @property
     def is_idle(self) -> bool:
@@ -138,4 +139,4 @@ async def open_served(
     pooling = Pooling(settings.embedding_pooling)
     embedder = TurnEmbedder(engine, prompting, pooling, admission, stats)
     grace_s = settings.stop_grace_s
-    return ServedModel(name, engine, prompting, turns, leases, new_leases, giver, grace_s, check, embedder)
+    return ServedModel(name, engine, prompting, turns, leases, new_leases, giver, grace_s, check, embedder, publisher)

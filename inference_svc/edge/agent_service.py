@@ -16,8 +16,9 @@ from kvasir.credentials import ADMIN, CLIENT, ENGINE
 from kvasir.errors import FailedPrecondition, PermissionDenied, Unauthenticated, Unavailable
 from kvasir.server.interceptors import current_principal
 
+from inference_svc.engine.api import AgentKey
 from inference_svc.memory.store.remote_cache import RemoteCache
-from inference_svc.model.model_info import ModelInfo
+from inference_svc.served_model import ServedModel
 
 _SERVICE = cachestore_pb2.DESCRIPTOR.services_by_name["AgentService"]
 AGENT_SERVICE_NAME = _SERVICE.full_name
@@ -32,11 +33,13 @@ AGENT_ROLES: Mapping[str, frozenset[str]] = {
 PRIVILEGED_OF_AGENTS = frozenset(method for method, roles in AGENT_ROLES.items() if roles == _PEOPLE)
 
 
-def add_agent_service(
-    stores: Mapping[str, RemoteCache], loaded_model: Callable[[], ModelInfo | None], server: Any
-) -> None:
+# A caller waits so long for the newest turn, or most of its own time.
+_PATIENCE_S, _OF_ITS_TIME = 10.0, 0.8
+
+
+def add_agent_service(stores: Mapping[str, RemoteCache], served: Callable[[], ServedModel | None], server: Any) -> None:
     """Serve every RPC of the contract's AgentService. `stores`: by namespace."""
-    service = AgentForwarding(stores, loaded_model)
+    service = AgentForwarding(stores, served)
     handlers = {method.name: service.handler(method) for method in _SERVICE.methods}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(AGENT_SERVICE_NAME, handlers),))
 
@@ -44,9 +47,9 @@ def add_agent_service(
 class AgentForwarding:
     """Calls that go on to the caller's store."""
 
-    def __init__(self, stores: Mapping[str, RemoteCache], loaded_model: Callable[[], ModelInfo | None]) -> None:
+    def __init__(self, stores: Mapping[str, RemoteCache], served: Callable[[], ServedModel | None]) -> None:
         self._stores = stores
-        self._loaded_model = loaded_model
+        self._served = served
 
     def handler(self, method: Any) -> Any:
         """The gRPC handler of one RPC of the descriptor."""
@@ -55,6 +58,7 @@ class AgentForwarding:
             made = MadeRequests()
             requests = made.aio_of(request) if method.client_streaming else request
             try:
+                await self._until_stored(request, context)
                 with made.told():
                     answer = await self._store().client.call_rpc(method.name, requests, context.time_remaining())
                 self._tell_context(answer)
@@ -63,6 +67,7 @@ class AgentForwarding:
                 raise _refused(error) from None
 
         async def many(request: Any, context: Any) -> AsyncIterator[Any]:
+            await self._until_stored(request, context)
             responses = self._store().client.stream_rpc(method.name, request, context.time_remaining())
             try:
                 async with aclosing(responses):
@@ -80,7 +85,8 @@ class AgentForwarding:
 
     def _tell_context(self, answer: Any) -> None:
         """Say of the loaded model's lines how long they can become."""
-        model, agents = self._loaded_model(), []
+        served, agents = self._served(), list[Any]()
+        model = served.engine.model if served is not None else None
         if isinstance(answer, cachestore_pb2.GetAgentResponse):
             agents = [answer.agent]
         elif isinstance(answer, cachestore_pb2.ListAgentsResponse):
@@ -88,6 +94,14 @@ class AgentForwarding:
         for line in (line for agent in agents for line in agent.lines):
             if model is not None and line.kv_identity_hash == model.kv_identity_hash:
                 line.context_tokens = model.context_tokens
+
+    async def _until_stored(self, request: Any, context: Any) -> None:
+        """A copy of an agent's newest version has its newest turn, too. Raises Unavailable (MEMORY_NOT_STORED)."""
+        served, left_s = self._served(), context.time_remaining()
+        if served is not None and (agent_id := _copied_whole(request)):
+            key = AgentKey(current_principal().namespace, agent_id)
+            patience_s = _PATIENCE_S if left_s is None else min(_PATIENCE_S, _OF_ITS_TIME * left_s)
+            await served.publisher.until_stored(key, patience_s)
 
     def _store(self) -> RemoteCache:
         store = self._stores.get(current_principal().namespace)
@@ -98,6 +112,18 @@ class AgentForwarding:
                 reason="NO_STORE",
             )
         return store
+
+
+def _copied_whole(request: Any) -> str:
+    """The agent whose newest version is to become another agent, an archive or a peer's copy; else nothing."""
+    match request:
+        case cachestore_pb2.ForkAgentRequest() if not request.HasField("version"):
+            return request.source_agent_id
+        case cachestore_pb2.ExportAgentRequest() if not request.HasField("version"):
+            return request.agent_id
+        case cachestore_pb2.PullAgentRequest() if request.to_peer and not request.only_bytes:
+            return request.agent_id
+    return ""
 
 
 def _refused(error: Unauthenticated | PermissionDenied) -> Unavailable:

@@ -41,6 +41,11 @@ class Owing:
         """A try has failed: the memory may go now, and after a while not before one more try."""
         self._failed_s, self.is_copied = self._clock(), False
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last try has failed, and none runs."""
+        return self._failed_s is not None
+
     # --- on the MLX thread ---
 
     @property

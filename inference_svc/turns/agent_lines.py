@@ -12,10 +12,9 @@ from inference_svc.memory.recall import NOTHING_REMEMBERED, Recollection
 from inference_svc.memory.store.answers import NEVER_MOVED, EventCursor, LastMove, StoreMiss
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.trust import LEASE_TTL_S, Version
-from inference_svc.turns.continuing import Continuation
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.phases import BegunTurn, Planned, Progress
-from inference_svc.turns.turn_data import TurnRequest
+from inference_svc.turns.turn_data import Continuation, TurnRequest
 
 # Another engine releases a line within milliseconds of the request, unless a turn of it still runs.
 _LEASE_WAIT_S = 1.0

@@ -33,6 +33,7 @@ from inference_svc.memory.store.remote_cache import RemoteCache
 _LOG = structlog.get_logger(__name__)
 _MOST_STORED, _MOST_OF_AN_AGENT = 10_000, 16
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
+_UNSTORED_PAUSE_S = 0.02
 
 
 class Publisher:
@@ -106,6 +107,35 @@ class Publisher:
     def running(self, key: AgentKey) -> Publication | None:
         """The agent's last publication, if it has not ended; its memory may have left RAM."""
         return self._latest.get(key)
+
+    async def until_stored(self, key: AgentKey, patience_s: float) -> None:
+        """Wait until the store has the agent's newest memory, if a turn here made it. Raises Unavailable
+        (MEMORY_NOT_STORED) if that takes longer, or has failed.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                while (owing := self._owing(key)) is not None or key in self._latest:
+                    if (running := self._latest.get(key)) is not None:
+                        await asyncio.wait({running})
+                    elif owing is not None and owing.has_failed:
+                        break
+                    else:
+                        await asyncio.sleep(_UNSTORED_PAUSE_S)
+                else:
+                    return
+        raise errors.Unavailable(
+            "agent_id: the agent's newest turn is not stored yet; name an older version, or retry",
+            reason="MEMORY_NOT_STORED",
+            field="agent_id",
+            retry_after_s=_FIRST_RETRY_S,
+            metadata={"agent_id": key.agent_id},
+        )
+
+    def _owing(self, key: AgentKey) -> Owing | None:
+        """What is owed of the agent's hot memory."""
+        tag = self._engine.hot_tag(key)
+        owing = tag.publication.owing if isinstance(tag, AgentMemory) else None
+        return owing if owing is not None and owing.is_owed else None
 
     async def outcome(self, namespace: str, memory: AgentMemory, store: RemoteCache) -> SnapshotOutcome:
         """The outcome of a publication, or PENDING. A turn's reader waits at most `commit_wait_s` for it, and not at
@@ -255,10 +285,8 @@ class Publisher:
 
     def _may_retry(self, key: AgentKey, publication: PublicationState) -> bool:
         """Whether the memory is still owed, and still the agent's hot one: a newer one stores its KV too."""
-        tag, owing = self._engine.hot_tag(key), publication.owing
-        is_hot = isinstance(tag, AgentMemory) and tag.publication is publication
-        is_owed = owing is not None and owing.is_owed and not owing.is_refused
-        return is_hot and is_owed
+        owing = self._owing(key)
+        return owing is not None and owing is publication.owing and not owing.is_refused
 
     async def _retry(self, key: AgentKey, memory: AgentMemory, store: RemoteCache, hurry: asyncio.Event) -> None:
         publication, pause_s = memory.publication, _FIRST_RETRY_S

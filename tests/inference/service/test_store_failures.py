@@ -3,10 +3,11 @@
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from kvasir.clients import Reply
+from kvasir.clients import InferenceClient, Reply
 from kvasir.errors import Unavailable
 from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
@@ -144,6 +145,25 @@ def test_an_agent_goes_on_from_hot_memory_without_its_store_and_is_stored_when_i
             time.sleep(0.05)
 
 
+def test_a_copy_has_the_newest_turn_or_is_refused_while_that_is_not_stored(house: House) -> None:
+    conversation(house, "copied")
+    house.store.kill()
+    pending = ask(house, "copied")
+    assert pending.finished.snapshot.state == pb.SNAPSHOT_STATE_PENDING
+    with InferenceClient.connect(house.engine.address, timeout_s=1.0) as hasty:
+        for copy in (
+            lambda: hasty.fork_agent("copied", "no fork"),
+            lambda: list(hasty.export_agent("copied", timeout_s=1.0)),
+        ):
+            with pytest.raises(Unavailable) as refused:
+                copy()
+            assert refused.value.reason == "MEMORY_NOT_STORED"
+    with house.client() as client, ThreadPoolExecutor(1) as waiting:
+        fork = waiting.submit(client.fork_agent, "copied", "fork")
+        house.store.start()
+        assert fork.result().lines[0].token_count == pending.finished.memory_tokens
+
+
 def test_appending_to_a_memory_that_cannot_be_read_is_refused_and_not_another_conversation(house: House) -> None:
     conversation(house, "far away")
     house.kill()
@@ -236,6 +256,9 @@ def test_a_full_store_fails_the_snapshot_with_the_reason_and_not_the_turn(model:
             assert reply.finished.snapshot.state == pb.SNAPSHOT_STATE_FAILED
             assert "ResourceExhausted" in reply.finished.snapshot.reason
         assert replies[1].started.source == pb.CACHE_SOURCE_HOT
+        with house.client() as client, pytest.raises(Unavailable) as refused:
+            client.fork_agent("too large", "no fork")
+        assert refused.value.reason == "MEMORY_NOT_STORED"
     finally:
         house.close()
 

@@ -63,9 +63,8 @@ class EngineTable(ListeningTable):
     )
     peer_token_file: dict[str, Path] = option(
         {},
-        "This engine's token at a peer, with role engine, or handover if its store is another one (of the name by which "
-        "that store knows this engine's): NAME=PATH, or "
-        "NAMESPACE/NAME=PATH, once for each.",
+        "This engine's token at a peer, with role engine, or handover if its store is another one (of the name by "
+        "which that store knows this engine's): NAME=PATH, or NAMESPACE/NAME=PATH, once for each.",
         metavar="NAME=PATH",
         up="peer-token-file",
     )
