@@ -213,6 +213,12 @@ class Store(OwnerStore):
         size = listing.page_size(page_size)
         return self._read(namespace, lambda view: listing.snapshots_page(view, query, size, page_token))
 
+    def has_had(self, namespace: str, agent_id: str, manifest_hash: str) -> bool:
+        """Whether a version of the agent was this manifest, also one that is not kept any more."""
+        self._core.check_open(namespace)
+        query = self._query(namespace, agent_id, None)
+        return self._read(namespace, lambda view: view.has_had(query, manifest_hash))
+
     def find_prefix(self, namespace: str, kv_identity_hash: str, block_hashes: Sequence[str]) -> list[Digest]:
         """Digests of the longest stored, shareable prefix of a chain, of the layers that keep all tokens."""
         return list(self.find_prefix_of(namespace, kv_identity_hash, block_hashes, (0,)).blocks_of(0))

@@ -92,11 +92,13 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
     async def ListSnapshots(self, request: pb.ListSnapshotsRequest, context: Any) -> pb.ListSnapshotsResponse:
         namespace, agent_id = caller_namespace(), check_agent_id(request.agent_id)
         kv_hash = messages.read_optional_kv_hash(request.kv_identity_hash)
+        asked = messages.read_kv_hash(request.has_had, "has_had") if request.has_had else ""
 
         def answer() -> pb.ListSnapshotsResponse:
             page = self._store.list_snapshots(namespace, agent_id, kv_hash, request.page_size, request.page_token)
             listed = [messages.write_snapshot(snapshot) for snapshot in page.snapshots]
-            return pb.ListSnapshotsResponse(snapshots=listed, next_page_token=page.next_page_token)
+            has_had = bool(asked) and self._store.has_had(namespace, agent_id, asked)
+            return pb.ListSnapshotsResponse(snapshots=listed, next_page_token=page.next_page_token, has_had=has_had)
 
         return await self._looked_up(request.page_size, answer)
 

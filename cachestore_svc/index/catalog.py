@@ -205,6 +205,10 @@ class CatalogView(Protocol):
         """Versions of an agent, or of one of its lines, newest first: those below `before`, and that of this number in
         lines behind `after_line`. Raises NotFound."""
 
+    def has_had(self, query: LineQuery, manifest_hash: str) -> bool:
+        """Whether a version of the agent is or was this manifest. Of versions that are not kept, its last thousand and
+        those that another store brought are remembered."""
+
     def held_digests(self, namespace: str, agent_id: str) -> list[Digest]:
         """Every blob that some version of the agent holds, manifests too, but for those in quarantine. Raises
         NotFound."""

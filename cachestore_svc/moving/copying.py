@@ -107,14 +107,16 @@ class LineCopies:
         page_token = ""
         for _ in range(MAX_PEER_PAGES):
             with errors_of_peer(order.peer):
-                page = await remote.list_snapshots(order.agent_id, page_size=MAX_PAGE_SIZE, page_token=page_token)
-            if any(version.manifest.hash == ours.manifest.hash for version in page.snapshots):
+                page = await remote.list_snapshots(
+                    order.agent_id, page_size=MAX_PAGE_SIZE, page_token=page_token, has_had=ours.manifest.hash
+                )
+            if page.has_had or any(version.manifest.hash == ours.manifest.hash for version in page.snapshots):
                 return
             page_token = page.next_page_token
             if not page_token:
                 raise AlreadyExists(
-                    f"{ours.agent_id!r} has version {ours.version} here, which is not among the versions that "
-                    f"peer {order.peer} keeps: pull under another name",
+                    f"{ours.agent_id!r} has version {ours.version} here, out of which none that peer {order.peer} has "
+                    "grew: pull under another name",
                     reason="NOT_AN_ANCESTOR",
                     metadata={"head_version": str(ours.version)},
                 )

@@ -199,6 +199,19 @@ def _had_by(database: Database) -> None:
     database.conn.execute("ALTER TABLE owners ADD COLUMN had_by TEXT NOT NULL DEFAULT ''")
 
 
+def _dropped(database: Database) -> None:
+    """Which versions an agent had that are not kept any more."""
+    database.conn.execute(
+        """CREATE TABLE dropped (
+            agent_id INTEGER NOT NULL REFERENCES agents (id) ON DELETE CASCADE,
+            manifest_hash TEXT NOT NULL,
+            version INTEGER NOT NULL,
+            origin INTEGER NOT NULL,
+            PRIMARY KEY (agent_id, manifest_hash)
+        ) WITHOUT ROWID"""
+    )
+
+
 MIGRATIONS: tuple[Callable[[Database], None], ...] = (
     _first,
     _provenance,
@@ -208,6 +221,7 @@ MIGRATIONS: tuple[Callable[[Database], None], ...] = (
     _written,
     _owners,
     _had_by,
+    _dropped,
 )
 
 

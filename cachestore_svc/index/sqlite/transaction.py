@@ -50,6 +50,7 @@ class SqliteTransaction(Rows):
     get_snapshot = versions.get_snapshot
     newest_of = versions.newest_of
     snapshots_after = versions.snapshots_after
+    has_had = versions.has_had
     use_line = versions.use_line
     named_after = versions.named_after
     is_held = versions.is_held

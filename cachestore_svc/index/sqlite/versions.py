@@ -19,6 +19,8 @@ from cachestore_svc.index.sqlite.provenance import TEXT_OWN
 from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.records import LineKey, LineQuery, Origin, SnapshotVersion
 
+_DROPPED_REMEMBERED = 1_000
+
 # Used in WHERE clauses over `blobs`.
 IS_REFERENCED = """(EXISTS (SELECT 1 FROM manifests WHERE manifests.blob_id = blobs.id)
     OR EXISTS (SELECT 1 FROM manifest_blobs WHERE manifest_blobs.blob_id = blobs.id))"""
@@ -292,9 +294,36 @@ def hold_anew(rows: Rows, namespace: str, manifest: Digest, named: Sequence[Dige
     )
 
 
+def has_had(rows: Rows, query: LineQuery, manifest_hash: str) -> bool:
+    """Whether a version of the agent is or was this manifest. Of versions that are not kept, its last thousand and
+    those that another store brought are remembered."""
+    found = rows.one(
+        """SELECT 1 FROM agents JOIN namespaces ON namespaces.id = agents.namespace_id
+            WHERE namespaces.name = ? AND agents.name = ? AND (
+                EXISTS (SELECT 1 FROM dropped WHERE dropped.agent_id = agents.id AND dropped.manifest_hash = ?)
+                OR EXISTS (SELECT 1 FROM lines JOIN versions ON versions.line_id = lines.id
+                    JOIN blobs ON blobs.id = versions.manifest_id
+                    WHERE lines.agent_id = agents.id AND blobs.hash = ?))""",
+        *(query.namespace, query.agent_id, manifest_hash, manifest_hash),
+    )
+    return found is not None
+
+
 def drop_version(rows: Rows, line_id: int, version: int) -> list[int]:
-    """Remove a version; ids of the blobs that nothing holds any more."""
+    """Remove a version; ids of the blobs that nothing holds any more. That it was there is remembered longer: what
+    grew out of a version follows it in other stores, too."""
     manifest_id = manifest_id_of(rows, line_id, version)
+    rows.run(
+        """INSERT OR REPLACE INTO dropped SELECT lines.agent_id, blobs.hash, versions.version, versions.origin
+            FROM versions JOIN lines ON lines.id = versions.line_id JOIN blobs ON blobs.id = versions.manifest_id
+            WHERE versions.line_id = ? AND versions.version = ?""",
+        *(line_id, version),
+    )
+    rows.run(
+        """DELETE FROM dropped WHERE agent_id = (SELECT agent_id FROM lines WHERE id = ?) AND version <= ?
+            AND origin NOT IN (?, ?)""",
+        *(line_id, version - _DROPPED_REMEMBERED, int(Origin.PULL), int(Origin.MOVE)),
+    )
     rows.run("DELETE FROM versions WHERE line_id = ? AND version = ?", line_id, version)
     return let_go(rows, manifest_id)
 

@@ -143,6 +143,19 @@ def test_versions_beyond_retention_go_and_those_of_a_pinned_agent_stay(lab: Lab)
         assert store.check().is_clean
 
 
+def test_a_version_is_known_longer_than_it_is_kept(lab: Lab) -> None:
+    with lab.open(retained_versions=1) as store:
+        agent = SyntheticAgent(SMALL, 1)
+        turns = [agent.turn(30) for _ in range(6)]
+        for number, turn in enumerate(turns):
+            publish(store, "a", turn, number)
+        assert all(store.has_had(NS, "a", turn.manifest_digest.hash) for turn in turns)
+        assert not store.has_had(NS, "a", "0" * 64)
+        assert not store.has_had(NS, "b", turns[-1].manifest_digest.hash)
+        store.delete_agent(NS, "a")
+        assert not store.has_had(NS, "a", turns[-1].manifest_digest.hash)
+
+
 # --- agents ---
 
 

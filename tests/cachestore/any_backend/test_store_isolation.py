@@ -52,6 +52,9 @@ PROBES: dict[str, Callable[[Store, SyntheticSnapshot], object]] = {
     "named_blobs": lambda s, c: not_found(lambda: s.named_blobs(NS, c.manifest_digest, 1)),
     "commit": lambda s, c: refused(lambda: s.commit(NS, "mine", c.manifest_digest, 0)),
     "get_snapshot": lambda s, c: not_found(lambda: s.get_snapshot(NS, "secret")),
+    "has_had": lambda s, c: (
+        not s.has_had(NS, "secret", c.manifest_digest.hash) or pytest.fail("their version was seen")
+    ),
     "list_snapshots": lambda s, c: not_found(lambda: s.list_snapshots(NS, "secret")),
     "find_prefix": lambda s, c: s.find_prefix(NS, KV, HASHES.block_hashes(THEIRS)) == [] or pytest.fail("seen"),
     "find_prefix_of": lambda s, c: (

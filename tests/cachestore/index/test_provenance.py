@@ -18,6 +18,7 @@ from kvasir.formats import manifest as manifests
 from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain, kv_identity_hash
 from kvasir.formats.digest import Digest
 
+from cachestore_svc.index.sqlite import versions
 from cachestore_svc.records import Origin, SnapshotVersion
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Lab, publish, upload
@@ -330,3 +331,14 @@ def test_what_no_version_of_ours_holds_any_more_is_brought_when_it_comes_again(s
     store.commit(NS, "copy", Digest.of(data), 0, origin=Origin.IMPORT)
     assert brought(store, "copy")
     assert store.find_prefix(NS, KV, agent.block_hashes(NS)) == []
+
+
+def test_a_dropped_version_is_known_for_so_many_more(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "_DROPPED_REMEMBERED", 3)
+    with lab.open(retained_versions=1) as store:
+        agent = SyntheticAgent(SMALL, 1)
+        turns = [agent.turn(30) for _ in range(6)]
+        for number, turn in enumerate(turns):
+            publish(store, "a", turn, number)
+        known = [store.has_had(NS, "a", turn.manifest_digest.hash) for turn in turns]
+        assert known == [False, False, True, True, True, True]

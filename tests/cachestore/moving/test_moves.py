@@ -138,6 +138,24 @@ def test_a_copy_that_nobody_extended_blocks_no_move_though_its_version_is_retire
         assert refused_move.value.reason == "NOT_AN_ANCESTOR"
 
 
+@pytest.mark.parametrize("moves", [False, True], ids=["pulled", "moved"])
+def test_a_copy_that_was_extended_beyond_what_is_kept_comes_back(
+    laptop: StoreClient, studio: StoreClient, name: str, moves: bool
+) -> None:
+    ada = SyntheticAgent(SMALL, 37)
+    publish(laptop, name, ada.turn(300), 0)
+    studio.pull_agent("laptop", name)
+    for parent in range(1, 13):
+        turn = ada.turn(20)
+        publish(studio, name, turn, parent)
+    assert 1 not in [kept.version for kept in studio.list_snapshots(name).snapshots]
+    if moves:
+        laptop.move_agent(name, from_peer="studio")
+    else:
+        laptop.pull_agent("studio", name)
+    assert_whole(laptop, name, turn)
+
+
 def test_bytes_that_go_ahead_of_a_move_are_no_agent(laptop: StoreClient, studio: StoreClient, name: str) -> None:
     turn = SyntheticAgent(SMALL, 36).turn(600)
     publish(laptop, name, turn, 0)

@@ -203,6 +203,9 @@ class SealedTransaction(SqliteTransaction):
         found = super().newest_of(line._replace(agent_id=self._agent(line.agent_id)))
         return None if found is None else self._open_snapshot(found)
 
+    def has_had(self, query: LineQuery, manifest_hash: str) -> bool:
+        return super().has_had(self._line(query), self._names.hash(manifest_hash))
+
     def snapshots_after(self, query: LineQuery, before: int, after_line: str, limit: int) -> list[SnapshotVersion]:
         found = super().snapshots_after(self._line(query), before, after_line, limit)
         return [self._open_snapshot(each) for each in found]

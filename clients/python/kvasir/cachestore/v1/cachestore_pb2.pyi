@@ -197,24 +197,28 @@ class GetSnapshotResponse(_message.Message):
     def __init__(self, snapshot: _Optional[_Union[SnapshotVersion, _Mapping]] = ..., manifest_bytes: _Optional[bytes] = ...) -> None: ...
 
 class ListSnapshotsRequest(_message.Message):
-    __slots__ = ("agent_id", "kv_identity_hash", "page_size", "page_token")
+    __slots__ = ("agent_id", "kv_identity_hash", "page_size", "page_token", "has_had")
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
     KV_IDENTITY_HASH_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    HAS_HAD_FIELD_NUMBER: _ClassVar[int]
     agent_id: str
     kv_identity_hash: str
     page_size: int
     page_token: str
-    def __init__(self, agent_id: _Optional[str] = ..., kv_identity_hash: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+    has_had: str
+    def __init__(self, agent_id: _Optional[str] = ..., kv_identity_hash: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., has_had: _Optional[str] = ...) -> None: ...
 
 class ListSnapshotsResponse(_message.Message):
-    __slots__ = ("snapshots", "next_page_token")
+    __slots__ = ("snapshots", "next_page_token", "has_had")
     SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    HAS_HAD_FIELD_NUMBER: _ClassVar[int]
     snapshots: _containers.RepeatedCompositeFieldContainer[SnapshotVersion]
     next_page_token: str
-    def __init__(self, snapshots: _Optional[_Iterable[_Union[SnapshotVersion, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+    has_had: bool
+    def __init__(self, snapshots: _Optional[_Iterable[_Union[SnapshotVersion, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., has_had: bool = ...) -> None: ...
 
 class Agent(_message.Message):
     __slots__ = ("agent_id", "labels", "is_pinned", "retained_versions", "created_at", "used_at", "lines", "expires_at", "ownership")

@@ -27,7 +27,8 @@ if _version_not_supported:
 
 class AgentServiceStub(object):
     """Agents and their versions. Served by the store, and by every engine for its own store: FAILED_PRECONDITION (NO_STORE) by an engine
-    that has none for the caller's namespace, UNAVAILABLE by one that does not reach it.
+    that has none for the caller's namespace, UNAVAILABLE by one that does not reach it. An engine waits until its newest turn of an agent is stored
+    before it forks or exports the newest version, or gives a copy of it to a peer: UNAVAILABLE (MEMORY_NOT_STORED) if that takes too long or failed.
     """
 
     def __init__(self, channel):
@@ -110,7 +111,8 @@ class AgentServiceStub(object):
 
 class AgentServiceServicer(object):
     """Agents and their versions. Served by the store, and by every engine for its own store: FAILED_PRECONDITION (NO_STORE) by an engine
-    that has none for the caller's namespace, UNAVAILABLE by one that does not reach it.
+    that has none for the caller's namespace, UNAVAILABLE by one that does not reach it. An engine waits until its newest turn of an agent is stored
+    before it forks or exports the newest version, or gives a copy of it to a peer: UNAVAILABLE (MEMORY_NOT_STORED) if that takes too long or failed.
     """
 
     def ListAgents(self, request, context):
@@ -310,7 +312,8 @@ def add_AgentServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class AgentService(object):
     """Agents and their versions. Served by the store, and by every engine for its own store: FAILED_PRECONDITION (NO_STORE) by an engine
-    that has none for the caller's namespace, UNAVAILABLE by one that does not reach it.
+    that has none for the caller's namespace, UNAVAILABLE by one that does not reach it. An engine waits until its newest turn of an agent is stored
+    before it forks or exports the newest version, or gives a copy of it to a peer: UNAVAILABLE (MEMORY_NOT_STORED) if that takes too long or failed.
     """
 
     @staticmethod

@@ -80,11 +80,15 @@ class AioAgentClient(AioServiceClient):
         return await self._call(pb.DeleteAgentResponse, pb.DeleteAgentRequest(agent_id=agent_id, force=force))
 
     async def list_snapshots(
-        self, agent_id: str, kv_identity_hash: str = "", *, page_size: int = 0, page_token: str = ""
+        self, agent_id: str, kv_identity_hash: str = "", *, page_size: int = 0, page_token: str = "", has_had: str = ""
     ) -> pb.ListSnapshotsResponse:
-        """One page of an agent's versions, newest first."""
+        """One page of an agent's versions, newest first; and whether one was the manifest of the hash `has_had`."""
         request = pb.ListSnapshotsRequest(
-            agent_id=agent_id, kv_identity_hash=kv_identity_hash, page_size=page_size, page_token=page_token
+            agent_id=agent_id,
+            kv_identity_hash=kv_identity_hash,
+            page_size=page_size,
+            page_token=page_token,
+            has_had=has_had,
         )
         return await self._call(pb.ListSnapshotsResponse, request)
 

@@ -1107,7 +1107,9 @@ type ListSnapshotsRequest struct {
 	// At most 1000 are sent; 0 means 100.
 	PageSize int32 `protobuf:"varint,3,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	// next_page_token of a request that was the same but for page_size.
-	PageToken     string `protobuf:"bytes,4,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
+	PageToken string `protobuf:"bytes,4,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
+	// A manifest's hash: ListSnapshotsResponse.has_had answers. Empty: nothing is asked.
+	HasHad        string `protobuf:"bytes,5,opt,name=has_had,json=hasHad,proto3" json:"has_had,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1170,10 +1172,19 @@ func (x *ListSnapshotsRequest) GetPageToken() string {
 	return ""
 }
 
+func (x *ListSnapshotsRequest) GetHasHad() string {
+	if x != nil {
+		return x.HasHad
+	}
+	return ""
+}
+
 type ListSnapshotsResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Snapshots     []*SnapshotVersion     `protobuf:"bytes,1,rep,name=snapshots,proto3" json:"snapshots,omitempty"`
 	NextPageToken string                 `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
+	// Whether a version of the agent was this manifest, also one that is not kept any more.
+	HasHad        bool `protobuf:"varint,3,opt,name=has_had,json=hasHad,proto3" json:"has_had,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1220,6 +1231,13 @@ func (x *ListSnapshotsResponse) GetNextPageToken() string {
 		return x.NextPageToken
 	}
 	return ""
+}
+
+func (x *ListSnapshotsResponse) GetHasHad() bool {
+	if x != nil {
+		return x.HasHad
+	}
+	return false
 }
 
 // Agent is an owner of memory.
@@ -5490,16 +5508,18 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"\b_version\"\x7f\n" +
 	"\x13GetSnapshotResponse\x12A\n" +
 	"\bsnapshot\x18\x01 \x01(\v2%.kvasir.cachestore.v1.SnapshotVersionR\bsnapshot\x12%\n" +
-	"\x0emanifest_bytes\x18\x02 \x01(\fR\rmanifestBytes\"\x97\x01\n" +
+	"\x0emanifest_bytes\x18\x02 \x01(\fR\rmanifestBytes\"\xb0\x01\n" +
 	"\x14ListSnapshotsRequest\x12\x19\n" +
 	"\bagent_id\x18\x01 \x01(\tR\aagentId\x12(\n" +
 	"\x10kv_identity_hash\x18\x02 \x01(\tR\x0ekvIdentityHash\x12\x1b\n" +
 	"\tpage_size\x18\x03 \x01(\x05R\bpageSize\x12\x1d\n" +
 	"\n" +
-	"page_token\x18\x04 \x01(\tR\tpageToken\"\x84\x01\n" +
+	"page_token\x18\x04 \x01(\tR\tpageToken\x12\x17\n" +
+	"\ahas_had\x18\x05 \x01(\tR\x06hasHad\"\x9d\x01\n" +
 	"\x15ListSnapshotsResponse\x12C\n" +
 	"\tsnapshots\x18\x01 \x03(\v2%.kvasir.cachestore.v1.SnapshotVersionR\tsnapshots\x12&\n" +
-	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\x8f\x04\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x12\x17\n" +
+	"\ahas_had\x18\x03 \x01(\bR\x06hasHad\"\x8f\x04\n" +
 	"\x05Agent\x12\x19\n" +
 	"\bagent_id\x18\x01 \x01(\tR\aagentId\x12?\n" +
 	"\x06labels\x18\x02 \x03(\v2'.kvasir.cachestore.v1.Agent.LabelsEntryR\x06labels\x12\x1b\n" +

@@ -48,7 +48,8 @@ const (
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
 // Agents and their versions. Served by the store, and by every engine for its own store: FAILED_PRECONDITION (NO_STORE) by an engine
-// that has none for the caller's namespace, UNAVAILABLE by one that does not reach it.
+// that has none for the caller's namespace, UNAVAILABLE by one that does not reach it. An engine waits until its newest turn of an agent is stored
+// before it forks or exports the newest version, or gives a copy of it to a peer: UNAVAILABLE (MEMORY_NOT_STORED) if that takes too long or failed.
 type AgentServiceClient interface {
 	// Lists agents by name, paged, filtered by labels and name prefix. No side effect. Errors: INVALID_ARGUMENT.
 	ListAgents(ctx context.Context, in *ListAgentsRequest, opts ...grpc.CallOption) (*ListAgentsResponse, error)
@@ -279,7 +280,8 @@ type AgentService_ImportAgentClient = grpc.ClientStreamingClient[ImportAgentRequ
 // for forward compatibility.
 //
 // Agents and their versions. Served by the store, and by every engine for its own store: FAILED_PRECONDITION (NO_STORE) by an engine
-// that has none for the caller's namespace, UNAVAILABLE by one that does not reach it.
+// that has none for the caller's namespace, UNAVAILABLE by one that does not reach it. An engine waits until its newest turn of an agent is stored
+// before it forks or exports the newest version, or gives a copy of it to a peer: UNAVAILABLE (MEMORY_NOT_STORED) if that takes too long or failed.
 type AgentServiceServer interface {
 	// Lists agents by name, paged, filtered by labels and name prefix. No side effect. Errors: INVALID_ARGUMENT.
 	ListAgents(context.Context, *ListAgentsRequest) (*ListAgentsResponse, error)

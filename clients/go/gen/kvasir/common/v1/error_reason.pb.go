@@ -110,7 +110,7 @@ const (
 	ErrorReason_ERROR_REASON_MEMORY_UNREADABLE ErrorReason = 45
 	// append_messages to a memory that is damaged. FAILED_PRECONDITION: agent_id.
 	ErrorReason_ERROR_REASON_MEMORY_DAMAGED ErrorReason = 46
-	// Warm would replace a memory that is not stored yet. UNAVAILABLE: agent_id.
+	// Warm would replace a memory that is not stored yet, or a fork or an archive would lack its newest turn. UNAVAILABLE: agent_id.
 	ErrorReason_ERROR_REASON_MEMORY_NOT_STORED ErrorReason = 47
 	// Another engine holds the agent's line. UNAVAILABLE: agent_id.
 	ErrorReason_ERROR_REASON_AGENT_HELD_ELSEWHERE ErrorReason = 48
