@@ -287,6 +287,20 @@ def test_a_lease_of_another_line_fences_the_late_commit_of_whoever_had_the_agent
     assert store.acquire_lease(NS, "a", KV, "engine-2", 10).token.generation > old.generation
 
 
+def test_what_an_engines_earlier_model_commits_late_is_fenced_once_its_next_model_has_the_agent(store: Store) -> None:
+    """Both models have one owner, and a line each."""
+    ada, other = SyntheticAgent(SMALL, 1), SyntheticAgent(TINY, 2)
+    old = store.acquire_lease(NS, "a", KV, "engine", 10, begins_anew=True).token
+    publish(store, "a", ada.turn(30), 0, lease=old)
+    new = store.acquire_lease(NS, "a", kv_identity_hash(TINY), "engine", 10, begins_anew=True).token
+    with pytest.raises(Conflict) as refused:
+        publish(store, "a", ada.turn(30), 1, lease=old)
+    assert refused.value.reason == "LEASE_FENCED"
+    publish(store, "a", other.turn(30), 1, lease=new)
+    store.release_lease(NS, "a", kv_identity_hash(TINY), new)
+    assert store.rollback_agent(NS, "a", 1).version == 3, "it waits for nobody"
+
+
 def test_a_fork_over_a_name_waits_for_whoever_runs_its_first_turn(store: Store) -> None:
     publish(store, "source", SyntheticAgent(SMALL, 1).turn(30), 0)
     token = store.acquire_lease(NS, "new", KV, "engine-1", 10).token

@@ -32,8 +32,8 @@ def acquire_lease(
     rows: Rows, line: LineKey, live: LiveLeases, owner: str, ttl_ms: int, *, begins_anew: bool = False
 ) -> LeaseToken:
     """Take the lease, or prolong one's own. Whoever else had the agent, by this line or another, is fenced.
-    `begins_anew`: the owner's earlier lease belongs to a process that has ended, and is fenced, too. Raises
-    FailedPrecondition (LEASE_HELD).
+    `begins_anew`: the owner's earlier leases of the agent belong to a process or a model that has ended, and are
+    fenced, too. Raises FailedPrecondition (LEASE_HELD).
     """
     if barred_s := live.barred_s(line):
         raise held_by("a change of the agent that waits for it", barred_s)
@@ -47,8 +47,9 @@ def acquire_lease(
     token = LeaseToken(owner, generation)
     if found is None or token != found.token:  # nobody else can have had it since this token was given
         for other, row in _rows_of(rows, LineQuery(line.namespace, line.agent_id)):
-            if other != line and row.token.owner != owner:
+            if other != line and (begins_anew or row.token.owner != owner):
                 _fence(rows, other, row)
+                live.drop(other)
     _write(rows, line, token, ttl_ms, is_released=False)
     live.grant(line, token, ttl_ms / 1000)
     return token
