@@ -16,6 +16,7 @@ from kvasir import expires_after, on_full, volatile
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cli import carrying, failures
 from kvasir.cli.caller import COMPLETION_S, Caller, JsonOption, caller_of, completing
+from kvasir.cli.engine import engine_client
 from kvasir.cli.rows import (
     agent_row,
     ago,
@@ -29,7 +30,7 @@ from kvasir.cli.rows import (
     to_the_second,
     until,
 )
-from kvasir.clients import StoreClient
+from kvasir.clients import InferenceClient, StoreClient
 from kvasir.clients.archive_file import pieces_of
 from kvasir.errors import KvasirError
 
@@ -92,6 +93,23 @@ def store_client(caller: Caller) -> Iterator[StoreClient]:
         yield client
 
 
+@contextmanager
+def newest_client(caller: Caller) -> Iterator[InferenceClient | StoreClient]:
+    """A client of the engine, which waits until an agent's newest turn is stored; of the store where none runs."""
+    is_homes = caller.engine_address or caller.store.address == caller.home.endpoint("store").address
+    with engine_client(caller) if is_homes and _answers(caller) else store_client(caller) as client:
+        yield client
+
+
+def _answers(caller: Caller) -> bool:
+    try:
+        with engine_client(caller) as engine:
+            engine.get_capabilities()
+    except KvasirError:
+        return False
+    return True
+
+
 @app.command("ls")
 def ls(
     context: typer.Context,
@@ -137,7 +155,7 @@ def fork(
 ) -> None:
     """Start a new agent with the memory of another agent. Copies no bytes."""
     caller = caller_of(context, as_json)
-    with store_client(caller) as client:
+    with newest_client(caller) as client:
         made = client.fork_agent(source, agent, line, version)
     caller.result(agent_row(made), lambda out: out.print(f"{agent} remembers the same as {source}."))
 
@@ -254,9 +272,9 @@ def export(
     began = time.monotonic()
     if str(file) == "-":
         caller.out = caller.err  # what is said about the export is no part of it
-    with store_client(caller) as client, carrying.target(file, replace=force) as out:
+    with store_client(caller) as client, newest_client(caller) as newest, carrying.target(file, replace=force) as out:
         if form is carrying.Form.ARCHIVE:
-            pieces: Iterable[bytes] = client.export_agent(agent, line, version)
+            pieces: Iterable[bytes] = newest.export_agent(agent, line, version)
         else:
             pieces = carrying.seed_pieces(client, agent, line, version, model_name)
         if lock is not None:

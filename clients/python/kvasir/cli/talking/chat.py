@@ -278,8 +278,7 @@ class Conversation:
         if name == "/memory":
             self._show_memory()
         elif name == "/fork" and argument:
-            with store_client(self.caller) as store:
-                store.fork_agent(self.agent, argument)
+            self.engine.fork_agent(self.agent, argument)
             self.agent = argument
             self.caller.say(f"You talk with {argument} now, which remembers the same.")
         elif name == "/rollback" and argument.isdecimal() and len(argument) < len(str(MOST_VERSION)):
