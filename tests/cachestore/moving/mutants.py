@@ -314,7 +314,7 @@ MUTANTS = (
     Mutant(
         "nobody looks after what a crash left",
         "__main__.py",
-        "        caring.append(asyncio.create_task(services.moves.keep()))\n",
+        "        parts.running(services.moves.keep())\n",
         "",
         "moves",
     ),
