@@ -234,6 +234,15 @@ def quality(
         caller.result(results, lambda out: quality_report.show(out, results))
 
 
+HttpOption = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="Instead of gRPC: a server with /v1/chat/completions, Kvasir's or another."),
+]
+ApiKeyOption = Annotated[
+    str, typer.Option(envvar="KVASIR_API_KEY", help="With --http: the key. The variable shows it to fewer.")
+]
+
+
 @app.command("load", epilog=load_bench.KEYS)
 def load(
     context: typer.Context,
@@ -250,16 +259,10 @@ def load(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each turn, about.")] = 512,
     reply_tokens: Annotated[int, typer.Option(min=1, help="Of each turn at most: a model may end earlier.")] = 128,
     seed: Annotated[int, typer.Option(min=0, help="Of arrivals and texts.")] = 0,
-    http: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Instead of gRPC: a server with /v1/chat/completions, Kvasir's or another."),
-    ] = None,
+    http: HttpOption = None,
     model: Annotated[str | None, typer.Option(help="With --http: the model's name at that server.")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="With --http: the file of the key.")] = None,
-    api_key: Annotated[
-        str,
-        typer.Option(envvar="KVASIR_API_KEY", help="With --http: the key. The variable shows it to fewer."),
-    ] = "",
+    api_key: ApiKeyOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Let turns arrive at a running engine at a rate of their own, and show what they saw: p50, p95, p99.

@@ -43,6 +43,15 @@ TakesOption = Annotated[
 ]
 
 
+AnnounceOption = Annotated[
+    bool,
+    typer.Option(
+        "--announce",
+        help="While it waits, let `kvasir peers find` list this Mac in the network (mDNS). Needs kvasir\\[lan].",
+    ),
+]
+
+
 def pair(
     context: typer.Context,
     code: Annotated[
@@ -69,13 +78,7 @@ def pair(
     ] = "",
     gives: GivesOption = None,
     takes: TakesOption = None,
-    announce: Annotated[
-        bool,
-        typer.Option(
-            "--announce",
-            help="While it waits, let `kvasir peers find` list this Mac in the network (mDNS). Needs kvasir\\[lan].",
-        ),
-    ] = False,
+    announce: AnnounceOption = False,
     minutes: Annotated[float, typer.Option(min=0.01, max=60, help="How long the code is valid.")] = 10,
     as_json: JsonOption = False,
 ) -> None:

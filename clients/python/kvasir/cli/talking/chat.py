@@ -38,6 +38,14 @@ _RESTART_S = 120.0
 _NEARLY_FULL = 0.8
 _RETRY_S, _LONGEST_RETRY_S = 0.5, 5.0
 
+ThinkOption = Annotated[
+    str | None,
+    typer.Option(
+        help="on, off, or the most tokens of thoughts. Left out: as the model's template has it.",
+        metavar="on|off|TOKENS",
+    ),
+]
+
 
 def chat(
     context: typer.Context,
@@ -57,13 +65,7 @@ def chat(
     temperature: Annotated[
         float | None, typer.Option(min=0, max=2, help="0 is greedy. Left out: what the model's own files say, else 0.")
     ] = None,
-    think: Annotated[
-        str | None,
-        typer.Option(
-            help="on, off, or the most tokens of thoughts. Left out: as the model's template has it.",
-            metavar="on|off|TOKENS",
-        ),
-    ] = None,
+    think: ThinkOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Talk with an agent, which remembers. Reads lines from a pipe too; --json prints one object per reply."""
