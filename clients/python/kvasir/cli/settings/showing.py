@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvasir.cli.caller import JsonOption, caller_of
 from kvasir.cli.running.holding import is_led
@@ -77,7 +77,8 @@ def _shown(option: Option, value: Any) -> str:
 
 
 def _show(out: Console, rows: list[dict[str, Any]]) -> None:
-    table = Table("service", "option", "value", "from", box=None, pad_edge=False, header_style="bold")
+    option = Column("option", no_wrap=True)
+    table = Table("service", option, "value", "from", box=None, pad_edge=False, header_style="bold")
     for row in rows:
         table.add_row(row["service"], row["option"], row["value"], row["named"] or row["from"])
     out.print(table)
