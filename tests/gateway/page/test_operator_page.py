@@ -17,6 +17,7 @@ from tests.gateway.conftest import ORIGIN, Front
 from tests.gateway.page.html_page import HTML, Browser, Html, parsed
 from tests.gateway.page.lives import BRANCHED, HOSTILE, MARKUP, endless_turn, live
 from tests.gateway.serving import GatewayProcess
+from tests.synthetic import SMALL, SyntheticAgent
 
 WRITES = {
     "cancel": {"request_id": "story"},
@@ -159,6 +160,16 @@ def test_the_history_is_a_tree_of_versions_with_their_bases(ada: Browser) -> Non
     assert "fork of page/ada, version 4" in fork.text
     assert "<b>kennel</b>" in [each.text for each in fork.all("dd")]
     assert re.search(r"Shared with other agents\s*[1-9]", fork.text)
+
+
+def test_the_history_names_the_peer_that_handed_a_turn_over(lived: Front, ada: Browser) -> None:
+    agent, turn = "page/handed over", SyntheticAgent(SMALL, 1).turn(30)
+    with lived.house.store_client(lived.keys["engine-first"]) as store:
+        store.put_blobs(turn.new_blobs)
+        store.put_manifest(turn.manifest_bytes)
+        store.commit(agent, turn.manifest_digest, 0, handed_over_by="laptop")
+        assert "nothing: the first, handed over by laptop" in " ".join(ada.get("agent", id=agent).text.split())
+        store.delete_agent(agent)
 
 
 def test_messages_are_shown_when_they_are_asked_for_and_not_before(ada: Browser) -> None:
