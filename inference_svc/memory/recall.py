@@ -47,6 +47,11 @@ class Recollection:
     unproven: AgentMemory | None = None  # hot, and perhaps no longer the newest: the store could not be asked
 
     @property
+    def version(self) -> int:
+        """The newest version's number; 0 if there is none, or it is not known."""
+        return self.head.version if self.head is not None else 0
+
+    @property
     def is_unread(self) -> bool:
         """Whether the agent remembers something, or may do so, that cannot be read now."""
         return self.memory is None and self.miss is not None and self.miss.reason is not MissReason.NEW_AGENT

@@ -12,6 +12,7 @@ from inference_svc.memory.reuse_planning import ReusePlanner
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.store.remote_cache import RemoteCache
+from inference_svc.memory.swap_store import SwapLimits
 from inference_svc.model.prompting import Prompting
 from inference_svc.turns.admission import Admission
 from inference_svc.turns.outbox import Outbox, ReaderLimits
@@ -33,6 +34,11 @@ class TurnLimits:
     swap_renew_s: float
     reader: ReaderLimits
     """How far a reader may fall behind its turn."""
+
+    def swap(self, piece_files: int) -> SwapLimits:
+        read_budget_s = max(self.store_budget_s, self.swap_read_budget_s)
+        min_bytes_per_s, renew_s = self.store_min_bytes_per_s, self.swap_renew_s
+        return SwapLimits(self.publish_timeout_s, read_budget_s, min_bytes_per_s, renew_s, piece_files)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,21 +14,15 @@ from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import Cold, DamagedFile, HotMemoryGone, Reuse, TurnPlan
 from inference_svc.engine.context import check_fits
-from inference_svc.memory.agent_memory import as_hot
-from inference_svc.memory.outcomes import Source
-from inference_svc.memory.publishing.block_stream import BlockStream
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.reuse_planning import NOTHING_REFUSED, Avoid, Prepared
 from inference_svc.memory.store.patience import Budget
-from inference_svc.memory.swap_store import SwapLimits, SwapStore, may_be_preempted
-from inference_svc.model.prompting import Prompting
-from inference_svc.text import conversation
-from inference_svc.text.conversation import tool_fields
-from inference_svc.text.replies.reply_parts import ReplyReader
+from inference_svc.memory.swap_store import may_be_preempted
 from inference_svc.turns.agent_lines import AgentLines, MemoryMovedError
 from inference_svc.turns.engine_parts import EngineParts
-from inference_svc.turns.phases import Once, Planned, Progress, Prompted, Ran, TakenTurn
-from inference_svc.turns.turn_data import MessagesInput, TurnRequest
+from inference_svc.turns.phases import Once, Planned, Progress, Prompted, Ran
+from inference_svc.turns.prompts.prompt_text import rewind_point_chars
+from inference_svc.turns.turn_data import TurnRequest
 from inference_svc.turns.turn_reporter import HandOff, TurnReporter
 
 _LOG = structlog.get_logger(__name__)
@@ -52,7 +46,9 @@ class PlanRunner:
         request, recollection, avoid = prompted.request, prompted.recalled.recollection, NOTHING_REFUSED
         if prompted.tokens is None:
             self._check_length(prompted.text, request.input.name)
-        lasting_chars = await self._lasting_chars(prompted)
+        lasting_chars: int | None = None
+        if self._parts.engine.model.has_rewind_points:
+            lasting_chars = await rewind_point_chars(self._parts.prompting, prompted)
         for _ in range(_MAX_PLANS):
             with contextlib.ExitStack() as restoring:
                 try:
@@ -117,16 +113,6 @@ class PlanRunner:
         fewest, context = self._parts.prompting.fewest_tokens(text), self._parts.engine.model.context_tokens
         check_fits(fewest, max_tokens=0, context_tokens=context, field=field, is_lower_bound=True)
 
-    async def _lasting_chars(self, prompted: Prompted) -> int | None:
-        """Prompt characters after which a model with states records a rewind point."""
-        if (dialogue := prompted.dialogue) is None or not self._parts.engine.model.has_rewind_points:
-            return None
-        request, prompting = prompted.request, self._parts.prompting
-        template = prompting.template_at(prompted.clock, request.template_settings)
-        return await prompting.run(
-            request.namespace, lambda: conversation.lasting_chars(template, dialogue, prompted.text)
-        )
-
     def plan(self, prompted: Prompted, prepared: Prepared) -> TurnPlan:
         """What the engine is asked to do, without the KV that is reused."""
         request, count = prompted.request, len(prepared.tokens.ids)
@@ -154,38 +140,25 @@ class PlanRunner:
 
     async def run(self, planned: Planned, turn: Progress) -> Ran:
         """What the turn truly began with, and its end."""
-        request = planned.request
+        request, engine, plan = planned.request, self._parts.engine, planned.plan
         await self._compile(request)
-        store = self._parts.stores.get(request.namespace)
-        stream = self._stream(planned) if store is not None and planned.recalled.is_kept else None
         if turn.is_cancelled:
             raise errors.Cancelled("the turn was cancelled")
-        reader = reply_reader(request, self._parts.prompting, planned.prepared.text)
-        reporter = TurnReporter(planned, turn, reader, stream, self._parts, self._handoff)
-        if turn.taken is not None:
-            reader.push(self._told(turn.taken, planned.plan))  # its reader was told
+        reporter = TurnReporter(planned, turn, self._parts, self._handoff)
         try:
-            with self._parts.admission.kv(request.namespace, self._parts.engine.needed_bytes(planned.plan)):
-                plan = planned.plan
-                turn.handle = self._parts.engine.submit(
-                    replace(plan, reuse=planned.kv.take() or Cold()), reporter.listener()
-                )
+            with self._parts.admission.kv(request.namespace, engine.needed_bytes(plan)):
+                turn.handle = engine.submit(replace(plan, reuse=planned.kv.take() or Cold()), reporter.listener())
                 turn.planned = replace(planned, plan=replace(plan, carried=None))
-                if turn.taken is not None:
-                    reporter.swap, turn.taken.handle = turn.taken, turn.handle
-                elif store is not None:
-                    reporter.swap = self._swap_store(turn)
+                reporter.begin(turn.handle)
                 return await reporter.ran
         except BaseException:
             if turn.handle is not None:
                 turn.handle.cancel()
-            if stream is not None:
-                stream.abandon()
+            reporter.abandon()
             raise
         finally:
             turn.handle = None
-            if reporter.swap is not None:
-                reporter.swap.close()
+            reporter.close()
 
     async def _compile(self, request: TurnRequest) -> None:
         """Compile the turn's reply format if others took its place while the turn waited. That may take a second."""
@@ -193,55 +166,6 @@ class PlanRunner:
         if constraint is not None and not engine.grammars.knows(namespace, constraint):
             async with self._compiling.held_for(namespace, 1):
                 await asyncio.to_thread(engine.grammars.compile, namespace, constraint)
-
-    def _told(self, taken: TakenTurn, plan: TurnPlan) -> str:
-        """The reply as far as the other engine has sent it. Raises InvalidArgument if it has sent another text."""
-        told = self._parts.engine.told_text(plan, taken.carried)
-        if len(told) != taken.told_chars:
-            raise errors.InvalidArgument(
-                f"stand.told_chars: these tokens tell {len(told)} characters, not {taken.told_chars}",
-                field="stand.told_chars",
-            )
-        return told
-
-    def _stream(self, planned: Planned) -> BlockStream:
-        key, known = planned.request.key, planned.recollection.memory
-        assert key is not None
-        previous = as_hot(known).publication if known is not None and planned.prepared.source is Source.HOT else None
-        store, stored = self._parts.stores[key.namespace], planned.prepared.stored_blocks
-        return BlockStream(self._parts.copies, key, store, stored, self._parts.limits.publish_timeout_s, previous)
-
-    def _swap_store(self, turn: Progress) -> SwapStore:
-        parts, namespace = self._parts, turn.request.namespace
-        limits = SwapLimits(
-            write_stall_s=parts.limits.publish_timeout_s,
-            read_budget_s=max(parts.limits.store_budget_s, parts.limits.swap_read_budget_s),
-            min_bytes_per_s=parts.limits.store_min_bytes_per_s,
-            renew_s=parts.limits.swap_renew_s,
-            piece_files=parts.copies.piece_blocks,
-        )
-        assert turn.handle is not None
-        return SwapStore(
-            turn.handle,
-            parts.stores[namespace],
-            namespace,
-            parts.copies.held,
-            parts.admission.restoring,
-            parts.stats.of(namespace),
-            limits,
-            parts.clock,
-        )
-
-
-def reply_reader(request: TurnRequest, prompting: Prompting, prompt: str) -> ReplyReader:
-    """Reads the reply. A reply to a raw prompt, or in a requested format, is all answer."""
-    constraint = request.sampling.constraint
-    is_formatted = constraint is not None and not constraint.has_calls
-    if not isinstance(request.input, MessagesInput) or is_formatted:
-        return ReplyReader()
-    tools = tool_fields(request.tools, request.objects)
-    reply_id, is_bound = f"{request.request_id}-{request.choice}", constraint is not None and constraint.begins_reply
-    return prompting.reader(prompt, tools, reply_id, begins_with=prompting.tool_start if is_bound else "")
 
 
 def _same_version(planned: Recollection, found: Recollection) -> Recollection:

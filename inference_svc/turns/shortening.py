@@ -26,23 +26,22 @@ from inference_svc.engine.context import ContextExceeded
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.recall import Recollection
 from inference_svc.model.prompting import Tokenized
-from inference_svc.text.conversation import Dialogue, dialogue, json_of_messages, render
+from inference_svc.text.conversation import Dialogue
 from inference_svc.text.shortening import (
     FULL_SHARE,
     SUMMARY_REQUEST,
-    Messages,
-    Shorter,
     as_summary,
     kept_tokens,
-    shorter,
     summary_of,
     with_summary,
 )
 from inference_svc.turns.agent_lines import AgentLines
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.phases import LaterShortening, Progress, Prompted, Recalled, Remembered, TurnTiming
-from inference_svc.turns.plan_running import PlanRunner, reply_reader
-from inference_svc.turns.prompt_text import prompt_text
+from inference_svc.turns.plan_running import PlanRunner
+from inference_svc.turns.prompts.fewer_messages import shorter_of, with_messages
+from inference_svc.turns.prompts.prompt_text import prompt_text
+from inference_svc.turns.prompts.reply_reading import reply_reader
 from inference_svc.turns.turn_data import MessagesInput, Shortening, TurnRequest
 from inference_svc.turns.turn_ending import TurnEnding
 from inference_svc.turns.turn_reporter import counted
@@ -87,10 +86,10 @@ class MemoryShortener:
         if not setting.shortens or not isinstance(prompted.request.input, MessagesInput) or most_tokens < 1:
             raise refusal
         wanted_tokens, messages = self._kept_tokens(prompted.request, setting), prompted.recalled.messages
-        prompted = await self._with_json(prompted, messages)
-        found = await self._shorter(prompted, wanted_tokens, most_tokens)
+        prompted = await with_messages(self._parts.prompting, prompted, messages)
+        found = await shorter_of(self._parts.prompting, prompted, wanted_tokens, most_tokens)
         if found is None and summary_of(messages, prompted.recalled.shortened):  # which is kept where it fits
-            found = await self._shorter(prompted, wanted_tokens, most_tokens, keeps_summary=False)
+            found = await shorter_of(self._parts.prompting, prompted, wanted_tokens, most_tokens, keeps_summary=False)
         if found is None:
             raise refusal
         shortening = Shortening(setting.policy, found.dropped, len(found.messages), before_reply=True)
@@ -187,43 +186,11 @@ class MemoryShortener:
         wanted_tokens, most_tokens = self._kept_tokens(prompted.request, setting), len(memory.transcript.token_ids) - 1
         if not (keeps_summary := setting.policy is not OnFullPolicy.SUMMARIZE):
             wanted_tokens -= self._most_summary_tokens
-        prompted = await self._with_json(prompted, memory.messages)
-        found = await self._shorter(prompted, wanted_tokens, most_tokens, keeps_summary=keeps_summary)
-        return LaterShortening(found, setting, prompted.request) if found is not None and found.dropped else None
-
-    async def _with_json(self, prompted: Prompted, messages: Messages) -> Prompted:
-        """The turn with these messages, and with the JSON of them all parsed."""
-        request = prompted.request
-        objects = request.objects.also(json_of_messages(messages, "remembered_messages"))
-        objects.check_size()
-        counter = await self._parts.prompting.twin(request.namespace)
-        await counter.read(request.namespace, objects)
-        recalled = replace(prompted.recalled, request=replace(request, objects=objects), messages=messages)
-        return replace(prompted, recalled=recalled)
-
-    async def _shorter(
-        self, prompted: Prompted, wanted_tokens: int, most_tokens: int, *, keeps_summary: bool = True
-    ) -> Shorter | None:
-        """Which of the turn's messages stay."""
-        request, messages, before = prompted.request, prompted.recalled.messages, prompted.recalled.shortened
-        counter = await self._parts.prompting.twin(request.namespace)
-        template = counter.template_at(prompted.clock, request.template_settings)
-
-        def tokens_of(candidate: Messages) -> int:
-            text = render(template, dialogue(candidate, request.tools, request.objects, counter.specials))
-            return len(counter.tokenize(text).ids)
-
-        return await counter.run(
-            request.namespace,
-            lambda: shorter(
-                messages,
-                tokens_of,
-                wanted_tokens=min(wanted_tokens, most_tokens),
-                most_tokens=most_tokens,
-                before=before,
-                keeps_summary=keeps_summary,
-            ),
+        prompted = await with_messages(self._parts.prompting, prompted, memory.messages)
+        found = await shorter_of(
+            self._parts.prompting, prompted, wanted_tokens, most_tokens, keeps_summary=keeps_summary
         )
+        return LaterShortening(found, setting, prompted.request) if found is not None and found.dropped else None
 
 
 def _following(

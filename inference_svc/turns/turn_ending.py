@@ -17,15 +17,11 @@ from inference_svc.memory.agent_memory import AgentMemory, Ahead, PublicationSta
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState, Source
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model.model_host import MemoriesLeft
-from inference_svc.model.prompting import RememberedReply
-from inference_svc.text.literal_text import without_guards
 from inference_svc.text.prefix_matching import Outcome, RememberedText
-from inference_svc.text.replies.remembered_reply import Said, reply_message
-from inference_svc.text.template_names import REASONING
-from inference_svc.turns.continuing import may_follow
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.phases import Planned, Progress, Ran, Remembered, TurnTiming
-from inference_svc.turns.plan_running import reply_reader
+from inference_svc.turns.prompts.continuing import may_follow
+from inference_svc.turns.prompts.reply_reading import remembered_reply, reply_again
 from inference_svc.turns.turn_data import Continuation, TurnDelta, TurnFinished, TurnStarted, Warmed
 
 _LOG = structlog.get_logger(__name__)
@@ -84,7 +80,8 @@ class TurnEnding:
         planned, ended, request = ran.planned, ran.ended, ran.planned.request
         if not planned.recalled.is_kept:
             return Remembered(ran, shortening=planned.prompted.shortening)
-        said, messages = await self._parts.prompting.run(request.namespace, lambda: self._said(ran))
+        prompting = self._parts.prompting
+        said, messages = await prompting.run(request.namespace, lambda: remembered_reply(prompting, ran))
         made_by = manifest_pb2.Turn(
             request_id=request.request_id,
             prompt_tokens=ended.prompt_tokens,
@@ -261,32 +258,6 @@ class TurnEnding:
             self._parts.publisher.owe(key, publication, store)
         self._parts.engine.tag_hot(key, memory, publication.owing)
 
-    def _said(self, ran: Ran) -> tuple[RememberedReply, tuple[manifest_pb2.Message, ...]]:
-        """Text and messages to remember. On the tokenizer's thread."""
-        prompting, ended, prompt, prompted = self._parts.prompting, ran.ended, ran.prepared.text, ran.planned.prompted
-        said = prompting.remembered_reply(prompt, ended.prompt_tokens, ended.generated_text, ended.text, ended.state)
-        if prompted.dialogue is None:
-            return said, ()
-        told = Said(said.reply, ran.calls)
-        if ran.has_reasoned:
-            stop_text = ended.generated_text.removeprefix(ended.text)
-            part = reply_reader(prompted.request, prompting, prompt).whole(said.reply, stop_text)
-            told = Said(said.reply, ran.calls, True, part.answer, part.reasoning)
-        if prompted.dialogue.begun is not None:
-            begun = prompted.dialogue.begun
-            text = begun["content"]
-            is_trimmed = not without_guards(prompt).endswith(without_guards(text))
-            told = told.behind(text.rstrip() if is_trimmed else text, begun.get(REASONING, ""))
-        reply = reply_message(
-            prompting.template_at(prompted.clock, prompted.request.template_settings),
-            prompted.dialogue,
-            said=told,
-            rendered_text=said.transcript.text,
-            tool_start=prompting.tool_start,
-            is_trusted=ran.planned.is_text_own and ran.planned.recollection.is_text_own,
-        )
-        return said, (*prompted.recalled.messages, reply)
-
     def _generation(self, key: AgentKey) -> int:
         leases = self._parts.leases.get(key.namespace)
         return leases.generation(key.agent_id) if leases is not None else 0
@@ -315,10 +286,7 @@ class TurnEnding:
         prompt_tokens = remembered.prompt_tokens
         ids = memory.transcript.token_ids[: prompt_tokens if request.returns_prompt_ids else 0]
         turn.emit(TurnStarted(prompt_tokens, prompt_tokens, Source.REPLAY, Outcome.EXACT, parent, prompt_ids=ids))
-        transcript = memory.transcript.text
-        reader = reply_reader(request, self._parts.prompting, transcript[: remembered.prompt_chars])
-        behind = without_guards(transcript[remembered.prompt_chars :]).removeprefix(remembered.reply)
-        part = reader.whole(remembered.reply, behind)
+        part, calls = reply_again(request, self._parts.prompting, memory)
         turn.emit(TurnDelta(part.answer, token_ids, part.reasoning))
         snapshot = await self._outcome_again(request.key, memory)
         elapsed_s = self._parts.clock() - turn.times.arrived
@@ -331,7 +299,7 @@ class TurnEnding:
                 completion_tokens=len(token_ids),
                 timings=Timings(queue_s=turn.times.queue_s, first_token_s=elapsed_s),
                 snapshot=snapshot,
-                tool_calls=tuple(reader.calls),
+                tool_calls=calls,
             )
         )
         _LOG.info("turn.replayed", request_id=request.request_id, version=snapshot.version)

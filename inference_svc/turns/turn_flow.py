@@ -26,19 +26,10 @@ from inference_svc.memory.line_leases import MOVED
 from inference_svc.memory.outcomes import Source
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.reuse_planning import Prepared
+from inference_svc.memory.store.answers import EventCursor
 from inference_svc.memory.store.patience import Budget
 from inference_svc.text.prefix_matching import Outcome
 from inference_svc.turns.agent_lines import AgentLines, MemoryMovedError
-from inference_svc.turns.continuing import (
-    as_its_agent_has_it,
-    check_existing,
-    check_parent,
-    continuation,
-    is_retry,
-    is_whole,
-    what_is_left_out,
-    whole_conversation,
-)
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.phases import (
     Planned,
@@ -52,13 +43,8 @@ from inference_svc.turns.phases import (
     TurnPhase,
 )
 from inference_svc.turns.plan_running import PlanRunner, moved_away
-from inference_svc.turns.prompt_text import (
-    prompted,
-    recalled_by,
-    remembered_order,
-    remembered_time_ms,
-    with_difference,
-)
+from inference_svc.turns.prompts.continuing import check_parent, is_retry, is_whole
+from inference_svc.turns.prompts.prompt_text import prompted, recalled_by, with_difference
 from inference_svc.turns.shortening import MemoryShortener
 from inference_svc.turns.turn_data import PromptInput, TurnRequest, TurnStarted, Warmed
 from inference_svc.turns.turn_ending import TurnEnding, stopped
@@ -150,48 +136,31 @@ class TurnFlow:
         """None: the turn leaves no memory that it made itself."""
         budget, request, cursor = self._parts.budget(), turn.request, None
         for _ in range(_MAX_SERVINGS):
-            try:
-                cursor = cursor or self._lines.event_cursor(request)
-                recollection = await self._lines.newest(request, budget)
-                if request.is_warming:
-                    await self._warm(turn, Recalled(request, recollection, event_cursor=cursor), budget)
-                    return None
-                memory = recollection.memory
-                is_again = memory is not None and not request.is_read_only and is_retry(request, memory)
-                if memory is not None and is_again and is_whole(memory) and recollection.kv_from is not Source.COLD:
-                    self._parts.stats.of(request.namespace).sources[Source.REPLAY] += 1
-                    await self._ending.replay(memory, turn)
-                    return None
-                recalled = await self._recalled(turn, recollection, budget, is_retry=is_again)
-                return await self._answer(turn, replace(recalled, event_cursor=cursor), budget)
-            except MemoryMovedError:  # the turn has had no effect yet
-                continue
+            cursor = cursor or self._lines.event_cursor(request)
+            with contextlib.suppress(MemoryMovedError):  # the turn has had no effect yet
+                return await self._serve_once(turn, cursor, budget)
         raise moved_away()
 
-    async def _recalled(
-        self, turn: Progress, recollection: Recollection, budget: Budget, *, is_retry: bool
-    ) -> Recalled:
-        """What the turn makes of its agent's memory. Raises what keeps it from that."""
-        request, how = turn.request, None
-        if not is_retry:
+    async def _serve_once(self, turn: Progress, cursor: EventCursor | None, budget: Budget) -> Remembered | None:
+        """Raises MemoryMovedError when the turn must be served from its beginning."""
+        request, recollection = turn.request, await self._lines.newest(turn.request, budget)
+        memory = recollection.memory
+        if request.is_warming:
+            await self._warm(turn, recollection, cursor, budget)
+            return None
+        is_again = memory is not None and not request.is_read_only and is_retry(request, memory)
+        if memory is not None and is_again and is_whole(memory) and recollection.kv_from is not Source.COLD:
+            self._parts.stats.of(request.namespace).sources[Source.REPLAY] += 1
+            await self._ending.replay(memory, turn)
+            return None
+        if not is_again:
             check_parent(request, recollection)
-        turn.parent_version = recollection.head.version if recollection.head is not None else 0
+        turn.parent_version = recollection.version
         if request.base_version is not None and request.key is not None:
             with_base = self._parts.recall.with_base
             recollection = await with_base(request.key, recollection, request.base_version, budget)
-        if request.key is not None:
-            check_existing(request, recollection)
-            request = as_its_agent_has_it(request, recollection)
-            how = continuation(request, recollection)
-        recalled = recalled_by(request, recollection, how)
-        shortened = what_is_left_out(recalled.request, recollection, how)
-        messages = whole_conversation(recalled.request, recollection, is_retry=is_retry)
-        return replace(recalled, shortened=shortened, messages=messages)
-
-    async def _answer(self, turn: Progress, recalled: Recalled, budget: Budget) -> Remembered:
-        prompting = self._parts.prompting
-        made = await prompted(prompting, recalled, remembered_time_ms(recalled), remembered_order(recalled))
-        made = await with_difference(prompting, made)
+        made = await prompted(self._parts.prompting, recalled_by(request, recollection, cursor, is_retry=is_again))
+        made = await with_difference(self._parts.prompting, made)
         try:
             ran = await self._plans.plan_and_run(made, turn, budget)
         except ContextExceeded as error:
@@ -216,11 +185,11 @@ class TurnFlow:
         """
         begun, request = taken.begun, turn.request
         recollection, cursor = await self._lines.parent(request, begun, self._parts.budget())
-        turn.parent_version = recollection.head.version if recollection.head is not None else 0
+        turn.parent_version = recollection.version
         recalled = Recalled(
             request, recollection, begun.continuation, begun.messages, begun.shortened, event_cursor=cursor
         )
-        made = await prompted(self._parts.prompting, recalled, begun.template_time_ms, begun.tools_order)
+        made = await prompted(self._parts.prompting, recalled, (begun.template_time_ms, begun.tools_order))
         if sum(begun.prompt.chars) != len(made.text):
             raise errors.InvalidArgument(
                 f"opening.prompt_token_chars: the prompt has {len(made.text)} characters",
@@ -260,11 +229,12 @@ class TurnFlow:
 
     # --- a turn that generates nothing ---
 
-    async def _warm(self, turn: Progress, recalled: Recalled, budget: Budget) -> None:
+    async def _warm(
+        self, turn: Progress, recollection: Recollection, cursor: EventCursor | None, budget: Budget
+    ) -> None:
         """Make the agent's memory hot, or the request's prompt, and generate nothing."""
-        request, recollection = recalled.request, recalled.recollection
-        memory, prompting = recollection.memory, self._parts.prompting
-        turn.parent_version = recollection.head.version if recollection.head is not None else 0
+        request, memory = turn.request, recollection.memory
+        turn.parent_version = recollection.version
         if (recollection.head is None and recollection.kv_from is not Source.HOT) or recollection.is_unread:
             why = recollection.miss.detail if recollection.miss else ""
             raise _not_warmed(request, "MEMORY_UNREADABLE", f"the agent's memory cannot be read now ({why})")
@@ -273,16 +243,13 @@ class TurnFlow:
             if publication is not None and not publication.is_safe:
                 why = "the agent's memory is not stored yet, and the prompt would take its place"
                 raise _not_warmed(request, "MEMORY_NOT_STORED", why)
-            found = recalled_by(as_its_agent_has_it(request, recollection), recollection, None)
-            messages = whole_conversation(found.request, recollection, is_retry=False)
-            recalled = replace(found, messages=messages, event_cursor=recalled.event_cursor)
-            made = await prompted(prompting, recalled, remembered_time_ms(recalled), remembered_order(recalled))
+            made = await prompted(self._parts.prompting, recalled_by(request, recollection, cursor))
         elif memory is None or not memory.transcript.token_ids:
             turn.emit(TurnStarted(0, 0, Source.COLD, Outcome.NONE, turn.parent_version, recollection.miss))
             turn.emit(Warmed(0, 0, turn.parent_version))
             return
         else:
-            made = Prompted(recalled, memory.transcript.text)
+            made = Prompted(Recalled(request, recollection, event_cursor=cursor), memory.transcript.text)
         self._ending.warmed(await self._plans.plan_and_run(made, turn, budget), turn)
 
 

@@ -17,17 +17,20 @@ from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.volatile import TEMPLATE_DATE
 
 from inference_svc.engine.api import BlocksFull, Ended, Event, Failed, Listener, Prefilled, Resumed, Started, Tokens
+from inference_svc.engine.engine import TurnHandle
+from inference_svc.memory.agent_memory import as_hot
 from inference_svc.memory.outcomes import Source
 from inference_svc.memory.publishing.block_stream import BlockStream
 from inference_svc.memory.publishing.copies import Pinning
 from inference_svc.memory.reuse_planning import Prepared
 from inference_svc.memory.service_stats import NamespaceCounters
 from inference_svc.memory.swap_store import SwapStore
-from inference_svc.text.replies.reply_parts import ReplyPart, ReplyReader
+from inference_svc.text.replies.reply_parts import ReplyPart
 from inference_svc.text.token_ids import NO_TOKENS
-from inference_svc.turns.continuing import of_text
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.phases import Once, Planned, Progress, Ran, TakenTurn, TurnPhase
+from inference_svc.turns.prompts.continuing import of_text
+from inference_svc.turns.prompts.reply_reading import reply_reader
 from inference_svc.turns.turn_data import TurnDelta, TurnStarted
 
 _LOG = structlog.get_logger(__name__)
@@ -106,26 +109,64 @@ def counted(counters: NamespaceCounters, turn: Progress) -> Iterator[None]:
 class TurnReporter:
     """Reports one plan of one turn, on the event loop."""
 
-    def __init__(
-        self,
-        planned: Planned,
-        turn: Progress,
-        reader: ReplyReader,
-        stream: BlockStream | None,
-        parts: EngineParts,
-        handoff: HandOff,
-    ) -> None:
-        self.swap: SwapStore | TakenTurn | None = None
+    def __init__(self, planned: Planned, turn: Progress, parts: EngineParts, handoff: HandOff) -> None:
+        """Raises InvalidArgument if another engine has sent another text of the turn."""
         self.ran: asyncio.Future[Ran] = asyncio.get_running_loop().create_future()
         self._planned = planned
         self._prepared = planned.prepared  # as the engine began with it, once it has
         self._turn = turn
-        self._reader = reader
-        self._stream = stream
+        self._parts = parts
         self._counters = parts.stats.of(planned.request.namespace)
-        self._costs = parts.planner.costs
+        self._swap: SwapStore | TakenTurn | None = None
+        self._stream = self._new_stream()
+        self._reader = reply_reader(planned.request, parts.prompting, planned.prepared.text)
+        if turn.taken is not None:
+            self._reader.push(self._told(turn.taken))  # its reader was told
         self._handoff = handoff
-        self._clock = parts.clock
+
+    def _new_stream(self) -> BlockStream | None:
+        """Of a turn that leaves a memory for a store."""
+        planned, key, parts = self._planned, self._planned.request.key, self._parts
+        store = parts.stores.get(planned.request.namespace)
+        if key is None or store is None or not planned.recalled.is_kept:
+            return None
+        known, stored = planned.recollection.memory, planned.prepared.stored_blocks
+        is_hot = known is not None and planned.prepared.source is Source.HOT
+        previous = as_hot(known).publication if known is not None and is_hot else None
+        return BlockStream(parts.copies, key, store, stored, parts.limits.publish_timeout_s, previous)
+
+    def _told(self, taken: TakenTurn) -> str:
+        """The reply as far as the other engine has sent it."""
+        told = self._parts.engine.told_text(self._planned.plan, taken.carried)
+        if len(told) != taken.told_chars:
+            raise errors.InvalidArgument(
+                f"stand.told_chars: these tokens tell {len(told)} characters, not {taken.told_chars}",
+                field="stand.told_chars",
+            )
+        return told
+
+    def begin(self, handle: TurnHandle) -> None:
+        """The engine has the turn: lend it what brings its KV in, or keeps it after a preemption."""
+        taken, parts, namespace = self._turn.taken, self._parts, self._planned.request.namespace
+        store = parts.stores.get(namespace)
+        if taken is not None:
+            self._swap, taken.handle = taken, handle
+        elif store is not None:
+            copies, restoring = parts.copies, parts.admission.restoring
+            limits = parts.limits.swap(copies.piece_blocks)
+            self._swap = SwapStore(
+                handle, store, namespace, copies.held, restoring, self._counters, limits, parts.clock
+            )
+
+    def abandon(self) -> None:
+        """The turn failed: no manifest will name its blocks."""
+        if self._stream is not None:
+            self._stream.abandon()
+
+    def close(self) -> None:
+        """The engine no longer has the turn."""
+        if self._swap is not None:
+            self._swap.close()
 
     def listener(self) -> Listener:
         """For the engine, which alone holds it: a turn that is over leaves no circle of references."""
@@ -137,8 +178,8 @@ class TurnReporter:
                 if self.ran.done():
                     return
                 self._event(event)
-                if self.swap is not None:
-                    self.swap.event(event)
+                if self._swap is not None:
+                    self._swap.event(event)
                 self._check_reader()
                 if isinstance(event, Failed):
                     self.ran.set_exception(event.error)
@@ -246,7 +287,7 @@ class TurnReporter:
         _LOG.info("memory.restored", tokens=event.cached_tokens, bytes=reading.came_bytes, ms=round(1e3 * took_s))
         if event.queue_s < event.restore_s:
             whole_s = took_s * reading.size_bytes / reading.came_bytes
-            self._costs.restored(self._turn.request.namespace, reading.size_bytes, whole_s)
+            self._parts.planner.costs.restored(self._turn.request.namespace, reading.size_bytes, whole_s)
 
     def _taken_up(self) -> None:
         """A turn that another engine began and reported: its KV is here now."""
@@ -267,7 +308,7 @@ class TurnReporter:
         self._turn.emit(TurnDelta(part.answer, event.ids, part.reasoning, event.logprobs))
 
     def _time(self, tokens: int) -> None:
-        turn_times, times, now_s = self._turn.times, self._counters.times, self._clock()
+        turn_times, times, now_s = self._turn.times, self._counters.times, self._parts.clock()
         gaps, since_s = tokens, now_s - (turn_times.last_token_at or now_s)
         if turn_times.first_token_at is None:
             turn_times.first_token_at = now_s
@@ -279,7 +320,7 @@ class TurnReporter:
 
     def _ended(self, event: Ended) -> None:
         if self._turn.taken is None:
-            self._costs.computed(event.cached_tokens, event.prompt_tokens, event.timings.prefill_s)
+            self._parts.planner.costs.computed(event.cached_tokens, event.prompt_tokens, event.timings.prefill_s)
         part = self._reader.end(event.generated_text.removeprefix(event.text))
         if part != ReplyPart():
             self._turn.emit(TurnDelta(part.answer, (), part.reasoning))

@@ -12,7 +12,7 @@ from inference_svc.model.model_host import MemoriesLeft
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.outbox import Outbox
 from inference_svc.turns.phases import Progress, TakenTurn, TurnTiming
-from inference_svc.turns.prompt_text import prompt_text
+from inference_svc.turns.prompts.prompt_text import prompt_text
 from inference_svc.turns.turn_data import MessagesInput, OpenTurn, TokensInput, TurnEvent, TurnFinished, TurnRequest
 from inference_svc.turns.turn_ending import TurnEnding
 from inference_svc.turns.turn_flow import TurnFlow

@@ -22,7 +22,9 @@ from inference_svc.memory.trust import is_current
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.prefix_matching import Outcome, RememberedText
 from inference_svc.text.token_ids import TokenIds
-from inference_svc.turns.continuing import (
+from inference_svc.turns.outbox import Outbox, ReaderLimits
+from inference_svc.turns.phases import Planned, Prompted, Ran, Recalled
+from inference_svc.turns.prompts.continuing import (
     as_its_agent_has_it,
     check_parent,
     continuation,
@@ -31,8 +33,6 @@ from inference_svc.turns.continuing import (
     what_is_left_out,
     whole_conversation,
 )
-from inference_svc.turns.outbox import Outbox, ReaderLimits
-from inference_svc.turns.phases import Planned, Prompted, Ran, Recalled
 from inference_svc.turns.turn_data import Continuation, MessagesInput, PromptInput, TurnDelta, TurnEvent, TurnRequest
 from inference_svc.turns.turn_ending import TurnEnding
 from inference_svc.turns.turn_reporter import HandOff

@@ -13,6 +13,7 @@ from kvasir.cachestore.v1 import manifest_pb2
 
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.recall import Recollection
+from inference_svc.memory.store.answers import EventCursor
 from inference_svc.model.prompting import Prompting
 from inference_svc.text import differences, tools_order
 from inference_svc.text.conversation import Dialogue, dialogue, json_of_messages, lasting_chars, render
@@ -21,8 +22,15 @@ from inference_svc.text.literal_text import from_outside
 from inference_svc.text.prefix_matching import common_prefix_length
 from inference_svc.text.system_values import kept_values, without_notes
 from inference_svc.text.template_clock import TemplateClock
-from inference_svc.turns.continuing import continuation, rules_in_force
 from inference_svc.turns.phases import Prompted, Recalled
+from inference_svc.turns.prompts.continuing import (
+    as_its_agent_has_it,
+    check_existing,
+    continuation,
+    rules_in_force,
+    what_is_left_out,
+    whole_conversation,
+)
 from inference_svc.turns.turn_data import Continuation, MessagesInput, PromptInput, TokensInput, TurnRequest
 
 
@@ -50,13 +58,28 @@ async def prompt_text(
     return await prompting.run(request.namespace, rendered)
 
 
-def recalled_by(request: TurnRequest, recollection: Recollection, how: Continuation | None) -> Recalled:
-    """The turn as its agent's memory has it. Dates and clocks of systems' texts stay those that the memory has, and the
-    newest ones become a note. `how`: None: the match of its prompt decides.
+def recalled_by(
+    request: TurnRequest, recollection: Recollection, cursor: EventCursor | None, *, is_retry: bool = False
+) -> Recalled:
+    """What a turn makes of its agent's memory. Raises NotFound, FailedPrecondition or Unavailable when there is no
+    memory to go on from.
     """
-    memory = recollection.continued
-    rules = rules_in_force(request, recollection) & {volatile.SYSTEM_DATE, volatile.SYSTEM_CLOCK}
-    given, recalled = request.input, Recalled(request, recollection, how)
+    how = None
+    if request.key is not None:
+        check_existing(request, recollection)
+        request = as_its_agent_has_it(request, recollection)
+        how = None if request.is_warming else continuation(request, recollection)
+    recalled = _with_kept_values(Recalled(request, recollection, how, event_cursor=cursor))
+    shortened = what_is_left_out(recalled.request, recollection, how)
+    messages = whole_conversation(recalled.request, recollection, is_retry=is_retry)
+    return replace(recalled, messages=messages, shortened=shortened)
+
+
+def _with_kept_values(recalled: Recalled) -> Recalled:
+    """Dates and clocks of systems' texts stay those that the memory has, and the newest ones become a note."""
+    request, memory = recalled.request, recalled.recollection.continued
+    rules = rules_in_force(request, recalled.recollection) & {volatile.SYSTEM_DATE, volatile.SYSTEM_CLOCK}
+    given = request.input
     if not rules or memory is None or not isinstance(given, MessagesInput) or given.is_append:
         return recalled
     if not _goes_on(recalled):
@@ -72,7 +95,7 @@ def _goes_on(recalled: Recalled) -> bool:
     return how in (Continuation.EXTENDED, Continuation.REWOUND)
 
 
-def remembered_time_ms(recalled: Recalled) -> int:
+def _remembered_time_ms(recalled: Recalled) -> int:
     """What the turn's template is told that the time is: what the memory's was told, where its conversation goes on and
     the rule holds. 0: the turn's own.
     """
@@ -84,7 +107,7 @@ def remembered_time_ms(recalled: Recalled) -> int:
     return memory.template_time_ms if _goes_on(recalled) else 0
 
 
-def remembered_order(recalled: Recalled) -> manifest_pb2.ToolsOrder | None:
+def _remembered_order(recalled: Recalled) -> manifest_pb2.ToolsOrder | None:
     """The order in which the memory has its tools, also for a branch: it has no meaning. None: the turn's own."""
     memory = recalled.recollection.continued
     if memory is None or volatile.TOOLS_ORDER not in rules_in_force(recalled.request, recalled.recollection):
@@ -93,11 +116,12 @@ def remembered_order(recalled: Recalled) -> manifest_pb2.ToolsOrder | None:
 
 
 async def prompted(
-    prompting: Prompting, recalled: Recalled, told_ms: int, order: manifest_pb2.ToolsOrder | None
+    prompting: Prompting, recalled: Recalled, begun_with: tuple[int, manifest_pb2.ToolsOrder | None] | None = None
 ) -> Prompted:
-    """The prompt of a turn, whose template is told the time `told_ms` unless that is 0, and given its tools in this
-    order if it is theirs.
+    """The prompt of a turn. `begun_with`: the time (0: its own) and the order of tools that another engine gave its
+    template; else the memory's.
     """
+    told_ms, order = begun_with or (_remembered_time_ms(recalled), _remembered_order(recalled))
     request, given = recalled.request, recalled.request.input
     if isinstance(given, TokensInput):
         text, tokens = await prompting.run(request.namespace, lambda: prompting.spelled(given.token_ids))
@@ -170,6 +194,14 @@ async def _with_note(prompting: Prompting, made: Prompted) -> Prompted:
         return replace(made, is_time_untold=True)
     recalled = replace(made.recalled, messages=(*made.recalled.messages, note))
     return replace(made, recalled=recalled, text=found, dialogue=noted, is_time_untold=False)
+
+
+async def rewind_point_chars(prompting: Prompting, made: Prompted) -> int | None:
+    """Prompt characters after which a model with states records a rewind point."""
+    if (conversation := made.dialogue) is None:
+        return None
+    template = prompting.template_at(made.clock, made.request.template_settings)
+    return await prompting.run(made.request.namespace, lambda: lasting_chars(template, conversation, made.text))
 
 
 async def with_difference(prompting: Prompting, made: Prompted) -> Prompted:
