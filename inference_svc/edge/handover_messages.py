@@ -20,7 +20,7 @@ from inference_svc.handover.giving import Given
 from inference_svc.handover.passing import Opening, Promise, Stand, Surroundings
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.token_ids import TokenIds
-from inference_svc.turns.phases import BegunTurn
+from inference_svc.turns.phases import BegunPrompt, BegunTurn
 from inference_svc.turns.turn_data import Continuation, Shortening, TurnRequest
 
 FORMAT = 1
@@ -51,17 +51,17 @@ def write_opening(opening: Opening) -> pb.TakeTurnRequest:
             seed=begun.seed,
             max_tokens=begun.max_tokens,
             caller=opening.caller,
-            messages=begun.messages,
-            prompt_token_ids=begun.prompt.ids,
-            prompt_token_chars=begun.prompt.chars,
-            rewind_point_tokens=begun.rewind_point_tokens,  # type: ignore[arg-type]  # None leaves it out
+            messages=begun.prompt.messages,
+            prompt_token_ids=begun.prompt.tokens.ids,
+            prompt_token_chars=begun.prompt.tokens.chars,
+            rewind_point_tokens=begun.prompt.rewind_point_tokens,  # type: ignore[arg-type]  # None leaves it out
             parent_manifest=begun.parent_manifest.to_proto() if begun.parent_manifest is not None else None,
             is_brought=begun.is_brought,
             continuation=write_continuation(begun.continuation),
             shortened=begun.shortened,
             shortening=messages.write_shortening(begun.shortening) if begun.shortening is not None else None,
-            template_time_ms=begun.template_time_ms,
-            tools_order=begun.tools_order,
+            template_time_ms=begun.prompt.template_time_ms,
+            tools_order=begun.prompt.tools_order,
             move_id=begun.move_id,
             is_text_own=begun.is_text_own,
             age=messages.duration(begun.age_s),
@@ -92,16 +92,18 @@ def read_opening(message: pb.TurnOpening, peer: str) -> Opening:
     begun = BegunTurn(
         seed=message.seed,
         max_tokens=message.max_tokens,
-        prompt=Tokenized(TokenIds(message.prompt_token_ids), tuple(message.prompt_token_chars)),
-        rewind_point_tokens=message.rewind_point_tokens if message.HasField("rewind_point_tokens") else None,
-        messages=tuple(message.messages),
+        prompt=BegunPrompt(
+            Tokenized(TokenIds(message.prompt_token_ids), tuple(message.prompt_token_chars)),
+            message.rewind_point_tokens if message.HasField("rewind_point_tokens") else None,
+            tuple(message.messages),
+            message.template_time_ms,
+            message.tools_order if message.HasField("tools_order") else None,
+        ),
         parent_manifest=_digest(message.parent_manifest) if message.HasField("parent_manifest") else None,
         is_brought=message.is_brought or bool(peer),
         continuation=_continuation(message.continuation),
         shortened=message.shortened if message.HasField("shortened") else None,
         shortening=_shortening(message.shortening) if message.HasField("shortening") else None,
-        template_time_ms=message.template_time_ms,
-        tools_order=message.tools_order if message.HasField("tools_order") else None,
         move_id=message.move_id,
         peer=peer,
         is_text_own=message.is_text_own,

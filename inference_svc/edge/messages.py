@@ -25,8 +25,11 @@ from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.text.literal_text import from_outside, utf8_bytes
 from inference_svc.turns.turn_data import (
+    MemoryUse,
     OpenTurn,
     PromptInput,
+    PromptSettings,
+    RequestOrigin,
     Shortening,
     TurnDelta,
     TurnEvent,
@@ -70,29 +73,29 @@ def turn_request(
         request_id=request_id,
         namespace=namespace,
         agent_id=agent_id,
-        expected_version=request.expected_version if request.HasField("expected_version") else None,
         input=given,
         input_digest=digest,
-        begun=begun,
         sampling=sampling_params(request, new_seed),
-        choices=choice_count(request),
         clamps_max_tokens=clamps_max_tokens(request),
-        tools=tools,
-        objects=objects,
+        memory=_memory_use(request),
+        prompt=PromptSettings(tools, objects, begun, request.return_prompt_token_ids, read_thinking(request)),
+        origin=RequestOrigin(caller, input_bytes(given, tools), request),
+        choices=choice_count(request),
+        priority=priority_of(request),
+    )
+
+
+def _memory_use(request: pb.GenerateRequest) -> MemoryUse:
+    return MemoryUse(
+        expected_version=request.expected_version if request.HasField("expected_version") else None,
+        base_version=request.base_version if request.HasField("base_version") else None,
         keep_partial=request.keep_partial,
         is_read_only=request.memory_mode == pb.MEMORY_MODE_READ_ONLY,
         expects_memory=request.expect_existing,
-        base_version=request.base_version if request.HasField("base_version") else None,
         replaces=request.replace_memory,
         rules=read_rules(request),
         has_default_rules=request.volatile.is_default,
-        returns_prompt_ids=request.return_prompt_token_ids,
         on_full=_on_full(request),
-        priority=priority_of(request),
-        thinking=read_thinking(request),
-        caller=caller,
-        input_bytes=input_bytes(given, tools),
-        origin=request,
     )
 
 
@@ -114,18 +117,14 @@ def warm_request(
         request_id=new_request_id(),
         namespace=namespace,
         agent_id=request.agent_id,
-        expected_version=None,
         input=given,
         input_digest="",
         sampling=SamplingParams(max_tokens=0),
         clamps_max_tokens=False,
-        tools=tools,
-        objects=objects,
+        prompt=PromptSettings(tools, objects, thinking=read_thinking(request)),
+        origin=RequestOrigin(caller, input_bytes(given, tools)),
         # Turns whose reply a caller awaits come first.
         priority=Priority.BACKGROUND,
-        thinking=read_thinking(request),
-        caller=caller,
-        input_bytes=input_bytes(given, tools),
         is_warming=True,
     )
 
@@ -168,17 +167,12 @@ def count_request(request: pb.CountTokensRequest, *, namespace: str, caller: str
         request_id="",
         namespace=namespace,
         agent_id="",
-        expected_version=None,
         input=given,
-        begun=begun,
         input_digest="",
         sampling=SamplingParams(max_tokens=0),
         clamps_max_tokens=False,
-        tools=tools,
-        objects=objects,
-        thinking=read_thinking(request),
-        caller=caller,
-        input_bytes=input_bytes(given, tools),
+        prompt=PromptSettings(tools, objects, begun, thinking=read_thinking(request)),
+        origin=RequestOrigin(caller, input_bytes(given, tools)),
     )
 
 

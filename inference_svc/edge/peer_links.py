@@ -54,7 +54,7 @@ class EngineLink:
         self._prompt_tokens = 0
 
     async def open(self, opening: Opening) -> None:
-        self._prompt_tokens = len(opening.begun.prompt.ids)
+        self._prompt_tokens = len(opening.begun.prompt.tokens.ids)
         await self._call.send([wire.write_opening(opening)])
         await self._expect("opened")
 

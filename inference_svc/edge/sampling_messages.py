@@ -58,8 +58,8 @@ def sampling_params(request: pb.GenerateRequest, new_seed: Callable[[], int]) ->
 
 def with_defaults(turn: TurnRequest, defaults: Mapping[str, Any]) -> TurnRequest:
     """The turn, with the model's own settings where its request leaves them out: absent is not 0."""
-    assert isinstance(turn.origin, pb.GenerateRequest)
-    given = turn.origin.sampling
+    assert isinstance(turn.origin.message, pb.GenerateRequest)
+    given = turn.origin.message.sampling
     chosen = {name: value for name, value in defaults.items() if not given.HasField(name)}
     return replace(turn, sampling=replace(turn.sampling, **chosen))
 

@@ -50,21 +50,22 @@ def thinking_settings(request: Request) -> list[tuple[str, str]]:
 
 async def with_thinking(turn: TurnRequest, prompting: Prompting) -> TurnRequest:
     """The turn, with what the model makes of what it asks. Raises InvalidArgument that names what it cannot apply."""
-    asked = turn.thinking
+    asked, settings = turn.prompt.thinking, turn.prompt
     if asked is None:
         return turn
     constraint = turn.sampling.constraint
     begins_with_answer = constraint is not None and constraint.begins_reply
     found = await prompting.run(
         turn.namespace,
-        lambda: prompting.applied(asked, has_tools=bool(turn.tools), begins_with_answer=begins_with_answer),
+        lambda: prompting.applied(asked, has_tools=bool(settings.tools), begins_with_answer=begins_with_answer),
     )
-    return replace(
-        turn,
+    settings = replace(
+        settings,
         template_settings=found.settings,
         most_reasoning_tokens=found.most_tokens,
         ignored_settings=found.ignored,
     )
+    return replace(turn, prompt=settings)
 
 
 def _value(name: str, given: pb.TemplateValue) -> Scalar:

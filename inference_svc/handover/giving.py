@@ -24,7 +24,7 @@ from inference_svc.memory.outcomes import Source
 from inference_svc.memory.publishing.copies import piece_blocks
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.trust import LEASE_TTL_S
-from inference_svc.turns.phases import BegunTurn, Progress, TurnPhase, TurnTiming
+from inference_svc.turns.phases import BegunPrompt, BegunTurn, Progress, TurnPhase, TurnTiming
 from inference_svc.turns.turn_data import MessagesInput, TurnMoved
 from inference_svc.turns.turn_service import TurnService
 
@@ -163,17 +163,19 @@ class TurnGiver:
         return BegunTurn(
             seed=(request.sampling.seed - request.choice) % _SEEDS,
             max_tokens=planned.plan.sampling.max_tokens,
-            prompt=planned.prepared.tokens,
-            rewind_point_tokens=planned.plan.rewind_point_tokens,
-            messages=recalled.messages if isinstance(request.input, MessagesInput) else (),
+            prompt=BegunPrompt(
+                planned.prepared.tokens,
+                planned.plan.rewind_point_tokens,
+                recalled.messages if isinstance(request.input, MessagesInput) else (),
+                planned.prompted.clock.told_ms,
+                planned.prompted.tools_order,
+            ),
             parent_manifest=head.manifest if head is not None else None,
             is_brought=planned.has_brought_kv,
             is_text_own=planned.is_text_own and recollection.is_text_own,
             continuation=recalled.continuation,
             shortened=recalled.shortened,
             shortening=planned.prompted.shortening,
-            template_time_ms=planned.prompted.clock.told_ms,
-            tools_order=planned.prompted.tools_order,
             age_s=self.clock() - turn.times.arrived,
             first_token_s=turn.times.first_token_s,
         )
@@ -182,7 +184,7 @@ class TurnGiver:
         request = turns[0].request
         surroundings = Surroundings.of(self.engine, self.version)
         choices = tuple(turn.request.choice for turn in turns)
-        return Opening(surroundings, request.origin, request.request_id, request.caller, begun, choices)
+        return Opening(surroundings, request.origin.message, request.request_id, request.origin.caller, begun, choices)
 
     def stand(self, turn: Progress, held: HeldTurn) -> Stand:
         assert turn.planned is not None

@@ -58,7 +58,7 @@ class Taking:
 
     @property
     def prompt(self) -> Tokenized:
-        return self._opening.begun.prompt
+        return self._opening.begun.prompt.tokens
 
     @property
     def is_whole(self) -> bool:
@@ -86,7 +86,7 @@ class Taking:
         stand = self._stands.get(choice)
         if choice not in self._opening.choices or (stand is not None and stand.files == 0):
             raise InvalidArgument(f"file.choice: no file of choice {choice} was announced", field="file.choice")
-        tokens = len(self._opening.begun.prompt.ids) + self._opening.begun.max_tokens
+        tokens = len(self._opening.begun.prompt.tokens.ids) + self._opening.begun.max_tokens
         groups = 1 + len(self._model.window_bytes_per_token)
         if len(self._files[choice]) >= groups * (tokens // BLOCK_TOKENS + 1) + _MORE_FILES:
             raise ResourceExhausted("file: a turn of so many tokens has fewer files")
@@ -122,7 +122,7 @@ class Taking:
         assert self._choices is not None
         self._is_owned = True
         request = self._request
-        reply = WaitingReply(self._choices, request.request_id, request.namespace, request.caller)
+        reply = WaitingReply(self._choices, request.request_id, request.namespace, request.origin.caller)
         self._tokens.offer(promise.resume_token, reply)
 
     async def go_on(self) -> None:

@@ -39,7 +39,7 @@ class AgentLines:
 
     def _leases_for(self, request: TurnRequest) -> LineLeases | None:
         """The leases, for a turn that extends a line. One that only reads takes no other engine's."""
-        if not request.agent_id or request.is_read_only:
+        if not request.agent_id or request.memory.is_read_only:
             return None
         return self._parts.leases.get(request.namespace)
 

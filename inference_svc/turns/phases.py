@@ -161,14 +161,23 @@ class Remembered:
 
 
 @dataclass(frozen=True, slots=True)
+class BegunPrompt:
+    """The prompt of a turn that another engine began."""
+
+    tokens: Tokenized
+    rewind_point_tokens: int | None = None
+    messages: tuple[manifest_pb2.Message, ...] = ()  # before the reply; empty for a prompt
+    template_time_ms: int = 0  # what its template was told; 0: it did not ask
+    tools_order: manifest_pb2.ToolsOrder | None = None  # as the template was given them
+
+
+@dataclass(frozen=True, slots=True)
 class BegunTurn:
     """What another engine knew of a turn that it began, besides where it stands: equal for all choices of a request."""
 
     seed: int  # of the first choice
     max_tokens: int
-    prompt: Tokenized
-    rewind_point_tokens: int | None
-    messages: tuple[manifest_pb2.Message, ...]  # before the reply; empty for a prompt
+    prompt: BegunPrompt
     parent_manifest: Digest | None  # of the version that the turn extends; None: the agent remembers nothing
     is_brought: bool
     continuation: Continuation | None
@@ -176,8 +185,6 @@ class BegunTurn:
     shortening: Shortening | None
     age_s: float  # since the request arrived
     first_token_s: float | None  # from then until the reply's first token; None: there is none yet
-    template_time_ms: int = 0  # what its template was told; 0: it did not ask
-    tools_order: manifest_pb2.ToolsOrder | None = None  # as the template was given them
     move_id: str = ""  # by which the agent comes to this engine's store before the turn is this engine's
     peer: str = ""  # that gives the turn: the name of another store; empty: an engine of this store gives it
     is_text_own: bool = False  # its reply counts as the model's own
@@ -314,7 +321,7 @@ class Progress:
     def can_move(self) -> bool:
         """Whether it computes a reply that another engine could go on with."""
         is_running = self.phase in (TurnPhase.RUNNING, TurnPhase.MOVING) and self.handle is not None
-        return is_running and self.request.origin is not None
+        return is_running and self.request.origin.message is not None
 
     @property
     def is_cancelled(self) -> bool:

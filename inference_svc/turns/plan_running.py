@@ -125,7 +125,7 @@ class PlanRunner:
             fitting = self._parts.engine.most_new_tokens(count)
             sampling = replace(sampling, max_tokens=_clamped(sampling.max_tokens, fitting))
         check_fits(count, sampling.max_tokens, context, field=request.input.name)
-        if (most := request.most_reasoning_tokens) is not None:
+        if (most := request.prompt.most_reasoning_tokens) is not None:
             sampling = replace(sampling, reasoning_limit=self._parts.prompting.reasoning_limit(most, prepared.text))
         return TurnPlan(
             token_ids=prepared.tokens.ids,
@@ -133,7 +133,7 @@ class PlanRunner:
             sampling=sampling,
             key=request.key,
             is_remembered=is_kept or request.is_warming,
-            keep_partial=request.keep_partial and is_kept,
+            keep_partial=request.memory.keep_partial and is_kept,
             priority=request.priority,
             namespace=request.namespace,
         )

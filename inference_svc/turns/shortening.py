@@ -197,16 +197,14 @@ def _following(
     request: TurnRequest, given: MessagesInput, sampling: SamplingParams, *, is_read_only: bool
 ) -> TurnRequest:
     """A turn of the same agent that nobody waits for; one that only reads leaves its agent as it is."""
+    memory = request.memory
     return replace(
         request,
         input=given,
         sampling=sampling,
         clamps_max_tokens=False,
-        expected_version=None,
-        base_version=None,
-        keep_partial=False,
-        is_read_only=is_read_only,
-        begun=None if is_read_only else request.begun,
+        memory=replace(memory, expected_version=None, base_version=None, keep_partial=False, is_read_only=is_read_only),
+        prompt=replace(request.prompt, begun=None) if is_read_only else request.prompt,
     )
 
 
@@ -220,8 +218,8 @@ def _beside(
 
 def _setting(prompted: Prompted, recollection: Recollection | None = None) -> OnFull:
     """The turn's own setting, or its agent's. Raises InvalidArgument for a label that says none."""
-    if prompted.request.on_full is not None:
-        return prompted.request.on_full
+    if prompted.request.memory.on_full is not None:
+        return prompted.request.memory.on_full
     label = (recollection or prompted.recalled.recollection).settings.on_full
     return on_full.from_label(label) if label else OnFull()
 

@@ -68,41 +68,62 @@ class MessagesInput:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """What a turn makes of its agent's memory."""
+
+    expected_version: int | None = None
+    base_version: int | None = None  # goes on from this version instead of the newest
+    keep_partial: bool = False
+    is_read_only: bool = False  # the agent's memory is read and stays as it is
+    expects_memory: bool = False  # an agent that remembers nothing is refused
+    replaces: bool = False  # another conversation takes the place of the agent's
+    rules: frozenset[str] | None = None  # for what is volatile (`prompt_text`); None: the label's, else the defaults
+    has_default_rules: bool = False  # an agent's label goes before `rules`
+    on_full: OnFull | None = None  # None: what the agent's label says
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSettings:
+    """What a prompt has besides its input."""
+
+    tools: Sequence[Tool] = ()
+    objects: GivenJson = field(default_factory=GivenJson)  # the JSON of messages and tools
+    begun: manifest_pb2.Message | None = None  # the reply goes on from it; the input has it no more
+    returns_ids: bool = False  # the reader wants the prompt's tokens
+    thinking: AskedThinking | None = None  # None: as the template has it
+    template_settings: Mapping[str, Scalar] = field(default_factory=dict)  # what of it the model's template is given
+    most_reasoning_tokens: int | None = None
+    ignored_settings: tuple[str, ...] = ()  # what of it the model cannot apply
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOrigin:
+    """Where a request came from."""
+
+    caller: str = ""  # the credential's name
+    size_bytes: int = 0  # of the input
+    # What the edge made the request of, for another engine that goes on with it. None: no other engine can.
+    message: object = None
+
+
+@dataclass(frozen=True, slots=True)
 class TurnRequest:
     """A validated request. `namespace` is the credential's. `agent_id` is empty when the turn leaves no memory."""
 
     request_id: str
     namespace: str
     agent_id: str
-    expected_version: int | None
     input: PromptInput | TokensInput | MessagesInput
     input_digest: str
     sampling: SamplingParams
     clamps_max_tokens: bool  # what is left of context and KV memory bounds it, and does not refuse it
-    tools: Sequence[Tool] = ()
-    objects: GivenJson = field(default_factory=GivenJson)  # the JSON of its messages and tools
-    begun: manifest_pb2.Message | None = None  # the reply goes on from it; the input has it no more
-    keep_partial: bool = False
-    is_read_only: bool = False  # the agent's memory is read and stays as it is
-    expects_memory: bool = False  # an agent that remembers nothing is refused
-    base_version: int | None = None  # goes on from this version instead of the newest
-    replaces: bool = False  # another conversation takes the place of the agent's
-    rules: frozenset[str] | None = None  # for what is volatile (`prompt_text`); None: the label's, else the defaults
-    has_default_rules: bool = False  # an agent's label goes before `rules`
-    returns_prompt_ids: bool = False  # the reader wants the prompt's tokens
-    thinking: AskedThinking | None = None  # None: as the template has it
-    template_settings: Mapping[str, Scalar] = field(default_factory=dict)  # what of it the model's template is given
-    most_reasoning_tokens: int | None = None
-    ignored_settings: tuple[str, ...] = ()  # what of it the model cannot apply
+    memory: MemoryUse = MemoryUse()
+    prompt: PromptSettings = field(default_factory=PromptSettings)
+    origin: RequestOrigin = RequestOrigin()
     choices: int = 1  # number of replies; several only without an agent
     choice: int = 0  # index of this reply
     priority: Priority = Priority.INTERACTIVE
-    on_full: OnFull | None = None  # None: what the agent's label says
-    caller: str = ""  # the credential's name
     is_warming: bool = False  # no token is generated; an empty prompt stands for the agent's memory
-    input_bytes: int = 0
-    # What the edge made the request of, for another engine that goes on with it. None: no other engine can.
-    origin: object = None
 
     @property
     def key(self) -> AgentKey | None:
@@ -111,7 +132,7 @@ class TurnRequest:
     @property
     def is_kept(self) -> bool:
         """Whether the turn becomes its agent's next version, unless it is a branch."""
-        return bool(self.agent_id) and not self.is_read_only and not self.is_warming
+        return bool(self.agent_id) and not self.memory.is_read_only and not self.is_warming
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,8 +230,8 @@ class TurnEnding:
             publication=PublicationState(
                 head=previous.head if previous is not None else recollection.head,
                 is_head=False,
-                expected_version=request.expected_version,
-                base_version=request.base_version or 0,
+                expected_version=request.memory.expected_version,
+                base_version=request.memory.base_version or 0,
                 handed_over_by=planned.handed_over_by,
                 # An unstored memory counts under the lease under which it was made, and so does one that extends it.
                 generation=self._generation(key) if previous is None or previous.is_head else previous.generation,
@@ -284,7 +284,7 @@ class TurnEnding:
         is_head = memory.publication.is_head and head is not None
         parent = (head.parent_version if is_head else head.version) if head is not None else 0
         prompt_tokens = remembered.prompt_tokens
-        ids = memory.transcript.token_ids[: prompt_tokens if request.returns_prompt_ids else 0]
+        ids = memory.transcript.token_ids[: prompt_tokens if request.prompt.returns_ids else 0]
         turn.emit(TurnStarted(prompt_tokens, prompt_tokens, Source.REPLAY, Outcome.EXACT, parent, prompt_ids=ids))
         part, calls = reply_again(request, self._parts.prompting, memory)
         turn.emit(TurnDelta(part.answer, token_ids, part.reasoning))
@@ -334,7 +334,7 @@ def stopped(turn: Progress) -> TurnFinished:
 def unkept(turn: Progress, planned: Planned) -> SnapshotOutcome:
     """The outcome where nothing of the turn is remembered: the agent stays at the version before."""
     reason = ""
-    if planned.request.is_read_only:
+    if planned.request.memory.is_read_only:
         reason = "the memory was only read"
     elif planned.recalled.continuation is Continuation.BRANCHED:
         miss = planned.recollection.miss if planned.recollection.is_unread else None

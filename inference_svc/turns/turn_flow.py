@@ -79,7 +79,7 @@ class TurnFlow:
                     raise errors.Cancelled("the turn was cancelled")
                 async with self._in_order(request.key):
                     turn.phase = TurnPhase.PLANNING
-                    await self._parts.prompting.read(request.namespace, request.objects)
+                    await self._parts.prompting.read(request.namespace, request.prompt.objects)
                     if turn.taken is None:  # else the engine that began it has reported how long it waited
                         turn.times.queue_s = self._parts.clock() - turn.times.arrived
                     with self._lines.using(request):
@@ -148,7 +148,7 @@ class TurnFlow:
         if request.is_warming:
             await self._warm(turn, recollection, cursor, budget)
             return None
-        is_again = memory is not None and not request.is_read_only and is_retry(request, memory)
+        is_again = memory is not None and not request.memory.is_read_only and is_retry(request, memory)
         if memory is not None and is_again and is_whole(memory) and recollection.kv_from is not Source.COLD:
             self._parts.stats.of(request.namespace).sources[Source.REPLAY] += 1
             await self._ending.replay(memory, turn)
@@ -156,9 +156,9 @@ class TurnFlow:
         if not is_again:
             check_parent(request, recollection)
         turn.parent_version = recollection.version
-        if request.base_version is not None and request.key is not None:
+        if request.memory.base_version is not None and request.key is not None:
             with_base = self._parts.recall.with_base
-            recollection = await with_base(request.key, recollection, request.base_version, budget)
+            recollection = await with_base(request.key, recollection, request.memory.base_version, budget)
         made = await prompted(self._parts.prompting, recalled_by(request, recollection, cursor, is_retry=is_again))
         made = await with_difference(self._parts.prompting, made)
         try:
@@ -187,10 +187,12 @@ class TurnFlow:
         recollection, cursor = await self._lines.parent(request, begun, self._parts.budget())
         turn.parent_version = recollection.version
         recalled = Recalled(
-            request, recollection, begun.continuation, begun.messages, begun.shortened, event_cursor=cursor
+            request, recollection, begun.continuation, begun.prompt.messages, begun.shortened, event_cursor=cursor
         )
-        made = await prompted(self._parts.prompting, recalled, (begun.template_time_ms, begun.tools_order))
-        if sum(begun.prompt.chars) != len(made.text):
+        made = await prompted(
+            self._parts.prompting, recalled, (begun.prompt.template_time_ms, begun.prompt.tools_order)
+        )
+        if sum(begun.prompt.tokens.chars) != len(made.text):
             raise errors.InvalidArgument(
                 f"opening.prompt_token_chars: the prompt has {len(made.text)} characters",
                 field="opening.prompt_token_chars",
@@ -200,10 +202,12 @@ class TurnFlow:
 
     def _taken_plan(self, made: Prompted, taken: TakenTurn) -> Planned:
         begun = taken.begun
-        prepared = Prepared(made.text, begun.prompt, Cold(), Source.COLD, Outcome.NONE, None, ())
+        prepared = Prepared(made.text, begun.prompt.tokens, Cold(), Source.COLD, Outcome.NONE, None, ())
         # Brought rows serve their own agent: what a peer says of them lends them to no other.
         carried = replace(taken.carried, shareable=0) if begun.is_brought else taken.carried
-        plan = replace(self._plans.plan(made, prepared), carried=carried, rewind_point_tokens=begun.rewind_point_tokens)
+        plan = replace(
+            self._plans.plan(made, prepared), carried=carried, rewind_point_tokens=begun.prompt.rewind_point_tokens
+        )
         plan = replace(plan, sampling=replace(plan.sampling, max_tokens=begun.max_tokens))
         is_brought, is_text_own = begun.is_brought, begun.is_text_own
         return Planned(made, made.recalled.recollection, prepared, plan, is_brought=is_brought, is_text_own=is_text_own)

@@ -264,12 +264,12 @@ class TurnReporter:
             parent_version=parent_version,
             miss=prepared.miss,
             continuation=how,
-            base_version=request.base_version or parent_version,
+            base_version=request.memory.base_version or parent_version,
             is_time_untold=prompted.is_time_untold,
             difference=prompted.difference,
             kept=tuple(sorted(recalled.kept | ({TEMPLATE_DATE} if prompted.clock.has_kept else set()))),
-            prompt_ids=prepared.tokens.ids if request.returns_prompt_ids else NO_TOKENS,
-            ignored_settings=request.ignored_settings,
+            prompt_ids=prepared.tokens.ids if request.prompt.returns_ids else NO_TOKENS,
+            ignored_settings=request.prompt.ignored_settings,
         )
 
     def _count_running(self) -> None:

@@ -97,7 +97,9 @@ class TurnService:
 
     def _begin(self, request: TurnRequest, outbox: Outbox, taken: TakenTurn | None = None) -> Progress:
         place = contextlib.ExitStack()
-        place.enter_context(self._parts.admission.turn(request.namespace, request.caller, request.input_bytes))
+        place.enter_context(
+            self._parts.admission.turn(request.namespace, request.origin.caller, request.origin.size_bytes)
+        )
         times = TurnTiming(self._parts.clock())
         if taken is not None:
             times.arrived -= taken.begun.age_s
@@ -183,7 +185,7 @@ class TurnService:
         if isinstance(given, TokensInput):
             return len(given.token_ids)
         messages = given.messages if isinstance(given, MessagesInput) else ()
-        with self._parts.admission.turn(request.namespace, request.caller, request.input_bytes):
+        with self._parts.admission.turn(request.namespace, request.origin.caller, request.origin.size_bytes):
             async with self._counting.held_for(request.namespace, 1):
                 counter = await self._parts.prompting.twin(request.namespace)
                 text, _ = await prompt_text(counter, request, messages, counter.clock())

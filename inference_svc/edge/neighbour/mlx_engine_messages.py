@@ -13,7 +13,15 @@ from inference_svc.engine.api import TokenLogprobs
 from inference_svc.engine.context import check_fits
 from inference_svc.text.conversation import input_digest
 from inference_svc.text.token_ids import TokenIds
-from inference_svc.turns.turn_data import TokensInput, TurnDelta, TurnEvent, TurnFinished, TurnRequest, TurnStarted
+from inference_svc.turns.turn_data import (
+    RequestOrigin,
+    TokensInput,
+    TurnDelta,
+    TurnEvent,
+    TurnFinished,
+    TurnRequest,
+    TurnStarted,
+)
 
 _SEEDS = 1 << 64
 # The neighbours' word for a turn that another call ended.
@@ -47,13 +55,11 @@ def turn_request(
         request_id=request_id,
         namespace=namespace,
         agent_id=agent_id,
-        expected_version=None,
         input=TokensInput(prompt),
         input_digest=input_digest("tokens", " ".join(map(str, prompt)), (), (), settings(wanted)),
         sampling=sampling_params(wanted, new_seed),
         clamps_max_tokens=clamps_max_tokens(wanted),
-        caller=caller,
-        input_bytes=request.ByteSize(),
+        origin=RequestOrigin(caller, request.ByteSize()),
     )
 
 

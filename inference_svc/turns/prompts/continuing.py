@@ -58,14 +58,14 @@ def is_retry(request: TurnRequest, memory: AgentMemory) -> bool:
     turn, head = memory.turn, memory.publication.head
     if turn.request_id != request.request_id or turn.input_digest != request.input_digest:
         return False
-    if request.expected_version is None or head is None:
+    if request.memory.expected_version is None or head is None:
         return True
     # A request with the same input that extends this memory is a new turn, not a retry.
     extended = head.parent_version if memory.publication.is_head else head.version
     if memory.shortened is None:
-        return request.expected_version == extended
+        return request.memory.expected_version == extended
     # Its caller knows no version that only became shorter.
-    return request.expected_version <= extended - memory.shortened.is_after_turn
+    return request.memory.expected_version <= extended - memory.shortened.is_after_turn
 
 
 def is_whole(memory: AgentMemory) -> bool:
@@ -78,13 +78,13 @@ def check_parent(request: TurnRequest, recollection: Recollection) -> None:
     asked, its compare-and-swap decides at the end.
     """
     head, memory = recollection.head, recollection.memory
-    if request.expected_version is None or head is None or request.expected_version == head.version:
+    if request.memory.expected_version is None or head is None or request.memory.expected_version == head.version:
         return
     is_shortened = memory is not None and memory.shortened is not None and memory.shortened.is_after_turn
-    if is_shortened and head.is_of_turn and request.expected_version == head.parent_version:
+    if is_shortened and head.is_of_turn and request.memory.expected_version == head.parent_version:
         return  # the version that its caller was told became shorter since
     raise errors.Conflict(
-        f"expected_version: {request.expected_version} was named, the agent's newest version is {head.version}",
+        f"expected_version: {request.memory.expected_version} was named, the agent's newest version is {head.version}",
         field="expected_version",
         metadata={"head_version": str(head.version)},
     )
@@ -103,7 +103,7 @@ def whole_conversation(
         # A retry of a turn that was cut: its messages are remembered already, and its partial reply is dropped. Not by
         # an older version, which goes on as before.
         return memory.messages[:-1] if is_retry and recollection.base is None else (*memory.messages, *given)
-    if not _is_remembered(recollection) or (memory is None and request.expected_version == 0):
+    if not _is_remembered(recollection) or (memory is None and request.memory.expected_version == 0):
         return given
     _refuse_append(request.agent_id, recollection)
     return ()
@@ -144,7 +144,7 @@ def what_is_left_out(
 
 def check_existing(request: TurnRequest, recollection: Recollection) -> None:
     """Raise NotFound for an agent that remembers nothing, if the caller minds."""
-    if request.expects_memory and not _is_remembered(recollection):
+    if request.memory.expects_memory and not _is_remembered(recollection):
         raise errors.NotFound(
             f"agent_id: agent {request.agent_id!r} remembers nothing yet",
             reason="AGENT_NOT_FOUND",
@@ -167,7 +167,7 @@ def continuation(request: TurnRequest, recollection: Recollection) -> Continuati
     at_any_time = bool(rules_in_force(request, recollection))
     if is_same_conversation(given.messages, memory.messages, at_any_time=at_any_time):
         return Continuation.REWOUND
-    return Continuation.REPLACED if request.replaces else Continuation.BRANCHED
+    return Continuation.REPLACED if request.memory.replaces else Continuation.BRANCHED
 
 
 def rules_in_force(request: TurnRequest, recollection: Recollection) -> frozenset[str]:
@@ -175,15 +175,15 @@ def rules_in_force(request: TurnRequest, recollection: Recollection) -> frozense
     that names none.
     """
     label = recollection.settings.volatile
-    if request.rules is not None and not (label and request.has_default_rules):
-        return request.rules
+    if request.memory.rules is not None and not (label and request.memory.has_default_rules):
+        return request.memory.rules
     return volatile.from_label(label) if label else volatile.DEFAULT
 
 
 def _beside_unread(request: TurnRequest, recollection: Recollection) -> Continuation:
     """The same for a memory that cannot be read: no other conversation takes its place without the caller's word."""
     given, hot, miss = request.input, recollection.unproven, recollection.miss
-    if request.replaces:
+    if request.memory.replaces:
         return Continuation.REPLACED
     if miss is None or not miss.is_store_away:  # it will not be readable later either
         return Continuation.BRANCHED if isinstance(given, MessagesInput) else Continuation.REPLACED

@@ -11,11 +11,12 @@ from inference_svc.turns.phases import Prompted
 async def with_messages(prompting: Prompting, prompted: Prompted, messages: Messages) -> Prompted:
     """The turn with these messages, and with the JSON of them all parsed."""
     request = prompted.request
-    objects = request.objects.also(json_of_messages(messages, "remembered_messages"))
+    objects = request.prompt.objects.also(json_of_messages(messages, "remembered_messages"))
     objects.check_size()
     counter = await prompting.twin(request.namespace)
     await counter.read(request.namespace, objects)
-    recalled = replace(prompted.recalled, request=replace(request, objects=objects), messages=messages)
+    request = replace(request, prompt=replace(request.prompt, objects=objects))
+    recalled = replace(prompted.recalled, request=request, messages=messages)
     return replace(prompted, recalled=recalled)
 
 
@@ -25,10 +26,10 @@ async def shorter_of(
     """Which of the turn's messages stay."""
     request, messages, before = prompted.request, prompted.recalled.messages, prompted.recalled.shortened
     counter = await prompting.twin(request.namespace)
-    template = counter.template_at(prompted.clock, request.template_settings)
+    template = counter.template_at(prompted.clock, request.prompt.template_settings)
 
     def tokens_of(candidate: Messages) -> int:
-        text = render(template, dialogue(candidate, request.tools, request.objects, counter.specials))
+        text = render(template, dialogue(candidate, request.prompt.tools, request.prompt.objects, counter.specials))
         return len(counter.tokenize(text).ids)
 
     return await counter.run(

@@ -44,7 +44,7 @@ async def prompt_text(
     if isinstance(given, PromptInput):
         return from_outside(given.prompt), None
     assert isinstance(given, MessagesInput)  # tokens have their text already
-    objects = request.objects
+    objects = request.prompt.objects
     # Where a long conversation was shortened, some of the given ones are not among them.
     if remembered := messages[: max(len(messages) - len(given.messages), 0)]:
         objects = objects.also(json_of_messages(remembered, "remembered_messages"))
@@ -52,8 +52,8 @@ async def prompt_text(
     await prompting.read(request.namespace, objects)
 
     def rendered() -> tuple[str, Dialogue]:
-        conversation = dialogue(messages, request.tools, objects, prompting.specials, request.begun)
-        return render(prompting.template_at(clock, request.template_settings), conversation), conversation
+        conversation = dialogue(messages, request.prompt.tools, objects, prompting.specials, request.prompt.begun)
+        return render(prompting.template_at(clock, request.prompt.template_settings), conversation), conversation
 
     return await prompting.run(request.namespace, rendered)
 
@@ -144,19 +144,19 @@ async def _with_tools(
     prompting: Prompting, recalled: Recalled, order: manifest_pb2.ToolsOrder | None
 ) -> tuple[Recalled, manifest_pb2.ToolsOrder | None]:
     """The turn with its tools in this order, if it is theirs, and the order that they have then."""
-    request = recalled.request
-    if not request.tools:
+    request, given = recalled.request, recalled.request.prompt
+    if not given.tools:
         return recalled, None
-    await prompting.read(request.namespace, request.objects)
+    await prompting.read(request.namespace, given.objects)
 
     def ordered() -> tuple[Recalled, manifest_pb2.ToolsOrder | None]:
-        own = tools_order.order_of(request.tools, request.objects)
-        found = tools_order.in_order(request.tools, request.objects, order) if order not in (None, own) else None
+        own = tools_order.order_of(given.tools, given.objects)
+        found = tools_order.in_order(given.tools, given.objects, order) if order not in (None, own) else None
         if found is None:
             return recalled, own
-        tools, objects = found
+        settings = replace(given, tools=found[0], objects=found[1])
         kept = recalled.kept | {volatile.TOOLS_ORDER}
-        return replace(recalled, request=replace(request, tools=tools, objects=objects), kept=kept), order
+        return replace(recalled, request=replace(request, prompt=settings), kept=kept), order
 
     return await prompting.run(request.namespace, ordered)
 
@@ -177,8 +177,8 @@ async def _with_note(prompting: Prompting, made: Prompted) -> Prompted:
     note, conversation, request, text = made.recalled.note, made.dialogue, made.request, made.text
     if note is None or conversation is None:
         return made
-    template = prompting.template_at(made.clock, request.template_settings)
-    noted = replace(conversation.with_message(note, request.objects), begun=conversation.begun)
+    template = prompting.template_at(made.clock, request.prompt.template_settings)
+    noted = replace(conversation.with_message(note, request.prompt.objects), begun=conversation.begun)
 
     def told() -> str | None:
         try:
@@ -200,7 +200,7 @@ async def rewind_point_chars(prompting: Prompting, made: Prompted) -> int | None
     """Prompt characters after which a model with states records a rewind point."""
     if (conversation := made.dialogue) is None:
         return None
-    template = prompting.template_at(made.clock, made.request.template_settings)
+    template = prompting.template_at(made.clock, made.request.prompt.template_settings)
     return await prompting.run(made.request.namespace, lambda: lasting_chars(template, conversation, made.text))
 
 
@@ -213,7 +213,7 @@ async def with_difference(prompting: Prompting, made: Prompted) -> Prompted:
         return made
     remembered, text, request = memory.transcript.text, made.text, made.request
     found = differences.difference(remembered, text, common_prefix_length(remembered, text))
-    conversation, template = made.dialogue, prompting.template_at(made.clock, request.template_settings)
+    conversation, template = made.dialogue, prompting.template_at(made.clock, request.prompt.template_settings)
     if found is None or conversation is None:
         return replace(made, difference=found)
     rules, messages = rules_in_force(request, recollection), made.recalled.messages

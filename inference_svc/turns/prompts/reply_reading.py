@@ -19,7 +19,7 @@ def reply_reader(request: TurnRequest, prompting: Prompting, prompt: str) -> Rep
     is_formatted = constraint is not None and not constraint.has_calls
     if not isinstance(request.input, MessagesInput) or is_formatted:
         return ReplyReader()
-    tools = tool_fields(request.tools, request.objects)
+    tools = tool_fields(request.prompt.tools, request.prompt.objects)
     reply_id, is_bound = f"{request.request_id}-{request.choice}", constraint is not None and constraint.begins_reply
     return prompting.reader(prompt, tools, reply_id, begins_with=prompting.tool_start if is_bound else "")
 
@@ -41,7 +41,7 @@ def remembered_reply(prompting: Prompting, ran: Ran) -> tuple[RememberedReply, t
         is_trimmed = not without_guards(prompt).endswith(without_guards(text))
         told = told.behind(text.rstrip() if is_trimmed else text, begun.get(REASONING, ""))
     reply = reply_message(
-        prompting.template_at(prompted.clock, prompted.request.template_settings),
+        prompting.template_at(prompted.clock, prompted.request.prompt.template_settings),
         prompted.dialogue,
         said=told,
         rendered_text=said.transcript.text,

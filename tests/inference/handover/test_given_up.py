@@ -28,7 +28,7 @@ from inference_svc.model.prompting import Tokenized
 from inference_svc.served_model import ServedModel, open_served
 from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.admission import Admission
-from inference_svc.turns.phases import BegunTurn, Progress, TurnPhase
+from inference_svc.turns.phases import BegunPrompt, BegunTurn, Progress, TurnPhase
 from tests.inference.handover.cases import ON
 from tests.inference.handover.test_taking import PROMPT, TOKENS
 
@@ -64,7 +64,7 @@ def no_link(peer: str, namespace: str) -> contextlib.AbstractAsyncContextManager
 def taking_one(served: ServedModel, agent_id: str = "") -> Taking:
     """Everything that another engine sends of a turn which has computed nothing yet."""
     tokens = Tokenized(TokenIds(TOKENS.ids), tuple(end - start for start, end in TOKENS.offsets))
-    begun = BegunTurn(0, 40, tokens, None, (), None, False, None, None, None, 0.0, None)
+    begun = BegunTurn(0, 40, BegunPrompt(tokens), None, False, None, None, None, 0.0, None)
     sampling = inference_pb2.Sampling(max_tokens=40)
     request = inference_pb2.GenerateRequest(prompt=PROMPT, agent_id=agent_id, sampling=sampling)
     opening = Opening(Surroundings.of(served.engine, VERSION), request, "taken", "owner", begun, (0,))

@@ -21,7 +21,7 @@ from inference_svc.handover.resume_tokens import LIVES_S, ResumeTokens, WaitingR
 from inference_svc.memory.recall import NOTHING_REMEMBERED
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.token_ids import TokenIds
-from inference_svc.turns.phases import BegunTurn, Prompted, Recalled, TurnTiming
+from inference_svc.turns.phases import BegunPrompt, BegunTurn, Prompted, Recalled, TurnTiming
 from inference_svc.turns.turn_data import Continuation
 from inference_svc.turns.turn_flow import TurnFlow
 from inference_svc.turns.turn_service import Choices
@@ -83,9 +83,7 @@ def begun(**others: Any) -> BegunTurn:
     plain: dict[str, Any] = {
         "seed": 2**64 - 1,
         "max_tokens": 9,
-        "prompt": Tokenized(TokenIds((5, 6)), (2, 3)),
-        "rewind_point_tokens": None,
-        "messages": (),
+        "prompt": BegunPrompt(Tokenized(TokenIds((5, 6)), (2, 3))),
         "parent_manifest": Digest.of(b"parent"),
         "is_brought": False,
         "continuation": Continuation.EXTENDED,
@@ -104,7 +102,7 @@ def test_what_is_written_is_what_is_read() -> None:
     assert wire.read_opening(sent, "laptop").begun.is_brought
     carried = CarriedTurn(TokenIds((5, 6, 7)), 2, 1, 0, (1, 2**32 - 1), (2,), {0: 0, 512: 1}, Timings(queue_s=0.5))
     stand = Stand(2, carried, 4, 3)
-    assert wire.read_stand(wire.write_stand(stand, 2).stand, opening.begun.prompt) == stand
+    assert wire.read_stand(wire.write_stand(stand, 2).stand, opening.begun.prompt.tokens) == stand
 
 
 @pytest.mark.parametrize(("token_ids", "is_right"), [((5, 6, 7), True), ((5, 9, 7), False), ((4, 6, 7), False)])

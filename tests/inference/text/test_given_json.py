@@ -117,7 +117,7 @@ def test_hostile_json_is_refused_with_its_field_or_rendered(
             new_request_id=lambda: "r",
             new_seed=lambda: 0,
         )
-        checked.objects.read()
+        checked.prompt.objects.read()
     except InvalidArgument as refused:
         kind = "append_messages" if is_append else "messages"
         assert refused.field in {  # noqa: PT017
@@ -127,5 +127,5 @@ def test_hostile_json_is_refused_with_its_field_or_rendered(
             *(f"{kind}.messages[0].tool_calls[{number}].arguments_json" for number in (0, 1)),
         }
         return
-    told = dialogue(checked.input.messages, checked.tools, checked.objects, Specials(["<s>"]))  # type: ignore[union-attr]
+    told = dialogue(checked.input.messages, checked.prompt.tools, checked.prompt.objects, Specials(["<s>"]))  # type: ignore[union-attr]
     render(lambda messages, tools, _: json.dumps([messages, tools], ensure_ascii=False), told)

@@ -45,9 +45,10 @@ class Engines:
 
 
 def request(choices: int, seed: int) -> TurnRequest:
-    fields: dict[str, Any] = {"request_id": "r", "namespace": "n", "agent_id": "", "expected_version": None}
     return TurnRequest(
-        **fields,
+        request_id="r",
+        namespace="n",
+        agent_id="",
         input=PromptInput("x"),
         input_digest="",
         sampling=SamplingParams(1, seed=seed),

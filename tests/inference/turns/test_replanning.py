@@ -50,8 +50,17 @@ from inference_svc.text.template_clock import TemplateClock
 from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.admission import Admission
 from inference_svc.turns.engine_parts import EngineParts
-from inference_svc.turns.phases import BegunTurn, Progress, Ran, Remembered, TakenTurn, TokenCounts, TurnTiming
-from inference_svc.turns.turn_data import MessagesInput, TurnFinished, TurnRequest
+from inference_svc.turns.phases import (
+    BegunPrompt,
+    BegunTurn,
+    Progress,
+    Ran,
+    Remembered,
+    TakenTurn,
+    TokenCounts,
+    TurnTiming,
+)
+from inference_svc.turns.turn_data import MemoryUse, MessagesInput, TurnFinished, TurnRequest
 from inference_svc.turns.turn_reporter import TurnReporter
 from inference_svc.turns.turn_service import TurnService
 
@@ -158,7 +167,7 @@ def service(around: Surroundings, stores: Mapping[str, Any] = MappingProxyType({
 
 def request(expected_version: int | None, sampling: SamplingParams = PLAIN) -> TurnRequest:
     given = MessagesInput((manifest_pb2.Message(role="user", content="new"),), True)
-    return TurnRequest("r", "default", "a", expected_version, given, "", sampling, False)
+    return TurnRequest("r", "default", "a", given, "", sampling, False, MemoryUse(expected_version))
 
 
 def test_a_turn_that_is_stopped_before_its_task_runs_tells_its_reader_the_end() -> None:
@@ -406,9 +415,9 @@ def take(
     begun = BegunTurn(
         seed=0,
         max_tokens=4,
-        prompt=Tokenized(TokenIds((1, 2)), (1, 2)),
-        rewind_point_tokens=None,
-        messages=(manifest_pb2.Message(role="user", content="new"),),
+        prompt=BegunPrompt(
+            Tokenized(TokenIds((1, 2)), (1, 2)), messages=(manifest_pb2.Message(role="user", content="new"),)
+        ),
         parent_manifest=OURS.manifest,
         is_brought=is_brought,
         continuation=None,

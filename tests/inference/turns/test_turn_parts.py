@@ -33,7 +33,15 @@ from inference_svc.turns.prompts.continuing import (
     what_is_left_out,
     whole_conversation,
 )
-from inference_svc.turns.turn_data import Continuation, MessagesInput, PromptInput, TurnDelta, TurnEvent, TurnRequest
+from inference_svc.turns.turn_data import (
+    Continuation,
+    MemoryUse,
+    MessagesInput,
+    PromptInput,
+    TurnDelta,
+    TurnEvent,
+    TurnRequest,
+)
 from inference_svc.turns.turn_ending import TurnEnding
 from inference_svc.turns.turn_reporter import HandOff
 from tests.inference.turns.parts import parts_of
@@ -43,9 +51,10 @@ HELLO = manifest_pb2.Message(role="user", content="hello")
 HI = manifest_pb2.Message(role="assistant", content="hi")
 
 
-def request(**fields: object) -> TurnRequest:
-    plain = TurnRequest("r", "default", "a", None, PromptInput("x"), "digest", SamplingParams(1), True)
-    return replace(plain, **fields)  # type: ignore[arg-type]
+def request(**fields: Any) -> TurnRequest:
+    plain = TurnRequest("r", "default", "a", PromptInput("x"), "digest", SamplingParams(1), True)
+    use = {name: fields.pop(name) for name in list(fields) if name in MemoryUse.__slots__}
+    return replace(plain, memory=MemoryUse(**use), **fields)
 
 
 def memory(
@@ -172,7 +181,7 @@ def test_a_memory_that_cannot_be_read_is_not_replaced_without_the_callers_word(
     asked = request(input=MessagesInput(sent))
     assert continuation(asked, unread) is expected
     if expected is not Continuation.NEW:
-        assert continuation(replace(asked, replaces=True), unread) is Continuation.REPLACED
+        assert continuation(replace(asked, memory=MemoryUse(replaces=True)), unread) is Continuation.REPLACED
 
 
 @pytest.mark.parametrize(("is_head", "expected"), [(False, 3), (True, 9)])
