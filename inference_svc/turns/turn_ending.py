@@ -67,14 +67,6 @@ class TurnEnding:
         if answers:
             await self._parts.publisher.publish_owed(key, memory, store)
 
-    def close(self) -> None:
-        """Nothing is tried again from now on."""
-        self._parts.publisher.close()
-
-    async def drain(self, patience_s: float) -> None:
-        """Wait for the running publications."""
-        await self._parts.publisher.drain(patience_s)
-
     async def remember(self, ran: Ran) -> Remembered:
         """Make the agent's new memory and attach it to its hot KV, if the turn leaves one."""
         planned, ended, request = ran.planned, ran.ended, ran.planned.request
@@ -147,7 +139,8 @@ class TurnEnding:
             )
         )
         if times.last_token_at is not None:
-            self._parts.publisher.told(turn.request.namespace, self._parts.clock() - times.last_token_at)
+            counters = self._parts.stats.of(turn.request.namespace)
+            counters.times.last_event.add(self._parts.clock() - times.last_token_at)
         self._trace(ran, times, self._parts.clock() - ended_s)
         _LOG.info(
             "turn.finished",

@@ -62,7 +62,6 @@ class TurnService:
 
     def __init__(self, parts: EngineParts, ending: TurnEnding) -> None:
         """Must be made on the event loop that will run it."""
-        self.stats = parts.stats
         self._parts = parts
         self._ending = ending
         self._flow = TurnFlow(parts, ending)
@@ -128,7 +127,7 @@ class TurnService:
             turn.cancel(errors.Unavailable("the model is going away", reason="SHUTTING_DOWN", retry_after_s=1.0))
         if self._running:
             await asyncio.wait(set(self._running), timeout=patience_s)
-        await self._ending.drain(patience_s)
+        await self._parts.publisher.drain(patience_s)
 
     def open_turns(self, namespace: str) -> list[OpenTurn]:
         """The namespace's turns that wait or run, the oldest first."""
@@ -174,7 +173,7 @@ class TurnService:
 
     def close(self) -> None:
         """Nothing is tried again from now on."""
-        self._ending.close()
+        self._parts.publisher.close()
 
     async def count_tokens(self, request: TurnRequest) -> int:
         """Tokens of the prompt of a turn that finds no memory. Takes a turn's place: raises ResourceExhausted. Counts

@@ -162,10 +162,6 @@ class Publisher:
             f"the store {problem}; the engine goes on trying, the memory is hot meanwhile",
         )
 
-    def told(self, namespace: str, after_s: float) -> None:
-        """A turn's last event was sent so long after its last token."""
-        self._stats.of(namespace).times.last_event.add(after_s)
-
     async def drain(self, patience_s: float) -> None:
         """Wait for the running publications."""
         if self._running:
