@@ -93,7 +93,7 @@ def cut_power(home: StoreHome, fate: Fate, chance: random.Random) -> None:
         left.rename(home.data_dir)
         home.data_dir.chmod(0o700)
     effects.unlink()
-    shutil.rmtree(copies)
+    shutil.rmtree(copies, ignore_errors=True)  # it may die before its first commit
 
 
 def _read(path: Path) -> Iterator[Effect]:
