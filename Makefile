@@ -63,7 +63,7 @@ test-clients: install ## Clients of other languages: build, golden cases, steps 
 lint: install check-generated ## ruff, mypy, buf; the contract against the last tag
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy clients/python/kvasir clients/python/kvasir_gateway clients/python/kvasir_orchestrator cachestore_svc inference_svc
+	$(BIN)/mypy clients/python/kvasir clients/python/kvasir_gateway clients/python/kvasir_orchestrator clients/python/kvasir_bench cachestore_svc inference_svc
 	$(BIN)/buf lint proto
 	@tag=$$(git describe --tags --abbrev=0 2>/dev/null) || exit 0; \
 	$(BIN)/buf breaking proto --against ".git#tag=$$tag,subdir=proto"

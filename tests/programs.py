@@ -30,17 +30,17 @@ _MAINS = {
     "cachestore_svc": "cachestore_svc.__main__",
     "kvasir": "kvasir.cli.main",
     "kvasir_gateway": "kvasir_gateway.__main__",
-    "played_engine": "inference_svc.bench.played_engine",
+    "played_engine": "kvasir_bench.played.__main__",
     "scripted_engine": "tests.gateway.agents.scripted_engine",
     "powerless_store": "tests.cachestore.service.powerless_store",
 }
 # What `kvasir` starts with `python -m`, beside the services.
 _STARTED = (
     "inference_svc.describe",
-    "inference_svc.bench.__main__",
-    "inference_svc.bench.make_model",
-    "inference_svc.bench.memory_probe",
-    "inference_svc.bench.quality",
+    "kvasir_bench.engine.__main__",
+    "kvasir_bench.synthetic.__main__",
+    "kvasir_bench.engine.memory_probe",
+    "kvasir_bench.quality.__main__",
 )
 _FORKS.set_forkserver_preload([*_MAINS.values(), *_STARTED, "tests.settled"])
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tools.draw_house import (
+    BENCH,
     GATEWAY,
     ORCHESTRATOR,
     PACKAGES,
@@ -52,6 +53,10 @@ IMPORTS = (
             "inference_svc/engine/*",
             "inference_svc/model/*",
             "inference_svc/kv/*",
+            f"{BENCH}/attention/*",
+            f"{BENCH}/engine/*",
+            f"{BENCH}/played/*",
+            f"{BENCH}/synthetic/*",
         ),
         "streams belong to the MLX thread; everything else, the scheduling too, must be testable without MLX",
         but_not=("inference_svc/engine/scheduling/*",),
@@ -111,32 +116,38 @@ IMPORTS = (
     ),
     Wall(
         ("kvasir_orchestrator",),
-        (f"{ORCHESTRATOR}/*", f"{SDK}/cli/scenarios/*"),
+        (f"{ORCHESTRATOR}/*", f"{SDK}/cli/scenarios/*", f"{BENCH}/scenarios/*"),
         "an extra: who does not run scenarios need not have it",
     ),
     Wall(("yaml",), (f"{ORCHESTRATOR}/yaml_lines.py",), "a file's lines are known where it is read, and nowhere else"),
     Wall(
         ("bm25s",),
-        (f"{ORCHESTRATOR}/measuring/retrieval.py",),
+        (f"{BENCH}/scenarios/retrieval.py",),
         "retrieval is only measured",
     ),
-    Wall(
-        ("httpx2",), (f"{SDK}/bench/load_http.py",), "a client over HTTP is measured with, and nothing else needs one"
-    ),
+    Wall(("httpx2",), (f"{BENCH}/load/http.py",), "a client over HTTP is measured with, and nothing else needs one"),
     Wall(("spake2",), ("cachestore_svc/pairing/exchange.py",), "a code is used in one place, which is read as a whole"),
     Wall(("zeroconf",), ("cachestore_svc/pairing/finding.py",), "an extra, and what the network says is not trusted"),
     Wall(("cachestore_svc",), ("cachestore_svc/*",), "the services never import each other, and nobody imports them"),
-    Wall(("inference_svc",), ("inference_svc/*",), "the services never import each other, and nobody imports them"),
+    Wall(
+        ("inference_svc",),
+        (
+            "inference_svc/*",
+            *(f"{BENCH}/{room}/*" for room in ("attention", "engine", "played", "quality", "synthetic")),
+        ),
+        "the services never import each other, and nobody imports them but what measures the engine from within",
+    ),
+    Wall(("kvasir_bench",), (f"{BENCH}/*", f"{SDK}/cli/main.py"), "an extra: what serves is not what measures"),
     Wall(
         ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "jsonpickle"),
         (),
         "a pickle is code from whoever wrote it",
     ),
     Wall(("tools", "tests"), (), "they are no part of what is installed"),
-    Wall(("typer", "click", "rich"), (f"{SDK}/cli/*",), "a client of the SDK needs no command line"),
+    Wall(("typer", "click", "rich"), (f"{SDK}/cli/*", f"{BENCH}/*"), "a client of the SDK needs no command line"),
     Wall(
         ("numpy", "torch"),
-        ("inference_svc/*",),
+        ("inference_svc/*", f"{BENCH}/engine/*", f"{BENCH}/played/*"),
         "the store never computes on tensors, and the SDK is light",
     ),
 )
@@ -170,7 +181,7 @@ CALLS = Wall(
         "inference_svc/model/quality/material.py",  # seeded: every model is given the same
         f"{SDK}/clients/*",
         f"{SDK}/cli/*",
-        f"{SDK}/bench/*",
+        f"{BENCH}/*",
     ),
     "clock and randomness are passed in, so that a test can hold them",
 )
@@ -384,7 +395,6 @@ ROOMS = {
         "formats": "",
         "kv": "",
         "text": "",
-        "bench": "__main__ engine model kv text",
     },
     "cachestore_svc": {
         "commands": "store edge pairing recovery sealing records config",
@@ -399,8 +409,7 @@ ROOMS = {
         "blobs": "records",
     },
     SDK: {
-        "bench": "clients credentials errors formats",
-        "cli": "address bench clients credentials errors expires_after formats on_full options volatile",
+        "cli": "address clients credentials errors expires_after formats on_full options volatile",
         "clients": "address call_context errors formats status syncing",
         "server": "address call_context credentials errors status",
         "formats": "errors names",
@@ -411,8 +420,13 @@ ROOMS = {
     },
     GATEWAY: {},
     ORCHESTRATOR: {
-        "measuring": "engine_memory events memory model plan running scenario transcript",
         "report": "memory model outcomes plan scenario",
+    },
+    BENCH: {
+        "engine": "arithmetic",
+        "memory_path": "engine",
+        "quality": "engine",
+        "scenarios": "engine",
     },
 }
 
@@ -446,7 +460,7 @@ def test_a_folder_holds_no_more_files_than_one_sees_at_a_glance(package: str) ->
 
 
 # The longest chain of imports between rooms may become shorter, not longer.
-FLOORS = {"inference_svc": 10, "cachestore_svc": 17, SDK: 6, GATEWAY: 8, ORCHESTRATOR: 10}
+FLOORS = {"inference_svc": 10, "cachestore_svc": 17, SDK: 6, GATEWAY: 8, ORCHESTRATOR: 10, BENCH: 4}
 
 
 @pytest.mark.parametrize("package", ROOMS)

@@ -14,12 +14,14 @@ from pathlib import Path
 SDK = "clients/python/kvasir"
 GATEWAY = "clients/python/kvasir_gateway"
 ORCHESTRATOR = "clients/python/kvasir_orchestrator"
+BENCH = "clients/python/kvasir_bench"
 PACKAGES = {
     "inference_svc": "inference_svc",
     "cachestore_svc": "cachestore_svc",
     SDK: "kvasir",
     GATEWAY: "kvasir_gateway",
     ORCHESTRATOR: "kvasir_orchestrator",
+    BENCH: "kvasir_bench",
 }
 # What begins a statement and not an English sentence.
 _SQL = re.compile(

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvasir.bench import engine_keys
-from kvasir.bench.engine import cells, markdown, table
-from kvasir.bench.engine_plots import PICTURES, plot, series
+from kvasir_bench.engine import keys as engine_keys
+from kvasir_bench.engine.plots import PICTURES, plot, series
+from kvasir_bench.engine.report import cells, markdown, table
 
 from tests.cli.running import Cli
 from tests.inference.engine.tiny_models import LLAMA, write_model

@@ -1,11 +1,14 @@
 """Commands where only a part of Kvasir is installed: what is there works, and what lacks is said by its extra."""
 
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kvasir.cli import store
+import typer
+from kvasir.cli import failures, main, store
+from kvasir.cli.caller import Caller
 
 from tests.cli.running import in_process
 
@@ -54,3 +57,16 @@ def test_a_store_alone_is_paired_without_what_an_engine_needs(monkeypatch: pytes
     without(monkeypatch, "mlx")
     ended = in_process("--home", tmp_path / "home", "peers", "ls", "--json")
     assert (ended.code, ended.value["peers"]) == (0, []), ended.err
+
+
+def test_bench_names_its_extra_whatever_it_is_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "kvasir_bench.commands", None)
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    main.add_bench(app)
+    caller = Caller(as_json=False)
+    words = ["bench", "store", "--quick"]
+    assert failures.code_of(lambda: app(words, obj=caller, standalone_mode=False), caller) == 4
+    assert "install kvasir[bench]" in capsys.readouterr().err

@@ -6,8 +6,8 @@ from statistics import mean
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvasir.bench.load import LoadScope, lines
-from kvasir.bench.load_arithmetic import (
+from kvasir.errors import InvalidArgument
+from kvasir_bench.load.arithmetic import (
     Arrived,
     LoadTurn,
     Window,
@@ -17,7 +17,7 @@ from kvasir.bench.load_arithmetic import (
     in_flight,
     percentile,
 )
-from kvasir.errors import InvalidArgument
+from kvasir_bench.load.run import LoadScope, lines
 
 
 def test_arrivals_are_poisson_repeat_with_their_seed_and_stay_within_their_time() -> None:

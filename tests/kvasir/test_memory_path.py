@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvasir.bench.memory_path import findings, machine
+from kvasir_bench.memory_path import findings, machine
 
 SECONDS = {"cold": 2.0, "hot": 0.1, "from_ram": 0.5, "engine_killed": 0.4, "both_killed": 2.2}
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from kvasir.errors import DataLoss
+from kvasir_bench.scenarios import kept
+from kvasir_bench.scenarios.accounting import Batch, Checked, Playthrough, age_of, leaks, wilson
+from kvasir_bench.scenarios.campaign import PlayScope, measure
+from kvasir_bench.scenarios.claims import KILLED, KV, MOVED, PREFILL, WAYS, ages, claims, rows, wanted
+from kvasir_bench.scenarios.gate import PhaseGate
+from kvasir_bench.scenarios.retrieval import prompt_of
 from kvasir_orchestrator import Scenario
-from kvasir_orchestrator.measuring import kept
-from kvasir_orchestrator.measuring.accounting import Batch, Checked, Playthrough, age_of, leaks, wilson
-from kvasir_orchestrator.measuring.campaign import Scope, measure
-from kvasir_orchestrator.measuring.claims import KILLED, KV, MOVED, PREFILL, WAYS, ages, claims, rows, wanted
-from kvasir_orchestrator.measuring.gate import PhaseGate
-from kvasir_orchestrator.measuring.retrieval import prompt_of
 
 from tests.cli.running import in_process
 from tests.system_fixtures import House, running_house
@@ -213,7 +213,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 
 
 def played_by(house: House, second: House, ways: tuple[str, ...]) -> list[Playthrough]:
-    scope = Scope(["code-review"], ways, variants=2, together=1, kills_once=True, time_limit_s=0.0, warms_up=True)
+    scope = PlayScope(["code-review"], ways, variants=2, together=1, kills_once=True, time_limit_s=0.0, warms_up=True)
     said: list[str] = []
     played, batches = asyncio.run(measure(scope, Houses(house, second), said.append))
     assert said[:2] == ["warming up: code-review"] * 2

@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("inference_svc", "cachestore_svc", "clients/python/kvasir", "clients/python/kvasir_gateway")
+PACKAGES = (
+    "inference_svc",
+    "cachestore_svc",
+    "clients/python/kvasir",
+    "clients/python/kvasir_gateway",
+    "clients/python/kvasir_bench",
+)
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from itertools import islice
 
 import pytest
-
-from inference_svc.bench.__main__ import _counts
-from inference_svc.bench.arithmetic import Summary, Target, gaps, rate_of_all, rounded_row
-from inference_svc.bench.prompts import mixed_lengths, shuffled, user_turns
+from kvasir_bench.arithmetic import Summary, Target, gaps, rate_of_all, rounded_row
+from kvasir_bench.engine.__main__ import _counts
+from kvasir_bench.engine.prompts import mixed_lengths, shuffled, user_turns
 
 
 def test_lengths_and_batches_are_numbers_above_0() -> None:

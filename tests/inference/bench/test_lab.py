@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 from kvasir.cachestore.v1 import identity_pb2
+from kvasir_bench.engine.__main__ import measured
+from kvasir_bench.engine.cases import interruptions
+from kvasir_bench.engine.cases.decode import MIXED, contexts, fitting
+from kvasir_bench.engine.cases.decoding_bytes import exact_bytes
+from kvasir_bench.engine.lab import Lab, MeasuredEngine, Scope
 
-from inference_svc.bench.__main__ import measured
-from inference_svc.bench.cases import interruptions
-from inference_svc.bench.cases.decode import MIXED, contexts, fitting
-from inference_svc.bench.cases.decoding_bytes import exact_bytes
-from inference_svc.bench.lab import Lab, MeasuredEngine, Scope
 from inference_svc.model.real_layouts import REAL_LAYOUTS, byte_costs
 from tests.inference.engine.families import FALCON_H1, GEMMA3, LLAMA31, write_family
 

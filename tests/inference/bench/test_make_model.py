@@ -6,6 +6,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from kvasir.errors import FailedPrecondition, InvalidArgument
+from kvasir_bench.synthetic.geometries import GEOMETRIES, geometry
+from kvasir_bench.synthetic.weights import write_model
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _get_classes
@@ -13,8 +15,6 @@ from mlx_lm.utils import _get_classes
 from inference_svc.engine.engine import Engine
 from inference_svc.model.loading import load
 from inference_svc.model.real_layouts import REAL_LAYOUTS
-from inference_svc.model.synthetic.geometries import GEOMETRIES, geometry
-from inference_svc.model.synthetic.weights import write_model
 from tests.inference.engine.driving import Driver
 from tests.inference.engine.families import GEMMA3, GPT_OSS
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from kvasir.errors import InvalidArgument
+from kvasir_bench.quality.text_exam import Mixture, TextExam, examine_text
 from mlx_lm.models.cache import QuantizedKVCache
 
 from inference_svc.kv.policy import PolicyRequest, Rung
@@ -13,7 +14,6 @@ from inference_svc.model.loading import load
 from inference_svc.model.model_runner import ModelRunner
 from inference_svc.model.quality.material import Sheet
 from inference_svc.model.quality.measure import peer_ways
-from inference_svc.model.quality.text_exam import Mixture, TextExam, examine_text
 from tests.inference.engine.driving import tokens_of
 from tests.inference.engine.families import GEMMA3, JAMBA, write_family
 

@@ -14,14 +14,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from kvasir.errors import FailedPrecondition
+from kvasir_bench.synthetic.geometries import geometry
+from kvasir_bench.synthetic.weights import write_model
 from mlx.utils import tree_flatten
 
 from inference_svc.kv.policy import PolicyRequest
 from inference_svc.model.loading import LoadedModel, load
 from inference_svc.model.model_runner import ModelRunner
 from inference_svc.model.open_model import open_model
-from inference_svc.model.synthetic.geometries import geometry
-from inference_svc.model.synthetic.weights import write_model
 from inference_svc.model.weights.extension import Extension, NoExtension, extension
 from inference_svc.model.weights.placing import place_weights
 from inference_svc.model.weights.weight_files import weight_file, weight_files

@@ -6,13 +6,13 @@ from random import Random
 import mlx.core as mx
 import pytest
 from kvasir.errors import Cancelled, InvalidArgument
+from kvasir_bench.played import __main__ as played_engine
+from kvasir_bench.played.played_model import PlayedRunner, open_played
 
-from inference_svc.bench import played_engine
 from inference_svc.engine.engine import Engine
 from inference_svc.kv.page import PAGE_TOKENS
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
-from inference_svc.model.played.played_model import PlayedRunner, open_played
 
 SHAPE = "llama-3.1-8b-6l"
 TOKENS = Random(7).choices(range(1000), k=3 * PAGE_TOKENS + 40)

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 from kvasir.errors import InvalidArgument, KvasirError, NotFound
+from kvasir_bench.quality import given_text
+from kvasir_bench.quality.given_text import read_text, windows_of
+from kvasir_bench.quality.intervals import interval, with_intervals
+from kvasir_bench.quality.mixing import LayerCost, kept_exact, suggested
 
-from inference_svc.model.quality import given_text
 from inference_svc.model.quality.findings import Findings, TextMeans
-from inference_svc.model.quality.given_text import read_text, windows_of
-from inference_svc.model.quality.intervals import interval, with_intervals
-from inference_svc.model.quality.mixing import LayerCost, kept_exact, suggested
 
 FILE = Path("notes.txt")
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import kvasir
-from kvasir.cli import agents, bench, doctor, engine, failures, keys, moving, pairing, store
+from kvasir.cli import agents, doctor, engine, failures, keys, moving, pairing, store
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.demo import demo
 from kvasir.cli.running import audit, group, reload, tokens, up
@@ -18,6 +18,7 @@ from kvasir.cli.scenarios import commands as scenarios
 from kvasir.cli.settings import showing
 from kvasir.cli.showing import help_words
 from kvasir.cli.talking import chat
+from kvasir.errors import FailedPrecondition
 
 help_words.show_plain_words()
 app = typer.Typer(
@@ -49,8 +50,28 @@ app.add_typer(store.app, name="store")
 app.add_typer(tokens.app, name="tokens")
 app.add_typer(keys.app, name="keys")
 app.add_typer(showing.app, name="config")
-app.add_typer(bench.app, name="bench")
 app.add_typer(scenarios.app, name="scenario")
+
+
+def _without_bench() -> None:
+    """Measure Kvasir (not installed)."""
+    raise FailedPrecondition("kvasir bench is not installed; install kvasir[bench]", reason="NOT_INSTALLED")
+
+
+def add_bench(tree: typer.Typer) -> None:
+    """Add `kvasir bench …`; where its package is not installed, a command that says so, whatever its words."""
+    try:
+        from kvasir_bench.commands import app as bench
+    except ModuleNotFoundError as error:
+        if error.name not in ("kvasir_bench", "kvasir_bench.commands"):
+            raise
+        any_words = {"allow_extra_args": True, "ignore_unknown_options": True}
+        tree.command("bench", context_settings=any_words)(_without_bench)
+    else:
+        tree.add_typer(bench, name="bench")
+
+
+add_bench(app)
 
 
 def _print_version(context: typer.Context, value: bool) -> None:

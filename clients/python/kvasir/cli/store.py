@@ -12,12 +12,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvasir.bench.program import ended_with_us
 from kvasir.cli.agents import store_client
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.failures import DAMAGED, NOT_FOUND
 from kvasir.cli.rows import scrub_row, scrub_text, size, stats_row
 from kvasir.cli.running.checks import check_installed
+from kvasir.cli.running.program import ended_with_us
 from kvasir.cli.showing.progress import counting_progress
 from kvasir.errors import FailedPrecondition, KvasirError, NotFound
 from kvasir.formats.digest import Digest

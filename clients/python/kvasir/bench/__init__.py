@@ -1,1 +1,0 @@
-"""Measurements of a whole Kvasir, as ratios within one run."""

@@ -1,0 +1,82 @@
+"""Attention over pages beside MLX's own and a copy: `python -m kvasir_bench.attention`.
+
+`kvasir bench attention` shows what it prints, one JSON object. Progress goes to stderr.
+"""
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from inference_svc.model.blas import load_optimized_blas
+
+_MIB = 1 << 20
+# Contexts of 4 K and 32 K in eight rows, which the targets are about; one row; exact and eight bits beside four.
+_FULL = ((8, 4096, 4), (8, 32768, 4), (1, 2048, 4), (16, 2048, 4), (8, 4096, 8), (8, 4096, 16))
+_QUICK = ((1, 512, 4),)
+_FASTER_THAN_MASKED, _SHARE_OF_COPY = 3.0, 0.4
+
+
+def measured(*, is_quick: bool, clock: Callable[[], float], say: Callable[[str], None]) -> dict[str, Any]:
+    """All rows, the copy's speed, and the targets. A CPU is asked for little, and its times mean nothing."""
+    load_optimized_blas()
+    # These import MLX, and then it is too late for a BLAS.
+    from inference_svc.kv.attention.paged import implementation
+    from inference_svc.model.loading import device
+    from kvasir_bench.attention import measuring
+
+    is_gpu = device() != "cpu"
+    is_quick = is_quick or not is_gpu
+    stopwatch = measuring.Stopwatch(clock, 1 if is_quick else 9)
+    say("copy")
+    copy = measuring.copied_bytes_per_s(stopwatch, (16 if is_quick else 1024) * _MIB)
+    cases = [measuring.AttentionCase(*each) for each in (_QUICK if is_quick else _FULL)]
+    rows: list[dict[str, Any]] = []
+    for case in cases:
+        say(f"{case.batch} x {case.tokens} tokens, {case.bits} bits")
+        rows += measuring.measured_case(case, stopwatch)
+    for row in rows:
+        row["share_of_copy"] = row["read_bytes_per_s"] / copy
+    return {
+        "machine": {"device": device(), "platform": platform.platform()},
+        "implementation": implementation(cases[0].format).value,
+        "copy_bytes_per_s": copy,
+        "times_mean_something": is_gpu and not is_quick,
+        "rows": rows,
+        "targets": _targets(rows) if is_gpu and not is_quick else [],
+    }
+
+
+def _targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = {(row["who"], row["batch"], row["tokens"], row["bits"]): row for row in rows}
+
+    def target(what: str, value: float, wanted: float) -> dict[str, Any]:
+        return {"what": what, "found": value, "wanted": f">= {wanted:g}", "is_met": value >= wanted}
+
+    masked = found["bf16 SDPA, masked", 8, 4096, 4]["call_s"] / found["fused", 8, 4096, 4]["call_s"]
+    return [
+        target("fused q4, times as fast as masked bf16 SDPA, 8 x 4096", masked, _FASTER_THAN_MASKED),
+        target("fused q4, share of the copy, 8 x 32768", found["fused", 8, 32768, 4]["share_of_copy"], _SHARE_OF_COPY),
+    ]
+
+
+def main() -> int:
+    """Print the findings to stdout."""
+    parser = argparse.ArgumentParser(prog="python -m kvasir_bench.attention", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="small and once, for a look")
+    given = parser.parse_args()
+    facts = measured(
+        is_quick=given.quick,
+        clock=time.perf_counter,
+        say=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    json.dump(facts, sys.stdout, indent=1)
+    sys.stdout.write("\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

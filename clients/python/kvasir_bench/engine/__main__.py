@@ -1,0 +1,183 @@
+"""`python -m kvasir_bench.engine`: measures the engine and prints JSON; `kvasir bench engine` shows it.
+
+Progress goes to stderr, in lines. Everything is measured in one run and reported as medians and ratios: a busy machine
+changes all of them alike.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvasir.errors import KvasirError
+
+from inference_svc.kv.policy import PolicyRequest
+from inference_svc.model import kvasir_tiny
+from kvasir_bench.arithmetic import rounded, rounded_row
+from kvasir_bench.engine import keys as engine_keys
+from kvasir_bench.engine import machine
+from kvasir_bench.engine.cases import (
+    cancelling,
+    decode,
+    decoding_bytes,
+    first_token,
+    interruptions,
+    matching,
+    memory_bytes,
+    pairs,
+    peer,
+    shared_prefix,
+    staggered,
+)
+from kvasir_bench.engine.lab import Case, Lab, MeasuredEngine, Scope
+
+CASES: Mapping[str, Callable[[Lab], Case]] = {
+    "decode": decode.run,
+    "peer": peer.run,
+    "first_token": first_token.run,
+    "pairs": pairs.run,
+    "staggered": staggered.run,
+    "gaps": interruptions.run,
+    "cancel": cancelling.run,
+    "decoding_bytes": decoding_bytes.run,
+    "memory": memory_bytes.run,
+    "matching": matching.run,
+    "shared_prefix": shared_prefix.run,
+}
+PEERS = ("mlx-lm",)
+REPEATS = 5
+
+
+def measured(lab: Lab, cases: Sequence[str], keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """The values of all names in `kvasir_bench.engine.keys`. `keep` gets what is known after each row."""
+    about = machine.machine(lab.engine)
+    found: dict[str, Case] = {}
+    results = _results(lab, about, found)
+    for name in lab.while_there_is_time(cases):
+        lab.keep = _keeps(lab, about, found, name, keep)
+        found[name] = CASES[name](lab)
+        results = _results(lab, about, found)
+        keep(results)
+    return results
+
+
+def _keeps(
+    lab: Lab, about: Mapping[str, Any], found: Mapping[str, Case], name: str, keep: Callable[[dict[str, Any]], None]
+) -> Callable[[Sequence[object]], None]:
+    """Keeps the cases that were found, and the rows so far of another one."""
+    return lambda rows: keep(_results(lab, about, {**found, name: Case(name, rows)}))
+
+
+def _results(lab: Lab, about: Mapping[str, Any], found: Mapping[str, Case]) -> dict[str, Any]:
+    scope = lab.scope
+    return {
+        "machine": {
+            **about,
+            "load_after": round(os.getloadavg()[0], 2),
+            "links_bytes_per_s": rounded_row(lab.links) if "first_token" in found else None,
+        },
+        "model": machine.model(lab.engine),
+        "settings": {
+            "is_quick": scope.is_quick,
+            "repeats": scope.repeats,
+            "lengths": list(scope.lengths),
+            "batches": list(scope.batches),
+            "time_limit_s": scope.time_limit_s,
+            "elapsed_s": rounded(lab.elapsed_s),
+        },
+        "cases": {
+            name: {"title": case.title, "rows": [rounded_row(row) for row in case.rows]} for name, case in found.items()
+        },
+        "targets": [target.row(name) for name, case in found.items() for target in case.targets],
+    }
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvasir_bench.engine",
+        description=__doc__,
+        epilog=engine_keys.help_text(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", default="", help="directory or name; the shipped model if left out")
+    parser.add_argument("--only", nargs="+", choices=tuple(CASES), metavar="CASE", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--peer", choices=PEERS, help="measure this one too, in the same run")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="of every measurement (default %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="small and once, for a look")
+    parser.add_argument("--lengths", type=_counts, default=(), help="contexts, with commas between; else each case's")
+    parser.add_argument("--batches", type=_counts, default=(), help="rows that decode together, with commas between")
+    parser.add_argument("--time-limit-s", type=float, help="begin nothing new after this; what is known is printed")
+    parser.add_argument("--memory-gib", type=float, default=4.0, help="for KV (default %(default)s)")
+    parser.add_argument("--step-budget-ms", type=float, help="of a step beside decoding; the engine's own if left out")
+    parser.add_argument("--kv-policy", default="", help="as for the engine (default q4)")
+    parser.add_argument("--cache-dir", type=Path, help="where digests of weights are kept; nowhere if left out")
+    parser.add_argument("--keep", type=Path, help="write what is known to this file after each row")
+    return parser.parse_args()
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if any(not (part.isascii() and part.isdigit() and int(part)) for part in parts):
+        raise argparse.ArgumentTypeError(f"expected numbers above 0 with commas between, got {text!r}")
+    return tuple(map(int, parts))
+
+
+def main() -> int:
+    """Measure and print."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the probes that a case has started end, too
+    arguments = _arguments()
+    cases = list(arguments.only or (name for name in CASES if name != "peer"))
+    if arguments.peer and not arguments.only:
+        cases.append("peer")
+    model = arguments.model or kvasir_tiny.path()
+    scope = Scope(
+        repeats=1 if arguments.quick else arguments.repeats,
+        is_quick=arguments.quick,
+        lengths=arguments.lengths,
+        batches=arguments.batches,
+        time_limit_s=arguments.time_limit_s,
+        has_peer=bool(arguments.peer),
+    )
+    with tempfile.TemporaryDirectory() as nowhere:
+        cache_dir = arguments.cache_dir or Path(nowhere)
+        try:
+            policy = PolicyRequest.parse(arguments.kv_policy, "") if arguments.kv_policy else None
+            engine = MeasuredEngine.opened(
+                model,
+                cache_dir,
+                int(arguments.memory_gib * (1 << 30)),
+                policy,
+                **({"step_budget_s": arguments.step_budget_ms / 1000} if arguments.step_budget_ms else {}),
+            )
+        except KvasirError as error:
+            _say(error.message)
+            return 1
+        lab = Lab(engine, model, time.perf_counter, scope, cache_dir=cache_dir, say=_say)
+        try:
+            results = measured(lab, cases, lambda known: _keep(arguments.keep, known))
+        finally:
+            lab.close()
+            engine.close()
+    json.dump(results, sys.stdout, indent=1)
+    sys.stdout.write("\n")
+    return 0
+
+
+def _keep(path: Path | None, results: Mapping[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(results, indent=1))
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

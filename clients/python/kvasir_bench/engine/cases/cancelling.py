@@ -1,0 +1,59 @@
+"""How long a cancelled turn still runs: while it decodes, and in the middle of a long prompt."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvasir_bench.arithmetic import Summary, Target
+from kvasir_bench.engine.lab import Case, Lab, Run
+
+_MOST_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class CancellingRow:
+    """When the cancel came; keys as in `kvasir_bench.engine.keys`."""
+
+    during: str
+    median_s: float
+    longest_s: float
+    step_s: float
+    ratio: float
+
+
+def run(lab: Lab) -> Case:
+    """Cancel right after a step reported its events: in decode the worst moment, because the next step runs whole. A
+    prefill checks for a cancel after every layer of a cell; the wait for the layer under way is not measured here.
+    """
+    tokens = 600 if lab.is_quick else lab.shortened(8192)
+    cells = -(-tokens // lab.engine.model.cell_tokens)
+    moments: dict[str, tuple[int, Callable[[Run], bool]]] = {"decode": (256, lambda run: len(run.token_times) >= 8)}
+    for cell in sorted({cells // 2, cells - 1}):
+        at = f"prefill of {tokens}, at {cell * lab.engine.model.cell_tokens}"
+        moments[at] = (tokens, lambda run, cell=cell: len(run.cell_times) >= cell)  # type: ignore[misc]
+    found: dict[str, list[tuple[float, float]]] = {during: [] for during in moments}
+    for counts in lab.rounds("cancelling"):
+        for during, (prompt_tokens, has_come) in moments.items():
+            each = _cancelled(lab, prompt_tokens, has_come)
+            found[during] += [each] if counts else []
+    rows = [_row(during, each) for during, each in found.items()]
+    return Case("Cancel", rows, [Target(f"cancel during {row.during}, s", row.median_s, _MOST_S, True) for row in rows])
+
+
+def _cancelled(lab: Lab, prompt_tokens: int, has_come: Callable[[Run], bool]) -> tuple[float, float]:
+    """Seconds until the cancelled turn was over, and the seconds of its last whole step or cell before that."""
+    turn = lab.start(lab.prompts.tokens(prompt_tokens, 0), 64)
+    turn.wait_until(has_come)
+    seconds = turn.cancel()
+    times = turn.token_times if len(turn.token_times) > 1 else [turn.submitted_s, *turn.cell_times]
+    return seconds, times[-1] - times[-2]
+
+
+def _row(during: str, found: list[tuple[float, float]]) -> CancellingRow:
+    seconds, steps = zip(*found, strict=True)
+    return CancellingRow(
+        during=during,
+        median_s=Summary.of(seconds).median,
+        longest_s=max(seconds),
+        step_s=Summary.of(steps).median,
+        ratio=Summary.of([each / step for each, step in found]).median,
+    )

@@ -1,0 +1,73 @@
+"""Memory of a long prompt, in cells and in one chunk, with four bits and with sixteen, each in its own process."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from kvasir.errors import Internal
+
+from kvasir_bench.arithmetic import Target
+from kvasir_bench.engine.lab import Case, Lab
+
+_MOST_RATIO = 0.5
+_PEER_CHUNK = 2048  # mlx-lm's own default
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """One way to compute and keep the prompt; keys as in `kvasir_bench.engine.keys`."""
+
+    how: str
+    prompt_tokens: int
+    peak_bytes: int
+    resident_bytes: int
+    kv_bytes_per_token: float
+    peak_ratio: float
+    resident_ratio: float
+
+
+def run(lab: Lab) -> Case:
+    """Bytes are counted by MLX and repeat exactly: one run of each is enough."""
+    tokens = 600 if lab.is_quick else lab.shortened(8192)
+    cell = lab.engine.model.cell_tokens
+    ways = {
+        f"q4, cells of {cell}": ("q4", cell),
+        "q4, one chunk": ("q4", tokens),
+        f"16 bits, cells of {cell}": ("fp16", cell),
+        f"mlx-lm's own KV, chunks of {_PEER_CHUNK}": ("mlx-lm", _PEER_CHUNK),
+    }
+    found: dict[str, dict[str, int]] = {}
+    for how, (kv, cell_tokens) in ways.items():
+        lab.say(f"memory of {tokens} tokens, {how}")
+        found[how] = _probe(lab, tokens, cell_tokens, kv)
+    cells, one_chunk, exact, _ = found.values()
+    rows = [
+        MemoryRow(
+            how=how,
+            prompt_tokens=tokens,
+            peak_bytes=each["peak_bytes"],
+            resident_bytes=_resident(each),
+            kv_bytes_per_token=_resident(each) / tokens,
+            peak_ratio=each["peak_bytes"] / one_chunk["peak_bytes"],
+            resident_ratio=_resident(each) / _resident(exact),
+        )
+        for how, each in found.items()
+    ]
+    ratio = cells["peak_bytes"] / one_chunk["peak_bytes"]
+    return Case(f"Memory of {tokens} tokens", rows, [Target("peak, cells / one chunk", ratio, _MOST_RATIO, True)])
+
+
+def _resident(found: dict[str, int]) -> int:
+    return found["after_bytes"] - found["before_bytes"]
+
+
+def _probe(lab: Lab, tokens: int, cell_tokens: int, kv: str) -> dict[str, int]:
+    argv = [sys.executable, "-m", "kvasir_bench.engine.memory_probe", "--model", str(lab.model)]
+    argv += ["--cache-dir", str(lab.cache_dir)]
+    argv += ["--tokens", str(tokens), "--cell", str(cell_tokens), "--kv", kv]
+    answer = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if answer.returncode:
+        raise Internal(f"the memory probe failed: {answer.stderr.strip()[-500:]}")
+    found: dict[str, int] = json.loads(answer.stdout)
+    return found

@@ -1,0 +1,377 @@
+"""The engine under measurement, and its turns, whose every event is timed."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TypeVar
+
+from kvasir.cachestore.v1 import identity_pb2
+from kvasir.formats.layer_groups import first_touched_block
+from kvasir.server.interceptors import settle_garbage
+
+from inference_svc.engine.api import (
+    AgentKey,
+    Cold,
+    Ended,
+    Event,
+    Failed,
+    Hot,
+    Prefilled,
+    Restored,
+    RestoredWindow,
+    Reuse,
+    SamplingParams,
+    Tokens,
+    TurnPlan,
+    WindowFiles,
+)
+from inference_svc.engine.engine import Engine, TurnHandle
+from inference_svc.engine.mlx_thread import MlxThread
+from inference_svc.engine.scheduling.schedulable import Rules
+from inference_svc.kv.policy import PolicyRequest
+from inference_svc.model.model_info import ModelInfo
+from inference_svc.text.sequence_state import SequenceState
+from inference_svc.text.token_ids import TokenIds
+from kvasir_bench.arithmetic import Target
+from kvasir_bench.engine.link_rates import LinkProbe, LinkRates
+from kvasir_bench.engine.mlx_lm_peer import MlxLmPeer
+from kvasir_bench.engine.prompts import Prompts
+
+PATIENCE_S = 1800.0
+_NAMESPACE = "bench"
+_ItemT = TypeVar("_ItemT")
+_RowT = TypeVar("_RowT")
+
+
+class MeasuredEngine(Engine):
+    """An engine whose turns end only at `max_tokens`, so that all runs do the same work, and whose cells can have
+    another size.
+    """
+
+    cell_tokens = 0  # 0: the engine's own
+    step_budget_s = Rules.budget_s
+
+    @property
+    def model(self) -> ModelInfo:
+        info = super().model
+        return replace(info, stop_token_ids=(), cell_tokens=self.cell_tokens or info.cell_tokens)
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """The model's own end tokens, for turns that must end as in real use."""
+        return super().model.stop_token_ids
+
+    @classmethod
+    def opened(
+        cls,
+        model: str | Path,
+        cache_dir: Path,
+        memory_budget_bytes: int,
+        policy: identity_pb2.KvPolicy | PolicyRequest | None = None,
+        cell_tokens: int = 0,
+        step_budget_s: float = Rules.budget_s,
+    ) -> "MeasuredEngine":
+        """Open an engine as `Engine.open` does, and as the service does behind a collection of garbage: one more, of
+        all that was imported, would be a gap of 50 ms.
+        """
+        settle_garbage()
+        engine = cls.open(
+            model,
+            cache_dir=cache_dir,
+            memory_budget_bytes=memory_budget_bytes,
+            policy=policy,
+            step_budget_s=step_budget_s,
+        )
+        assert isinstance(engine, MeasuredEngine)
+        engine.cell_tokens = cell_tokens
+        engine.step_budget_s = step_budget_s
+        return engine
+
+
+class Run:
+    """A turn in flight, and the time of each of its events on the lab's clock (s)."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.submitted_s = clock()
+        self.token_times: list[float] = []
+        self.cell_times: list[float] = []  # of Prefilled events
+        self.last_event_s = 0.0  # of the last event
+        self._clock = clock
+        self._handle: TurnHandle | None = None
+        self._last: Ended | Failed | None = None
+        self._at: tuple[Callable[[Run], bool], Callable[[], None]] | None = None
+        self._changed = threading.Condition()
+
+    def when(self, has_come: Callable[["Run"], bool], action: Callable[[], None]) -> "Run":
+        """Do `action` once, on the MLX thread, in the step in which `has_come` of this run becomes true."""
+        self._at = (has_come, action)
+        return self
+
+    def begin(self, engine: Engine, plan: TurnPlan) -> "Run":
+        self.submitted_s = self._clock()
+        self._handle = engine.submit(plan, self._listen)
+        return self
+
+    def _listen(self, events: list[Event]) -> None:
+        now = self._clock()
+        with self._changed:
+            for event in events:
+                if isinstance(event, Tokens):
+                    self.token_times += [now] * len(event.ids)
+                elif isinstance(event, Prefilled):
+                    self.cell_times.append(now)
+                elif isinstance(event, Ended | Failed):
+                    self._last = event
+            self.last_event_s = now
+            self._changed.notify_all()
+        if self._at is not None and self._at[0](self):
+            action, self._at = self._at[1], None
+            action()
+
+    @property
+    def first_token_s(self) -> float:
+        """From submit to the first token."""
+        return self.token_times[0] - self.submitted_s
+
+    def wait_until(self, has_come: Callable[["Run"], bool]) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._last is not None or has_come(self), PATIENCE_S):
+                raise TimeoutError("the engine did not come so far")
+        if isinstance(self._last, Failed) and not has_come(self):
+            raise self._last.error
+
+    def end(self) -> Ended:
+        """Wait for the turn's end; raises its error if it failed."""
+        self.wait_until(lambda _: False)
+        assert isinstance(self._last, Ended)
+        return self._last
+
+    def cancel(self) -> float:
+        """Cancel the turn; returns the seconds until its end was reported."""
+        assert self._handle is not None
+        began = self._clock()
+        self._handle.cancel()
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._last is not None, PATIENCE_S):
+                raise TimeoutError("the cancelled turn did not end")
+        return self.last_event_s - began
+
+
+@dataclass(frozen=True)
+class LabMemory:
+    """An agent in the engine's memory, and its sequence."""
+
+    key: AgentKey
+    state: SequenceState
+
+    @property
+    def tokens(self) -> TokenIds:
+        return self.state.token_ids
+
+
+@dataclass(frozen=True)
+class Case:
+    """The results of a case: rows with the keys of `kvasir_bench.engine.keys`, and the project's targets."""
+
+    title: str
+    rows: Sequence[object]
+    targets: Sequence[Target] = ()
+
+
+@dataclass(frozen=True)
+class Scope:
+    """How much is measured."""
+
+    repeats: int
+    is_quick: bool = False  # small and once, for a look
+    lengths: tuple[int, ...] = ()  # of contexts, in tokens; empty: each case's own
+    batches: tuple[int, ...] = ()  # rows that decode together; empty: each case's own
+    time_limit_s: float | None = None  # after this no new row is begun
+    has_peer: bool = False  # whether cases give their work to mlx-lm too
+
+
+class Lab:
+    """An engine, a clock (s), and how much is measured."""
+
+    def __init__(
+        self,
+        engine: MeasuredEngine,
+        model: str | Path,
+        clock: Callable[[], float],
+        scope: Scope,
+        *,
+        cache_dir: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        """`cache_dir`: where the digests of the model's weights are kept for other processes of this measurement."""
+        self.engine = engine
+        self.model = model
+        self.clock = clock
+        self.scope = scope
+        self.cache_dir = cache_dir
+        self.prompts = Prompts(engine.tokenizer)
+        self.keep: Callable[[Sequence[object]], None] = lambda _rows: None  # told a case's rows so far
+        self._say = say
+        self._began_s = clock()
+        self._agents = 0
+        self._peer: MlxThread[MlxLmPeer] | None = None
+
+    def close(self) -> None:
+        """End the peer's thread, if it was needed."""
+        if self._peer is not None:
+            self._peer.close()
+
+    @property
+    def is_quick(self) -> bool:
+        return self.scope.is_quick
+
+    @property
+    def repeats(self) -> int:
+        return self.scope.repeats
+
+    @property
+    def has_peer(self) -> bool:
+        return self.scope.has_peer
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.engine.device != "cpu"
+
+    @property
+    def peer(self) -> MlxThread[MlxLmPeer]:
+        """mlx-lm with a copy of the model of its own, loaded at the first need."""
+        if self._peer is None:
+            compute_type = self.engine.model.compute_type
+            self.say("loading the model for mlx-lm")
+            self._peer = MlxThread(lambda: MlxLmPeer(self.model, compute_type, self.clock), name="mlx-lm")
+        return self._peer
+
+    @cached_property
+    def links(self) -> LinkRates:
+        """Rates of this machine's copies, measured once."""
+        self.say("copies of this machine")
+        thread = MlxThread(lambda: LinkProbe(self.clock), name="links")
+        try:
+            size_bytes = (256 if self.is_gpu else 16) << 20
+            return thread.post(lambda probe: probe.rates(size_bytes)).result(PATIENCE_S)
+        finally:
+            thread.close()
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Of the slowest step between host memory and the device."""
+        return self.links.slowest
+
+    @property
+    def elapsed_s(self) -> float:
+        return self.clock() - self._began_s
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the time limit has passed."""
+        return self.scope.time_limit_s is not None and self.elapsed_s >= self.scope.time_limit_s
+
+    def say(self, text: str) -> None:
+        """Progress, with the seconds so far."""
+        limit = f" of {self.scope.time_limit_s:.0f}" if self.scope.time_limit_s is not None else ""
+        self._say(f"[{self.elapsed_s:.0f}{limit} s] {text}")
+
+    def while_there_is_time(self, items: Iterable[_ItemT]) -> Iterator[_ItemT]:
+        """The items until the time limit passes; says which are left out. The first is always measured."""
+        waiting = list(items)
+        while waiting:
+            yield waiting.pop(0)
+            if waiting and self.is_late:
+                self.say(f"no time is left for {', '.join(map(str, waiting))}")
+                return
+
+    def rows(self, items: Iterable[_ItemT], measure: Callable[[_ItemT], Iterable[_RowT]]) -> list[_RowT]:
+        """The rows of each item while there is time; they are kept after each item."""
+        rows: list[_RowT] = []
+        for item in self.while_there_is_time(items):
+            rows += measure(item)
+            self.keep(rows)
+        return rows
+
+    def rounds(self, what: str) -> Iterable[bool]:
+        """For each repeat, whether it counts; the first one does not, it warms caches and allocators. At least one
+        counts, the others only until the time limit passes.
+        """
+        for repeat in range(self.repeats + 1):
+            if repeat > 1 and self.is_late:
+                return
+            self.say(f"{what}, {f'{repeat} of {self.repeats}' if repeat else 'warming up'}")
+            yield repeat > 0
+
+    def chosen_lengths(self, own: Sequence[int]) -> list[int]:
+        """The lengths asked for, or a case's own, each cut to the model's context."""
+        return sorted({self.shortened(length, 512) for length in self.scope.lengths or own})
+
+    def new_key(self) -> AgentKey:
+        """A new agent."""
+        self._agents += 1
+        return AgentKey(_NAMESPACE, f"agent {self._agents}")
+
+    def run(self) -> Run:
+        """A turn that is not yet submitted."""
+        return Run(self.clock)
+
+    def start(
+        self,
+        tokens: Sequence[int],
+        max_tokens: int,
+        reuse: Reuse | None = None,
+        key: AgentKey | None = None,
+        *,
+        namespace: str | None = None,
+        stop_token_ids: tuple[int, ...] = (),
+        run: Run | None = None,
+    ) -> Run:
+        """Submit a greedy turn."""
+        sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+        plan = TurnPlan(TokenIds(tokens), (1,) * len(tokens), sampling, reuse or Cold(), key, namespace=namespace)
+        return (run or self.run()).begin(self.engine, plan)
+
+    def remember(self, tokens: Sequence[int]) -> LabMemory:
+        """A new agent with these tokens, and the next one, in memory."""
+        key = self.new_key()
+        return LabMemory(key, self.start(tokens, 1, key=key).end().state)
+
+    def fork(self, memory: LabMemory) -> LabMemory:
+        """The same memory for a new agent, so that a turn may use it up."""
+        key = self.new_key()
+        if not self.engine.fork_hot(memory.key, key).result(PATIENCE_S):
+            raise RuntimeError("the engine dropped a memory of the measurement: its memory budget is too small")
+        return LabMemory(key, memory.state)
+
+    def forget(self, memories: Iterable[LabMemory]) -> None:
+        for memory in memories:
+            self.engine.drop_hot(memory.key).result(PATIENCE_S)
+
+    def resume(self, memory: LabMemory, suffix: Sequence[int], max_tokens: int) -> Run:
+        """A turn that extends an agent's hot memory."""
+        return self.start((*memory.tokens, *suffix), max_tokens, Hot(len(memory.tokens)), memory.key)
+
+    def restored(self, memory: LabMemory) -> Restored:
+        """A memory in the form in which a store would return it."""
+        snapshot = self.engine.snapshot(memory.key, 0).result(PATIENCE_S)
+        if snapshot is None:
+            raise RuntimeError("the engine dropped a memory of the measurement: its memory budget is too small")
+        files = (*snapshot.blocks, *([snapshot.tail] if snapshot.tail else []))
+        here = len(memory.tokens)
+        state = next((data for identity, data in snapshot.states if identity.tokens == here), None)
+        windows = tuple(_seen(window, here) for window in snapshot.windows)
+        return Restored(tuple(data for _, data in files), memory.tokens, here, state=state, windows=windows)
+
+    def shortened(self, tokens: int, spare: int = 64) -> int:
+        """`tokens`, or fewer if the model's context has no room for them and `spare` more."""
+        return min(tokens, self.engine.model.context_tokens - spare)
+
+
+def _seen(window: WindowFiles, tokens: int) -> RestoredWindow:
+    """The files of a window from the first block on that the token at position `tokens` sees."""
+    first = first_touched_block(window.window, tokens)
+    files = window.by_block
+    return RestoredWindow(window.window, first, tuple(files[block] for block in range(first, max(files) + 1)))

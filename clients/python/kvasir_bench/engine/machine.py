@@ -1,0 +1,61 @@
+"""Facts of the machine and of the model under measurement, so that the numbers can be understood later."""
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from inference_svc.model.device_memory import device_bytes, device_name
+from kvasir_bench.engine.lab import MeasuredEngine
+
+_PACKAGES = ("mlx", "mlx-lm", "mkl")
+
+
+def machine(engine: MeasuredEngine) -> dict[str, Any]:
+    """The machine as it is now, with its load."""
+    return {
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "device": engine.device,
+        "device_name": device_name(),
+        "device_bytes": device_bytes(),
+        "blas": engine.blas,
+        "python": platform.python_version(),
+        **{name: _version(name) for name in _PACKAGES},
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def model(engine: MeasuredEngine) -> dict[str, Any]:
+    """The loaded model."""
+    info = engine.model
+    policy = info.kv_identity.policy
+    return {
+        "name": info.name,
+        "layers": info.layer_count,
+        "context_tokens": info.context_tokens,
+        "compute_type": info.compute_type,
+        "cell_tokens": info.cell_tokens,
+        "kv_bytes_per_token": info.kv_bytes_per_token,
+        "key_bits": policy.key_bits,
+        "value_bits": policy.value_bits,
+        "group_size": policy.group_size,
+    }
+
+
+def _processor() -> str:
+    facts = Path("/proc/cpuinfo")
+    if facts.is_file():
+        names = [line.partition(":")[2].strip() for line in facts.read_text().splitlines() if "model name" in line]
+        if names:
+            return names[0]
+    return platform.processor() or platform.machine()
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,128 @@
+"""Turns of a load over HTTP, as any client of OpenAI's chat completions sends them: streamed, and counted by `usage`.
+
+Only what every such server knows is asked for, so that other servers can stand beside Kvasir's gateway.
+"""
+
+import json
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx2
+from kvasir.errors import InvalidArgument, Unavailable
+
+from kvasir_bench.load.arithmetic import Arrived, TurnFailed
+from kvasir_bench.load.run import PATIENCE_S
+
+
+class HttpTarget:
+    """A server with `/v1/chat/completions`."""
+
+    counts = "events"
+
+    def __init__(self, client: httpx2.AsyncClient, model: str) -> None:
+        self._client = client
+        self._model = model
+
+    async def tokens_per_word(self, text: str) -> float | None:
+        words = text.split()
+        half = words[: len(words) // 2]
+        tokens = [await self._prompt_tokens(" ".join(each)) for each in (words, half)]
+        # The difference, because a chat template's own words are in both.
+        return (tokens[0] - tokens[1]) / (len(words) - len(half)) if tokens[0] > tokens[1] else None
+
+    async def turn(self, prompt: str, max_tokens: int) -> AsyncGenerator[Arrived, None]:
+        """One turn. Raises TurnFailed: the status, or what went wrong."""
+        is_whole = False
+        try:
+            async with self._client.stream("POST", "/chat/completions", json=self._body(prompt, max_tokens)) as answer:
+                if answer.status_code != 200:
+                    raise TurnFailed(f"HTTP {answer.status_code}")
+                async for line in answer.aiter_lines():
+                    if not line.startswith("data:"):
+                        continue
+                    if (data := line[5:].strip()) == "[DONE]":
+                        is_whole = True
+                        continue
+                    chunk = _object(data)
+                    if "error" in chunk:
+                        raise TurnFailed("an error inside the stream")
+                    choices = chunk.get("choices") or ()
+                    is_whole |= any(choice.get("finish_reason") for choice in choices)
+                    if any(_says_something(choice.get("delta") or {}) for choice in choices):
+                        yield Arrived(tokens=1)
+                    if (total := _usage(chunk, "completion_tokens")) is not None:
+                        yield Arrived(total_tokens=total)
+        except httpx2.HTTPError as error:
+            raise TurnFailed(type(error).__name__) from None
+        except (AttributeError, TypeError):  # objects that are none, of a server that means something else
+            raise TurnFailed("what came is no chat completion") from None
+        if not is_whole:
+            raise TurnFailed("the stream ended early")
+
+    async def _prompt_tokens(self, text: str) -> int:
+        """0 where the server does not say."""
+        body = {**self._body(text, 1), "stream": False}
+        del body["stream_options"]
+        try:
+            answer = await self._client.post("/chat/completions", json=body)
+        except httpx2.HTTPError as error:
+            raise Unavailable(f"{self._client.base_url}: {type(error).__name__}") from None
+        if answer.status_code != 200:
+            told = f"{self._client.base_url}chat/completions answers {answer.status_code}: {answer.text[:300]}"
+            raise Unavailable(told) if answer.status_code >= 500 else InvalidArgument(told, field="--http")
+        try:
+            return _usage(_object(answer.text), "prompt_tokens") or 0
+        except (TurnFailed, AttributeError):
+            told = f"--http: {self._client.base_url}chat/completions answers with what is no chat completion"
+            raise InvalidArgument(told, field="--http") from None
+
+    def _body(self, prompt: str, max_tokens: int) -> dict[str, Any]:
+        return {
+            "model": self._model,
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+
+@asynccontextmanager
+async def connected(url: str, model: str, api_key: str) -> AsyncGenerator[HttpTarget, None]:
+    """A target at `url`, with or without `/v1`; as many connections as turns are in flight. Raises
+    InvalidArgument."""
+    if not url.startswith(("http://", "https://")):
+        raise InvalidArgument(f"--http: expected http://HOST:PORT or https://…, got {url!r}", field="--http")
+    base = url.rstrip("/").removesuffix("/v1") + "/v1"
+    headers = {"x-agent-memory": "none"}  # a load is no conversation; other servers do not know the header
+    if api_key:
+        headers["authorization"] = f"Bearer {api_key}"
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=100)
+    try:
+        client = httpx2.AsyncClient(base_url=base, headers=headers, limits=limits, timeout=PATIENCE_S, trust_env=False)
+    except (httpx2.InvalidURL, UnicodeEncodeError) as error:
+        raise InvalidArgument(f"--http: {type(error).__name__}", field="--http") from None
+    async with client:
+        yield HttpTarget(client, model)
+
+
+def _says_something(delta: dict[str, Any]) -> bool:
+    """Whether a piece has a part of the reply; the first one may have its role alone."""
+    return any(delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls"))
+
+
+def _usage(answer: dict[str, Any], name: str) -> int | None:
+    count = (answer.get("usage") or {}).get(name)
+    return count if isinstance(count, int) else None
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Raises TurnFailed."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise TurnFailed("what came is no chat completion")
+    return value

@@ -1,0 +1,176 @@
+"""The phases of `kvasir bench memory-path`, in which every agent is asked the same question from the same memory.
+
+Each agent (a length, a repeat) begins cold, goes on hot, and is then asked: hot, after the engine dropped its model and
+its memories, after the engine was killed, and after both services were killed and the page cache was dropped. What it
+said while it was hot is what it must say each time.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvasir.clients import InferenceClient
+
+from kvasir_bench.memory_path import machine
+from kvasir_bench.memory_path.turns import Agent, SeenTurn, words_per_token
+
+REPLY_TOKENS = 50
+# Of the context, for the question, the replies and the template's own tokens.
+_SPARE_TOKENS = 640
+_SHORT_TURNS = 3
+_FIRST_WORDS = 200
+_FEW_TOKENS = 4
+Keep = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PathScope:
+    """What to measure: lengths in tokens, and how often."""
+
+    lengths: Sequence[int]
+    repeats: int = 3
+    time_limit_s: float = 0.0  # begin no further repeat after so many seconds; 0: never mind
+    is_quick: bool = False  # the machine's rates are measured with less, for tests
+
+
+class BenchServices(Protocol):
+    """A store on a disk and an engine, as processes."""
+
+    directory: Path  # on that disk
+    is_played: bool  # the engine fills pages, and computes nothing
+
+    def start(self) -> dict[str, Any]:
+        """Start what does not run, and wait for it. What it took, in seconds, and what the engine logs of it."""
+
+    def kill(self, *names: str) -> None:
+        """kill -9."""
+
+    def client(self) -> InferenceClient:
+        """Of the engine that runs now."""
+
+    def files(self) -> list[Path]:
+        """The store's blobs."""
+
+
+def measure(
+    scope: PathScope, services: BenchServices, say: Callable[[str], None], keep: Keep = lambda _: None
+) -> dict[str, Any]:
+    """All phases. `keep` gets the results so far after each of them. Raises KvasirError when a turn or a start fails;
+    a memory that is not stored is counted.
+    """
+    began_s = time.monotonic()
+    results: dict[str, Any] = {"settings": {**asdict(scope), "lengths": list(scope.lengths)}}
+    say("measuring the machine")
+    results["machine"] = machine.rates(services.directory, *((2, 1) if scope.is_quick else ()))
+    results["device"] = machine.device_rates()
+    say("starting the services")
+    results["ready"] = {"first": services.start()}
+    with services.client() as client:
+        model = client.get_model()
+        facts = ("name", "kv_bytes_per_token", "context_tokens", "compute_type", "kv_policy", "cell_tokens")
+        results["model"] = {name: getattr(model, name) for name in facts} | _engine_facts(client)
+        results["model"]["is_played"] = services.is_played
+        results["first_turns"] = list(_first_turns(client))
+        agents = _begin(scope, client, model.context_tokens, results, say, lambda: time.monotonic() - began_s, keep)
+    for phase, arrange in (("from_ram", _drop_hot), ("engine_killed", _kill_engine), ("both_killed", _kill_both)):
+        say(f"{phase.replace('_', ' ')}: {len(agents)} agents")
+        results["ready"][phase] = arrange(services)
+        with services.client() as client:
+            list(_first_turns(client, 1))  # the connection, and what the process does once
+            for number, agent in enumerate(agents):
+                say(f"{phase.replace('_', ' ')}: agent {number + 1} of {len(agents)}")
+                results["agents"][number][phase] = _found(agent.asked(client), results["agents"][number])
+        results["elapsed_s"] = round(time.monotonic() - began_s, 1)
+        keep(results)
+    return results
+
+
+def _begin(
+    scope: PathScope,
+    client: InferenceClient,
+    context_tokens: int,
+    results: dict[str, Any],
+    say: Callable[[str], None],
+    elapsed_s: Callable[[], float],
+    keep: Keep,
+) -> list[Agent]:
+    """Agents that begin cold, are stored, and go on hot."""
+    agents: list[Agent] = []
+    results["agents"] = []
+    ratio = words_per_token(client)
+    for repeat in range(scope.repeats):
+        if scope.time_limit_s and repeat and elapsed_s() > scope.time_limit_s:
+            break
+        for length in scope.lengths:
+            say(f"{length} tokens, {repeat + 1} of {scope.repeats}: cold, stored, hot")
+            words = round(min(length, context_tokens - _SPARE_TOKENS) * ratio)
+            agent = Agent(client, f"bench-{length}-{repeat}", words, REPLY_TOKENS)
+            agents.append(agent)
+            results["agents"].append({"length": length, "repeat": repeat, **_live(agent, client)})
+            keep(results)
+    return agents
+
+
+def _live(agent: Agent, client: InferenceClient) -> dict[str, Any]:
+    row: dict[str, Any] = {"cold": _shown(agent.cold())}
+    row["stored_s"] = agent.stored_s()
+    row["short"] = []
+    for _ in range(_SHORT_TURNS):
+        turn = agent.goes_on()
+        row["short"].append({**_shown(turn), "stored_s": agent.stored_s()})
+    hot = agent.asked(client)
+    return {**row, "hot": {**_shown(hot), "token_ids": hot.token_ids}}
+
+
+def _first_turns(client: InferenceClient, count: int = 3) -> Iterator[float]:
+    """Seconds to the first token of the first few turns of a process, each cold, of one length."""
+    for number in range(count):
+        agent = Agent(client, f"first-{time.time_ns()}-{number}", _FIRST_WORDS, _FEW_TOKENS)
+        yield round(agent.cold().first_token_s, 4)
+
+
+def _drop_hot(services: BenchServices) -> dict[str, Any]:
+    """The model goes, and every hot memory with it; the store's files stay in the page cache."""
+    began = time.monotonic()
+    with services.client() as client:
+        name = client.get_model().name
+        client.unload_model(name, timeout_s=300)
+        client.load_model(name, timeout_s=600)
+    return {"reloaded_s": round(time.monotonic() - began, 3)}
+
+
+def _kill_engine(services: BenchServices) -> dict[str, Any]:
+    services.kill("engine")
+    return services.start()
+
+
+def _kill_both(services: BenchServices) -> dict[str, Any]:
+    services.kill("engine", "store")
+    files = services.files()
+    machine.drop_cached(files)
+    left = machine.cached_share(files)
+    return {"cached_share": round(left, 4), **services.start()}
+
+
+def _found(turn: SeenTurn, row: dict[str, Any]) -> dict[str, Any]:
+    return {**_shown(turn), "is_exact": turn.token_ids == row["hot"]["token_ids"]}
+
+
+def _shown(turn: SeenTurn) -> dict[str, Any]:
+    """What is kept of a turn."""
+    shown = {key: value for key, value in asdict(turn).items() if key != "token_ids"}
+    seconds = {key: round(value, 5) for key, value in shown.items() if key.endswith("_s")}
+    return {**shown, **seconds, "lag_s": round(turn.lag_s, 5), "tokens": len(turn.token_ids)}
+
+
+def _engine_facts(client: InferenceClient) -> dict[str, Any]:
+    found = client.get_capabilities()
+    return {"version": found.version, "device": found.device, "kv_memory_bytes": found.limits.kv_memory_bytes}
+
+
+def median(values: Sequence[float]) -> float | None:
+    """None of none."""
+    return statistics.median(values) if values else None

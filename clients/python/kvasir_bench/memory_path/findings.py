@@ -1,0 +1,177 @@
+"""What the turns of `kvasir bench memory-path` come to: medians by length, ratios, and the targets."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvasir_bench.engine.plots import Picture, draw
+from kvasir_bench.engine.report import cells, text_table
+from kvasir_bench.memory_path.campaign import median
+
+RESTORED = ("from_ram", "engine_killed", "both_killed")
+# By length, the most that a first token after a kill may take of one that is computed.
+_MOST_OF_COLD = {8192: 0.3, 32768: 0.15}
+_MOST_OF_COLD_EVER = 1.05
+_LEAST_OF_DISK_AND_HASH = 0.8
+_MOST_LAG_S = 0.03
+_MOST_COLD_LAG_S = 0.3
+_COLD_LAG_TOKENS = 32_768
+_MOST_FIRST_TO_THIRD = 1.5
+_PICTURES = {
+    "first_token": Picture(
+        "Seconds to the first token",
+        "length",
+        ("cold_s", "hot_s", "from_ram_s", "engine_killed_s", "both_killed_s"),
+        is_log=True,
+    ),
+    "publishing": Picture(
+        "Bytes per second from the last token until stored", "length", ("publish_per_s", "limit_per_s"), is_log=True
+    ),
+}
+KEYS = """Names in the JSON stay. `agents` has each agent's turns as their caller saw them: `cold`, three `short` ones,
+`hot`, and the same question `from_ram` (the model was loaded again, the store's files are in the page cache),
+`engine_killed` (kill -9) and `both_killed` (the page cache was dropped; `ready.both_killed.cached_share` is what the
+system kept all the same); `is_exact`: the reply is that of the hot agent, token for token. `stored_s` counts from the
+request, None: never. `rows` are medians by length; `publish_per_s` counts from the last token until the store has the
+memory, `whole_per_s` from the request. `machine` and `device` are bytes per second."""
+
+
+def complete(results: dict[str, Any]) -> dict[str, Any]:
+    """The results with `rows` and `targets`; in place."""
+    results["rows"] = list(_rows(results))
+    results["targets"] = list(_targets(results))
+    return results
+
+
+def _rows(results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    limit = min(results["machine"]["write_synced"], results["machine"]["blake3_all"])
+    per_token = results["model"]["kv_bytes_per_token"]
+    for length in dict.fromkeys(agent["length"] for agent in results["agents"]):
+        agents = [agent for agent in results["agents"] if agent["length"] == length]
+        tokens = [agent["cold"]["prompt_tokens"] + agent["cold"]["tokens"] for agent in agents]
+        sizes = [per_token * count for count in tokens]
+        cold = _median(agent["cold"]["first_token_s"] for agent in agents)
+        row = {
+            "length": length,
+            "agents": len(agents),
+            "memory_bytes": median(sizes),
+            "cold_s": cold,
+            "prefill_s": _median(agent["cold"]["prefill_s"] for agent in agents),
+            "hot_s": _median(agent["hot"]["first_token_s"] for agent in agents),
+        }
+        for phase in RESTORED:
+            found = [agent[phase] for agent in agents if phase in agent]
+            row[f"{phase}_s"] = seconds = _median(turn["first_token_s"] for turn in found)
+            row[f"{phase}_of_cold"] = seconds / cold if seconds and cold else None
+            row[f"{phase}_cached"] = _median(turn["cached_tokens"] / turn["prompt_tokens"] for turn in found)
+        publish, whole = list(_rates(agents, sizes, "last_token_s")), list(_rates(agents, sizes, ""))
+        row["publish_per_s"], row["whole_per_s"], row["limit_per_s"] = median(publish), median(whole), limit
+        row["short_lag_s"] = _median(turn["lag_s"] for agent in agents for turn in agent["short"])
+        row["cold_lag_s"] = _median(agent["cold"]["lag_s"] for agent in agents)
+        row["not_stored"] = sum(each is None for agent in agents for each in _stored(agent))
+        row["failed_at_first"] = sum(turn["snapshot"] == "failed" for agent in agents for turn in _turns(agent))
+        row["is_exact"] = all(agent[phase]["is_exact"] for agent in agents for phase in RESTORED if phase in agent)
+        yield row
+
+
+def _turns(agent: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [agent["cold"], *agent["short"]]
+
+
+def _stored(agent: Mapping[str, Any]) -> list[float | None]:
+    return [agent["stored_s"], *(turn["stored_s"] for turn in agent["short"])]
+
+
+def _rates(agents: Sequence[Mapping[str, Any]], sizes: Sequence[int], since: str) -> Iterator[float]:
+    """Bytes per second of cold turns, since a moment of the turn or its request."""
+    for agent, size in zip(agents, sizes, strict=True):
+        if (stored := agent["stored_s"]) is not None:
+            yield size / max(1e-3, stored - (agent["cold"][since] if since else 0.0))
+
+
+def _targets(results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    rows = {row["length"]: row for row in results["rows"]}
+    for length, row in rows.items():
+        # A played model's prompt costs a configured time.
+        for phase in () if results["model"]["is_played"] else RESTORED:
+            words, found = phase.replace("_", " "), row[f"{phase}_of_cold"]
+            most = _MOST_OF_COLD.get(length, _MOST_OF_COLD_EVER)
+            yield _target(f"first token {words} / cold, {length:,} tokens", found, most)
+        share = row["publish_per_s"] / row["limit_per_s"] if row["publish_per_s"] else None
+        what = f"publishing / min(synced writes, BLAKE3), {length:,} tokens"
+        yield _target(what, share, _LEAST_OF_DISK_AND_HASH, is_most=False)
+        what = f"the last event behind the last of 50 tokens, s, {length:,} tokens"
+        yield _target(what, row["short_lag_s"], _MOST_LAG_S)
+        if length == _COLD_LAG_TOKENS:
+            yield _target(f"the same behind a cold turn of {length:,} tokens", row["cold_lag_s"], _MOST_COLD_LAG_S)
+        yield _target(f"memories that were never stored, {length:,} tokens", row["not_stored"], 0)
+        yield _target(f"replies that differ from the hot agent's, {length:,} tokens", int(not row["is_exact"]), 0)
+    first, *_, third = results["first_turns"]
+    yield _target("a process's first turn / its third", first / third, _MOST_FIRST_TO_THIRD)
+
+
+def _target(what: str, found: float | None, limit: float, *, is_most: bool = True) -> dict[str, Any]:
+    is_met = found is not None and (found <= limit if is_most else found >= limit)
+    found = None if found is None else round(found, 4)
+    return {"what": what, "found": found, "wanted": f"{'<=' if is_most else '>='} {limit}", "is_met": is_met}
+
+
+def _median(values: Any) -> float | None:
+    return median(list(values))
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """The results as plain text."""
+    return "\n".join(_lines(results))
+
+
+def _lines(results: Mapping[str, Any]) -> Iterator[str]:
+    model, ready = results["model"], results["ready"]
+    yield (
+        f"{model['name']} on {model['device']}, {model['kv_bytes_per_token']:,} bytes a token, {model['kv_policy']}; "
+        f"{results['settings']['repeats']} repeats, {results.get('elapsed_s', 0):.0f} s"
+    )
+    rates = {**results["machine"], **results["device"]}
+    yield ", ".join(f"{name.replace('_', ' ')} {rate / 1e9:.2f} GB/s" for name, rate in rates.items())
+    starts = (f"{name.replace('_', ' ')}: " + ", ".join(_facts(facts)) for name, facts in ready.items())
+    yield "; ".join(starts)
+    yield "first turns: " + ", ".join(f"{1000 * seconds:,.0f} ms" for seconds in results["first_turns"])
+    yield ""
+    times = ("cold_s", "prefill_s", "hot_s", *(f"{phase}_s" for phase in RESTORED), *(f"{p}_of_cold" for p in RESTORED))
+    shown = ("length", "memory_bytes", *times)
+    yield from text_table(cells([{key: row[key] for key in shown} for row in results["rows"]]))
+    yield ""
+    kept = ("publish_per_s", "whole_per_s", "limit_per_s")
+    others = ("short_lag_s", "cold_lag_s", "not_stored", "failed_at_first", "is_exact")
+    yield from text_table(
+        cells(
+            [
+                {"length": row["length"]}
+                | {f"{key.removesuffix('_per_s')}_mb_per_s": row[key] and row[key] / 1e6 for key in kept}
+                | {key: row[key] for key in others}
+                for row in results["rows"]
+            ]
+        )
+    )
+    yield ""
+    targets = [["", "found", "wanted", "what"]]
+    for row in results["targets"]:
+        found = "–" if row["found"] is None else f"{row['found']:.3g}"
+        targets.append(["met" if row["is_met"] else "NOT MET", found, row["wanted"], row["what"]])
+    yield from text_table(targets)
+
+
+def _facts(facts: Mapping[str, Any]) -> Iterator[str]:
+    return (f"{key.removesuffix('_s').replace('_', ' ')} {value:.3g}" for key, value in facts.items())
+
+
+def plot(results: Mapping[str, Any], directory: Path) -> list[Path]:
+    """Write PNGs: first tokens and publishing by length. Raises ImportError without matplotlib."""
+    directory.mkdir(parents=True, exist_ok=True)
+    note = f"{results['model']['name']} on {results['model']['device']}"
+    written = []
+    for name, picture in _PICTURES.items():
+        path = directory / f"memory_path_{name}.png"
+        draw(picture, results["rows"], path, note)
+        written.append(path)
+    return written

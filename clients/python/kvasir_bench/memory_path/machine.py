@@ -1,0 +1,138 @@
+"""What this machine can do, measured in the same run: synced writes, reads from the page cache, BLAKE3, a socket."""
+
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+from kvasir.cli.running.program import ended_with_us, run_program
+
+# Blobs of this shape's blocks.
+BLOCK_BYTES = 256 * 36_864
+_FRAME_BYTES = 1 << 20
+_BLOCKS = 32
+_REPEATS = 3
+# Receives on a Unix socket as fast as it can, and acknowledges.
+_SINK = """
+import socket, sys
+server = socket.socket(socket.AF_UNIX); server.bind(sys.argv[1]); server.listen(); print(flush=True)
+buffer = bytearray(1 << 20); connection, _ = server.accept(); left = int(sys.argv[2])
+while left: left -= connection.recv_into(buffer, min(left, len(buffer)))
+connection.sendall(b"!")
+"""
+
+
+def rates(directory: Path, blocks: int = _BLOCKS, repeats: int = _REPEATS) -> dict[str, float]:
+    """Bytes per second: medians. `directory` lies on the disk that is measured."""
+    blobs = [os.urandom(BLOCK_BYTES) for _ in range(blocks)]
+    total = blocks * BLOCK_BYTES
+    with tempfile.TemporaryDirectory(dir=directory) as below:
+        root = Path(below)
+        seconds = {
+            "write_synced": _median(lambda: _write(root, blobs), repeats),
+            "read_cached": _median(lambda: _read(root), repeats),
+            "blake3_thread": _median(lambda: [blake3(blob).digest() for blob in blobs], repeats),
+            "blake3_all": _median(lambda: [blake3(blob, max_threads=blake3.AUTO).digest() for blob in blobs], repeats),
+            "unix_socket": _median(lambda: _send(root, blobs), repeats),
+        }
+    return {name: round(total / value) for name, value in seconds.items()}
+
+
+def device_rates() -> dict[str, Any]:
+    """Of copies from host memory to MLX's device and on it. Raises FailedPrecondition without an engine."""
+    return run_program("kvasir_bench.engine.device_copy", [], "the device was not measured")
+
+
+def cached_share(files: Sequence[Path]) -> float:
+    """The share of these files' bytes in the page cache, by one page in 256; 1.0 where the system does not say."""
+    seen = cached = 0
+    flags = getattr(os, "RWF_NOWAIT", None)
+    if flags is None:
+        return 1.0
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            for offset in range(0, os.fstat(descriptor).st_size, 256 * 4096):
+                seen += 1
+                cached += _is_cached(descriptor, offset, flags)
+        finally:
+            os.close(descriptor)
+    return cached / seen if seen else 0.0
+
+
+def drop_cached(files: Sequence[Path]) -> None:
+    """Ask the system to forget what it holds of these files, which nobody has open; without effect on a Mac."""
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def _is_cached(descriptor: int, offset: int, flags: int) -> bool:
+    try:
+        return bool(os.preadv(descriptor, [bytearray(1)], offset, flags))
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system that cannot say
+        return True
+
+
+def _write(root: Path, blobs: Sequence[bytes]) -> None:
+    """Each into a file of its own, synced together at the end, as a store that groups its syncs does."""
+    descriptors = []
+    for number, blob in enumerate(blobs):
+        descriptor = os.open(root / str(number), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        view = memoryview(blob)
+        for offset in range(0, len(blob), _FRAME_BYTES):
+            os.write(descriptor, view[offset : offset + _FRAME_BYTES])
+        descriptors.append(descriptor)
+    for descriptor in descriptors:
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def _read(root: Path) -> None:
+    buffer = bytearray(BLOCK_BYTES)
+    for file in root.iterdir():
+        with file.open("rb", buffering=0) as opened:
+            opened.readinto(buffer)
+
+
+def _send(root: Path, blobs: Sequence[bytes]) -> float:
+    """Seconds to another process over a Unix socket."""
+    address = root.parent / f"{root.name}.sock"  # beside the files that are read
+    argv = [sys.executable, "-c", _SINK, str(address), str(sum(map(len, blobs)))]
+    try:
+        with ended_with_us(subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)) as sink:
+            assert sink.stdout is not None
+            sink.stdout.readline()
+            with socket.socket(socket.AF_UNIX) as wire:
+                wire.connect(str(address))
+                began = time.perf_counter()
+                for blob in blobs:
+                    wire.sendall(blob)
+                wire.recv(1)
+                return time.perf_counter() - began
+    finally:
+        address.unlink(missing_ok=True)
+
+
+def _median(work: Callable[[], object], repeats: int) -> float:
+    """Seconds, as `work` measures them itself or around it, after a round that warms up."""
+    times = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        measured = work()
+        times.append(measured if isinstance(measured, float) else time.perf_counter() - began)
+    return statistics.median(times[1:])

@@ -1,0 +1,104 @@
+"""What `kvasir bench memory-path` measures: a store and an engine in a home of their own, as `kvasir up` has them."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvasir.cli.own_services.own_processes import OwnProcesses
+from kvasir.cli.running.home import Home
+from kvasir.cli.running.plan import Plan, plan_of
+from kvasir.cli.settings.asked import Asked
+from kvasir.clients import InferenceClient
+
+_PLAYED_ENGINE = "kvasir_bench.played"
+_READY = "engine.ready"
+# The log's own fields, and those of the model that the results have.
+_NOT_OF_STARTS = {"event", "level", "logger", "timestamp", "address", "model", "device"}
+_GIB = 1 << 30
+_CALL_S = 60.0  # a machine that is measured may be busy
+_LEAST_GIB = 1.0
+_ROOM = 1.5  # for the longest memory, beside what of others is hot
+_SHAPE_BYTES_PER_TOKEN = 36_864  # of Llama 3.1 8B, whose shape is the largest that is played
+
+
+class MeasuredServices:
+    """Starts and kills the two services; see `BenchServices`."""
+
+    def __init__(self, root: Path, plan: Plan, *, is_played: bool) -> None:
+        self.directory = root
+        self.is_played = is_played
+        self._plan = plan
+        self._processes = OwnProcesses()
+
+    def start(self) -> dict[str, Any]:
+        """Seconds until each was ready, and what the engine logs of its start."""
+        services = [self._plan.store.service(), self._plan.engine.service()]
+        missing = [service for service in services if not self._processes.is_running(service.name)]
+        seconds = self._processes.start(missing)
+        return {f"{name}_s": round(value, 3) for name, value in seconds.items()} | self._logged()
+
+    def kill(self, *names: str) -> None:
+        self._processes.kill(names)
+
+    def client(self) -> InferenceClient:
+        return InferenceClient.connect(self._plan.engine.endpoint.address, timeout_s=_CALL_S)
+
+    def files(self) -> list[Path]:
+        return [path for path in self._plan.store.data_dir.rglob("*") if path.is_file()]
+
+    def end(self) -> None:
+        self._processes.end()
+
+    def _logged(self) -> dict[str, Any]:
+        """Numbers that the engine's last start logged with its "ready"."""
+        lines = (line for line in self._plan.engine.log_file.read_text(encoding="utf-8").splitlines() if _READY in line)
+        last: dict[str, Any] = {}
+        for line in lines:
+            try:
+                last = json.loads(line)
+            except ValueError:
+                continue
+        return {key: value for key, value in last.items() if key not in _NOT_OF_STARTS and type(value) in (int, float)}
+
+
+def memory_gib_for(longest_tokens: int) -> float:
+    """The engine's memory where nobody says it: the longest memory of a played shape, and half as much."""
+    return max(_LEAST_GIB, round(_ROOM * longest_tokens * _SHAPE_BYTES_PER_TOKEN / _GIB, 1))
+
+
+@contextmanager
+def measured_services(
+    home: Path,
+    *,
+    model: str,
+    played: Sequence[str],
+    memory_gib: float,
+    options: Sequence[str] = (),
+    logs_to: Path | None = None,
+) -> Iterator[MeasuredServices]:
+    """The services, in a directory below `home` that is gone afterwards. `played`: what the played engine is told, if
+    it is one. `logs_to`: a file's name; the logs are kept beside it.
+    """
+    root = Path(tempfile.mkdtemp(prefix="kvasir-", dir=home))
+    own = Home(root / "h")
+    own.make()
+    own.audit_file("store").parent.mkdir(mode=0o700)
+    plan = plan_of(Asked(own))
+    given = {"model": model, "memory_gib": memory_gib, "log_format": "json"}
+    engine = replace(plan.engine, options={**plan.engine.options, **given}, words=tuple(options))
+    if played:
+        engine = replace(engine, program=(_PLAYED_ENGINE, *played))
+    plan = replace(plan, engine=engine)
+    services = MeasuredServices(root, plan, is_played=bool(played))
+    try:
+        yield services
+    finally:
+        services.end()
+        for log in own.logs.glob("*.log") if logs_to is not None else ():
+            shutil.copyfile(log, f"{logs_to}.{log.name}")
+        shutil.rmtree(root, ignore_errors=True)

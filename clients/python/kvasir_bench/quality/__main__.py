@@ -1,0 +1,177 @@
+"""What each KV policy costs a model: `python -m kvasir_bench.quality`, for `kvasir bench quality`.
+
+Loads the model as the engine would, reads and asks the same material with exact KV, every rung of the ladder and
+mlx-lm's own quantized caches, and prints one JSON object. With --text the material is the user's own, and each layer is
+measured too. Progress goes to stderr.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvasir.cachestore.v1 import identity_pb2
+from kvasir.errors import KvasirError
+
+from inference_svc.kv.policy import AUTO, LADDER, PolicyRequest, Rung
+from inference_svc.model import kvasir_tiny
+from inference_svc.model.blas import load_optimized_blas
+from inference_svc.model.model_identity import tokenizer_digest
+from inference_svc.model.quality.conversations import Conversations
+from inference_svc.model.quality.findings import cheapest, judged
+from inference_svc.model.quality.material import FULL, QUICK, Sheet
+from kvasir_bench.quality.given_text import LONGEST, SHORTEST, read_text, windows_of
+from kvasir_bench.quality.intervals import with_intervals
+from kvasir_bench.quality.mixing import CHOOSING
+
+if TYPE_CHECKING:
+    from inference_svc.model.model_runner import ModelRunner
+
+MIXED = tuple(rung.value for rung in LADDER if rung is not Rung.FP)  # under fp every layer is exact already
+
+
+@dataclass(frozen=True, slots=True)
+class QualityScope:
+    """What is to be measured. `text` None: the material that ships. `kv_policy` and `kv_bytes`: of the mixture."""
+
+    model: str | Path
+    is_quick: bool
+    exact_layers: str
+    compute_type: str | None
+    text: Path | None = None
+    kv_policy: str = Rung.Q4.value
+    kv_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """A loaded model, and the policies to measure by name."""
+
+    asked: QualityScope
+    runner: "ModelRunner"
+    tokenizer: Any
+    policies: Mapping[str, identity_pb2.KvPolicy]
+    clock: Callable[[], float]
+    say: Callable[[str], None]
+
+    def on_material(self, directory: Path) -> dict[str, Any]:
+        """Conversations or the canary; and what auto would choose."""
+        from inference_svc.model.quality import exam
+
+        conversations = Conversations.read_for(kvasir_tiny.conversations_path(), tokenizer_digest(directory))
+        subject = exam.Subject(self.runner, self.tokenizer, lambda: conversations)
+        extent = QUICK if self.asked.is_quick else FULL
+        found = exam.examine(subject, self.policies, extent, clock=self.clock, say=self.say, with_peers=True)
+        winner, why = cheapest(found.rungs, found.exact)
+        verdicts = {each.name: judged(each, found.exact) for each in found.rungs}
+        return {
+            "material": found.material,
+            "reference": found.exact.as_json(),
+            "rungs": [
+                each.as_json() | {"passes": verdicts[each.name].passes, "why": verdicts[each.name].why}
+                for each in found.rungs
+            ],
+            "peers": [each.as_json() for each in found.peers],
+            "refused": found.refused,
+            # As at load: what nothing below is good enough for gets the last rung.
+            "auto": {"chooses": winner.name if winner else LADDER[-1].value, "why": why},
+        }
+
+    def on_text(self, sheets: list[Sheet]) -> dict[str, Any]:
+        """The user's own text; each layer; and the mixture."""
+        from kvasir_bench.quality.text_exam import Mixture, examine_text
+
+        mixture = Mixture(self.asked.kv_policy, self.asked.kv_bytes)
+        found = examine_text(self.runner, sheets, self.policies, mixture, clock=self.clock, say=self.say)
+        is_mixed = found.mixed is not None and found.suggests == found.mixed.name
+        exact_layers = found.exact_layers if is_mixed else self.policies[found.suggests].exact_layers
+        return {
+            "material": "text",
+            "text": {"file": str(self.asked.text), "windows": len(sheets), "window_tokens": len(sheets[0].ids)},
+            "reference": with_intervals(found.exact, found.exact),
+            "rungs": [with_intervals(each, found.exact) for each in found.rungs],
+            "peers": [with_intervals(each, found.exact) for each in found.peers],
+            "refused": found.refused,
+            "layers": {
+                "policy": mixture.policy,
+                "windows": len(sheets[CHOOSING]),
+                "rows": [cost.as_json() for cost in found.layers],
+            },
+            "mixed": with_intervals(found.mixed, found.exact) if found.mixed else None,
+            "suggestion": {
+                "budget_bytes": found.budget_bytes,
+                "kv_policy": mixture.policy if is_mixed else found.suggests,
+                "kv_exact_layers": ",".join(map(str, exact_layers)),
+                "why": found.why,
+            },
+        }
+
+
+def measured(asked: QualityScope, clock: Callable[[], float], say: Callable[[str], None]) -> dict[str, Any]:
+    """All findings. Raises as Engine.open for a model whose KV cannot be kept; NotFound or InvalidArgument for a text,
+    layers or a budget that cannot be.
+    """
+    text = read_text(asked.text) if asked.text else ""
+    blas = load_optimized_blas()
+    # These import MLX, and then it is too late for a BLAS.
+    from inference_svc.model.loading import device, find_model, load
+    from inference_svc.model.model_runner import ModelRunner
+
+    directory, began = find_model(asked.model), clock()
+    loaded = load(directory, asked.compute_type)
+    runner = ModelRunner(loaded.model)
+    request = PolicyRequest.parse(AUTO, asked.exact_layers)
+    policies = {rung.value: request.policy(rung, runner.compute_type, len(runner.layers)) for rung in LADDER}
+    bench = _Bench(asked, runner, loaded.tokenizer, policies, clock, say)
+    if asked.text:
+        longest = min(loaded.context_tokens - 1, SHORTEST if asked.is_quick else LONGEST)
+        found = bench.on_text(windows_of(asked.text, text, loaded.tokenizer, longest))
+    else:
+        found = bench.on_material(directory)
+    return {
+        "model": kvasir_tiny.NAME if directory == kvasir_tiny.path() else directory.name,
+        "exact_layers": list(policies["q4"].exact_layers),
+        **found,
+        "compute_type": runner.compute_type,
+        "device": device(),
+        "blas": blas or "",
+        "seconds": round(clock() - began, 1),
+    }
+
+
+def main() -> int:
+    """Print one model's findings to stdout."""
+    parser = argparse.ArgumentParser(prog="python -m kvasir_bench.quality", description=__doc__)
+    parser.add_argument("--model", default="", help="directory or name; the shipped model if left out")
+    parser.add_argument("--kv-exact-layers", default="", help='"last" or indexes with commas between')
+    parser.add_argument("--compute-type", choices=["float32", "float16", "bfloat16"], help="as the engine's option")
+    parser.add_argument("--quick", action="store_true", help="read and ask less, for a look")
+    parser.add_argument("--text", type=Path, help="read this file instead, and measure each layer")
+    parser.add_argument("--kv-policy", default=MIXED[0], choices=MIXED, help="with --text: of the measured layers")
+    parser.add_argument("--kv-bytes", type=int, help="with --text: a token, for the policy with its exact layers")
+    given = parser.parse_args()
+    asked = QualityScope(
+        model=given.model or kvasir_tiny.path(),
+        is_quick=given.quick,
+        exact_layers=given.kv_exact_layers,
+        compute_type=given.compute_type,
+        text=given.text,
+        kv_policy=given.kv_policy,
+        kv_bytes=given.kv_bytes,
+    )
+    try:
+        facts = measured(asked, time.monotonic, lambda text: print(text, file=sys.stderr, flush=True))
+    except KvasirError as error:
+        sys.stderr.write(f"{error.message}\n")
+        return 1
+    json.dump(facts, sys.stdout, indent=2)
+    sys.stdout.write("\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

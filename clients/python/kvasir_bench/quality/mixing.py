@@ -1,0 +1,66 @@
+"""Which layers to keep exact within a budget of bytes, and whether that is better than another policy. Pure.
+
+The cost of a layer is its KL when it alone is stored under the policy and all others are exact. While costs are small
+they add up, so the layers with the largest cost a byte are kept exact first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from inference_svc.model.quality.findings import Findings
+from kvasir_bench.quality.intervals import interval, is_worse
+
+# Layers are chosen by every second window, and the mixture is judged on the others: a choice always looks good on the
+# text that made it.
+CHOOSING, JUDGING = slice(0, None, 2), slice(1, None, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """One layer alone under the policy; and the bytes a token that it takes more when it is exact."""
+
+    layer: int
+    exact_adds: int
+    found: Findings
+
+    def as_json(self) -> dict[str, Any]:
+        kl_low, kl_high = interval([each.kl for each in self.found.texts])
+        return {
+            "layer": self.layer,
+            "exact_adds_bytes": self.exact_adds,
+            "kl": self.found.kl,
+            "kl_low": max(0.0, kl_low),
+            "kl_high": kl_high,
+            "top1_agreement": self.found.top1,
+        }
+
+
+def kept_exact(costs: Sequence[LayerCost], spare_bytes: int) -> tuple[int, ...]:
+    """The layers to keep exact with so many bytes a token, ascending."""
+    kept = []
+    for cost in sorted(costs, key=lambda cost: cost.found.kl / cost.exact_adds, reverse=True):
+        if cost.exact_adds <= spare_bytes:
+            kept.append(cost.layer)
+            spare_bytes -= cost.exact_adds
+    return tuple(sorted(kept))
+
+
+def suggested(candidates: Sequence[Findings], budget_bytes: int) -> tuple[Findings, str]:
+    """The cheapest of those within the budget that are not worse than the nearest to exact KV; and why. One at least
+    must be within it.
+    """
+
+    def kl(found: Findings) -> float:
+        judged = found.texts[JUDGING]
+        return sum(each.kl for each in judged) / len(judged)
+
+    within = [found for found in candidates if found.bytes_per_token <= budget_bytes]
+    nearest = min(within, key=kl)
+    as_good = [found for found in within if not is_worse(found, nearest, JUDGING)]
+    best = min(as_good, key=lambda found: (found.bytes_per_token, kl(found)))
+    said = ", ".join(f"{found.name} {kl(found):.1e}" for found in sorted(within, key=kl))
+    why = f"KL in the windows that chose no layer: {said}"
+    if best is not nearest:
+        why += f"; {nearest.name} is not nearer to exact KV than {best.name} by more than chance"
+    return best, why

@@ -1,0 +1,88 @@
+"""`kvasir bench quality`: what each KV policy costs a model, as `kvasir_bench.quality` measures it."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvasir_bench.quality import text_report as text_quality
+
+KEYS = """Names in the JSON stay. `reference` is mlx-lm's own KVCache in the type that the model computes in, and is
+the baseline. `rungs` are Kvasir's KV policies, cheapest first; `peers` mlx-lm's own quantized caches. Each has
+`name`, `bytes_per_token`, `kl` (of the next token, mean over `positions`, nats), `kl_worst`, `top1_agreement`,
+`perplexity` (of all text read), `seconds`; and `recall`, `tool_calls` (questions answered right to the last token)
+or, for a model that does not know kvasir-tiny's world, `repeat` (random tokens said a second time), each with
+`share`, `right`, `n`. A rung also `passes`, and `why`. `refused` are rungs and peers that the model cannot have.
+`auto` is what --kv-policy auto would choose from this. `material` is questions or canary. `seconds` is all of it.
+
+"""
+KEYS += text_quality.KEYS
+
+_TASKS = (("recall", "recall"), ("tool_calls", "tool calls"), ("repeat", "repeats"))
+
+
+def show(out: Console, results: dict[str, Any]) -> None:
+    """A table for people."""
+    if results["material"] == "text":
+        out.print("\n".join(text_quality.lines(results)), soft_wrap=True, markup=False, highlight=False)
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for index, title in enumerate(_titles(results)):
+        # What does not fit a pipe's 80 columns folds its title, never its values.
+        widest = max(len(row[index]) for row in _rows(results))
+        table.add_column(title, justify="right" if index else "left", min_width=widest)
+    for row in _rows(results):
+        table.add_row(*row)
+    out.print(table)
+    for line in _remarks(results):
+        out.print(line)
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The same as a Markdown table, for pages."""
+    if results["material"] == "text":
+        return "\n".join(text_quality.markdown(results))
+    titles = _titles(results)
+    lines = [titles, ["---", *["---:"] * (len(titles) - 1)], *_rows(results)]
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", *_remarks(results)])
+
+
+def _titles(results: dict[str, Any]) -> list[str]:
+    tasks = [title for name, title in _TASKS if name in results["reference"]]
+    return ["KV", "bytes a token", "KL", "worst KL", "top-1", "perplexity", *tasks, "seconds"]
+
+
+def _rows(results: dict[str, Any]) -> list[Sequence[str]]:
+    return [_row(each, results) for each in (results["reference"], *results["rungs"], *results["peers"])]
+
+
+def _row(found: dict[str, Any], results: dict[str, Any]) -> Sequence[str]:
+    tasks = [found[name] for name, _ in _TASKS if name in results["reference"]]
+    return [
+        found["name"],
+        str(found["bytes_per_token"]),
+        _small(found["kl"]),
+        _small(found["kl_worst"]),
+        f"{found['top1_agreement']:.4f}",
+        f"{found['perplexity']:.4f}",
+        *(f"{task['right']}/{task['n']}" for task in tasks),
+        f"{found['seconds']:.0f}",
+    ]
+
+
+def _small(value: float) -> str:
+    return "0" if value == 0 or math.isnan(value) else f"{value:.1e}"
+
+
+def _remarks(results: dict[str, Any]) -> list[str]:
+    exact = results["exact_layers"]
+    remarks = [
+        f"{results['model']} by {results['material']}, {results['reference']['positions']} next tokens, "
+        f"{results['compute_type']} on {results['device']}, {results['seconds']:.0f} s in all"
+    ]
+    if exact:
+        remarks.append(f"layers {', '.join(map(str, exact))} stay exact, except under fp, where all are")
+    remarks += [f"{name} cannot be had: {why}" for name, why in results["refused"].items()]
+    return [*remarks, f"auto takes {results['auto']['chooses']}: {results['auto']['why']}"]

@@ -1,0 +1,409 @@
+"""`kvasir bench store`: the store's rates, plain and sealed, beside the rates of this machine's wire, disk and hash.
+
+Blobs are put and got through the socket, and as files, as an engine of the store's own host does. Everything is
+measured in one run, in turns, and reported as medians and ratios: a busy hour changes all of them alike.
+The stores are real processes on Unix sockets and loopback, with their data in a temporary directory.
+"""
+
+import asyncio
+import json
+import os
+import random
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+from kvasir.cachestore.v1 import identity_pb2
+from kvasir.cli.running.program import ended_with_us
+from kvasir.clients import AioStoreClient
+from kvasir.clients.aio.handed_upload import put_by_files
+from kvasir.clients.handed_files import HandedFiles
+from kvasir.credentials import write_private_text
+from kvasir.errors import Unavailable
+from kvasir.formats import manifest
+from kvasir.formats.blob_place import blob_place
+from kvasir.formats.block_file import FileIdentity, encode, expected_tensors
+from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes, kv_identity_hash
+from kvasir.formats.digest import Digest
+from kvasir.formats.frames import FRAME_BYTES
+
+_READY_WITHIN_S = 60.0
+_READERS = min(8, os.cpu_count() or 1)  # threads that read files
+# On one thread and, where it says so, on all cores if a blob is large. Files are read from the page cache.
+_BASELINES = ("tcp", "write_fsync", "blake3", "blake3_all", "read")
+_MEASURED = (*_BASELINES, "put", "get", "pull", "put_files", "get_files", "sealed_put", "sealed_get")
+# The baselines of which the slowest bounds each; an engine hashes on all cores.
+_LIMITS = {
+    "put": ("tcp", "write_fsync", "blake3"),
+    "pull": ("tcp", "write_fsync", "blake3"),
+    "get": ("tcp", "read", "blake3_all"),
+    "put_files": ("write_fsync", "blake3_all"),
+    "get_files": ("read", "blake3_all"),
+}
+# Receives a number of bytes on a socket as fast as it can, and acknowledges them.
+_SINK = """
+import socket, sys
+server = socket.create_server(("127.0.0.1", 0)); print(server.getsockname()[1], flush=True)
+buffer = bytearray(1 << 20); connection, _ = server.accept(); left = int(sys.argv[1])
+while left: left -= connection.recv_into(buffer, min(left, len(buffer)))
+connection.sendall(b"!")
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """A model's blocks: the size of one, and the number that is moved."""
+
+    name: str
+    identity: identity_pb2.KvIdentity
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """An agent's blocks and manifest, made of random codes."""
+
+    blobs: Mapping[Digest, bytes]
+    manifest: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(digest.size_bytes for digest in self.blobs)
+
+
+def geometries(is_quick: bool) -> list[Geometry]:
+    """The shipped model, and Llama 3.1 8B with blocks of 9.4 MB."""
+    return [
+        Geometry("kvasir-tiny", _identity("tiny", 8, 2, 64), 8 if is_quick else 128),
+        Geometry("llama-3.1-8b", _identity("llama", 32, 8, 128), 2 if is_quick else 24),
+    ]
+
+
+def run(
+    json_output: bool,
+    *,
+    directory: Path | None = None,
+    repeats: int = 5,
+    startup_blobs: int = 100_000,
+    is_quick: bool = False,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Measure, print the results (JSON or a table) and return them. `is_quick` moves less, for tests."""
+    if is_quick:
+        repeats, startup_blobs = 1, min(startup_blobs, 500)
+    with tempfile.TemporaryDirectory(prefix="kvasir-bench-", dir=directory) as root:
+        sizes = [_run(_moving(Path(root) / geometry.name, geometry, repeats)) for geometry in geometries(is_quick)]
+        results: dict[str, Any] = {"sizes": sizes, "find_missing_1000_ms": sizes[0]["find_missing_1000_ms"]}
+        results["startup"] = _run(_startup(Path(root) / "startup", startup_blobs))
+    results["targets"] = _targets(results)
+    say(json.dumps(results, indent=1) if json_output else _table(results))
+    return results
+
+
+# --- measurements ---
+
+
+async def _moving(root: Path, geometry: Geometry, repeats: int) -> dict[str, Any]:
+    """Rates at one block size, in MB/s."""
+    rates: dict[str, list[float]] = {name: [] for name in _MEASURED}
+    with ExitStack() as stack:
+        sealed_at = stack.enter_context(_store(root / "sealed", *_sealed(root / "sealed")))
+        there = stack.enter_context(_store(root / "there"))
+        peers = root / "peers.toml"
+        write_private_text(peers, f'[[peer]]\nname = "there"\naddress = "{there}"\n')
+        here = stack.enter_context(_store(root / "here", "--peers-file", str(peers)))
+        beside_at = stack.enter_context(_store(root / "beside"))
+        async with (
+            AioStoreClient.connect(there) as source,
+            AioStoreClient.connect(here) as target,
+            AioStoreClient.connect(sealed_at) as sealed,
+            AioStoreClient.connect(beside_at) as beside,
+        ):
+            await beside.get_capabilities()  # makes the place for files
+            for repeat in range(repeats + 1):
+                memory = _memory(geometry.identity, geometry.blocks, repeat)
+                seconds = _baselines(root, memory)
+                seconds |= await _transfers(source, target, memory, f"agent-{repeat}")
+                seconds |= await _by_files(beside, root / "beside" / "data", memory)
+                seconds |= {f"sealed_{name}": value for name, value in (await _put_and_get(sealed, memory)).items()}
+                # The first round warms caches, connections and allocators.
+                for name, value in seconds.items() if repeat else ():
+                    rates[name].append(memory.size_bytes / value / 1e6)
+            missing_ms = [await _find_missing_ms(target, memory) for _ in range(20)]
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    slowest = {name: min(limits, key=lambda each: medians[each]) for name, limits in _LIMITS.items()}
+    return {
+        "name": geometry.name,
+        "block_bytes": next(iter(memory.blobs)).size_bytes,
+        "blocks": geometry.blocks,
+        "mb_per_s": {name: round(value, 1) for name, value in medians.items()},
+        "ratio_to_slowest": {name: round(medians[name] / medians[limit], 3) for name, limit in slowest.items()},
+        "slowest": slowest,
+        "ratio_of_sealed": {name: round(medians[f"sealed_{name}"] / medians[name], 3) for name in ("put", "get")},
+        "find_missing_1000_ms": round(statistics.median(missing_ms), 2),
+    }
+
+
+def _baselines(root: Path, memory: Memory) -> dict[str, float]:
+    blobs, plain = list(memory.blobs.values()), root / "plain"
+    seconds = {
+        "tcp": _tcp_s(blobs),
+        "write_fsync": _timed(lambda: _write_fsync(plain, blobs)),
+        "read": _timed(lambda: [(plain / str(index)).read_bytes() for index in range(len(blobs))]),
+        "blake3": _timed(lambda: [blake3(blob).digest() for blob in blobs]),
+        "blake3_all": _timed(lambda: [Digest.of(blob) for blob in blobs]),
+    }
+    shutil.rmtree(plain)
+    return seconds
+
+
+async def _transfers(source: AioStoreClient, target: AioStoreClient, memory: Memory, agent_id: str) -> dict[str, float]:
+    seconds = await _put_and_get(source, memory)
+    await source.commit(agent_id, await source.put_manifest(memory.manifest), 0)
+    began = time.perf_counter()
+    await target.pull_agent("there", agent_id)
+    return seconds | {"pull": time.perf_counter() - began}
+
+
+async def _put_and_get(client: AioStoreClient, memory: Memory) -> dict[str, float]:
+    began = time.perf_counter()
+    await client.put_blobs(memory.blobs)
+    put_s = time.perf_counter() - began
+    began = time.perf_counter()
+    async for _ in client.get_blobs(list(memory.blobs)):
+        pass
+    return {"put": put_s, "get": time.perf_counter() - began}
+
+
+async def _by_files(client: AioStoreClient, data_dir: Path, memory: Memory) -> dict[str, float]:
+    """As an engine on the store's host: it hashes the blobs, hands them over as files, and reads files."""
+    began = time.perf_counter()
+    digests = await asyncio.to_thread(lambda: [Digest.of(data) for data in memory.blobs.values()])
+    blobs = dict(zip(digests, memory.blobs.values(), strict=True))
+    missing = await client.find_missing(list(blobs))
+    await put_by_files(client, blobs, missing, HandedFiles(data_dir, "default"))
+    put_s = time.perf_counter() - began
+    with ThreadPoolExecutor(_READERS) as readers:
+        began = time.perf_counter()
+        found = await asyncio.to_thread(lambda: list(readers.map(lambda each: _read_blob(data_dir, each), digests)))
+    assert found == digests, "a file has other bytes than were put"
+    return {"put_files": put_s, "get_files": time.perf_counter() - began}
+
+
+def _read_blob(data_dir: Path, digest: Digest) -> Digest:
+    """The digest of what lies there, from one of the readers' threads."""
+    data = blob_place(data_dir, "default", digest.hash).read_bytes()
+    return Digest(blake3(data).hexdigest(), len(data))
+
+
+async def _find_missing_ms(client: AioStoreClient, memory: Memory) -> float:
+    """A thousand digests, those of a memory among them."""
+    asked = [*memory.blobs, *(Digest.of(str(n).encode()) for n in range(1000))][:1000]
+    began = time.perf_counter()
+    await client.find_missing(asked)
+    return (time.perf_counter() - began) * 1000
+
+
+async def _startup(root: Path, blobs: int) -> dict[str, Any]:
+    """From the start of the process until it answers, with many blobs in its directory; and with none."""
+    identity = _identity("small", 1, 1, 64)
+    empty_s = [await _start_s(root / "empty") for _ in range(3)]
+    with _store(root / "full") as address:
+        async with AioStoreClient.connect(address) as client:
+            began = time.perf_counter()
+            await asyncio.gather(*(_fill(client, identity, range(n, blobs, 4)) for n in range(4)))
+            filling_s = time.perf_counter() - began
+    full_s = [await _start_s(root / "full") for _ in range(3)]
+    return {
+        "blobs": blobs,
+        "seconds": round(statistics.median(full_s), 3),
+        "seconds_empty": round(statistics.median(empty_s), 3),
+        "small_blobs_put_per_s": round(blobs / filling_s),
+    }
+
+
+async def _fill(client: AioStoreClient, identity: identity_pb2.KvIdentity, numbers: range) -> None:
+    for start in range(0, len(numbers), 1000):
+        batch = [_file(identity, f"{number}", 1, "tail") for number in numbers[start : start + 1000]]
+        await client.put_blobs({Digest.of(data): data for data in batch})
+
+
+async def _start_s(root: Path) -> float:
+    began = time.perf_counter()
+    with _store(root) as address:
+        async with AioStoreClient.connect(address) as client:
+            await client.get_capabilities()
+            return time.perf_counter() - began
+
+
+# --- the parts ---
+
+
+@contextmanager
+def _store(root: Path, *options: str) -> Iterator[str]:
+    """A store's address, while it serves."""
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(prefix="kv") as sockets, (root / "log").open("ab") as log:
+        address = f"unix:{sockets}/s"
+        serve = [sys.executable, "-m", "cachestore_svc", "serve", "--data-dir", str(root / "data"), "--listen", address]
+        process = subprocess.Popen([*serve, *options], stdout=subprocess.PIPE, stderr=log, text=True)
+        try:
+            assert process.stdout is not None
+            if not process.stdout.readline().startswith("listening on "):
+                raise Unavailable(f"the store did not start: {(root / 'log').read_text()[-2000:]}")
+            yield address
+        finally:
+            process.terminate()
+            process.wait(_READY_WITHIN_S)
+
+
+def _sealed(root: Path) -> tuple[str, ...]:
+    """Options of a store whose namespace is sealed from its beginning."""
+    options = ("--seal-key-file", str(root / "seal.key"))
+    new = ["keys", "new", "default", "--data-dir", str(root / "data"), *options]
+    subprocess.run([sys.executable, "-m", "cachestore_svc", *new], check=True, stdout=subprocess.DEVNULL)
+    return options
+
+
+def _tcp_s(blobs: Sequence[bytes]) -> float:
+    """Seconds to another process over loopback TCP."""
+    total = sum(map(len, blobs))
+    argv = [sys.executable, "-c", _SINK, str(total)]
+    with ended_with_us(subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)) as sink:
+        assert sink.stdout is not None
+        with socket.create_connection(("127.0.0.1", int(sink.stdout.readline()))) as wire:
+            began = time.perf_counter()
+            for blob in blobs:
+                view = memoryview(blob)
+                for offset in range(0, len(blob), FRAME_BYTES):
+                    wire.sendall(view[offset : offset + FRAME_BYTES])
+            wire.recv(1)
+            return time.perf_counter() - began
+
+
+def _write_fsync(directory: Path, blobs: Sequence[bytes]) -> None:
+    """Each blob into a file of its own, a mebibyte at a time, synced, and its name synced."""
+    directory.mkdir()
+    parent = os.open(directory, os.O_RDONLY)
+    for index, blob in enumerate(blobs):
+        descriptor = os.open(directory / str(index), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        view = memoryview(blob)
+        for offset in range(0, len(blob), FRAME_BYTES):
+            os.write(descriptor, view[offset : offset + FRAME_BYTES])
+        os.fsync(descriptor)
+        os.close(descriptor)
+        os.fsync(parent)
+    os.close(parent)
+
+
+def _timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def _identity(name: str, layers: int, kv_heads: int, dim: int) -> identity_pb2.KvIdentity:
+    layout = identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_FULL, kv_heads=kv_heads, key_dim=dim, value_dim=dim)
+    policy = identity_pb2.KvPolicy(
+        key_bits=4,
+        value_bits=4,
+        group_size=64,
+        scale_type=identity_pb2.SCALE_TYPE_FLOAT16,
+        key_rotation=identity_pb2.KEY_ROTATION_NONE,
+    )
+    return identity_pb2.KvIdentity(
+        weights_digest=Digest.of(name.encode()).hash, layers=[layout] * layers, policy=policy
+    )
+
+
+def _memory(identity: identity_pb2.KvIdentity, blocks: int, seed: int) -> Memory:
+    kv_hash = kv_identity_hash(identity)
+    tokens = [seed * 1_000_000 + index for index in range(blocks * BLOCK_TOKENS)]
+    blobs: dict[Digest, bytes] = {}
+    for index, chain in enumerate(chain_hashes(kv_hash, tokens)):
+        data = _file(identity, chain, BLOCK_TOKENS, "block", index * BLOCK_TOKENS)
+        blobs[Digest.of(data)] = data
+    manifest_bytes = manifest.build(
+        kv_identity=identity,
+        token_ids=tokens,
+        text="x" * len(tokens),
+        token_chars=[1] * len(tokens),
+        blocks=blobs,
+        created_unix_ms=0,
+    )
+    return Memory(blobs, manifest_bytes)
+
+
+def _file(identity: identity_pb2.KvIdentity, chain: str, rows: int, kind: str, start: int = 0) -> bytes:
+    """A tensor file of random codes, with scales and biases of 0. A `chain` that is no hash is hashed into one."""
+    source = random.Random(chain)  # noqa: S311  bytes to move, not secrets
+    chain = chain if len(chain) == 64 else Digest.of(chain.encode()).hash
+    tensors = [
+        (spec, source.randbytes(spec.size_bytes) if spec.dtype == "U32" else bytes(spec.size_bytes))
+        for spec in expected_tensors(identity, rows)
+    ]
+    return encode(FileIdentity(kind, kv_identity_hash(identity), start, rows, chain), tensors)
+
+
+def _run(work: Any) -> Any:
+    """Run it on uvloop where that is installed, as the engine does."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(work)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)
+
+
+# --- the report ---
+
+
+def _targets(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    small, large, startup = results["sizes"][0], results["sizes"][-1], results["startup"]
+    rows: list[tuple[str, float, str, float]] = [
+        *(
+            (f"{name}, {size['name']} / {size['slowest'][name]}", size["ratio_to_slowest"][name], ">=", limit)
+            for size, limit, names in (
+                (large, 0.8, ("put", "put_files", "pull", "get_files")),
+                (small, 0.6, ("put", "put_files", "pull")),
+            )
+            for name in names
+        ),
+        ("put into a sealed namespace / put", large["ratio_of_sealed"]["put"], ">=", 0.7),
+        ("get from a sealed namespace / get", large["ratio_of_sealed"]["get"], ">=", 0.7),
+        ("find 1,000 digests, ms", results["find_missing_1000_ms"], "<=", 10.0),
+        (f"start with {startup['blobs']:,} blobs, s", startup["seconds"], "<=", 2.0),
+    ]
+    return [
+        {
+            "what": what,
+            "found": found,
+            "wanted": f"{sign} {limit}",
+            "is_met": found >= limit if sign == ">=" else found <= limit,
+        }
+        for what, found, sign, limit in rows
+    ]
+
+
+def _table(results: Mapping[str, Any]) -> str:
+    lines = [f"{'MB/s':16}{'block':>10}" + "".join(f"{name:>13}" for name in results["sizes"][0]["mb_per_s"])]
+    for size in results["sizes"]:
+        rates = "".join(f"{value:13,.0f}" for value in size["mb_per_s"].values())
+        lines.append(f"{size['name']:16}{size['block_bytes'] / 1e6:7.2f} MB{rates}")
+    lines.append(f"small blobs put per second: {results['startup']['small_blobs_put_per_s']:,}")
+    lines += [
+        f"{'met' if row['is_met'] else 'NOT MET':8}{row['what']}: {row['found']} (wanted {row['wanted']})"
+        for row in results["targets"]
+    ]
+    return "\n".join(lines)

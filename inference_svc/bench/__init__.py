@@ -1,1 +1,0 @@
-"""Measurements of the engine: `python -m inference_svc.bench`, for `kvasir bench engine`. Nothing imports this room."""
