@@ -28,8 +28,8 @@ compiled: install
 	@KVASIR_TURN=$(KVASIR_TURN) $(BIN)/python -m pytest --collect-only -qq | grep 'long tests' || true  # the tests say what is wrong
 
 # What needs no service, no model and no disk that syncs: chosen by measurement, a minute in all.
-CHECKED := $(addprefix tests/inference/,bench edge memory model scheduling text turns) \
-  tests/kvasir tests/campaigns/mutation tests/campaigns/fairness/test_shared_resources.py tests/test_walls.py tests/test_lessons.py tests/test_readme.py tests/test_words.py
+CHECKED := $(addprefix tests/inference/,edge memory model scheduling text turns) \
+  tests/bench tests/kvasir tests/campaigns/mutation tests/campaigns/fairness/test_shared_resources.py tests/test_walls.py tests/test_lessons.py tests/test_readme.py tests/test_words.py
 
 check: install lint ## While you work, a minute: lint, types, contract, walls, and the tests that need no service and no model
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(CHECKED)

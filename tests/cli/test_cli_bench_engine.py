@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from kvasir_bench.engine import keys as engine_keys
-from kvasir_bench.engine.plots import PICTURES, plot, series
+from kvasir_bench.engine.plots import PICTURES, plots
 from kvasir_bench.engine.report import cells, markdown, table
+from kvasir_bench.pictures import series
 
 from tests.cli.running import Cli
 from tests.inference.engine.tiny_models import LLAMA, write_model
@@ -56,9 +57,9 @@ def test_what_is_measured_is_something(found: tuple[Any, Path]) -> None:
 
 @pytest.mark.long(9)
 def test_a_picture_is_written_for_each_case(found: tuple[Any, Path]) -> None:
-    results, plots = found
-    assert {path.stem for path in plots.iterdir()} == set(results["cases"]) == set(PICTURES)
-    assert all(path.read_bytes().startswith(PNG) for path in plots.iterdir())
+    results, pictures = found
+    assert {path.stem for path in pictures.iterdir()} == set(results["cases"]) == set(PICTURES)
+    assert all(path.read_bytes().startswith(PNG) for path in pictures.iterdir())
 
 
 def test_the_help_names_every_key(tmp_path: Path) -> None:
@@ -160,5 +161,5 @@ def test_a_picture_has_a_line_for_each_group_and_none_for_a_sum(tmp_path: Path) 
     firsts = {"context_tokens": 1024, "cold_s": 0.4, "warm_s": 0.2, "hot_s": 0.1}
     assert "peer cold s" not in series(PICTURES["first_token"], [firsts | {"peer_cold_s": None}])
     assert series(PICTURES["first_token"], [firsts | {"peer_cold_s": 0.3}])["peer cold s"] == ([1024], [0.3])
-    [path] = plot({**RESULTS, "cases": {"decode": {"title": "", "rows": rows}}}, tmp_path)
+    [path] = plots({**RESULTS, "cases": {"decode": {"title": "", "rows": rows}}}).write(tmp_path)
     assert path.read_bytes().startswith(PNG)

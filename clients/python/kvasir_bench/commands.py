@@ -26,6 +26,7 @@ from kvasir_bench.load import run as load_bench
 from kvasir_bench.memory_path import findings as memory_findings
 from kvasir_bench.memory_path.campaign import PathScope, measure
 from kvasir_bench.memory_path.services import measured_services, memory_gib_for
+from kvasir_bench.pictures import Plots
 from kvasir_bench.quality import plots as quality_plots
 from kvasir_bench.quality import report as quality_report
 from kvasir_bench.store import measuring as store_bench
@@ -133,7 +134,7 @@ def engine(
         with _progress(caller, "measuring the engine; minutes at full size") as say:
             results = engine_bench.run(scope, say)
     if plots is not None:
-        _plot(caller, lambda: engine_plots.plot(results, plots))
+        _plot(caller, engine_plots.plots(results), plots)
     show = engine_bench.markdown if as_markdown else engine_bench.table
     caller.result(results, lambda out: out.print(show(results)))
     if not results["settings"]["is_quick"] and not all(target["is_met"] for target in results["targets"]):
@@ -229,7 +230,7 @@ def quality(
     with _progress(caller, "measuring KV policies; minutes at full size") as say:
         results = run_program("kvasir_bench.quality", arguments, "KV policies were not measured", say)
     if plots is not None:
-        _plot(caller, lambda: quality_plots.plot(results, plots))
+        _plot(caller, quality_plots.plots(results), plots)
     if as_markdown and not as_json:
         caller.out.print(quality_report.markdown(results), soft_wrap=True, markup=False, highlight=False)
     else:
@@ -382,7 +383,7 @@ def memory_path(
     ):
         results = memory_findings.complete(measure(scope, services, say, keep))
     if plots is not None:
-        _plot(caller, lambda: memory_findings.plot(results, plots))
+        _plot(caller, memory_findings.plots(results), plots)
     caller.result(results, lambda out: out.print(memory_findings.table(results), soft_wrap=True, highlight=False))
     if not quick and not all(target["is_met"] for target in results["targets"]):
         raise typer.Exit(PROBLEMS)
@@ -461,7 +462,7 @@ def memory(
         with _progress(caller, "playing scenarios") as say:
             results = measured.run(scope, say, played)
     if plots is not None:
-        _plot(caller, lambda: measured.plot(results, plots))
+        _plot(caller, measured.plots(results), plots)
     caller.result(results, lambda out: out.print("\n".join(measured.lines(results)), soft_wrap=True))
     if not measured.holds(results):
         raise typer.Exit(PROBLEMS)
@@ -515,9 +516,9 @@ def _make(directory: Path | None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
 
 
-def _plot(caller: Caller, write: Callable[[], list[Path]]) -> None:
+def _plot(caller: Caller, plots: Plots, directory: Path) -> None:
     try:
-        written = write()
+        written = plots.write(directory)
     except ImportError:
         caller.say("no pictures without matplotlib: install kvasir[bench]")
         return

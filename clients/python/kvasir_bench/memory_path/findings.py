@@ -1,12 +1,11 @@
 """What the turns of `kvasir bench memory-path` come to: medians by length, ratios, and the targets."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from kvasir_bench.engine.plots import Picture, draw
 from kvasir_bench.engine.report import cells, text_table
 from kvasir_bench.memory_path.campaign import median
+from kvasir_bench.pictures import Picture, Plots
 
 RESTORED = ("from_ram", "engine_killed", "both_killed")
 # By length, the most that a first token after a kill may take of one that is computed.
@@ -165,13 +164,7 @@ def _facts(facts: Mapping[str, Any]) -> Iterator[str]:
     return (f"{key.removesuffix('_s').replace('_', ' ')} {value:.3g}" for key, value in facts.items())
 
 
-def plot(results: Mapping[str, Any], directory: Path) -> list[Path]:
-    """Write PNGs: first tokens and publishing by length. Raises ImportError without matplotlib."""
-    directory.mkdir(parents=True, exist_ok=True)
+def plots(results: Mapping[str, Any]) -> Plots:
+    """First tokens and publishing, by length."""
     note = f"{results['model']['name']} on {results['model']['device']}"
-    written = []
-    for name, picture in _PICTURES.items():
-        path = directory / f"memory_path_{name}.png"
-        draw(picture, results["rows"], path, note)
-        written.append(path)
-    return written
+    return Plots(note, {f"memory_path_{name}": (each, results["rows"]) for name, each in _PICTURES.items()})

@@ -1,32 +1,20 @@
 """Pictures of the results of `kvasir bench quality`: KL by policy and, with a text, by layer."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from kvasir_bench.engine.plots import Picture, draw
+from kvasir_bench.pictures import Picture, Plots
+
+_BY_POLICY = Picture("KL of the next token against exact KV, nats", "KV", ("KL",), is_log=True)
 
 
-def plot(results: Mapping[str, Any], directory: Path) -> list[Path]:
-    """Write PNGs. Raises ImportError without matplotlib."""
-    directory.mkdir(parents=True, exist_ok=True)
+def plots(results: Mapping[str, Any]) -> Plots:
+    """A picture of the policies, and of the layers where they were measured."""
     note = f"{results['model']}, {results['compute_type']} on {results['device']}, by {results['material']}"
     ways = [*results["rungs"], *([results["mixed"]] if results.get("mixed") else []), *results["peers"]]
-    pictures = {
-        "policies": (
-            Picture("KL of the next token against exact KV, nats", "KV", ("KL",), is_log=True),
-            [{"KV": f"{way['name']}\n{way['bytes_per_token']} B", "KL": way["kl"]} for way in ways],
-        )
-    }
+    policies = [{"KV": f"{way['name']}\n{way['bytes_per_token']} B", "KL": way["kl"]} for way in ways]
+    drawn = {"quality_policies": (_BY_POLICY, policies)}
     if layers := results.get("layers"):
-        title = f"KL of one layer under {layers['policy']}, all others exact, nats"
-        pictures["layers"] = (
-            Picture(title, "layer", ("KL",)),
-            [{"layer": str(row["layer"]), "KL": row["kl"]} for row in layers["rows"]],
-        )
-    written = []
-    for name, (picture, rows) in pictures.items():
-        path = directory / f"quality_{name}.png"
-        draw(picture, rows, path, note)
-        written.append(path)
-    return written
+        by_layer = Picture(f"KL of one layer under {layers['policy']}, all others exact, nats", "layer", ("KL",))
+        drawn["quality_layers"] = (by_layer, [{"layer": str(row["layer"]), "KL": row["kl"]} for row in layers["rows"]])
+    return Plots(note, drawn)

@@ -13,8 +13,8 @@ from kvasir.cli.demo.mac import Mac, macs
 from kvasir.errors import InvalidArgument, NotFound
 from kvasir_orchestrator import Scenario, shipped_names
 
-from kvasir_bench.engine.plots import Picture, draw
 from kvasir_bench.engine.report import text_table
+from kvasir_bench.pictures import Picture, Plots
 from kvasir_bench.scenarios import claims, kept
 from kvasir_bench.scenarios.accounting import Batch, Playthrough
 from kvasir_bench.scenarios.campaign import PlayScope, measure
@@ -161,14 +161,9 @@ def _age_rows(results: Mapping[str, Any]) -> Iterator[list[str]]:
         yield [way, *(f"{row['right']}/{row['facts']} ({_span(row)})" if row else "–" for row in of_way)]
 
 
-def plot(results: Mapping[str, Any], directory: Path) -> list[Path]:
-    """Write PNGs: accuracy by age, prefilled tokens, first tokens. Raises ImportError without matplotlib."""
-    directory.mkdir(parents=True, exist_ok=True)
+def plots(results: Mapping[str, Any]) -> Plots:
+    """Accuracy by age, prefilled tokens, first tokens."""
     note = f"{results['settings']['variants']} variants of {', '.join(results['settings']['scenarios'])}"
     whole = [row for row in results["rows"] if row["scenario"] == claims.ALL]
-    written = []
-    for name, picture in _PICTURES.items():
-        path = directory / f"memory_{name}.png"
-        draw(picture, results["ages"] if name == "accuracy" else whole, path, note)
-        written.append(path)
-    return written
+    rows = {"accuracy": results["ages"], "prefilled": whole, "first_token": whole}
+    return Plots(note, {f"memory_{name}": (each, rows[name]) for name, each in _PICTURES.items()})
