@@ -47,10 +47,11 @@ def test_gaps_are_those_that_touch_the_time_asked_for() -> None:
         (Target("at least", 2.9, 3.0), False),
         (Target("at most", 0.5, 0.5, is_most=True), True),
         (Target("at most", 0.6, 0.5, is_most=True), False),
+        (Target("not found", None, 0.5, is_most=True), False),
     ],
 )
 def test_a_target_is_met_at_its_limit(target: Target, is_met: bool) -> None:
-    row = target.row("case")
+    row = target.row()
     assert row["is_met"] is is_met
     assert row["wanted"] == (f"<= {target.limit}" if target.is_most else f">= {target.limit}")
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvasir.errors import InvalidArgument
+from kvasir_bench.arithmetic import percentile
 from kvasir_bench.load.arithmetic import (
     Arrived,
     LoadTurn,
@@ -15,7 +16,6 @@ from kvasir_bench.load.arithmetic import (
     distribution,
     findings,
     in_flight,
-    percentile,
 )
 from kvasir_bench.load.run import LoadScope, lines
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from kvasir_bench.engine import keys as engine_keys
 from kvasir_bench.engine.plots import PICTURES, plots
-from kvasir_bench.engine.report import cells, markdown, table
+from kvasir_bench.engine.report import lines
 from kvasir_bench.pictures import series
+from kvasir_bench.tables import cells, markdown_table
 
 from tests.cli.running import Cli
 from tests.inference.engine.tiny_models import LLAMA, write_model
@@ -132,16 +133,16 @@ def test_a_table_has_units_and_spreads_beside_their_medians() -> None:
 
 
 def test_markdown_is_the_same_table_with_its_machine_and_targets() -> None:
-    lines = markdown(RESULTS).splitlines()
-    assert "a processor, 2 cores" in lines[0]
-    assert "| batch | tokens per s | gap | peak |" in lines
-    assert "|---:|---:|---:|---:|" in lines
-    assert "| 8 | 1,235 ±2% | 1.5 s | 12.5 MB |" in lines
-    assert "| met | 6.91 | >= 3.0 | 8 rows / 1 row |" in lines
-    assert "H200 (cuda); Linux" in markdown(
-        {**RESULTS, "machine": {**MACHINE, "device": "cuda", "device_name": "H200"}}
+    shown = list(lines(RESULTS, markdown_table))
+    assert "a processor, 2 cores" in shown[0]
+    assert "| batch | tokens per s | gap | peak |" in shown
+    assert "|---:|---:|---:|---:|" in shown
+    assert "| 8 | 1,235 ±2% | 1.5 s | 12.5 MB |" in shown
+    assert "| met | 6.91 | >= 3.0 | 8 rows / 1 row |" in shown
+    assert "H200 (cuda); Linux" in next(
+        lines({**RESULTS, "machine": {**MACHINE, "device": "cuda", "device_name": "H200"}})
     )
-    assert "NOT MET" in table({**RESULTS, "targets": [{**RESULTS["targets"][0], "is_met": False}]})
+    assert "NOT MET" in "\n".join(lines({**RESULTS, "targets": [{**RESULTS["targets"][0], "is_met": False}]}))
 
 
 def test_a_picture_has_a_line_for_each_group_and_none_for_a_sum(tmp_path: Path) -> None:
@@ -149,8 +150,8 @@ def test_a_picture_has_a_line_for_each_group_and_none_for_a_sum(tmp_path: Path) 
         {"context": context, "batch": batch, "tokens_per_s": rate}
         for context, batch, rate in (("128", 1, 1.0), ("128", 8, 4.0), ("512", 1, 0.9), ("512", 8, 3.0))
     ]
-    lines = series(PICTURES["decode"], rows)
-    assert lines == {"context 128": ([1, 8], [1.0, 4.0]), "context 512": ([1, 8], [0.9, 3.0])}
+    drawn = series(PICTURES["decode"], rows)
+    assert drawn == {"context 128": ([1, 8], [1.0, 4.0]), "context 512": ([1, 8], [0.9, 3.0])}
     two = series(PICTURES["gaps"], [{"beside": "prefill", "median_gap_s": 0.01, "longest_gap_s": 0.2}])
     assert two == {"median gap s": (["prefill"], [0.01]), "longest gap s": (["prefill"], [0.2])}
     turns = [{"chat": "messages", "turn": turn, "by_characters": 9, "by_tokens": 3} for turn in ("1", "2", "all")]

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from kvasir_bench.quality.text_report import lines
+from kvasir_bench.quality.report import lines
 
 from tests.cli.running import Cli, in_process
 from tests.inference.engine.tiny_models import LLAMA, write_model

@@ -62,7 +62,7 @@ def test_a_store_alone_is_paired_without_what_an_engine_needs(monkeypatch: pytes
 def test_bench_names_its_extra_whatever_it_is_asked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "kvasir_bench.commands", None)
+    monkeypatch.setitem(sys.modules, "kvasir_bench.commands.tree", None)
     app = typer.Typer()
     app.callback()(lambda: None)
     main.add_bench(app)

@@ -1,7 +1,8 @@
-"""Arithmetic on measured times: medians, spreads, rates, gaps, and whether a target is met. Pure."""
+"""Arithmetic on measured numbers: medians, percentiles, spreads, rates, gaps, and whether a target is met. Pure."""
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -9,22 +10,21 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A measured number and its target: at least that, or with `is_most` at most that."""
+    """A measured number and its target: at least that, or with `is_most` at most that. None, nothing found, misses."""
 
     what: str
-    found: float
+    found: float | None
     limit: float
     is_most: bool = False
 
     @property
     def is_met(self) -> bool:
-        return self.found <= self.limit if self.is_most else self.found >= self.limit
+        return self.found is not None and (self.found <= self.limit if self.is_most else self.found >= self.limit)
 
-    def row(self, case: str) -> dict[str, Any]:
+    def row(self) -> dict[str, Any]:
         return {
-            "case": case,
             "what": self.what,
-            "found": rounded(self.found),
+            "found": None if self.found is None else rounded(self.found),
             "wanted": f"{'<=' if self.is_most else '>='} {rounded(self.limit)}",
             "is_met": self.is_met,
         }
@@ -48,6 +48,19 @@ class Summary:
     @property
     def spread(self) -> float:
         return (self.largest - self.smallest) / self.median if self.median else 0.0
+
+
+def median(values: Iterable[float]) -> float | None:
+    """None of none."""
+    found = list(values)
+    return statistics.median(found) if found else None
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that at least `percent` of all do not exceed (nearest rank). Raises ValueError for none."""
+    if not values:
+        raise ValueError("values: expected at least one")
+    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
 def rounded(value: float) -> float:

@@ -4,14 +4,15 @@
 """
 
 import argparse
-import json
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from inference_svc.model.blas import load_optimized_blas
+from kvasir_bench.arithmetic import Target
+from kvasir_bench.program import printed, progress
 
 _MIB = 1 << 20
 # Contexts of 4 K and 32 K in eight rows, which the targets are about; one row; exact and eight bits beside four.
@@ -46,21 +47,16 @@ def measured(*, is_quick: bool, clock: Callable[[], float], say: Callable[[str],
         "copy_bytes_per_s": copy,
         "times_mean_something": is_gpu and not is_quick,
         "rows": rows,
-        "targets": _targets(rows) if is_gpu and not is_quick else [],
+        "targets": [target.row() for target in _targets(rows)] if is_gpu and not is_quick else [],
     }
 
 
-def _targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _targets(rows: list[dict[str, Any]]) -> Iterator[Target]:
     found = {(row["who"], row["batch"], row["tokens"], row["bits"]): row for row in rows}
-
-    def target(what: str, value: float, wanted: float) -> dict[str, Any]:
-        return {"what": what, "found": value, "wanted": f">= {wanted:g}", "is_met": value >= wanted}
-
     masked = found["bf16 SDPA, masked", 8, 4096, 4]["call_s"] / found["fused", 8, 4096, 4]["call_s"]
-    return [
-        target("fused q4, times as fast as masked bf16 SDPA, 8 x 4096", masked, _FASTER_THAN_MASKED),
-        target("fused q4, share of the copy, 8 x 32768", found["fused", 8, 32768, 4]["share_of_copy"], _SHARE_OF_COPY),
-    ]
+    yield Target("fused q4, times as fast as masked bf16 SDPA, 8 x 4096", masked, _FASTER_THAN_MASKED)
+    share = found["fused", 8, 32768, 4]["share_of_copy"]
+    yield Target("fused q4, share of the copy, 8 x 32768", share, _SHARE_OF_COPY)
 
 
 def main() -> int:
@@ -68,14 +64,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m kvasir_bench.attention", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small and once, for a look")
     given = parser.parse_args()
-    facts = measured(
-        is_quick=given.quick,
-        clock=time.perf_counter,
-        say=lambda text: print(text, file=sys.stderr, flush=True),
-    )
-    json.dump(facts, sys.stdout, indent=1)
-    sys.stdout.write("\n")
-    return 0
+    return printed(lambda: measured(is_quick=given.quick, clock=time.perf_counter, say=progress))
 
 
 if __name__ == "__main__":

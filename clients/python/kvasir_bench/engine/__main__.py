@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvasir.errors import KvasirError
-
 from inference_svc.kv.policy import PolicyRequest
 from inference_svc.model import kvasir_tiny
 from kvasir_bench.arithmetic import rounded, rounded_row
@@ -36,6 +34,7 @@ from kvasir_bench.engine.cases import (
     staggered,
 )
 from kvasir_bench.engine.lab import Case, Lab, MeasuredEngine, Scope
+from kvasir_bench.program import printed, progress
 
 CASES: Mapping[str, Callable[[Lab], Case]] = {
     "decode": decode.run,
@@ -94,7 +93,7 @@ def _results(lab: Lab, about: Mapping[str, Any], found: Mapping[str, Case]) -> d
         "cases": {
             name: {"title": case.title, "rows": [rounded_row(row) for row in case.rows]} for name, case in found.items()
         },
-        "targets": [target.row(name) for name, case in found.items() for target in case.targets],
+        "targets": [{"case": name} | target.row() for name, case in found.items() for target in case.targets],
     }
 
 
@@ -132,6 +131,11 @@ def main() -> int:
     """Measure and print."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the probes that a case has started end, too
     arguments = _arguments()
+    return printed(lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Raises KvasirError where no engine can be opened."""
     cases = list(arguments.only or (name for name in CASES if name != "peer"))
     if arguments.peer and not arguments.only:
         cases.append("peer")
@@ -146,37 +150,24 @@ def main() -> int:
     )
     with tempfile.TemporaryDirectory() as nowhere:
         cache_dir = arguments.cache_dir or Path(nowhere)
+        engine = MeasuredEngine.opened(
+            model,
+            cache_dir,
+            int(arguments.memory_gib * (1 << 30)),
+            PolicyRequest.parse(arguments.kv_policy, "") if arguments.kv_policy else None,
+            **({"step_budget_s": arguments.step_budget_ms / 1000} if arguments.step_budget_ms else {}),
+        )
+        lab = Lab(engine, model, time.perf_counter, scope, cache_dir=cache_dir, say=progress)
         try:
-            policy = PolicyRequest.parse(arguments.kv_policy, "") if arguments.kv_policy else None
-            engine = MeasuredEngine.opened(
-                model,
-                cache_dir,
-                int(arguments.memory_gib * (1 << 30)),
-                policy,
-                **({"step_budget_s": arguments.step_budget_ms / 1000} if arguments.step_budget_ms else {}),
-            )
-        except KvasirError as error:
-            _say(error.message)
-            return 1
-        lab = Lab(engine, model, time.perf_counter, scope, cache_dir=cache_dir, say=_say)
-        try:
-            results = measured(lab, cases, lambda known: _keep(arguments.keep, known))
+            return measured(lab, cases, lambda known: _keep(arguments.keep, known))
         finally:
             lab.close()
             engine.close()
-    json.dump(results, sys.stdout, indent=1)
-    sys.stdout.write("\n")
-    return 0
 
 
 def _keep(path: Path | None, results: Mapping[str, Any]) -> None:
     if path is not None:
         path.write_text(json.dumps(results, indent=1))
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
 
 
 if __name__ == "__main__":

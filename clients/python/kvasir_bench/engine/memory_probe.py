@@ -4,7 +4,6 @@
 """
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -18,6 +17,7 @@ from inference_svc.model.device_memory import peak_bytes, restart_peak
 from kvasir_bench.engine.lab import PATIENCE_S, Lab, MeasuredEngine, Scope
 from kvasir_bench.engine.mlx_lm_peer import MlxLmPeer
 from kvasir_bench.engine.prompts import Prompts
+from kvasir_bench.program import printed
 
 BUDGET_BYTES = 8 << 30
 PEER = "mlx-lm"
@@ -73,7 +73,7 @@ def _bytes(before: int, after: int) -> dict[str, int]:
     return {"before_bytes": before, "peak_bytes": peak_bytes(), "after_bytes": after}
 
 
-def main() -> None:
+def main() -> int:
     """Print one probe's bytes to stdout."""
     parser = argparse.ArgumentParser(prog="python -m kvasir_bench.engine.memory_probe", description=__doc__)
     parser.add_argument("--model", default="")
@@ -83,8 +83,8 @@ def main() -> None:
     parser.add_argument("--kv", choices=("q4", "fp16", PEER), default="q4")
     arguments = parser.parse_args()
     model = arguments.model or kvasir_tiny.path()
-    json.dump(probed(model, arguments.cache_dir, arguments.tokens, arguments.cell, arguments.kv), sys.stdout)
+    return printed(lambda: probed(model, arguments.cache_dir, arguments.tokens, arguments.cell, arguments.kv))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,13 +5,14 @@ slow its own measurement down. The steady state is between the ramp's end and th
 tail, in which the load already falls.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
 from typing import Any
+
+from kvasir_bench.arithmetic import percentile
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +85,6 @@ def arrivals(rate_per_s: float, seconds: float, seed: int) -> list[float]:
         times.append(time_s)
         time_s += random.expovariate(rate_per_s)
     return times
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` of all do not exceed (nearest rank). Raises ValueError for none."""
-    if not values:
-        raise ValueError("values: expected at least one")
-    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
 def distribution(values: Sequence[float]) -> dict[str, float | int | None]:

@@ -5,7 +5,6 @@ its memories, after the engine was killed, and after both services were killed a
 said while it was hot is what it must say each time.
 """
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -169,8 +168,3 @@ def _shown(turn: SeenTurn) -> dict[str, Any]:
 def _engine_facts(client: InferenceClient) -> dict[str, Any]:
     found = client.get_capabilities()
     return {"version": found.version, "device": found.device, "kv_memory_bytes": found.limits.kv_memory_bytes}
-
-
-def median(values: Sequence[float]) -> float | None:
-    """None of none."""
-    return statistics.median(values) if values else None

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvasir_bench.engine.report import cells, text_table
-from kvasir_bench.memory_path.campaign import median
+from kvasir_bench.arithmetic import Target, median
 from kvasir_bench.pictures import Picture, Plots
+from kvasir_bench.tables import cells, text_table, verdicts
 
 RESTORED = ("from_ram", "engine_killed", "both_killed")
 # By length, the most that a first token after a kill may take of one that is computed.
@@ -38,7 +38,7 @@ memory, `whole_per_s` from the request. `machine` and `device` are bytes per sec
 def complete(results: dict[str, Any]) -> dict[str, Any]:
     """The results with `rows` and `targets`; in place."""
     results["rows"] = list(_rows(results))
-    results["targets"] = list(_targets(results))
+    results["targets"] = [target.row() for target in _targets(results)]
     return results
 
 
@@ -49,24 +49,24 @@ def _rows(results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         agents = [agent for agent in results["agents"] if agent["length"] == length]
         tokens = [agent["cold"]["prompt_tokens"] + agent["cold"]["tokens"] for agent in agents]
         sizes = [per_token * count for count in tokens]
-        cold = _median(agent["cold"]["first_token_s"] for agent in agents)
+        cold = median(agent["cold"]["first_token_s"] for agent in agents)
         row = {
             "length": length,
             "agents": len(agents),
             "memory_bytes": median(sizes),
             "cold_s": cold,
-            "prefill_s": _median(agent["cold"]["prefill_s"] for agent in agents),
-            "hot_s": _median(agent["hot"]["first_token_s"] for agent in agents),
+            "prefill_s": median(agent["cold"]["prefill_s"] for agent in agents),
+            "hot_s": median(agent["hot"]["first_token_s"] for agent in agents),
         }
         for phase in RESTORED:
             found = [agent[phase] for agent in agents if phase in agent]
-            row[f"{phase}_s"] = seconds = _median(turn["first_token_s"] for turn in found)
+            row[f"{phase}_s"] = seconds = median(turn["first_token_s"] for turn in found)
             row[f"{phase}_of_cold"] = seconds / cold if seconds and cold else None
-            row[f"{phase}_cached"] = _median(turn["cached_tokens"] / turn["prompt_tokens"] for turn in found)
+            row[f"{phase}_cached"] = median(turn["cached_tokens"] / turn["prompt_tokens"] for turn in found)
         publish, whole = list(_rates(agents, sizes, "last_token_s")), list(_rates(agents, sizes, ""))
         row["publish_per_s"], row["whole_per_s"], row["limit_per_s"] = median(publish), median(whole), limit
-        row["short_lag_s"] = _median(turn["lag_s"] for agent in agents for turn in agent["short"])
-        row["cold_lag_s"] = _median(agent["cold"]["lag_s"] for agent in agents)
+        row["short_lag_s"] = median(turn["lag_s"] for agent in agents for turn in agent["short"])
+        row["cold_lag_s"] = median(agent["cold"]["lag_s"] for agent in agents)
         row["not_stored"] = sum(each is None for agent in agents for each in _stored(agent))
         row["failed_at_first"] = sum(turn["snapshot"] == "failed" for agent in agents for turn in _turns(agent))
         row["is_exact"] = all(agent[phase]["is_exact"] for agent in agents for phase in RESTORED if phase in agent)
@@ -88,43 +88,33 @@ def _rates(agents: Sequence[Mapping[str, Any]], sizes: Sequence[int], since: str
             yield size / max(1e-3, stored - (agent["cold"][since] if since else 0.0))
 
 
-def _targets(results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _targets(results: Mapping[str, Any]) -> Iterator[Target]:
     rows = {row["length"]: row for row in results["rows"]}
     for length, row in rows.items():
         # A played model's prompt costs a configured time.
         for phase in () if results["model"]["is_played"] else RESTORED:
             words, found = phase.replace("_", " "), row[f"{phase}_of_cold"]
             most = _MOST_OF_COLD.get(length, _MOST_OF_COLD_EVER)
-            yield _target(f"first token {words} / cold, {length:,} tokens", found, most)
+            yield Target(f"first token {words} / cold, {length:,} tokens", found, most, is_most=True)
         share = row["publish_per_s"] / row["limit_per_s"] if row["publish_per_s"] else None
         what = f"publishing / min(synced writes, BLAKE3), {length:,} tokens"
-        yield _target(what, share, _LEAST_OF_DISK_AND_HASH, is_most=False)
+        yield Target(what, share, _LEAST_OF_DISK_AND_HASH)
         what = f"the last event behind the last of 50 tokens, s, {length:,} tokens"
-        yield _target(what, row["short_lag_s"], _MOST_LAG_S)
+        yield Target(what, row["short_lag_s"], _MOST_LAG_S, is_most=True)
         if length == _COLD_LAG_TOKENS:
-            yield _target(f"the same behind a cold turn of {length:,} tokens", row["cold_lag_s"], _MOST_COLD_LAG_S)
-        yield _target(f"memories that were never stored, {length:,} tokens", row["not_stored"], 0)
-        yield _target(f"replies that differ from the hot agent's, {length:,} tokens", int(not row["is_exact"]), 0)
+            yield Target(
+                f"the same behind a cold turn of {length:,} tokens", row["cold_lag_s"], _MOST_COLD_LAG_S, is_most=True
+            )
+        yield Target(f"memories that were never stored, {length:,} tokens", row["not_stored"], 0, is_most=True)
+        yield Target(
+            f"replies that differ from the hot agent's, {length:,} tokens", int(not row["is_exact"]), 0, is_most=True
+        )
     first, *_, third = results["first_turns"]
-    yield _target("a process's first turn / its third", first / third, _MOST_FIRST_TO_THIRD)
+    yield Target("a process's first turn / its third", first / third, _MOST_FIRST_TO_THIRD, is_most=True)
 
 
-def _target(what: str, found: float | None, limit: float, *, is_most: bool = True) -> dict[str, Any]:
-    is_met = found is not None and (found <= limit if is_most else found >= limit)
-    found = None if found is None else round(found, 4)
-    return {"what": what, "found": found, "wanted": f"{'<=' if is_most else '>='} {limit}", "is_met": is_met}
-
-
-def _median(values: Any) -> float | None:
-    return median(list(values))
-
-
-def table(results: Mapping[str, Any]) -> str:
+def lines(results: Mapping[str, Any]) -> Iterator[str]:
     """The results as plain text."""
-    return "\n".join(_lines(results))
-
-
-def _lines(results: Mapping[str, Any]) -> Iterator[str]:
     model, ready = results["model"], results["ready"]
     yield (
         f"{model['name']} on {model['device']}, {model['kv_bytes_per_token']:,} bytes a token, {model['kv_policy']}; "
@@ -153,11 +143,7 @@ def _lines(results: Mapping[str, Any]) -> Iterator[str]:
         )
     )
     yield ""
-    targets = [["", "found", "wanted", "what"]]
-    for row in results["targets"]:
-        found = "–" if row["found"] is None else f"{row['found']:.3g}"
-        targets.append(["met" if row["is_met"] else "NOT MET", found, row["wanted"], row["what"]])
-    yield from text_table(targets)
+    yield from text_table(verdicts(results["targets"]))
 
 
 def _facts(facts: Mapping[str, Any]) -> Iterator[str]:

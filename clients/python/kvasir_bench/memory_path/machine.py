@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
-from kvasir.cli.running.program import ended_with_us, run_program
+from kvasir.cli.running.program import ended_with_us
+
+from kvasir_bench.program import measured_by
 
 # Blobs of this shape's blocks.
 BLOCK_BYTES = 256 * 36_864
@@ -47,7 +49,7 @@ def rates(directory: Path, blocks: int = _BLOCKS, repeats: int = _REPEATS) -> di
 
 def device_rates() -> dict[str, Any]:
     """Of copies from host memory to MLX's device and on it. Raises FailedPrecondition without an engine."""
-    return run_program("kvasir_bench.engine.device_copy", [], "the device was not measured")
+    return measured_by("engine.device_copy", "the device was not measured", {})
 
 
 def cached_share(files: Sequence[Path]) -> float:

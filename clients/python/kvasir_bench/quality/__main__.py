@@ -6,7 +6,6 @@ measured too. Progress goes to stderr.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvasir.cachestore.v1 import identity_pb2
-from kvasir.errors import KvasirError
 
 from inference_svc.kv.policy import AUTO, LADDER, PolicyRequest, Rung
 from inference_svc.model import kvasir_tiny
@@ -24,6 +22,7 @@ from inference_svc.model.model_identity import tokenizer_digest
 from inference_svc.model.quality.conversations import Conversations
 from inference_svc.model.quality.findings import cheapest, judged
 from inference_svc.model.quality.material import FULL, QUICK, Sheet
+from kvasir_bench.program import printed, progress
 from kvasir_bench.quality.given_text import LONGEST, SHORTEST, read_text, windows_of
 from kvasir_bench.quality.intervals import with_intervals
 from kvasir_bench.quality.mixing import CHOOSING
@@ -163,14 +162,7 @@ def main() -> int:
         kv_policy=given.kv_policy,
         kv_bytes=given.kv_bytes,
     )
-    try:
-        facts = measured(asked, time.monotonic, lambda text: print(text, file=sys.stderr, flush=True))
-    except KvasirError as error:
-        sys.stderr.write(f"{error.message}\n")
-        return 1
-    json.dump(facts, sys.stdout, indent=2)
-    sys.stdout.write("\n")
-    return 0
+    return printed(lambda: measured(asked, time.monotonic, progress))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
-"""`kvasir bench quality`: what each KV policy costs a model, as `kvasir_bench.quality` measures it."""
+"""The results of `kvasir bench quality` for people."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from kvasir_bench.quality import text_report as text_quality
+from kvasir_bench.quality import text_report
+from kvasir_bench.tables import Show, text_table
 
 KEYS = """Names in the JSON stay. `reference` is mlx-lm's own KVCache in the type that the model computes in, and is
 the baseline. `rungs` are Kvasir's KV policies, cheapest first; `peers` mlx-lm's own quantized caches. Each has
@@ -18,38 +16,22 @@ or, for a model that does not know kvasir-tiny's world, `repeat` (random tokens 
 `auto` is what --kv-policy auto would choose from this. `material` is questions or canary. `seconds` is all of it.
 
 """
-KEYS += text_quality.KEYS
+KEYS += text_report.KEYS
 
 _TASKS = (("recall", "recall"), ("tool_calls", "tool calls"), ("repeat", "repeats"))
 
 
-def show(out: Console, results: dict[str, Any]) -> None:
-    """A table for people."""
+def lines(results: dict[str, Any], show: Show = text_table) -> Iterator[str]:
+    """The results for people, with tables as `show` makes them."""
     if results["material"] == "text":
-        out.print("\n".join(text_quality.lines(results)), soft_wrap=True, markup=False, highlight=False)
+        yield from text_report.lines(results, show)
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for index, title in enumerate(_titles(results)):
-        # What does not fit a pipe's 80 columns folds its title, never its values.
-        widest = max(len(row[index]) for row in _rows(results))
-        table.add_column(title, justify="right" if index else "left", min_width=widest)
-    for row in _rows(results):
-        table.add_row(*row)
-    out.print(table)
-    for line in _remarks(results):
-        out.print(line)
+    yield from show([_titles(results), *_rows(results)])
+    yield ""
+    yield from _remarks(results)
 
 
-def markdown(results: dict[str, Any]) -> str:
-    """The same as a Markdown table, for pages."""
-    if results["material"] == "text":
-        return "\n".join(text_quality.markdown(results))
-    titles = _titles(results)
-    lines = [titles, ["---", *["---:"] * (len(titles) - 1)], *_rows(results)]
-    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", *_remarks(results)])
-
-
-def _titles(results: dict[str, Any]) -> list[str]:
+def _titles(results: dict[str, Any]) -> Sequence[str]:
     tasks = [title for name, title in _TASKS if name in results["reference"]]
     return ["KV", "bytes a token", "KL", "worst KL", "top-1", "perplexity", *tasks, "seconds"]
 

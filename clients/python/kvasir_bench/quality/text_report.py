@@ -1,9 +1,9 @@
-"""Tables and pictures of `kvasir bench quality --text`: each policy and each layer on a text of the user's own."""
+"""The results of `kvasir bench quality --text` for people: each policy and each layer on a text of the user's own."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvasir_bench.engine.report import text_table
+from kvasir_bench.tables import Show
 
 KEYS = """With --text, `material` is text, and `text` has its `file`, `windows`, `window_tokens`. Instead of questions,
 each way has 95 % intervals over the windows: `kl_low`, `kl_high`, `top1_low`, `top1_high`, and `perplexity_rise` over
@@ -17,21 +17,11 @@ _WAYS = ["KV", "bytes a token", "KL", "top-1", "perplexity", "its rise"]
 _LAYERS = ["layer", "KL alone", "top-1", "exact adds"]
 
 
-def lines(results: Mapping[str, Any]) -> Iterator[str]:
-    """The results as plain text."""
-    yield from text_table([_WAYS, *_way_rows(results)])
-    yield ""
-    yield _about_layers(results)
-    yield from text_table([_LAYERS, *_layer_rows(results)])
-    yield ""
-    yield from _remarks(results)
-
-
-def markdown(results: Mapping[str, Any]) -> Iterator[str]:
-    """The same as Markdown tables, for pages."""
-    yield from _markdown_table([_WAYS, *_way_rows(results)])
+def lines(results: Mapping[str, Any], show: Show) -> Iterator[str]:
+    """The results for people, with tables as `show` makes them."""
+    yield from show([_WAYS, *_way_rows(results)])
     yield from ("", _about_layers(results), "")
-    yield from _markdown_table([_LAYERS, *_layer_rows(results)])
+    yield from show([_LAYERS, *_layer_rows(results)])
     yield ""
     yield from _remarks(results)
 
@@ -85,10 +75,3 @@ def _remarks(results: Mapping[str, Any]) -> Iterator[str]:
     layers = f" --kv-exact-layers {suggestion['kv_exact_layers']}" if suggestion["kv_exact_layers"] else ""
     yield f"within {suggestion['budget_bytes']} bytes a token: kvasir up --kv-policy {suggestion['kv_policy']}{layers}"
     yield suggestion["why"]
-
-
-def _markdown_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    for index, row in enumerate(rows):
-        yield f"| {' | '.join(row)} |"
-        if index == 0:
-            yield f"|---|{'---:|' * (len(row) - 1)}"

@@ -1,9 +1,9 @@
 """The table of a measurement and its claims, from what was played. Pure."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from kvasir_bench.arithmetic import percentile
 from kvasir_bench.scenarios.accounting import AGES, Batch, Playthrough, wilson
 
 KV, PREFILL, KILLED, MOVED = "kv", "prefill", "killed", "moved"
@@ -28,7 +28,7 @@ def rows(played: Sequence[Playthrough], batches: Sequence[Batch]) -> list[dict[s
 
 
 def _row(played: Sequence[Playthrough], batches: Sequence[Batch], full: int) -> dict[str, Any]:
-    first_tokens = sorted(seconds for each in played for seconds in each.first_token_s)
+    first_tokens = [seconds for each in played for seconds in each.first_token_s]
     computed = sum(each.prefilled_tokens for each in played)
     conversations = max(1, sum(each.conversations for each in batches))
     words = {(each.scenario, *sorted(each.said.items())) for each in played}
@@ -42,8 +42,8 @@ def _row(played: Sequence[Playthrough], batches: Sequence[Batch], full: int) -> 
         "leaks": sum(len(each.leaks) for each in played),
         "prefilled_tokens": computed,
         "share_of_prefill": computed / full if full else None,
-        "first_token_p50_s": _percentile(first_tokens, 50),
-        "first_token_p95_s": _percentile(first_tokens, 95),
+        "first_token_p50_s": percentile(first_tokens, 50) if first_tokens else None,
+        "first_token_p95_s": percentile(first_tokens, 95) if first_tokens else None,
         "wall_s": sum(each.wall_s for each in batches),
         "hot_bytes": round(sum(each.hot_bytes for each in batches) / conversations),
         "stored_bytes": round(sum(each.stored_bytes for each in batches) / conversations),
@@ -137,8 +137,3 @@ def _claim(text: str, is_met: bool, found: str, *, is_exact: bool = True) -> dic
 
 def _share(part: int, whole: int) -> str:
     return f"{part:,} of {whole:,}, {part / max(1, whole):.1%}"
-
-
-def _percentile(ordered: Sequence[float], percent: float) -> float | None:
-    """Nearest rank; None of nothing."""
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)] if ordered else None

@@ -13,11 +13,11 @@ from kvasir.cli.demo.mac import Mac, macs
 from kvasir.errors import InvalidArgument, NotFound
 from kvasir_orchestrator import Scenario, shipped_names
 
-from kvasir_bench.engine.report import text_table
 from kvasir_bench.pictures import Picture, Plots
 from kvasir_bench.scenarios import claims, kept
 from kvasir_bench.scenarios.accounting import Batch, Playthrough
 from kvasir_bench.scenarios.campaign import PlayScope, measure
+from kvasir_bench.tables import text_table
 
 _PICTURES = {
     "accuracy": Picture("Facts told right, by turns since they were told", "way", ("accuracy",), by="age"),

@@ -6,7 +6,6 @@ The stores are real processes on Unix sockets and loopback, with their data in a
 """
 
 import asyncio
-import json
 import os
 import random
 import shutil
@@ -37,6 +36,8 @@ from kvasir.formats.block_file import FileIdentity, encode, expected_tensors
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes, kv_identity_hash
 from kvasir.formats.digest import Digest
 from kvasir.formats.frames import FRAME_BYTES
+
+from kvasir_bench.store import report
 
 _READY_WITHIN_S = 60.0
 _READERS = min(8, os.cpu_count() or 1)  # threads that read files
@@ -90,28 +91,15 @@ def geometries(is_quick: bool) -> list[Geometry]:
     ]
 
 
-def run(
-    json_output: bool,
-    *,
-    directory: Path | None = None,
-    repeats: int = 5,
-    startup_blobs: int = 100_000,
-    is_quick: bool = False,
-    say: Callable[[str], None] = print,
-) -> dict[str, Any]:
-    """Measure, print the results (JSON or a table) and return them. `is_quick` moves less, for tests."""
-    if is_quick:
-        repeats, startup_blobs = 1, min(startup_blobs, 500)
+def run(directory: Path | None, *, is_quick: bool) -> dict[str, Any]:
+    """Measure on the disk of `directory`. `is_quick` moves less."""
+    repeats, startup_blobs = (1, 500) if is_quick else (5, 100_000)
     with tempfile.TemporaryDirectory(prefix="kvasir-bench-", dir=directory) as root:
         sizes = [_run(_moving(Path(root) / geometry.name, geometry, repeats)) for geometry in geometries(is_quick)]
         results: dict[str, Any] = {"sizes": sizes, "find_missing_1000_ms": sizes[0]["find_missing_1000_ms"]}
         results["startup"] = _run(_startup(Path(root) / "startup", startup_blobs))
-    results["targets"] = _targets(results)
-    say(json.dumps(results, indent=1) if json_output else _table(results))
+    results["targets"] = [target.row() for target in report.targets(results)]
     return results
-
-
-# --- measurements ---
 
 
 async def _moving(root: Path, geometry: Geometry, repeats: int) -> dict[str, Any]:
@@ -247,9 +235,6 @@ async def _start_s(root: Path) -> float:
             return time.perf_counter() - began
 
 
-# --- the parts ---
-
-
 @contextmanager
 def _store(root: Path, *options: str) -> Iterator[str]:
     """A store's address, while it serves."""
@@ -364,46 +349,3 @@ def _run(work: Any) -> Any:
         return asyncio.run(work)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(work)
-
-
-# --- the report ---
-
-
-def _targets(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    small, large, startup = results["sizes"][0], results["sizes"][-1], results["startup"]
-    rows: list[tuple[str, float, str, float]] = [
-        *(
-            (f"{name}, {size['name']} / {size['slowest'][name]}", size["ratio_to_slowest"][name], ">=", limit)
-            for size, limit, names in (
-                (large, 0.8, ("put", "put_files", "pull", "get_files")),
-                (small, 0.6, ("put", "put_files", "pull")),
-            )
-            for name in names
-        ),
-        ("put into a sealed namespace / put", large["ratio_of_sealed"]["put"], ">=", 0.7),
-        ("get from a sealed namespace / get", large["ratio_of_sealed"]["get"], ">=", 0.7),
-        ("find 1,000 digests, ms", results["find_missing_1000_ms"], "<=", 10.0),
-        (f"start with {startup['blobs']:,} blobs, s", startup["seconds"], "<=", 2.0),
-    ]
-    return [
-        {
-            "what": what,
-            "found": found,
-            "wanted": f"{sign} {limit}",
-            "is_met": found >= limit if sign == ">=" else found <= limit,
-        }
-        for what, found, sign, limit in rows
-    ]
-
-
-def _table(results: Mapping[str, Any]) -> str:
-    lines = [f"{'MB/s':16}{'block':>10}" + "".join(f"{name:>13}" for name in results["sizes"][0]["mb_per_s"])]
-    for size in results["sizes"]:
-        rates = "".join(f"{value:13,.0f}" for value in size["mb_per_s"].values())
-        lines.append(f"{size['name']:16}{size['block_bytes'] / 1e6:7.2f} MB{rates}")
-    lines.append(f"small blobs put per second: {results['startup']['small_blobs_put_per_s']:,}")
-    lines += [
-        f"{'met' if row['is_met'] else 'NOT MET':8}{row['what']}: {row['found']} (wanted {row['wanted']})"
-        for row in results["targets"]
-    ]
-    return "\n".join(lines)

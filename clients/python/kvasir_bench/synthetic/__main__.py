@@ -4,15 +4,13 @@ Progress goes to stderr, and one JSON object to stdout at the end: directory, by
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvasir.errors import KvasirError
-
+from kvasir_bench.program import printed, progress
 from kvasir_bench.synthetic.geometries import GEOMETRIES, geometry
 
 
@@ -53,19 +51,7 @@ def _arguments() -> argparse.Namespace:
 def main() -> int:
     """Write the model and print its facts."""
     arguments = _arguments()
-    try:
-        facts = made(arguments, time.monotonic, _say)
-    except (KvasirError, OSError) as error:
-        _say(error.message if isinstance(error, KvasirError) else str(error))
-        return 1
-    json.dump(facts, sys.stdout)
-    sys.stdout.write("\n")
-    return 0
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+    return printed(lambda: made(arguments, time.monotonic, progress))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,10 @@
 """Memory of a long prompt, in cells and in one chunk, with four bits and with sixteen, each in its own process."""
 
-import json
-import subprocess
-import sys
 from dataclasses import dataclass
-
-from kvasir.errors import Internal
 
 from kvasir_bench.arithmetic import Target
 from kvasir_bench.engine.lab import Case, Lab
+from kvasir_bench.program import measured_by
 
 _MOST_RATIO = 0.5
 _PEER_CHUNK = 2048  # mlx-lm's own default
@@ -63,11 +59,11 @@ def _resident(found: dict[str, int]) -> int:
 
 
 def _probe(lab: Lab, tokens: int, cell_tokens: int, kv: str) -> dict[str, int]:
-    argv = [sys.executable, "-m", "kvasir_bench.engine.memory_probe", "--model", str(lab.model)]
-    argv += ["--cache-dir", str(lab.cache_dir)]
-    argv += ["--tokens", str(tokens), "--cell", str(cell_tokens), "--kv", kv]
-    answer = subprocess.run(argv, capture_output=True, text=True, check=False)
-    if answer.returncode:
-        raise Internal(f"the memory probe failed: {answer.stderr.strip()[-500:]}")
-    found: dict[str, int] = json.loads(answer.stdout)
-    return found
+    options = {
+        "--model": lab.model,
+        "--cache-dir": lab.cache_dir,
+        "--tokens": tokens,
+        "--cell": cell_tokens,
+        "--kv": kv,
+    }
+    return measured_by("engine.memory_probe", "the memory probe failed", options)

@@ -1,0 +1,1 @@
+"""The commands of `kvasir bench`: options, and results as tables, JSON and pictures."""

@@ -1,0 +1,93 @@
+"""`kvasir bench engine`."""
+
+import json
+from enum import Enum, StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from kvasir.cli.caller import JsonOption, caller_of
+from kvasir.cli.failures import WrongUsage
+
+from kvasir_bench.commands.shown import MarkdownOption, ModelOption, PlotsOption, QuickOption, draw, end, progress, show
+from kvasir_bench.engine import keys
+from kvasir_bench.engine.plots import plots as plots_of
+from kvasir_bench.engine.report import lines
+from kvasir_bench.program import measured_by
+from kvasir_bench.tables import markdown_table, text_table
+
+EngineCase = Enum("EngineCase", [(name, name) for name in keys.CASES], type=str)  # type: ignore[misc]
+
+
+class Peer(StrEnum):
+    """Another program that can do the engine's work."""
+
+    MLX_LM = "mlx-lm"
+
+
+def engine(
+    context: typer.Context,
+    model: ModelOption = "",
+    only: Annotated[list[EngineCase] | None, typer.Option(help="Measure this case alone. May be repeated.")] = None,
+    peer: Annotated[Peer | None, typer.Option(help="Give the same work to this program too, in turns.")] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="How often to measure; medians are shown. Left out: 5.")
+    ] = None,
+    lengths: Annotated[
+        str, typer.Option(help="Contexts in tokens, with commas between. Left out: each case's own.")
+    ] = "",
+    batches: Annotated[
+        str, typer.Option(help="Rows that decode together, with commas between. Left out: each case's own.")
+    ] = "",
+    kv_policy: Annotated[str, typer.Option(help="As for `kvasir up`.")] = "",
+    memory_gib: Annotated[float | None, typer.Option(min=0.001, help="For KV, in GiB. Left out: 4.")] = None,
+    time_limit_s: Annotated[
+        float | None, typer.Option(help="Begin nothing new after so many seconds; what is known is shown.")
+    ] = None,
+    results_file: Annotated[
+        Path | None,
+        typer.Option("--results", exists=True, dir_okay=False, help="Measure nothing: show this kept JSON."),
+    ] = None,
+    plots: PlotsOption = None,
+    as_markdown: MarkdownOption = False,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Decode, first token, pairs, gaps, cancel, memory, reuse. Ends with 1 when a target is missed.
+
+    Needs a quiet machine: results are ratios within one run, but a run that is disturbed in its middle says little. The
+    names in the JSON are below, and do not change.
+    """
+    caller = caller_of(context, as_json)
+    if results_file is not None:
+        results = _kept(results_file)
+    else:
+        options = {
+            "--model": model,
+            "--peer": peer and peer.value,
+            "--repeats": repeats,
+            "--lengths": lengths,
+            "--batches": batches,
+            "--kv-policy": kv_policy,
+            "--memory-gib": memory_gib,
+            "--time-limit-s": time_limit_s,
+            "--quick": quick,
+        }
+        cases = ["--only", *(case.value for case in only)] if only else []
+        with progress(caller, "measuring the engine; minutes at full size", plots) as say:
+            results = measured_by("engine", "the engine could not be measured", options, say, *cases)
+    draw(caller, plots_of(results), plots)
+    show(caller, results, partial(lines, show=markdown_table if as_markdown else text_table))
+    end(results, is_quick=results["settings"]["is_quick"])
+
+
+def _kept(file: Path) -> dict[str, Any]:
+    """A run that was kept. Raises WrongUsage for any other file."""
+    try:
+        results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        list(lines(results))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        text = f"--results: {file}: expected what one run of `kvasir bench engine --json` printed"
+        raise WrongUsage(text, field="--results") from None
+    return results

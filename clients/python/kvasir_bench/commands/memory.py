@@ -1,0 +1,79 @@
+"""`kvasir bench memory`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from kvasir.cli.caller import JsonOption, caller_of
+from kvasir.cli.failures import PROBLEMS
+from kvasir.errors import FailedPrecondition
+
+from kvasir_bench.commands.shown import PlotsOption, draw, progress, show
+
+
+def memory(
+    context: typer.Context,
+    scenario: Annotated[
+        list[str] | None, typer.Option(help="Of `kvasir scenario ls`; may be repeated. Left out: all of them.")
+    ] = None,
+    way: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of kv, prefill, bm25-K, killed, moved; may be repeated. Left out: all. Parts add up, as with --first."
+        ),
+    ] = None,
+    variants: Annotated[
+        int | None, typer.Option(min=1, help="Of each scenario: other words are told. Left out: 200; quick: 2.")
+    ] = None,
+    together: Annotated[int, typer.Option(min=1, max=100, help="Conversations beside each other.")] = 4,
+    time_limit_s: Annotated[
+        float | None, typer.Option(help="Begin no more variants after so many seconds; those that are played count.")
+    ] = None,
+    first: Annotated[int, typer.Option(min=1, help="The first variant's number: for parts played side by side.")] = 1,
+    played: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Add each batch to this file as soon as it has ended.")
+    ] = None,
+    played_files: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--results",
+            exists=True,
+            dir_okay=False,
+            help="Play nothing: count what this --played file has; may be repeated.",
+        ),
+    ] = None,
+    plots: PlotsOption = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="2 variants, one kill each. No claim about accuracy counts then.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Play scenarios with KV memory, without, with BM25's best messages, killed and moved. Hours at full size.
+
+    kv remembers; prefill computes the whole transcript each turn; bm25-K sees its persona, the K past messages that fit
+    best, and what is new; killed is kv with kill -9 of both services before each phase; moved goes on in another store
+    and engine from the middle phase on. Services and home are its own; KVASIR_ENGINE_… in the environment are options
+    of its engines, such as KVASIR_ENGINE_BATCH_INVARIANT=true on a GPU, where killed and moved need it to be the same.
+
+    Ends with 1 when a claim is not met: kv is as accurate as prefill and more than each bm25-K, prefills less, killed
+    and moved say the same, no agent says a drawn word that it was never shown.
+    """
+    caller = caller_of(context, as_json)
+    try:
+        from kvasir_bench.scenarios import report
+    except ModuleNotFoundError as error:
+        if error.name not in ("kvasir_orchestrator", "yaml", "pydantic", "bm25s"):
+            raise
+        text = "bench memory needs the extra `bench`: pip install 'kvasir[bench]'"
+        raise FailedPrecondition(text, reason="EXTRA_MISSING") from None
+    if played_files:
+        results = report.of_files(played_files, is_quick=quick)
+    else:
+        options = {"variants": variants or (2 if quick else 200), "together": together, "first": first}
+        scope = report.scope_of(scenario or (), way or (), is_quick=quick, time_limit_s=time_limit_s, **options)
+        with progress(caller, "playing scenarios", plots) as say:
+            results = report.run(scope, say, played)
+    draw(caller, report.plots(results), plots)
+    show(caller, results, report.lines)
+    if not report.holds(results):
+        raise typer.Exit(PROBLEMS)

@@ -1,0 +1,86 @@
+"""`kvasir bench quality`."""
+
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from kvasir.cli.caller import JsonOption, caller_of
+from kvasir.errors import InvalidArgument
+
+from kvasir_bench.commands.shown import MarkdownOption, ModelOption, PlotsOption, draw, progress, show
+from kvasir_bench.program import measured_by
+from kvasir_bench.quality import report
+from kvasir_bench.quality.plots import plots as plots_of
+from kvasir_bench.tables import markdown_table, text_table
+
+
+class MixedPolicy(StrEnum):
+    """A policy some of whose layers may stay exact; under fp all are."""
+
+    Q4 = "q4"
+    Q4_ROTATED = "q4-rotated"
+    K8V4 = "k8v4"
+    Q8 = "q8"
+
+
+def quality(
+    context: typer.Context,
+    model: ModelOption = "",
+    kv_exact_layers: Annotated[
+        str, typer.Option(help='Layers that stay exact under every policy: "last", or indexes with commas between.')
+    ] = "",
+    compute_type: Annotated[
+        str, typer.Option(help="float32, float16 or bfloat16; float32 on a CPU and else the model's own if left out.")
+    ] = "",
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Read this file (UTF-8, 1,024 tokens at least) in 16 windows instead, and measure each layer too.",
+        ),
+    ] = None,
+    kv_policy: Annotated[
+        MixedPolicy | None, typer.Option(help="With --text: the policy whose layers are measured one by one: q4.")
+    ] = None,
+    kv_bytes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --text: bytes a token for that policy and the layers that stay exact. Left out: those of the "
+            "next policy.",
+        ),
+    ] = None,
+    plots: PlotsOption = None,
+    as_markdown: MarkdownOption = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Read and ask less, for a first look.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what each KV policy costs a model, against exact KV: KL, agreement, perplexity, recall, tool calls.
+
+    It also shows which policy --kv-policy auto would choose.
+
+    A model that has kvasir-tiny's tokenizer and answers is asked about conversations of its world; any other repeats
+    random tokens and reads text of its own. Seeds are fixed.
+
+    With --text the measure is your own text, with 95 % intervals over its windows: each policy, each layer alone under
+    one of them, and the layers to keep exact (--kv-exact-layers of `kvasir up`) within a budget of bytes.
+    """
+    if text is None and (kv_policy or kv_bytes):
+        raise InvalidArgument("--kv-policy and --kv-bytes belong to --text", field="text")
+    caller = caller_of(context, as_json)
+    options = {
+        "--model": model,
+        "--kv-exact-layers": kv_exact_layers,
+        "--compute-type": compute_type,
+        "--text": text,
+        "--kv-policy": kv_policy and kv_policy.value,
+        "--kv-bytes": kv_bytes,
+        "--quick": quick,
+    }
+    with progress(caller, "measuring KV policies; minutes at full size", plots) as say:
+        results = measured_by("quality", "KV policies were not measured", options, say)
+    draw(caller, plots_of(results), plots)
+    show(caller, results, partial(report.lines, show=markdown_table if as_markdown else text_table))

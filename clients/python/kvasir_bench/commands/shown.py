@@ -1,0 +1,61 @@
+"""What the commands share: options, progress while they measure, and results with their end."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from kvasir.cli.caller import Caller
+from kvasir.cli.failures import PROBLEMS
+
+from kvasir_bench.pictures import Plots
+
+QuickOption = Annotated[
+    bool, typer.Option("--quick", help="Measure less, and once, for a first look. No target counts then.")
+]
+ModelOption = Annotated[str, typer.Option(help="A directory or name of an mlx-lm model. Left out: the shipped model.")]
+PlotsOption = Annotated[Path | None, typer.Option(help="Write PNGs into this directory.")]
+MarkdownOption = Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")]
+
+
+@contextmanager
+def progress(caller: Caller, title: str, plots: Path | None = None) -> Iterator[Callable[[str], None]]:
+    """Show what is being measured: one line that changes at a terminal, many lines elsewhere, none for scripts.
+
+    The pictures' directory is made first: an error after hours would lose the results.
+    """
+    if plots is not None:
+        plots.mkdir(parents=True, exist_ok=True)
+    if caller.shows_progress:
+        with caller.err.status(title) as status:
+            yield status.update
+    else:
+        caller.say(f"{title} …")
+        yield caller.say
+
+
+def show(caller: Caller, results: dict[str, Any], lines: Callable[[dict[str, Any]], Iterable[str]]) -> None:
+    """The results as JSON, or as lines for people."""
+    caller.result(
+        results,
+        lambda out: out.print("\n".join(lines(results)), soft_wrap=True, markup=False, highlight=False),
+    )
+
+
+def draw(caller: Caller, plots: Plots, directory: Path | None) -> None:
+    """Write the pictures where they are wanted."""
+    if directory is None:
+        return
+    try:
+        written = plots.write(directory)
+    except ImportError:
+        caller.say("no pictures without matplotlib: install kvasir[bench]")
+        return
+    caller.say(f"wrote {', '.join(str(path) for path in written)}")
+
+
+def end(results: dict[str, Any], *, is_quick: bool) -> None:
+    """End the command with 1 when a target is missed."""
+    if not is_quick and not all(target["is_met"] for target in results["targets"]):
+        raise typer.Exit(PROBLEMS)

@@ -1,0 +1,39 @@
+"""Programs that measure in a process of their own: `python -m kvasir_bench…` prints one JSON object on its stdout."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvasir.cli.running.program import run_program
+from kvasir.errors import KvasirError
+
+Say = Callable[[str], None]
+
+
+def measured_by(
+    module: str, failure: str, options: Mapping[str, object], say: Say = lambda _: None, *words: str
+) -> dict[str, Any]:
+    """What the program printed; `say` gets its progress, line by line. An option that is None, empty or False is left
+    out. Raises FailedPrecondition: `failure` and the program's last line.
+    """
+    given = {name: value for name, value in options.items() if value not in (None, "", False)}
+    arguments = [word for name, value in given.items() for word in ([name] if value is True else [name, str(value)])]
+    return run_program(f"kvasir_bench.{module}", [*arguments, *words], failure, say)
+
+
+def printed(measure: Callable[[], Mapping[str, Any]]) -> int:
+    """Print what was measured, or the error on stderr; returns the program's exit code."""
+    try:
+        results = measure()
+    except (KvasirError, OSError) as error:
+        progress(error.message if isinstance(error, KvasirError) else str(error))
+        return 1
+    json.dump(results, sys.stdout, indent=1)
+    sys.stdout.write("\n")
+    return 0
+
+
+def progress(text: str) -> None:
+    """A line of progress, for whoever started this program."""
+    print(text, file=sys.stderr, flush=True)
