@@ -16,7 +16,6 @@ from kvasir.formats.layer_groups import windows_of
 from kvasir.formats.token_files import file_identities
 
 from inference_svc.kv.attention import host_copy, in_place
-from inference_svc.kv.attention.emulation.emulator import cxx
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.page import PAGE_TOKENS
 from inference_svc.kv.pages.page_rows import UNIT
@@ -24,6 +23,7 @@ from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.policy import Rung, policy_of
 from inference_svc.kv.sequence_files import begin_files, files_of, first_whole_block
 from inference_svc.kv.sequence_kv import PassRoom, SequenceKV
+from tests.emulation.emulator import cxx
 from tests.inference.kv.attention.coming_files import PlayedDriver, play
 from tests.inference.kv.attention.emulators import EMULATORS
 from tests.inference.kv.sequences import POISON, full, identity_of, poison_free_pages, windowed

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import mlx.core as mx
 import pytest
 
-from inference_svc.kv.attention.emulation.emulator import cuda_emulator, cxx, metal_emulator
 from inference_svc.kv.attention.fused import Compiler, fused_attention
 from inference_svc.kv.attention.kernels import Dialect
+from tests.emulation.emulator import cuda_emulator, cxx, metal_emulator
 from tests.inference.kv.attention.scenes import Scene
 
 EMULATORS: dict[Dialect, Compiler] = {Dialect.CUDA: cuda_emulator, Dialect.METAL: metal_emulator}

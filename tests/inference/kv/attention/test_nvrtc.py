@@ -14,11 +14,11 @@ import pytest
 import structlog
 
 from inference_svc.kv.attention import fused, kept_kernel, nvrtc
-from inference_svc.kv.attention.emulation.emulator import cuda_emulator, cxx
 from inference_svc.kv.attention.fused import fused_attention
 from inference_svc.kv.attention.geometry import split_geometry
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.nvrtc import CompileError, compiled_program, kept_programs
+from tests.emulation.emulator import cuda_emulator, cxx
 from tests.inference.kv.attention.emulators import attention, needs_compiler
 from tests.inference.kv.attention.scenes import Scene, page_format
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inference_svc.kv.attention.emulation.emulator import cxx
+from tests.emulation.emulator import cxx
 from tests.inference.kv.attention.emulators import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.campaign]

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_svc.kv.attention import fused, geometry, kernels
-from inference_svc.kv.attention.emulation.emulator import early_cuda_emulator
 from inference_svc.kv.attention.geometry import SplitGeometry, split_geometry
 from inference_svc.kv.attention.kept_kernel import program_text
 from inference_svc.kv.attention.kernels import Dialect, warpgroups_source
 from inference_svc.kv.attention.paged import paged_attention
 from inference_svc.kv.page import PageFormat
+from tests.emulation.emulator import early_cuda_emulator
 from tests.inference.kv.attention.emulators import attention, needs_compiler
 from tests.inference.kv.attention.scenes import FP16, Scene, page_format
 
