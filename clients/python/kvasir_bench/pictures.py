@@ -28,6 +28,7 @@ class Plots:
 
     def write(self, directory: Path) -> list[Path]:
         """Write a PNG for each. Raises ImportError without matplotlib."""
+        directory.mkdir(parents=True, exist_ok=True)
         for name, (picture, rows) in self.drawn.items():
             _draw(picture, rows, directory / f"{name}.png", self.note)
         return [directory / f"{name}.png" for name in self.drawn]
