@@ -100,11 +100,13 @@ def test_a_blocking_client_works_where_an_event_loop_runs(endless: tuple[_Endles
     engine, address = endless
 
     async def cell() -> list[str]:
-        with InferenceClient.connect(address) as client, closing(client.generate(prompt="x")) as turn:
-            return [next(turn).delta.text for _ in range(3)]
+        with InferenceClient.connect(address) as client:
+            with closing(client.generate(prompt="x")) as turn:
+                texts = [next(turn).delta.text for _ in range(3)]
+            assert engine.ended.acquire(timeout=10), "the loop has to run before the call is cancelled"
+        return texts
 
     assert asyncio.run(cell()) == ["one", "two", "three"]
-    assert engine.ended.acquire(timeout=10)
 
 
 def _new_threads(before: set[threading.Thread]) -> list[str]:
