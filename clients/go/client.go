@@ -10,6 +10,9 @@ package kvasir
 import (
 	"context"
 	"crypto/tls"
+	"fmt"
+	"strings"
+	"sync"
 	"time"
 
 	"google.golang.org/grpc"
@@ -18,6 +21,8 @@ import (
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/keepalive"
+	"google.golang.org/protobuf/reflect/protoreflect"
+	"google.golang.org/protobuf/types/descriptorpb"
 
 	cachestorev1 "kvasir.org/client/gen/kvasir/cachestore/v1"
 	inferencev1 "kvasir.org/client/gen/kvasir/inference/v1"
@@ -28,25 +33,25 @@ const Version = "0.1.0"
 
 const defaultTimeout = 10 * time.Second
 
-// The reads of both services: repeating them changes nothing.
-const serviceConfig = `{"methodConfig": [{
-  "name": [
-    {"service": "kvasir.inference.v1.InferenceService", "method": "CountTokens"},
-    {"service": "kvasir.inference.v1.InferenceService", "method": "ListModels"},
-    {"service": "kvasir.inference.v1.InferenceService", "method": "ListTurns"},
-    {"service": "kvasir.inference.v1.InferenceService", "method": "ListHotMemories"},
-    {"service": "kvasir.inference.v1.InferenceService", "method": "GetModel"},
-    {"service": "kvasir.inference.v1.InferenceService", "method": "GetCapabilities"},
-    {"service": "kvasir.inference.v1.InferenceService", "method": "GetStats"},
-    {"service": "kvasir.cachestore.v1.AgentService", "method": "ListAgents"},
-    {"service": "kvasir.cachestore.v1.AgentService", "method": "GetAgent"},
-    {"service": "kvasir.cachestore.v1.AgentService", "method": "ListSnapshots"},
-    {"service": "kvasir.cachestore.v1.AgentService", "method": "GetSnapshot"},
-    {"service": "kvasir.cachestore.v1.AgentService", "method": "GetUsage"}
-  ],
-  "retryPolicy": {"maxAttempts": 4, "initialBackoff": "0.1s", "maxBackoff": "1s", "backoffMultiplier": 2,
-                  "retryableStatusCodes": ["UNAVAILABLE"]}
-}]}`
+// serviceConfig lets gRPC repeat what the .proto says may be repeated, while the service is UNAVAILABLE.
+var serviceConfig = sync.OnceValue(func() string {
+	var names []string
+	for _, file := range []protoreflect.FileDescriptor{
+		cachestorev1.File_kvasir_cachestore_v1_cachestore_proto, inferencev1.File_kvasir_inference_v1_inference_proto,
+	} {
+		for s := range file.Services().Len() {
+			service := file.Services().Get(s)
+			for m := range service.Methods().Len() {
+				method := service.Methods().Get(m)
+				if method.Options().(*descriptorpb.MethodOptions).GetIdempotencyLevel() != descriptorpb.MethodOptions_IDEMPOTENCY_UNKNOWN {
+					names = append(names, fmt.Sprintf(`{"service": %q, "method": %q}`, service.FullName(), method.Name()))
+				}
+			}
+		}
+	}
+	return fmt.Sprintf(`{"methodConfig": [{"name": [%s], "retryPolicy": {"maxAttempts": 4, "initialBackoff": "0.1s", "maxBackoff": "1s",
+		"backoffMultiplier": 2, "retryableStatusCodes": ["UNAVAILABLE"]}}]}`, strings.Join(names, ", "))
+})
 
 // Client is a connection to an engine, or to a store.
 type Client struct {
@@ -95,7 +100,7 @@ func Dial(address string, options ...Option) (*Client, error) {
 	}
 	dialing := []grpc.DialOption{
 		grpc.WithTransportCredentials(transport),
-		grpc.WithDefaultServiceConfig(serviceConfig),
+		grpc.WithDefaultServiceConfig(serviceConfig()),
 		grpc.WithNoProxy(),
 		// A service that froze or a machine that vanished ends the call as UNAVAILABLE after 20 s.
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 10 * time.Second, Timeout: 10 * time.Second}),

@@ -102,7 +102,7 @@ export class Client {
 
   /** The turns of the caller's namespace that wait or run, the oldest first. */
   async listTurns(options: CallOptions = {}): Promise<TurnUnderWay[]> {
-    return (await this.#connection.read(options, (given) => this.engine.listTurns({}, given))).turns;
+    return (await this.#connection.call(options, (given) => this.engine.listTurns({}, given))).turns;
   }
 
   /** Ends the turns of a request, whoever reads them, and tells how each choice ended. */
@@ -112,7 +112,7 @@ export class Client {
 
   /** Those of the agents' memories that are hot, in the order asked; at most 1000 agents. */
   async listHotMemories(agentIds: string[], options: CallOptions = {}): Promise<HotMemory[]> {
-    return (await this.#connection.read(options, (given) => this.engine.listHotMemories({ agentIds }, given))).memories;
+    return (await this.#connection.call(options, (given) => this.engine.listHotMemories({ agentIds }, given))).memories;
   }
 
   /** Puts an agent's memory into the engine ahead of its next turn, and with an input also computes that prompt. It has no deadline. */
@@ -124,7 +124,7 @@ export class Client {
   /** The tokens of a prompt, or of messages after the chat template. */
   async countTokens(input: Input, options: CallOptions = {}): Promise<number> {
     const request = countRequest(input);
-    return Number((await this.#connection.read(options, (given) => this.engine.countTokens(request, given))).tokens);
+    return Number((await this.#connection.call(options, (given) => this.engine.countTokens(request, given))).tokens);
   }
 
   // --- agents ---
@@ -132,7 +132,7 @@ export class Client {
   /** Agents by name, page after page. */
   async *listAgents(which: WhichAgents = {}, options: CallOptions = {}): AsyncGenerator<Agent, void, undefined> {
     for (let pageToken = ""; ; ) {
-      const page = await this.#connection.read(options, (given) => this.agents.listAgents({ ...which, pageToken }, given));
+      const page = await this.#connection.call(options, (given) => this.agents.listAgents({ ...which, pageToken }, given));
       yield* page.agents;
       pageToken = page.nextPageToken;
       if (pageToken === "") return;
@@ -142,7 +142,7 @@ export class Client {
   /** The versions of an agent's lines, newest first, page after page. */
   async *listVersions(agentId: string, options: CallOptions = {}): AsyncGenerator<SnapshotVersion, void, undefined> {
     for (let pageToken = ""; ; ) {
-      const page = await this.#connection.read(options, (given) => this.agents.listSnapshots({ agentId, pageToken }, given));
+      const page = await this.#connection.call(options, (given) => this.agents.listSnapshots({ agentId, pageToken }, given));
       yield* page.snapshots;
       pageToken = page.nextPageToken;
       if (pageToken === "") return;
@@ -151,12 +151,12 @@ export class Client {
 
   /** An agent and the newest version of each of its lines, last used first. */
   async getAgent(agentId: string, options: CallOptions = {}): Promise<Agent> {
-    return present((await this.#connection.read(options, (given) => this.agents.getAgent({ agentId }, given))).agent);
+    return present((await this.#connection.call(options, (given) => this.agents.getAgent({ agentId }, given))).agent);
   }
 
   /** The bytes behind an agent, or behind all of the namespace if it is not named, and which of them are shared. */
   async usage(agentId = "", options: CallOptions = {}): Promise<GetUsageResponse> {
-    return this.#connection.read(options, (given) => this.agents.getUsage({ agentId }, given));
+    return this.#connection.call(options, (given) => this.agents.getUsage({ agentId }, given));
   }
 
   /** Changes the fields of an agent that paths name: "labels", "labels.KEY", "is_pinned", "retained_versions". */

@@ -3,6 +3,7 @@ import type { SecureClientSessionOptions } from "node:http2";
 import { connect as connectSocket } from "node:net";
 import { connect as connectTls } from "node:tls";
 import { setTimeout as sleep } from "node:timers/promises";
+import { MethodOptions_IdempotencyLevel as Idempotency } from "@bufbuild/protobuf/wkt";
 import { createClient, type Client as Stub, type Interceptor } from "@connectrpc/connect";
 import { createGrpcTransport } from "@connectrpc/connect-node";
 import { AgentService } from "./gen/kvasir/cachestore/v1/cachestore_pb.js";
@@ -58,7 +59,7 @@ export class Connection {
     }
     const url = baseUrl(where, options.tls !== undefined);
     this.#sessions = new Sessions(url, socketOptions(where, options.tls));
-    const interceptors = options.token === undefined ? [] : [bearer(options.token)];
+    const interceptors = [repeated, ...(options.token === undefined ? [] : [bearer(options.token)])];
     const transport = createGrpcTransport({ baseUrl: url, sessionManager: this.#sessions, interceptors, acceptCompression: [] });
     this.engine = createClient(InferenceService, transport);
     this.agents = createClient(AgentService, transport);
@@ -77,24 +78,21 @@ export class Connection {
       throw toKvasirError(thrown);
     }
   }
-
-  /** A round trip that changes nothing, asked again while the service is UNAVAILABLE. */
-  async read<T>(options: CallOptions, ask: (options: CallOptions) => Promise<T>): Promise<T> {
-    const deadline = Date.now() + (options.timeoutMs ?? this.#timeoutMs);
-    for (let attempt = 1, pauseMs = FIRST_PAUSE_MS; ; attempt++, pauseMs *= 2) {
-      try {
-        return await ask({ ...options, timeoutMs: Math.max(1, deadline - Date.now()) });
-      } catch (thrown) {
-        const error = toKvasirError(thrown);
-        if (error.code !== "UNAVAILABLE" || attempt === READ_ATTEMPTS || Date.now() + pauseMs >= deadline) throw error;
-      }
-      // Between half and the whole of it, so that many clients do not come back at once.
-      await sleep(pauseMs * (0.5 + Math.random() / 2), undefined, { signal: options.signal }).catch((thrown: unknown) => {
-        throw new KvasirError("CANCELLED", "the caller's signal was aborted", { cause: thrown });
-      });
-    }
-  }
 }
+
+/** Asks again while the service is UNAVAILABLE, where the .proto says that a call may be repeated. */
+const repeated: Interceptor = (next) => async (request) => {
+  const attempts = request.stream || request.method.idempotency === Idempotency.IDEMPOTENCY_UNKNOWN ? 1 : READ_ATTEMPTS;
+  for (let attempt = 1, pauseMs = FIRST_PAUSE_MS; ; attempt++, pauseMs *= 2) {
+    try {
+      return await next(request);
+    } catch (thrown) {
+      if (attempt >= attempts || toKvasirError(thrown).code !== "UNAVAILABLE") throw thrown;
+    }
+    // Between half and the whole of it, so that many clients do not come back at once.
+    await sleep(pauseMs * (0.5 + Math.random() / 2), undefined, { signal: request.signal });
+  }
+};
 
 function socketOptions(address: Address, tls: Tls | undefined): SecureClientSessionOptions {
   const secure = tls && { ...tls, ...(tls.serverName !== undefined && { servername: tls.serverName }) };

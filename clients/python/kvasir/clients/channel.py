@@ -67,6 +67,12 @@ def sync_channel(address: str, tls: AnyTls | None, safe_reads: Sequence[str]) ->
     return grpc.secure_channel(target, _credentials(tls), options)
 
 
+def repeatable(*services: Any) -> tuple[str, ...]:
+    """The "package.Service/Rpc" that the .proto says may be repeated."""
+    rpcs = ((service, rpc) for service in services for rpc in service.methods)
+    return tuple(f"{service.full_name}/{rpc.name}" for service, rpc in rpcs if rpc.GetOptions().idempotency_level)
+
+
 def both(stub: Any, other: Any) -> Any:
     """The calls of two services' stubs, whose RPCs have different names."""
     return SimpleNamespace(**vars(other), **vars(stub))

@@ -7,17 +7,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypedDict, Unpack
 
+from kvasir.cachestore.v1 import cachestore_pb2
+from kvasir.clients.channel import repeatable
 from kvasir.clients.generate_options import GenerateOptions, TemplateSetting, template_values
 from kvasir.clients.messages import GivenMessage, message_list
-from kvasir.clients.store_client_transfers import AGENT_READS
 from kvasir.errors import Cancelled, DeadlineExceeded, Internal, InvalidArgument, KvasirError, Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 
 Messages = Sequence[GivenMessage]
 Prompt = str | Sequence[int]  # a text, or token ids of the model
 
-_READ_RPCS = ("ListTurns", "ListHotMemories", "CountTokens", "ListModels", "GetModel", "GetCapabilities", "GetStats")
-READS = (*AGENT_READS, *(f"kvasir.inference.v1.InferenceService/{name}" for name in _READ_RPCS))
+READS = repeatable(
+    pb.DESCRIPTOR.services_by_name["InferenceService"], cachestore_pb2.DESCRIPTOR.services_by_name["AgentService"]
+)
 _BREAKS = (Unavailable, DeadlineExceeded, Cancelled, Internal)
 _MAX_KNOWN_AGENTS = 10_000
 # More than a service sends: what an answer names is made room for.

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
+from kvasir.clients.channel import repeatable
 from kvasir.errors import DataLoss, InvalidArgument
 from kvasir.formats.digest import Buffer, Digest
 from kvasir.formats.frames import FRAME_BYTES, frame_messages
@@ -10,17 +11,8 @@ from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 
 OnProgress = Callable[[pb.TransferProgress], None]
 
-AGENT_READS = tuple(
-    f"kvasir.cachestore.v1.AgentService/{name}"
-    for name in ("GetSnapshot", "ListSnapshots", "ListAgents", "GetAgent", "GetUsage")
-)
-READS = (
-    *AGENT_READS,
-    *(
-        f"kvasir.cachestore.v1.CacheStoreService/{name}"
-        for name in ("FindMissingBlobs", "QueryWriteStatus", "FindPrefix", "GetCapabilities", "GetStats")
-    ),
-)
+_SERVICES = pb.DESCRIPTOR.services_by_name
+READS = repeatable(_SERVICES["AgentService"], _SERVICES["CacheStoreService"])
 MAX_DIGESTS = 10_000
 
 

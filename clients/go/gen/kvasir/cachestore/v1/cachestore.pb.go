@@ -5856,19 +5856,18 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"\x11OWNER_STATE_OWNED\x10\x01\x12\x16\n" +
 	"\x12OWNER_STATE_MOVING\x10\x02\x12\x15\n" +
 	"\x11OWNER_STATE_MOVED\x10\x03\x12\x18\n" +
-	"\x14OWNER_STATE_ARRIVING\x10\x042\xf0\n" +
+	"\x14OWNER_STATE_ARRIVING\x10\x042\x89\v\n" +
+	"\fAgentService\x12d\n" +
 	"\n" +
-	"\fAgentService\x12_\n" +
-	"\n" +
-	"ListAgents\x12'.kvasir.cachestore.v1.ListAgentsRequest\x1a(.kvasir.cachestore.v1.ListAgentsResponse\x12Y\n" +
-	"\bGetAgent\x12%.kvasir.cachestore.v1.GetAgentRequest\x1a&.kvasir.cachestore.v1.GetAgentResponse\x12b\n" +
+	"ListAgents\x12'.kvasir.cachestore.v1.ListAgentsRequest\x1a(.kvasir.cachestore.v1.ListAgentsResponse\"\x03\x90\x02\x01\x12^\n" +
+	"\bGetAgent\x12%.kvasir.cachestore.v1.GetAgentRequest\x1a&.kvasir.cachestore.v1.GetAgentResponse\"\x03\x90\x02\x01\x12b\n" +
 	"\vUpdateAgent\x12(.kvasir.cachestore.v1.UpdateAgentRequest\x1a).kvasir.cachestore.v1.UpdateAgentResponse\x12\\\n" +
 	"\tForkAgent\x12&.kvasir.cachestore.v1.ForkAgentRequest\x1a'.kvasir.cachestore.v1.ForkAgentResponse\x12h\n" +
 	"\rRollbackAgent\x12*.kvasir.cachestore.v1.RollbackAgentRequest\x1a+.kvasir.cachestore.v1.RollbackAgentResponse\x12b\n" +
-	"\vDeleteAgent\x12(.kvasir.cachestore.v1.DeleteAgentRequest\x1a).kvasir.cachestore.v1.DeleteAgentResponse\x12h\n" +
-	"\rListSnapshots\x12*.kvasir.cachestore.v1.ListSnapshotsRequest\x1a+.kvasir.cachestore.v1.ListSnapshotsResponse\x12b\n" +
-	"\vGetSnapshot\x12(.kvasir.cachestore.v1.GetSnapshotRequest\x1a).kvasir.cachestore.v1.GetSnapshotResponse\x12Y\n" +
-	"\bGetUsage\x12%.kvasir.cachestore.v1.GetUsageRequest\x1a&.kvasir.cachestore.v1.GetUsageResponse\x12^\n" +
+	"\vDeleteAgent\x12(.kvasir.cachestore.v1.DeleteAgentRequest\x1a).kvasir.cachestore.v1.DeleteAgentResponse\x12m\n" +
+	"\rListSnapshots\x12*.kvasir.cachestore.v1.ListSnapshotsRequest\x1a+.kvasir.cachestore.v1.ListSnapshotsResponse\"\x03\x90\x02\x01\x12g\n" +
+	"\vGetSnapshot\x12(.kvasir.cachestore.v1.GetSnapshotRequest\x1a).kvasir.cachestore.v1.GetSnapshotResponse\"\x03\x90\x02\x01\x12^\n" +
+	"\bGetUsage\x12%.kvasir.cachestore.v1.GetUsageRequest\x1a&.kvasir.cachestore.v1.GetUsageResponse\"\x03\x90\x02\x01\x12^\n" +
 	"\tPullAgent\x12&.kvasir.cachestore.v1.PullAgentRequest\x1a'.kvasir.cachestore.v1.PullAgentResponse0\x01\x12^\n" +
 	"\tMoveAgent\x12&.kvasir.cachestore.v1.MoveAgentRequest\x1a'.kvasir.cachestore.v1.MoveAgentResponse0\x01\x12_\n" +
 	"\n" +
@@ -5881,16 +5880,16 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"\rHandOverAgent\x12*.kvasir.cachestore.v1.HandOverAgentRequest\x1a+.kvasir.cachestore.v1.HandOverAgentResponse\x12Y\n" +
 	"\bUndoMove\x12%.kvasir.cachestore.v1.UndoMoveRequest\x1a&.kvasir.cachestore.v1.UndoMoveResponse\x12_\n" +
 	"\n" +
-	"FenceAgent\x12'.kvasir.cachestore.v1.FenceAgentRequest\x1a(.kvasir.cachestore.v1.FenceAgentResponse2\xa3\f\n" +
-	"\x11CacheStoreService\x12q\n" +
-	"\x10FindMissingBlobs\x12-.kvasir.cachestore.v1.FindMissingBlobsRequest\x1a..kvasir.cachestore.v1.FindMissingBlobsResponse\x12c\n" +
+	"FenceAgent\x12'.kvasir.cachestore.v1.FenceAgentRequest\x1a(.kvasir.cachestore.v1.FenceAgentResponse2\xbc\f\n" +
+	"\x11CacheStoreService\x12v\n" +
+	"\x10FindMissingBlobs\x12-.kvasir.cachestore.v1.FindMissingBlobsRequest\x1a..kvasir.cachestore.v1.FindMissingBlobsResponse\"\x03\x90\x02\x02\x12c\n" +
 	"\n" +
-	"WriteBlobs\x12'.kvasir.cachestore.v1.WriteBlobsRequest\x1a(.kvasir.cachestore.v1.WriteBlobsResponse(\x010\x01\x12q\n" +
-	"\x10QueryWriteStatus\x12-.kvasir.cachestore.v1.QueryWriteStatusRequest\x1a..kvasir.cachestore.v1.QueryWriteStatusResponse\x12^\n" +
+	"WriteBlobs\x12'.kvasir.cachestore.v1.WriteBlobsRequest\x1a(.kvasir.cachestore.v1.WriteBlobsResponse(\x010\x01\x12v\n" +
+	"\x10QueryWriteStatus\x12-.kvasir.cachestore.v1.QueryWriteStatusRequest\x1a..kvasir.cachestore.v1.QueryWriteStatusResponse\"\x03\x90\x02\x01\x12^\n" +
 	"\tReadBlobs\x12&.kvasir.cachestore.v1.ReadBlobsRequest\x1a'.kvasir.cachestore.v1.ReadBlobsResponse0\x01\x12k\n" +
-	"\x0eCommitSnapshot\x12+.kvasir.cachestore.v1.CommitSnapshotRequest\x1a,.kvasir.cachestore.v1.CommitSnapshotResponse\x12_\n" +
+	"\x0eCommitSnapshot\x12+.kvasir.cachestore.v1.CommitSnapshotRequest\x1a,.kvasir.cachestore.v1.CommitSnapshotResponse\x12d\n" +
 	"\n" +
-	"FindPrefix\x12'.kvasir.cachestore.v1.FindPrefixRequest\x1a(.kvasir.cachestore.v1.FindPrefixResponse\x12e\n" +
+	"FindPrefix\x12'.kvasir.cachestore.v1.FindPrefixRequest\x1a(.kvasir.cachestore.v1.FindPrefixResponse\"\x03\x90\x02\x02\x12e\n" +
 	"\fAcquireLease\x12).kvasir.cachestore.v1.AcquireLeaseRequest\x1a*.kvasir.cachestore.v1.AcquireLeaseResponse\x12_\n" +
 	"\n" +
 	"RenewLease\x12'.kvasir.cachestore.v1.RenewLeaseRequest\x1a(.kvasir.cachestore.v1.RenewLeaseResponse\x12b\n" +
@@ -5898,9 +5897,9 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"\fReleaseLease\x12).kvasir.cachestore.v1.ReleaseLeaseRequest\x1a*.kvasir.cachestore.v1.ReleaseLeaseResponse\x12d\n" +
 	"\vWatchEvents\x12(.kvasir.cachestore.v1.WatchEventsRequest\x1a).kvasir.cachestore.v1.WatchEventsResponse0\x01\x12d\n" +
 	"\vVerifyBlobs\x12(.kvasir.cachestore.v1.VerifyBlobsRequest\x1a).kvasir.cachestore.v1.VerifyBlobsResponse0\x01\x12k\n" +
-	"\x0eCollectGarbage\x12+.kvasir.cachestore.v1.CollectGarbageRequest\x1a,.kvasir.cachestore.v1.CollectGarbageResponse\x12n\n" +
-	"\x0fGetCapabilities\x12,.kvasir.cachestore.v1.GetCapabilitiesRequest\x1a-.kvasir.cachestore.v1.GetCapabilitiesResponse\x12Y\n" +
-	"\bGetStats\x12%.kvasir.cachestore.v1.GetStatsRequest\x1a&.kvasir.cachestore.v1.GetStatsResponseB\x7f\n" +
+	"\x0eCollectGarbage\x12+.kvasir.cachestore.v1.CollectGarbageRequest\x1a,.kvasir.cachestore.v1.CollectGarbageResponse\x12s\n" +
+	"\x0fGetCapabilities\x12,.kvasir.cachestore.v1.GetCapabilitiesRequest\x1a-.kvasir.cachestore.v1.GetCapabilitiesResponse\"\x03\x90\x02\x01\x12^\n" +
+	"\bGetStats\x12%.kvasir.cachestore.v1.GetStatsRequest\x1a&.kvasir.cachestore.v1.GetStatsResponse\"\x03\x90\x02\x01B\x7f\n" +
 	"\x18org.kvasir.cachestore.v1P\x01Z7kvasir.org/client/gen/kvasir/cachestore/v1;cachestorev1\xaa\x02\x14Kvasir.Cachestore.V1\xba\x02\x10KvasirCachestoreb\x06proto3"
 
 var (

@@ -6195,23 +6195,23 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x13MODEL_STATE_LOADING\x10\x02\x12\x16\n" +
 	"\x12MODEL_STATE_LOADED\x10\x03\x12\x18\n" +
 	"\x14MODEL_STATE_RETIRING\x10\x04\x12\x16\n" +
-	"\x12MODEL_STATE_ASLEEP\x10\x052\xd4\t\n" +
+	"\x12MODEL_STATE_ASLEEP\x10\x052\xf7\t\n" +
 	"\x10InferenceService\x12Y\n" +
-	"\bGenerate\x12$.kvasir.inference.v1.GenerateRequest\x1a%.kvasir.inference.v1.GenerateResponse0\x01\x12Z\n" +
-	"\tListTurns\x12%.kvasir.inference.v1.ListTurnsRequest\x1a&.kvasir.inference.v1.ListTurnsResponse\x12]\n" +
+	"\bGenerate\x12$.kvasir.inference.v1.GenerateRequest\x1a%.kvasir.inference.v1.GenerateResponse0\x01\x12_\n" +
+	"\tListTurns\x12%.kvasir.inference.v1.ListTurnsRequest\x1a&.kvasir.inference.v1.ListTurnsResponse\"\x03\x90\x02\x01\x12]\n" +
 	"\n" +
-	"CancelTurn\x12&.kvasir.inference.v1.CancelTurnRequest\x1a'.kvasir.inference.v1.CancelTurnResponse\x12l\n" +
-	"\x0fListHotMemories\x12+.kvasir.inference.v1.ListHotMemoriesRequest\x1a,.kvasir.inference.v1.ListHotMemoriesResponse\x12K\n" +
-	"\x04Warm\x12 .kvasir.inference.v1.WarmRequest\x1a!.kvasir.inference.v1.WarmResponse\x12`\n" +
-	"\vCountTokens\x12'.kvasir.inference.v1.CountTokensRequest\x1a(.kvasir.inference.v1.CountTokensResponse\x12N\n" +
-	"\x05Embed\x12!.kvasir.inference.v1.EmbedRequest\x1a\".kvasir.inference.v1.EmbedResponse\x12]\n" +
+	"CancelTurn\x12&.kvasir.inference.v1.CancelTurnRequest\x1a'.kvasir.inference.v1.CancelTurnResponse\x12q\n" +
+	"\x0fListHotMemories\x12+.kvasir.inference.v1.ListHotMemoriesRequest\x1a,.kvasir.inference.v1.ListHotMemoriesResponse\"\x03\x90\x02\x01\x12K\n" +
+	"\x04Warm\x12 .kvasir.inference.v1.WarmRequest\x1a!.kvasir.inference.v1.WarmResponse\x12e\n" +
+	"\vCountTokens\x12'.kvasir.inference.v1.CountTokensRequest\x1a(.kvasir.inference.v1.CountTokensResponse\"\x03\x90\x02\x01\x12N\n" +
+	"\x05Embed\x12!.kvasir.inference.v1.EmbedRequest\x1a\".kvasir.inference.v1.EmbedResponse\x12b\n" +
 	"\n" +
-	"ListModels\x12&.kvasir.inference.v1.ListModelsRequest\x1a'.kvasir.inference.v1.ListModelsResponse\x12\\\n" +
+	"ListModels\x12&.kvasir.inference.v1.ListModelsRequest\x1a'.kvasir.inference.v1.ListModelsResponse\"\x03\x90\x02\x01\x12\\\n" +
 	"\tLoadModel\x12%.kvasir.inference.v1.LoadModelRequest\x1a&.kvasir.inference.v1.LoadModelResponse0\x01\x12`\n" +
-	"\vUnloadModel\x12'.kvasir.inference.v1.UnloadModelRequest\x1a(.kvasir.inference.v1.UnloadModelResponse\x12W\n" +
-	"\bGetModel\x12$.kvasir.inference.v1.GetModelRequest\x1a%.kvasir.inference.v1.GetModelResponse\x12l\n" +
-	"\x0fGetCapabilities\x12+.kvasir.inference.v1.GetCapabilitiesRequest\x1a,.kvasir.inference.v1.GetCapabilitiesResponse\x12W\n" +
-	"\bGetStats\x12$.kvasir.inference.v1.GetStatsRequest\x1a%.kvasir.inference.v1.GetStatsResponseBz\n" +
+	"\vUnloadModel\x12'.kvasir.inference.v1.UnloadModelRequest\x1a(.kvasir.inference.v1.UnloadModelResponse\x12\\\n" +
+	"\bGetModel\x12$.kvasir.inference.v1.GetModelRequest\x1a%.kvasir.inference.v1.GetModelResponse\"\x03\x90\x02\x01\x12q\n" +
+	"\x0fGetCapabilities\x12+.kvasir.inference.v1.GetCapabilitiesRequest\x1a,.kvasir.inference.v1.GetCapabilitiesResponse\"\x03\x90\x02\x01\x12\\\n" +
+	"\bGetStats\x12$.kvasir.inference.v1.GetStatsRequest\x1a%.kvasir.inference.v1.GetStatsResponse\"\x03\x90\x02\x01Bz\n" +
 	"\x17org.kvasir.inference.v1P\x01Z5kvasir.org/client/gen/kvasir/inference/v1;inferencev1\xaa\x02\x13Kvasir.Inference.V1\xba\x02\x0fKvasirInferenceb\x06proto3"
 
 var (
