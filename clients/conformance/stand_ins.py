@@ -53,6 +53,34 @@ class FlakyEngine(inference_pb2_grpc.InferenceServiceServicer, cachestore_pb2_gr
             context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
 
 
+class MeasuringEngine(inference_pb2_grpc.InferenceServiceServicer, cachestore_pb2_grpc.AgentServiceServicer):  # type: ignore[misc]
+    """Is UNAVAILABLE for GetUsage, answers a turn with the choice that the prompt names, and notes what it receives."""
+
+    def __init__(self) -> None:
+        self.attempts = 0
+        self.deadline_s = 0.0
+        self.pieces: list[int] = []
+
+    def GetAgent(self, request: Any, context: Any) -> cachestore_pb2.GetAgentResponse:  # noqa: N802
+        self.deadline_s = context.time_remaining()
+        line = cachestore_pb2.SnapshotVersion(version=1)
+        return cachestore_pb2.GetAgentResponse(agent=cachestore_pb2.Agent(agent_id="ada", lines=[line]))
+
+    def GetUsage(self, request: Any, context: Any) -> cachestore_pb2.GetUsageResponse:  # noqa: N802
+        self.attempts += 1
+        context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
+
+    def ImportAgent(self, requests: Any, context: Any) -> cachestore_pb2.ImportAgentResponse:  # noqa: N802
+        assert next(requests).HasField("header")
+        self.pieces += [len(request.data) for request in requests]
+        return cachestore_pb2.ImportAgentResponse(snapshot=cachestore_pb2.SnapshotVersion(version=1))
+
+    def Generate(self, request: Any, context: Any) -> Iterator[inference_pb2.GenerateResponse]:  # noqa: N802
+        yield inference_pb2.GenerateResponse(started=inference_pb2.Started(request_id=request.request_id))
+        yield inference_pb2.GenerateResponse(delta=inference_pb2.Delta(choice=int(request.prompt), text="x"))
+        yield inference_pb2.GenerateResponse(finished=inference_pb2.Finished(reason=inference_pb2.FINISH_REASON_STOP))
+
+
 class MovingEngine(inference_pb2_grpc.InferenceServiceServicer, cachestore_pb2_grpc.AgentServiceServicer):  # type: ignore[misc]
     """Gives every turn away after "Hel"; whoever comes back with the token gets the rest from it."""
 
@@ -76,7 +104,7 @@ class MovingEngine(inference_pb2_grpc.InferenceServiceServicer, cachestore_pb2_g
 
 
 @contextmanager
-def served(engine: FlakyEngine | MovingEngine) -> Iterator[str]:
+def served(engine: FlakyEngine | MeasuringEngine | MovingEngine) -> Iterator[str]:
     """The engine's address on loopback."""
     server = grpc.server(futures.ThreadPoolExecutor(4))
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(engine, server)  # type: ignore[no-untyped-call]

@@ -1,22 +1,25 @@
 """The numbered steps: what each program is told, and what must come of it. Step n may rest on the steps before it."""
 
+import json
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from kvasir.formats.digest import Digest
 from kvasir.inference.v1 import inference_pb2
 
-from clients.conformance.stand_ins import FlakyEngine, MovingEngine, served
+from clients.conformance.stand_ins import FlakyEngine, MeasuringEngine, MovingEngine, served
 from clients.conformance.testee import Refused, Testee
 from clients.conformance.world import PEER, World
 
 Step = Callable[[Testee, World], None]
 Message = dict[str, str]
 
+RULES = json.loads((Path(__file__).parents[2] / "proto/client_rules.json").read_text())
 WITHIN_S = 30.0
 # A turn that lasts: it may not end before many z. One letter a state, since a busy machine refuses dear formats.
 LONG = {"prompt": "Once upon a time", "regex": "[a-y ]*z{450}", "max_tokens": 480}
@@ -335,6 +338,29 @@ def a_turn_that_moves_says_where_its_rest_is(program: Testee, world: World) -> N
             program.call("stream", resume_token="x")
 
 
+def a_client_has_the_limits_of_every_client(program: Testee, world: World) -> None:
+    """Those of proto/client_rules.json."""
+    engine, archive = MeasuringEngine(), world.files / "archive"
+    archive.write_bytes(bytes(2 * RULES["archive_piece_bytes"] + 1))
+    with served(engine) as address:
+        program.call("connect", address=address)
+        assert program.call("get_agent", agent_id="ada")["version"] == 1
+        with refusal("UNAVAILABLE"):
+            program.call("usage", agent_id="ada")
+        assert program.call("import", agent_id="ada", file=str(archive))["version"] == 1
+        assert program.call("reply", prompt=str(RULES["choices"] - 1))["text"] == ""
+        with refusal("INTERNAL"):
+            program.call("reply", prompt=str(RULES["choices"]))
+    assert engine.attempts == RULES["attempts"]
+    assert RULES["round_trip_timeout_s"] / 2 < engine.deadline_s <= RULES["round_trip_timeout_s"]
+    assert sum(engine.pieces) == archive.stat().st_size
+    assert max(engine.pieces) <= RULES["archive_piece_bytes"]
+    path = "/".ljust(RULES["socket_path_bytes"], "x")
+    program.call("connect", address=f"unix:{path}")
+    with refusal("INVALID_ARGUMENT", "INVALID_FIELD", "address"):
+        program.call("connect", address=f"unix:{path}x")
+
+
 STEPS: tuple[Step, ...] = (
     addresses_that_are_refused_by_the_client_itself,
     tls_and_a_token_at_the_store,
@@ -356,6 +382,7 @@ STEPS: tuple[Step, ...] = (
     refusals_name_the_field_and_the_reason,
     reads_are_asked_again_and_nothing_else_is,
     a_turn_that_moves_says_where_its_rest_is,
+    a_client_has_the_limits_of_every_client,
 )
 
 
