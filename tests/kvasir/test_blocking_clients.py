@@ -95,6 +95,16 @@ def test_a_stream_that_is_left_is_a_cancelled_call(endless: tuple[_Endless, str]
     assert _new_threads(threads) == []
 
 
+def test_a_stream_that_began_in_an_event_loop_goes_on_after_the_loops_end(endless: tuple[_Endless, str]) -> None:
+    with InferenceClient.connect(endless[1]) as client, closing(client.generate(prompt="x")) as turn:
+
+        async def begin() -> str:
+            return next(turn).delta.text
+
+        assert asyncio.run(begin()) == "one"
+        assert next(turn).delta.text == "two"
+
+
 def test_a_blocking_client_works_where_an_event_loop_runs(endless: tuple[_Endless, str]) -> None:
     """As in a notebook."""
     engine, address = endless

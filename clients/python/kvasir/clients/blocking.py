@@ -6,9 +6,10 @@ raised inside the coroutine, whose `finally` ends the call.
 
 import functools
 import inspect
+import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast, overload
 
@@ -21,12 +22,18 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def _run(coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """What the coroutine returns."""
+def _run(begin: Callable[[], Awaitable[_T]]) -> _T:
+    """What the coroutine returns. An event loop that runs in this thread does not hear of the generators that it
+    begins: it would close them when it ends, and the rest of a stream would be missing without an error.
+    """
+    hooks = sys.get_asyncgen_hooks()
+    sys.set_asyncgen_hooks(None, None)
     try:
-        coroutine.send(None)
+        cast("Coroutine[Any, Any, _T]", begin()).send(None)
     except StopIteration as end:
         return cast("_T", end.value)
+    finally:
+        sys.set_asyncgen_hooks(*hooks)
     raise RuntimeError("a blocking client awaited what does not block")
 
 
@@ -35,12 +42,12 @@ def _iterate(items: AsyncGenerator[_T, None]) -> Generator[_T, None, None]:
     try:
         while True:
             try:
-                item = _run(items.__anext__())
+                item = _run(items.__anext__)
             except StopAsyncIteration:
                 return
             yield item
     finally:
-        _run(items.aclose())
+        _run(items.aclose)
 
 
 @overload
@@ -51,11 +58,12 @@ def blocking(
 ) -> Callable[Concatenate[Any, _P], Generator[_T, None, None]]: ...
 def blocking(method: Any) -> Any:
     """The method of the asynchronous client as one of the blocking client: same arguments, same docstring."""
-    run: Any = _iterate if inspect.isasyncgenfunction(method) else _run
+    is_stream = inspect.isasyncgenfunction(method)
 
     @functools.wraps(method)
     def call(client: Any, *args: Any, **kwargs: Any) -> Any:
-        return run(getattr(client._aio, method.__name__)(*args, **kwargs))
+        asked = functools.partial(getattr(client._aio, method.__name__), *args, **kwargs)
+        return _iterate(asked()) if is_stream else _run(asked)
 
     return call
 
