@@ -22,6 +22,8 @@ from kvasir.formats.frame_messages import carrier_reader
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 _MAX_MESSAGE_BYTES = 4 << 20
+# Between two attempts to connect. To a socket file one costs nothing, and who calls meanwhile is refused.
+_PAUSE_MS, _LOCAL_PAUSE_MS = 2_000, 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ AnyTls = Tls | PinnedTls
 
 def aio_channel(address: str, tls: AnyTls | None, safe_reads: Sequence[str]) -> grpc.aio.Channel:
     """A channel of grpc.aio. `safe_reads` are "package.Service/Rpc" that may be repeated. Raises InvalidArgument."""
-    target, options = _target(address, tls), _options(tls, safe_reads)
+    target, options = _target(address, tls), _options(tls, safe_reads, is_remote=not address.startswith("unix:"))
     if tls is None:
         return grpc.aio.insecure_channel(target, options)
     return grpc.aio.secure_channel(target, _credentials(tls), options)
@@ -61,7 +63,7 @@ def aio_channel(address: str, tls: AnyTls | None, safe_reads: Sequence[str]) -> 
 
 def sync_channel(address: str, tls: AnyTls | None, safe_reads: Sequence[str]) -> grpc.Channel:
     """As aio_channel, for blocking calls."""
-    target, options = _target(address, tls), _options(tls, safe_reads)
+    target, options = _target(address, tls), _options(tls, safe_reads, is_remote=not address.startswith("unix:"))
     if tls is None:
         return grpc.insecure_channel(target, options)
     return grpc.secure_channel(target, _credentials(tls), options)
@@ -128,7 +130,7 @@ def _credentials(tls: AnyTls) -> grpc.ChannelCredentials:
         raise InvalidArgument(f"tls: {error.filename}: {error.strerror}", field="tls") from None
 
 
-def _options(tls: AnyTls | None, safe_reads: Sequence[str]) -> list[tuple[str, str | int]]:
+def _options(tls: AnyTls | None, safe_reads: Sequence[str], *, is_remote: bool) -> list[tuple[str, str | int]]:
     options: list[tuple[str, str | int]] = [
         ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
         # The service refuses a message that is too large, with its own numbers.
@@ -140,7 +142,7 @@ def _options(tls: AnyTls | None, safe_reads: Sequence[str]) -> list[tuple[str, s
         # Finds a restarted service soon; gRPC's own pauses grow to two minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 2_000),
-        ("grpc.max_reconnect_backoff_ms", 2_000),
+        ("grpc.max_reconnect_backoff_ms", _PAUSE_MS if is_remote else _LOCAL_PAUSE_MS),
         # Each channel has a connection of its own: a service bounds the calls on one.
         ("grpc.use_local_subchannel_pool", 1),
         # These calls do not go through a proxy that the environment names.
