@@ -82,8 +82,10 @@ def varied(talk: Replay, turn: int, random_of: random.Random) -> Any:
 
 
 def long_talk(front: Front, recording: Path, session: str, kills: Any = None) -> Replay:
-    """The recording up to its compaction, then questions up to 200 turns, with side calls between."""
-    talk, random_of = Replay(front, recording, session), random.Random(session)
+    """The recording up to its compaction, then questions up to 200 turns, with side calls between. Texts are as long as
+    the client's own: in shorter prompts what is new would be a larger share than it is.
+    """
+    talk, random_of = Replay(front, recording, session, shorter=1), random.Random(session)
     asides = [number for number, line in enumerate(talk.lines) if line["side_call"] == "title"]
     first = next(line["agent"] for line in talk.lines if not line["side_call"])
     ended = [line["memory"] == "replaced" or line["side_call"] == "summary" for line in talk.lines]

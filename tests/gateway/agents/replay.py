@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +21,12 @@ _STANDS_FOR = re.compile(r"<<(\d+) (\d+) (\w*)>>")
 _CALL = re.compile(r"<<call (\d+)>>")
 _WORDS = ["the", "agent", "reads", "a", "file", "and", "says", "what", "it", "found", "before", "changes", "line", "of"]
 _ASKS = {"title": "Write a title for this conversation. ", "summary": "Write a summary of this conversation. "}
-# Texts are this much shorter than the clients' own, which would take minutes.
+# In short forms texts are this much shorter than the clients' own, which take minutes.
 SHORTER = 5
+
+
+# As clients do, while an engine that was killed comes back.
+_TRIES, _PAUSE_S = 6, 0.5
 
 
 def own_text(number: int, chars: int, kind: str, session: str) -> str:
@@ -33,12 +38,12 @@ def own_text(number: int, chars: int, kind: str, session: str) -> str:
 class Replay:
     """One conversation of a client before a gateway. Sessions differ in what stands for their texts."""
 
-    def __init__(self, front: Front, recording: Path, session: str = "") -> None:
+    def __init__(self, front: Front, recording: Path, session: str = "", shorter: int = SHORTER) -> None:
         first, *self.lines = [json.loads(line) for line in recording.read_text().splitlines()]
         self.script: Mapping[str, Any] = first["script"]
         self.exchanges: list[Exchange] = []
         self.agents = {"": 0}
-        self._front, self._session = front, session
+        self._front, self._session, self._shorter = front, session, shorter
         self._replies: list[Reply] = []
 
     def decide(self) -> None:
@@ -71,7 +76,11 @@ class Replay:
 
     def _send(self, path: str, body: dict[str, Any]) -> Exchange:
         self._newest = path, body
-        answer = httpx.post(self._front.gateway.url + path, json=body, headers=self._front.bearer(), timeout=300)
+        for _ in range(_TRIES):
+            answer = httpx.post(self._front.gateway.url + path, json=body, headers=self._front.bearer(), timeout=300)
+            if answer.status_code not in (503, 529):
+                break
+            time.sleep(_PAUSE_S)
         exchange = Exchange(path, body, answer.status_code, answer.headers, events_of(answer.content))
         self.exchanges.append(exchange)
         self._replies.append(reply_of(exchange) if answer.status_code == 200 else Reply(""))
@@ -102,7 +111,7 @@ class Replay:
         return [self._own(value, number)]
 
     def _text(self, match: re.Match[str]) -> str:
-        return own_text(int(match[1]), max(int(match[2]) // SHORTER, 8), match[3], self._session)
+        return own_text(int(match[1]), max(int(match[2]) // self._shorter, 8), match[3], self._session)
 
 
 def share(exchange: Exchange) -> float:
