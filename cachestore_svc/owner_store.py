@@ -228,7 +228,7 @@ class OwnerStore(LeaseStore):
         def work(change: CatalogChange) -> Ownership:
             known, now = change.ownership_of(namespace, agent_id), self._core.now_unix_ms()
             may(known)
-            new = ownership.yielded(known, peer, told, generation, now)
+            new = ownership.yielded(agent_id, known, peer, told, generation, now)
             self._set(change, namespace, agent_id, new)
             return new
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from kvasir.errors import AlreadyExists, FailedPrecondition, InvalidArgument
+from kvasir.errors import AlreadyExists, FailedPrecondition, InvalidArgument, PermissionDenied
 
 # A move adds 1 to a generation; a claim begins the next multiple of this. Above it, chance keeps two claims apart.
 CLAIM_STEP = 1 << 40
@@ -25,6 +25,8 @@ MAX_CLAIM_CHANCE = 1 << 20
 MAX_GENERATION = 1 << 62
 # The highest generation that another store is believed: a claim here must find room above it, and be announced.
 MAX_TOLD_GENERATION = MAX_GENERATION - (1 << 50)
+# So many claims that it has not heard of may another store be believed at once: claims are made by hand.
+MAX_UNHEARD_CLAIMS = 64
 
 # The label that a first move gives an agent: that move's id. Moves carry it as they carry every label.
 FIRST_MOVE = "kvasir.first_move"
@@ -99,6 +101,26 @@ def check_takes_copy(agent_id: str, known: Ownership, generation: int | None) ->
     who gives it; None: it comes from elsewhere."""
     if known.state is not OwnerState.MOVED or generation is None or generation < known.generation:
         check_writable(agent_id, known)
+
+
+# --- what another store says ---
+
+
+def is_believable(known: Ownership, generation: int) -> bool:
+    """Whether another store may have come to this generation by claims: a liar's would leave none above it."""
+    most = (known.generation // CLAIM_STEP + MAX_UNHEARD_CLAIMS + 1) * CLAIM_STEP
+    return 0 <= generation < min(most, MAX_TOLD_GENERATION + 1)
+
+
+def _check_believable(agent_id: str, known: Ownership, peer: str, generation: int) -> None:
+    """Raises PermissionDenied (PEER_MAY_NOT)."""
+    if not is_believable(known, generation):
+        raise PermissionDenied(
+            f"agent {agent_id!r}, peer {peer}: no claims can have led from generation {known.generation}, which this "
+            f"store knows, to {generation}",
+            reason="PEER_MAY_NOT",
+            metadata={"agent_id": agent_id, "generation": str(known.generation)},
+        )
 
 
 # --- which agent it is ---
@@ -179,13 +201,15 @@ def arriving(
     agent_id: str, known: Ownership, peer: str, move_id: str, generation: int, now_unix_ms: int, *, exists: bool
 ) -> Ownership:
     """The fact when all of the agent is here and the source has not decided yet. `exists`: there is an agent here.
-    Raises FailedPrecondition (AGENT_MOVING, AGENT_MOVED when this store knows a newer owner)."""
+    Raises FailedPrecondition (AGENT_MOVING, AGENT_MOVED when this store knows a newer owner), PermissionDenied
+    (PEER_MAY_NOT) for a generation that is not to be believed."""
     if known.state is OwnerState.ARRIVING and (known.peer, known.move_id) == (peer, move_id):
         return known
     if known.is_on_its_way:
         check_writable(agent_id, known)
     if generation <= known.generation:
         raise outranked_by(agent_id, known)
+    _check_believable(agent_id, known, peer, generation)
     was_owned = known.is_owned and exists
     tells, had_by = _who_may_count_on(known, peer), _with(known.had_by, peer)
     return Ownership(OwnerState.ARRIVING, generation, peer, move_id, now_unix_ms, was_owned, tells, had_by)
@@ -226,19 +250,25 @@ def claimed(known: Ownership, chance: int, now_unix_ms: int, above: int = 0, tel
 
 def fenced(agent_id: str, known: Ownership, peer: str, generation: int, now_unix_ms: int) -> Ownership:
     """The fact after `peer` has said that the agent's owner is of `generation`. Stores that may still count on the
-    older owner are told next. Raises FailedPrecondition (OWNER_NEWER) when this store knows a newer one."""
+    older owner are told next. Raises FailedPrecondition (OWNER_NEWER) when this store knows a newer one,
+    PermissionDenied (PEER_MAY_NOT) for a generation that is not to be believed."""
     if known.state is OwnerState.MOVED and known.generation == generation:
         return known
     if generation <= known.generation:
         raise outranked_by(agent_id, known)
+    _check_believable(agent_id, known, peer, generation)
     tells, had_by = _who_may_count_on(known, peer), _with(known.had_by, peer)
     return Ownership(OwnerState.MOVED, generation, peer, "", now_unix_ms, tells=tells, had_by=had_by)
 
 
-def yielded(known: Ownership, peer: str, told_generation: int, generation: int, now_unix_ms: int) -> Ownership:
-    """The fact once a peer, told of `told_generation`, has answered that it knows an owner of `generation`."""
+def yielded(
+    agent_id: str, known: Ownership, peer: str, told_generation: int, generation: int, now_unix_ms: int
+) -> Ownership:
+    """The fact once a peer, told of `told_generation`, has answered that it knows an owner of `generation`. Raises
+    PermissionDenied (PEER_MAY_NOT) for one that is not to be believed."""
     if known.generation != told_generation:
         return known
+    _check_believable(agent_id, known, peer, generation)
     rest = {other for other in known.tells if other != peer}
     if known.state is OwnerState.MOVED and generation > known.generation:
         rest |= {known.peer} - {peer, ""}  # it counts on the older owner, or is it

@@ -118,7 +118,7 @@ class ClaimPolling:
             return 0
         there = agent.ownership
         # Without this store's word only a claim makes another one the owner: below, it is another agent's history.
-        is_claim = ownership.CLAIM_STEP <= there.generation <= ownership.MAX_TOLD_GENERATION
+        is_claim = there.generation >= ownership.CLAIM_STEP and ownership.is_believable(known, there.generation)
         if not is_claim or int(there.state) != OwnerState.OWNED or there.generation <= known.generation:
             return 0
         ours = await self._labels(namespace, agent_id)

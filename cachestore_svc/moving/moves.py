@@ -35,7 +35,7 @@ from cachestore_svc.threads import StoreThreads
 _LOG = structlog.get_logger("moves")
 _Unfinished = tuple[str, str, Ownership]  # namespace, agent, and what is known of its owner
 _TRIES, _TRY_PAUSE_S, _ANSWER_S = 3, 0.3, 5.0
-_MOVE_ID_BYTES = 16
+_MOVE_ID_BYTES, _MAX_DIGITS = 16, 20
 _AGAIN_S = 1.0
 
 
@@ -132,7 +132,7 @@ class Moves:
 
     async def _claimed(self, namespace: str, agent_id: str, known: Ownership, *, force: bool) -> Ownership:
         """Own it, above every generation that this store or a peer that answers has heard of."""
-        facts = await self._facts_of_peers(namespace, agent_id)
+        facts = await self._facts_of_peers(namespace, agent_id, known)
         if known.waits_for_claim and not force:
             for peer, there in facts.items():
                 await self._give_way(namespace, agent_id, known, peer, there)
@@ -148,9 +148,9 @@ class Moves:
         ownership.check_writable(agent_id, known)
         return known
 
-    async def _facts_of_peers(self, namespace: str, agent_id: str) -> dict[str, Any]:
+    async def _facts_of_peers(self, namespace: str, agent_id: str, known: Ownership) -> dict[str, Any]:
         """What each peer knows of the agent's owner, but for those that never heard of a move of it; None of one that
-        cannot be asked now."""
+        cannot be asked now, or is not to be believed."""
         ours = await self._labels(namespace, agent_id)
 
         async def ask(peer: str) -> Any:
@@ -158,7 +158,9 @@ class Moves:
                 async with asyncio.timeout(_ANSWER_S), self._peers.connect(peer, namespace) as remote:
                     with errors_of_peer(peer):
                         there = await remote.get_agent(agent_id)
-                    return ownership.HERE if ownership.are_two(ours, there.labels) else _believed(there.ownership)
+                    if ownership.are_two(ours, there.labels):
+                        return ownership.HERE
+                    return there.ownership if ownership.is_believable(known, there.ownership.generation) else None
             except NotFound:
                 return ownership.HERE
             except (KvasirError, TimeoutError):
@@ -314,7 +316,7 @@ class Moves:
         if refused.reason != "OWNER_NEWER":
             raise refused
         newer, may = (
-            int(refused.metadata.get("generation", "0")),
+            _read_generation(refused.metadata.get("generation", "")),
             self._peers.may(Verb.FENCE, namespace, peer, agent_id),
         )
 
@@ -369,6 +371,6 @@ class Moves:
             return {}
 
 
-def _believed(there: Any) -> Any:
-    """What a peer says of an agent's owner; None where no claim could find room above it."""
-    return there if there.generation <= ownership.MAX_TOLD_GENERATION else None
+def _read_generation(text: str) -> int:
+    """A generation as a refusal has it; -1, which nobody believes, where that is no number."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < _MAX_DIGITS else -1

@@ -72,7 +72,7 @@ class World:
                 self.facts[peer] = ownership.fenced("a", self.facts[peer], name, known.generation, 0)
             except FailedPrecondition as error:
                 newer = int(error.metadata["generation"])
-                self.facts[name] = ownership.yielded(self.facts[name], peer, known.generation, newer, 0)
+                self.facts[name] = ownership.yielded("work", self.facts[name], peer, known.generation, newer, 0)
             else:
                 self.facts[name] = ownership.told(self.facts[name], peer, known.generation)
         return bool(known.tells)

@@ -3,17 +3,18 @@
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.clients import AioStoreClient
-from kvasir.errors import KvasirError, NotFound, ResourceExhausted
+from kvasir.errors import FailedPrecondition, KvasirError, NotFound, ResourceExhausted
 from kvasir.names import RESERVED_PREFIXES
 from kvasir_gateway import conversations
 
-from cachestore_svc.ownership import CLAIM_STEP, OwnerState
+from cachestore_svc.ownership import CLAIM_STEP, MAX_TOLD_GENERATION, OwnerState
 from cachestore_svc.pairing import rights
 from cachestore_svc.recovery import salvage
 from inference_svc.memory import token_lines
@@ -94,6 +95,62 @@ def test_a_claim_of_an_agent_that_was_only_offered_ends_it_too(tmp_path: Path) -
         await ada.owner.claim_agent("work")
         await refused(peer.fence_agent("work", 5))
         await refused(peer.hand_over_agent("work", MOVE, 1), "MOVE_UNKNOWN")
+
+    played(tmp_path, play)
+
+
+@pytest.mark.parametrize("generation", [70 * CLAIM_STEP, MAX_TOLD_GENERATION])
+def test_no_word_leaves_an_agent_without_room_for_a_claim(tmp_path: Path, generation: int) -> None:
+    async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
+        ada.allow("mallory", gives="move")
+        await peer.offer_agent("work", MOVE, 0)
+        await peer.undo_move("work", MOVE)
+        ada.allow("mallory", gives="claim")
+        await refused(peer.fence_agent("work", generation))
+        await refused(peer.offer_agent("work", 2 * MOVE, generation))
+        assert ada.store.ownership(NS, "work").is_owned
+        words = ("FenceAgent", "OfferAgent")
+        assert audited(ada)[-2:] == [f"MovingService/{word} refused PEER_MAY_NOT" for word in words]
+        mallory.allow("ada", takes="move")
+        await ada.owner.move_agent("work", to_peer="mallory")
+        assert mallory.store.ownership(NS, "work").is_owned
+
+    played(tmp_path, play)
+
+
+@pytest.mark.parametrize("said", [str(70 * CLAIM_STEP), str((1 << 63) - 1), "9" * 5000, "-1", "many", "²", ""])
+def test_no_answer_leaves_an_agent_without_room_for_a_claim(tmp_path: Path, said: str) -> None:
+    async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
+        ada.allow("mallory", gives="claim")
+        mallory.allow("ada", takes="move")
+        await ada.owner.move_agent("work", to_peer="mallory")
+
+        async def know_better(*_: object) -> None:
+            raise FailedPrecondition("newer", reason="OWNER_NEWER", metadata={"generation": said})
+
+        mallory.services.moving._handing_over.fence = know_better  # type: ignore[method-assign]
+        for claims in (1, 2):
+            await ada.owner.claim_agent("work", force=True)
+            assert ada.store.ownership(NS, "work").is_owned
+            assert ada.store.ownership(NS, "work").generation // CLAIM_STEP == claims
+
+    played(tmp_path, play)
+
+
+def test_no_source_gives_an_agent_in_a_generation_above_which_there_is_no_claim(tmp_path: Path) -> None:
+    async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
+        await mallory.publish("x", SyntheticAgent(SMALL, 4).turn(30), 0)
+        mallory.allow("ada", gives="move")
+        offer = mallory.services.moving._handing_over.offer
+
+        async def boast(*args: Any) -> Any:
+            agent, known = await offer(*args)
+            return agent, replace(known, generation=(1 << 62) + 7)
+
+        mallory.services.moving._handing_over.offer = boast  # type: ignore[method-assign]
+        await refused(ada.owner.move_agent("x", from_peer="mallory"))
+        assert ada.store.ownership(NS, "x").generation == 0
+        assert mallory.store.ownership(NS, "x").is_owned
 
     played(tmp_path, play)
 

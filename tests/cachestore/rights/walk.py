@@ -24,7 +24,7 @@ from kvasir.errors import FailedPrecondition, KvasirError, NotFound
 from kvasir.names import RESERVED_PREFIXES
 
 from cachestore_svc.index.catalog import CatalogView
-from cachestore_svc.ownership import CLAIM_STEP, MAX_TOLD_GENERATION, OwnerState
+from cachestore_svc.ownership import CLAIM_STEP, MAX_TOLD_GENERATION, MAX_UNHEARD_CLAIMS, OwnerState
 from cachestore_svc.pairing.rights import EFFECTS, NEEDS, Bond, Gives, Takes, Verb
 from cachestore_svc.records import LineQuery
 from tests.cachestore.core.lab import NS
@@ -33,6 +33,7 @@ from tests.synthetic import SMALL, SyntheticAgent
 
 LIAR, HONEST = "mallory", ("ada", "ben")
 STEPS = 14
+_TOO_FAR = (MAX_UNHEARD_CLAIMS + 1) * CLAIM_STEP
 _STORES_LAST = 100  # walks: facts of each walk's agents stay in the stores
 _GIVES, _TAKES = ("read", "move", "claim"), ("nothing", "copy", "move")
 _BRINGING = (Verb.COPY, Verb.MOVE)
@@ -218,7 +219,7 @@ class Walk:
 
     def _generation(self, mac: Mac, name: str) -> int:
         known = mac.store.ownership(NS, name).generation
-        return self.chance.choice((0, known, known + 1, known + CLAIM_STEP, MAX_TOLD_GENERATION))
+        return self.chance.choice((0, known, known + 1, known + CLAIM_STEP, known + _TOO_FAR, MAX_TOLD_GENERATION))
 
     async def _have(self, name: str) -> None:
         """The liar has something of that name, and says that it is its owner."""
@@ -259,6 +260,8 @@ class Walk:
             problem = "a word changed memories"
         elif was.versions and verb in _BRINGING and not (was.is_liars or bond is Bond.NAMED):
             problem = "what somebody else made was replaced"
+        elif now.generation // CLAIM_STEP > was.generation // CLAIM_STEP + MAX_UNHEARD_CLAIMS + 1:
+            problem = "more claims than can have been made"  # one may be this side's own
         elif verb in _BRINGING and key[1].startswith(RESERVED_PREFIXES) and bond is not Bond.NAMED:
             problem = "it came under a name of Kvasir's own"
         elif verb is Verb.FENCE and gives is Gives.CLAIM and was.generation:
@@ -291,13 +294,14 @@ class Lies:
             answer = await get_agent(request, context)
             if chance.random() < 0.7:
                 answer.agent.ownership.state = pb.OWNER_STATE_OWNED
-                answer.agent.ownership.generation = chance.choice((1, 3 * CLAIM_STEP, MAX_TOLD_GENERATION))
+                answer.agent.ownership.generation = chance.choice((1, 3 * CLAIM_STEP, _TOO_FAR, MAX_TOLD_GENERATION))
             return answer
 
         async def know_better(request: Any, context: Any) -> pb.FenceAgentResponse:
             if chance.random() < 0.7:
-                newer = {"generation": str(request.generation + chance.choice((1, CLAIM_STEP)))}
-                raise FailedPrecondition("newer", reason="OWNER_NEWER", metadata=newer)
+                newer = str(request.generation + chance.choice((1, CLAIM_STEP, _TOO_FAR, 1 << 62)))
+                said = {"generation": chance.choice((newer, newer, "", "-1", "9" * 5000, "many"))}
+                raise FailedPrecondition("newer", reason="OWNER_NEWER", metadata=said)
             return await fence(request, context)
 
         async def deny(request: Any, context: Any) -> pb.HandOverAgentResponse:
