@@ -96,6 +96,16 @@ def check_writable(agent_id: str, known: Ownership) -> None:
         )
 
 
+def check_came_by(agent_id: str, known: Ownership, move_id: str) -> None:
+    """Raises FailedPrecondition (MOVE_UNKNOWN) unless the agent's last move was this one."""
+    if known.move_id != move_id:
+        raise FailedPrecondition(
+            f"agent {agent_id!r} is here, but by another move than {move_id}",
+            reason="MOVE_UNKNOWN",
+            metadata=_facts(agent_id, known),
+        )
+
+
 def check_takes_copy(agent_id: str, known: Ownership, generation: int | None) -> None:
     """As `check_writable`; but a copy of what another store owns takes what that owner has. `generation`: of the owner
     who gives it; None: it comes from elsewhere."""

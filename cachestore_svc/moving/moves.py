@@ -67,7 +67,8 @@ class Moves:
     async def here(self, order: MoveOrder) -> AsyncGenerator[Progress | Waiting | AgentRecord, None]:
         """Bring an agent from a peer, and own it. Yields progress and last the agent. Cancelled or failed before all of
         it was here, the move is undone; later, `keep` brings it to its end. Raises NotFound, AlreadyExists,
-        FailedPrecondition, Unavailable, DataLoss.
+        FailedPrecondition (MOVE_UNKNOWN, too, when it came by another move than the one that is asked for),
+        Unavailable, DataLoss.
         """
         namespace, agent_id = order.namespace, order.agent_id
         async with self._one_at_a_time(namespace, agent_id), self._peers.connect(order.peer, namespace) as remote:
@@ -91,6 +92,8 @@ class Moves:
                 if known.state is OwnerState.ARRIVING:
                     known = await self._decided(remote, namespace, agent_id, known)
                 ownership.check_writable(agent_id, known)
+            elif order.move_id:
+                ownership.check_came_by(agent_id, known, order.move_id)
             yield await self._agent(namespace, agent_id)
 
     async def there(

@@ -208,14 +208,16 @@ class TurnGiver:
                 await store.move_agent(agent_id, self.peer_stores[peer], move_id, _MOVE_S)
         except KvasirError:
             # The stores may have done it all the same: then the turn must go there too, or its memory is lost.
-            if not await self._has_moved(store, agent_id, self.peer_stores[peer]):
+            if not await self._has_moved(store, agent_id, self.peer_stores[peer], move_id):
                 raise
 
-    async def _has_moved(self, store: RemoteCache, agent_id: str, peer: str) -> bool:
-        """Whether the agent is the peer's now, once a move that is under way has come to its end."""
+    async def _has_moved(self, store: RemoteCache, agent_id: str, peer: str, move_id: str) -> bool:
+        """Whether the agent is the peer's now by this move, once one that is under way has come to its end. The peer
+        takes no turn with another.
+        """
         try:
             async with _within(_ASK_S, "the store"):
-                while (has_moved := await store.has_moved(agent_id, peer)) is None:  # noqa: ASYNC110
+                while (has_moved := await store.has_moved(agent_id, peer, move_id)) is None:  # noqa: ASYNC110
                     await asyncio.sleep(_ASK_PAUSE_S)
         except KvasirError:
             return False

@@ -287,12 +287,15 @@ class RemoteCache(StoreConnection):
         """
         await self.client.move_agent(agent_id, to_peer=peer, move_id=move_id, timeout_s=timeout_s)
 
-    async def has_moved(self, agent_id: str, peer: str) -> bool | None:
-        """Whether the store knows that the agent is this peer's; None while a move is under way. Raises KvasirError."""
+    async def has_moved(self, agent_id: str, peer: str, move_id: str) -> bool | None:
+        """Whether the store knows that the agent is this peer's by this move; None while one is under way. Raises
+        KvasirError.
+        """
         owned = (await self.client.get_agent(agent_id)).ownership
         if owned.state == cachestore_pb2.OWNER_STATE_MOVING:
             return None
-        return bool(owned.state == cachestore_pb2.OWNER_STATE_MOVED) and owned.peer == peer
+        has_moved = bool(owned.state == cachestore_pb2.OWNER_STATE_MOVED)
+        return has_moved and (owned.peer, owned.move_id) == (peer, move_id)
 
     @property
     def event_cursor(self) -> EventCursor | None:

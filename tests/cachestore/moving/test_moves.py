@@ -92,6 +92,14 @@ def test_a_moved_agent_is_the_destinations_whole_and_can_be_extended_only_there(
     assert laptop.get_snapshot(name, KV)[1] == first.manifest_bytes
 
 
+def test_a_move_of_a_given_id_is_not_done_by_another_one(laptop: StoreClient, studio: StoreClient, name: str) -> None:
+    publish(laptop, name, SyntheticAgent(SMALL, 7).turn(300), 0)
+    moved = laptop.move_agent(name, to_peer="studio", move_id="1" * 16)
+    refused(lambda: laptop.move_agent(name, to_peer="studio", move_id="2" * 16), "MOVE_UNKNOWN")
+    for move_id in ("1" * 16, ""):
+        assert laptop.move_agent(name, to_peer="studio", move_id=move_id).ownership == moved.ownership
+
+
 def test_the_newest_of_several_lines_is_the_newest_where_an_agent_moves_to(
     laptop: StoreClient, studio: StoreClient, name: str
 ) -> None:

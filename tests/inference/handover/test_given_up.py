@@ -239,8 +239,8 @@ class LateStore:
     async def move_agent(self, agent_id: str, peer: str, move_id: str, timeout_s: float) -> None:
         raise DeadlineExceeded("late")
 
-    async def has_moved(self, agent_id: str, peer: str) -> bool | None:
-        assert (agent_id, peer) == ("ada", "studio")
+    async def has_moved(self, agent_id: str, peer: str, move_id: str) -> bool | None:
+        assert (agent_id, peer, move_id) == ("ada", "studio", "a move")
         answer = self.answers.pop(0)
         if isinstance(answer, KvasirError):
             raise answer

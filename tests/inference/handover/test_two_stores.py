@@ -276,6 +276,40 @@ def test_a_turn_comes_with_an_open_move_of_its_caller_alone(
         assert _refused(other, agent) == "HANDOVER_NOT_MOVED"
 
 
+@pytest.mark.long(5)
+def test_a_turn_whose_agent_another_move_took_first_speaks_to_its_end(pair: Macs) -> None:
+    """That move waits for the turn, and wins when the engine lets the agent go."""
+    (laptop, engine), (studio, other) = pair
+    agent, more = "overtaken", [{"role": "user", "content": "And then?"}]
+
+    def move() -> None:
+        with laptop.client() as here:
+            here.move_agent(agent, to_peer=studio.name)
+
+    async def work() -> None:
+        async with AioInferenceClient.connect(engine.address) as a, AioInferenceClient.connect(other.address) as b:
+            a.peers["b"] = b
+            await hear(a, agent_id=agent, messages=[{"role": "user", "content": STORY}], sampling={"max_tokens": 4})
+            kinds, tasks = list[str](), list[asyncio.Future[Any]]()
+            sampling = {**ON, "max_tokens": 300}
+            async with aclosing(a.generate(agent_id=agent, append_messages=more, sampling=sampling)) as events:
+                async for event in events:
+                    kinds.append(event.WhichOneof("event") or "")
+                    if kinds.count("delta") == 5 and not tasks:
+                        tasks.append(asyncio.ensure_future(asyncio.to_thread(move)))
+                        await asyncio.sleep(0.05)
+                        tasks.append(asyncio.ensure_future(a.hand_over("b", agent_id=agent)))
+            assert kinds[-1] == "finished"
+            moved, handed = await asyncio.gather(*tasks, return_exceptions=True)
+            assert moved is None
+            if "moved" not in kinds:  # else the engine's own move came first after all
+                assert isinstance(handed, KvasirError)
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+    with laptop.client() as here:
+        assert here.get_agent(agent).ownership.state == cachestore_pb2.OWNER_STATE_MOVED
+
+
 def turns_of(mac: Mac, agent: str) -> list[str]:
     """Who handed over the versions that turns made."""
     with mac.client() as store:
