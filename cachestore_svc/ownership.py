@@ -13,7 +13,7 @@ learns of it and has a lower one, and ends the bonds of all peers with the agent
 store has no fact is OWNED in generation 0. Facts outlive their agents.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -297,6 +297,14 @@ def renamed(known: Ownership, names: Mapping[str, str]) -> Ownership:
     """The fact with peers by their new names."""
     tells, had_by = (tuple(sorted({names.get(peer, peer) for peer in each})) for each in (known.tells, known.had_by))
     return replace(known, peer=names.get(known.peer, known.peer), tells=tells, had_by=had_by)
+
+
+def had_before(state: int, peer: str, move_id: str, came_from: Iterable[str]) -> str:
+    """`had_by` of a fact that was written before it was kept: whom the fact names, and whom moves came from.
+    `came_from`: the origins of those moves, as "peer/agent@1", or sealed. After a claim nobody."""
+    if state == OwnerState.OWNED and not move_id:
+        return ""
+    return " ".join(sorted({peer, *(origin.partition("/")[0] for origin in came_from if "/" in origin)} - {""}))
 
 
 def _with(peers: tuple[str, ...], peer: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ database. So changes that were written by one database can be applied to another
         origin_detail, created_unix_ms, fingerprint of what the manifest holds]
     ["drop", namespace, agent, kv_identity_hash, version]
     ["brought", namespace, blob hash, 1 or 0]
-    ["owner", namespace, agent, state, generation, peer, move_id, since_unix_ms, was_owned, tells]
+    ["owner", namespace, agent, state, generation, peer, move_id, since_unix_ms, was_owned, tells, had_by]
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -53,7 +53,7 @@ class Namespace:
 
 State = dict[str, Namespace]
 
-_OWNER_FACTS = 8  # an older line lacks the last one
+_OWNER_FACTS = 8  # an older line lacks the last one, which is None then
 
 
 def apply(state: State, change: Change) -> None:
@@ -75,7 +75,7 @@ def apply(state: State, change: Change) -> None:
         _set(_agent(space, rest[0]).labels, rest[1], rest[2])
     elif kind == "owner":
         agent, *facts = rest
-        space.owners[agent] = (*facts, "")[:_OWNER_FACTS]
+        space.owners[agent] = (*facts, None)[:_OWNER_FACTS]
     elif kind == "brought":
         (space.brought.add if rest[1] else space.brought.discard)(rest[0])
     else:
@@ -109,13 +109,20 @@ def differences(recorded: State, found: State) -> dict[str, dict[str, str]]:
             if (words := _agent_differs(old.agents.get(agent), new.agents.get(agent)))
         }
         for agent in old.owners.keys() | new.owners.keys():
-            if old.owners.get(agent) != new.owners.get(agent):
+            if _owner_differs(old.owners.get(agent), new.owners.get(agent)):
                 of_namespace[agent] = ", ".join(filter(None, (of_namespace.get(agent, ""), "its owner is another")))
         if old.brought != new.brought:
             of_namespace[""] = f"the origin of {len(old.brought ^ new.brought)} blobs"
         if of_namespace:
             wrong[name] = of_namespace
     return wrong
+
+
+def _owner_differs(old: tuple[Any, ...] | None, new: tuple[Any, ...] | None) -> bool:
+    """The last fact counts only where both have it: a crash may have left a journal older than its index's form."""
+    if old and new and None in (old[-1], new[-1]):
+        return old[:-1] != new[:-1]
+    return old != new
 
 
 def _agent_differs(recorded: Agent | None, found: Agent | None) -> str:

@@ -29,7 +29,7 @@ from cachestore_svc.journal import journal, journal_lines
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.journal.replay import Agent, Namespace, Version, VersionKey
 from cachestore_svc.manifests import ManifestFacts, NamedBlob, SharedBlock
-from cachestore_svc.ownership import OwnerState
+from cachestore_svc.ownership import OwnerState, had_before
 from cachestore_svc.records import BlobKind, LostVersion, Origin, Recovered, RecoverReport, StoreConfig
 from cachestore_svc.recovery import salvage
 from cachestore_svc.recovery.opening import DATABASE, locked, now_unix_ms
@@ -146,6 +146,9 @@ class _Recovery:
         names = self._sealed.seals.names_of(name) or PlainNames()
         space = _RebuiltNamespace(name, state, salvage.Found(self._sealed.of(name), names))
         known = set(state.agents)
+        state.owners = {
+            agent: _with_had_by(facts, state.agents.get(agent), names) for agent, facts in state.owners.items()
+        }
         if not is_whole:
             self._name_anew(space)
         versions = list(_versions_of(state))
@@ -320,6 +323,16 @@ def _describe(space: _RebuiltNamespace, batch: list[tuple[str, Agent]], change: 
 
 def _flat(owners: Mapping[str, tuple[Any, ...]]) -> list[list[Any]]:
     return [[agent, *facts] for agent, facts in owners.items()]
+
+
+def _with_had_by(facts: tuple[Any, ...], agent: Agent | None, names: PlainNames) -> tuple[Any, ...]:
+    """The fact of an owner; what an older one lacks is filled in."""
+    *before, had_by = facts
+    if had_by is None:
+        versions = agent.versions.values() if agent is not None else ()
+        moves = [names.open_text(each.origin_detail) for each in versions if each.origin == Origin.MOVE]
+        had_by = had_before(before[0], before[2], before[3], moves)
+    return *before, had_by
 
 
 def _held(facts: tuple[Any, ...] | None, now_unix_ms: int) -> tuple[Any, ...]:

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from kvasir.errors import FailedPrecondition
 from sqlite_utils import Database
 
+from cachestore_svc.ownership import had_before
+from cachestore_svc.records import Origin
+
 _FIRST = (
     # What the store knows of itself: incarnation of its history, inode of the database that it was written in.
     "CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
@@ -195,8 +198,19 @@ def _owners(database: Database) -> None:
 
 
 def _had_by(database: Database) -> None:
-    """Which peers had an agent or were offered it. Before, nothing was noted of those that an agent came back from."""
-    database.conn.execute("ALTER TABLE owners ADD COLUMN had_by TEXT NOT NULL DEFAULT ''")
+    """Which peers had an agent or were offered it. Before, nothing was noted of those that an agent came back from.
+    In a sealed namespace no key is here to read whom it came from."""
+    run = database.conn.execute
+    run("ALTER TABLE owners ADD COLUMN had_by TEXT NOT NULL DEFAULT ''")
+    facts = "SELECT namespace_id, agent_name, state, peer, move_id FROM owners WHERE generation > 0"
+    for namespace_id, agent, state, peer, move_id in run(facts).fetchall():
+        moves = run(
+            """SELECT origin_detail FROM versions JOIN lines ON lines.id = line_id JOIN agents ON agents.id = agent_id
+                WHERE namespace_id = ? AND name = ? AND origin = ?""",
+            (namespace_id, agent, int(Origin.MOVE)),
+        )
+        had_by = had_before(state, peer, move_id, [str(origin) for (origin,) in moves])
+        run("UPDATE owners SET had_by = ? WHERE namespace_id = ? AND agent_name = ?", (had_by, namespace_id, agent))
 
 
 def _dropped(database: Database) -> None:

@@ -1,19 +1,24 @@
 """What a store knows of owners outlives a restart, a crash between journal and index, and the loss of the index."""
 
 import shutil
+import sqlite3
+from contextlib import closing
 
 import pytest
 from kvasir.errors import FailedPrecondition, InvalidArgument
+from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.journal import journal
+from cachestore_svc.journal.journal_lines import parse, state_lines
 from cachestore_svc.limits import MAX_LABELS
+from cachestore_svc.owner_store import ArrivingAgent, ArrivingLine
 from cachestore_svc.ownership import FIRST_MOVE, OwnerState
 from cachestore_svc.records import RecoverReport
 from cachestore_svc.recovery import recovering
 from cachestore_svc.recovery.opening import DATABASE
 from cachestore_svc.store import Store
-from tests.cachestore.core.lab import NS, Lab, anybody, publish
+from tests.cachestore.core.lab import NS, Lab, anybody, publish, upload
 from tests.synthetic import SMALL, SyntheticAgent
 
 
@@ -50,6 +55,51 @@ def lose_the_last_line(lab: Lab, lines: int = 1) -> None:
 def states(lab: Lab) -> dict[str, OwnerState]:
     with lab.open() as store:
         return {name: store.ownership(NS, name).state for name in ("here", "moved", "moving")}
+
+
+def as_before_had_by(lab: Lab) -> None:
+    """The data directory in the form that it had before peers with a part in an agent were noted."""
+    log = lab.root / journal.NAME
+    found = parse(log.read_bytes())
+    for space in found.state.values():
+        space.owners = {agent: facts[:-1] for agent, facts in space.owners.items()}
+    log.write_bytes(b"".join(state_lines(found.store, found.position, found.state)))
+    with closing(sqlite3.connect(lab.root / DATABASE)) as connection:
+        connection.executescript(
+            "ALTER TABLE owners DROP COLUMN had_by; DROP TABLE dropped; DELETE FROM migrations WHERE number >= 8"
+        )
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_who_had_an_agent_before_that_was_noted_is_known_after_it(lab: Lab, is_lost: bool) -> None:
+    """Also where the index is made anew from a journal of that time. A claim had ended it."""
+    with_three(lab)
+    with lab.open() as store:
+        for seed, name in ((7, "came"), (8, "claimed")):
+            content = SyntheticAgent(SMALL, seed).turn(300)
+            upload(store, content)
+            line = ArrivingLine(kv_identity_hash(SMALL), content.manifest_digest, f"ada/{name}@1", True, None)
+            store.receive(NS, ArrivingAgent(name, "ada", "a" * 16, 1, [line], {}, False, 0))
+            store.arrive(NS, name, "a" * 16)
+        store.claim(NS, "claimed", 1)
+        facts = {name: known for _, name, known in store.owners()}
+    assert {name: known.had_by for name, known in facts.items()} == {
+        **dict.fromkeys(("moved", "moving"), ("studio",)),
+        "came": ("ada",),
+        "claimed": (),
+    }
+    as_before_had_by(lab)
+    old = (lab.root / journal.NAME).read_bytes()
+    lab.open().close()
+    (lab.root / journal.NAME).write_bytes(old)  # as after a crash before it was written in today's form
+    if is_lost:
+        lose_the_index(lab)
+        recover(lab)
+    with lab.open() as store:
+        assert {name: known for _, name, known in store.owners()} == facts
+        assert store.check().is_clean
+    with lab.open() as store:
+        assert {name: known for _, name, known in store.owners()} == facts
 
 
 def test_an_agent_keeps_the_id_of_its_first_move(lab: Lab) -> None:

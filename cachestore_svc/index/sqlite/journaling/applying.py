@@ -102,7 +102,10 @@ def _brought(rows: Rows, namespace: str, hash_: str, value: int) -> None:
 
 def _owner(rows: Rows, namespace: str, agent: str, *facts: Any) -> None:
     state, generation, peer, move_id, since, was_owned, *lists = facts
-    peers = [tuple(each.split()) for each in lists]
+    tells, had_by = (*lists, None)[:2]
+    if had_by is None:  # of an older line
+        had_by = " ".join(sorted({*owners.ownership_of(rows, namespace, agent).had_by, peer} - {""}))
+    peers = tuple(tells.split()), tuple(had_by.split())
     known = Ownership(OwnerState(state), generation, peer, move_id, since, bool(was_owned), *peers)
     owners.set_ownership(rows, namespace, agent, known)
 

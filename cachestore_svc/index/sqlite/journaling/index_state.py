@@ -182,7 +182,7 @@ def _add_marks(rows: Rows, found_state: State) -> None:
 
 def _add_owners(rows: Rows, found_state: State) -> None:
     if (table := rows.table("owners")).exists():
-        had_by = "had_by" if "had_by" in table.columns_dict else "''"  # of an index that no start has migrated
+        had_by = "had_by" if "had_by" in table.columns_dict else "NULL"  # of an index that no start has migrated
         for namespace, agent, *facts in rows.all(
             f"""SELECT namespaces.name, agent_name, state, generation, peer, move_id, since_unix_ms, was_owned, tells,
                 {had_by} FROM owners NOT INDEXED JOIN namespaces NOT INDEXED ON namespaces.id = owners.namespace_id"""  # noqa: S608
