@@ -21,8 +21,9 @@ from inference_svc.formats.grammar_trial import GrammarTrial
 
 # By a text of the user's the replies that follow it, in the state directory's parent.
 SCRIPT = "decisions.json"
-# Long enough to be known again where it is a summary.
+# The summary: long enough to be known again, and no line of what it is a summary of.
 OTHERWISE = "What was asked for is done, and the file has the colour that was wanted."
+_DONE = "That is done."
 
 
 def decided(request: pb.GenerateRequest, script: Mapping[str, Sequence[Mapping[str, Any]]]) -> Constraint | None:
@@ -31,7 +32,8 @@ def decided(request: pb.GenerateRequest, script: Mapping[str, Sequence[Mapping[s
     if not messages or request.WhichOneof("response_format") is not None or request.tool_choice.kind:
         return None
     offered = {tool.name: place for place, tool in enumerate(request.tools)}
-    reply: Mapping[str, Any] = {"text": OTHERWISE}
+    asks_for_summary = "summary" in "".join(part.text for part in messages[-1].parts).lower()
+    reply: Mapping[str, Any] = {"text": OTHERWISE if asks_for_summary else _DONE}
     for number in reversed(range(len(messages))):
         said = messages[number]
         known = [
