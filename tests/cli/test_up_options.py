@@ -180,11 +180,39 @@ def test_a_flag_goes_before_the_environment_that_before_the_file_and_each_is_sho
     assert rows["store-data-dir"] == (str(tmp_path / "h" / "store"), HOME, "")
 
 
+NOTHING = {
+    "expire-agents": ("30d", "never", "store", "expires_after_s"),
+    "store-quota-gib": ("3", "", "store", "quota_bytes"),
+    "kv-exact-layers": ("last", "", "engine", "kv_exact_layers"),
+    "traces-to": ("http://127.0.0.1:4317", "", "gateway", "traces_to"),
+    "model": (TEXTS["model"], "", "engine", "model"),
+}
+
+
+@pytest.mark.parametrize("flag", NOTHING)
+def test_a_flag_that_says_none_goes_before_the_environment_and_the_file_too(
+    flag: str, started: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    in_file, none, service, name = NOTHING[flag]
+    option = options_of(SERVICES[service])[name]
+    file = tmp_path / "kvasir.toml"
+    file.write_text(f"{flag} = {json.dumps(in_file)}\n")
+    variable = f"KVASIR_{service.upper()}_{name.upper()}"
+    assert getattr(started("--config", str(file))[service], name) != option.default
+    assert getattr(started("--config", str(file), f"--{flag}", none)[service], name) == option.default
+    monkeypatch.setenv(variable, text_for(option))
+    assert getattr(started(f"--{flag}", none)[service], name) == option.default
+    written = json.loads((tmp_path / "h" / "run" / "settings.json").read_text())
+    [row] = [row for row in written if (row["service"], row["option"]) == (service, option.key)]
+    assert (row["value"], row["from"]) == ("", FLAG)
+
+
 REFUSED = {
     "no option": ("memry-gib = 2", "memry-gib: there is no such option; is it 'memory-gib'?"),
     "a flag in a service's part": ("[engine]\nmemory-gib = 2", "[engine] memory-gib: it stands at the top"),
     "a service's option at the top": ("max-turns = 2", "max-turns: it stands in [engine]"),
     "the home's option": ("[store]\ndata-dir = '/tmp/x'", "[store] data-dir: `kvasir up` sets it itself"),
+    "none where there is no none": ("memory-gib = ''", "memory-gib: expected a number above 0, got ''"),
     "a number that is none": ("[engine]\nmax-turns = 'many'", "max-turns: expected a whole number above 0, got 'many'"),
     "a choice that is none": ("kv-policy = 'q3'", "kv-policy: expected one of q4, q4-rotated, k8v4, q8, fp, auto"),
     "a time that is none": ("keep-alive = 10", "keep-alive: expected a time such as 90s, 10m or 2h, got '10'"),

@@ -34,7 +34,7 @@ class UpFlag:
     name: str
     metavar: str = ""
     convert: Callable[[str], str] = str
-    """People's words as the service's; "" leaves it out. Raises ValueError."""
+    """People's words as the service's; "" for none. Raises ValueError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

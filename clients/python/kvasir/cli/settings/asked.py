@@ -109,7 +109,7 @@ def _of_service(service: str, said: Mapping[str, Given]) -> dict[str, Given]:
         if option is None or option.about.up is None:
             continue
         try:
-            texts = tuple(text for each in given.texts if (text := option.about.up.convert(each)))
+            texts = tuple(option.about.up.convert(each) if each else "" for each in given.texts)
         except ValueError as error:
             raise ConfigError(f"{given.named}: {error}", given.named) from None
         if texts:

@@ -39,7 +39,7 @@ def given_flags(values: Mapping[str, Any]) -> dict[str, Given]:
     found = {}
     for parameter, value in values.items():
         name = parameter.replace("_", "-")
-        if value is None or (value is False and options[name].shape is Shape.SWITCH) or value == "":
+        if value is None or (value is False and options[name].shape is Shape.SWITCH):
             continue
         found[name] = Given(texts_of(options[name], value), f"--{name}")
     return found
