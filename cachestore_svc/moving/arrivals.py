@@ -193,9 +193,8 @@ class Arrival:
             async for progress in steps:
                 if order.is_given and line.kv_identity_hash not in self._progress:
                     so_far = _sum([*self._progress.values(), progress])
-                    await self._bringing.check_room(
-                        order.namespace, order.peer, order.agent_id, offered.manifest, so_far
-                    )
+                    about = order.namespace, order.peer, order.agent_id, offered.manifest
+                    await self._bringing.check_room(*about, so_far, is_dry_run=order.is_dry_run)
                 self._progress[line.kv_identity_hash] = progress
                 yield None
         self._offered[line.kv_identity_hash] = offered

@@ -33,9 +33,11 @@ class Bringing:
         self._limits.word(peer)
         self._limits.sent(peer, 0, self._peers.settings(peer, namespace).max_bytes)
 
-    async def check_room(self, namespace: str, peer: str, agent_id: str, manifest: Digest, progress: Progress) -> None:
-        """Whether what lacks of an agent may be sent, and all of it kept. The manifest came already. Raises
-        ResourceExhausted (PEER_LIMIT)."""
+    async def check_room(
+        self, namespace: str, peer: str, agent_id: str, manifest: Digest, progress: Progress, *, is_dry_run: bool
+    ) -> None:
+        """Whether what lacks of an agent may be sent, and all of it kept. The manifest came already, also in a dry run,
+        after which nothing else does. Raises ResourceExhausted (PEER_LIMIT)."""
         settings = self._peers.settings(peer, namespace)
         self._limits.sent(peer, manifest.size_bytes, settings.max_bytes)
         brought = {**await self._of(namespace, peer), agent_id: progress.bytes_total}
@@ -43,6 +45,8 @@ class Bringing:
             raise over_limit(peer, f"agents that nobody here has extended ({settings.max_agents})")
         if sum(brought.values()) > settings.max_bytes:
             raise over_limit(peer, f"bytes of agents that nobody here has extended ({settings.max_bytes})")
+        if is_dry_run:
+            return
         self._limits.sent(peer, progress.bytes_total - progress.bytes_done, settings.max_bytes)
         self._brought[namespace, peer][1][agent_id] = progress.bytes_total
 

@@ -128,9 +128,8 @@ class Transfers:
                 is_first = True
                 async for progress in steps:
                     if order.is_given and is_first:
-                        await self._bringing.check_room(
-                            order.namespace, order.peer, order.local_agent_id, offered.manifest, progress
-                        )
+                        about = order.namespace, order.peer, order.local_agent_id, offered.manifest
+                        await self._bringing.check_room(*about, progress, is_dry_run=order.is_dry_run)
                     is_first = False
                     yield progress
                     if order.is_dry_run:

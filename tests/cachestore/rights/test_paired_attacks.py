@@ -287,6 +287,18 @@ def test_a_peer_brings_so_many_agents_and_bytes_and_no_more(tmp_path: Path) -> N
     played(tmp_path, play)
 
 
+def test_a_dry_run_takes_nothing_of_what_a_peer_may_send(tmp_path: Path) -> None:
+    async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
+        size_bytes = sum(line.total_bytes for line in ada.store.get_agent(NS, "work").lines)
+        mallory.allow("ada", takes="move", max_bytes=int(size_bytes * 1.5))
+        for _ in range(3):
+            await drained(ada.owner.moving_agent("work", to_peer="mallory", dry_run=True))
+            await drained(ada.owner.pulling_agent("", "work", to_peer="mallory", dry_run=True))
+        await ada.owner.move_agent("work", to_peer="mallory")
+
+    played(tmp_path, play)
+
+
 def test_names_that_kvasir_makes_are_reserved() -> None:
     for made in (conversations.PREFIX, token_lines.PREFIX, salvage._free_name("0" * 64, set())):
         assert made.startswith(RESERVED_PREFIXES)
