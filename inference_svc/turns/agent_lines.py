@@ -102,6 +102,14 @@ class AgentLines:
                 _check_extends(begun, found.head.identity)
         return Recollection(None, Source.COLD, found.head, settings=found.settings), cursor
 
+    async def read(self, request: TurnRequest) -> Recollection:
+        """The newest version, for a turn that extends none: a turn of the agent may run, so its hot memory is left
+        alone. Raises Unavailable (MEMORY_UNREADABLE).
+        """
+        if request.key is None:
+            return NOTHING_REMEMBERED
+        return Recollection(None, Source.COLD, (await self._last_move(request)).newest)
+
     async def take_over(self, turn: Progress, begun: BegunTurn) -> None:
         """Another engine has given the turn away: take its line, once that engine lets it go. Raises Unavailable
         (AGENT_HELD_ELSEWHERE, MEMORY_UNREADABLE) and FailedPrecondition (HANDOVER_PARENT_DIFFERS, HANDOVER_NOT_MOVED).

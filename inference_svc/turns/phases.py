@@ -318,6 +318,15 @@ class Progress:
         return self.planned is not None and self.planned.recalled.is_kept
 
     @property
+    def is_guest(self) -> bool:
+        """Whether another store's engine began it and its agent does not remember it. It needs nothing of the agent
+        here: it waits for none of its turns, and none waits for it.
+        """
+        if self.taken is None or not self.taken.begun.peer:
+            return False
+        return not self.request.is_kept or self.taken.begun.continuation is Continuation.BRANCHED
+
+    @property
     def can_move(self) -> bool:
         """Whether it computes a reply that another engine could go on with."""
         is_running = self.phase in (TurnPhase.RUNNING, TurnPhase.MOVING) and self.handle is not None

@@ -77,12 +77,12 @@ class TurnFlow:
                 # A task that is cancelled before it begins would give its reader no end.
                 if turn.is_cancelled:
                     raise errors.Cancelled("the turn was cancelled")
-                async with self._in_order(request.key):
+                async with self._in_order(None if turn.is_guest else request.key):
                     turn.phase = TurnPhase.PLANNING
                     await self._parts.prompting.read(request.namespace, request.prompt.objects)
                     if turn.taken is None:  # else the engine that began it has reported how long it waited
                         turn.times.queue_s = self._parts.clock() - turn.times.arrived
-                    with self._lines.using(request):
+                    with contextlib.nullcontext() if turn.is_guest else self._lines.using(request):
                         remembered = await (self._serve(turn) if turn.taken is None else self._go_on(turn, turn.taken))
                         if remembered is not None and remembered.later is not None:
                             await self._shorten(remembered, turn)
@@ -184,7 +184,10 @@ class TurnFlow:
         (HANDOVER_NOT_MOVED) if another store's turn is not about to come with its agent.
         """
         begun, request = taken.begun, turn.request
-        recollection, cursor = await self._lines.parent(request, begun, self._parts.budget())
+        if turn.is_guest:
+            recollection, cursor = await self._lines.read(request), None
+        else:
+            recollection, cursor = await self._lines.parent(request, begun, self._parts.budget())
         turn.parent_version = recollection.version
         recalled = Recalled(
             request, recollection, begun.continuation, begun.prompt.messages, begun.shortened, event_cursor=cursor
@@ -198,6 +201,8 @@ class TurnFlow:
                 field="opening.prompt_token_chars",
             )
         planned = self._taken_plan(replace(made, shortening=begun.shortening), taken)
+        if turn.is_guest:  # the engine, too, lets turns of one agent wait for each other
+            planned = replace(planned, plan=replace(planned.plan, key=None))
         return await self._end(turn, await self._plans.run(planned, turn))
 
     def _taken_plan(self, made: Prompted, taken: TakenTurn) -> Planned:

@@ -310,6 +310,35 @@ def test_a_turn_whose_agent_another_move_took_first_speaks_to_its_end(pair: Macs
         assert here.get_agent(agent).ownership.state == cachestore_pb2.OWNER_STATE_MOVED
 
 
+@pytest.mark.parametrize("how", ["branched", "read_only"])
+def test_a_peers_turn_that_is_not_kept_lets_the_agent_speak(pair: Macs, how: str) -> None:
+    """It is ready, and its giver keeps silent."""
+    _, (_, other) = pair
+    agent, mode = f"not kept waiting, {how}", inference_pb2.MEMORY_MODE_READ_ONLY if how == "read_only" else None
+    branched = {"continuation": inference_pb2.CONTINUATION_BRANCHED} if how == "branched" else {}
+
+    async def work() -> None:
+        token = (other.log_file.parent / "attic.token").read_text()
+        async with (
+            AioInferenceClient.connect(other.address) as b,
+            AioTurnPeer.connect(other.address, token=token) as peer,
+        ):
+            await hear(b, agent_id=agent, prompt=PROMPT, sampling={"max_tokens": 2})
+            call = peer.take_turn()
+            opening = opening_for(await b.get_model(), (await b.get_capabilities()).device)
+            sampling = inference_pb2.Sampling(**ON)
+            request = inference_pb2.GenerateRequest(prompt=PROMPT, agent_id=agent, sampling=sampling, memory_mode=mode)
+            await opened(call, opening, request=request, **branched)
+            await call.send([pb.TakeTurnRequest(stand=stand())])
+            taken = (await call.receive()).prepared.resume_token
+            async with asyncio.timeout(10):
+                await hear(b, agent_id=agent, prompt=PROMPT + " more", sampling={"max_tokens": 2})
+            await call.send([pb.TakeTurnRequest(commit=pb.TurnCommit())])
+            assert [event async for event in b.resume(taken)][-1].HasField("finished")
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
 def turns_of(mac: Mac, agent: str) -> list[str]:
     """Who handed over the versions that turns made."""
     with mac.client() as store:
