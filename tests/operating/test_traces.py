@@ -92,6 +92,13 @@ def test_traces_go_in_the_clear_to_this_machine_only(endpoint: str) -> None:
     assert check_endpoint("http://127.0.0.1:4317")
 
 
+@pytest.mark.parametrize("scheme", ["https", "http", "ftp"])
+def test_a_credential_in_an_endpoint_is_refused_and_not_repeated(scheme: str) -> None:
+    with pytest.raises(AddressError, match="no user and no password") as refused:
+        check_endpoint(f"{scheme}://user:secret@127.0.0.1:4317")
+    assert "secret" not in str(refused.value)
+
+
 def test_a_call_without_a_trace_is_none_of_the_one_before_it() -> None:
     """Requests that share a connection may share a context: uvicorn begins one where the one before was answered."""
     traces = Traces()

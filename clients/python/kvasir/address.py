@@ -76,6 +76,8 @@ def check_operators_address(text: str) -> str:
 
 def check_endpoint(endpoint: str) -> str:
     """Where traces may go, if it is https, or http to this machine. Raises AddressError."""
+    if "@" in endpoint:  # options are shown: a password among them would be, too
+        raise AddressError("expected http://127.0.0.1:PORT or https://HOST:PORT, with no user and no password in it")
     scheme, separator, rest = endpoint.partition("://")
     if not separator or scheme not in ("http", "https"):
         raise AddressError(f"{endpoint!r}: expected http://127.0.0.1:PORT or https://HOST:PORT")
