@@ -207,6 +207,17 @@ def test_a_flag_that_says_none_goes_before_the_environment_and_the_file_too(
     assert (row["value"], row["from"]) == ("", FLAG)
 
 
+def test_what_the_home_sets_is_shown_as_the_homes_whatever_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVASIR_STORE_DATA_DIR", "/tmp/kv-other")
+    monkeypatch.setenv("KVASIR_STORE_TLS_CERT_FILE", "/tmp/kv-cert")  # the home says nothing of it
+    rows = in_process("--home", tmp_path / "h", "config", "show", "--json").value
+    shown = {row["option"]: (row["value"], row["from"], row["named"]) for row in rows if row["service"] == "store"}
+    assert shown["data-dir"] == (str(tmp_path / "h" / "store"), HOME, "")
+    assert shown["tls-cert-file"] == ("/tmp/kv-cert", ENVIRONMENT, "KVASIR_STORE_TLS_CERT_FILE")
+
+
 REFUSED = {
     "no option": ("memry-gib = 2", "memry-gib: there is no such option; is it 'memory-gib'?"),
     "a flag in a service's part": ("[engine]\nmemory-gib = 2", "[engine] memory-gib: it stands at the top"),

@@ -16,7 +16,7 @@ from kvasir.cli.running.plan import Plan, plan_of
 from kvasir.cli.settings.asked import Asked, asked_of
 from kvasir.cli.settings.flags import ConfigOption
 from kvasir.credentials import replace_private_text
-from kvasir.options.finding import DEFAULT, HOME, Found
+from kvasir.options.finding import HOME, Found
 from kvasir.options.table import Option, options_of
 from kvasir.options.texts import texts_of
 from kvasir.options.up import SERVICES
@@ -65,7 +65,7 @@ def _rows(asked: Asked, plan: Plan) -> Iterator[dict[str, Any]]:
         of_home = of_homes[service]
         for name, option in options_of(table).items():
             found = asked.services[service][name]
-            if found.source == DEFAULT and (value := of_home.get(name)):
+            if name not in asked.passed_on(service) and (value := of_home.get(name)):
                 found = Found(value, HOME)
             named = found.given.named if found.given else ""
             told = {"value": _shown(option, found.value), "from": found.source, "named": named}
