@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from kvasir.cli.running import up
 from kvasir.cli.running.plan import Plan
+from kvasir.credentials import DEFAULT_NAMESPACE
 from kvasir.options.finding import ENVIRONMENT, FILE, FLAG, HOME
 from kvasir.options.gateway import GatewayTable
 from kvasir.options.table import Option, Shape, options_of
@@ -243,6 +244,17 @@ def test_a_settings_file_is_refused_by_the_options_name_before_anything_is_made(
     ended: Ended = in_process("--home", tmp_path / "h", "up", "--config", file)
     assert (ended.code, told in ended.err) == (2, True), ended.err
     assert not (tmp_path / "h").exists()
+
+
+def test_a_path_with_an_equals_sign_is_no_namespace() -> None:
+    option = options_of(SERVICES["engine"])["store_token_file"]
+    for text, found in {
+        "/tmp/a=b/engine.token": {DEFAULT_NAMESPACE: Path("/tmp/a=b/engine.token")},
+        "ours=/tmp/a=b/engine.token": {"ours": Path("/tmp/a=b/engine.token")},
+        "a=b=/tmp/engine.token": {"a=b": Path("/tmp/engine.token")},
+        "ours=engine.token": {"ours": Path("engine.token")},
+    }.items():
+        assert value_of(option, (text,)) == found
 
 
 @pytest.mark.parametrize("option", [each for _, each in OPTIONS], ids=[f"{of}-{each.key}" for of, each in OPTIONS])

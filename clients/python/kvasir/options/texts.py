@@ -110,7 +110,7 @@ def _limits(kind: type, about: OptionFacts) -> str:
 def _pairs(option: Option, texts: Sequence[str]) -> dict[str, Any]:
     pairs: dict[str, Any] = {}
     for text in texts:
-        name, _, value = text.rpartition("=") if option.about.usual_name else text.partition("=")
+        name, value = _pair_with_usual_name(text) if option.about.usual_name else text.partition("=")[::2]
         name = name or option.about.usual_name
         if not (name and value):
             raise ValueError(f"expected {option.metavar}, got {text!r}")
@@ -118,6 +118,14 @@ def _pairs(option: Option, texts: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"{name!r} is given twice")
         pairs[name] = _item(option, value)
     return pairs
+
+
+def _pair_with_usual_name(text: str) -> tuple[str, str]:
+    """Name and value; no name where there is the value alone. An absolute path may hold an = itself."""
+    if text.startswith("/"):
+        return "", text
+    name, is_absolute, path = text.partition("=/")
+    return (name, f"/{path}") if is_absolute else text.rpartition("=")[::2]
 
 
 def _numbers(option: Option, text: str) -> dict[str, Any]:
