@@ -2,13 +2,16 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from kvasir.cli.running import up
 from kvasir.cli.running.plan import Plan
 from kvasir.credentials import DEFAULT_NAMESPACE
+from kvasir.options import table
+from kvasir.options.common import ServiceTable
 from kvasir.options.finding import ENVIRONMENT, FILE, FLAG, HOME
 from kvasir.options.gateway import GatewayTable
 from kvasir.options.table import Option, Shape, options_of
@@ -255,6 +258,22 @@ def test_a_path_with_an_equals_sign_is_no_namespace() -> None:
         "ours=engine.token": {"ours": Path("engine.token")},
     }.items():
         assert value_of(option, (text,)) == found
+
+
+def test_options_are_a_programs_own_first_also_where_a_class_keeps_no_annotations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As from Python 3.14 on."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Some(ServiceTable):
+        own: int = table.option(1, "A number.")
+        other: int = table.option(2, "Another.")
+
+    hints = get_type_hints(Some)
+    monkeypatch.setattr(table, "get_type_hints", lambda _of: hints)
+    del Some.__annotations__
+    assert list(options_of(Some)) == ["own", "other", *options_of(ServiceTable)]
 
 
 @pytest.mark.parametrize("option", [each for _, each in OPTIONS], ids=[f"{of}-{each.key}" for of, each in OPTIONS])

@@ -6,7 +6,7 @@ An option is a setting of a service. `kvasir up` takes it by a flag of its own (
 
 import types
 from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -130,11 +130,11 @@ def options_of(table: type[Table]) -> dict[str, Option]:
     """The options of a program by name: its own, then those that it shares."""
     if table not in _OPTIONS:
         hints, of_table = get_type_hints(table), {each.name: each for each in fields(table)}
-        own_first = [name for part in table.__mro__ for name in vars(part).get("__annotations__", ())]
+        parts = [{each.name for each in fields(part)} for part in table.__mro__ if is_dataclass(part)]
+        own_first = sorted(of_table, key=lambda name: sum(name in part for part in parts))
         _OPTIONS[table] = {
             name: Option(name, *_form(hints[name]), _default(of_table[name]), of_table[name].metadata[_ABOUT])
             for name in own_first
-            if name in of_table
         }
     return _OPTIONS[table]
 
