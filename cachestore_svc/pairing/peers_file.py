@@ -12,6 +12,7 @@ import stat
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain, count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
@@ -124,6 +125,9 @@ class PeerBook:
     peers: Mapping[str, PeerSettings] = field(default_factory=lambda: MappingProxyType({}))
     listen: str = ""
     identity: Identity | None = None
+    removed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """By names of peers that were removed, which agents may be noted under still: their certificates ("": had none). No
+    other key gets these names."""
 
     @property
     def paired(self) -> list[PeerSettings]:
@@ -133,31 +137,44 @@ class PeerBook:
         """With it added, in the place of one that has the same key. Raises InvalidArgument: too many."""
         is_same = [name for name, each in self.peers.items() if each.is_paired and each.certificate == peer.certificate]
         kept = {name: _not_formerly(each, peer.name) for name, each in self.peers.items()}
-        before = {old for name in is_same for old in (name, *kept[name].formerly)} - {peer.name}
+        before = {old for name in is_same for old in (name, *kept[name].formerly)}
+        before |= {old for old, key in self.removed.items() if peer.is_paired and key == peer.certificate}
+        removed = {old: key for old, key in self.removed.items() if old not in (*before, peer.name)}
         kept = {name: each for name, each in kept.items() if name not in (*is_same, peer.name)}
         peer = peer.model_copy(update={"formerly": tuple(sorted({*peer.formerly, *before} - {peer.name}))})
         if len(kept) >= MAX_PEERS:
             raise InvalidArgument(f"peers: this store has {len(kept)} of at most {MAX_PEERS}", field="peers")
-        return replace(self, peers={**kept, peer.name: peer})
+        return replace(self, peers={**kept, peer.name: peer}, removed=removed)
 
     def with_name(self, name: str, new_name: str) -> "PeerBook":
-        """With one called otherwise; the name that it had is remembered."""
+        """With one called otherwise; the name that it had is remembered. Raises InvalidArgument."""
         peer = self.peers[name]
+        if not self._may_have(new_name, peer.certificate):
+            text = (
+                f"name: a peer that was removed was called {new_name!r}, and agents may be noted under it: take another"
+            )
+            raise InvalidArgument(text, field="name")
         formerly = tuple(sorted({*peer.formerly, name} - {new_name}))
         renamed = peer.model_copy(update={"name": new_name, "formerly": formerly})
-        others = {each: _not_formerly(other, new_name) for each, other in self.without(name).peers.items()}
+        others = {each: _not_formerly(other, new_name) for each, other in self.peers.items() if each != name}
         return replace(self, peers={**others, new_name: renamed})
 
     def without(self, name: str) -> "PeerBook":
-        return replace(self, peers={each: peer for each, peer in self.peers.items() if each != name})
+        """With one removed, whose names no other key gets."""
+        gone, kept = self.peers[name], {each: peer for each, peer in self.peers.items() if each != name}
+        removed = {**self.removed, **dict.fromkeys((name, *gone.formerly), gone.certificate)}
+        return replace(self, peers=kept, removed=removed)
 
     def free_name(self, wanted: str, certificate: Certificate) -> str:
-        """The name that a peer with this certificate has here, or one like the wanted that nobody has."""
+        """The name that a peer with this certificate has here, or one like the wanted that nobody else has or had."""
         for name, peer in self.peers.items():
             if peer.is_paired and peer.pinned.pin == certificate.pin:
                 return name
-        numbered = (wanted[: 64 - len(end)] + end for end in ("", *(f"-{n}" for n in range(2, MAX_PEERS + 2))))
-        return next(name for name in numbered if name not in self.peers)
+        numbered = (wanted[: 64 - len(end)] + end for end in chain(("",), (f"-{n}" for n in count(2))))
+        return next(name for name in numbered if name not in self.peers and self._may_have(name, certificate.text))
+
+    def _may_have(self, name: str, certificate: str) -> bool:
+        return name not in self.removed or bool(certificate and self.removed[name] == certificate)
 
 
 def _not_formerly(peer: PeerSettings, name: str) -> PeerSettings:
@@ -174,8 +191,9 @@ def read_peers(path: Path | None) -> PeerBook:
         if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise ConfigError(f"{path}: others can write it and so choose peers; run: chmod 600 {path}")
         document = tomllib.loads(path.read_text(encoding="utf-8"))
-        if set(document) - {"peer", "listen"}:
-            raise ConfigError(f"{path}: expected [[peer]] tables, `listen` and nothing else")
+        if set(document) - {"peer", "listen", "removed"}:
+            raise ConfigError(f"{path}: expected [[peer]] tables, `listen`, `removed` and nothing else")
+        removed = {str(name): str(key) for name, key in document.get("removed", {}).items()}
         peers = [PeerSettings.model_validate(entry) for entry in document.get("peer", [])]
         listen = str(parse_address(document["listen"])) if "listen" in document else ""
     except ValidationError as error:
@@ -187,7 +205,7 @@ def read_peers(path: Path | None) -> PeerBook:
     for peer in peers:
         _check_peer(path, peer)
     _check_alone(path, peers)
-    return PeerBook({peer.name: peer for peer in peers}, listen, _identity(path, peers))
+    return PeerBook({peer.name: peer for peer in peers}, listen, _identity(path, peers), removed)
 
 
 def _check_alone(path: Path, peers: list[PeerSettings]) -> None:
@@ -250,6 +268,8 @@ def _text(book: PeerBook) -> str:
         given = book.peers[name].model_dump(mode="json", exclude_defaults=True)
         lines += [f"{key} = {_toml(value)}" for key, value in given.items()]
         lines.append("")
+    if book.removed:
+        lines += ["[removed]", *(f"{_toml(name)} = {_toml(key)}" for name, key in sorted(book.removed.items())), ""]
     return "\n".join(lines)
 
 

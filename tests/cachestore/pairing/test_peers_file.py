@@ -55,6 +55,24 @@ def test_one_key_is_one_peer_and_a_name_is_given_once(file: Path) -> None:
     assert len(book.free_name("m" * 64, BOB.certificate)) == 64
 
 
+def test_the_name_of_a_removed_peer_is_given_to_no_other_key(file: Path) -> None:
+    """What is noted of agents says who had them by these names."""
+    add(file, paired("first"))
+    change_peers(file, lambda book: book.with_name("first", "laptop"))
+    change_peers(file, lambda book: book.without("laptop"))
+    book = read_peers(file)
+    assert book.free_name("laptop", BOB.certificate) == "laptop-2"
+    assert book.free_name("first", BOB.certificate) == "first-2"
+    add(file, paired("laptop-2", BOB))
+    with pytest.raises(InvalidArgument, match="was removed"):
+        change_peers(file, lambda book: book.with_name("laptop-2", "laptop"))
+    # Its own key gets it again, and what was noted under its names.
+    assert read_peers(file).free_name("laptop", ADA.certificate) == "laptop"
+    book = add(file, paired("studio"))
+    assert (book.peers["studio"].formerly, dict(book.removed)) == (("first", "laptop"), {})
+    assert read_peers(file) == book
+
+
 def test_two_programs_that_change_it_at_once_both_do(file: Path) -> None:
     peers = [PeerSettings(name=f"p{n}", address="127.0.0.1:1") for n in range(MAX_PEERS)]
     threads = [threading.Thread(target=add, args=(file, *peers[n::4])) for n in range(4)]
