@@ -108,7 +108,9 @@ class OwnerStore(LeaseStore):
                 facts, open_moves = change.count_owners(namespace, peer)
                 self._check_room_of(peer, facts + (peer not in agent.ownership.had_by), open_moves + 1)
             now = self._core.now_unix_ms()
-            known = ownership.offered(agent_id, agent.ownership, peer, move_id, generation, now)
+            known = ownership.offered(
+                agent_id, agent.ownership, peer, move_id, generation, now, is_ordered=not is_bounded
+            )
             if not agent.ownership.generation:
                 change.update_agent(namespace, agent_id, {ownership.FIRST_MOVE: move_id}, None, None)
                 agent = change.get_agent(namespace, agent_id, self._core.config.retained_versions)

@@ -156,10 +156,21 @@ def check_stays_itself(before: Mapping[str, str], labels: Mapping[str, str]) -> 
 # --- the source ---
 
 
-def offered(agent_id: str, known: Ownership, peer: str, move_id: str, generation: int, now_unix_ms: int) -> Ownership:
+def offered(
+    agent_id: str,
+    known: Ownership,
+    peer: str,
+    move_id: str,
+    generation: int,
+    now_unix_ms: int,
+    *,
+    is_ordered: bool = False,
+) -> Ownership:
     """The fact after `peer`, which knows `generation`, has asked for the agent. A repeated request goes on with the
     same move, a new one of the same peer replaces its earlier move. Unchanged if the move was handed over already.
-    Raises FailedPrecondition (MOVE_UNKNOWN for one that was undone)."""
+    `is_ordered`: this store's owner gives it, also to a store that once claimed it. Raises FailedPrecondition
+    (MOVE_UNKNOWN for one that was undone), PermissionDenied (PEER_MAY_NOT) for a generation that is not to be believed.
+    """
     if known.state is OwnerState.MOVED and (known.peer, known.move_id) == (peer, move_id):
         return known
     if known.state is OwnerState.MOVING and known.peer == peer:
@@ -167,11 +178,19 @@ def offered(agent_id: str, known: Ownership, peer: str, move_id: str, generation
     check_writable(agent_id, known)
     if known.move_id == move_id:  # undone: the agent may have grown since, and a late beat does not know it
         raise _not_under_way(agent_id, known)
-    if generation > known.generation:  # this store has been replaced, and is to be fenced first
-        raise outranked_by(agent_id, known)
+    if generation > known.generation:
+        if not is_ordered:  # this store has been replaced, and is to be fenced first
+            raise outranked_by(agent_id, known)
+        _check_believable(agent_id, known, peer, generation)
     had_by = _with(known.had_by, peer)
     return Ownership(
-        OwnerState.MOVING, known.generation + 1, peer, move_id, now_unix_ms, tells=known.tells, had_by=had_by
+        OwnerState.MOVING,
+        max(generation, known.generation) + 1,
+        peer,
+        move_id,
+        now_unix_ms,
+        tells=known.tells,
+        had_by=had_by,
     )
 
 

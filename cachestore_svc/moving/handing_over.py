@@ -9,7 +9,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from kvasir.errors import FailedPrecondition
+from kvasir.errors import FailedPrecondition, PermissionDenied
 
 from cachestore_svc.moving.lease_waiting import once_free
 from cachestore_svc.moving.peer_limits import PeerLimits
@@ -66,8 +66,9 @@ class HandingOver:
         self, namespace: str, agent_id: str, peer: str, move_id: str, generation: int, left_s: float | None
     ) -> tuple[AgentRecord, Ownership]:
         """See Store.offer. Waits for an engine's lease. A peer that knows of a newer owner is believed first, if it may
-        say so. Raises FailedPrecondition (PEER_CONFIGURATION) for one that this store does not know, PermissionDenied
-        (PEER_MAY_NOT), ResourceExhausted (PEER_LIMIT)."""
+        say so; if not, this store's owner may still order that it gets the agent. Raises FailedPrecondition
+        (PEER_CONFIGURATION) for one that this store does not know, PermissionDenied (PEER_MAY_NOT), ResourceExhausted
+        (PEER_LIMIT)."""
         self._check_known(namespace, peer)
         agent = namespace, agent_id, peer
         known = await self._threads.run(namespace, self._store.ownership, namespace, agent_id)
@@ -85,7 +86,11 @@ class HandingOver:
             )
 
         if generation > known.generation:
-            await self.fence(namespace, agent_id, peer, generation, left_s)
+            try:
+                await self.fence(namespace, agent_id, peer, generation, left_s)
+            except PermissionDenied:
+                if not is_ordered:
+                    raise
         record, known = await once_free(ask, left_s)
         if known.state is OwnerState.MOVING:
             self._limits.began(agent, is_new=is_new)

@@ -299,6 +299,24 @@ def test_a_dry_run_takes_nothing_of_what_a_peer_may_send(tmp_path: Path) -> None
     played(tmp_path, play)
 
 
+def test_an_owner_gives_an_agent_to_a_store_that_once_claimed_it(tmp_path: Path) -> None:
+    async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
+        mallory.allow("ada", takes="move")
+        await ada.owner.move_agent("work", to_peer="mallory")
+        await ada.owner.claim_agent("work", force=True)
+        for _ in range(2):
+            await mallory.owner.claim_agent("work", force=True)
+        await mallory.owner.delete_agent("work", force=True)
+        theirs = mallory.store.ownership(NS, "work").generation
+        assert theirs > ada.store.ownership(NS, "work").generation
+        await ada.owner.move_agent("work", to_peer="mallory")
+        assert ada.store.ownership(NS, "work").state is OwnerState.MOVED
+        assert mallory.store.ownership(NS, "work").is_owned
+        assert mallory.store.ownership(NS, "work").generation == theirs + 1
+
+    played(tmp_path, play)
+
+
 def test_names_that_kvasir_makes_are_reserved() -> None:
     for made in (conversations.PREFIX, token_lines.PREFIX, salvage._free_name("0" * 64, set())):
         assert made.startswith(RESERVED_PREFIXES)
