@@ -140,7 +140,7 @@ class AgentLines:
         if not has_come or begun.peer not in ("", moved.given_by):
             raise _not_moved(f"it came by another move, from {moved.given_by or 'nobody'}, or went on since")
         _check_extends(begun, moved.newest.identity)
-        recollection = replace(planned.recollection, head=moved.newest)
+        recollection = replace(planned.recollection, head=moved.newest, settings=moved.settings)
         return replace(planned, recollection=recollection, handed_over_by=moved.given_by)
 
     async def _last_move(self, request: TurnRequest) -> LastMove:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvasir import errors
+from kvasir import errors, on_full, volatile
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.formats.digest import Digest
@@ -72,6 +72,7 @@ class LastMove:
     given_by: str = ""  # the peer that gave its newest version; empty: it was made here
     is_moved: bool = False  # by a move
     newest: Head = NO_HEAD
+    settings: AgentSettings = NO_SETTINGS
 
 
 NEVER_MOVED = LastMove("")
@@ -151,7 +152,13 @@ def last_move_of(agent: cachestore_pb2.Agent) -> LastMove:
         newest.origin_detail.rpartition(f"/{agent.agent_id}@")[0] if is_given else "",
         is_moved,
         head_of(newest) if agent.lines else NO_HEAD,
+        settings_of(agent),
     )
+
+
+def settings_of(agent: cachestore_pb2.Agent) -> AgentSettings:
+    """From the store's answer."""
+    return AgentSettings(agent.labels.get(on_full.LABEL, ""), agent.labels.get(volatile.LABEL, ""))
 
 
 def event_of(response: cachestore_pb2.WatchEventsResponse) -> StoreEvent | None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from kvasir import errors, on_full, volatile
+from kvasir import errors
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients.aio.handed_upload import FEATURE, put_by_files
 from kvasir.formats.block_file import FileBytes
@@ -22,7 +22,6 @@ from inference_svc.memory.store.answers import (
     NEVER_MOVED,
     NO_HEAD,
     AgentHeads,
-    AgentSettings,
     EventCursor,
     Granted,
     Head,
@@ -37,6 +36,7 @@ from inference_svc.memory.store.answers import (
     last_move_of,
     miss_of,
     moves,
+    settings_of,
     takes_back,
 )
 from inference_svc.memory.store.connection import StoreClients, StoreConnection
@@ -77,9 +77,7 @@ class RemoteCache(StoreConnection):
             lines = [head_of(line) for line in agent.lines]
         newest = max(lines, key=lambda line: line.version, default=NO_HEAD)
         ours = next((line for line in lines if line.kv_identity_hash == kv_identity_hash), None)
-        labels = agent.labels
-        settings = AgentSettings(labels.get(on_full.LABEL, ""), labels.get(volatile.LABEL, ""))
-        return AgentHeads(newest, ours if ours != newest else None, settings)
+        return AgentHeads(newest, ours if ours != newest else None, settings_of(agent))
 
     async def last_move(self, agent_id: str, budget: Budget) -> LastMove:
         """By which move the agent came here last."""

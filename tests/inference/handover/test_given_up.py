@@ -10,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kvasir import on_full, volatile
+from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.errors import Cancelled, DeadlineExceeded, FailedPrecondition, Internal, KvasirError, Unavailable
 from kvasir.inference.v1 import inference_pb2
 from kvasir.server.shared_room import SharedRoom
@@ -22,6 +24,8 @@ from inference_svc.handover.passing import Opening, Promise, Stand, Surroundings
 from inference_svc.handover.resume_tokens import ResumeTokens
 from inference_svc.handover.taking import Taking
 from inference_svc.memory.service_stats import ServiceStats
+from inference_svc.memory.store.answers import AgentSettings, LastMove, last_move_of
+from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.trust import Version
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.prompting import Tokenized
@@ -225,6 +229,37 @@ def test_a_taken_turn_extends_the_number_that_its_parent_has_now(
         assert turn.planned is not None
         assert turn.planned.recollection.head is not None
         assert (turn.parent_version, turn.planned.recollection.head.version) == (3, 3)
+        taking.close()
+
+    run(tmp_path, work)
+
+
+def test_a_taken_turn_has_the_settings_with_which_its_agent_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it was prepared, this store did not know the agent yet."""
+    came = cachestore_pb2.Agent(agent_id="ada", labels={on_full.LABEL: "drop_oldest", volatile.LABEL: "none"})
+    came.ownership.state, came.ownership.move_id = cachestore_pb2.OWNER_STATE_OWNED, "a move"
+    line = came.lines.add(version=1, origin=cachestore_pb2.ORIGIN_MOVE, origin_detail="laptop/ada@1")
+    line.manifest.hash, line.manifest.size_bytes = "0" * 64, 1
+
+    async def work(served: ServedModel) -> None:
+        async def last_move(agent_id: str, budget: Budget) -> LastMove:
+            return last_move_of(came)
+
+        taking = taking_one(served, "ada")
+        taking.own(await taking.prepare())
+        [[turn]] = served.turns.under_way()
+        lines, stores = served.turns._flow._lines, {"default": SimpleNamespace(last_move=last_move)}
+        assert turn.planned is not None
+        assert turn.taken is not None
+        begun = replace(
+            turn.taken.begun, move_id="a move", peer="laptop", parent_manifest=last_move_of(came).newest.manifest
+        )
+        with monkeypatch.context() as patched:
+            patched.setattr(lines, "_parts", replace(lines._parts, stores=stores))
+            moved = await lines._moved(turn.planned, begun)
+        assert moved.recollection.settings == AgentSettings("drop_oldest", "none")
         taking.close()
 
     run(tmp_path, work)
