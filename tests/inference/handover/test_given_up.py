@@ -260,6 +260,7 @@ def test_a_taken_turn_has_the_settings_with_which_its_agent_came(
             patched.setattr(lines, "_parts", replace(lines._parts, stores=stores))
             moved = await lines._moved(turn.planned, begun)
         assert moved.recollection.settings == AgentSettings("drop_oldest", "none")
+        await taking.go_on()
         taking.close()
 
     run(tmp_path, work)
