@@ -115,6 +115,9 @@ def open_store(settings: StoreSettings, *, sweeps: bool = True) -> Store:
             add_to_list(settings.sealed_file, store.sealed_namespaces)
     except FailedPrecondition as error:
         _LOG.warning("sealed_file.not_written", why=error.message)
+    except BaseException:
+        store.close()
+        raise
     return store
 
 
@@ -144,6 +147,7 @@ async def serve(settings: StoreSettings) -> None:
         await services.moves.rename_peers()
         peer_service.reloaded = services.moves.rename_peers
         await edge.start()
+        parts.closing(edge)
         await peer_service.settle()
         edge.set_ready(True)
         with contextlib.suppress(OSError):  # a full disk takes no line of its log

@@ -102,15 +102,16 @@ async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) ->
         parts.callback(owner.close)
         traces = parts.closing(Traces(settings.traces_to, "engine", _BEGIN_TRACES))
         server = _server(settings, neighbour, traces, audit)
+        stores = open_stores(settings)
+        parts.push_async_callback(_close_all, stores)
         service = _Service(
             settings,
             server,
-            open_stores(settings),
+            stores,
             ServiceStats(time.monotonic()),
             Admission(settings.admission, time.monotonic),
-            _peers(settings),
+            _peers(settings, parts),
         )
-        parts.push_async_callback(_close_all, service.stores)
         host = ModelHost(settings.models, service.model_opener(owner.name, open_engine, phases.begin))
         reloading = service.reloading(audit, host)
         if settings.metrics_listen:
@@ -128,7 +129,6 @@ async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) ->
         phases.begin("store")
         await answering
         service.check_namespaces()
-        parts.closing(service.peers)
         formats = parts.closing(ReplyFormats(GrammarTrial()))
         service.add_to_server(host, formats, beside, neighbour)
         if settings.keep_alive_s is not None:
@@ -138,6 +138,7 @@ async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) ->
         phases.end()
         phases.write(settings.state_dir)
         await server.start()
+        parts.closing(server)
         server.set_ready(True)
         _say_ready(server.address, host.serving("").engine, settings, phases)
         await server.run_until_stopped(settings.stop_grace_s)
@@ -340,19 +341,20 @@ async def _close_all(stores: Mapping[str, RemoteCache]) -> None:
     await asyncio.gather(*(store.close() for store in stores.values()))
 
 
-def _peers(settings: EngineSettings) -> Peers:
+def _peers(settings: EngineSettings, parts: Parts) -> Peers:
     """Clients of other engines. On a Unix socket the owner needs no token."""
     clients: dict[str, dict[str, AioTurnPeer]] = {}
+    peers = parts.closing(Peers(clients))  # before the first is there: a later one may fail
     for name, address in settings.peer.items():
         tokens: dict[str, str | None] = {**_peer_tokens(settings, name)}
         if address.startswith("unix:"):
             tokens.setdefault(DEFAULT_NAMESPACE, None)
         ca_file = settings.peer_ca_file.get(name)
         tls = Tls(ca_file) if ca_file is not None else None
-        clients[name] = {
-            namespace: AioTurnPeer.connect(address, token=token, tls=tls) for namespace, token in tokens.items()
-        }
-    return Peers(clients)
+        clients[name] = {}
+        for namespace, token in tokens.items():
+            clients[name][namespace] = AioTurnPeer.connect(address, token=token, tls=tls)
+    return peers
 
 
 def _peer_tokens(settings: EngineSettings, name: str) -> dict[str, str]:

@@ -195,6 +195,10 @@ class EdgeServer:
             self._health.end()
             await self._close(grace_s)
 
+    async def close(self) -> None:
+        """End what start() began, if run_until_stopped() has not. Running RPCs are cancelled."""
+        await self._close(0)
+
     async def open_door(self, tls: MutualTls) -> str:
         """Serve at one more address, to clients that show a certificate; returns the address. One door at a time.
 
