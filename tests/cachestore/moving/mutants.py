@@ -71,16 +71,16 @@ MUTANTS = (
     Mutant(
         "an older generation arrives",
         "ownership.py",
-        "    if generation <= known.generation:\n        raise outranked_by(agent_id, known)\n    was_owned",
+        "    if generation <= known.generation:\n        raise outranked_by(agent_id, known)\n"
+        "    _check_believable(agent_id, known, peer, generation)\n    was_owned",
         "    was_owned",
         "ownership",
     ),
     Mutant(
         "a fenced source goes on to offer",
         "ownership.py",
-        "    if generation > known.generation:  # this store has been replaced, and is to be fenced first\n"
-        "        raise outranked_by(agent_id, known)\n",
-        "",
+        "        if not is_ordered:  # this store has been replaced, and is to be fenced first\n",
+        "        if False:\n",
         "ownership",
     ),
     Mutant(
@@ -108,7 +108,8 @@ MUTANTS = (
     Mutant(
         "an old generation fences a new owner",
         "ownership.py",
-        "        raise outranked_by(agent_id, known)\n    tells, had_by",
+        "        raise outranked_by(agent_id, known)\n"
+        "    _check_believable(agent_id, known, peer, generation)\n    tells, had_by",
         "        pass\n    tells, had_by",
         "ownership",
     ),
