@@ -202,14 +202,16 @@ impl Client {
     /// As Warm's in the contract.
     pub async fn warm(&self, turn: Turn) -> Result<pb::WarmResponse> {
         use pb::warm_request::Input as Warmed;
-        let pb::GenerateRequest { model, agent_id, input, tools, .. } = turn.request;
+        let pb::GenerateRequest { model, agent_id, input, tools, thinking, template_settings, ignore_unread_settings, .. } = turn.request;
         let input = input.map(|input| match input {
             Input::Prompt(text) => Warmed::Prompt(text),
+            Input::PromptTokenIds(ids) => Warmed::PromptTokenIds(ids),
             Input::Messages(list) => Warmed::Messages(list),
             Input::AppendMessages(list) => Warmed::AppendMessages(list),
         });
         let (deadline, mut stub) = (self.long_call(), self.engine());
-        deadline.once(stub.warm(deadline.request(pb::WarmRequest { model, agent_id, input, tools }))).await
+        let request = pb::WarmRequest { model, agent_id, input, tools, thinking, template_settings, ignore_unread_settings };
+        deadline.once(stub.warm(deadline.request(request))).await
     }
 
     /// The tokens of a prompt, or of messages after the chat template: those of a turn with this input and no memory. Of the turn
@@ -219,13 +221,17 @@ impl Client {
     /// As `CountTokens`' in the contract; INVALID_ARGUMENT for what is appended, whose length only a memory knows.
     pub async fn count_tokens(&self, turn: Turn) -> Result<i64> {
         use pb::count_tokens_request::Input as Counted;
-        let pb::GenerateRequest { model, input, tools, .. } = turn.request;
+        let pb::GenerateRequest { model, input, tools, thinking, template_settings, ignore_unread_settings, continue_final_message, .. } =
+            turn.request;
         let input = match input {
             Some(Input::Prompt(text)) => Counted::Prompt(text),
+            Some(Input::PromptTokenIds(ids)) => Counted::PromptTokenIds(ids),
             Some(Input::Messages(list)) => Counted::Messages(list),
             _ => return Err(Error::invalid("input", "expected a prompt or messages")),
         };
-        let question = pb::CountTokensRequest { model, input: Some(input), tools };
+        let input = Some(input);
+        let question =
+            pb::CountTokensRequest { model, input, tools, thinking, template_settings, ignore_unread_settings, continue_final_message };
         Ok(read!(self.round_trip(), self.engine(), count_tokens, question).await?.tokens)
     }
 
@@ -244,6 +250,15 @@ impl Client {
     pub async fn list_hot_memories<A: Into<String>>(&self, agents: impl IntoIterator<Item = A>) -> Result<Vec<pb::HotMemory>> {
         let question = pb::ListHotMemoriesRequest { agent_ids: agents.into_iter().map(Into::into).collect() };
         Ok(read!(self.round_trip(), self.engine(), list_hot_memories, question).await?.memories)
+    }
+
+    /// The embeddings of the request's texts, in their order.
+    ///
+    /// # Errors
+    /// As Embed's in the contract.
+    pub async fn embed(&self, request: pb::EmbedRequest) -> Result<pb::EmbedResponse> {
+        let (deadline, mut stub) = (self.long_call(), self.engine());
+        deadline.once(stub.embed(deadline.request(request))).await
     }
 
     /// Ends the turns of a request, whoever reads them, and tells how each choice ended.
