@@ -289,7 +289,7 @@ const (
 	// The peer's rules do not allow what is right here: it is of another version. FAILED_PRECONDITION.
 	ErrorReason_ERROR_REASON_PEER_VERSION_DIFFERS ErrorReason = 214
 	// This store's owner gave the peer no right to that, or the agent is none of the peer's; FAILED_PRECONDITION where a
-	// peer's store refused this one so. PERMISSION_DENIED: agent_id, verb.
+	// peer's store refused this one so. PERMISSION_DENIED: agent_id, verb, generation.
 	ErrorReason_ERROR_REASON_PEER_MAY_NOT ErrorReason = 215
 	// The peer has asked for as much as one peer may. RESOURCE_EXHAUSTED: limit.
 	ErrorReason_ERROR_REASON_PEER_LIMIT ErrorReason = 216
