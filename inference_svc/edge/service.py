@@ -61,7 +61,7 @@ _FORCALLERS = (
 )
 _MODEL_STATES = {state: getattr(pb, f"MODEL_STATE_{state.name}") for state in ModelState}
 # How often a load's stage is read, and reported again.
-_STAGE_S, _PROGRESS_S = 0.1, 1.0
+_STAGE_S, _PROGRESS_S = 0.01, 1.0
 # Whoever asks for numbers waits no longer for a store that hangs.
 _STORE_ASKED_S = 0.2
 ALLOWED_ROLES: Mapping[str, frozenset[str]] = {
