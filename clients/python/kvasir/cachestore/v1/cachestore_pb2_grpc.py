@@ -196,7 +196,7 @@ class AgentServiceServicer(object):
         (AGENT_MOVED; "owner" names the peer). An engine of the source that has the agent's lease is asked to let go when its turn is stored; until
         then the stream says `waiting`. Cut short anywhere, the agent has one owner, and both stores bring the move to its end, or undo it, by
         themselves; repeating the call goes on with it. Roles: client, admin; a peer with neither name of a peer, to give an agent of its own. Errors:
-        NOT_FOUND (peer or agent), FAILED_PRECONDITION (AGENT_MOVED, AGENT_MOVING, OWNER_NEWER, MOVE_UNKNOWN: the source took it back), ALREADY_EXISTS (an agent
+        NOT_FOUND (peer or agent), FAILED_PRECONDITION (AGENT_MOVED, AGENT_MOVING, OWNER_NEWER, MOVE_UNKNOWN: the source took it back, or it came by another move), ALREADY_EXISTS (an agent
         of this name is here and is no older version of it), UNAVAILABLE (peer), DATA_LOSS.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
