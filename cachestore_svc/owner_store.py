@@ -106,7 +106,7 @@ class OwnerStore(LeaseStore):
             may(agent.ownership)
             if is_bounded and agent.ownership.state is not OwnerState.MOVING:
                 facts, open_moves = change.count_owners(namespace, peer)
-                self._check_room_of(peer, facts + (peer not in agent.ownership.had_by), open_moves + 1)
+                self._check_room_of(peer, facts + (not agent.ownership.has_part([peer], may_move=True)), open_moves + 1)
             now = self._core.now_unix_ms()
             known = ownership.offered(
                 agent_id, agent.ownership, peer, move_id, generation, now, is_ordered=not is_bounded

@@ -13,7 +13,7 @@ learns of it and has a lower one, and ends the bonds of all peers with the agent
 store has no fact is OWNED in generation 0. Facts outlive their agents.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -27,6 +27,9 @@ MAX_GENERATION = 1 << 62
 MAX_TOLD_GENERATION = MAX_GENERATION - (1 << 50)
 # So many claims that it has not heard of may another store be believed at once: claims are made by hand.
 MAX_UNHEARD_CLAIMS = 64
+
+# After a peer's name in `had_by`: it was offered the agent, and never given it.
+_OFFERED = "?"
 
 # The label that a first move gives an agent: that move's id. Moves carry it as they carry every label.
 FIRST_MOVE = "kvasir.first_move"
@@ -52,7 +55,7 @@ class Ownership:
     since_unix_ms: int = 0
     was_owned: bool = False  # ARRIVING: what it is again if the move is undone
     tells: tuple[str, ...] = ()  # peers that have yet to hear of this generation, sorted
-    had_by: tuple[str, ...] = ()  # peers that had the agent or were offered it since the last claim here, sorted
+    had_by: tuple[str, ...] = ()  # peers that had it since the last claim here, or were offered it (`_OFFERED`), sorted
 
     @property
     def is_owned(self) -> bool:
@@ -62,6 +65,11 @@ class Ownership:
     def is_on_its_way(self) -> bool:
         """Whether nobody may extend or delete it before a source has decided."""
         return self.state in (OwnerState.MOVING, OwnerState.ARRIVING)
+
+    def has_part(self, peers: Collection[str], *, may_move: bool) -> bool:
+        """Whether one of these names had the agent since the last claim here, or, if it may still take it away, was
+        offered it: the answer to its last word may have been lost."""
+        return any(name in peers for name in (_name_of(each) if may_move else each for each in self.had_by))
 
     @property
     def waits_for_claim(self) -> bool:
@@ -182,7 +190,7 @@ def offered(
         if not is_ordered:  # this store has been replaced, and is to be fenced first
             raise outranked_by(agent_id, known)
         _check_believable(agent_id, known, peer, generation)
-    had_by = _with(known.had_by, peer)
+    had_by = _with(known.had_by, peer, is_only_offered=not is_ordered)
     return Ownership(
         OwnerState.MOVING,
         max(generation, known.generation) + 1,
@@ -204,7 +212,8 @@ def handed_over(
         if known.state is OwnerState.MOVED:
             return known
         if known.state is OwnerState.MOVING:
-            return replace(known, state=OwnerState.MOVED, since_unix_ms=now_unix_ms)
+            had_by = _with(known.had_by, peer)
+            return replace(known, state=OwnerState.MOVED, since_unix_ms=now_unix_ms, had_by=had_by)
     raise _not_under_way(agent_id, known)
 
 
@@ -314,7 +323,8 @@ def told(known: Ownership, peer: str, told_generation: int) -> Ownership:
 
 def renamed(known: Ownership, names: Mapping[str, str]) -> Ownership:
     """The fact with peers by their new names."""
-    tells, had_by = (tuple(sorted({names.get(peer, peer) for peer in each})) for each in (known.tells, known.had_by))
+    today = {**names, **{old + _OFFERED: new + _OFFERED for old, new in names.items()}}
+    tells, had_by = (tuple(sorted({today.get(peer, peer) for peer in each})) for each in (known.tells, known.had_by))
     return replace(known, peer=names.get(known.peer, known.peer), tells=tells, had_by=had_by)
 
 
@@ -326,8 +336,14 @@ def had_before(state: int, peer: str, move_id: str, came_from: Iterable[str]) ->
     return " ".join(sorted({peer, *(origin.partition("/")[0] for origin in came_from if "/" in origin)} - {""}))
 
 
-def _with(peers: tuple[str, ...], peer: str) -> tuple[str, ...]:
-    return tuple(sorted({*peers, peer}))
+def _with(peers: tuple[str, ...], peer: str, *, is_only_offered: bool = False) -> tuple[str, ...]:
+    if is_only_offered:
+        return peers if peer in peers else tuple(sorted({*peers, peer + _OFFERED}))
+    return tuple(sorted({*peers, peer} - {peer + _OFFERED}))
+
+
+def _name_of(peer: str) -> str:
+    return peer.removesuffix(_OFFERED)
 
 
 def _who_may_count_on(known: Ownership, but_not: str) -> tuple[str, ...]:

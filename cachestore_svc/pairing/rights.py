@@ -55,7 +55,7 @@ class Bond(IntEnum):
     """What an agent has to do with a peer, by this store's own word alone."""
 
     NONE = 0
-    HAD = 1  # the peer had it or was offered it, since the last claim here
+    HAD = 1  # the peer had it since the last claim here; or was offered it, and may still take agents away
     NAMED = 2  # it goes or went to the peer, or comes from it
 
 
@@ -100,16 +100,17 @@ class Said:
     is_ordered: bool = False  # this store's owner asked for this very move
 
 
-def bond(known: Ownership, names: Collection[str]) -> Bond:
-    """What an agent has to do with the peer of these names."""
+def bond(known: Ownership, names: Collection[str], given: Given) -> Bond:
+    """What an agent has to do with the peer of these names and rights."""
     if known.peer and known.peer in names:
         return Bond.NAMED
-    return Bond.HAD if set(known.had_by) & set(names) else Bond.NONE
+    return Bond.HAD if known.has_part(names, may_move=given.gives >= Gives.MOVE) else Bond.NONE
 
 
 def check(said: Said, known: Ownership) -> None:
     """The one place where a peer's rights are asked for. See May."""
-    verb, is_named = said.verb, bond(known, said.names) is Bond.NAMED
+    verb, tie = said.verb, bond(known, said.names, said.given)
+    is_named = tie is Bond.NAMED
     needs, reserved = NEEDS.get(verb), said.agent_id.startswith(RESERVED_PREFIXES)
     if verb in _BRINGING and reserved and not (is_named and known.state is OwnerState.MOVED):
         raise _may_not(said, f"agents named {said.agent_id.partition('/')[0]}… are this side's own", "")
@@ -118,7 +119,7 @@ def check(said: Said, known: Ownership) -> None:
     if needs is not None and has < needs and not began:
         way = "gives" if isinstance(needs, Gives) else "takes"
         raise _may_not(said, f"it may not {verb}", f"--{way} {needs.name.lower()}")
-    if verb in _BY_BOND and bond(known, said.names) < EFFECTS[verb].get(known.state, Bond.NAMED):
+    if verb in _BY_BOND and tie < EFFECTS[verb].get(known.state, Bond.NAMED):
         if verb is Verb.FENCE and said.given.gives is Gives.CLAIM and known.generation:
             return
         raise _may_not(said, f"it may not {verb}: it never had it, or lost it by a claim here", "")

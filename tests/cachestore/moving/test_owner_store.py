@@ -36,7 +36,7 @@ def with_three(lab: Lab) -> None:
         for seed, name in enumerate(("here", "moved", "moving")):
             publish(store, name, SyntheticAgent(SMALL, seed).turn(300), 0)
         hand_over(store, "moved")
-        store.offer(NS, "moving", "studio", "n" * 16, 0, anybody)
+        store.offer(NS, "moving", "studio", "n" * 16, 0, anybody, is_bounded=False)
 
 
 def lose_the_index(lab: Lab) -> None:

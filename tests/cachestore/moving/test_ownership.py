@@ -192,6 +192,21 @@ def test_only_the_destination_of_the_move_gets_the_agent() -> None:
         ownership.handed_over("a", later, "studio", "m", 1, 0)
 
 
+def test_a_peer_that_was_offered_an_agent_has_a_part_in_it_for_good_once_it_was_given_it() -> None:
+    def parts(known: Ownership, *names: str) -> tuple[bool, bool]:
+        return known.has_part(names, may_move=True), known.has_part(names, may_move=False)
+
+    asked = ownership.offered("a", HERE, "studio", "m", 0, 0)
+    back = ownership.renamed(ownership.undone(asked, "studio", "m", 0), {"studio": "loft"})
+    assert (parts(back, "studio"), parts(back, "loft")) == ((False, False), (True, False))
+    gone = ownership.handed_over("a", asked, "studio", "m", 1, 0)
+    assert parts(ownership.renamed(gone, {"studio": "loft"}), "loft") == (True, True)
+    ordered = ownership.offered("a", back, "loft", "n", 0, 0, is_ordered=True)
+    assert parts(ownership.undone(ordered, "loft", "n", 0), "loft") == (True, True)
+    again = ownership.offered("a", ownership.undone(ordered, "loft", "n", 0), "loft", "o", 0, 0)
+    assert (parts(again, "loft"), again.had_by) == ((True, True), ("loft",))
+
+
 def test_a_store_that_knows_an_older_owner_neither_offers_nor_receives() -> None:
     with pytest.raises(FailedPrecondition, match="knows a newer owner"):
         ownership.offered("a", HERE, "studio", "m", 7, 0)

@@ -99,6 +99,44 @@ def test_a_claim_of_an_agent_that_was_only_offered_ends_it_too(tmp_path: Path) -
     played(tmp_path, play)
 
 
+def test_a_peer_that_was_only_offered_an_agent_has_no_part_in_it_without_the_right(tmp_path: Path) -> None:
+    async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
+        ada.allow("mallory", gives="move")
+        await peer.offer_agent("work", MOVE, 0)
+        await peer.undo_move("work", MOVE)
+        before = ada.store.ownership(NS, "work")
+        ada.allow("mallory", gives="read")
+        await refused(peer.fence_agent("work", before.generation + 1))
+        assert ada.store.ownership(NS, "work") == before
+        ada.allow("mallory", gives="move")  # as long as it may take agents away, it may have received this one
+        await peer.fence_agent("work", before.generation + 1)
+        ada.allow("mallory", gives="read")
+        await peer.fence_agent("work", before.generation + 2)
+        assert ada.store.ownership(NS, "work").generation == before.generation + 2
+
+    played(tmp_path, play)
+
+
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_a_peer_that_an_agent_went_to_has_a_part_in_it_whatever_its_right_is_now(
+    tmp_path: Path, is_ordered: bool
+) -> None:
+    async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
+        mallory.allow("ada", gives="move", takes="move")
+        ada.allow("mallory", gives="move")
+        if is_ordered:
+            await ada.owner.move_agent("work", to_peer="mallory")
+        else:
+            await mallory.owner.move_agent("work", from_peer="ada")
+        ada.allow("mallory", gives="read")
+        await ada.owner.move_agent("work", from_peer="mallory")
+        await mallory.owner.claim_agent("work", force=True)
+        await mallory.services.moves._tell(NS, "work", mallory.store.ownership(NS, "work"))
+        assert ada.store.ownership(NS, "work").state is OwnerState.MOVED
+
+    played(tmp_path, play)
+
+
 @pytest.mark.parametrize("generation", [70 * CLAIM_STEP, MAX_TOLD_GENERATION])
 def test_no_word_leaves_an_agent_without_room_for_a_claim(tmp_path: Path, generation: int) -> None:
     async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:

@@ -60,7 +60,7 @@ class Book:
     """What the walk knows of an agent at a store by itself."""
 
     had_by_liar: bool = False
-    is_ordered: bool = False
+    offered_to_liar: bool = False
 
 
 @dataclass
@@ -139,7 +139,7 @@ class Walk:
         book = self._book(mac, name)
         before = _look(mac, [name])[name]
         if before.versions and before.state is OwnerState.OWNED:
-            book.had_by_liar = book.is_ordered = True
+            book.had_by_liar = True
             await mac.owner.move_agent(name, to_peer=LIAR, timeout_s=10)
             self.counts["given by the owner"] += 1
 
@@ -163,7 +163,7 @@ class Walk:
         now = _look(mac, [name])[name]
         if now.peer == LIAR and self.rights[mac.name][0] is not Gives.CLAIM:
             raise ViolationError(f"the claim of {name} at {mac.name} was turned round: {now}; {self.said[-6:]}")
-        self._book(mac, name).had_by_liar = False
+        self.books.pop((mac.name, name), None)
         self.counts["claims"] += 1
 
     async def _ask(self, mac: Mac, name: str) -> None:
@@ -252,7 +252,8 @@ class Walk:
         if verb is Verb.OFFER and now.state is OwnerState.MOVED:
             verb = Verb.FENCE  # an offer that knows a newer owner is one
         book, (gives, takes) = self._book(self.stores[key[0]], key[1]), self.rights[key[0]]
-        bond = Bond.NAMED if was.peer == LIAR else Bond.HAD if book.had_by_liar else Bond.NONE
+        has_part = book.had_by_liar or (book.offered_to_liar and gives >= Gives.MOVE)
+        bond = Bond.NAMED if was.peer == LIAR else Bond.HAD if has_part else Bond.NONE
         problem = ""
         if not is_meant:
             problem = "another agent changed"
@@ -272,7 +273,8 @@ class Walk:
             problem = "without the right" if (gives if isinstance(needs, Gives) else takes) < needs else ""
         if problem:
             raise ViolationError(f"{verb.name} at {key}: {problem}: {was} to {now}; {self.said[-6:]}")
-        book.had_by_liar = book.had_by_liar or now.peer == LIAR or verb in _BRINGING
+        book.offered_to_liar |= verb is Verb.OFFER
+        book.had_by_liar |= (now.peer == LIAR and verb is not Verb.OFFER) or verb in _BRINGING
         self.counts[f"{verb.name} took effect"] += 1
 
     def _all_seen(self) -> dict[tuple[str, str], Seen]:

@@ -56,7 +56,7 @@ def count_owners(rows: Rows, namespace: str, peer: str) -> tuple[int, int]:
     """Facts that a peer has a part in, and agents that are on their way to it."""
     found = rows.one(
         """SELECT COUNT(*), COALESCE(SUM(state = ? AND peer = ?), 0) FROM owners
-            WHERE namespace_id = ? AND instr(' ' || had_by || ' ', ?)""",
+            WHERE namespace_id = ? AND instr(' ' || replace(had_by, '?', '') || ' ', ?)""",
         *(int(OwnerState.MOVING), peer, find_namespace(rows, namespace), f" {peer} "),
     )
     assert found is not None
