@@ -27,7 +27,6 @@ from kvasir.server.shared_room import SharedRoom
 from kvasir.server.traces import Traces
 from kvasir.server.wellness import Ailment, Wellness
 
-from cachestore_svc.background_scrub import BackgroundScrub
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.commands import care, pairing, seal_keys
 from cachestore_svc.commands.command_line import CANNOT_RUN, NO_STORE, OK, parser
@@ -60,8 +59,9 @@ from cachestore_svc.recovery import recovering
 from cachestore_svc.recovery.key_care import KeyCare
 from cachestore_svc.recovery.opening import holds_store
 from cachestore_svc.sealing.sealed_list import add_to_list
-from cachestore_svc.store import Store
-from cachestore_svc.threads import StoreThreads
+from cachestore_svc.store.background_scrub import BackgroundScrub
+from cachestore_svc.store.store import Store
+from cachestore_svc.store.threads import StoreThreads
 from cachestore_svc.upkeep.passed_time import ClockReading
 
 _PROTOCOL = "kvasir.cachestore.v1"

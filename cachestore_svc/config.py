@@ -6,7 +6,7 @@ from kvasir.options.finding import ConfigError, read
 from kvasir.options.store import StoreTable
 from kvasir.server.serving import Listening
 
-from cachestore_svc.records import StoreConfig
+from cachestore_svc.facts.records import StoreConfig
 from cachestore_svc.sealing.sealed_list import read_list
 
 __all__ = ("ConfigError", "StoreSettings", "read_settings")

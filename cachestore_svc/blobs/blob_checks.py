@@ -18,7 +18,7 @@ from kvasir.formats.block_file import (
 )
 from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 
-from cachestore_svc.records import MANIFEST_FORMAT, BlobKind
+from cachestore_svc.facts.records import MANIFEST_FORMAT, BlobKind
 
 _MANIFEST_START = bytes((1 << 3, MANIFEST_FORMAT))
 

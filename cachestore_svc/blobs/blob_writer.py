@@ -20,7 +20,7 @@ from cachestore_svc.blobs.backend import BlobBackend, NotHanded, Part
 from cachestore_svc.blobs.blob_checks import BlobFacts, check_for, check_size
 from cachestore_svc.blobs.disk import READ_BACK_BYTES, refusal
 from cachestore_svc.blobs.space import Space
-from cachestore_svc.records import BlobKind
+from cachestore_svc.facts.records import BlobKind
 
 
 class BlobWriter(Protocol):

@@ -12,7 +12,7 @@ from kvasir.errors import ResourceExhausted
 
 from cachestore_svc.blobs.ballast import Ballast
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.records import StoreConfig
+from cachestore_svc.facts.records import StoreConfig
 
 # One namespace may have this part of the free disk reserved for what is not whole yet, so that promises without bytes
 # never take it from all others.

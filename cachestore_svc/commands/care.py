@@ -9,8 +9,8 @@ from dataclasses import asdict
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.commands.command_line import FOUND_PROBLEMS, OK
-from cachestore_svc.records import RecoverReport
-from cachestore_svc.store import Store
+from cachestore_svc.facts.records import RecoverReport
+from cachestore_svc.store.store import Store
 
 _PROGRESS_S = 1.0
 

@@ -12,15 +12,15 @@ from kvasir.server.interceptors import current_principal
 
 from cachestore_svc.edge import messages
 from cachestore_svc.edge.store_calls import StoreCalls, caller_namespace
+from cachestore_svc.facts.records import MAX_PAGE_SIZE, AgentRecord
 from cachestore_svc.moving.arrivals import MoveOrder, Waiting
 from cachestore_svc.moving.copying import Progress
 from cachestore_svc.moving.moves import Moves
 from cachestore_svc.moving.peers import name_of
 from cachestore_svc.moving.streams import Streams
 from cachestore_svc.moving.transfer import PullOrder, Transfers
-from cachestore_svc.records import MAX_PAGE_SIZE, AgentRecord
-from cachestore_svc.store import Store
-from cachestore_svc.threads import StoreThreads
+from cachestore_svc.store.store import Store
+from cachestore_svc.store.threads import StoreThreads
 
 # A manifest that fits is answered with its version; a longer one is read like any blob.
 _MAX_INLINE_MANIFEST_BYTES = 2 << 20

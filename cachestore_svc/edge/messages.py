@@ -14,16 +14,16 @@ from kvasir.formats.blob_place import is_token
 from kvasir.formats.digest import Digest, is_hash
 from kvasir.names import check_agent_id, check_owner
 
-from cachestore_svc import records
-from cachestore_svc.moving.copying import Progress
-from cachestore_svc.ownership import HERE, MAX_TOLD_GENERATION, Ownership
-from cachestore_svc.records import (
+from cachestore_svc.facts import records
+from cachestore_svc.facts.ownership import HERE, MAX_TOLD_GENERATION, Ownership
+from cachestore_svc.facts.records import (
     DEFAULT_LEASE_TTL_S,
     MAX_BLOCK_HASHES_PER_REQUEST,
     MAX_DIGESTS_PER_REQUEST,
     MAX_LEASES_PER_REQUEST,
     BlobKind,
 )
+from cachestore_svc.moving.copying import Progress
 
 _KINDS = {pb.BLOB_KIND_TENSORS: BlobKind.TENSORS, pb.BLOB_KIND_MANIFEST: BlobKind.MANIFEST}
 

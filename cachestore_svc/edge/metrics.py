@@ -11,8 +11,8 @@ from kvasir.server.durations import RpcCounts
 from kvasir.server.operator_page import audit_metric, counter, gauge, rpc_metrics
 from prometheus_client import Metric
 
-from cachestore_svc.records import Totals
-from cachestore_svc.store import Store
+from cachestore_svc.facts.records import Totals
+from cachestore_svc.store.store import Store
 
 # Sizes are read from the whole index. Who scrapes every few seconds gets the same ones again meanwhile.
 _SIZES_FOR_S = 30.0

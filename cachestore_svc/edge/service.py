@@ -23,20 +23,20 @@ from kvasir.server.interceptors import current_principal
 from cachestore_svc.edge import messages
 from cachestore_svc.edge.roles import PEOPLE
 from cachestore_svc.edge.store_calls import StoreCalls, caller_namespace
+from cachestore_svc.facts.records import (
+    BLOCK_TOKENS,
+    MANIFEST_FORMAT,
+    MAX_DIGESTS_PER_REQUEST,
+    MAX_FRAME_BYTES,
+)
 from cachestore_svc.moving.inbound import BlobIntake, Stored
 from cachestore_svc.moving.outbound import BlobReader
 from cachestore_svc.moving.peers import Peers
 from cachestore_svc.moving.repairing import Repairs
 from cachestore_svc.moving.streams import Streams
 from cachestore_svc.moving.transfer import Transfers
-from cachestore_svc.records import (
-    BLOCK_TOKENS,
-    MANIFEST_FORMAT,
-    MAX_DIGESTS_PER_REQUEST,
-    MAX_FRAME_BYTES,
-)
-from cachestore_svc.store import Store
-from cachestore_svc.threads import StoreThreads
+from cachestore_svc.store.store import Store
+from cachestore_svc.store.threads import StoreThreads
 
 _EVENTS_AT_ONCE = 500
 

@@ -7,8 +7,8 @@ from kvasir.server.interceptors import current_principal
 
 from cachestore_svc.index.catalog import SLICE
 from cachestore_svc.moving.lease_waiting import once_free
-from cachestore_svc.store import Store
-from cachestore_svc.threads import StoreThreads
+from cachestore_svc.store.store import Store
+from cachestore_svc.store.threads import StoreThreads
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")

@@ -12,13 +12,9 @@ from typing import NamedTuple, Protocol, TypeVar
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.blob_checks import BlobFacts
-from cachestore_svc.index.live_leases import LiveLeases
-from cachestore_svc.journal.journal import Journal
-from cachestore_svc.journal.journal_lines import Position
-from cachestore_svc.journal.replay import Change, State, Version, VersionKey
-from cachestore_svc.manifests import ManifestFacts, SharedBlock
-from cachestore_svc.ownership import Ownership
-from cachestore_svc.records import (
+from cachestore_svc.blobs.manifests import ManifestFacts, SharedBlock
+from cachestore_svc.facts.ownership import Ownership
+from cachestore_svc.facts.records import (
     AgentRecord,
     AgentUsage,
     EventBatch,
@@ -30,6 +26,10 @@ from cachestore_svc.records import (
     Origin,
     SnapshotVersion,
 )
+from cachestore_svc.index.live_leases import LiveLeases
+from cachestore_svc.journal.journal import Journal
+from cachestore_svc.journal.journal_lines import Position
+from cachestore_svc.journal.replay import Change, State, Version, VersionKey
 from cachestore_svc.sealing.sealed_names import SealedNames
 
 _Answer = TypeVar("_Answer")

@@ -12,8 +12,7 @@ from functools import partial
 from blake3 import blake3
 from kvasir.errors import InvalidArgument
 
-from cachestore_svc.index.catalog import AgentFilter, Catalog, CatalogView
-from cachestore_svc.records import (
+from cachestore_svc.facts.records import (
     DEFAULT_PAGE_SIZE,
     MAX_PAGE_SIZE,
     MAX_VERSION,
@@ -22,6 +21,7 @@ from cachestore_svc.records import (
     LineQuery,
     SnapshotPage,
 )
+from cachestore_svc.index.catalog import AgentFilter, Catalog, CatalogView
 
 # Agents of one operation of the index: some milliseconds.
 _AGENTS_AT_ONCE = 50

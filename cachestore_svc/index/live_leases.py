@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cachestore_svc.records import LeaseToken, LineKey
+from cachestore_svc.facts.records import LeaseToken, LineKey
 
 # A waiter for a lease asks again at least this often; while its next try may still come, the lease goes to no other.
 BARRED_S = 1.0

@@ -12,16 +12,16 @@ from kvasir.errors import AlreadyExists, FailedPrecondition, KvasirError, NotFou
 from kvasir.formats.digest import Digest
 from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 
-from cachestore_svc import ownership
+from cachestore_svc.facts import ownership
+from cachestore_svc.facts.ownership import Ownership, OwnerState
+from cachestore_svc.facts.records import AgentRecord, SnapshotVersion
 from cachestore_svc.moving.bringing import Bringing
 from cachestore_svc.moving.copying import LineCopies, LineOrder, Offered, Progress, came_from
 from cachestore_svc.moving.lease_waiting import once_free
 from cachestore_svc.moving.peers import errors_of_peer
-from cachestore_svc.owner_store import ArrivingAgent, ArrivingLine
-from cachestore_svc.ownership import Ownership, OwnerState
-from cachestore_svc.records import AgentRecord, SnapshotVersion
-from cachestore_svc.store import Store
-from cachestore_svc.threads import StoreThreads
+from cachestore_svc.store.owners import ArrivingAgent, ArrivingLine
+from cachestore_svc.store.store import Store
+from cachestore_svc.store.threads import StoreThreads
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")

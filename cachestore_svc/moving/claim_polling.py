@@ -11,15 +11,15 @@ import structlog
 from kvasir.clients import AioStoreClient
 from kvasir.errors import DataLoss, FailedPrecondition, KvasirError, NotFound, PermissionDenied, Unavailable
 
-from cachestore_svc import ownership
+from cachestore_svc.facts import ownership
+from cachestore_svc.facts.ownership import Ownership, OwnerState
 from cachestore_svc.index.catalog import HOUSE
 from cachestore_svc.moving.arrivals import answers_of_peer
 from cachestore_svc.moving.handing_over import HandingOver
 from cachestore_svc.moving.peers import Peers
-from cachestore_svc.ownership import Ownership, OwnerState
 from cachestore_svc.pairing.rights import Verb
-from cachestore_svc.store import Store
-from cachestore_svc.threads import StoreThreads
+from cachestore_svc.store.store import Store
+from cachestore_svc.store.threads import StoreThreads
 
 _LOG = structlog.get_logger("moves")
 _Peer = tuple[str, str]  # namespace, name

@@ -18,12 +18,12 @@ from kvasir.formats import manifest as manifests
 from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.digest import Digest
 
+from cachestore_svc.facts.records import MAX_DIGESTS_PER_REQUEST, MAX_PAGE_SIZE, BlobKind, Origin, SnapshotVersion
 from cachestore_svc.moving.inbound import BlobIntake, Stored
 from cachestore_svc.moving.manifest_room import ManifestRoom
 from cachestore_svc.moving.peers import errors_of_peer
-from cachestore_svc.records import MAX_DIGESTS_PER_REQUEST, MAX_PAGE_SIZE, BlobKind, Origin, SnapshotVersion
-from cachestore_svc.store import Store
-from cachestore_svc.threads import StoreThreads
+from cachestore_svc.store.store import Store
+from cachestore_svc.store.threads import StoreThreads
 
 _MAX_CUTS = 4
 # Of a thousand versions each. A peer whose list goes on is given up.

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 
 from kvasir.errors import FailedPrecondition, PermissionDenied
 
+from cachestore_svc.facts.ownership import Ownership, OwnerState
+from cachestore_svc.facts.records import AgentRecord
 from cachestore_svc.moving.lease_waiting import once_free
 from cachestore_svc.moving.peer_limits import PeerLimits
 from cachestore_svc.moving.peers import Peers
-from cachestore_svc.ownership import Ownership, OwnerState
 from cachestore_svc.pairing.rights import Verb
-from cachestore_svc.records import AgentRecord
-from cachestore_svc.store import Store
-from cachestore_svc.threads import StoreThreads
+from cachestore_svc.store.store import Store
+from cachestore_svc.store.threads import StoreThreads
 
 _Agent = tuple[str, str, str]  # namespace, agent, peer
 _SLOWEST_BYTES_PER_S = 1 << 20

@@ -17,9 +17,9 @@ from typing import Self
 from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.records import MAX_FRAME_BYTES, BlobKind
-from cachestore_svc.store import BlobWriter, NewBlob, Store, finish_all
-from cachestore_svc.threads import StoreThreads, ended
+from cachestore_svc.facts.records import MAX_FRAME_BYTES, BlobKind
+from cachestore_svc.store.store import BlobWriter, NewBlob, Store, finish_all
+from cachestore_svc.store.threads import StoreThreads, ended
 
 # What one group has at most. Two groups of a sender are made durable at once, and more while what waits fills one: a
 # disk syncs several files as fast as one.

@@ -18,7 +18,9 @@ import structlog
 from kvasir.clients import AioStoreClient
 from kvasir.errors import FailedPrecondition, KvasirError, NotFound, PermissionDenied, Unavailable
 
-from cachestore_svc import ownership
+from cachestore_svc.facts import ownership
+from cachestore_svc.facts.ownership import Ownership, OwnerState
+from cachestore_svc.facts.records import AgentRecord
 from cachestore_svc.index.catalog import HOUSE
 from cachestore_svc.moving.arrivals import Arrival, MoveOrder, Waiting, answers_of_peer
 from cachestore_svc.moving.bringing import Bringing
@@ -26,11 +28,9 @@ from cachestore_svc.moving.copying import LineCopies, Progress
 from cachestore_svc.moving.handing_over import HandingOver
 from cachestore_svc.moving.lease_waiting import once_free
 from cachestore_svc.moving.peers import Peers, errors_of_peer
-from cachestore_svc.ownership import Ownership, OwnerState
 from cachestore_svc.pairing.rights import Verb
-from cachestore_svc.records import AgentRecord
-from cachestore_svc.store import Store
-from cachestore_svc.threads import StoreThreads
+from cachestore_svc.store.store import Store
+from cachestore_svc.store.threads import StoreThreads
 
 _LOG = structlog.get_logger("moves")
 _Unfinished = tuple[str, str, Ownership]  # namespace, agent, and what is known of its owner

@@ -17,10 +17,10 @@ from typing import Self
 from kvasir.formats.digest import Digest
 from kvasir.server.shared_room import SharedRoom
 
+from cachestore_svc.facts.records import MAX_FRAME_BYTES
 from cachestore_svc.index.catalog import SLICE
-from cachestore_svc.records import MAX_FRAME_BYTES
-from cachestore_svc.store import Store
-from cachestore_svc.threads import StoreThreads
+from cachestore_svc.store.store import Store
+from cachestore_svc.store.threads import StoreThreads
 
 # What one reader has read, or is reading, behind the blob that is sent: one blob, and more while they are small.
 _AHEAD, _AHEAD_BYTES = 8, 4 << 20

@@ -8,10 +8,10 @@ from kvasir.clients import AioStoreClient
 from kvasir.errors import InvalidArgument, KvasirError, Unavailable
 from kvasir.formats.digest import Digest
 
+from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.moving.peers import Peers, errors_of_peer
-from cachestore_svc.records import BlobKind
-from cachestore_svc.store import BlobWriter, Store
-from cachestore_svc.threads import StoreThreads
+from cachestore_svc.store.store import BlobWriter, Store
+from cachestore_svc.store.threads import StoreThreads
 
 
 class Repairs:

@@ -17,6 +17,8 @@ from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.digest import Digest
 from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 
+from cachestore_svc.facts.ownership import OwnerState, are_two, check_takes_copy, owned_here
+from cachestore_svc.facts.records import BlobKind, Origin, SnapshotVersion
 from cachestore_svc.moving.bringing import Bringing
 from cachestore_svc.moving.copying import LineCopies, LineOrder, Progress, came_from
 from cachestore_svc.moving.inbound import BlobIntake
@@ -24,11 +26,9 @@ from cachestore_svc.moving.lease_waiting import once_free
 from cachestore_svc.moving.manifest_room import ManifestRoom
 from cachestore_svc.moving.outbound import BlobReader, BlobSource
 from cachestore_svc.moving.peers import Peers, errors_of_peer
-from cachestore_svc.ownership import OwnerState, are_two, check_takes_copy, owned_here
 from cachestore_svc.pairing.rights import Verb
-from cachestore_svc.records import BlobKind, Origin, SnapshotVersion
-from cachestore_svc.store import Store
-from cachestore_svc.threads import StoreThreads
+from cachestore_svc.store.store import Store
+from cachestore_svc.store.threads import StoreThreads
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from enum import IntEnum, StrEnum
 from kvasir.errors import InvalidArgument, PermissionDenied, ResourceExhausted
 from kvasir.names import RESERVED_PREFIXES, check_namespace
 
-from cachestore_svc.ownership import Ownership, OwnerState
+from cachestore_svc.facts.ownership import Ownership, OwnerState
 
 
 class Gives(IntEnum):

@@ -11,8 +11,8 @@ from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.backend import unknown_places
 from cachestore_svc.core import Core
+from cachestore_svc.facts.records import GcReport
 from cachestore_svc.index.catalog import CatalogView
-from cachestore_svc.records import GcReport
 
 
 def sweep_at_start(core: Core) -> None:

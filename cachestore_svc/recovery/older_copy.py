@@ -6,10 +6,10 @@ import structlog
 from kvasir.errors import FailedPrecondition
 
 from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.facts.records import StoreConfig
 from cachestore_svc.journal import journal, last_run
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.journal.journal_lines import Position
-from cachestore_svc.records import StoreConfig
 
 
 def check_newest(config: StoreConfig, store: str, position: Position, disk: Disk) -> None:

@@ -20,6 +20,7 @@ from cachestore_svc.blobs.disk import NO_FILE, Disk, is_no_room, refusal
 from cachestore_svc.blobs.local_directory import LocalDirectory
 from cachestore_svc.blobs.space import Space
 from cachestore_svc.core import Core
+from cachestore_svc.facts.records import LAST_UNIX_MS, StoreConfig
 from cachestore_svc.index.catalog import HOUSE, Catalog, History
 from cachestore_svc.index.damage import reading_damage
 from cachestore_svc.index.live_leases import LiveLeases
@@ -28,7 +29,6 @@ from cachestore_svc.index.write_budget import WriteBudget
 from cachestore_svc.journal import closed, journal, journal_lines
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.journal.replay import Namespace
-from cachestore_svc.records import LAST_UNIX_MS, StoreConfig
 from cachestore_svc.recovery import asides, looking
 from cachestore_svc.recovery.older_copy import check_newest, note_commits
 from cachestore_svc.recovery.reading import manifest_reader

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.backend import BlobBackend
+from cachestore_svc.blobs.manifests import ManifestFacts, SharedBlock, read_manifest, shared_blocks
 from cachestore_svc.index.catalog import ReadManifest
-from cachestore_svc.manifests import ManifestFacts, SharedBlock, read_manifest, shared_blocks
 from cachestore_svc.sealing.sealed_facts import seal_manifest, seal_shared
 from cachestore_svc.sealing.sealed_names import PlainNames
 from cachestore_svc.sealing.seals import Seals

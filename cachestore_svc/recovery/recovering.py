@@ -23,14 +23,14 @@ from cachestore_svc.blobs.ballast import Ballast
 from cachestore_svc.blobs.blob_checks import BlobFacts
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.blobs.local_directory import LocalDirectory
+from cachestore_svc.blobs.manifests import ManifestFacts, NamedBlob, SharedBlock
+from cachestore_svc.facts.ownership import OwnerState, had_before
+from cachestore_svc.facts.records import BlobKind, LostVersion, Origin, Recovered, RecoverReport, StoreConfig
 from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange
 from cachestore_svc.index.sqlite.sqlite_catalog import SqliteCatalog
 from cachestore_svc.journal import journal, journal_lines
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.journal.replay import Agent, Namespace, Version, VersionKey
-from cachestore_svc.manifests import ManifestFacts, NamedBlob, SharedBlock
-from cachestore_svc.ownership import OwnerState, had_before
-from cachestore_svc.records import BlobKind, LostVersion, Origin, Recovered, RecoverReport, StoreConfig
 from cachestore_svc.recovery import salvage
 from cachestore_svc.recovery.opening import DATABASE, locked, now_unix_ms
 from cachestore_svc.sealing.key_files import KeyFiles

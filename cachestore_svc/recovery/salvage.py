@@ -16,12 +16,12 @@ from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 from cachestore_svc.blobs.backend import Aside, BlobBackend, NamespaceBlobs
 from cachestore_svc.blobs.blob_checks import BlobFacts, check_for
 from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.blobs.manifests import ManifestFacts, SharedBlock, read_manifest
+from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.index.damage import reading_damage
 from cachestore_svc.index.sqlite.looking import looking_at
 from cachestore_svc.journal import journal, journal_lines
 from cachestore_svc.journal.replay import Agent, Namespace, State, Version
-from cachestore_svc.manifests import ManifestFacts, SharedBlock, read_manifest
-from cachestore_svc.records import BlobKind
 from cachestore_svc.recovery import looking
 from cachestore_svc.recovery.reading import as_index_has_it
 from cachestore_svc.sealing.sealed_facts import seal_blob, seal_manifest

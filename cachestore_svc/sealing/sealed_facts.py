@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from cachestore_svc.blobs.blob_checks import BlobFacts
-from cachestore_svc.manifests import ManifestFacts, SharedBlock
+from cachestore_svc.blobs.manifests import ManifestFacts, SharedBlock
 from cachestore_svc.sealing.sealed_names import PlainNames
 
 # Kinds of sealed texts; see SealedNames.text.

@@ -11,12 +11,12 @@ from kvasir.errors import DataLoss, InvalidArgument, KvasirError, NotFound, Unav
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.backend import Damaged, NamespaceBlobs, unknown_places
+from cachestore_svc.blobs.manifests import read_manifest
 from cachestore_svc.core import Core
+from cachestore_svc.facts.records import CheckReport, Finding, VerifyProgress
 from cachestore_svc.index.catalog import HOUSE, CatalogChange, CatalogView
 from cachestore_svc.index.damage import reading_damage
 from cachestore_svc.journal import replay
-from cachestore_svc.manifests import read_manifest
-from cachestore_svc.records import CheckReport, Finding, VerifyProgress
 from cachestore_svc.recovery import looking
 
 _BLOBS_PER_PROGRESS = 64

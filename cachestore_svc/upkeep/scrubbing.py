@@ -13,8 +13,8 @@ from kvasir.errors import DataLoss, KvasirError, Unavailable
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.core import Core
+from cachestore_svc.facts.records import ScrubState
 from cachestore_svc.index.catalog import HOUSE
-from cachestore_svc.records import ScrubState
 
 _FACT = "scrub"
 _AT_ONCE = 64

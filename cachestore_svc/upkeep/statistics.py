@@ -6,8 +6,8 @@ from functools import partial
 from kvasir.server.wellness import Ailment
 
 from cachestore_svc.core import Core
+from cachestore_svc.facts.records import Stats, Totals
 from cachestore_svc.index.catalog import CatalogView, Sums
-from cachestore_svc.records import Stats, Totals
 
 _SumsOf = Callable[[str, str, CatalogView], Sums]
 

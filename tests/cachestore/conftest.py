@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cachestore_svc.store import Store
+from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import Lab
 
 

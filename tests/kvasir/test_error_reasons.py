@@ -97,7 +97,7 @@ def test_an_error_about_an_agent_names_it() -> None:
     assert {"NO_MESSAGES", "AGENT_EXISTS", "AGENT_NOT_FOUND"} <= about_agents
     silent = [each for each in raised() if each.reason in about_agents and "agent_id" not in each.metadata]
     # The blobs of a manifest are no one agent's: several may hold it.
-    assert [each for each in silent if each.is_literal and "blob_store.py" not in each.where] == []
+    assert [each for each in silent if each.is_literal and "store/blobs.py" not in each.where] == []
 
 
 def test_the_contract_names_no_reason_that_nothing_gives() -> None:

@@ -8,15 +8,15 @@ from itertools import starmap
 from kvasir.errors import FailedPrecondition
 from kvasir.formats.digest import Digest
 
+from cachestore_svc.facts.limits import check_all_labels
+from cachestore_svc.facts.ownership import FIRST_MOVE
+from cachestore_svc.facts.records import AgentRecord, AgentUsage
 from cachestore_svc.index.catalog import AgentFilter
 from cachestore_svc.index.refusals import no_agent
 from cachestore_svc.index.sqlite import garbage, versions
 from cachestore_svc.index.sqlite.blobs import find_namespace, make_namespace
 from cachestore_svc.index.sqlite.rights.owners import ownership_of
 from cachestore_svc.index.sqlite.rows import Rows
-from cachestore_svc.limits import check_all_labels
-from cachestore_svc.ownership import FIRST_MOVE
-from cachestore_svc.records import AgentRecord, AgentUsage
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from kvasir.formats.block_file import FileIdentity
 from kvasir.formats.digest import Digest
 
+from cachestore_svc.blobs.manifests import ManifestFacts, NamedBlob, SharedBlock, unfit
+from cachestore_svc.facts.ownership import check_takes_copy
+from cachestore_svc.facts.records import LineQuery, Origin, SnapshotVersion
 from cachestore_svc.index.catalog import BlobEntry, Commit, Done
 from cachestore_svc.index.live_leases import LiveLeases
 from cachestore_svc.index.refusals import head_moved, missing, unfit_blob
 from cachestore_svc.index.sqlite import agents, blobs, provenance, versions
 from cachestore_svc.index.sqlite.rights import leases, owners
 from cachestore_svc.index.sqlite.rows import Rows
-from cachestore_svc.manifests import ManifestFacts, NamedBlob, SharedBlock, unfit
-from cachestore_svc.ownership import check_takes_copy
-from cachestore_svc.records import LineQuery, Origin, SnapshotVersion
 
 
 def commit_version(rows: Rows, asked: Commit, live: LiveLeases, now_unix_ms: int) -> Done:

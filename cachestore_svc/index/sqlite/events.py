@@ -9,10 +9,7 @@ from dataclasses import asdict
 
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.index.catalog import History
-from cachestore_svc.index.sqlite.blobs import find_namespace, make_namespace
-from cachestore_svc.index.sqlite.rows import Rows
-from cachestore_svc.records import (
+from cachestore_svc.facts.records import (
     AgentDeleted,
     AgentUpdated,
     BlobDamaged,
@@ -25,6 +22,9 @@ from cachestore_svc.records import (
     Origin,
     SnapshotVersion,
 )
+from cachestore_svc.index.catalog import History
+from cachestore_svc.index.sqlite.blobs import find_namespace, make_namespace
+from cachestore_svc.index.sqlite.rows import Rows
 
 
 def add_events(rows: Rows, history: History, namespace: str, bodies: Iterable[EventBody], now_unix_ms: int) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from kvasir.formats.digest import Digest
 
+from cachestore_svc.facts.records import AgentDeleted, AgentUpdated, EventBody
 from cachestore_svc.index import eviction
 from cachestore_svc.index.catalog import Deadlines, Evicted, NotEnough
 from cachestore_svc.index.sqlite import versions
 from cachestore_svc.index.sqlite.blobs import find_namespace
 from cachestore_svc.index.sqlite.rows import Rows
-from cachestore_svc.records import AgentDeleted, AgentUpdated, EventBody
 
 
 def mark_unheld(rows: Rows, namespace: str, now_unix_ms: int) -> int:

@@ -2,11 +2,11 @@
 
 from kvasir.errors import AlreadyExists
 
+from cachestore_svc.facts.records import LineQuery, Origin, SnapshotVersion, named_version
 from cachestore_svc.index.refusals import head_moved
 from cachestore_svc.index.sqlite import agents, versions
 from cachestore_svc.index.sqlite.committing import retain
 from cachestore_svc.index.sqlite.rows import Rows
-from cachestore_svc.records import LineQuery, Origin, SnapshotVersion, named_version
 
 
 def fork_agent(

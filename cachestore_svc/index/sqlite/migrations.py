@@ -8,8 +8,8 @@ from collections.abc import Callable
 from kvasir.errors import FailedPrecondition
 from sqlite_utils import Database
 
-from cachestore_svc.ownership import had_before
-from cachestore_svc.records import Origin
+from cachestore_svc.facts.ownership import had_before
+from cachestore_svc.facts.records import Origin
 
 _FIRST = (
     # What the store knows of itself: incarnation of its history, inode of the database that it was written in.

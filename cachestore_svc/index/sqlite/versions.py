@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from kvasir.errors import NotFound
 from kvasir.formats.digest import Digest
 
+from cachestore_svc.facts.records import LineKey, LineQuery, Origin, SnapshotVersion
 from cachestore_svc.index.catalog import BlobEntry
 from cachestore_svc.index.refusals import no_agent, no_line
 from cachestore_svc.index.sqlite.blobs import find_blob, find_blobs, find_namespace
 from cachestore_svc.index.sqlite.provenance import TEXT_OWN
 from cachestore_svc.index.sqlite.rows import Rows
-from cachestore_svc.records import LineKey, LineQuery, Origin, SnapshotVersion
 
 _DROPPED_REMEMBERED = 1_000
 

@@ -4,9 +4,9 @@ import pytest
 from kvasir.errors import AlreadyExists, Conflict, FailedPrecondition, InvalidArgument, NotFound
 from kvasir.formats.block_hash import kv_identity_hash
 
+from cachestore_svc.facts.records import Origin
 from cachestore_svc.index import listing
-from cachestore_svc.records import Origin
-from cachestore_svc.store import Store
+from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, publish
 from tests.synthetic import (
     MIXED,

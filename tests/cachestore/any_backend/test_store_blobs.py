@@ -9,8 +9,8 @@ from kvasir.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFoun
 from kvasir.formats.block_file import TensorSpec, encode, parse_header
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.records import BlobDamaged, BlobKind
-from cachestore_svc.store import Store
+from cachestore_svc.facts.records import BlobDamaged, BlobKind
+from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, damaged, publish, write
 from tests.synthetic import SMALL, TINY, SyntheticAgent
 

@@ -12,8 +12,8 @@ from kvasir.formats.block_file import encode, parse_header
 from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.records import BlobKind
-from cachestore_svc.store import Store
+from cachestore_svc.facts.records import BlobKind
+from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, publish, upload, write
 from tests.sampling import sampled
 from tests.synthetic import (

@@ -7,8 +7,8 @@ import pytest
 from kvasir.errors import Conflict, FailedPrecondition, KvasirError, NotFound, ResourceExhausted
 from kvasir.formats.block_hash import kv_identity_hash
 
-from cachestore_svc.records import AgentDeleted, AgentUpdated, BlobKind
-from cachestore_svc.store import Store
+from cachestore_svc.facts.records import AgentDeleted, AgentUpdated, BlobKind
+from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, publish, snapshot_digests, upload, write
 from tests.synthetic import SMALL, TINY, SyntheticAgent, SyntheticSnapshot
 

@@ -7,9 +7,9 @@ import pytest
 from kvasir.errors import FailedPrecondition, NotFound, ResourceExhausted
 from kvasir.formats.block_hash import kv_identity_hash
 
-from cachestore_svc.owner_store import ArrivingAgent
-from cachestore_svc.records import BlobKind, HeldLease, Origin
-from cachestore_svc.store import NewBlob, Store
+from cachestore_svc.facts.records import BlobKind, HeldLease, Origin
+from cachestore_svc.store.owners import ArrivingAgent
+from cachestore_svc.store.store import NewBlob, Store
 from tests.cachestore.core.lab import NS, Lab, anybody, assert_restores, damaged, publish, upload, write
 from tests.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot
 

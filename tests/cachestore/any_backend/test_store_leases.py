@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from kvasir.errors import Conflict, FailedPrecondition, InvalidArgument, KvasirError, NotFound
 from kvasir.formats.block_hash import kv_identity_hash
 
+from cachestore_svc.facts.records import HeldLease, LeaseToken, LeaseWanted, LineKey, Origin
 from cachestore_svc.index.live_leases import LiveLeases
-from cachestore_svc.records import HeldLease, LeaseToken, LeaseWanted, LineKey, Origin
-from cachestore_svc.store import Store
+from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Clock, Lab, publish, upload
 from tests.sampling import sampled
 from tests.synthetic import SMALL, TINY, SyntheticAgent

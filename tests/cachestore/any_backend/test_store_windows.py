@@ -11,8 +11,8 @@ from kvasir.formats.block_hash import chain_hash, kv_identity_hash
 from kvasir.formats.digest import Digest
 from kvasir.formats.layer_groups import row_groups
 
-from cachestore_svc.records import BlobKind, FoundPrefix, Origin
-from cachestore_svc.store import Store
+from cachestore_svc.facts.records import BlobKind, FoundPrefix, Origin
+from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, publish, upload, write
 from tests.synthetic import (
     SMALL,

@@ -11,8 +11,8 @@ from kvasir.clients.handed_files import HandedFiles
 from kvasir.errors import InvalidArgument, KvasirError, ResourceExhausted
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.records import BlobKind
-from cachestore_svc.store import NewBlob, Store, finish_all
+from cachestore_svc.facts.records import BlobKind
+from cachestore_svc.store.store import NewBlob, Store, finish_all
 from tests.cachestore.core.lab import NS, Lab, hand, write
 from tests.synthetic import SMALL, SyntheticAgent
 

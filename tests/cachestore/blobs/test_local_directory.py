@@ -7,8 +7,8 @@ import pytest
 from kvasir.errors import DataLoss
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.records import BlobKind
-from cachestore_svc.store import Store
+from cachestore_svc.facts.records import BlobKind
+from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, damaged, publish, write
 from tests.synthetic import SMALL, SyntheticAgent
 

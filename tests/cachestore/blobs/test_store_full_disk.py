@@ -11,8 +11,8 @@ import pytest
 from kvasir.errors import KvasirError, ResourceExhausted, Unavailable
 
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.records import BlobKind
-from cachestore_svc.store import NewBlob, Store
+from cachestore_svc.facts.records import BlobKind
+from cachestore_svc.store.store import NewBlob, Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, publish, upload, write
 from tests.synthetic import SMALL, SyntheticAgent
 

@@ -10,7 +10,7 @@ from kvasir.errors import DataLoss, Unavailable
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.records import BlobKind
+from cachestore_svc.facts.records import BlobKind
 from tests.cachestore.core.lab import NS, Lab, write
 from tests.synthetic import SMALL, SyntheticAgent
 

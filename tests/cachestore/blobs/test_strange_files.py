@@ -12,8 +12,8 @@ from kvasir.errors import DataLoss, Unavailable
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.edge.messages import write_agent, write_event, write_snapshot
-from cachestore_svc.records import LAST_UNIX_MS
-from cachestore_svc.store import Store
+from cachestore_svc.facts.records import LAST_UNIX_MS
+from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, publish, upload
 from tests.synthetic import SMALL, SyntheticAgent
 

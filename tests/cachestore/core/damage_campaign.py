@@ -26,9 +26,9 @@ from kvasir.errors import DataLoss, KvasirError, NotFound
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.records import Origin, RecoverReport, SnapshotVersion
+from cachestore_svc.facts.records import Origin, RecoverReport, SnapshotVersion
 from cachestore_svc.recovery.recovering import recover
-from cachestore_svc.store import Store
+from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Chance, Lab, publish, upload
 from tests.synthetic import MIXED, SMALL, SyntheticAgent
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import FailedPrecondition, KvasirError, NotFound
 
-from cachestore_svc.store import Store
+from cachestore_svc.store.store import Store
 from tests.cachestore.core.dying_disk import DyingDisk
 from tests.cachestore.core.lab import NS, Lab, hand_all, publish, snapshot_digests
 from tests.cachestore.sealing.canaries import files_with

@@ -17,15 +17,15 @@ from cachestore_svc.blobs.backend import BlobBackend, NamespaceBlobs
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.blobs.local_directory import LocalDirectory
 from cachestore_svc.config import read_settings
+from cachestore_svc.facts.ownership import Ownership
+from cachestore_svc.facts.records import BlobKind, LeaseToken, LineQuery, Origin, SnapshotVersion, StoreConfig
 from cachestore_svc.index.catalog import CatalogView
-from cachestore_svc.ownership import Ownership
-from cachestore_svc.records import BlobKind, LeaseToken, LineQuery, Origin, SnapshotVersion, StoreConfig
 from cachestore_svc.sealing.key_files import KeyFiles
 from cachestore_svc.sealing.keys import MasterKey, new_record
 from cachestore_svc.sealing.sealed_blobs import SealedBackend
 from cachestore_svc.sealing.sealed_names import PlainNames
 from cachestore_svc.sealing.seals import Seals
-from cachestore_svc.store import NewBlob, Store, finish_all
+from cachestore_svc.store.store import NewBlob, Store, finish_all
 from tests import own_notes  # noqa: F401
 from tests.synthetic import SyntheticSnapshot
 

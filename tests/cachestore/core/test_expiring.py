@@ -12,8 +12,8 @@ from kvasir.errors import InvalidArgument, NotFound
 from kvasir.expires_after import LABEL
 from kvasir.formats.block_hash import kv_identity_hash
 
-from cachestore_svc.records import AgentDeleted, EventCursor
-from cachestore_svc.store import Store
+from cachestore_svc.facts.records import AgentDeleted, EventCursor
+from cachestore_svc.store.store import Store
 from cachestore_svc.upkeep.passed_time import ClockReading
 from tests.cachestore.core.lab import NS, Lab, anybody, publish
 from tests.synthetic import SMALL, SyntheticAgent

@@ -13,10 +13,10 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.blobs.local_directory import LocalDirectory
 from cachestore_svc.edge.messages import write_agent
+from cachestore_svc.facts.records import AgentRecord, BlobKind
 from cachestore_svc.index import listing
 from cachestore_svc.index.sqlite import agents
-from cachestore_svc.records import AgentRecord, BlobKind
-from cachestore_svc.store import Store
+from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import MIB, NS, Lab, publish, write_all
 from tests.synthetic import SMALL, SyntheticAgent
 

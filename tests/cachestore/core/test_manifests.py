@@ -11,9 +11,9 @@ from kvasir.formats.digest import Digest
 from kvasir.formats.layer_groups import row_groups
 from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 
-from cachestore_svc.manifests import read_manifest
-from cachestore_svc.records import BlobKind
-from cachestore_svc.store import Store
+from cachestore_svc.blobs.manifests import read_manifest
+from cachestore_svc.facts.records import BlobKind
+from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import MIB, NS, write
 from tests.sampling import sampled
 from tests.synthetic import MIXED, SMALL, WINDOWED, SyntheticAgent

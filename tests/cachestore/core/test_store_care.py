@@ -14,10 +14,10 @@ from threading import Event, Thread
 import pytest
 from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 
+from cachestore_svc.facts.records import MAX_LEASE_TTL_S, AgentDeleted, AgentUpdated, BlobKind, Committed, EventCursor
 from cachestore_svc.index.catalog import HOUSE
 from cachestore_svc.index.sqlite import migrations
-from cachestore_svc.records import MAX_LEASE_TTL_S, AgentDeleted, AgentUpdated, BlobKind, Committed, EventCursor
-from cachestore_svc.store import Store
+from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, publish, upload, write
 from tests.cachestore.core.start_up import fill
 from tests.synthetic import SMALL, SyntheticAgent

@@ -6,7 +6,7 @@ from pathlib import Path
 
 WATCHED = """
 import os, pathlib, sys
-from cachestore_svc.records import BlobKind
+from cachestore_svc.facts.records import BlobKind
 from kvasir.formats.digest import Digest
 from kvasir.errors import InvalidArgument, KvasirError
 from tests.cachestore.core.lab import Lab, publish, write

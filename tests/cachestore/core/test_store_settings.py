@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cachestore_svc.config import ConfigError, read_settings
-from cachestore_svc.records import StoreConfig
+from cachestore_svc.facts.records import StoreConfig
 
 SET: dict[str, tuple[str, object]] = {
     "data_dir": ("/somewhere", Path("/somewhere")),

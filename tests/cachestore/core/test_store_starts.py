@@ -13,8 +13,8 @@ from kvasir.formats.digest import Digest
 
 from cachestore_svc.__main__ import collect_regularly
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.records import BlobKind
-from cachestore_svc.threads import StoreThreads
+from cachestore_svc.facts.records import BlobKind
+from cachestore_svc.store.threads import StoreThreads
 from tests.cachestore.core.lab import MIB, NS, Lab, assert_restores, publish, write
 from tests.programs import run
 from tests.synthetic import SMALL, SyntheticAgent

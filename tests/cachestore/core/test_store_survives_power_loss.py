@@ -8,8 +8,8 @@ import pytest
 from kvasir.errors import NotFound
 from kvasir.formats.blob_place import HANDED
 
-from cachestore_svc.records import SnapshotVersion
-from cachestore_svc.store import Store
+from cachestore_svc.facts.records import SnapshotVersion
+from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, hand_all, publish, upload
 from tests.cachestore.core.power_loss import RecordingDisk, losses
 from tests.sampling import sampled

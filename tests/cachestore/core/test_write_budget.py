@@ -4,8 +4,8 @@ import pytest
 from kvasir.errors import KvasirError, ResourceExhausted
 
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.records import BlobKind
-from cachestore_svc.store import Store
+from cachestore_svc.facts.records import BlobKind
+from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, publish, upload, write
 from tests.synthetic import SMALL, SyntheticAgent
 

@@ -12,9 +12,9 @@ from kvasir.errors import Conflict, DataLoss, FailedPrecondition, KvasirError
 from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.facts.records import Origin
 from cachestore_svc.index.sqlite.looking import looking_at
-from cachestore_svc.records import Origin
-from cachestore_svc.store import Store
+from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Chance, Lab, assert_restores, publish, run_sql, upload, write_all
 from tests.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot
 

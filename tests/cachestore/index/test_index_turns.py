@@ -11,13 +11,13 @@ from kvasir.formats.block_file import TensorSpec, expected_state_tensors
 from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.digest import Digest
 
-from cachestore_svc import manifests
+from cachestore_svc.blobs import manifests
 from cachestore_svc.blobs.ballast import Ballast
 from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.facts.records import HeldLease
 from cachestore_svc.index.catalog import CatalogChange, CatalogView
 from cachestore_svc.index.sqlite.sqlite_catalog import MAX_TURN_MS, MAX_WRITES_PER_COMMIT, SqliteCatalog
-from cachestore_svc.records import HeldLease
-from cachestore_svc.store import Store
+from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, publish, upload
 from tests.synthetic import MIXED, SMALL, SyntheticAgent
 

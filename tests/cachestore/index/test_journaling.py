@@ -13,7 +13,7 @@ from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.index.sqlite.journaling.recording import Recorder
 from cachestore_svc.index.sqlite.sqlite_catalog import _Operation
 from cachestore_svc.journal.journal_lines import Parsed
-from cachestore_svc.store import Store
+from cachestore_svc.store.store import Store
 from cachestore_svc.upkeep import collecting
 from tests.cachestore.core.lab import NS, Chance, Lab, publish, run_sql, upload
 from tests.synthetic import SMALL, SyntheticAgent

@@ -18,9 +18,9 @@ from kvasir.formats import manifest as manifests
 from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain, kv_identity_hash
 from kvasir.formats.digest import Digest
 
+from cachestore_svc.facts.records import Origin, SnapshotVersion
 from cachestore_svc.index.sqlite import versions
-from cachestore_svc.records import Origin, SnapshotVersion
-from cachestore_svc.store import Store
+from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, publish, upload
 from tests.sampling import sampled
 from tests.synthetic import SMALL, WINDOWED, SyntheticAgent, SyntheticSnapshot

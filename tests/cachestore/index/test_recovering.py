@@ -16,9 +16,9 @@ from kvasir.errors import Conflict, DataLoss, FailedPrecondition, NotFound, Unav
 from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.records import LeaseToken, Origin, RecoverReport, SnapshotVersion
+from cachestore_svc.facts.records import LeaseToken, Origin, RecoverReport, SnapshotVersion
 from cachestore_svc.recovery.recovering import recover
-from cachestore_svc.store import Store
+from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Chance, Lab, damaged, publish, upload
 from tests.programs import run
 from tests.synthetic import MIXED, SMALL, WINDOWED, SyntheticAgent, SyntheticSnapshot

@@ -9,14 +9,14 @@ from pathlib import Path
 from kvasir.clients import StoreClient
 from structlog.testing import capture_logs
 
+from cachestore_svc.facts.ownership import OwnerState
 from cachestore_svc.moving.claim_polling import ClaimPolling
 from cachestore_svc.moving.handing_over import HandingOver
 from cachestore_svc.moving.peer_limits import PeerLimits
 from cachestore_svc.moving.peers import Peers
-from cachestore_svc.ownership import OwnerState
 from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings
-from cachestore_svc.store import Store
-from cachestore_svc.threads import StoreThreads
+from cachestore_svc.store.store import Store
+from cachestore_svc.store.threads import StoreThreads
 from tests.cachestore.core.lab import NS, Lab, anybody
 from tests.cachestore.core.lab import publish as publish_in
 from tests.cachestore.moving.test_keeping import TURN

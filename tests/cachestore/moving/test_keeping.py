@@ -19,8 +19,8 @@ from cachestore_svc.moving.peer_limits import PeerLimits
 from cachestore_svc.moving.peers import Peers
 from cachestore_svc.moving.transfer import Transfers
 from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings
-from cachestore_svc.store import Store
-from cachestore_svc.threads import StoreThreads
+from cachestore_svc.store.store import Store
+from cachestore_svc.store.threads import StoreThreads
 from tests.cachestore.core.lab import NS, Lab, anybody
 from tests.cachestore.core.lab import publish as publish_in
 from tests.cachestore.service.running import publish, store_home

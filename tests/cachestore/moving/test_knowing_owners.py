@@ -8,7 +8,7 @@ import pytest
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.errors import InvalidArgument
 
-from cachestore_svc.ownership import CLAIM_STEP, FIRST_MOVE
+from cachestore_svc.facts.ownership import CLAIM_STEP, FIRST_MOVE
 from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings, change_peers
 from tests.cachestore.moving.test_moves import as_peer, eventually, refused, state
 from tests.cachestore.moving.two_stores import Mac, macs

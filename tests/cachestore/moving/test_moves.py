@@ -13,8 +13,8 @@ from kvasir.errors import AlreadyExists, FailedPrecondition, InvalidArgument, Kv
 from kvasir.formats.archive import pack
 from kvasir.formats.block_hash import kv_identity_hash
 
+from cachestore_svc.facts.ownership import FIRST_MOVE
 from cachestore_svc.moving.arrivals import answers_of_peer
-from cachestore_svc.ownership import FIRST_MOVE
 from tests.cachestore.moving.two_stores import Mac, macs
 from tests.cachestore.service.running import assert_whole, publish
 from tests.cli.running import in_process

@@ -9,15 +9,15 @@ from kvasir.errors import FailedPrecondition, InvalidArgument
 from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.facts.limits import MAX_LABELS
+from cachestore_svc.facts.ownership import FIRST_MOVE, OwnerState
+from cachestore_svc.facts.records import RecoverReport
 from cachestore_svc.journal import journal
 from cachestore_svc.journal.journal_lines import parse, state_lines
-from cachestore_svc.limits import MAX_LABELS
-from cachestore_svc.owner_store import ArrivingAgent, ArrivingLine
-from cachestore_svc.ownership import FIRST_MOVE, OwnerState
-from cachestore_svc.records import RecoverReport
 from cachestore_svc.recovery import recovering
 from cachestore_svc.recovery.opening import DATABASE
-from cachestore_svc.store import Store
+from cachestore_svc.store.owners import ArrivingAgent, ArrivingLine
+from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, anybody, publish, upload
 from tests.synthetic import SMALL, SyntheticAgent
 

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from kvasir.errors import FailedPrecondition
 from kvasir.formats.digest import Digest
 
-from cachestore_svc import ownership
+from cachestore_svc.facts import ownership
+from cachestore_svc.facts.ownership import HERE, Ownership, OwnerState
+from cachestore_svc.facts.records import Origin, SnapshotVersion
 from cachestore_svc.moving.copying import came_from
-from cachestore_svc.ownership import HERE, Ownership, OwnerState
-from cachestore_svc.records import Origin, SnapshotVersion
 
 NAMES = ("laptop", "studio", "attic")
 

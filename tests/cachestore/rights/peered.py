@@ -29,8 +29,8 @@ from cachestore_svc.moving.peers import Peers
 from cachestore_svc.moving.repairing import Repairs
 from cachestore_svc.pairing.peers_file import PeerBook
 from cachestore_svc.pairing.peers_file import PeerSettings as Peer
-from cachestore_svc.store import Store
-from cachestore_svc.threads import StoreThreads
+from cachestore_svc.store.store import Store
+from cachestore_svc.store.threads import StoreThreads
 from tests.cachestore.core.lab import NS, Lab
 from tests.cachestore.core.lab import publish as publish_in
 from tests.cachestore.service.running import make_credentials

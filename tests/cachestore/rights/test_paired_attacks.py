@@ -14,7 +14,7 @@ from kvasir.errors import FailedPrecondition, KvasirError, NotFound, ResourceExh
 from kvasir.names import RESERVED_PREFIXES
 from kvasir_gateway import conversations
 
-from cachestore_svc.ownership import CLAIM_STEP, MAX_TOLD_GENERATION, OwnerState
+from cachestore_svc.facts.ownership import CLAIM_STEP, MAX_TOLD_GENERATION, OwnerState
 from cachestore_svc.pairing import rights
 from cachestore_svc.recovery import salvage
 from inference_svc.memory import token_lines
@@ -230,15 +230,15 @@ def test_words_and_facts_of_a_peer_are_counted_and_stay_off_the_reserve(
         ada.allow("mallory", gives="move")
         for name in ("a", "b"):
             await ada.publish(name, SyntheticAgent(SMALL, 5).turn(30), 0)
-        monkeypatch.setattr("cachestore_svc.owner_store.MAX_OPEN_MOVES", 1)
+        monkeypatch.setattr("cachestore_svc.store.owners.MAX_OPEN_MOVES", 1)
         await peer.offer_agent("work", MOVE, 0)
         await refused(peer.offer_agent("a", MOVE, 0), "PEER_LIMIT")
-        monkeypatch.setattr("cachestore_svc.owner_store.MAX_OPEN_MOVES", 9)
-        monkeypatch.setattr("cachestore_svc.owner_store.MAX_FACTS", 1)
+        monkeypatch.setattr("cachestore_svc.store.owners.MAX_OPEN_MOVES", 9)
+        monkeypatch.setattr("cachestore_svc.store.owners.MAX_FACTS", 1)
         await refused(peer.offer_agent("a", MOVE, 0), "PEER_LIMIT")
         await peer.undo_move("work", MOVE)
         await peer.offer_agent("work", MOVE[::-1], 0)  # it has a part in that one already
-        monkeypatch.setattr("cachestore_svc.owner_store.MAX_FACTS", 9)
+        monkeypatch.setattr("cachestore_svc.store.owners.MAX_FACTS", 9)
         monkeypatch.setattr("cachestore_svc.blobs.space.Space.is_disk_full", True)
         await refused(peer.offer_agent("b", MOVE, 0), "DISK_FULL")
         await refused(peer.fence_agent("work", 7), "DISK_FULL")

@@ -23,10 +23,10 @@ from kvasir.clients import AioStoreClient
 from kvasir.errors import FailedPrecondition, KvasirError, NotFound
 from kvasir.names import RESERVED_PREFIXES
 
+from cachestore_svc.facts.ownership import CLAIM_STEP, MAX_TOLD_GENERATION, MAX_UNHEARD_CLAIMS, OwnerState
+from cachestore_svc.facts.records import LineQuery
 from cachestore_svc.index.catalog import CatalogView
-from cachestore_svc.ownership import CLAIM_STEP, MAX_TOLD_GENERATION, MAX_UNHEARD_CLAIMS, OwnerState
 from cachestore_svc.pairing.rights import EFFECTS, NEEDS, Bond, Gives, Takes, Verb
-from cachestore_svc.records import LineQuery
 from tests.cachestore.core.lab import NS
 from tests.cachestore.rights.peered import Mac, macs
 from tests.synthetic import SMALL, SyntheticAgent

@@ -13,7 +13,7 @@ from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.config import read_settings
 from cachestore_svc.recovery.recovering import recover
 from cachestore_svc.sealing.sealed_list import add_to_list, read_list
-from cachestore_svc.store import Store
+from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Chance, Lab, assert_restores, publish
 from tests.cachestore.sealing.canaries import found_in, secrets_of
 from tests.cachestore.sealing.test_sealed_store import NEW, PLAIN_NS, care, left_behind

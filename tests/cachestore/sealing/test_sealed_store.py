@@ -15,15 +15,15 @@ from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.facts.records import BlobKind, Origin
 from cachestore_svc.index.catalog import CatalogChange
 from cachestore_svc.index.sqlite.sealed.sealed_transaction import SealedTransaction
-from cachestore_svc.records import BlobKind, Origin
 from cachestore_svc.recovery.key_care import KeyCare
 from cachestore_svc.recovery.recovering import recover
 from cachestore_svc.sealing.key_files import KeyFiles
 from cachestore_svc.sealing.keys import KeyRecord, MasterKey
 from cachestore_svc.sealing.sealed_form import SEGMENT_BYTES
-from cachestore_svc.store import Store
+from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Chance, Lab, anybody, assert_restores, publish, upload, write
 from tests.cachestore.sealing.canaries import found_in, secrets_of
 from tests.synthetic import LLAMA_8B, MIXED, SMALL, SyntheticAgent, SyntheticSnapshot

@@ -80,7 +80,7 @@ _OF_THE_STORE = (
     ),
     Mutant(
         "a pass that is cancelled does not note where it was",
-        "background_scrub.py",
+        "store/background_scrub.py",
         "        except asyncio.CancelledError:\n            await self._threads.run(HOUSE, self._scrubbing.save)\n",
         "        except asyncio.CancelledError:\n",
         "service/test_scrubbing",
@@ -101,7 +101,7 @@ _OF_THE_STORE = (
     ),
     Mutant(
         "blobs are hashed as fast as they can be read",
-        "background_scrub.py",
+        "store/background_scrub.py",
         "await asyncio.sleep(blob.digest.size_bytes / self._bytes_per_s)",
         "await asyncio.sleep(0)",
         "service/test_scrubbing",

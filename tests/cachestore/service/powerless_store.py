@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cachestore_svc import __main__ as program
-from cachestore_svc import store
+from cachestore_svc.store import store
 from tests.cachestore.core.power_loss import DATABASE_FILES, Crash, Effect, Fate, RecordingDisk
 from tests.cachestore.service.running import StoreHome
 

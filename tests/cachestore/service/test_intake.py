@@ -11,9 +11,9 @@ import pytest
 from kvasir.errors import ResourceExhausted
 
 from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.moving.inbound import BlobIntake, Stored
-from cachestore_svc.records import BlobKind
-from cachestore_svc.threads import StoreThreads
+from cachestore_svc.store.threads import StoreThreads
 from tests.cachestore.core.lab import NS, Lab, write
 from tests.synthetic import SMALL, SyntheticAgent, full_layers, kv_identity
 

@@ -12,7 +12,7 @@ from kvasir.clients import StoreClient
 from kvasir.errors import Cancelled, Conflict, KvasirError, NotFound, Unavailable
 
 from cachestore_svc.config import read_settings
-from cachestore_svc.store import Store
+from cachestore_svc.store.store import Store
 from tests.cachestore.service.running import RunningStore, StoreHome, publish
 from tests.synthetic import MIXED, SMALL, SyntheticAgent, SyntheticSnapshot
 

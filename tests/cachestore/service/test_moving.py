@@ -11,15 +11,15 @@ from kvasir.formats.archive import pack
 from kvasir.formats.digest import Digest
 from kvasir.server.shared_room import SharedRoom
 
+from cachestore_svc.facts.records import BlobKind, SnapshotVersion
 from cachestore_svc.moving.bringing import Bringing
 from cachestore_svc.moving.outbound import BlobReader
 from cachestore_svc.moving.peer_limits import PeerLimits
 from cachestore_svc.moving.peers import Peers
 from cachestore_svc.moving.transfer import Progress, PullOrder, Transfers
 from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings
-from cachestore_svc.records import BlobKind, SnapshotVersion
-from cachestore_svc.store import Store
-from cachestore_svc.threads import StoreThreads
+from cachestore_svc.store.store import Store
+from cachestore_svc.store.threads import StoreThreads
 from tests.cachestore.core.lab import NS, Clock, Lab, write_all
 from tests.cachestore.service.running import RunningStore, publish
 from tests.synthetic import SMALL, SyntheticAgent

@@ -29,8 +29,8 @@ from cachestore_svc.moving.peers import Peers
 from cachestore_svc.moving.repairing import Repairs
 from cachestore_svc.moving.transfer import Transfers
 from cachestore_svc.pairing.peers_file import PeerBook
-from cachestore_svc.store import Store
-from cachestore_svc.threads import StoreThreads
+from cachestore_svc.store.store import Store
+from cachestore_svc.store.threads import StoreThreads
 from tests.cachestore.core.lab import NS, Lab, write_all
 from tests.synthetic import SMALL, SyntheticAgent, full_layers, kv_identity
 

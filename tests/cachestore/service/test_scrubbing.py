@@ -11,11 +11,11 @@ from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.errors import DataLoss, Unavailable
 from kvasir.formats.digest import Digest
 
-from cachestore_svc import background_scrub
-from cachestore_svc.background_scrub import BackgroundScrub
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.store import Store
-from cachestore_svc.threads import StoreThreads
+from cachestore_svc.store import background_scrub
+from cachestore_svc.store.background_scrub import BackgroundScrub
+from cachestore_svc.store.store import Store
+from cachestore_svc.store.threads import StoreThreads
 from tests.cachestore.core.lab import Lab
 from tests.cachestore.core.lab import publish as publish_in
 from tests.cachestore.service.lying_peers import LIES, LyingPeer, lying

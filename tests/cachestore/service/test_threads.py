@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from cachestore_svc.threads import StoreThreads
+from cachestore_svc.store.threads import StoreThreads
 
 
 def test_a_namespace_whose_calls_hang_leaves_threads_for_others() -> None:

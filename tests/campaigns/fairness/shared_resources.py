@@ -121,8 +121,8 @@ SHARED = (
     Shared(
         "requests that name more than 500 things",
         "store",
-        "cachestore_svc/threads.py: long_calls",
-        ("cachestore_svc.threads:LONG_CALLS", 2),
+        "cachestore_svc/store/threads.py: long_calls",
+        ("cachestore_svc.store.threads:LONG_CALLS", 2),
         "one",
         IN_TURN,
         WAITS,
@@ -148,8 +148,8 @@ SHARED = (
     Shared(
         "threads of the store",
         "store",
-        "cachestore_svc/threads.py: room",
-        ("cachestore_svc.threads:THREADS", 32),
+        "cachestore_svc/store/threads.py: room",
+        ("cachestore_svc.store.threads:THREADS", 32),
         THREE_OF_FREE,
         IN_TURN,
         WAITS,

@@ -8,13 +8,13 @@ from typing import Any
 
 from kvasir.formats.digest import Digest
 
+from cachestore_svc.facts.ownership import Ownership, OwnerState
+from cachestore_svc.facts.records import LineKey, LineQuery, Origin
 from cachestore_svc.index.catalog import ReadManifest, Unheld
 from cachestore_svc.index.sqlite import agents, blobs, committing, versions
 from cachestore_svc.index.sqlite.rights import leases, owners
 from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.journal.replay import Change, Version, VersionKey
-from cachestore_svc.ownership import Ownership, OwnerState
-from cachestore_svc.records import LineKey, LineQuery, Origin
 
 
 def apply_changes(rows: Rows, read: ReadManifest, changes: Iterable[Change]) -> None:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from kvasir.errors import Conflict, FailedPrecondition, NotFound
 
+from cachestore_svc.facts.records import LeaseToken, LineKey, LineQuery
 from cachestore_svc.index.catalog import UnreleasedLease
 from cachestore_svc.index.live_leases import LiveLeases
 from cachestore_svc.index.sqlite.blobs import find_namespace, make_namespace
 from cachestore_svc.index.sqlite.rows import Rows
-from cachestore_svc.records import LeaseToken, LineKey, LineQuery
 
 _KEY = "namespace_id = ? AND agent_name = ? AND kv_identity_hash = ?"
 _COLUMNS = "kv_identity_hash, owner, generation, ttl_ms, is_released"

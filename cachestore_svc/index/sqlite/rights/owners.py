@@ -1,8 +1,8 @@
 """Rows of owners: the owner of each agent, as far as this store knows. By name, because the fact outlives the agent."""
 
+from cachestore_svc.facts.ownership import HERE, Ownership, OwnerState
 from cachestore_svc.index.sqlite.blobs import find_namespace, make_namespace
 from cachestore_svc.index.sqlite.rows import Rows
-from cachestore_svc.ownership import HERE, Ownership, OwnerState
 
 _COLUMNS = "state, generation, peer, move_id, since_unix_ms, was_owned, tells, had_by"
 

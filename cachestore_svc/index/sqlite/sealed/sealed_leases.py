@@ -1,7 +1,7 @@
 """The leases of a sealed namespace: plain names in memory, sealed ones in the tables."""
 
+from cachestore_svc.facts.records import LeaseToken, LineKey
 from cachestore_svc.index.live_leases import LiveLeases
-from cachestore_svc.records import LeaseToken, LineKey
 from cachestore_svc.sealing.sealed_names import SealedNames
 
 

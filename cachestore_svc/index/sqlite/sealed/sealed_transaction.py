@@ -13,21 +13,8 @@ from kvasir.errors import KvasirError
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.blob_checks import BlobFacts
-from cachestore_svc.index.catalog import (
-    AgentFilter,
-    BlobEntry,
-    Commit,
-    Deadlines,
-    Done,
-    Evicted,
-    History,
-)
-from cachestore_svc.index.live_leases import LiveLeases
-from cachestore_svc.index.sqlite.blobs import entries_of, find_namespace
-from cachestore_svc.index.sqlite.sealed.sealed_leases import SealedLiveLeases
-from cachestore_svc.index.sqlite.transaction import SqliteTransaction
-from cachestore_svc.ownership import Ownership
-from cachestore_svc.records import (
+from cachestore_svc.facts.ownership import Ownership
+from cachestore_svc.facts.records import (
     AgentDeleted,
     AgentRecord,
     AgentUpdated,
@@ -43,6 +30,19 @@ from cachestore_svc.records import (
     LineQuery,
     SnapshotVersion,
 )
+from cachestore_svc.index.catalog import (
+    AgentFilter,
+    BlobEntry,
+    Commit,
+    Deadlines,
+    Done,
+    Evicted,
+    History,
+)
+from cachestore_svc.index.live_leases import LiveLeases
+from cachestore_svc.index.sqlite.blobs import entries_of, find_namespace
+from cachestore_svc.index.sqlite.sealed.sealed_leases import SealedLiveLeases
+from cachestore_svc.index.sqlite.transaction import SqliteTransaction
 from cachestore_svc.sealing.sealed_facts import (
     AGENT,
     DETAIL,

@@ -14,9 +14,9 @@ from kvasir.formats.digest import Digest
 from kvasir.formats.layer_groups import first_touched_block
 
 from cachestore_svc.core import Core
+from cachestore_svc.facts.limits import check_range
+from cachestore_svc.facts.records import MAX_GROUPS_PER_REQUEST, FoundPrefix, GroupBlocks
 from cachestore_svc.index.catalog import SLICE, BlobEntry, CatalogView
-from cachestore_svc.limits import check_range
-from cachestore_svc.records import MAX_GROUPS_PER_REQUEST, FoundPrefix, GroupBlocks
 
 
 def check_groups(groups: Sequence[int]) -> None:

@@ -14,14 +14,10 @@ from kvasir.errors import FailedPrecondition, NotFound, ResourceExhausted
 from kvasir.formats.digest import Digest
 from kvasir.names import check_agent_id
 
-from cachestore_svc import ownership
-from cachestore_svc.index.catalog import CatalogChange, CatalogView, Commit
-from cachestore_svc.index.refusals import head_moved
-from cachestore_svc.lease_store import LeaseStore
-from cachestore_svc.manifests import read_manifest
-from cachestore_svc.ownership import Ownership, OwnerState
-from cachestore_svc.pairing.rights import MAX_FACTS, MAX_OPEN_MOVES, May, over_limit
-from cachestore_svc.records import (
+from cachestore_svc.blobs.manifests import read_manifest
+from cachestore_svc.facts import ownership
+from cachestore_svc.facts.ownership import Ownership, OwnerState
+from cachestore_svc.facts.records import (
     AgentRecord,
     AgentUpdated,
     Committed,
@@ -30,6 +26,10 @@ from cachestore_svc.records import (
     Origin,
     SnapshotVersion,
 )
+from cachestore_svc.index.catalog import CatalogChange, CatalogView, Commit
+from cachestore_svc.index.refusals import head_moved
+from cachestore_svc.pairing.rights import MAX_FACTS, MAX_OPEN_MOVES, May, over_limit
+from cachestore_svc.store.leases import LeaseStore
 
 _Answer = TypeVar("_Answer")
 

@@ -12,9 +12,9 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.blobs.blob_checks import BlobFacts
 from cachestore_svc.blobs.blob_writer import BlobWriter, NewBlob, PartWriter, StoredBlob
 from cachestore_svc.core import Core, not_found
+from cachestore_svc.facts.limits import check_range
+from cachestore_svc.facts.records import MAX_DIGESTS_PER_REQUEST, BlobKind, WriteStatus
 from cachestore_svc.index.catalog import SLICE, BlobEntry, CatalogChange, CatalogView
-from cachestore_svc.limits import check_range
-from cachestore_svc.records import MAX_DIGESTS_PER_REQUEST, BlobKind, WriteStatus
 from cachestore_svc.recovery.opening import Opened
 from cachestore_svc.upkeep import collecting
 

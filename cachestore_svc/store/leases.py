@@ -10,11 +10,9 @@ from typing import TypeVar
 from kvasir.errors import FailedPrecondition
 from kvasir.names import check_agent_id, check_owner
 
-from cachestore_svc.blob_store import BlobStore
-from cachestore_svc.index.catalog import CatalogChange
-from cachestore_svc.limits import check_hash, check_range
-from cachestore_svc.ownership import check_writable
-from cachestore_svc.records import (
+from cachestore_svc.facts.limits import check_hash, check_range
+from cachestore_svc.facts.ownership import check_writable
+from cachestore_svc.facts.records import (
     DEFAULT_LEASE_TTL_S,
     MAX_LEASE_TTL_S,
     MAX_LEASES_PER_REQUEST,
@@ -27,6 +25,8 @@ from cachestore_svc.records import (
     LineQuery,
     RenewedLeases,
 )
+from cachestore_svc.index.catalog import CatalogChange
+from cachestore_svc.store.blobs import BlobStore
 
 _Answer = TypeVar("_Answer")
 

@@ -18,21 +18,15 @@ from kvasir.formats.digest import Digest
 from kvasir.names import check_agent_id
 from kvasir.server.wellness import Ailment
 
-from cachestore_svc import prefixes
 from cachestore_svc.blobs.backend import BlobBackend
 from cachestore_svc.blobs.blob_writer import BlobWriter as BlobWriter
 from cachestore_svc.blobs.blob_writer import NewBlob as NewBlob
 from cachestore_svc.blobs.blob_writer import finish_all as finish_all
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.index import listing
-from cachestore_svc.index.catalog import AgentFilter, CatalogChange, CatalogView, Commit, Done
-from cachestore_svc.index.refusals import missing
-from cachestore_svc.index.resting import gone_by
-from cachestore_svc.limits import check_hash, check_labels, check_range, check_text
-from cachestore_svc.manifests import read_manifest, shared_blocks
-from cachestore_svc.owner_store import OwnerStore
-from cachestore_svc.ownership import FIRST_MOVE, check_stays_itself, check_writable
-from cachestore_svc.records import (
+from cachestore_svc.blobs.manifests import read_manifest, shared_blocks
+from cachestore_svc.facts.limits import check_hash, check_labels, check_range, check_text
+from cachestore_svc.facts.ownership import FIRST_MOVE, check_stays_itself, check_writable
+from cachestore_svc.facts.records import (
     MAX_BLOCK_HASHES_PER_REQUEST,
     MAX_PAGE_SIZE,
     MAX_RETAINED_VERSIONS,
@@ -61,9 +55,15 @@ from cachestore_svc.records import (
     VerifyProgress,
     detail_of_turn,
 )
+from cachestore_svc.index import listing
+from cachestore_svc.index.catalog import AgentFilter, CatalogChange, CatalogView, Commit, Done
+from cachestore_svc.index.refusals import missing
+from cachestore_svc.index.resting import gone_by
 from cachestore_svc.recovery.opening import open_directory
 from cachestore_svc.sealing.keys import MasterKey
 from cachestore_svc.sealing.sealed_form import RandomBytes
+from cachestore_svc.store import prefixes
+from cachestore_svc.store.owners import OwnerStore
 from cachestore_svc.upkeep import check, collecting, expiring, statistics
 from cachestore_svc.upkeep.expiring import ExpiryReport
 from cachestore_svc.upkeep.passed_time import ClockReading

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kvasir.formats import block_hash, frames, manifest
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.ownership import HERE, Ownership
+from cachestore_svc.facts.ownership import HERE, Ownership
 
 MANIFEST_FORMAT = manifest.FORMAT
 BLOCK_TOKENS = block_hash.BLOCK_TOKENS

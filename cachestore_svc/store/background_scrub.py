@@ -8,8 +8,8 @@ from kvasir.errors import KvasirError, Unavailable
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.index.catalog import HOUSE
-from cachestore_svc.store import Store
-from cachestore_svc.threads import StoreThreads
+from cachestore_svc.store.store import Store
+from cachestore_svc.store.threads import StoreThreads
 from cachestore_svc.upkeep.scrubbing import ToScrub
 
 _SAVE_EVERY_S = 30.0

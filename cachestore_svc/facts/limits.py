@@ -6,7 +6,7 @@ from kvasir import expires_after, on_full, volatile
 from kvasir.errors import InvalidArgument
 from kvasir.formats.digest import is_hash
 
-from cachestore_svc.ownership import FIRST_MOVE
+from cachestore_svc.facts.ownership import FIRST_MOVE
 
 MAX_LABELS = 64
 MAX_LABEL_CHARS = 256
