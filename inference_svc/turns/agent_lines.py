@@ -1,5 +1,6 @@
 """The lines that an engine's turns extend: their newest versions, and the right to be the one that extends them."""
 
+import asyncio
 import contextlib
 import time
 from dataclasses import replace
@@ -20,6 +21,8 @@ from inference_svc.turns.turn_data import Continuation, TurnRequest
 _LEASE_WAIT_S = 1.0
 # One that has given a turn away has released the line before. If it could not, its lease ends by itself.
 _HANDED_ON_WAIT_S = LEASE_TTL_S + 1.0
+# The agent of a peer's turn comes within a tenth of a second, unless the peer keeps silent.
+_ARRIVAL_WAIT_S = 1.0
 
 
 class MemoryMovedError(Exception):
@@ -125,20 +128,30 @@ class AgentLines:
             turn.planned = _with_version(turn.planned, lease.newest)
             turn.parent_version = lease.newest.number
 
+    async def is_coming(self, request: TurnRequest, begun: BegunTurn) -> bool:
+        """Whether the agent of a peer's turn is here by the move that the turn names, or on its way. An agent that is
+        not this store's may take a while to come. Raises Unavailable (MEMORY_UNREADABLE).
+        """
+        last = await self._last_move(request)
+        if last.move_id != begun.move_id and not (last.is_owned and last.newest.version):
+            await asyncio.sleep(_ARRIVAL_WAIT_S)
+            last = await self._last_move(request)
+        return last.move_id == begun.move_id
+
     async def _check_may_come(self, request: TurnRequest, begun: BegunTurn) -> None:
         """Refuse what the store could not take either, before this store's own turns of the agent wait for it."""
         last = await self._last_move(request)
         if not begun.move_id or begun.move_id == last.move_id:
-            raise _not_moved("no move is named, or one that is over")
+            raise not_moved("no move is named, or one that is over")
         if begun.peer and last.is_owned and last.newest.version and last.given_by != begun.peer:
-            raise _not_moved("this store has an agent of that name")
+            raise not_moved("this store has an agent of that name")
 
     async def _moved(self, planned: Planned, begun: BegunTurn) -> Planned:
         """A peer's word counts for what it has just moved here, and for nothing else."""
         moved = await self._last_move(planned.request)
         has_come = moved.move_id == begun.move_id and moved.is_owned and moved.is_moved
         if not has_come or begun.peer not in ("", moved.given_by):
-            raise _not_moved(f"it came by another move, from {moved.given_by or 'nobody'}, or went on since")
+            raise not_moved(f"it came by another move, from {moved.given_by or 'nobody'}, or went on since")
         _check_extends(begun, moved.newest.identity)
         recollection = replace(planned.recollection, head=moved.newest, settings=moved.settings)
         return replace(planned, recollection=recollection, handed_over_by=moved.given_by)
@@ -162,7 +175,7 @@ def _unreadable(request: TurnRequest, why: str) -> errors.Unavailable:
     )
 
 
-def _not_moved(why: str) -> errors.FailedPrecondition:
+def not_moved(why: str) -> errors.FailedPrecondition:
     return errors.FailedPrecondition(
         f"agent_id: a turn of another store comes with a move of its agent from the caller's store: {why}",
         reason="HANDOVER_NOT_MOVED",

@@ -29,7 +29,7 @@ from inference_svc.memory.reuse_planning import Prepared
 from inference_svc.memory.store.answers import EventCursor
 from inference_svc.memory.store.patience import Budget
 from inference_svc.text.prefix_matching import Outcome
-from inference_svc.turns.agent_lines import AgentLines, MemoryMovedError
+from inference_svc.turns.agent_lines import AgentLines, MemoryMovedError, not_moved
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.phases import (
     Planned,
@@ -65,6 +65,7 @@ class TurnFlow:
         self._plans = PlanRunner(parts, self._lines)
         self._order: dict[AgentKey, asyncio.Lock] = {}
         self._waiting: Counter[AgentKey] = Counter()
+        self._early: dict[Progress, AgentKey] = {}  # peers' turns, which come before their agents
         self._shortener = MemoryShortener(parts, self._lines, self._plans, ending)
 
     async def run(self, turn: Progress) -> None:
@@ -77,7 +78,7 @@ class TurnFlow:
                 # A task that is cancelled before it begins would give its reader no end.
                 if turn.is_cancelled:
                     raise errors.Cancelled("the turn was cancelled")
-                async with self._in_order(None if turn.is_guest else request.key):
+                async with self._in_order(turn):
                     turn.phase = TurnPhase.PLANNING
                     await self._parts.prompting.read(request.namespace, request.prompt.objects)
                     if turn.taken is None:  # else the engine that began it has reported how long it waited
@@ -115,20 +116,37 @@ class TurnFlow:
             _LOG.warning("memory.not_shortened", request_id=turn.request.request_id, error=type(error).__name__)
 
     @contextlib.asynccontextmanager
-    async def _in_order(self, key: AgentKey | None) -> AsyncIterator[None]:
+    async def _in_order(self, turn: Progress) -> AsyncIterator[None]:
         """Turns of one agent run one after the other, in order of arrival; different agents' turns run in parallel."""
-        if key is None:
+        key = turn.key
+        if key is None or turn.is_guest:
             yield
             return
         lock = self._order.setdefault(key, asyncio.Lock())
         self._waiting[key] += 1
+        if turn.taken is not None and turn.taken.begun.peer:
+            self._early[turn] = key
+        early = [each for each, awaited in self._early.items() if awaited == key and turn.taken is None]
+        ending = [asyncio.create_task(self._end_unless_coming(each)) for each in early]
         try:
             async with lock:
                 yield
         finally:
+            for each in ending:
+                each.cancel()
+            self._early.pop(turn, None)
             self._waiting[key] -= 1
             if not self._waiting[key]:
                 del self._waiting[key], self._order[key]
+
+    async def _end_unless_coming(self, turn: Progress) -> None:
+        """End a peer's turn whose agent does not come: a peer that keeps silent would keep the agent's own turns
+        waiting. While the store does not answer, they wait.
+        """
+        assert turn.taken is not None
+        with contextlib.suppress(errors.Unavailable):
+            if not await self._lines.is_coming(turn.request, turn.taken.begun) and turn in self._early:
+                turn.cancel(not_moved("the agent had a turn here meanwhile"))
 
     # --- one turn ---
 
@@ -223,6 +241,7 @@ class TurnFlow:
         went on since the turn was prepared, or (HANDOVER_NOT_MOVED); the turn is over then.
         """
         assert turn.taken is not None
+        self._early.pop(turn, None)
         try:
             await self._lines.take_over(turn, turn.taken.begun)
         except errors.KvasirError as error:

@@ -344,6 +344,44 @@ def test_a_peers_turn_that_is_not_kept_lets_the_agent_speak(pair: Macs, how: str
     asyncio.run(asyncio.wait_for(work(), 60))
 
 
+@pytest.mark.parametrize("how", ["pulled", "moved"])
+def test_a_peers_turn_with_a_made_up_move_makes_way_for_the_agents_own(
+    pair: Macs, new_agent: Callable[[], str], how: str
+) -> None:
+    """The agent came from that peer before, and its store owns it. The giver keeps silent."""
+    (laptop, engine), (studio, other) = pair
+    agent = new_agent()
+
+    async def work() -> None:
+        token = (other.log_file.parent / "laptop.token").read_text()
+        async with (
+            AioInferenceClient.connect(engine.address) as a,
+            AioInferenceClient.connect(other.address) as b,
+            AioTurnPeer.connect(other.address, token=token) as peer,
+        ):
+            await hear(a, agent_id=agent, prompt=PROMPT, sampling={"max_tokens": 2})
+            with studio.client() as there:
+                if how == "pulled":
+                    there.pull_agent(laptop.name, agent)
+                else:
+                    there.move_agent(agent, from_peer=laptop.name)
+                parent = there.get_agent(agent).lines[0].manifest
+            opening = opening_for(await b.get_model(), (await b.get_capabilities()).device)
+            sampling = inference_pb2.Sampling(**ON)
+            request = inference_pb2.GenerateRequest(prompt=PROMPT, agent_id=agent, sampling=sampling)
+            calls = [peer.take_turn() for _ in range(3)]
+            for call in calls:
+                await opened(call, opening, request=request, parent_manifest=parent, move_id=secrets.token_hex(16))
+                await call.send([pb.TakeTurnRequest(stand=stand())])
+            await calls[0].receive()
+            async with asyncio.timeout(10):
+                await hear(b, agent_id=agent, prompt=PROMPT + " more", sampling={"max_tokens": 2})
+                assert not await b.list_turns()
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+    assert turns_of(studio, agent) == [""]
+
+
 def turns_of(mac: Mac, agent: str) -> list[str]:
     """Who handed over the versions that turns made."""
     with mac.client() as store:
