@@ -202,7 +202,8 @@ impl Client {
     /// As Warm's in the contract.
     pub async fn warm(&self, turn: Turn) -> Result<pb::WarmResponse> {
         use pb::warm_request::Input as Warmed;
-        let pb::GenerateRequest { model, agent_id, input, tools, thinking, template_settings, ignore_unread_settings, .. } = turn.request;
+        let pb::GenerateRequest { model, agent_id, input, tools, thinking, template_settings, ignore_unread_settings, .. } =
+            turn.request;
         let input = input.map(|input| match input {
             Input::Prompt(text) => Warmed::Prompt(text),
             Input::PromptTokenIds(ids) => Warmed::PromptTokenIds(ids),
@@ -221,8 +222,16 @@ impl Client {
     /// As `CountTokens`' in the contract; INVALID_ARGUMENT for what is appended, whose length only a memory knows.
     pub async fn count_tokens(&self, turn: Turn) -> Result<i64> {
         use pb::count_tokens_request::Input as Counted;
-        let pb::GenerateRequest { model, input, tools, thinking, template_settings, ignore_unread_settings, continue_final_message, .. } =
-            turn.request;
+        let pb::GenerateRequest {
+            model,
+            input,
+            tools,
+            thinking,
+            template_settings,
+            ignore_unread_settings,
+            continue_final_message,
+            ..
+        } = turn.request;
         let input = match input {
             Some(Input::Prompt(text)) => Counted::Prompt(text),
             Some(Input::PromptTokenIds(ids)) => Counted::PromptTokenIds(ids),
@@ -230,8 +239,15 @@ impl Client {
             _ => return Err(Error::invalid("input", "expected a prompt or messages")),
         };
         let input = Some(input);
-        let question =
-            pb::CountTokensRequest { model, input, tools, thinking, template_settings, ignore_unread_settings, continue_final_message };
+        let question = pb::CountTokensRequest {
+            model,
+            input,
+            tools,
+            thinking,
+            template_settings,
+            ignore_unread_settings,
+            continue_final_message,
+        };
         Ok(read!(self.round_trip(), self.engine(), count_tokens, question).await?.tokens)
     }
 
