@@ -47,6 +47,11 @@ class PythonProgram:
     def _count(self, call: Call) -> Call:
         return {"tokens": self._engine.count_tokens(**_input(call))}
 
+    def _embed(self, call: Call) -> Call:
+        answer = self._engine.embed(call["texts"], **_given(call, "model", "dimensions", "truncate"))
+        embeddings = [{"values": list(each.values), "tokens": each.tokens} for each in answer.embeddings]
+        return {"model": answer.model, "embeddings": embeddings}
+
     def _reply(self, call: Call) -> Call:
         reply = self._engine.reply(**_turn(call))
         started, finished = reply.started, reply.finished

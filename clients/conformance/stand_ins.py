@@ -54,7 +54,9 @@ class FlakyEngine(inference_pb2_grpc.InferenceServiceServicer, cachestore_pb2_gr
 
 
 class MeasuringEngine(inference_pb2_grpc.InferenceServiceServicer, cachestore_pb2_grpc.AgentServiceServicer):  # type: ignore[misc]
-    """Is UNAVAILABLE for GetUsage, answers a turn with the choice that the prompt names, and notes what it receives."""
+    """Is UNAVAILABLE for GetUsage, answers a turn with the choice that the prompt names, and notes what it receives.
+
+    Embed reports whether texts are to be cut."""
 
     def __init__(self) -> None:
         self.attempts = 0
@@ -69,6 +71,9 @@ class MeasuringEngine(inference_pb2_grpc.InferenceServiceServicer, cachestore_pb
     def GetUsage(self, request: Any, context: Any) -> cachestore_pb2.GetUsageResponse:  # noqa: N802
         self.attempts += 1
         context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
+
+    def Embed(self, request: Any, context: Any) -> inference_pb2.EmbedResponse:  # noqa: N802
+        return inference_pb2.EmbedResponse(model="cut" if request.truncate else "whole")
 
     def ImportAgent(self, requests: Any, context: Any) -> cachestore_pb2.ImportAgentResponse:  # noqa: N802
         assert next(requests).HasField("header")

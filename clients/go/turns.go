@@ -243,6 +243,12 @@ func (c *Client) CountTokens(ctx context.Context, turn Turn) (int64, error) {
 	return response.GetTokens(), typed(err)
 }
 
+// Embed computes the embeddings of texts, in their order. Only ctx ends it: it may take long.
+func (c *Client) Embed(ctx context.Context, request *inferencev1.EmbedRequest) (*inferencev1.EmbedResponse, error) {
+	response, err := c.engine.Embed(ctx, request)
+	return response, typed(err)
+}
+
 func (t *Turn) request() (*inferencev1.GenerateRequest, error) {
 	given, err := t.inputs()
 	if err != nil {

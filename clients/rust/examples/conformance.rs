@@ -109,6 +109,7 @@ async fn answer(connected: &mut Option<Client>, call: &Call) -> Answer {
     }
     match call.text("call") {
         "count" => Ok(json!({ "tokens": client.count_tokens(call.turn()).await? })),
+        "embed" => embed(&client, call).await,
         "reply" => reply(&client, call).await,
         "stream" => stream(&client, call).await,
         "streams" => streams(&client, call).await,
@@ -168,6 +169,21 @@ async fn connect(call: &Call) -> Result<Client, Error> {
         builder = builder.tls(tls);
     }
     builder.connect().await
+}
+
+async fn embed(client: &Client, call: &Call) -> Answer {
+    use pb::embed_input::Input::Text;
+    let texts = call.0["texts"].as_array().into_iter().flatten().filter_map(Value::as_str);
+    let request = pb::EmbedRequest {
+        model: call.text("model").to_owned(),
+        inputs: texts.map(|text| pb::EmbedInput { input: Some(Text(text.to_owned())) }).collect(),
+        dimensions: call.number("dimensions").map(|number| i32::try_from(number).expect("a number of dimensions")),
+        truncate: call.is_said("truncate"),
+        ..Default::default()
+    };
+    let pb::EmbedResponse { model, embeddings } = client.embed(request).await?;
+    let told = |each: pb::Embedding| json!({ "values": each.values, "tokens": each.tokens });
+    Ok(json!({ "model": model, "embeddings": embeddings.into_iter().map(told).collect::<Vec<_>>() }))
 }
 
 async fn reply(client: &Client, call: &Call) -> Answer {

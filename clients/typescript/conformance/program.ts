@@ -47,6 +47,9 @@ interface Call {
   agent_ids?: string[];
   count?: number;
   resume_token?: string;
+  texts?: string[];
+  dimensions?: number;
+  truncate?: boolean;
 }
 
 let client: Client | undefined;
@@ -65,6 +68,11 @@ const calls: Record<string, (call: Call, options: CallOptions) => Promise<object
   },
   async count(call, options) {
     return { tokens: await connected().countTokens(turn(call), options) };
+  },
+  async embed({ texts, model, dimensions, truncate }, options) {
+    const inputs = (texts ?? []).map((value) => ({ input: { case: "text" as const, value } }));
+    const answer = await connected().embed({ inputs, model, dimensions, truncate }, options);
+    return { model: answer.model, embeddings: answer.embeddings.map(({ values, tokens }) => ({ values, tokens })) };
   },
   async reply(call, options) {
     const { text, started, finished } = await connected().reply(turn(call), options);

@@ -4,12 +4,13 @@ import type { MessageInitShape } from "@bufbuild/protobuf";
 import type {
   Agent, AgentSchema, AgentService, DeleteAgentResponse, GetUsageResponse, SnapshotVersion, TransferProgress,
 } from "./gen/kvasir/cachestore/v1/cachestore_pb.js";
-import type {
-  Finished, GenerateRequestSchema, HotMemory, InferenceService, Turn as TurnUnderWay, WarmResponse,
+import {
+  EmbedRequestSchema,
+  type EmbedResponse, type Finished, type GenerateRequestSchema, type HotMemory, type InferenceService, type Turn as TurnUnderWay, type WarmResponse,
 } from "./gen/kvasir/inference/v1/inference_pb.js";
 import { Connection, type CallOptions, type ConnectOptions } from "./connection.js";
 import { KvasirError, movedTo, toKvasirError } from "./errors.js";
-import { Reply, countRequest, generateRequest, warmRequest, type GenerateEvent, type Input, type Turn } from "./turns.js";
+import { Reply, checked, countRequest, generateRequest, warmRequest, type GenerateEvent, type Input, type Turn } from "./turns.js";
 
 /** Names a version of an agent. Absent: the newest, of the line that was used last. */
 export interface At {
@@ -125,6 +126,12 @@ export class Client {
   async countTokens(input: Input, options: CallOptions = {}): Promise<number> {
     const request = countRequest(input);
     return Number((await this.#connection.call(options, (given) => this.engine.countTokens(request, given))).tokens);
+  }
+
+  /** The embeddings of texts, in their order. It has no deadline. */
+  async embed(given: MessageInitShape<typeof EmbedRequestSchema>, options: CallOptions = {}): Promise<EmbedResponse> {
+    const request = checked(EmbedRequestSchema, given);
+    return this.#connection.call({ timeoutMs: undefined, ...options }, (each) => this.engine.embed(request, each));
   }
 
   // --- agents ---

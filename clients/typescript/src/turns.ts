@@ -181,7 +181,7 @@ function responseFormat({ jsonSchema, regex }: Turn) {
 }
 
 /** The message. Values out of range are found only when it is written, so it is written here. */
-function checked<S extends DescMessage>(schema: S, given: MessageInitShape<S>): MessageShape<S> {
+export function checked<S extends DescMessage>(schema: S, given: MessageInitShape<S>): MessageShape<S> {
   const request = create(schema, given);
   try {
     toBinary(schema, request);

@@ -57,6 +57,9 @@ type call struct {
 	AgentIDs        []string `json:"agent_ids"`
 	Count           int      `json:"count"`
 	ResumeToken     string   `json:"resume_token"`
+	Texts           []string `json:"texts"`
+	Dimensions      *int32   `json:"dimensions"`
+	Truncate        bool     `json:"truncate"`
 }
 
 type values = map[string]any
@@ -84,7 +87,7 @@ func (p *program) answer(told call) values {
 		"connect": p.connect, "count": p.count, "reply": p.reply, "stream": p.stream, "warm": p.warm,
 		"list_agents": p.listAgents, "get_agent": p.getAgent, "fork": p.fork, "rollback": p.rollback, "delete": p.delete,
 		"export": p.export, "import": p.importAgent, "pull": p.pull, "list_turns": p.listTurns, "cancel_turn": p.cancelTurn,
-		"streams": p.streams, "list_hot_memories": p.listHotMemories, "usage": p.usage,
+		"streams": p.streams, "list_hot_memories": p.listHotMemories, "usage": p.usage, "embed": p.embed,
 	}
 	ctx := context.Background()
 	if told.TimeoutS != 0 {
@@ -135,6 +138,19 @@ func (p *program) connect(_ context.Context, told call) (values, error) {
 func (p *program) count(ctx context.Context, told call) (values, error) {
 	tokens, err := p.client.CountTokens(ctx, turn(told))
 	return values{"tokens": tokens}, err
+}
+
+func (p *program) embed(ctx context.Context, told call) (values, error) {
+	request := &inferencev1.EmbedRequest{Model: told.Model, Dimensions: told.Dimensions, Truncate: told.Truncate}
+	for _, text := range told.Texts {
+		request.Inputs = append(request.Inputs, &inferencev1.EmbedInput{Input: &inferencev1.EmbedInput_Text{Text: text}})
+	}
+	answer, err := p.client.Embed(ctx, request)
+	embeddings := []values{}
+	for _, each := range answer.GetEmbeddings() {
+		embeddings = append(embeddings, values{"values": each.GetValues(), "tokens": each.GetTokens()})
+	}
+	return values{"model": answer.GetModel(), "embeddings": embeddings}, err
 }
 
 func (p *program) reply(ctx context.Context, told call) (values, error) {

@@ -29,6 +29,8 @@ import javax.net.ssl.SSLException;
 import org.kvasir.cachestore.v1.*;
 import org.kvasir.inference.v1.CancelTurnRequest;
 import org.kvasir.inference.v1.CountTokensRequest;
+import org.kvasir.inference.v1.EmbedRequest;
+import org.kvasir.inference.v1.EmbedResponse;
 import org.kvasir.inference.v1.Finished;
 import org.kvasir.inference.v1.GenerateRequest;
 import org.kvasir.inference.v1.HotMemory;
@@ -126,6 +128,11 @@ public final class Client implements AutoCloseable {
   /** The tokens of a prompt, or of messages after the chat template. */
   public long countTokens(CountTokensRequest request) {
     return call(() -> soon(engine()).countTokens(request).getTokens());
+  }
+
+  /** The embeddings of texts, in their order. */
+  public EmbedResponse embed(EmbedRequest request) {
+    return call(() -> lasting(engine()).embed(request));
   }
 
   /** The turns of the caller's namespace that wait or run, the oldest first. */

@@ -25,6 +25,8 @@ import java.util.stream.StreamSupport;
 import org.kvasir.cachestore.v1.*;
 import org.kvasir.common.v1.Message;
 import org.kvasir.inference.v1.CountTokensRequest;
+import org.kvasir.inference.v1.EmbedInput;
+import org.kvasir.inference.v1.EmbedRequest;
 import org.kvasir.inference.v1.Finished;
 import org.kvasir.inference.v1.FinishReason;
 import org.kvasir.inference.v1.GenerateRequest;
@@ -65,6 +67,7 @@ final class Conformance {
     String agent = text(call, "agent_id");
     return switch (name) {
       case "count" -> count(client, call);
+      case "embed" -> embed(client, call);
       case "reply" -> reply(client, call);
       case "stream" -> stream(client, call);
       case "streams" -> streams(client, call);
@@ -162,6 +165,18 @@ final class Conformance {
       request.setMessages(turn.getMessages());
     }
     return Map.of("tokens", client.countTokens(request.build()));
+  }
+
+  private static Map<String, ?> embed(Client client, JsonObject call) {
+    var request = EmbedRequest.newBuilder().setModel(text(call, "model")).setTruncate(isSaid(call, "truncate"));
+    call.getAsJsonArray("texts").forEach(each -> request.addInputs(EmbedInput.newBuilder().setText(each.getAsString())));
+    if (call.has("dimensions")) {
+      request.setDimensions((int) number(call, "dimensions"));
+    }
+    var answer = client.embed(request.build());
+    var embeddings =
+        answer.getEmbeddingsList().stream().map(each -> Map.of("values", each.getValuesList(), "tokens", each.getTokens())).toList();
+    return Map.of("model", answer.getModel(), "embeddings", embeddings);
   }
 
   private static Map<String, ?> reply(Client client, JsonObject call) {
