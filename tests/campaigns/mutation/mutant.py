@@ -1,13 +1,23 @@
-"""One deliberate fault of the code, and a list of such faults with the table that says which test noticed each."""
+"""One deliberate fault of the code, and the table of such faults that says which test noticed each.
 
+A table is a Markdown page, written by hand but for its last column: what is broken, in which file and function, by
+which steps, which tests are asked, and which of them noticed.
+"""
+
+import ast
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from pathlib import Path
 
+from tests.campaigns.mutation.steps import VoidStep, function_of, read_steps
+
+ROOT = Path(__file__).parents[3]
 NOTHING = "**nothing**"
 NOT_RUN = "not run yet"
-_ROW = re.compile(r"^\| (?P<what>.+?) \| `(?P<file>[^`]+)` \| (?P<noticed>.*?) \|$")
+_ROW = re.compile(r"\| (.+?) \| `([^`]+)` \| (.+?) \| ([\w ]+) \| (.*?) \|")
+_BAR = "\\|"  # a bar in a cell
 
 
 class VoidMutant(Exception):
@@ -16,34 +26,43 @@ class VoidMutant(Exception):
 
 @dataclass(frozen=True)
 class Mutant:
-    """A change of one file of a package, and the tests to ask, in this order."""
+    """A change of one function of a package, and the tests to ask, in this order."""
 
     what: str
-    file: str  # the end of its path
-    old: str
-    new: str
-    tests: str = ""
-    also: tuple[str, str] = ("", "")  # a second change that the first one needs
+    place: str  # the end of a file's path, a colon, and the function's qualified name
+    steps: str
+    tests: str
+    noticed: str = field(default=NOT_RUN, compare=False)
 
     def path_in(self, package: Path) -> Path:
         """The file to change. Raises VoidMutant."""
-        found = [path for path in package.rglob("*.py") if path.as_posix().endswith(f"/{self.file}")]
+        file = self.place.partition(":")[0]
+        found = [path for path in _files_of(package) if path.as_posix().endswith(f"/{file}")]
         if len(found) != 1:
-            raise VoidMutant(f"{self.what}: {len(found)} files of {package.name} are called {self.file}")
+            raise VoidMutant(f"{self.what}: {len(found)} files of {package.name} are called {file}")
         return found[0]
 
-    def applied_to(self, source: str) -> str:
-        """The source with the fault. Raises VoidMutant."""
-        for fragment in (self.old, self.also[0]):
-            if fragment and (count := source.count(fragment)) != 1:
-                raise VoidMutant(f"{self.what}: {self.file} has {count} times what is to be changed: {fragment!r}")
-        source = source.replace(self.old, self.new)
-        return source.replace(*self.also) if self.also[0] else source
+    def applied_to(self, source: str) -> ast.Module:
+        """The tree with the fault. Raises VoidMutant."""
+        tree = ast.parse(source)
+        try:
+            function = function_of(tree, self.place.partition(":")[2])
+            before = ast.dump(function)
+            for step in read_steps(self.steps):
+                step.apply(function)
+        except VoidStep as error:
+            raise VoidMutant(f"{self.what} ({self.place}): {error}") from error
+        if ast.dump(function) == before:
+            raise VoidMutant(f"{self.what} ({self.place}): nothing changes")
+        return ast.fix_missing_locations(tree)
+
+    def row(self, noticed: str) -> str:
+        return f"| {self.what} | `{self.place}` | {self.steps.replace('|', _BAR)} | {self.tests} | {noticed} |"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the tests said of a broken copy."""
+    """The answer of the tests about a broken copy."""
 
     noticed_by: str  # a test, or what was found; "" where nothing was noticed
     went_wrong: str = ""  # why the tests say nothing about the fault
@@ -54,26 +73,33 @@ class Suite:
     """The mutants of one part of the code."""
 
     name: str
-    title: str
     package: str
-    table: Path  # from the root of the repository
-    mutants: Sequence[Mutant]
-    tests: str = ""  # where the tests of a mutant's word are
-    ask: Callable[[Mutant, Path], Asked] | None = None  # where no test file is asked: of a broken copy
-    column: str = "which test noticed"
+    ask: Callable[[Path], Asked] | None = None  # where no test file is asked: of a broken copy
+
+    @property
+    def table(self) -> str:
+        return f"tests/campaigns/mutation/tables/{self.name}.md"
+
+    @cached_property
+    def mutants(self) -> Sequence[Mutant]:
+        return rows_of((ROOT / self.table).read_text())
 
     def test_files(self, word: str, root: Path) -> list[Path]:
-        return sorted(root.glob(self.tests.format(word)))
+        return sorted(root.glob(f"tests/**/test_{word}.py"))
 
-    def table_text(self, noticed: Sequence[str]) -> str:
-        """The table, given its last column in the order of the mutants."""
-        rows = [f"| {each.what} | `{each.file}` | {by} |" for each, by in zip(self.mutants, noticed, strict=True)]
-        head = [f"# {self.title}", "", "Each fault was put into a copy of the code, and the tests were run on it.", ""]
-        how = f"Written by `python -m tests.campaigns.mutation {self.name}`; `make mutants` writes every such table."
-        return "\n".join([*head, how, "", f"| what was broken | where | {self.column} |", "|---|---|---|", *rows, ""])
+    def renewed(self, noticed: Sequence[str]) -> str:
+        """The table's text, given its last column in the order of the mutants."""
+        text = (ROOT / self.table).read_text()
+        head = [line for line in text.splitlines() if not _ROW.fullmatch(line)]
+        return "\n".join([*head, *map(Mutant.row, self.mutants, noticed), ""])
 
 
-def rows_of(table: str) -> list[tuple[str, str, str]]:
-    """What was broken, where, and what noticed it, of each row."""
-    found = (_ROW.match(line) for line in table.splitlines())
-    return [(row["what"], row["file"], row["noticed"]) for row in found if row]
+@cache
+def _files_of(package: Path) -> Sequence[Path]:
+    return list(package.rglob("*.py"))
+
+
+def rows_of(table: str) -> list[Mutant]:
+    """The mutants of a table."""
+    found = (_ROW.fullmatch(line.replace(_BAR, "\0")) for line in table.splitlines())
+    return [Mutant(*(cell.replace("\0", "|") for cell in row.groups())) for row in found if row]

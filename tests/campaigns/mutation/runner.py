@@ -58,9 +58,9 @@ class Run:
         self._jobs = len(copies)
         self._known = known
 
-    def unsound_tests(self) -> list[str]:
+    def unsound_tests(self, mutants: Sequence[Mutant]) -> list[str]:
         """Words whose tests fail although nothing is broken: they would notice everything."""
-        words = [] if self._suite.ask else sorted({word for each in self._suite.mutants for word in each.tests.split()})
+        words = [] if self._suite.ask else sorted({word for each in mutants for word in each.tests.split()})
         with ThreadPoolExecutor(self._jobs) as pool:
             return [word for word, is_sound in zip(words, pool.map(self._is_sound, words), strict=True) if not is_sound]
 
@@ -101,7 +101,7 @@ class Run:
 
     def _asked(self, mutant: Mutant, copy: Path) -> Asked:
         if self._suite.ask is not None:
-            return self._suite.ask(mutant, copy)
+            return self._suite.ask(copy)
         for word in mutant.tests.split():
             asked = ask_tests(self._suite, word, copy)
             if asked != Asked(""):
@@ -124,13 +124,14 @@ def ask_tests(suite: Suite, word: str, copy: Path) -> Asked:
     return Asked("")
 
 
-def noticed(suite: Suite, known: Known) -> list[str] | None:
-    """The last column of the table; None while a mutant has not been asked for."""
+def noticed(suite: Suite, known: Known) -> list[str]:
+    """The last column of the table: of what this tree was not asked for, as it stands there."""
     column = []
     for mutant in suite.mutants:
         asked = known.of(mutant.what)
         if asked is None or asked.went_wrong:
-            return None
-        by = asked.noticed_by if suite.ask else f"`{asked.noticed_by}`"
-        column.append(by if asked.noticed_by else NOTHING)
+            column.append(mutant.noticed)
+        else:
+            by = asked.noticed_by if suite.ask else f"`{asked.noticed_by}`"
+            column.append(by if asked.noticed_by else NOTHING)
     return column

@@ -1,18 +1,16 @@
-"""Every list of mutants of this repository."""
+"""Every table of mutants of this repository."""
 
 from collections.abc import Mapping
 
-from tests.cachestore.core.mutants import STORE
-from tests.cachestore.moving.mutants import MOVES
-from tests.cachestore.sealing.mutants import SEALING
-from tests.cachestore.service.mutants import AUDIT, UPKEEP
-from tests.campaigns.hammer.mutants import HAMMER
+from tests.campaigns.hammer.asking import ask_the_hammer
 from tests.campaigns.mutation.mutant import Suite
-from tests.inference.engine.mutants import ENGINE
-from tests.inference.kv.mutants import KV
-from tests.inference.scheduling.scheduler_mutants import SCHEDULER
-from tests.kvasir.mutants import SDK
 
+_PACKAGES = {
+    "cachestore_svc": ("store", "moves", "sealing", "upkeep"),
+    "inference_svc": ("engine", "scheduler", "kv"),
+    "clients/python/kvasir": ("audit", "sdk"),
+}
+_ASKED = [Suite(name, package) for package, names in _PACKAGES.items() for name in names]
 SUITES: Mapping[str, Suite] = {
-    suite.name: suite for suite in (STORE, MOVES, SEALING, UPKEEP, AUDIT, ENGINE, SCHEDULER, KV, HAMMER, SDK)
+    suite.name: suite for suite in (*_ASKED, Suite("hammer", "inference_svc", ask=ask_the_hammer))
 }

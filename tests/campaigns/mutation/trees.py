@@ -1,5 +1,6 @@
 """Copies of the tree in which the code is broken, and commands that run in them."""
 
+import ast
 import contextlib
 import hashlib
 import os
@@ -9,9 +10,8 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tests.campaigns.mutation.mutant import Mutant
+from tests.campaigns.mutation.mutant import ROOT, Mutant
 
-ROOT = Path(__file__).parents[3]
 _COPIED = ("cachestore_svc", "inference_svc", "clients", "compose", "proto", "tests", "tools", "pyproject.toml")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 # That a test fails is enough to know here; the smallest example of it takes minutes.
@@ -38,7 +38,7 @@ def do_not_shrink(copy: Path) -> None:
 
 
 def digest_of(copy: Path) -> str:
-    """Of what decides how a run ends: the code, its tests and the model, not the tables."""
+    """Of what decides how a run ends: the code, its tests and the model. Tables are no part of it."""
     hasher = hashlib.sha256()
     for path in sorted(path for path in copy.rglob("*") if path.is_file() and path.suffix not in {".md", ".pyc"}):
         hasher.update(str(path.relative_to(copy)).encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
@@ -50,7 +50,7 @@ def broken(mutant: Mutant, package: Path) -> Iterator[None]:
     """The mutant's fault is in the package, and gone afterwards. Raises VoidMutant."""
     path = mutant.path_in(package)
     source = path.read_text()
-    path.write_text(mutant.applied_to(source))
+    path.write_text(ast.unparse(mutant.applied_to(source)))
     try:
         yield
     finally:
