@@ -30,7 +30,7 @@ from cachestore_svc.index.live_leases import LiveLeases
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.journal.journal_lines import Position
 from cachestore_svc.journal.replay import Change, State, Version, VersionKey
-from cachestore_svc.sealing.sealed_names import SealedNames
+from cachestore_svc.sealing.sealed_names import PlainNames
 
 _Answer = TypeVar("_Answer")
 # The store's own operations: opening, checking, collecting everywhere. No credential has this namespace.
@@ -452,7 +452,7 @@ class Catalog(Protocol):
     def record_with(self, journal: Journal) -> None:
         """From now on write to the journal what each commit changes of agents and versions, before it commits."""
 
-    def seal(self, names_of: Callable[[str], SealedNames | None]) -> None:
+    def seal(self, names_of: Callable[[str], PlainNames]) -> None:
         """From now on what a sealed namespace asks has plain names, and its entries have sealed ones."""
 
     def keep_out(self, damage: Mapping[str, str]) -> None:

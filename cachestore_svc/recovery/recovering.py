@@ -36,9 +36,8 @@ from cachestore_svc.recovery.opening import DATABASE, locked, now_unix_ms
 from cachestore_svc.sealing.key_files import KeyFiles
 from cachestore_svc.sealing.keys import MasterKey
 from cachestore_svc.sealing.sealed_blobs import SealedBackend
-from cachestore_svc.sealing.sealed_facts import AGENT
 from cachestore_svc.sealing.sealed_form import RandomBytes
-from cachestore_svc.sealing.sealed_names import PlainNames
+from cachestore_svc.sealing.sealed_names import AGENT, PlainNames
 from cachestore_svc.sealing.seals import Seals
 
 _NEW_SUFFIX = ".recovering"
@@ -143,7 +142,7 @@ class _Recovery:
     # --- what there is ---
 
     def _space(self, name: str, state: Namespace, is_whole: bool) -> _RebuiltNamespace:
-        names = self._sealed.seals.names_of(name) or PlainNames()
+        names = self._sealed.seals.names_of(name)
         space = _RebuiltNamespace(name, state, salvage.Found(self._sealed.of(name), names))
         known = set(state.agents)
         state.owners = {

@@ -23,8 +23,7 @@ from cachestore_svc.index.sqlite.looking import looking_at
 from cachestore_svc.journal import journal, journal_lines
 from cachestore_svc.journal.replay import Agent, Namespace, State, Version
 from cachestore_svc.recovery import looking
-from cachestore_svc.recovery.reading import as_index_has_it
-from cachestore_svc.sealing.sealed_facts import seal_blob, seal_manifest
+from cachestore_svc.recovery.reading import as_index_has_it, seal_blob, seal_manifest
 from cachestore_svc.sealing.sealed_names import PlainNames
 
 

@@ -22,19 +22,32 @@ from kvasir.formats.digest import Digest
 _TEXT = re.compile(r"sealed-([a-z]+)\.([A-Za-z0-9_-]+)")
 _REMEMBERED = 1 << 16
 _HASH_HEX = 64
+# Kinds of texts; see PlainNames.text.
+AGENT, LABEL, VALUE, DETAIL, REQUEST = "agent", "label", "value", "detail", "request"
 
 
 class PlainNames:
     """The names of a namespace that is not sealed: they stay what they are."""
 
+    keep_order = True  # names sort as their forms in the tables do
+
     def hash(self, hash_: str) -> str:
-        return hash_
+        """The name of a digest's file, and its hash in the index: 64 hex digits as well."""
+        return self.hashes([hash_])[0]
+
+    def hashes(self, hashes: Iterable[str]) -> list[str]:
+        return list(hashes)
+
+    def open_hashes(self, sealed: Iterable[str]) -> list[str]:
+        return list(sealed)
 
     def digest(self, digest: Digest) -> Digest:
-        return digest
+        """The digest as the index has it: its size stays what it is."""
+        return Digest(self.hash(digest.hash), digest.size_bytes)
 
     def open_digest(self, digest: Digest) -> Digest:
-        return digest
+        [hash_] = self.open_hashes([digest.hash])
+        return Digest(hash_, digest.size_bytes)
 
     def keyed(self, hash_: str) -> str:
         return hash_
@@ -49,6 +62,8 @@ class PlainNames:
 class SealedNames(PlainNames):
     """Seals and opens names with a namespace's key. From any thread."""
 
+    keep_order = False
+
     def __init__(self, key: bytes) -> None:
         """`key`: 32 bytes."""
         self._texts = AESSIV(blake3(b"texts", key=key).digest(length=64))
@@ -60,29 +75,13 @@ class SealedNames(PlainNames):
         self._sealed: Callable[[str, str], str] = lru_cache(_REMEMBERED)(self._seal)
         self._opened: Callable[[str, str, str], str] = lru_cache(_REMEMBERED)(self._open)
 
-    def hash(self, hash_: str) -> str:
-        """The name of a digest's file, and its hash in the index: 64 hex digits as well."""
-        return self.hashes([hash_])[0]
-
     def hashes(self, hashes: Iterable[str]) -> list[str]:
-        """As `hash`, of many at once."""
         with self._lock:
             return _cut(self._sealer.update(bytes.fromhex("".join(hashes))))
 
-    def open_hash(self, sealed: str) -> str:
-        return self.open_hashes([sealed])[0]
-
     def open_hashes(self, sealed: Iterable[str]) -> list[str]:
-        """As `open_hash`, of many at once."""
         with self._lock:
             return _cut(self._opener.update(bytes.fromhex("".join(sealed))))
-
-    def digest(self, digest: Digest) -> Digest:
-        """The digest as the index has it: its size stays what it is."""
-        return Digest(self.hash(digest.hash), digest.size_bytes)
-
-    def open_digest(self, digest: Digest) -> Digest:
-        return Digest(self.open_hash(digest.hash), digest.size_bytes)
 
     def keyed(self, hash_: str) -> str:
         """What stands for a chain or block hash. It cannot be turned back."""
@@ -106,6 +105,9 @@ class SealedNames(PlainNames):
             return self._texts.decrypt(data, [kind.encode()]).decode()
         except (InvalidTag, ValueError):
             return token
+
+
+PLAIN_NAMES = PlainNames()
 
 
 def _cut(hashes: bytes) -> list[str]:

@@ -11,7 +11,7 @@ from kvasir.formats.blob_place import namespace_place
 
 from cachestore_svc.sealing.key_files import Records
 from cachestore_svc.sealing.keys import MasterKey, NamespaceKey, sealed_error
-from cachestore_svc.sealing.sealed_names import SealedNames
+from cachestore_svc.sealing.sealed_names import PLAIN_NAMES, PlainNames
 
 _LOST = (
     "its key record keys/{0} is missing or damaged: put it back; or, if nothing of it is left, begin anew with kvasir "
@@ -46,15 +46,14 @@ class Seals:
         """The key of a sealed namespace; None for one that is not sealed, or shut."""
         return self._keys.get(namespace_place(namespace))
 
-    def names_of(self, namespace: str) -> SealedNames | None:
-        """How the names of a sealed namespace are sealed; None for one that is not sealed, or shut."""
+    def names_of(self, namespace: str) -> PlainNames:
+        """How a namespace has its names in the index; as they are, where it is not sealed, or shut."""
         key = self.key_of(namespace) if self._keys else None
-        return None if key is None else key.names
+        return PLAIN_NAMES if key is None else key.names
 
     def plain(self, namespace: str, text: str) -> str:
         """A text about a namespace with the names in it opened, where they are sealed and the key is here."""
-        names = self.names_of(namespace)
-        return text if names is None else names.open_text(text)
+        return self.names_of(namespace).open_text(text)
 
     def refusal(self, namespace: str) -> FailedPrecondition | None:
         """Why the namespace is shut (NAMESPACE_SEALED, with what to do); None when it is open, sealed or not."""

@@ -1,9 +1,8 @@
 """Rows of agents: their names, labels, pins, and how they are changed and forgotten."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import starmap
+from typing import Any
 
 from kvasir.errors import FailedPrecondition
 from kvasir.formats.digest import Digest
@@ -16,7 +15,7 @@ from cachestore_svc.index.refusals import no_agent
 from cachestore_svc.index.sqlite import garbage, versions
 from cachestore_svc.index.sqlite.blobs import find_namespace, make_namespace
 from cachestore_svc.index.sqlite.rights.owners import ownership_of
-from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.index.sqlite.rows import AGENT, LABEL, PLAIN, VALUE, Parameter, Rows, Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +34,9 @@ def find_agent(rows: Rows, namespace: str, name: str) -> AgentRow | None:
     found = rows.one(
         f"SELECT {_COLUMNS} FROM agents WHERE namespace_id = ? AND name = ?",  # noqa: S608
         find_namespace(rows, namespace),
-        name,
+        AGENT(name),
     )
-    return AgentRow(*found) if found else None
+    return _row(rows, found) if found else None
 
 
 def get_row(rows: Rows, namespace: str, name: str) -> AgentRow:
@@ -52,7 +51,7 @@ def make_agent(rows: Rows, namespace: str, name: str, now_unix_ms: int) -> Agent
     rows.run(
         "INSERT OR IGNORE INTO agents (namespace_id, name, created_unix_ms) VALUES (?, ?, ?)",
         make_namespace(rows, namespace),
-        name,
+        AGENT(name),
         now_unix_ms,
     )
     return get_row(rows, namespace, name)
@@ -67,20 +66,23 @@ def agents_after(
     rows: Rows, wanted: AgentFilter, after: str, count: int, default_retained: int
 ) -> tuple[list[str], list[AgentRecord]]:
     """The `count` names that follow, fewer if they are the last; and which of these agents are wanted."""
-    found = rows.all(
-        f"SELECT {_COLUMNS} FROM agents"  # noqa: S608
-        " WHERE namespace_id = ? AND name > ? AND name >= ? ORDER BY name LIMIT ?",
-        find_namespace(rows, wanted.namespace),
-        after,
-        wanted.name_prefix,
-        count,
-    )
-    named = [agent for agent in starmap(AgentRow, found) if agent.name.startswith(wanted.name_prefix)]
+    sql = f"SELECT {_COLUMNS} FROM agents WHERE namespace_id = ?"  # noqa: S608
+    which: list[Parameter] = [find_namespace(rows, wanted.namespace)]
+    if rows.names.keep_order:  # else each page looks at all of them
+        sql += " AND name > ? AND name >= ? ORDER BY name LIMIT ?"
+        which += AGENT(after), AGENT(wanted.name_prefix), count
+    found = rows.all(sql, *which)
+    all_named = sorted((_row(rows, each) for each in found), key=lambda agent: agent.name)
+    named = [each for each in all_named if each.name > after and each.name.startswith(wanted.name_prefix)][:count]
     labels = wanted.labels.items()
     labelled = (agent for agent in named if not labels or labels <= labels_of(rows, agent.id).items())
     return [agent.name for agent in named], [
         record(rows, wanted.namespace, agent, default_retained) for agent in labelled
     ]
+
+
+def _row(rows: Rows, found: tuple[Any, ...]) -> AgentRow:
+    return AgentRow(found[0], rows.opened(AGENT, found[1]), *found[2:])
 
 
 def record(rows: Rows, namespace: str, agent: AgentRow, default_retained: int) -> AgentRecord:
@@ -118,7 +120,7 @@ def _unused_ms(rows: Rows, agent_id: int) -> int:
     return int(found[0]) if found else 0
 
 
-def _used(rows: Rows, agent_id: int) -> str:
+def _used(rows: Rows, agent_id: int) -> Text:
     """The agent's uses until now: what changes with each, whichever way the clock was set."""
     found = rows.one(
         """SELECT COALESCE(SUM(used_unix_ms), 0), COALESCE(SUM((SELECT MAX(version) FROM versions
@@ -126,20 +128,20 @@ def _used(rows: Rows, agent_id: int) -> str:
         agent_id,
     )
     assert found is not None
-    return f"{found[0]} {found[1]}"
+    return PLAIN(f"{found[0]} {found[1]}")
 
 
 def labels_of(rows: Rows, agent_id: int) -> dict[str, str]:
-    return dict(rows.all("SELECT name, value FROM labels WHERE agent_id = ? ORDER BY name", agent_id))
+    found = rows.all("SELECT name, value FROM labels WHERE agent_id = ?", agent_id)
+    return dict(sorted((rows.opened(LABEL, name), rows.opened(VALUE, value)) for name, value in found))
 
 
 def set_labels(rows: Rows, agent_id: int, labels: Mapping[str, str]) -> None:
     """Set these labels, however many the agent has then; an empty value removes one."""
-    table = rows.table("labels")
-    table.delete_where(
-        "agent_id = ? AND name IN (SELECT value FROM json_each(?))", [agent_id, json.dumps(list(labels))]
-    )
-    table.insert_all({"agent_id": agent_id, "name": name, "value": value} for name, value in labels.items() if value)
+    which = "agent_id = ? AND name IN (SELECT value FROM json_each(?))"
+    rows.run(f"DELETE FROM labels WHERE {which}", agent_id, LABEL.each(labels))  # noqa: S608
+    new = [(agent_id, LABEL(name), VALUE(value)) for name, value in labels.items() if value]
+    rows.many("INSERT INTO labels (agent_id, name, value) VALUES (?, ?, ?)", new)
 
 
 def forget_agent(rows: Rows, namespace: str, agent_id: str, force: bool, now_unix_ms: int) -> int:
@@ -175,7 +177,7 @@ def update_agent(
     """Change what is given. Raises NotFound; InvalidArgument before anything is changed."""
     agent = get_row(rows, namespace, agent_id)
     wanted = {**labels_of(rows, agent.id), **labels}
-    check_all_labels({rows.plain(name): rows.plain(value) for name, value in wanted.items() if value})
+    check_all_labels({name: value for name, value in wanted.items() if value})
     if labels.keys() != {FIRST_MOVE}:  # which no caller sets: it is no use of the agent
         rows.run("DELETE FROM unused WHERE agent_id = ?", agent.id)
     set_labels(rows, agent.id, labels)
@@ -197,7 +199,7 @@ def held_digests(rows: Rows, namespace: str, agent_id: str) -> list[Digest]:
             ORDER BY id""",
         get_row(rows, namespace, agent_id).id,
     )
-    return [Digest(*row) for row in found]
+    return rows.digests(found)
 
 
 def usage_of(rows: Rows, namespace: str, agent_id: str) -> AgentUsage:

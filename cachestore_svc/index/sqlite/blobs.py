@@ -3,14 +3,13 @@
 Every statement names a namespace: a hash alone finds nothing.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.blob_checks import BlobFacts, schema_hash
 from cachestore_svc.index.catalog import BlobEntry
-from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.index.sqlite.rows import HASH, KEYED, PLAIN, Rows
 
 _COLUMNS = """id, hash, size_bytes, kind, kv_identity_hash, start, tokens, chain, schema_hash, is_damaged,
     promised_unix_ms, is_brought, window"""
@@ -18,12 +17,12 @@ _COLUMNS = """id, hash, size_bytes, kind, kv_identity_hash, start, tokens, chain
 
 def find_namespace(rows: Rows, namespace: str) -> int:
     """Id of a namespace; 0, which none has, for one that holds nothing yet."""
-    found = rows.one("SELECT id FROM namespaces WHERE name = ?", namespace)
+    found = rows.one("SELECT id FROM namespaces WHERE name = ?", PLAIN(namespace))
     return int(found[0]) if found else 0
 
 
 def make_namespace(rows: Rows, namespace: str) -> int:
-    rows.run("INSERT OR IGNORE INTO namespaces (name) VALUES (?)", namespace)
+    rows.run("INSERT OR IGNORE INTO namespaces (name) VALUES (?)", PLAIN(namespace))
     return find_namespace(rows, namespace)
 
 
@@ -47,9 +46,10 @@ def entries_of(rows: Rows, namespace: str, hashes: Sequence[str]) -> Iterator[Bl
     found = rows.all(
         f"SELECT {_COLUMNS} FROM blobs WHERE namespace_id = ? AND hash IN (SELECT value FROM json_each(?))",  # noqa: S608
         find_namespace(rows, namespace),
-        json.dumps(hashes),
+        HASH.each(hashes),
     )
-    return (BlobEntry(*row) for row in found)
+    opened = rows.names.open_hashes([row[1] for row in found])
+    return (BlobEntry(row[0], hash_, *row[2:]) for row, hash_ in zip(found, opened, strict=True))
 
 
 def add_blob(rows: Rows, namespace: str, digest: Digest, facts: BlobFacts, now_unix_ms: int) -> bool:
@@ -57,22 +57,22 @@ def add_blob(rows: Rows, namespace: str, digest: Digest, facts: BlobFacts, now_u
     rest then begins again."""
     namespace_id = make_namespace(rows, namespace)
     identity = facts.identity
-    schema = schema_hash(facts.schema) if identity else None
+    schema = PLAIN(schema_hash(facts.schema)) if identity else None
     if identity:
-        rows.run("INSERT OR IGNORE INTO schemas VALUES (?, ?)", schema, facts.schema)
+        rows.run("INSERT OR IGNORE INTO schemas VALUES (?, ?)", schema, PLAIN(facts.schema))
     is_new = find_blob(rows, namespace, digest) is None
     rows.run(
         """INSERT INTO blobs (namespace_id, hash, size_bytes, kind, kv_identity_hash, start, tokens, chain, schema_hash,
             created_unix_ms, window) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
             ON CONFLICT (namespace_id, hash) DO UPDATE SET is_damaged = 0, marked_unix_ms = NULL""",
         namespace_id,
-        digest.hash,
+        HASH(digest.hash),
         digest.size_bytes,
-        facts.kind,
-        identity.kv_identity_hash if identity else None,
+        PLAIN(facts.kind),
+        PLAIN(identity.kv_identity_hash) if identity else None,
         identity.start if identity else None,
         identity.tokens if identity else None,
-        identity.chain if identity else None,
+        KEYED(identity.chain) if identity else None,
         schema,
         now_unix_ms,
         identity.window if identity else 0,
@@ -91,7 +91,7 @@ def set_damaged(rows: Rows, namespace: str, digest: Digest, is_damaged: bool) ->
         "UPDATE blobs SET is_damaged = ? WHERE namespace_id = ? AND hash = ? AND size_bytes = ? AND is_damaged <> ?",
         is_damaged,
         find_namespace(rows, namespace),
-        digest.hash,
+        HASH(digest.hash),
         digest.size_bytes,
         is_damaged,
     )
@@ -104,7 +104,7 @@ def damaged_blobs(rows: Rows, namespace: str) -> list[Digest]:
         "SELECT hash, size_bytes FROM blobs WHERE namespace_id = ? AND is_damaged ORDER BY hash",
         find_namespace(rows, namespace),
     )
-    return [Digest(*row) for row in found]
+    return rows.digests(found)
 
 
 def whole_blobs(rows: Rows, namespace: str) -> list[Digest]:
@@ -112,7 +112,7 @@ def whole_blobs(rows: Rows, namespace: str) -> list[Digest]:
     found = rows.all(
         "SELECT hash, size_bytes FROM blobs WHERE namespace_id = ? AND NOT is_damaged", find_namespace(rows, namespace)
     )
-    return [Digest(*row) for row in found]
+    return rows.digests(found)
 
 
 def blobs_after(rows: Rows, namespace: str, number: int, limit: int) -> list[tuple[int, Digest]]:
@@ -121,7 +121,7 @@ def blobs_after(rows: Rows, namespace: str, number: int, limit: int) -> list[tup
         "SELECT id, hash, size_bytes FROM blobs WHERE namespace_id = ? AND id > ? ORDER BY id LIMIT ?",
         *(find_namespace(rows, namespace), number, limit),
     )
-    return [(int(blob_id), Digest(hash_, size)) for blob_id, hash_, size in found]
+    return rows.numbered_digests(found)
 
 
 def all_hashes(rows: Rows) -> set[str]:
@@ -132,7 +132,7 @@ def all_hashes(rows: Rows) -> set[str]:
 def has_hash(rows: Rows, namespace: str, hash_: str) -> bool:
     """Whether the namespace lists a blob of this hash, damaged or not."""
     namespace_id = find_namespace(rows, namespace)
-    return rows.one("SELECT 1 FROM blobs WHERE namespace_id = ? AND hash = ?", namespace_id, hash_) is not None
+    return rows.one("SELECT 1 FROM blobs WHERE namespace_id = ? AND hash = ?", namespace_id, HASH(hash_)) is not None
 
 
 def stored_bytes(rows: Rows) -> dict[str, int]:

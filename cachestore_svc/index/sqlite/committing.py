@@ -4,8 +4,8 @@ Order of questions: did this commit already take effect? may this writer extend 
 are its blobs here, whole, and of exactly these tokens?
 """
 
-import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvasir.formats.block_file import FileIdentity
 from kvasir.formats.digest import Digest
@@ -18,7 +18,7 @@ from cachestore_svc.index.live_leases import LiveLeases
 from cachestore_svc.index.refusals import head_moved, missing, unfit_blob
 from cachestore_svc.index.sqlite import agents, blobs, provenance, versions
 from cachestore_svc.index.sqlite.rights import leases, owners
-from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.index.sqlite.rows import KEYED, PLAIN, Rows
 
 
 def commit_version(rows: Rows, asked: Commit, live: LiveLeases, now_unix_ms: int) -> Done:
@@ -60,15 +60,15 @@ def retain(rows: Rows, agent: agents.AgentRow, line_id: int, default_retained: i
 def bound_blobs(rows: Rows, namespace: str, kv_hash: str, block_hashes: Sequence[str]) -> dict[str, BlobEntry]:
     """Blobs by those of the block hashes that are bound to one which is whole and was not brought."""
     bound = rows.all(
-        """SELECT wanted.value, blobs.hash, blobs.size_bytes FROM json_each(?) AS wanted
+        """SELECT wanted.key, blobs.hash, blobs.size_bytes FROM json_each(?) AS wanted
             JOIN prefixes ON prefixes.block_hash = wanted.value JOIN blobs ON blobs.id = prefixes.blob_id
             WHERE prefixes.namespace_id = ? AND blobs.kv_identity_hash = ? AND NOT blobs.is_damaged
             AND NOT blobs.is_brought""",
-        json.dumps(list(block_hashes)),
+        KEYED.each(block_hashes),
         blobs.find_namespace(rows, namespace),
-        kv_hash,
+        PLAIN(kv_hash),
     )
-    digests = {block_hash: Digest(*digest) for block_hash, *digest in bound}
+    digests = {block_hashes[place]: digest for place, digest in rows.numbered_digests(bound)}
     found = blobs.find_blobs(rows, namespace, digests.values())
     return {block_hash: found[digest] for block_hash, digest in digests.items() if digest in found}
 
@@ -119,16 +119,16 @@ def fitting_blobs(rows: Rows, namespace: str, facts: ManifestFacts, needs: Seque
             raise missing(need.digest, f"{need.kind} at token {need.start}")
         if row.is_damaged:
             raise missing(need.digest, f"{need.kind} at token {need.start} (damaged)")
-        if problem := _misfit(row, need, facts):
+        if problem := _misfit(rows, row, need, facts):
             raise unfit_blob(need.digest, problem)
     return [found[need.digest] for need in needs]
 
 
-def _misfit(row: BlobEntry, need: NamedBlob, facts: ManifestFacts) -> str | None:
+def _misfit(rows: Rows, row: BlobEntry, need: NamedBlob, facts: ManifestFacts) -> str | None:
     if row.kv_identity_hash is None or row.start is None or row.tokens is None or row.chain is None:
         return f"kind: expected {need.kind}, found {row.kind}"
     identity = FileIdentity(row.kind, row.kv_identity_hash, row.start, row.tokens, row.chain, row.window)
-    return unfit(need, identity, row.schema_hash, facts)
+    return unfit(replace(need, chain=rows.names.keyed(need.chain)), identity, row.schema_hash, facts)
 
 
 def bind(rows: Rows, namespace: str, shared: Sequence[SharedBlock], named: Sequence[BlobEntry | None]) -> None:
@@ -147,7 +147,7 @@ def bind(rows: Rows, namespace: str, shared: Sequence[SharedBlock], named: Seque
                 DO UPDATE SET blob_id = excluded.blob_id
                 WHERE (SELECT is_damaged OR is_brought FROM blobs WHERE id = prefixes.blob_id)""",
             namespace_id,
-            block.block_hash,
+            KEYED(block.block_hash),
             blob.id,
         )
         if _bound_blob(rows, namespace_id, block.block_hash) != blob.id:
@@ -155,6 +155,7 @@ def bind(rows: Rows, namespace: str, shared: Sequence[SharedBlock], named: Seque
 
 
 def _bound_blob(rows: Rows, namespace_id: int, block_hash: str) -> int:
-    found = rows.one("SELECT blob_id FROM prefixes WHERE namespace_id = ? AND block_hash = ?", namespace_id, block_hash)
+    which = namespace_id, KEYED(block_hash)
+    found = rows.one("SELECT blob_id FROM prefixes WHERE namespace_id = ? AND block_hash = ?", *which)
     assert found is not None
     return int(found[0])

@@ -4,8 +4,9 @@ Sequences count per namespace, so that a watcher learns nothing of what happens 
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from typing import Any
 
 from kvasir.formats.digest import Digest
 
@@ -24,7 +25,16 @@ from cachestore_svc.facts.records import (
 )
 from cachestore_svc.index.catalog import History
 from cachestore_svc.index.sqlite.blobs import find_namespace, make_namespace
-from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.index.sqlite.rows import AGENT, DETAIL, HASH, PLAIN, REQUEST, Column, Rows
+
+# Of the texts in an event.
+_COLUMNS = {
+    "agent_id": AGENT,
+    "kv_identity_hash": PLAIN,
+    "hash": HASH,
+    "origin_detail": DETAIL,
+    "request_id": REQUEST,
+}
 
 
 def add_events(rows: Rows, history: History, namespace: str, bodies: Iterable[EventBody], now_unix_ms: int) -> None:
@@ -33,7 +43,7 @@ def add_events(rows: Rows, history: History, namespace: str, bodies: Iterable[Ev
     for body in bodies:
         rows.run("UPDATE namespaces SET last_event = last_event + 1 WHERE id = ?", namespace_id)
         last = _last(rows, namespace_id)
-        rows.run("INSERT INTO events VALUES (?, ?, ?, ?)", namespace_id, last, now_unix_ms, _to_json(body))
+        rows.run("INSERT INTO events VALUES (?, ?, ?, ?)", namespace_id, last, now_unix_ms, PLAIN(_to_json(rows, body)))
         rows.run(
             "DELETE FROM events WHERE namespace_id = ? AND sequence <= ?", namespace_id, last - history.kept_events
         )
@@ -41,13 +51,13 @@ def add_events(rows: Rows, history: History, namespace: str, bodies: Iterable[Ev
 
 def fact(rows: Rows, name: str) -> str | None:
     """What the store noted under this name."""
-    found = rows.one("SELECT value FROM facts WHERE name = ?", name)
+    found = rows.one("SELECT value FROM facts WHERE name = ?", PLAIN(name))
     return None if found is None else str(found[0])
 
 
 def set_fact(rows: Rows, name: str, value: str) -> None:
     """Note something of the store's own."""
-    rows.table("facts").upsert({"name": name, "value": value}, pk="name")
+    rows.run("INSERT OR REPLACE INTO facts (name, value) VALUES (?, ?)", PLAIN(name), PLAIN(value))
 
 
 def events_after(rows: Rows, history: History, namespace: str, cursor: EventCursor | None, limit: int) -> EventBatch:
@@ -67,7 +77,7 @@ def events_after(rows: Rows, history: History, namespace: str, cursor: EventCurs
         limit,
     )
     events = tuple(
-        Event(EventCursor(history.incarnation, sequence), at_unix_ms, _from_json(body))
+        Event(EventCursor(history.incarnation, sequence), at_unix_ms, _from_json(rows, body))
         for sequence, at_unix_ms, body in found
     )
     return EventBatch(events, events[-1].cursor if events else cursor)
@@ -78,13 +88,28 @@ def _last(rows: Rows, namespace_id: int) -> int:
     return int(found[0]) if found else 0
 
 
-def _to_json(body: EventBody) -> str:
-    return json.dumps({"event": type(body).__name__, **asdict(body)}, separators=(",", ":"))
+def _to_json(rows: Rows, body: EventBody) -> str:
+    fields = _texts_of(asdict(body), lambda column, text: rows.sealed(column, [text])[0])
+    return json.dumps({"event": type(body).__name__, **fields}, separators=(",", ":"))
 
 
-def _from_json(text: str) -> EventBody:
-    fields = json.loads(text)
-    match fields.pop("event"):
+def _texts_of(fields: dict[str, Any], change: Callable[[Column, str], str]) -> dict[str, Any]:
+    """The fields of an event with each text changed, as its column is. Raises KeyError for a text without a column."""
+    return {
+        name: change(_COLUMNS[name], value)
+        if isinstance(value, str)
+        else _texts_of(value, change)
+        if isinstance(value, dict)
+        else value
+        for name, value in fields.items()
+    }
+
+
+def _from_json(rows: Rows, text: str) -> EventBody:
+    found = json.loads(text)
+    event = found.pop("event")
+    fields = _texts_of(found, rows.opened)
+    match event:
         case "Committed":
             snapshot = fields["snapshot"]
             manifest, origin = Digest(**snapshot.pop("manifest")), Origin(snapshot.pop("origin"))

@@ -13,7 +13,7 @@ from cachestore_svc.index import eviction
 from cachestore_svc.index.catalog import Deadlines, Evicted, NotEnough
 from cachestore_svc.index.sqlite import versions
 from cachestore_svc.index.sqlite.blobs import find_namespace
-from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.index.sqlite.rows import AGENT, Rows
 
 
 def mark_unheld(rows: Rows, namespace: str, now_unix_ms: int) -> int:
@@ -50,7 +50,7 @@ def rested(rows: Rows, namespace: str, deadlines: Deadlines, limit: int) -> list
         deadlines.promised_until_unix_ms,
         limit,
     )
-    return [(int(blob_id), Digest(hash_, size)) for blob_id, hash_, size in found]
+    return rows.numbered_digests(found)
 
 
 def remove_blobs(rows: Rows, blob_ids: Sequence[int]) -> None:
@@ -136,7 +136,7 @@ def _candidates(rows: Rows, namespace_id: int) -> list[eviction.Candidate]:
 def _agent_of(rows: Rows, line_id: int) -> str:
     found = rows.one("SELECT name FROM agents JOIN lines ON lines.agent_id = agents.id WHERE lines.id = ?", line_id)
     assert found is not None
-    return str(found[0])
+    return rows.opened(AGENT, found[0])
 
 
 def _drop_empty(rows: Rows, line_id: int, agent: str) -> EventBody:
@@ -153,12 +153,12 @@ def _drop_empty(rows: Rows, line_id: int, agent: str) -> EventBody:
 
 
 def _remove_unpromised(rows: Rows, blob_ids: Sequence[int], now_unix_ms: int, deadlines: Deadlines) -> list[Digest]:
-    free: list[tuple[int, Digest]] = []
+    free: dict[int, tuple[str, int]] = {}
     for blob_id in blob_ids:
         found = rows.one("SELECT hash, size_bytes, promised_unix_ms FROM blobs WHERE id = ?", blob_id)
         assert found is not None
         if found[2] <= deadlines.promised_until_unix_ms:
-            free.append((blob_id, Digest(found[0], found[1])))
-    remove_blobs(rows, [blob_id for blob_id, _ in free])
-    mark(rows, [blob_id for blob_id in blob_ids if blob_id not in {each for each, _ in free}], now_unix_ms)
-    return [digest for _, digest in free]
+            free[blob_id] = found[:2]
+    remove_blobs(rows, list(free))
+    mark(rows, [blob_id for blob_id in blob_ids if blob_id not in free], now_unix_ms)
+    return rows.digests(list(free.values()))

@@ -9,11 +9,10 @@ Rows prove nothing about a text's author. A move brings what the agent's owner h
 there is so here, and so is what an engine here adds to it. A marked manifest says so by the mark's value.
 """
 
-import json
 from collections.abc import Sequence
 
 from cachestore_svc.index.catalog import BlobEntry
-from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.index.sqlite.rows import Rows, numbers
 
 BROUGHT, TEXT_OWN = 1, 2
 
@@ -65,6 +64,6 @@ def _held_as_ours(rows: Rows, blob_ids: Sequence[int]) -> set[int]:
                 WHERE manifests.blob_id = wanted.value AND NOT blobs.is_brought)
             OR EXISTS (SELECT 1 FROM manifest_blobs JOIN blobs ON blobs.id = manifest_blobs.manifest_id
                 WHERE manifest_blobs.blob_id = wanted.value AND NOT blobs.is_brought)""",
-        json.dumps(list(blob_ids)),
+        numbers(blob_ids),
     )
     return {int(blob_id) for (blob_id,) in found}

@@ -27,10 +27,9 @@ from cachestore_svc.index.damage import index_damaged
 from cachestore_svc.index.sqlite.failures import is_full, translated
 from cachestore_svc.index.sqlite.journaling.recording import Recorder
 from cachestore_svc.index.sqlite.migrations import migrate
-from cachestore_svc.index.sqlite.sealed.sealed_transaction import SealedTransaction
 from cachestore_svc.index.sqlite.transaction import SqliteTransaction
 from cachestore_svc.journal.journal import Journal
-from cachestore_svc.sealing.sealed_names import SealedNames
+from cachestore_svc.sealing.sealed_names import PLAIN_NAMES, PlainNames
 
 _Answer = TypeVar("_Answer")
 # One commit holds as many writes as this, or as many as begin within this time. Reads have a turn of the same length
@@ -64,7 +63,7 @@ class SqliteCatalog:
         self._is_closed = False
         self._recorder: Recorder | None = None
         self._damage: Mapping[str, str] = {}
-        self._names_of: Callable[[str], SealedNames | None] = lambda _: None
+        self._names_of: Callable[[str], PlainNames] = lambda _: PLAIN_NAMES
         # Whether opening changed the database's form.
         self.is_migrated = False
         opened: Future[None] = Future()
@@ -96,7 +95,7 @@ class SqliteCatalog:
     def keep_out(self, damage: Mapping[str, str]) -> None:
         self._damage = damage
 
-    def seal(self, names_of: Callable[[str], SealedNames | None]) -> None:
+    def seal(self, names_of: Callable[[str], PlainNames]) -> None:
         self._names_of = names_of
 
     def rebuild_indexes(self) -> None:
@@ -212,11 +211,10 @@ class SqliteCatalog:
         try:
             operation.answer.set_result(operation.work(rows))
         except BaseException as error:  # noqa: BLE001  it belongs to the caller
-            operation.answer.set_exception(rows.told(translated(error)))
+            operation.answer.set_exception(translated(error))
 
     def _rows_of(self, connection: sqlite3.Connection, operation: _Operation) -> SqliteTransaction:
-        names = self._names_of(operation.namespace)
-        return SqliteTransaction(connection) if names is None else SealedTransaction(connection, names)
+        return SqliteTransaction(connection, self._names_of(operation.namespace))
 
     def _write(
         self, connection: sqlite3.Connection, operations: list[_Operation], more: Iterable[_Operation] = ()
@@ -278,7 +276,7 @@ class SqliteCatalog:
         except BaseException as error:  # noqa: BLE001  it belongs to the caller
             connection.execute("ROLLBACK TO operation")
             connection.execute("RELEASE operation")
-            failure = rows.told(translated(error))
+            failure = translated(error)
             return [lambda: operation.answer.set_exception(failure)]
         connection.execute("RELEASE operation")
         return [*rows.after_commit_actions, lambda: operation.answer.set_result(result)]

@@ -3,7 +3,7 @@
 from cachestore_svc.index.catalog import SLICE, Sums
 from cachestore_svc.index.sqlite import versions
 from cachestore_svc.index.sqlite.blobs import find_namespace
-from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.index.sqlite.rows import PLAIN, Rows
 
 _AGENTS = f"""WITH some AS (SELECT id, name FROM agents WHERE namespace_id = ? AND name > ? ORDER BY name LIMIT {SLICE})
     SELECT (SELECT MAX(name) FROM some), (SELECT COUNT(*) FROM some), COUNT(versions.version), COALESCE(SUM(CASE WHEN
@@ -72,7 +72,8 @@ def written(rows: Rows, day: int) -> dict[str, int]:
 
 
 def _slice(rows: Rows, namespace: str, sql: str, after: str) -> Sums:
-    found = rows.one(sql, find_namespace(rows, namespace), after)
+    # Where it ended is named as the tables name it.
+    found = rows.one(sql, find_namespace(rows, namespace), PLAIN(after))
     assert found is not None
     last, *sums = found
     return (None if last is None else str(last)), [int(each) for each in sums]

@@ -5,7 +5,6 @@ the manifest's rows hold its blobs. A blob that nothing holds is garbage. Refere
 wrong.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from cachestore_svc.index.catalog import BlobEntry
 from cachestore_svc.index.refusals import no_agent, no_line
 from cachestore_svc.index.sqlite.blobs import find_blob, find_blobs, find_namespace
 from cachestore_svc.index.sqlite.provenance import TEXT_OWN
-from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.index.sqlite.rows import AGENT, DETAIL, HASH, PLAIN, REQUEST, Rows, Text, numbers
 
 _DROPPED_REMEMBERED = 1_000
 
@@ -61,9 +60,8 @@ def find_line(rows: Rows, query: LineQuery | LineKey) -> Line | None:
             WHERE agents.namespace_id = ? AND agents.name = ? AND (? IS NULL OR lines.kv_identity_hash = ?)
             ORDER BY {_NEWEST_FIRST} LIMIT 1""",  # noqa: S608
         find_namespace(rows, query.namespace),
-        query.agent_id,
-        query.kv_identity_hash,
-        query.kv_identity_hash,
+        AGENT(query.agent_id),
+        *_twice(query.kv_identity_hash),
     )
     return Line(*found) if found else None
 
@@ -93,10 +91,10 @@ def make_line(rows: Rows, agent_id: int, kv_hash: str, now_unix_ms: int) -> int:
         """INSERT INTO lines (agent_id, kv_identity_hash, used_unix_ms) VALUES (?, ?, ?)
             ON CONFLICT (agent_id, kv_identity_hash) DO UPDATE SET used_unix_ms = excluded.used_unix_ms""",
         agent_id,
-        kv_hash,
+        PLAIN(kv_hash),
         now_unix_ms,
     )
-    found = rows.one("SELECT id FROM lines WHERE agent_id = ? AND kv_identity_hash = ?", agent_id, kv_hash)
+    found = rows.one("SELECT id FROM lines WHERE agent_id = ? AND kv_identity_hash = ?", agent_id, PLAIN(kv_hash))
     assert found is not None
     return int(found[0])
 
@@ -141,9 +139,10 @@ def snapshots_after(rows: Rows, query: LineQuery, before: int, after_line: str, 
             AND (versions.version < ? OR (versions.version = ? AND lines.kv_identity_hash > ?))
             ORDER BY versions.version DESC, lines.kv_identity_hash LIMIT ?""",
         _agent_row(rows, query),
-        *(query.kv_identity_hash, query.kv_identity_hash, before, before, after_line, limit),
+        *_twice(query.kv_identity_hash),
+        *(before, before, PLAIN(after_line), limit),
     )
-    return [_snapshot(row) for row in found]
+    return [_snapshot(rows, row) for row in found]
 
 
 def _agent_row(rows: Rows, query: LineQuery | LineKey) -> int:
@@ -151,7 +150,7 @@ def _agent_row(rows: Rows, query: LineQuery | LineKey) -> int:
     found = rows.one(
         "SELECT id FROM agents WHERE namespace_id = ? AND name = ?",
         find_namespace(rows, query.namespace),
-        query.agent_id,
+        AGENT(query.agent_id),
     )
     if found is None:
         raise no_agent(query.agent_id)
@@ -166,14 +165,15 @@ def head_of(rows: Rows, line_id: int) -> int:
 
 def find_version(rows: Rows, line_id: int, version: int) -> SnapshotVersion | None:
     found = rows.one(f"{_SNAPSHOT} WHERE versions.line_id = ? AND versions.version = ?", line_id, version)
-    return _snapshot(found) if found else None
+    return _snapshot(rows, found) if found else None
 
 
 def get_version(rows: Rows, line: Line, version: int | None) -> SnapshotVersion:
     """The version of that number; None: the newest. Raises NotFound."""
     found = find_version(rows, line.id, head_of(rows, line.id) if version is None else version)
     if found is None:
-        [name] = rows.one("SELECT name FROM agents WHERE id = ?", line.agent_id) or ("",)
+        [sealed] = rows.one("SELECT name FROM agents WHERE id = ?", line.agent_id) or ("",)
+        name = rows.opened(AGENT, sealed)
         raise NotFound(
             f"agent {name!r} has no version {version}", reason="VERSION_NOT_FOUND", metadata={"agent_id": name}
         )
@@ -196,7 +196,7 @@ def add_version(rows: Rows, line_id: int, new: NewVersion, now_unix_ms: int) -> 
         new.parent_version,
         new.manifest_id,
         int(new.origin),
-        new.origin_detail,
+        DETAIL(new.origin_detail),
         now_unix_ms,
     )
     added = find_version(rows, line_id, version)
@@ -215,7 +215,7 @@ def hold_manifest(
     """From now on a manifest holds on to the blobs that it names. It may do so already."""
     total = manifest.size_bytes + sum(blob.size_bytes for blob in named)
     is_new = rows.run(
-        "INSERT OR IGNORE INTO manifests VALUES (?, ?, ?, ?)", manifest.id, token_count, total, request_id
+        "INSERT OR IGNORE INTO manifests VALUES (?, ?, ?, ?)", manifest.id, token_count, total, REQUEST(request_id)
     )
     if is_new:
         rows.many(
@@ -233,7 +233,7 @@ def named_digests(rows: Rows, manifest_id: int) -> list[Digest]:
             WHERE manifest_blobs.manifest_id = ? ORDER BY manifest_blobs.position""",
         manifest_id,
     )
-    return [Digest(*row) for row in found]
+    return rows.digests(found)
 
 
 def named_after(rows: Rows, namespace: str, manifest: Digest, position: int, limit: int) -> list[tuple[int, Digest]]:
@@ -246,11 +246,11 @@ def named_after(rows: Rows, namespace: str, manifest: Digest, position: int, lim
             ORDER BY manifest_blobs.position LIMIT ?""",
         position,
         find_namespace(rows, namespace),
-        manifest.hash,
+        HASH(manifest.hash),
         manifest.size_bytes,
         limit,
     )
-    return [(int(place), Digest(*digest)) for place, *digest in found]
+    return rows.numbered_digests(found)
 
 
 def is_held(rows: Rows, namespace: str, manifest: Digest) -> bool:
@@ -259,7 +259,7 @@ def is_held(rows: Rows, namespace: str, manifest: Digest) -> bool:
         """SELECT 1 FROM manifests JOIN blobs ON blobs.id = manifests.blob_id
             WHERE blobs.namespace_id = ? AND blobs.hash = ? AND blobs.size_bytes = ?""",
         find_namespace(rows, namespace),
-        manifest.hash,
+        HASH(manifest.hash),
         manifest.size_bytes,
     )
     return found is not None
@@ -272,7 +272,7 @@ def held_manifests(rows: Rows, namespace: str) -> list[Digest]:
             WHERE blobs.namespace_id = ? AND NOT blobs.is_damaged""",
         find_namespace(rows, namespace),
     )
-    return [Digest(*row) for row in found]
+    return rows.digests(found)
 
 
 def names_others(rows: Rows, namespace: str, manifest: Digest, named: Sequence[Digest]) -> bool:
@@ -304,7 +304,7 @@ def has_had(rows: Rows, query: LineQuery, manifest_hash: str) -> bool:
                 OR EXISTS (SELECT 1 FROM lines JOIN versions ON versions.line_id = lines.id
                     JOIN blobs ON blobs.id = versions.manifest_id
                     WHERE lines.agent_id = agents.id AND blobs.hash = ?))""",
-        *(query.namespace, query.agent_id, manifest_hash, manifest_hash),
+        *(PLAIN(query.namespace), AGENT(query.agent_id), HASH(manifest_hash), HASH(manifest_hash)),
     )
     return found is not None
 
@@ -338,7 +338,7 @@ def let_go(rows: Rows, manifest_id: int) -> list[int]:
     candidates = [manifest_id, *(blob_id for (blob_id,) in named)]
     unheld = rows.all(
         f"SELECT id FROM blobs WHERE id IN (SELECT value FROM json_each(?)) AND NOT {IS_REFERENCED}",  # noqa: S608
-        json.dumps(candidates),
+        numbers(candidates),
     )
     return [int(blob_id) for (blob_id,) in unheld]
 
@@ -352,20 +352,26 @@ def retain(rows: Rows, line_id: int, kept: int) -> None:
         drop_version(rows, line_id, version)
 
 
-def _snapshot(row: tuple[object, ...]) -> SnapshotVersion:
+def _twice(kv_hash: str | None) -> tuple[Text | None, Text | None]:
+    """For "(? IS NULL OR kv_identity_hash = ?)"."""
+    text = None if kv_hash is None else PLAIN(kv_hash)
+    return text, text
+
+
+def _snapshot(rows: Rows, row: tuple[object, ...]) -> SnapshotVersion:
     agent, kv_hash, version, hash_, size, parent, tokens, created, total, origin, detail, request, is_brought = row
     return SnapshotVersion(
-        agent_id=str(agent),
+        agent_id=rows.opened(AGENT, str(agent)),
         kv_identity_hash=str(kv_hash),
         version=_int(version),
-        manifest=Digest(str(hash_), _int(size)),
+        manifest=Digest(rows.opened(HASH, str(hash_)), _int(size)),
         parent_version=_int(parent),
         token_count=_int(tokens),
         created_unix_ms=_int(created),
         total_bytes=_int(total),
         origin=Origin(_int(origin)),
-        origin_detail=str(detail),
-        request_id=str(request),
+        origin_detail=rows.opened(DETAIL, str(detail)),
+        request_id=rows.opened(REQUEST, str(request)),
         is_brought=bool(is_brought),
         is_text_own=is_brought == TEXT_OWN,
     )

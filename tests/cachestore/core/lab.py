@@ -23,7 +23,6 @@ from cachestore_svc.index.catalog import CatalogView
 from cachestore_svc.sealing.key_files import KeyFiles
 from cachestore_svc.sealing.keys import MasterKey, new_record
 from cachestore_svc.sealing.sealed_blobs import SealedBackend
-from cachestore_svc.sealing.sealed_names import PlainNames
 from cachestore_svc.sealing.seals import Seals
 from cachestore_svc.store.store import NewBlob, Store, finish_all
 from tests import own_notes  # noqa: F401
@@ -137,7 +136,7 @@ class Lab:
 
     def file_of(self, digest: Digest, namespace: str = NS) -> Path:
         """The file of a blob, plain or sealed."""
-        names = Seals(KeyFiles(self.root, Disk()).read(), self.masters).names_of(namespace) or PlainNames()
+        names = Seals(KeyFiles(self.root, Disk()).read(), self.masters).names_of(namespace)
         hash_ = names.digest(digest).hash
         return self.directory_of(namespace) / "blobs" / hash_[:2] / hash_
 

@@ -4,7 +4,8 @@ import inspect
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+import sqlite3
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,17 +16,21 @@ from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.facts.records import BlobKind, Origin
+from cachestore_svc.facts.records import BlobKind, EventCursor, Origin
 from cachestore_svc.index.catalog import CatalogChange
-from cachestore_svc.index.sqlite.sealed.sealed_transaction import SealedTransaction
+from cachestore_svc.index.sqlite.events import _texts_of
+from cachestore_svc.index.sqlite.rows import PLAIN, Rows
+from cachestore_svc.index.sqlite.transaction import SqliteTransaction
 from cachestore_svc.recovery.key_care import KeyCare
 from cachestore_svc.recovery.recovering import recover
 from cachestore_svc.sealing.key_files import KeyFiles
 from cachestore_svc.sealing.keys import KeyRecord, MasterKey
 from cachestore_svc.sealing.sealed_form import SEGMENT_BYTES
 from cachestore_svc.store.store import Store
-from tests.cachestore.core.lab import NS, Chance, Lab, anybody, assert_restores, publish, upload, write
-from tests.cachestore.sealing.canaries import found_in, secrets_of
+from cachestore_svc.upkeep import collecting
+from cachestore_svc.upkeep.passed_time import ClockReading
+from tests.cachestore.core.lab import NS, Chance, Clock, Lab, anybody, assert_restores, publish, upload, write
+from tests.cachestore.sealing.canaries import files_with, found_in, secrets_of
 from tests.synthetic import LLAMA_8B, MIXED, SMALL, SyntheticAgent, SyntheticSnapshot
 
 PLAIN_NS = "other"
@@ -131,31 +136,104 @@ def names(store: Store, namespace: str, page_size: int) -> Iterator[str]:
             return
 
 
-# Verbs of the port that get no name, text or hash of a namespace, or whose callers have them as the tables do.
-NOTHING_TO_SEAL = {
-    *("namespaces", "stored_bytes", "count_unheld", "sums_of_agents", "sums_of_blobs", "counts", "after_commit"),
-    *("promise", "mark_unheld", "remove_blobs", "remove_unused_schemas", "set_lease_floor", "unreleased_leases"),
-    *("journal_position", "state", "state_anyway", "namespaces_anyway", "incarnation", "has_tables", "is_too_new"),
-    "count_owners",
-    *("wrong_indexes", "integrity_problems", "dangling_rows", "all_hashes", "apply_changes", "fence_changes"),
-    *(
-        "fact",
-        "set_fact",
-        "written",
-        "count_written",
-        "hold_version",
-        "set_journal_position",
-        "begin_incarnation",
-        "forget_incarnation",
-    ),
+# --- every verb ---
+
+# Verbs that see no namespace, or whose callers have texts as the tables do: at a start, and in a recovery.
+OF_THE_HOUSE = {
+    *("namespaces", "stored_bytes", "all_hashes", "after_commit", "set_lease_floor", "unreleased_leases", "fact"),
+    *("set_fact", "written", "remove_unused_schemas", "journal_position", "set_journal_position", "state"),
+    *("state_anyway", "namespaces_anyway", "incarnation", "begin_incarnation", "forget_incarnation", "has_tables"),
+    *("is_too_new", "wrong_indexes", "integrity_problems", "dangling_rows"),
+    *("apply_changes", "fence_changes", "hold_version"),
 }
 
 
-def test_every_verb_of_the_port_seals_or_has_nothing_to_seal() -> None:
-    port = {name for name, _ in inspect.getmembers(CatalogChange, inspect.isfunction) if not name.startswith("_")}
-    sealing = {name for name in vars(SealedTransaction) if name in port}
-    assert sealing | NOTHING_TO_SEAL == port
-    assert sealing & NOTHING_TO_SEAL == set()
+class Watch:
+    """Notes which verbs run in a sealed namespace, and which statements have a needle."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
+        self.called: set[str] = set()
+        self.needles: set[str] = set()
+        self.leaks: set[str] = set()
+        self._verb = ""
+        self.verbs = {
+            name for name, _ in inspect.getmembers(CatalogChange, inspect.isfunction) if not name.startswith("_")
+        }
+        for name in self.verbs:
+            monkeypatch.setattr(SqliteTransaction, name, self._watched(name, getattr(SqliteTransaction, name)))
+        catalog = store._core.catalog
+        catalog.read(NS, lambda rows: rows.connection.set_trace_callback(self._trace))  # type: ignore[attr-defined]
+
+    def _watched(self, name: str, verb: Callable[..., object]) -> Callable[..., object]:
+        def watched(rows: SqliteTransaction, *args: object, **kwargs: object) -> object:
+            if not rows.names.keep_order:
+                self.called.add(name)
+            self._verb = name
+            return verb(rows, *args, **kwargs)
+
+        return watched
+
+    def _trace(self, statement: str) -> None:
+        self.leaks |= {f"{self._verb}: {needle}" for needle in self.needles if needle in statement}
+
+
+def live_by_every_verb(store: Store, watch: Watch, clock: Clock) -> None:
+    agents = [SyntheticAgent(SMALL, seed) for seed in (1, 2)]
+    turns = [agent.turn(300, is_prompt=True, request_id=f"request {turn}") for turn, agent in enumerate(agents)]
+    hashes = agents[0].block_hashes(NS)
+    watch.needles = {AGENT, LABEL, VALUE, "origin detail", "request 0", "request 1", *hashes}
+    for turn in turns:
+        watch.needles |= {digest.hash for digest in (turn.manifest_digest, *turn.digests)}
+    token = store.acquire_lease(NS, AGENT, kv_identity_hash(SMALL), "engine-1").token
+    publish(store, AGENT, turns[0], 0, bind_shared=True, lease=token)
+    store.renew_lease(NS, AGENT, kv_identity_hash(SMALL), token)
+    store.release_lease(NS, AGENT, kv_identity_hash(SMALL), token)
+    store.find_prefix(NS, kv_identity_hash(SMALL), hashes)
+    upload(store, turns[1])
+    store.commit(NS, AGENT + "-2", turns[1].manifest_digest, 0, origin=Origin.IMPORT, origin_detail="origin detail")
+    clock.pass_s(10)
+    for page in (store.get_agent(NS, AGENT), store.list_agents(NS), store.list_snapshots(NS, AGENT)):
+        assert page
+    store.get_snapshot(NS, AGENT)
+    assert store.has_had(NS, AGENT, turns[0].manifest_digest.hash)
+    assert store.named_blobs(NS, turns[0].manifest_digest, store.get_snapshot(NS, AGENT).total_bytes)
+    with pytest.raises(NotFound):
+        store.named_blobs(NS, turns[0].digests[0], 0)
+    store.update_agent(NS, AGENT, labels={LABEL: VALUE, "kvasir.expires_after": "90d"})
+    store.fork_agent(NS, AGENT, AGENT + "-3")
+    store.rollback_agent(NS, AGENT, 1)
+    store.offer(NS, AGENT + "-3", "peer", "move", 0, anybody)
+    store.unfinished_moves(), store.owners(), store.usage(NS, AGENT), store.stats(NS), store.events_after(NS, None)
+    store.events_after(NS, EventCursor(store.events_after(NS, None).cursor.incarnation, 0))
+    store._core.quarantine(NS, turns[0].digests[:1])
+    store.check(repair=True), list(store.verify(NS, AGENT)), list(store.verify(NS))
+    assert store._core.catalog.read(NS, lambda view: view.has_hash(NS, turns[0].digests[0].hash))
+    store._core.catalog.write(NS, lambda change: change.hold_anew(NS, turns[0].manifest_digest, turns[0].digests))
+    store.expire_agents(ClockReading(clock(), clock.steady()))
+    store.scrubbing.load(), store.scrubbing.begin(), store.scrubbing.next()
+    store.delete_agent(NS, AGENT + "-2")
+    store.collect_garbage(dry_run=True), store.collect_garbage()
+    clock.pass_s(10_000_000)
+    store.collect_garbage()
+    collecting.make_room(store._core, NS, 1, resuming=turns[0].manifest_digest)
+
+
+def test_no_statement_of_any_verb_has_a_text_of_a_sealed_namespace(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    with lab.open() as store:
+        watch = Watch(monkeypatch, store)
+        live_by_every_verb(store, watch, lab.clock)
+        assert watch.leaks == set()
+        assert watch.verbs - OF_THE_HOUSE - watch.called == set(), "the life has to come to these, too"
+        assert files_with(lab.root, [needle.encode() for needle in watch.needles]) == []
+
+
+def test_a_statement_takes_no_text_without_its_column() -> None:
+    rows = Rows(sqlite3.connect(":memory:"))
+    assert rows.one("SELECT ?", PLAIN("text")) == ("text",)
+    with pytest.raises(TypeError, match="names its column"):
+        rows.one("SELECT ?", "text")  # type: ignore[arg-type]
+    with pytest.raises(KeyError, match="note"):
+        _texts_of({"note": "text"}, lambda _, text: text)
 
 
 # --- interrupted writes ---

@@ -13,7 +13,7 @@ from cachestore_svc.facts.records import LineKey, LineQuery, Origin
 from cachestore_svc.index.catalog import ReadManifest, Unheld
 from cachestore_svc.index.sqlite import agents, blobs, committing, versions
 from cachestore_svc.index.sqlite.rights import leases, owners
-from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.index.sqlite.rows import DETAIL, HASH, Rows
 from cachestore_svc.journal.replay import Change, Version, VersionKey
 
 
@@ -52,7 +52,7 @@ def hold_version(rows: Rows, read: ReadManifest, namespace: str, agent_id: str, 
     versions.hold_manifest(rows, manifest, named, len(facts.token_ids), facts.request_id)
     rows.run(
         "INSERT OR REPLACE INTO versions VALUES (?, ?, ?, ?, ?, ?, ?)",
-        *(line_id, number, new.parent_version, manifest.id, new.origin, new.origin_detail, new.created_unix_ms),
+        *(line_id, number, new.parent_version, manifest.id, new.origin, DETAIL(new.origin_detail), new.created_unix_ms),
     )
     if new.origin == Origin.TURN:  # only an engine commits a turn
         committing.bind(rows, namespace, shared, named)
@@ -89,7 +89,7 @@ def _drop(rows: Rows, namespace: str, agent: str, kv_hash: str, number: int) -> 
 
 def _brought(rows: Rows, namespace: str, hash_: str, value: int) -> None:
     """No mark is ever taken off: the journal records its end when its blob went, and so it goes here."""
-    key = blobs.find_namespace(rows, namespace), hash_
+    key = blobs.find_namespace(rows, namespace), HASH(hash_)
     if value:
         marked = "UPDATE blobs SET is_brought = MAX(is_brought, ?) WHERE namespace_id = ? AND hash = ?"
         rows.run(marked, value, *key)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from blake3 import blake3
 
 from cachestore_svc.index.damage import index_damaged
+from cachestore_svc.index.sqlite.events import fact, set_fact
 from cachestore_svc.index.sqlite.failures import NO_TEXT
 from cachestore_svc.index.sqlite.migrations import MIGRATIONS
 from cachestore_svc.index.sqlite.rows import Rows
@@ -35,43 +36,42 @@ _MANIFESTS = """SELECT manifests.blob_id, token_count, total_bytes, request_id, 
 
 def has_tables(rows: Rows) -> bool:
     """Whether this is the database of a store at all."""
-    return rows.table("versions").exists()
+    return bool(rows.columns("versions"))
 
 
 def has_marks(rows: Rows) -> bool:
     """Whether the database is of a form that marks blobs that were brought."""
-    return "is_brought" in rows.table("blobs").columns_dict
+    return "is_brought" in rows.columns("blobs")
 
 
 def journal_position(rows: Rows) -> tuple[str, Position] | None:
     """The journal's store and how far the index followed it; None when it never had a journal."""
-    found = rows.one("SELECT value FROM facts WHERE name = ?", _FACT)
+    found = fact(rows, _FACT)
     if found is None:
         return None
-    store, sequence, chain = str(found[0]).split(" ")
+    store, sequence, chain = found.split(" ")
     return store, Position(int(sequence), chain)
 
 
 def set_journal_position(rows: Rows, store: str, reached: Position) -> None:
-    rows.run("INSERT OR REPLACE INTO facts VALUES (?, ?)", _FACT, f"{store} {reached.sequence} {reached.chain}")
+    set_fact(rows, _FACT, f"{store} {reached.sequence} {reached.chain}")
 
 
 def incarnation(rows: Rows, inode: str) -> str | None:
     """The name of the event history; None when there is none, or when the database was written under another inode."""
-    facts = {row["name"]: row["value"] for row in rows.table("facts").rows}
-    return facts.get("incarnation") if facts.get("inode") == inode else None
+    return fact(rows, "incarnation") if fact(rows, "inode") == inode else None
 
 
 def begin_incarnation(rows: Rows, inode: str, name: str) -> str:
     """Give the event history a name; that name."""
-    facts = {"incarnation": name, "inode": inode}
-    rows.table("facts").upsert_all(({"name": key, "value": value} for key, value in facts.items()), pk="name")
+    set_fact(rows, "incarnation", name)
+    set_fact(rows, "inode", inode)
     return name
 
 
 def forget_incarnation(rows: Rows) -> None:
     """The history lost events: the next start gives it another name."""
-    rows.table("facts").delete_where("name = 'incarnation'")
+    rows.run("DELETE FROM facts WHERE name = 'incarnation'")
 
 
 def integrity_problems(rows: Rows) -> list[str]:
@@ -181,8 +181,8 @@ def _add_marks(rows: Rows, found_state: State) -> None:
 
 
 def _add_owners(rows: Rows, found_state: State) -> None:
-    if (table := rows.table("owners")).exists():
-        had_by = "had_by" if "had_by" in table.columns_dict else "NULL"  # of an index that no start has migrated
+    if columns := rows.columns("owners"):
+        had_by = "had_by" if "had_by" in columns else "NULL"  # of an index that no start has migrated
         for namespace, agent, *facts in rows.all(
             f"""SELECT namespaces.name, agent_name, state, generation, peer, move_id, since_unix_ms, was_owned, tells,
                 {had_by} FROM owners NOT INDEXED JOIN namespaces NOT INDEXED ON namespaces.id = owners.namespace_id"""  # noqa: S608

@@ -14,10 +14,12 @@ from cachestore_svc.facts.records import LeaseToken, LineKey, LineQuery
 from cachestore_svc.index.catalog import UnreleasedLease
 from cachestore_svc.index.live_leases import LiveLeases
 from cachestore_svc.index.sqlite.blobs import find_namespace, make_namespace
-from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.index.sqlite.events import fact, set_fact
+from cachestore_svc.index.sqlite.rows import AGENT, PLAIN, Parameter, Rows, Text
 
 _KEY = "namespace_id = ? AND agent_name = ? AND kv_identity_hash = ?"
 _COLUMNS = "kv_identity_hash, owner, generation, ttl_ms, is_released"
+_FLOOR = "lease_floor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ def renew_lease(rows: Rows, line: LineKey, live: LiveLeases, token: LeaseToken, 
 
 def set_lease_floor(rows: Rows, generation: int) -> None:
     """No lease that is not known yet begins below this generation: where leases were lost, higher ones were given."""
-    rows.table("facts").upsert({"name": "lease_floor", "value": str(generation)}, pk="name")
+    set_fact(rows, _FLOOR, str(generation))
 
 
 def release_lease(rows: Rows, line: LineKey, live: LiveLeases, token: LeaseToken) -> None:
@@ -173,12 +175,13 @@ def _rows_of(rows: Rows, query: LineQuery) -> Iterator[tuple[LineKey, _Row]]:
         yield LineKey(query.namespace, query.agent_id, row.kv_identity_hash), row
 
 
-def _key(rows: Rows, line: LineKey) -> tuple[int, str, str]:
-    return find_namespace(rows, line.namespace), line.agent_id, line.kv_identity_hash
+def _key(rows: Rows, line: LineKey) -> tuple[int, Text, Text]:
+    return find_namespace(rows, line.namespace), AGENT(line.agent_id), PLAIN(line.kv_identity_hash)
 
 
-def _any_of(rows: Rows, query: LineQuery) -> tuple[object, ...]:
-    return find_namespace(rows, query.namespace), query.agent_id, query.kv_identity_hash, query.kv_identity_hash
+def _any_of(rows: Rows, query: LineQuery) -> tuple[Parameter, ...]:
+    kv_hash = None if query.kv_identity_hash is None else PLAIN(query.kv_identity_hash)
+    return find_namespace(rows, query.namespace), AGENT(query.agent_id), kv_hash, kv_hash
 
 
 def _row(columns: tuple[object, ...] | list[object]) -> _Row:
@@ -200,10 +203,9 @@ def _write(rows: Rows, line: LineKey, token: LeaseToken, ttl_ms: int, *, is_rele
     rows.run(
         "INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?, ?, ?)",
         *_key(rows, line),
-        *(token.owner, token.generation, ttl_ms, is_released),
+        *(PLAIN(token.owner), token.generation, ttl_ms, is_released),
     )
 
 
 def _floor(rows: Rows) -> int:
-    found = rows.one("SELECT value FROM facts WHERE name = 'lease_floor'")
-    return int(found[0]) if found else 0
+    return int(fact(rows, _FLOOR) or 0)

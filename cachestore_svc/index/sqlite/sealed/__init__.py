@@ -1,1 +1,0 @@
-"""The catalog's verbs for namespaces whose names, texts and hashes are sealed in the tables."""
