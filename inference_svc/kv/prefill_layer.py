@@ -11,8 +11,9 @@ from typing import TypeAlias
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
-from inference_svc.kv.attention.geometry import MAX_QUERIES
+from inference_svc.kv.attention.geometry import MAX_QUERIES, most_queries
 from inference_svc.kv.attention.in_place import append_rows, gathered_values
+from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.paged import paged_attention
 from inference_svc.kv.codec import EncodedRows
 from inference_svc.kv.pages.block_table import window_start
@@ -20,8 +21,12 @@ from inference_svc.kv.pages.page_rows import joined_rows
 from inference_svc.kv.sequence_kv import PassRoom, SequenceKV
 from inference_svc.kv.state_kv import StateKV
 
-# Behind fewer tokens MLX's attention over de-quantized rows is as fast.
+# Behind fewer tokens MLX's attention over de-quantized rows is as fast for a few queries.
 LONG_TOKENS = 2048
+# For 16-bit types MLX's attention on CUDA makes a plan for each pair of lengths, which takes 45 ms when a process has
+# not seen it. So it is left the passes whose lengths come again, and those for which the kernels take longer by more.
+_RECURRING_TOKENS = 1024
+_MOST_PAIRS = 1 << 26  # of queries and tokens
 
 
 class PrefillLayer:
@@ -69,14 +74,17 @@ class InPlaceLayer(PrefillLayer):
     """As above on a GPU: kernels write the new rows to pages behind the sequence's length, where nobody reads them
     before the pass is over, and read all rows from there.
 
-    A few rows behind a long sequence are attended to where they lie, by splits of the sequence: `attends`.
+    Rows are attended to where they lie, by splits of the sequence, if `attends` says so: a few behind a long sequence
+    and, where the kernels have tiles, all but the passes that are left to MLX.
     """
 
     attends = False
 
-    def __init__(self, kv: SequenceKV, layer: int, room: PassRoom) -> None:
+    def __init__(self, kv: SequenceKV, layer: int, room: PassRoom, compute_type: str) -> None:
         super().__init__(kv, layer)
         self.room = room
+        has_matrices = kv.pool.dialect is Dialect.CUDA
+        self._most_queries = most_queries(kv.pool.formats[layer], compute_type, has_matrices=has_matrices)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """As `PrefillLayer.update_and_fetch`."""
@@ -116,8 +124,12 @@ class InPlaceLayer(PrefillLayer):
         """Whether `count` rows behind so many are attended to where they lie. Not if a row leaves the window within the
         chunk: it may be written nowhere.
         """
-        is_written = not self.window or count < self.window
-        return is_written and count <= MAX_QUERIES and stored >= LONG_TOKENS
+        if count > self._most_queries or (self.window and count >= self.window):
+            return False
+        if self._most_queries <= MAX_QUERIES:
+            return stored >= LONG_TOKENS
+        recurs = stored % _RECURRING_TOKENS == count % _RECURRING_TOKENS == 0
+        return not recurs and count * (stored + count) <= _MOST_PAIRS
 
     def attend(self, queries: mx.array, scale: float, mask: object, sinks: mx.array | None) -> mx.array:
         """As `FusedLayer.attend`."""
@@ -129,15 +141,17 @@ class InPlaceLayer(PrefillLayer):
 AnyLayer: TypeAlias = PrefillLayer | StateKV
 
 
-def prefill_layers(kv: SequenceKV) -> list[AnyLayer]:
-    """What a model is given for the next chunk of the sequence, one for each entry of the layout."""
+def prefill_layers(kv: SequenceKV, compute_type: str = "float32") -> list[AnyLayer]:
+    """What a model that computes in a type is given for the next chunk of the sequence, one for each entry of the
+    layout.
+    """
     room = PassRoom(kv)
     layers: list[AnyLayer] = []
     for index in range(len(kv.pool.identity.layers)):
         if index in kv.states:
             layers.append(kv.states[index].fork())
         elif kv.pool.dialect is not None:
-            layers.append(InPlaceLayer(kv, index, room))
+            layers.append(InPlaceLayer(kv, index, room, compute_type))
         else:
             layers.append(PrefillLayer(kv, index))
     return layers

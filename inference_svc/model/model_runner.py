@@ -147,7 +147,7 @@ class ModelRunner:
         needs_logits: bool = True,
         forward: Callable[[mx.array, Sequence[Any]], mx.array] | None = None,
     ) -> mx.array:
-        layers = prefill_layers(kv)
+        layers = prefill_layers(kv, self.compute_type)
         try:
             logits = (forward or self.forward)(mx.array([token_ids], dtype=mx.uint32), layers)
             self._evaluate(layers, is_cancelled)

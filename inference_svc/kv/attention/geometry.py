@@ -27,7 +27,7 @@ REDUCE_WARPS = 8
 LANES = 32
 PARTIAL_EXTRA = 4  # floats beside a mix: its greatest score, the sum of its weights, and two that keep it aligned
 MAX_QUERIES = 64  # per sequence and head of the kernels; with tiles more
-_MAX_TILED_QUERIES = 256
+_MAX_TILED_QUERIES = 2048  # a cell's
 _MAX_TILE_BYTES = 20 << 10  # of a warp
 
 
@@ -172,8 +172,8 @@ def _by_warpgroups(page_format: PageFormat, rows: int, seen_tokens: int, *, is_c
 
 
 def most_queries(page_format: PageFormat, query_type: str, *, has_matrices: bool) -> int:
-    """Queries of a sequence that the kernels serve: for more, MLX's own attention over de-quantized rows is as fast or
-    faster. Far into a sequence it is so from fewer on, which callers see to (`ShortPass.takes`).
+    """Queries of a sequence that the kernels serve. MLX's own attention over de-quantized rows may be faster for fewer,
+    which callers see to (`ShortPass.takes`, `InPlaceLayer`).
     """
     has_tiles = has_matrices and _has_tiles(page_format, query_type)
     return _MAX_TILED_QUERIES if has_tiles else MAX_QUERIES

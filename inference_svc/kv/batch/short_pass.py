@@ -38,7 +38,7 @@ def most_kept_tokens(identity: identity_pb2.KvIdentity, dialect: Dialect | None,
         return 0
     has_matrices = dialect is Dialect.CUDA
     served = (most_queries(each, compute_type, has_matrices=has_matrices) for each in formats)
-    return min(*served, *(group.window - 1 for group in groups if group.window))
+    return min(_COUNTS[-1], *served, *(group.window - 1 for group in groups if group.window))
 
 
 class ShortPass:

@@ -194,6 +194,33 @@ def test_a_few_rows_behind_many_are_attended_to_where_they_lie(monkeypatch: pyte
         memory.fork().compute(count, seed, bound=2e-5)
 
 
+@pytest.mark.long(8)
+def test_many_rows_are_attended_to_where_they_lie_unless_their_lengths_recur(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a window only if no row of the pass leaves it; and not if so many queries see so much that MLX is faster."""
+    for module in (prefill_layer, paged):
+        monkeypatch.setattr(module, "most_queries", lambda *_, **__: 320)
+    monkeypatch.setattr(prefill_layer, "_RECURRING_TOKENS", 64)
+    monkeypatch.setattr(prefill_layer, "_MOST_PAIRS", 200_000)
+    attended: list[int] = []
+    attend = InPlaceLayer.attend
+
+    def counted(self: InPlaceLayer, *given: Any) -> mx.array:
+        attended.append(self.window)
+        return attend(self, *given)
+
+    monkeypatch.setattr(InPlaceLayer, "attend", counted)
+    twins = Twins()
+    windows = {128: [], 7: [0, 0, 8, 100, 300], 99: [0, 0, 100, 300], 290: [0, 0, 300], 48: [0, 0, 100, 300], 330: []}
+    for seed, (count, served) in enumerate(windows.items()):
+        attended.clear()
+        twins.fork().compute(count, seed, bound=2e-5)
+        assert sorted(attended) == served, count
+        twins.compute(count, seed, bound=2e-5)
+    attended.clear()
+    twins.compute(300, 9, bound=2e-5)
+    assert not attended, "300 queries over 1,202 tokens"
+
+
 def after(layers: int) -> Any:
     """Cancels when it was asked so often."""
     asked = iter([False] * layers + [True])

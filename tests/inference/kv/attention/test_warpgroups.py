@@ -35,6 +35,7 @@ SCENES = {
         {"query_heads": 2, "query_count": 30, "window": 70},
     ),
     "q4-rotated, halves": (page_format("q4-rotated", 2, 128, 64, FP16), HALVES, {"query_heads": 8, "query_count": 20}),
+    "q4, hundreds of queries": (page_format("q4", 1, 128), BFLOATS, {"query_heads": 4, "query_count": 300}),
     "q8 in groups of 128": (page_format("q8", 1, 128, 128), BFLOATS, {"query_heads": 2, "query_count": 70}),
     "16 bits, head dimension 80, soft cap": (
         page_format("exact", 1, 80),
@@ -48,7 +49,11 @@ SCENES = {
     ),
 }
 # As in test_fused.py: each program takes a compiler a while.
-SAMPLED = ("q4, three warpgroups of queries", "k8v4, head dimension 96, a warpgroup without queries")
+SAMPLED = (
+    "q4, three warpgroups of queries",
+    "q4, hundreds of queries",
+    "k8v4, head dimension 96, a warpgroup without queries",
+)
 MATRIX = [pytest.param(name, marks=() if name in SAMPLED else pytest.mark.campaign) for name in SCENES]
 
 
