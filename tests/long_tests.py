@@ -11,7 +11,7 @@ PARTS = 6
 PROMISES: Mapping[str, tuple[str, ...]] = {
     "kill -9 loses nothing that was acknowledged": (
         "tests/cachestore/service/test_kills.py::test_eight_kills_under_load_lose_nothing_acknowledged",
-        "tests/inference/service/test_memory_survives.py::test_after_a_kill_of_both_services_the_agent_goes_on_token_for_token",
+        "tests/inference/service/memories/test_memory_survives.py::test_after_a_kill_of_both_services_the_agent_goes_on_token_for_token",
     ),
     "a memory is stored and goes on, however large": (
         "tests/campaigns/sizes/test_sizes.py::test_a_store_that_is_killed_in_the_middle_loses_no_memory",
@@ -32,11 +32,11 @@ PROMISES: Mapping[str, tuple[str, ...]] = {
         "tests/inference/engine/test_turns.py::test_a_cancelled_turn_leaves_the_memory_of_the_turn_before",
     ),
     "a store that fails costs time and no token": (
-        "tests/inference/service/test_warming.py::test_a_failed_restore_poisons_nothing_later",
+        "tests/inference/service/stores/test_warming.py::test_a_failed_restore_poisons_nothing_later",
     ),
     "what is damaged is found, named and never served": (
         "tests/cachestore/core/test_store_survives_flips.py::test_300_bit_flips_are_each_found_named_and_never_served",
-        "tests/inference/service/test_store_files.py::test_a_flipped_bit_is_found_and_the_store_quarantines_the_blob",
+        "tests/inference/service/stores/test_store_files.py::test_a_flipped_bit_is_found_and_the_store_quarantines_the_blob",
     ),
     "nobody calls without a right": (
         "tests/cachestore/service/test_who_may_call.py::test_a_foreign_credential_learns_and_changes_nothing",

@@ -16,7 +16,7 @@ from kvasir.errors import FailedPrecondition
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.gateway.conftest import Front, running_front
-from tests.inference.service.test_large_memories import until
+from tests.inference.service.memories.test_large_memories import until
 from tests.sampling import sampled
 from tests.set_clock import VARIABLE, set_ahead
 

@@ -7,7 +7,7 @@ import pytest
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.inference.engine.families import GEMMA3, GRANITE_HYBRID, write_family
-from tests.inference.service.test_memory_survives import GREEDY, TALK, say, talk, tokens
+from tests.inference.service.memories.test_memory_survives import GREEDY, TALK, say, talk, tokens
 from tests.system_fixtures import House, running_house
 
 # The shipped template needs an end token to close replies with.

@@ -12,7 +12,7 @@ from kvasir.errors import Unavailable
 from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from tests.inference.service.slow_link import SlowLink
+from tests.inference.service.stores.slow_link import SlowLink
 from tests.system_fixtures import House, running_house
 
 # What a turn may lose is 250 ms; two busy cores, a cold code path and the scheduler may take as much again.

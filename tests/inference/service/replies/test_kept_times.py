@@ -16,7 +16,7 @@ from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.volatile import LABEL, SYSTEM_CLOCK, SYSTEM_DATE, TOOLS_ORDER
 
-from tests.inference.service.test_moved_tools import TOOLS, moved
+from tests.inference.service.replies.test_moved_tools import TOOLS, moved
 from tests.system_fixtures import House, running_house
 
 GREEDY = {"max_tokens": 8}

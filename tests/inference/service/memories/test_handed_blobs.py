@@ -134,7 +134,7 @@ def test_an_engine_killed_while_it_hands_files_over_leaves_nothing_that_is_serve
 _HANDS_OVER = """
 import asyncio, sys
 from pathlib import Path
-from tests.inference.service.test_handed_blobs import NEW
+from tests.inference.service.memories.test_handed_blobs import NEW
 from kvasir.clients import AioStoreClient
 from kvasir.clients.aio.handed_upload import put_by_files
 from kvasir.clients.handed_files import HandedFiles
