@@ -18,18 +18,18 @@ PROMISES: Mapping[str, tuple[str, ...]] = {
     ),
     "no namespace sees another's": (
         "tests/cachestore/any_backend/test_store_isolation.py::test_what_is_theirs_does_not_exist_for_us",
-        "tests/inference/engine/test_batching.py::test_nobody_begins_with_what_another_namespace_holds",
+        "tests/inference/engine/turns/test_batching.py::test_nobody_begins_with_what_another_namespace_holds",
         "tests/gateway/test_memory_over_http.py::test_a_system_prompts_blocks_are_shared_under_one_namespace_alone",
     ),
     "restored as if it had never left": (
-        "tests/inference/engine/test_restore.py::test_a_restored_sequence_goes_on_as_if_it_had_never_left",
+        "tests/inference/engine/restoring/test_restore.py::test_a_restored_sequence_goes_on_as_if_it_had_never_left",
     ),
     "in a batch as alone": (
-        "tests/inference/engine/test_batching.py::test_eight_agents_say_and_remember_together_what_each_does_alone",
+        "tests/inference/engine/turns/test_batching.py::test_eight_agents_say_and_remember_together_what_each_does_alone",
         "tests/inference/kv/test_backends.py::test_a_concurrent_merge_mixes_no_rows",
     ),
     "a cancelled turn leaves the memory of the turn before": (
-        "tests/inference/engine/test_turns.py::test_a_cancelled_turn_leaves_the_memory_of_the_turn_before",
+        "tests/inference/engine/turns/test_turns.py::test_a_cancelled_turn_leaves_the_memory_of_the_turn_before",
     ),
     "a store that fails costs time and no token": (
         "tests/inference/service/stores/test_warming.py::test_a_failed_restore_poisons_nothing_later",

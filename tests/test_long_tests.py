@@ -27,7 +27,9 @@ def is_long(test: str) -> bool:
 
 
 def test_a_file_whose_tests_are_all_long_is_seen() -> None:
-    behind = "tests/inference/engine/test_behind_cells.py::test_a_stream_decodes_behind_each_cell_and_before_the_next"
+    behind = (
+        "tests/inference/engine/turns/test_behind_cells.py::test_a_stream_decodes_behind_each_cell_and_before_the_next"
+    )
     assert is_long(behind)
 
 

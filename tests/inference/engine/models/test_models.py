@@ -17,7 +17,7 @@ from inference_svc.model import kvasir_tiny
 from inference_svc.model.model_identity import weights_digest
 from tests.inference.engine.driving import Driver, tokens_of
 from tests.inference.engine.families import GEMMA3, write_family
-from tests.inference.engine.test_restore import goes_on_equally
+from tests.inference.engine.restoring.test_restore import goes_on_equally
 from tests.inference.engine.tiny_models import LLAMA, NARROW_HEADS, QWEN2, QWEN3, write_model
 from tests.inference.kv.sequences import four_bits
 

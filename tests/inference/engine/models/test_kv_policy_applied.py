@@ -16,8 +16,8 @@ from inference_svc.model.loading import load
 from inference_svc.model.model_identity import kv_identity
 from inference_svc.model.model_runner import ModelRunner
 from tests.inference.engine.driving import Driver, tokens_of
-from tests.inference.engine.test_kv import on_mlx
-from tests.inference.engine.test_models import opened
+from tests.inference.engine.models.test_kv import on_mlx
+from tests.inference.engine.models.test_models import opened
 from tests.system_fixtures import running_house
 
 PROMPT = tokens_of(300)

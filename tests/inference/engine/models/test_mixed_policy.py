@@ -11,8 +11,8 @@ from inference_svc.engine.api import Hot
 from inference_svc.kv.policy import PolicyRequest
 from tests.inference.engine.driving import Driver, tokens_of
 from tests.inference.engine.families import GEMMA3, write_family
-from tests.inference.engine.test_models import opened
-from tests.inference.engine.test_windows import remembered, restored, snapshot
+from tests.inference.engine.models.test_models import opened
+from tests.inference.engine.models.test_windows import remembered, restored, snapshot
 
 EXACT = "0,3"  # layers 0 and 2 have windows, 1 and 3 keep every token
 

@@ -21,7 +21,7 @@ from inference_svc.model.quality.material import Extent, conversation_sheets
 from inference_svc.model.quality.measure import Caches, Meter, Way, exact_way, policy_way
 from inference_svc.model.quality.policy_memory import FILE
 from tests.inference.engine.families import GEMMA3, JAMBA, write_family
-from tests.inference.engine.outlier_model import write_outlier_model
+from tests.inference.engine.models.outlier_model import write_outlier_model
 
 GLANCE = Extent((300,), recall_each=2, tools_each=2, canaries=1, canary_tokens=64)
 BRIEF = Extent((300,), recall_each=1, tools_each=1, canaries=1, canary_tokens=32)

@@ -11,7 +11,7 @@ from inference_svc.engine import mlx_thread
 from inference_svc.engine.api import AgentKey, Hot, Prefilled, Restored, Started, Tokens
 from inference_svc.engine.incoming import Incoming
 from tests.inference.engine.driving import Driver, Listener, tokens_of
-from tests.inference.engine.test_loading import used_pages
+from tests.inference.engine.restoring.test_loading import used_pages
 
 LENGTH = 1_700  # seven files
 FILES = 7
