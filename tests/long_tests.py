@@ -19,7 +19,7 @@ PROMISES: Mapping[str, tuple[str, ...]] = {
     "no namespace sees another's": (
         "tests/cachestore/any_backend/test_store_isolation.py::test_what_is_theirs_does_not_exist_for_us",
         "tests/inference/engine/turns/test_batching.py::test_nobody_begins_with_what_another_namespace_holds",
-        "tests/gateway/test_memory_over_http.py::test_a_system_prompts_blocks_are_shared_under_one_namespace_alone",
+        "tests/gateway/memory/test_memory_over_http.py::test_a_system_prompts_blocks_are_shared_under_one_namespace_alone",
     ),
     "restored as if it had never left": (
         "tests/inference/engine/restoring/test_restore.py::test_a_restored_sequence_goes_on_as_if_it_had_never_left",

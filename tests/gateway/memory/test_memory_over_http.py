@@ -16,8 +16,8 @@ from kvasir_gateway import anthropic_messages, openai_response_answers, openai_r
 from kvasir_gateway.turn import Asked
 
 from tests.gateway.conftest import Front
+from tests.gateway.dialects.test_openai_chat import ask, cached
 from tests.gateway.serving import MODEL, GatewayProcess, running_gateway
-from tests.gateway.test_openai_chat import ask, cached
 
 SYSTEM = "You live in a small town and know everybody there. " + "The market was full of people this morning. " * 40
 

@@ -16,7 +16,7 @@ from kvasir_gateway.door.bodies import MAX_CONTAINERS, MAX_DEPTH, MAX_VALUES, Re
 from starlette.requests import Request
 
 from tests.gateway.conftest import Front
-from tests.gateway.test_strange_requests import PATHS, is_in_shape, post
+from tests.gateway.connections.test_strange_requests import PATHS, is_in_shape, post
 
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(alphabet='a"\\[]{},:é'),

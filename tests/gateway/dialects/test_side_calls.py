@@ -12,8 +12,8 @@ from kvasir_gateway.reading.side_calls import SIDE_RULES, side_call_of, side_rul
 from kvasir_gateway.turn import Said, ToolUse, Turn
 
 from tests.gateway.conftest import Front
+from tests.gateway.dialects.test_conversations import Records, Talk, conversations, reply, user
 from tests.gateway.serving import MODEL
-from tests.gateway.test_conversations import Records, Talk, conversations, reply, user
 
 # As clients ask; the words are ours.
 TITLES = [

@@ -8,8 +8,8 @@ import jsonschema_rs
 import pytest
 
 from tests.gateway.conftest import Front
+from tests.gateway.dialects.test_forced_tool_choice import HELLO, NAMES, post
 from tests.gateway.serving import MODEL
-from tests.gateway.test_forced_tool_choice import HELLO, NAMES, post
 
 CHAT = "/v1/chat/completions"
 CALLS, NONE = {"logit_bias": {"1022": 100}}, {"logit_bias": {"1022": -100}}  # the token <tool_call>
