@@ -89,11 +89,11 @@ install: .venv/.installed ## Make .venv with everything; a second run does nothi
 	@touch $@
 
 campaigns: install ## The long forms of sampled tests (tests/CAMPAIGNS.md); hours on two cores
-	$(BIN)/python -m tests.cachestore.core.kill_campaign --kills 2000
-	$(BIN)/python -m tests.cachestore.core.kill_campaign --kills 2000 --sealed
-	$(BIN)/python -m tests.cachestore.core.flip_campaign --flips 5000
-	$(BIN)/python -m tests.cachestore.core.flip_campaign --flips 5000 --sealed
-	$(BIN)/python -m tests.cachestore.core.damage_campaign --stores 500
+	$(BIN)/python -m tests.cachestore.core.survival.kill_campaign --kills 2000
+	$(BIN)/python -m tests.cachestore.core.survival.kill_campaign --kills 2000 --sealed
+	$(BIN)/python -m tests.cachestore.core.survival.flip_campaign --flips 5000
+	$(BIN)/python -m tests.cachestore.core.survival.flip_campaign --flips 5000 --sealed
+	$(BIN)/python -m tests.cachestore.core.survival.damage_campaign --stores 500
 	$(BIN)/python -m tests.inference.formats.call_campaign
 	$(BIN)/python -m tests.campaigns.fuzz store --requests 20000 --seed 7
 	$(BIN)/python -m tests.campaigns.fuzz engine --requests 20000 --seed 4

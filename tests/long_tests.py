@@ -35,12 +35,12 @@ PROMISES: Mapping[str, tuple[str, ...]] = {
         "tests/inference/service/stores/test_warming.py::test_a_failed_restore_poisons_nothing_later",
     ),
     "what is damaged is found, named and never served": (
-        "tests/cachestore/core/test_store_survives_flips.py::test_300_bit_flips_are_each_found_named_and_never_served",
+        "tests/cachestore/core/survival/test_store_survives_flips.py::test_300_bit_flips_are_each_found_named_and_never_served",
         "tests/inference/service/stores/test_store_files.py::test_a_flipped_bit_is_found_and_the_store_quarantines_the_blob",
     ),
     "nobody calls without a right": (
-        "tests/cachestore/service/test_who_may_call.py::test_a_foreign_credential_learns_and_changes_nothing",
-        "tests/cachestore/service/test_who_may_call.py::test_no_credential_or_a_wrong_one_is_unauthenticated",
+        "tests/cachestore/service/access/test_who_may_call.py::test_a_foreign_credential_learns_and_changes_nothing",
+        "tests/cachestore/service/access/test_who_may_call.py::test_no_credential_or_a_wrong_one_is_unauthenticated",
     ),
     "an agent has one owner": (
         "tests/cachestore/moving/test_ownership.py::test_moves_in_any_order_leave_one_owner_at_most_and_in_the_end_exactly_one",

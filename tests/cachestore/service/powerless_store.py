@@ -1,6 +1,6 @@
 """The store on a disk that writes down all that it is asked, so that a power cut can be played when it was killed.
 
-What is there at its start counts as durable. See `tests.cachestore.core.power_loss` for the model.
+What is there at its start counts as durable. See `tests.cachestore.core.survival.power_loss` for the model.
 """
 
 import base64
@@ -16,7 +16,7 @@ from typing import Any
 
 from cachestore_svc import __main__ as program
 from cachestore_svc.store import store
-from tests.cachestore.core.power_loss import DATABASE_FILES, Crash, Effect, Fate, RecordingDisk
+from tests.cachestore.core.survival.power_loss import DATABASE_FILES, Crash, Effect, Fate, RecordingDisk
 from tests.cachestore.service.running import StoreHome
 
 _EFFECTS, _COPIES = "effects", "copies"

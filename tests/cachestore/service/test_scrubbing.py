@@ -18,8 +18,8 @@ from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads
 from tests.cachestore.core.lab import Lab
 from tests.cachestore.core.lab import publish as publish_in
-from tests.cachestore.service.lying_peers import LIES, LyingPeer, lying
 from tests.cachestore.service.running import RunningStore, StoreHome, assert_whole, publish, start_here, store_home
+from tests.cachestore.service.transfers.lying_peers import LIES, LyingPeer, lying
 from tests.synthetic import SMALL, SyntheticAgent
 
 TURN = SyntheticAgent(SMALL, 1).turn(256 * 3 + 10, is_prompt=True)

@@ -1,7 +1,7 @@
 """Random bit flips over blobs and manifests: none is served, the blob is named, and the rest goes on.
 
 Each flip is put back by writing the blob again, so that thousands fit on one store.
-`python -m tests.cachestore.core.flip_campaign --flips 5000` is the long form.
+`python -m tests.cachestore.core.survival.flip_campaign --flips 5000` is the long form.
 """
 
 import argparse

@@ -12,8 +12,8 @@ from kvasir.errors import DataLoss, NotFound, Unavailable
 from kvasir.formats.digest import Digest
 from kvasir.formats.frames import frames_of
 
-from tests.cachestore.service.lying_peers import LIES, OTHER, LyingPeer, lying
 from tests.cachestore.service.running import StoreHome, assert_whole, publish, start_here
+from tests.cachestore.service.transfers.lying_peers import LIES, OTHER, LyingPeer, lying
 from tests.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot, full_layers, kv_identity
 
 LARGE = kv_identity("large", full_layers(24, 8, 128))

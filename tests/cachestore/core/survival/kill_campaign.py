@@ -3,7 +3,7 @@
 A child opens the store and plays engines on two threads while a third collects garbage without any grace. It tells a
 pipe what it is about to do and what was acknowledged, and dies: at a chosen effect of the disk, or, to hit SQLite in
 the middle of a commit, at a moment that the parent chooses. The parent opens the same directory and compares it with
-what it was told. `python -m tests.cachestore.core.kill_campaign --kills 2000` is the long form.
+what it was told. `python -m tests.cachestore.core.survival.kill_campaign --kills 2000` is the long form.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import FailedPrecondition, KvasirError, NotFound
 
 from cachestore_svc.store.store import Store
-from tests.cachestore.core.dying_disk import DyingDisk
 from tests.cachestore.core.lab import NS, Lab, hand_all, publish, snapshot_digests
+from tests.cachestore.core.survival.dying_disk import DyingDisk
 from tests.cachestore.sealing.canaries import files_with
 from tests.synthetic import MIXED, SMALL, SyntheticAgent
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.cachestore.core.flip_campaign import campaign
+from tests.cachestore.core.survival.flip_campaign import campaign
 
 
 def test_100_bit_flips_in_sealed_files_are_each_found_named_and_never_served(tmp_path: Path) -> None:

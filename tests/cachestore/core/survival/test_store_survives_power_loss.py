@@ -11,7 +11,7 @@ from kvasir.formats.blob_place import HANDED
 from cachestore_svc.facts.records import SnapshotVersion
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, hand_all, publish, upload
-from tests.cachestore.core.power_loss import RecordingDisk, losses
+from tests.cachestore.core.survival.power_loss import RecordingDisk, losses
 from tests.sampling import sampled
 from tests.synthetic import MIXED, SMALL, SyntheticAgent, SyntheticSnapshot
 

@@ -8,8 +8,14 @@ from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import KvasirError
 
+from tests.cachestore.service.access.test_who_may_call import (
+    BAD_HASHES,
+    DIGEST_FIELDS,
+    HOSTILE_NAMES,
+    NAME_FIELDS,
+    call,
+)
 from tests.cachestore.service.running import StoreHome, publish
-from tests.cachestore.service.test_who_may_call import BAD_HASHES, DIGEST_FIELDS, HOSTILE_NAMES, NAME_FIELDS, call
 from tests.synthetic import SMALL, SyntheticAgent
 
 # Loaded by the interpreter before anything else; writes each path that is about to be touched.

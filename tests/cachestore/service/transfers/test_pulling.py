@@ -17,6 +17,7 @@ from kvasir.errors import (
 from kvasir.formats.block_hash import block_hash_chain, kv_identity_hash
 from kvasir.formats.digest import Digest
 
+from tests.cachestore.service.access.test_listening import certificate, tls_options
 from tests.cachestore.service.proxy import proxy_to
 from tests.cachestore.service.running import (
     RunningStore,
@@ -28,7 +29,6 @@ from tests.cachestore.service.running import (
     start_here,
     store_home,
 )
-from tests.cachestore.service.test_listening import certificate, tls_options
 from tests.synthetic import SMALL, TINY, WINDOWED, SyntheticAgent, full_layers, kv_identity
 
 LARGE = kv_identity("large", full_layers(24, 8, 128))

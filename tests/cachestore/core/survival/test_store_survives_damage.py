@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cachestore.core.damage_campaign import campaign
+from tests.cachestore.core.survival.damage_campaign import campaign
 
 
 @pytest.mark.long(9)

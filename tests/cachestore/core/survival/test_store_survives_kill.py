@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cachestore.core.kill_campaign import campaign
+from tests.cachestore.core.survival.kill_campaign import campaign
 
 KILLS = int(os.environ.get("KVASIR_KILLS", "30"))
 

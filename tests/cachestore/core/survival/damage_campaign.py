@@ -5,7 +5,7 @@ cuts, swaps with another store's file, deletions, and things that are no files, 
 ballast and note. Then the store starts, or refuses; each version that was acknowledged is served whole or told as
 damaged, also after collections without any grace; and `recover` brings back each whose manifest is there, after which
 `check` is clean.
-`python -m tests.cachestore.core.damage_campaign --stores 500` is the long form.
+`python -m tests.cachestore.core.survival.damage_campaign --stores 500` is the long form.
 """
 
 import argparse
