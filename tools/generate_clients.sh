@@ -10,7 +10,7 @@ test -x "$bin/protoc-gen-go-grpc" || GOBIN=$bin go install google.golang.org/grp
 mkdir -p "$out"
 PATH=$bin:$PATH .venv/bin/python -m grpc_tools.protoc -I proto --go_out="$out" --go_opt=paths=source_relative \
   --go-grpc_out="$out" --go-grpc_opt=paths=source_relative $(find proto/kvasir -name '*.proto' | sort)
-# What they were made of: tests/kvasir/test_client_stubs.py compares it with proto/, without Go.
+# What they were made of: tests/kvasir/clients/test_client_stubs.py compares it with proto/, without Go.
 (cd proto && find kvasir -name '*.proto' | sort | xargs ../.venv/bin/python -c '
 import hashlib, pathlib, sys
 for name in sys.argv[1:]:

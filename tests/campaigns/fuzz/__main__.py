@@ -11,9 +11,9 @@ from kvasir_gateway.openapi import document
 
 from tests.campaigns.fuzz.campaign import Findings, Target, fuzz
 from tests.campaigns.fuzz.contract import engine_rpcs, store_rpcs
-from tests.campaigns.fuzz.engine_target import EngineTarget
-from tests.campaigns.fuzz.gateway_target import GatewayTarget
-from tests.campaigns.fuzz.store_target import StoreTarget
+from tests.campaigns.fuzz.targets.engine_target import EngineTarget
+from tests.campaigns.fuzz.targets.gateway_target import GatewayTarget
+from tests.campaigns.fuzz.targets.store_target import StoreTarget
 
 TARGETS: dict[str, Callable[[Path, int], Target]] = {
     "store": StoreTarget,

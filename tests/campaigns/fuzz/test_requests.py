@@ -7,7 +7,7 @@ from google.protobuf.descriptor import Descriptor
 from tests.campaigns.fuzz import contract, wire
 from tests.campaigns.fuzz.hostile import BROKEN
 from tests.campaigns.fuzz.mutations import fill, mutate
-from tests.campaigns.fuzz.store_target import StoreTarget
+from tests.campaigns.fuzz.targets.store_target import StoreTarget
 from tools.kvasir_tiny.words import Dice
 
 

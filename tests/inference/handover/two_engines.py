@@ -13,7 +13,7 @@ from kvasir.clients.inference_client_turns import Reply
 from kvasir.errors import KvasirError, Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from tests.inference.handover.cut_link import CutLink
+from tests.inference.handover.failures.cut_link import CutLink
 from tests.system_fixtures import ENGINE_SERVICE, House, Service
 
 

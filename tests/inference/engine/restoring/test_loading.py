@@ -8,7 +8,7 @@ from kvasir.errors import Cancelled, DataLoss
 from inference_svc.engine.api import AgentKey, Hot, Restored, Started, Tokens
 from inference_svc.kv.attention import host_copy
 from tests.inference.engine.driving import Driver, Listener, driver_with_room_for, tokens_of
-from tests.inference.kv.attention.coming_files import play
+from tests.inference.kv.attention.device.coming_files import play
 from tests.inference.kv.sequences import poison_free_pages
 
 LENGTH = 1_700  # seven files; beside a stream one is loaded a step, because the engines here have no budget

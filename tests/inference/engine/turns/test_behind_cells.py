@@ -17,7 +17,7 @@ from inference_svc.kv.attention import in_place, paged
 from inference_svc.kv.attention.paged import Implementation
 from inference_svc.model.model_runner import ModelRunner
 from tests.inference.engine.driving import Driver, Listener, tokens_of
-from tests.inference.kv.attention.coming_files import PlayedDriver, play
+from tests.inference.kv.attention.device.coming_files import PlayedDriver, play
 from tests.inference.kv.attention.emulators import EMULATORS, needs_compiler
 
 pytestmark = [

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from inference_svc.kv.attention import host_copy
-from tests.inference.kv.attention.coming_files import PlayedDriver, play
+from tests.inference.kv.attention.device.coming_files import PlayedDriver, play
 
 UNITS = 3 << 10
 REAL_LANDINGS = host_copy._landings

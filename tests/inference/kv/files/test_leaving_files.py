@@ -24,7 +24,7 @@ from inference_svc.kv.policy import Rung, policy_of
 from inference_svc.kv.sequence_files import begin_files, files_of, first_whole_block
 from inference_svc.kv.sequence_kv import PassRoom, SequenceKV
 from tests.emulation.emulator import cxx
-from tests.inference.kv.attention.coming_files import PlayedDriver, play
+from tests.inference.kv.attention.device.coming_files import PlayedDriver, play
 from tests.inference.kv.attention.emulators import EMULATORS
 from tests.inference.kv.sequences import POISON, full, identity_of, poison_free_pages, windowed
 from tests.inference.kv.test_backends import tokens_of

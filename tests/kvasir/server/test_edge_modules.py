@@ -38,7 +38,7 @@ from kvasir.formats.frames import FRAME_BYTES, FrameAssembler, frames_of
 from kvasir.names import check_agent_id, check_namespace, check_request_id
 from kvasir.status import ANSWERS, DETAILS_KEY, answer_to, from_rpc_error, from_status, to_status
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TYPES = sorted(
     (each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, KvasirError)), key=str
 )

@@ -29,7 +29,7 @@ from kvasir.formats.frames import FrameAssembler, frames_of
 from kvasir.formats.layer_groups import first_touched_block
 from kvasir.formats.token_files import file_identities, state_identity
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 VECTORS = ROOT / "proto" / "vectors"
 NAMES = sorted(path.stem for path in VECTORS.glob("*.json"))
 

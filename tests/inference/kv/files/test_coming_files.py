@@ -11,10 +11,18 @@ from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.kv_load import KvLoad
 from inference_svc.kv.page import PAGE_TOKENS
 from inference_svc.kv.sequence_kv import SequenceKV
-from tests.inference.kv.attention.coming_files import PlayedDriver, play
+from tests.inference.kv.attention.device.coming_files import PlayedDriver, play
 from tests.inference.kv.attention.emulators import EMULATORS, needs_compiler
+from tests.inference.kv.files.test_sequence_files import (
+    MIXED,
+    checked,
+    checked_windows,
+    fed,
+    files,
+    not_a_number,
+    pool_of,
+)
 from tests.inference.kv.sequences import PoisonedPool, from_files, identity_of, stored
-from tests.inference.kv.test_sequence_files import MIXED, checked, checked_windows, fed, files, not_a_number, pool_of
 
 LENGTH = 600
 PIECES = 7  # of one file each

@@ -3,7 +3,7 @@
 import hashlib
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_go_stubs_are_made_of_todays_contract() -> None:

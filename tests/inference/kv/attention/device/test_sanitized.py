@@ -12,7 +12,7 @@ from tests.inference.kv.attention.emulators import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.campaign]
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[5]
 STRAY = """
 import mlx.core as mx
 from inference_svc.kv.attention.kernels import Dialect
