@@ -11,7 +11,7 @@ from kvasir.credentials import write_private_text
 
 from tests.cachestore.service.running import RunningStore, StoreHome, make_credentials, store_home
 from tests.cachestore.service.access.test_listening import certificate, tls_options
-from tests.system_fixtures import ENGINE_SERVICE, Service
+from tests.running.system_fixtures import ENGINE_SERVICE, Service
 
 PEER = "mac"
 

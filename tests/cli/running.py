@@ -27,7 +27,7 @@ from kvasir.cli.running.health import is_ready
 from kvasir.cli.running.home import Endpoint
 from kvasir.cli.showing.terminal import PlainConsole
 
-from tests.programs import Program, run
+from tests.running.programs import Program, run
 
 KVASIR = Path(sys.executable).with_name("kvasir")
 # Completion is for the shell that is named, whichever shell the tests run under.

@@ -24,7 +24,7 @@ from kvasir.formats.digest import Digest
 from safetensors.numpy import load_file
 
 from tests.cli.running import KVASIR, Cli, answers, eventually
-from tests.synthetic import SMALL, TINY, SyntheticAgent, SyntheticSnapshot
+from tests.made_models.synthetic import SMALL, TINY, SyntheticAgent, SyntheticSnapshot
 
 SNAPSHOT_KEYS = {
     "agent_id",

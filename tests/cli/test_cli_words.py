@@ -19,7 +19,7 @@ from typer.core import TyperArgument, TyperOption
 from typer.main import get_command
 
 from tests.cli.running import QUIET, in_process
-from tests.programs import run
+from tests.running.programs import run
 
 
 def commands(command: Any, *words: str) -> Iterator[tuple[str, ...]]:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.gateway.serving import GatewayProcess, running_gateway, write_keys
-from tests.system_fixtures import House
-from tests.tiny_encoder import write_encoder
+from tests.made_models.tiny_encoder import write_encoder
+from tests.running.system_fixtures import House
 
 NO_RETRIES = 0
 # The model that only embeds, beside kvasir-tiny.

@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx2 as httpx
 from kvasir.credentials import CLIENT, ENGINE, Principal, write_credentials
 
-from tests.programs import Program
-from tests.system_fixtures import House
+from tests.running.programs import Program
+from tests.running.system_fixtures import House
 
 CALLERS = (
     *(Principal(name, "first", frozenset({CLIENT})) for name in ("ada", "bob")),

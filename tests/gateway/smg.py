@@ -18,8 +18,8 @@ from typing import Any
 import openai
 
 from inference_svc.model import kvasir_tiny
-from tests.scraping import free_port
-from tests.system_fixtures import House, running_house
+from tests.running.scraping import free_port
+from tests.running.system_fixtures import House, running_house
 
 PACKAGE = "smg==1.13.0"
 MODEL = "kvasir-tiny"

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from inference_svc.model.kvasir_tiny import path
-from tests.sampling import sampled
+from tests.made_models.sampling import sampled
 from tools.kvasir_tiny import tokenizer, world
 
 

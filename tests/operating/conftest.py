@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.gateway.conftest import Front, running_front
-from tests.scraping import Scraped, free_port, health, scrape
+from tests.running.scraping import Scraped, free_port, health, scrape
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import pytest
 from kvasir.server.operator_page import About, OperatorPage, gauge
 from kvasir.server.wellness import Wellness
 
-from tests.scraping import free_port
+from tests.running.scraping import free_port
 
 
 @pytest.fixture(scope="module")

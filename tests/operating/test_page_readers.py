@@ -12,7 +12,7 @@ from kvasir.server.operator_page import About, OperatorPage
 from kvasir.server.wellness import Wellness
 from prometheus_client.core import Metric
 
-from tests.scraping import free_port
+from tests.running.scraping import free_port
 
 
 def test_a_probe_may_ask_for_the_head_alone() -> None:

@@ -12,7 +12,7 @@ from kvasir.server.traces import Traces
 
 from tests.gateway.conftest import Front, running_front
 from tests.gateway.serving import MODEL
-from tests.trace_collector import Collector, collecting
+from tests.running.trace_collector import Collector, collecting
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 

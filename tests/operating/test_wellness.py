@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.operating.conftest import Watched
-from tests.scraping import health
+from tests.running.scraping import health
 
 
 def eventually(is_so: Callable[[], bool], within_s: float = 20.0) -> None:

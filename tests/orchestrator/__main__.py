@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.system_fixtures import ROOT, running_house
+from tests.running.system_fixtures import ROOT, running_house
 
 
 def main(folder: Path) -> int:

@@ -16,7 +16,7 @@ from kvasir_bench.scenarios.retrieval import prompt_of
 from kvasir_orchestrator import Scenario
 
 from tests.cli.running import in_process
-from tests.system_fixtures import House, running_house
+from tests.running.system_fixtures import House, running_house
 
 GOSSIP = Scenario.shipped("gossip")
 

@@ -31,10 +31,10 @@ from kvasir_orchestrator import (
 from kvasir_orchestrator.examples import plain_asyncio
 
 from tests.cli.running import in_process
-from tests.programs import Program
-from tests.programs import run as run_program
-from tests.sampling import IS_WHOLE
-from tests.system_fixtures import House, running_house
+from tests.made_models.sampling import IS_WHOLE
+from tests.running.programs import Program
+from tests.running.programs import run as run_program
+from tests.running.system_fixtures import House, running_house
 
 TEXT = """
 name: NAME

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kvasir_orchestrator import Scenario, ScenarioInvalid
 
-from tests.sampling import sampled
+from tests.made_models.sampling import sampled
 
 AGENTS = ["ada", "bob", "cyd", "dan"]
 few = st.lists(st.sampled_from(AGENTS), unique=True, max_size=2)

@@ -12,7 +12,7 @@ from kvasir.credentials import CLIENT, ENGINE, Principal, write_credentials
 from kvasir.errors import KvasirError, NotFound, Unauthenticated
 from kvasir.formats import manifest
 
-from tests.system_fixtures import House
+from tests.running.system_fixtures import House
 
 SPACES = ("north", "south")
 AGENT = "same name"

@@ -8,7 +8,7 @@ from cachestore_svc.facts.records import Origin
 from cachestore_svc.index import listing
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, publish
-from tests.synthetic import (
+from tests.made_models.synthetic import (
     MIXED,
     SMALL,
     TINY,

@@ -12,7 +12,7 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.facts.records import BlobDamaged, BlobKind
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, damaged, publish, write
-from tests.synthetic import SMALL, TINY, SyntheticAgent
+from tests.made_models.synthetic import SMALL, TINY, SyntheticAgent
 
 TENSORS = BlobKind.TENSORS
 

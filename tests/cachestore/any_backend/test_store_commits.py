@@ -15,8 +15,8 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, publish, upload, write
-from tests.sampling import sampled
-from tests.synthetic import (
+from tests.made_models.sampling import sampled
+from tests.made_models.synthetic import (
     MIXED,
     SMALL,
     TINY,

@@ -10,7 +10,7 @@ from kvasir.formats.block_hash import kv_identity_hash
 from cachestore_svc.facts.records import AgentDeleted, AgentUpdated, BlobKind
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, publish, snapshot_digests, upload, write
-from tests.synthetic import SMALL, TINY, SyntheticAgent, SyntheticSnapshot
+from tests.made_models.synthetic import SMALL, TINY, SyntheticAgent, SyntheticSnapshot
 
 KV = kv_identity_hash(SMALL)
 GRACE_S = 100.0

@@ -11,7 +11,7 @@ from cachestore_svc.facts.records import BlobKind, HeldLease, Origin
 from cachestore_svc.store.owners import ArrivingAgent
 from cachestore_svc.store.store import NewBlob, Store
 from tests.cachestore.core.lab import NS, Lab, anybody, assert_restores, damaged, publish, upload, write
-from tests.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot
+from tests.made_models.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot
 
 KV = kv_identity_hash(SMALL)
 THEIRS = "theirs"

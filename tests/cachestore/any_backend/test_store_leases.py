@@ -15,8 +15,8 @@ from cachestore_svc.facts.records import HeldLease, LeaseToken, LeaseWanted, Lin
 from cachestore_svc.index.live_leases import LiveLeases
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Clock, Lab, publish, upload
-from tests.sampling import sampled
-from tests.synthetic import SMALL, TINY, SyntheticAgent
+from tests.made_models.sampling import sampled
+from tests.made_models.synthetic import SMALL, TINY, SyntheticAgent
 
 KV = kv_identity_hash(SMALL)
 

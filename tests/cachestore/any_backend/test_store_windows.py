@@ -14,7 +14,7 @@ from kvasir.formats.layer_groups import row_groups
 from cachestore_svc.facts.records import BlobKind, FoundPrefix, Origin
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, publish, upload, write
-from tests.synthetic import (
+from tests.made_models.synthetic import (
     SMALL,
     WINDOWED,
     SyntheticAgent,

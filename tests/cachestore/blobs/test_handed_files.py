@@ -14,7 +14,7 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.store.store import NewBlob, Store, finish_all
 from tests.cachestore.core.lab import NS, Lab, hand, write
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 TENSORS = BlobKind.TENSORS
 [(DIGEST, DATA)] = SyntheticAgent(SMALL, 1).turn(256).new_blobs.items()

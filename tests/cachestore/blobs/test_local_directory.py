@@ -10,7 +10,7 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, damaged, publish, write
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 
 def a_block() -> tuple[Digest, bytes]:

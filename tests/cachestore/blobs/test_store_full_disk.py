@@ -14,7 +14,7 @@ from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.store.store import NewBlob, Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, publish, upload, write
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 MIB = 1 << 20
 

@@ -12,7 +12,7 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import BlobKind
 from tests.cachestore.core.lab import NS, Lab, write
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 
 def a_block() -> tuple[Digest, bytes]:

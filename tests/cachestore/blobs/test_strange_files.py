@@ -15,7 +15,7 @@ from cachestore_svc.edge.messages import write_agent, write_event, write_snapsho
 from cachestore_svc.facts.records import LAST_UNIX_MS
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, publish, upload
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 
 def a_socket(path: Path) -> None:

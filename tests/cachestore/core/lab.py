@@ -26,7 +26,7 @@ from cachestore_svc.sealing.sealed_blobs import SealedBackend
 from cachestore_svc.sealing.seals import Seals
 from cachestore_svc.store.store import NewBlob, Store, finish_all
 from tests import own_notes  # noqa: F401
-from tests.synthetic import SyntheticSnapshot
+from tests.made_models.synthetic import SyntheticSnapshot
 
 NS = "default"
 MIB = 1 << 20

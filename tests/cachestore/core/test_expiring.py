@@ -16,7 +16,7 @@ from cachestore_svc.facts.records import AgentDeleted, EventCursor
 from cachestore_svc.store.store import Store
 from cachestore_svc.upkeep.passed_time import ClockReading
 from tests.cachestore.core.lab import NS, Lab, anybody, publish
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 HOUR, DAY = 3600.0, 86_400.0
 TURN = SyntheticAgent(SMALL, 1).turn(300, is_prompt=True)

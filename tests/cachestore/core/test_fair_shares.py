@@ -18,7 +18,7 @@ from cachestore_svc.index import listing
 from cachestore_svc.index.sqlite import agents
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import MIB, NS, Lab, publish, write_all
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 
 class SmallDisk(Disk):

@@ -15,8 +15,8 @@ from cachestore_svc.blobs.manifests import read_manifest
 from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import MIB, NS, write
-from tests.sampling import sampled
-from tests.synthetic import MIXED, SMALL, WINDOWED, SyntheticAgent
+from tests.made_models.sampling import sampled
+from tests.made_models.synthetic import MIXED, SMALL, WINDOWED, SyntheticAgent
 
 MANIFEST = SyntheticAgent(MIXED, 1).turn(300).manifest_bytes
 NUMBERS = st.integers(0, (1 << 32) - 1)

@@ -14,8 +14,8 @@ from cachestore_svc.journal import journal, last_run
 from tests.cachestore.core.lab import NS, Lab, publish
 from tests.cachestore.service.running import StoreHome, store_home
 from tests.cachestore.service.running import publish as publish_over
-from tests.sampling import sampled
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.sampling import sampled
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 KILLS = sampled(4, of=60)
 

@@ -20,7 +20,7 @@ from cachestore_svc.index.sqlite import migrations
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, publish, upload, write
 from tests.cachestore.core.start_up import fill
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 YESTERDAY = Path(__file__).parent / "yesterday"
 

@@ -10,7 +10,7 @@ from cachestore_svc.facts.records import BlobKind
 from kvasir.formats.digest import Digest
 from kvasir.errors import InvalidArgument, KvasirError
 from tests.cachestore.core.lab import Lab, publish, write
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 root = pathlib.Path(sys.argv[1])
 hostile = ["../../../etc/passwd", "..", ".", "/etc/passwd", "a/../../b", "~", "$HOME", "a\\\\b", "CON", "-rf", "%2e%2e",

@@ -16,8 +16,8 @@ from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.store.threads import StoreThreads
 from tests.cachestore.core.lab import MIB, NS, Lab, assert_restores, publish, write
-from tests.programs import run
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
+from tests.running.programs import run
 
 DATABASE = "kvasir.sqlite3"
 

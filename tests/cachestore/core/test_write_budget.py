@@ -7,7 +7,7 @@ from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, publish, upload, write
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 DAY = 86_400.0
 TURNS = [SyntheticAgent(SMALL, seed).turn(300, is_prompt=True) for seed in (1, 2, 3)]

@@ -16,7 +16,7 @@ from cachestore_svc.facts.records import Origin
 from cachestore_svc.index.sqlite.looking import looking_at
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Chance, Lab, assert_restores, publish, run_sql, upload, write_all
-from tests.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot
+from tests.made_models.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot
 
 DATABASE = "kvasir.sqlite3"
 LOG = "kvasir.sqlite3-wal"

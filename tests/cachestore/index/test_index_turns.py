@@ -19,7 +19,7 @@ from cachestore_svc.index.catalog import CatalogChange, CatalogView
 from cachestore_svc.index.sqlite.sqlite_catalog import MAX_TURN_MS, MAX_WRITES_PER_COMMIT, SqliteCatalog
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, publish, upload
-from tests.synthetic import MIXED, SMALL, SyntheticAgent
+from tests.made_models.synthetic import MIXED, SMALL, SyntheticAgent
 
 
 class Held:

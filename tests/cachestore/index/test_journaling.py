@@ -16,7 +16,7 @@ from cachestore_svc.journal.journal_lines import Parsed
 from cachestore_svc.store.store import Store
 from cachestore_svc.upkeep import collecting
 from tests.cachestore.core.lab import NS, Chance, Lab, publish, run_sql, upload
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 JOURNAL = "journal"
 

@@ -22,8 +22,8 @@ from cachestore_svc.facts.records import Origin, SnapshotVersion
 from cachestore_svc.index.sqlite import versions
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, publish, upload
-from tests.sampling import sampled
-from tests.synthetic import SMALL, WINDOWED, SyntheticAgent, SyntheticSnapshot
+from tests.made_models.sampling import sampled
+from tests.made_models.synthetic import SMALL, WINDOWED, SyntheticAgent, SyntheticSnapshot
 
 KV = kv_identity_hash(SMALL)
 HONEST, FORGED = 0, 666

@@ -20,8 +20,8 @@ from cachestore_svc.facts.records import LeaseToken, Origin, RecoverReport, Snap
 from cachestore_svc.recovery.recovering import recover
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Chance, Lab, damaged, publish, upload
-from tests.programs import run
-from tests.synthetic import MIXED, SMALL, WINDOWED, SyntheticAgent, SyntheticSnapshot
+from tests.made_models.synthetic import MIXED, SMALL, WINDOWED, SyntheticAgent, SyntheticSnapshot
+from tests.running.programs import run
 
 DATABASE = "kvasir.sqlite3"
 OTHER_NS = "other"

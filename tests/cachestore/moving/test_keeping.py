@@ -24,7 +24,7 @@ from cachestore_svc.store.threads import StoreThreads
 from tests.cachestore.core.lab import NS, Lab, anybody
 from tests.cachestore.core.lab import publish as publish_in
 from tests.cachestore.service.running import publish, store_home
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 TURN = SyntheticAgent(SMALL, 1).turn(30)
 

@@ -13,7 +13,7 @@ from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings, change_pee
 from tests.cachestore.moving.test_moves import as_peer, eventually, refused, state
 from tests.cachestore.moving.two_stores import Mac, macs
 from tests.cachestore.service.running import assert_whole, publish
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 
 @pytest.fixture(scope="module")

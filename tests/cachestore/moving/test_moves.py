@@ -18,7 +18,7 @@ from cachestore_svc.moving.arrivals import answers_of_peer
 from tests.cachestore.moving.two_stores import Mac, macs
 from tests.cachestore.service.running import assert_whole, publish
 from tests.cli.running import in_process
-from tests.synthetic import SMALL, TINY, SyntheticAgent
+from tests.made_models.synthetic import SMALL, TINY, SyntheticAgent
 
 KV = kv_identity_hash(SMALL)
 TINY_HASH = kv_identity_hash(TINY)

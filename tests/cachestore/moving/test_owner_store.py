@@ -19,7 +19,7 @@ from cachestore_svc.recovery.opening import DATABASE
 from cachestore_svc.store.owners import ArrivingAgent, ArrivingLine
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, anybody, publish, upload
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 
 def hand_over(store: Store, name: str) -> None:

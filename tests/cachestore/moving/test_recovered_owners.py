@@ -13,8 +13,8 @@ from tests.cachestore.moving.test_moves import refused, run
 from tests.cachestore.moving.two_stores import Mac, macs
 from tests.cachestore.service.running import publish
 from tests.cli.running import in_process
-from tests.programs import run as run_program
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
+from tests.running.programs import run as run_program
 
 TURNS = {name: SyntheticAgent(SMALL, seed).turn(300) for seed, name in enumerate(("gone", "home"))}
 

@@ -10,7 +10,7 @@ from kvasir.credentials import PEER, Principal, write_private_text
 
 from tests.cachestore.service.proxy import Proxy, proxy_to
 from tests.cachestore.service.running import RunningStore, StoreHome, make_credentials, store_home
-from tests.set_clock import VARIABLE, set_ahead
+from tests.running.set_clock import VARIABLE, set_ahead
 
 NAMES = ("laptop", "studio", "attic")
 

@@ -11,7 +11,7 @@ from kvasir.errors import KvasirError
 
 from cachestore_svc.pairing.exchange import Card, Hosting, Invitation, Joining
 from cachestore_svc.pairing.identity import Identity, new_identity
-from tests.sampling import sampled
+from tests.made_models.sampling import sampled
 
 RUNS = sampled(40, of=3000)
 CODES = ("ABCD-EFGH", "ZZZZ-ZZZZ")

@@ -34,7 +34,7 @@ from cachestore_svc.store.threads import StoreThreads
 from tests.cachestore.core.lab import NS, Lab
 from tests.cachestore.core.lab import publish as publish_in
 from tests.cachestore.service.running import make_credentials
-from tests.synthetic import SyntheticSnapshot
+from tests.made_models.synthetic import SyntheticSnapshot
 
 
 @dataclass

@@ -20,7 +20,7 @@ from cachestore_svc.recovery import salvage
 from inference_svc.memory import token_lines
 from tests.cachestore.core.lab import NS
 from tests.cachestore.rights.peered import Mac, macs
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 Play = Callable[[Mac, Mac, AioStoreClient], Coroutine[Any, Any, None]]
 MOVE = "ab" * 8

@@ -29,7 +29,7 @@ from cachestore_svc.index.catalog import CatalogView
 from cachestore_svc.pairing.rights import EFFECTS, NEEDS, Bond, Gives, Takes, Verb
 from tests.cachestore.core.lab import NS
 from tests.cachestore.rights.peered import Mac, macs
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 LIAR, HONEST = "mallory", ("ada", "ben")
 STEPS = 14

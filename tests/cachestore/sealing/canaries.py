@@ -9,7 +9,7 @@ from kvasir.formats.block_file import parse_header
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from tests.synthetic import SyntheticSnapshot
+from tests.made_models.synthetic import SyntheticSnapshot
 
 Bytes, Numbers = NDArray[np.uint8], NDArray[np.uint64]
 WINDOW = 16

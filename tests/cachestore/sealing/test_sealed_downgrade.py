@@ -17,7 +17,7 @@ from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Chance, Lab, assert_restores, publish
 from tests.cachestore.sealing.canaries import found_in, secrets_of
 from tests.cachestore.sealing.test_sealed_store import NEW, PLAIN_NS, care, left_behind
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 TRACES = ("record", "copy", "mark")
 LATER = SyntheticAgent(SMALL, 4).turn(300)

@@ -31,7 +31,7 @@ from cachestore_svc.upkeep import collecting
 from cachestore_svc.upkeep.passed_time import ClockReading
 from tests.cachestore.core.lab import NS, Chance, Clock, Lab, anybody, assert_restores, publish, upload, write
 from tests.cachestore.sealing.canaries import files_with, found_in, secrets_of
-from tests.synthetic import LLAMA_8B, MIXED, SMALL, SyntheticAgent, SyntheticSnapshot
+from tests.made_models.synthetic import LLAMA_8B, MIXED, SMALL, SyntheticAgent, SyntheticSnapshot
 
 PLAIN_NS = "other"
 AGENT = "the-name-of-an-agent-is-text-of-people"

@@ -16,8 +16,8 @@ from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.clients import StoreClient, Tls
 from kvasir.credentials import ADMIN, CLIENT, ENGINE, PEER, Principal, write_credentials, write_private_text
 
-from tests.programs import Program, run
-from tests.synthetic import SyntheticSnapshot
+from tests.made_models.synthetic import SyntheticSnapshot
+from tests.running.programs import Program, run
 
 READY_WITHIN_S = 60.0
 ROOT = Path(__file__).parents[3]

@@ -14,7 +14,7 @@ from kvasir.errors import Cancelled, Conflict, KvasirError, NotFound, Unavailabl
 from cachestore_svc.config import read_settings
 from cachestore_svc.store.store import Store
 from tests.cachestore.service.running import RunningStore, StoreHome, publish
-from tests.synthetic import MIXED, SMALL, SyntheticAgent, SyntheticSnapshot
+from tests.made_models.synthetic import MIXED, SMALL, SyntheticAgent, SyntheticSnapshot
 
 WRITERS = 4
 Acknowledged = dict[str, list[SyntheticSnapshot]]

@@ -9,7 +9,7 @@ import pytest
 from tests.cachestore.service.powerless_store import cut_power
 from tests.cachestore.service.running import store_home
 from tests.cachestore.service.test_kills import WRITERS, Writer, assert_clean, assert_nothing_lost, one_life
-from tests.sampling import sampled
+from tests.made_models.sampling import sampled
 
 CUTS = sampled(3, of=200)
 SEED = int(os.environ.get("KVASIR_SEED", "1"))

@@ -20,7 +20,7 @@ from tests.cachestore.core.lab import Lab
 from tests.cachestore.core.lab import publish as publish_in
 from tests.cachestore.service.running import RunningStore, StoreHome, assert_whole, publish, start_here, store_home
 from tests.cachestore.service.transfers.lying_peers import LIES, LyingPeer, lying
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 TURN = SyntheticAgent(SMALL, 1).turn(256 * 3 + 10, is_prompt=True)
 SIZE = sum(digest.size_bytes for digest in TURN.digests) + len(TURN.manifest_bytes)

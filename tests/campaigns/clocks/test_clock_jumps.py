@@ -17,8 +17,8 @@ from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.gateway.conftest import Front, running_front
 from tests.inference.service.memories.test_large_memories import until
-from tests.sampling import sampled
-from tests.set_clock import VARIABLE, set_ahead
+from tests.made_models.sampling import sampled
+from tests.running.set_clock import VARIABLE, set_ahead
 
 ROUNDS = sampled(1, of=60)
 SEED = int(os.environ.get("KVASIR_SEED", "1"))

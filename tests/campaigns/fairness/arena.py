@@ -10,8 +10,8 @@ import psutil
 from kvasir.credentials import CLIENT, ENGINE, Principal
 
 from tests.gateway.serving import GatewayProcess, running_gateway
-from tests.guarded_house import guarded
-from tests.system_fixtures import House
+from tests.running.guarded_house import guarded
+from tests.running.system_fixtures import House
 
 ATTACKERS = ("a0", "a1", "a2", "a3")
 """Credentials of namespace `a`, all of role client: what any tenant has."""

@@ -27,7 +27,7 @@ from typing import Any
 from tests.campaigns.fairness.arena import ATTACKERS, Arena, Memory, open_arena
 from tests.campaigns.fairness.rows import ROWS, Row
 from tests.campaigns.fairness.worker import Worked, Worker, open_worker
-from tests.system_fixtures import ROOT
+from tests.running.system_fixtures import ROOT
 
 RATIO = 3.0
 # Seconds below which a ratio is not held against a row. A call of the store: two fifths of the 250 ms after which an

@@ -9,7 +9,7 @@ from kvasir.formats.digest import Digest
 from kvasir.formats.frames import FRAME_BYTES
 
 from tests.campaigns.fairness.attacker import Attacker, consume
-from tests.synthetic import SMALL, SyntheticAgent, kv_identity, state_file
+from tests.made_models.synthetic import SMALL, SyntheticAgent, kv_identity, state_file
 
 _RPC = "/kvasir.cachestore.v1.CacheStoreService/"
 _HEALTH = "/grpc.health.v1.Health/Check"

@@ -21,7 +21,7 @@ from kvasir.errors import KvasirError, Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.campaigns.fairness.arena import Arena
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 GIVES_UP_S = 10.0
 _PAUSE_S = 0.01

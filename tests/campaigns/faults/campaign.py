@@ -24,7 +24,7 @@ from tests.campaigns.hammer import canaries
 from tests.campaigns.hammer.canaries import Canaries
 from tests.campaigns.hammer.records import Alone, TurnRecord, difference
 from tests.campaigns.hammer.reference import Reference
-from tests.system_fixtures import House
+from tests.running.system_fixtures import House
 from tools.kvasir_tiny.words import Dice
 
 BUDGET_S = 0.25

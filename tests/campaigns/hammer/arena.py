@@ -16,7 +16,7 @@ from kvasir.formats import manifest as manifests
 from tests.campaigns.hammer.canaries import Canaries
 from tests.campaigns.hammer.records import Alone, Problem, TurnRecord, difference, reuse_problem
 from tests.campaigns.hammer.reference import Reference
-from tests.system_fixtures import House
+from tests.running.system_fixtures import House
 
 if TYPE_CHECKING:
     from tests.campaigns.hammer.actors import Actor

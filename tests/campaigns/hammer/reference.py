@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.campaigns.hammer.records import Alone, TurnRecord
-from tests.system_fixtures import ROOT
+from tests.running.system_fixtures import ROOT
 
 _LINE_BYTES = 1 << 24
 

@@ -12,7 +12,7 @@ from tests.campaigns.hammer.actors import Actor
 from tests.campaigns.hammer.agents import Script
 from tests.campaigns.hammer.arena import Arena, RoundPlan, RoundResult
 from tests.campaigns.hammer.reference import Reference
-from tests.system_fixtures import House
+from tests.running.system_fixtures import House
 from tools.kvasir_tiny.words import Dice
 
 _SHARED_PREFIXES = 3

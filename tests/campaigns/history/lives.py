@@ -19,7 +19,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.campaigns.faults.faulty_link import Fault, FaultyLink
 from tests.campaigns.history.oracle import History, Said
-from tests.system_fixtures import ENGINE_SERVICE, House, Service
+from tests.running.system_fixtures import ENGINE_SERVICE, House, Service
 from tools.kvasir_tiny.words import Dice
 
 WORD = "door"

@@ -28,8 +28,8 @@ from kvasir.errors import KvasirError, NotFound
 
 from tests.cachestore.moving.two_stores import Mac, macs
 from tests.cachestore.service.running import publish
-from tests.programs import Program
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
+from tests.running.programs import Program
 
 PATIENCE_S = 1.0
 _HEALED_WITHIN_S, _ANSWER_S = 180.0, 20.0  # on a machine that is busy with other things

@@ -29,7 +29,7 @@ from cachestore_svc.pairing.identity import identity_file, read_or_make_identity
 from cachestore_svc.pairing.peers_file import PeerSettings, change_peers
 from tests.cachestore.service.running import ROOT, publish
 from tests.campaigns.moves import relay
-from tests.synthetic import SyntheticAgent, SyntheticSnapshot, full_layers, kv_identity
+from tests.made_models.synthetic import SyntheticAgent, SyntheticSnapshot, full_layers, kv_identity
 
 LARGE = kv_identity("large", full_layers(24, 8, 128))
 _BLOCK_BYTES = 7_090_688  # of 256 tokens

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.system_fixtures import ENGINE_SERVICE, House, Service
+from tests.running.system_fixtures import ENGINE_SERVICE, House, Service
 
 SHAPE = "llama-3.1-8b"
 BYTES_PER_TOKEN = 36_864

@@ -13,7 +13,7 @@ import psutil
 from kvasir.clients import AioInferenceClient
 
 from tests.campaigns.hammer import canaries
-from tests.system_fixtures import House
+from tests.running.system_fixtures import House
 from tools.kvasir_tiny.words import Dice
 
 # Few memories stay hot, so that old agents' are dropped from the first hundred requests on.

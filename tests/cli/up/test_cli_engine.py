@@ -8,7 +8,7 @@ from kvasir.cli.failures import NOT_FOUND
 
 from inference_svc.model import kvasir_tiny
 from tests.cli.running import Cli, Ended
-from tests.system_fixtures import House
+from tests.running.system_fixtures import House
 
 ENGINE_KEYS = {
     "kv_memory_bytes",

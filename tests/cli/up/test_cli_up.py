@@ -22,9 +22,9 @@ from kvasir.credentials import read_token
 from kvasir.options.gateway import DEFAULT_LISTEN
 
 from tests.cli.running import Begun, Cli, answers, eventually, free_port, in_process
-from tests.scraping import health, scrape
-from tests.tiny_encoder import write_encoder
-from tests.trace_collector import collecting
+from tests.made_models.tiny_encoder import write_encoder
+from tests.running.scraping import health, scrape
+from tests.running.trace_collector import collecting
 
 ROOT = Path(__file__).parent.parent.parent
 TURN_KEYS = {

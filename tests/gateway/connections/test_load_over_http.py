@@ -12,7 +12,7 @@ import pytest
 
 from tests.gateway.conftest import Front
 from tests.gateway.serving import MODEL
-from tests.programs import run
+from tests.running.programs import run
 
 
 def load(url: str, key: str, *options: str, code: int = 0) -> Any:

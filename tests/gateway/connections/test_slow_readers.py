@@ -14,7 +14,7 @@ import pytest
 from tests.gateway.conftest import Front
 from tests.gateway.http_load import seconds_until_idle
 from tests.gateway.serving import MODEL
-from tests.sampling import sampled
+from tests.made_models.sampling import sampled
 
 READERS = 4
 ROUNDS = sampled(1, of=40)

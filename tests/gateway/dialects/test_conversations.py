@@ -21,7 +21,7 @@ from kvasir_gateway.engine import CallerAtEngine
 from kvasir_gateway.page import looking
 from kvasir_gateway.turn import Place, Said, ToolUse
 
-from tests.synthetic import SMALL
+from tests.made_models.synthetic import SMALL
 
 KEY = bytes(32)
 NUMBERS = count()

@@ -10,7 +10,7 @@ import pytest
 
 from tests.gateway.conftest import ENCODER, Front
 from tests.gateway.serving import MODEL
-from tests.tiny_encoder import MOST_TOKENS, WIDTH
+from tests.made_models.tiny_encoder import MOST_TOKENS, WIDTH
 
 TEXTS = ["the dog sleeps", "Rex runs", "the cat"]
 OPENAI, EMBED, OLDER = "/v1/embeddings", "/api/embed", "/api/embeddings"

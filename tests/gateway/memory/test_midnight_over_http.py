@@ -8,9 +8,9 @@ import httpx2 as httpx
 import pytest
 
 from inference_svc.model import kvasir_tiny
-from tests.dated_model import dated
 from tests.gateway.conftest import Front, running_front
 from tests.gateway.serving import running_gateway
+from tests.made_models.dated_model import dated
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "My name is Anna, and my dog is called Rex. Please remember both. " * 8}]

@@ -16,7 +16,7 @@ from kvasir_gateway.turn import Asked, Said
 
 from tests.gateway.conftest import Front, running_front
 from tests.gateway.serving import MODEL
-from tests.thinking_models import THOUGHT, write_thinking_model
+from tests.made_models.thinking_models import THOUGHT, write_thinking_model
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 KEY = bytes(range(32))

@@ -17,7 +17,7 @@ from tests.gateway.conftest import ORIGIN, Front
 from tests.gateway.page.html_page import HTML, Browser, Html, parsed
 from tests.gateway.page.lives import BRANCHED, HOSTILE, MARKUP, endless_turn, live
 from tests.gateway.serving import GatewayProcess
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 WRITES = {
     "cancel": {"request_id": "story"},

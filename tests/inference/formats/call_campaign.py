@@ -19,7 +19,7 @@ from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.inference.formats.models_that_call import MARKERS, schemas_of, write_model_that_calls
-from tests.system_fixtures import running_house
+from tests.running.system_fixtures import running_house
 
 _AT_ONCE = 12
 _OFFERED = 4  # tools of a turn

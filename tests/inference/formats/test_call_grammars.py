@@ -15,7 +15,7 @@ from inference_svc.formats.call_grammars import FORMATS
 from inference_svc.formats.call_writing import Spelling
 from inference_svc.formats.grammar_trial_process import limits
 from inference_svc.formats.reply_grammars import reply_grammar
-from tests.sampling import sampled
+from tests.made_models.sampling import sampled
 
 TOKENIZER = LLTokenizer("byte")
 LETTERS = Spelling({})

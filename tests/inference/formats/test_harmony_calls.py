@@ -22,8 +22,8 @@ from inference_svc.text.given_json import GivenJson
 from inference_svc.text.replies.remembered_reply import Said, reply_message
 from inference_svc.text.token_text import TokenText
 from tests.inference.formats.models_that_call import schemas_of
-from tests.sampling import sampled
-from tests.thinking_models import write_tokenizer
+from tests.made_models.sampling import sampled
+from tests.made_models.thinking_models import write_tokenizer
 
 SCHEMAS = schemas_of("json_tools")
 ASKED = manifest_pb2.Message(role="user", content="Which?")

@@ -20,7 +20,7 @@ from inference_svc.formats.grammars import Grammars
 from tests.inference.engine.tiny_models import VOCABULARY
 from tests.inference.formats.models_that_call import MARKERS, schemas_of, write_model_that_calls
 from tests.inference.formats.test_call_grammars import EVERY, calls_in, compiled, random_reply
-from tests.sampling import sampled
+from tests.made_models.sampling import sampled
 
 _STOP, _MOST = 2, 1500
 

@@ -27,7 +27,7 @@ from tests.inference.formats.test_call_grammars import (
     calls_in,
     random_reply,
 )
-from tests.sampling import sampled
+from tests.made_models.sampling import sampled
 
 IN_TEXT, OR_FORMAT = ConstraintKind.CALLS_IN_TEXT, ConstraintKind.CALLS_OR_FORMAT
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}

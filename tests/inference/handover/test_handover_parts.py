@@ -25,7 +25,7 @@ from inference_svc.turns.phases import BegunPrompt, BegunTurn, Prompted, Recalle
 from inference_svc.turns.turn_data import Continuation
 from inference_svc.turns.turn_flow import TurnFlow
 from inference_svc.turns.turn_service import Choices
-from tests.synthetic import SMALL
+from tests.made_models.synthetic import SMALL
 
 HERE = Surroundings("kv", "tokenizer", "template", "cpu", "float32", 256, "0.1")
 

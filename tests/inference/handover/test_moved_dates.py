@@ -9,10 +9,10 @@ from kvasir.clients import AioInferenceClient
 from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from tests.dated_model import date_of, dated
 from tests.inference.handover.cases import ON
 from tests.inference.handover.two_engines import TwoEngines, hear, two_engines
-from tests.thinking_models import THINK, THOUGHT, write_thinking_model
+from tests.made_models.dated_model import date_of, dated
+from tests.made_models.thinking_models import THINK, THOUGHT, write_thinking_model
 
 BUDGET = 30
 UNENDING = {**ON["logit_bias"], THINK: -100.0, THOUGHT: -100.0}  # type: ignore[dict-item]

@@ -16,7 +16,7 @@ from kvasir.status import from_rpc_error
 
 from tests.inference.handover.cases import ON
 from tests.inference.handover.two_engines import TwoEngines, hear
-from tests.sampling import sampled
+from tests.made_models.sampling import sampled
 
 REPLAYS = sampled(12, of=400)
 SEED = int(os.environ.get("KVASIR_SEED", "1"))

@@ -27,7 +27,7 @@ from tests.cli.running import Cli, Ended
 from tests.inference.handover.cases import ON, STORY
 from tests.inference.handover.test_taking import PROMPT, opened, opening_for, stand
 from tests.inference.handover.two_engines import hear
-from tests.system_fixtures import ENGINE_SERVICE, Service
+from tests.running.system_fixtures import ENGINE_SERVICE, Service
 
 Macs = tuple[tuple[Mac, Service], tuple[Mac, Service]]
 # By the name that a peer has in the first engine's configuration: why it gives no turn.

@@ -14,7 +14,7 @@ from kvasir.errors import KvasirError, Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.inference.handover.failures.cut_link import CutLink
-from tests.system_fixtures import ENGINE_SERVICE, House, Service
+from tests.running.system_fixtures import ENGINE_SERVICE, House, Service
 
 
 class TwoEngines:

@@ -24,7 +24,7 @@ from inference_svc.memory.stored_windows import FoundPrefix
 from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.text.token_ids import TokenIds
 from tests.inference.memory.test_points import Surroundings
-from tests.synthetic import SMALL
+from tests.made_models.synthetic import SMALL
 
 TEXT = "x" * 1_100
 BLOB_BYTES = 2 << 20

@@ -22,7 +22,7 @@ from inference_svc.memory.store.patience import Budget
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.text.token_ids import TokenIds
-from tests.synthetic import MIXED
+from tests.made_models.synthetic import MIXED
 
 TEXT = "x" * 700
 POINTS = (300, 650, 700)

@@ -21,7 +21,7 @@ from inference_svc.memory.stored_windows import FoundPrefix, StoredWindow, liste
 from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.text.token_ids import TokenIds
 from tests.inference.memory.test_points import Surroundings
-from tests.synthetic import WINDOWED
+from tests.made_models.synthetic import WINDOWED
 
 TEXT = "x" * 1100
 BLOCKS = [Digest.of(b"block %d" % index) for index in range(4)]

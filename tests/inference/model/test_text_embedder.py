@@ -11,7 +11,7 @@ from kvasir.errors import Cancelled, FailedPrecondition, InvalidArgument, Resour
 from inference_svc.model.embedding.pooling import Embedded, Pooling
 from inference_svc.model.embedding.text_embedder import TextEmbedder
 from tests.inference.engine.tiny_models import LLAMA, write_model
-from tests.tiny_encoder import MOST_TOKENS, WIDTH, reference_rows, write_encoder
+from tests.made_models.tiny_encoder import MOST_TOKENS, WIDTH, reference_rows, write_encoder
 
 TOKENS = {"the dog sleeps": [2, 4, 5, 7, 3], "Rex runs": [2, 9, 8, 3], "the cat": [2, 4, 6, 3]}
 

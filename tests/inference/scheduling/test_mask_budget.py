@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.engine.scheduling.mask_budget import MaskBudget
-from tests.sampling import sampled
+from tests.made_models.sampling import sampled
 
 STEP_S = 0.016  # without masks
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from inference_svc.engine.scheduling.pacing import most_tokens
 from inference_svc.engine.scheduling.schedulable import Rules
 from tests.inference.scheduling.scheduling_world import BACKGROUND, CELL, Job, World, key_of
-from tests.sampling import sampled
+from tests.made_models.sampling import sampled
 
 seconds = st.floats(0.001, 0.5)
 

@@ -13,7 +13,7 @@ from inference_svc.engine.scheduling.schedulable import Rules
 from inference_svc.engine.scheduling.seats import Seats
 from inference_svc.engine.scheduling.step_schedule import Grant
 from tests.inference.scheduling.scheduling_world import BACKGROUND, CELL, INTERACTIVE, Hot, Job, World, memory
-from tests.sampling import sampled
+from tests.made_models.sampling import sampled
 
 BUDGET = 16 * CELL
 NAMESPACES = ("a", "b", "c")

@@ -17,7 +17,7 @@ from tests.inference.scheduling.scheduling_world import (
     key_of,
     memory,
 )
-from tests.sampling import sampled
+from tests.made_models.sampling import sampled
 
 BUDGET = 12 * CELL
 RULES = Rules(budget_s=0.1, ageing_s=3.0, prefix_wait_s=2.0, patience_s=1.0, max_preemptions=2)

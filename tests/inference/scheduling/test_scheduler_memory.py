@@ -20,7 +20,7 @@ from tests.inference.scheduling.scheduling_world import (
     key_of,
     memory,
 )
-from tests.sampling import sampled
+from tests.made_models.sampling import sampled
 
 
 def hot(budget: int, **sizes: int) -> Hot:

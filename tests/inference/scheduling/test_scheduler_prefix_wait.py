@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from inference_svc.engine.scheduling.prefix_sharing import prefix_source_of
 from inference_svc.engine.scheduling.schedulable import Rules
 from tests.inference.scheduling.scheduling_world import BACKGROUND, CELL, Job, World, chain_of, key_of
-from tests.sampling import sampled
+from tests.made_models.sampling import sampled
 
 blocks = st.lists(st.integers(0, 1), max_size=6)
 

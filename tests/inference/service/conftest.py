@@ -7,7 +7,7 @@ import pytest
 from kvasir.clients import InferenceClient
 
 from tests.inference.engine.tiny_models import LLAMA, write_model
-from tests.system_fixtures import House, running_house
+from tests.running.system_fixtures import House, running_house
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
 from kvasir.status import from_rpc_error
 
-from tests.system_fixtures import House
+from tests.running.system_fixtures import House
 
 REFUSED_WITHIN_S = 0.25
 NAN = float("nan")

@@ -9,7 +9,7 @@ from kvasir.clients import InferenceClient
 from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from tests.system_fixtures import House, running_house
+from tests.running.system_fixtures import House, running_house
 
 QUESTION = {"role": "user", "content": "My name is Anna. What is my name?"}
 BEGUN = {"role": "assistant", "content": "Well, your name"}

@@ -15,8 +15,8 @@ from kvasir.clients import InferenceClient, Reply
 from kvasir.credentials import CLIENT, ENGINE, PEER, Principal, hash_token, write_credentials, write_private_text
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from tests.programs import run
-from tests.system_fixtures import House
+from tests.running.programs import run
+from tests.running.system_fixtures import House
 
 GREEDY = {"max_tokens": 8}
 SECRET = "The word of the day is heliotrope, and nobody else may know it. " * 12

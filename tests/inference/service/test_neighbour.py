@@ -17,7 +17,7 @@ from smg_grpc_proto import mlx_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 from tokenizers import Tokenizer
 
-from tests.system_fixtures import House, running_house
+from tests.running.system_fixtures import House, running_house
 
 TEXT = "The lighthouse keeper writes down every ship that passes, its name, its colours and the hour. " * 16
 

@@ -18,7 +18,7 @@ from inference_svc.text.differences import Difference, difference, explained, pl
 from inference_svc.text.given_json import GivenJson
 from inference_svc.text.prefix_matching import common_prefix_length
 from inference_svc.text.token_text import TokenText
-from tests.thinking_models import TEMPLATES, write_tokenizer
+from tests.made_models.thinking_models import TEMPLATES, write_tokenizer
 
 Message = manifest_pb2.Message
 TOOL = Tool("weather", "Tells the weather", '{"type": "object", "properties": {"place": {"type": "string"}}}')

@@ -26,7 +26,7 @@ from inference_svc.text.prefix_matching import Outcome, RememberedText, match_pr
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.token_ids import TokenIds
 from inference_svc.text.token_text import TokenText
-from tests.sampling import sampled
+from tests.made_models.sampling import sampled
 
 # Writes every field that a request has; names stand in the template's own brackets.
 TEMPLATE = """

@@ -13,7 +13,7 @@ from inference_svc.model.prompting import Prompting
 from inference_svc.text.literal_text import GUARD, without_guards
 from inference_svc.text.prefix_matching import NO_TEXT, RememberedText
 from tests.inference.text.test_special_tokens import LETTERS, tiny, wrapped
-from tests.sampling import sampled
+from tests.made_models.sampling import sampled
 
 
 def sentencepiece(scheme: str) -> Tokenizer:

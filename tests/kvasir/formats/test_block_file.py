@@ -27,8 +27,18 @@ from kvasir.formats.block_file import (
 from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.digest import Digest
 
-from tests.sampling import sampled
-from tests.synthetic import GEOMETRIES, LLAMA_8B, MIXED, SMALL, TINY, WINDOWED, SyntheticAgent, full_layers, kv_identity
+from tests.made_models.sampling import sampled
+from tests.made_models.synthetic import (
+    GEOMETRIES,
+    LLAMA_8B,
+    MIXED,
+    SMALL,
+    TINY,
+    WINDOWED,
+    SyntheticAgent,
+    full_layers,
+    kv_identity,
+)
 
 IDENTITY = FileIdentity("tail", "ab" * 32, 0, 5, "cd" * 32)
 TENSORS = [

@@ -10,7 +10,7 @@ from kvasir.errors import InvalidArgument
 from kvasir.formats import manifest
 from kvasir.formats.digest import Digest
 
-from tests.synthetic import MIXED, SMALL, WINDOWED, SyntheticAgent
+from tests.made_models.synthetic import MIXED, SMALL, WINDOWED, SyntheticAgent
 
 GOOD = SyntheticAgent(MIXED, 1).turn(600).manifest
 PLAIN = SyntheticAgent(SMALL, 1).turn(512).manifest

@@ -16,8 +16,8 @@ from kvasir.formats.digest import Digest
 from kvasir.formats.seed_file import from_seed_file, to_seed_file
 from safetensors.numpy import load, save
 
-from tests.sampling import sampled
-from tests.synthetic import MIXED, WINDOWED, SyntheticAgent
+from tests.made_models.sampling import sampled
+from tests.made_models.synthetic import MIXED, WINDOWED, SyntheticAgent
 
 
 def identity(

@@ -30,7 +30,7 @@ from cachestore_svc.facts.records import Origin, RecoverReport, SnapshotVersion
 from cachestore_svc.recovery.recovering import recover
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Chance, Lab, publish, upload
-from tests.synthetic import MIXED, SMALL, SyntheticAgent
+from tests.made_models.synthetic import MIXED, SMALL, SyntheticAgent
 
 OTHER_NS = "other"
 DATABASE, LOG, JOURNAL, CLOSED = "kvasir.sqlite3", "kvasir.sqlite3-wal", "journal", "closed"

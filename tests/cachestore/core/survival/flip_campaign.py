@@ -18,7 +18,7 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, damaged, publish, write
-from tests.synthetic import MIXED, SMALL, SyntheticAgent
+from tests.made_models.synthetic import MIXED, SMALL, SyntheticAgent
 
 # From time to time the flip is found by a look over everything instead of by a reader.
 _SCRUB_EVERY = 50

@@ -27,7 +27,7 @@ from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, hand_all, publish, snapshot_digests
 from tests.cachestore.core.survival.dying_disk import DyingDisk
 from tests.cachestore.sealing.canaries import files_with
-from tests.synthetic import MIXED, SMALL, SyntheticAgent
+from tests.made_models.synthetic import MIXED, SMALL, SyntheticAgent
 
 RETAINED = 3
 OTHER_NS = "other"

@@ -12,8 +12,8 @@ from cachestore_svc.facts.records import SnapshotVersion
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, hand_all, publish, upload
 from tests.cachestore.core.survival.power_loss import RecordingDisk, losses
-from tests.sampling import sampled
-from tests.synthetic import MIXED, SMALL, SyntheticAgent, SyntheticSnapshot
+from tests.made_models.sampling import sampled
+from tests.made_models.synthetic import MIXED, SMALL, SyntheticAgent, SyntheticSnapshot
 
 MOMENTS = sampled(60, of=200)
 

@@ -16,7 +16,7 @@ from kvasir.errors import NotFound, PermissionDenied, Unauthenticated
 from kvasir.server.audit import AuditFile
 
 from tests.cachestore.service.running import RunningStore, StoreHome, make_credentials, publish, store_home
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 TURN = SyntheticAgent(SMALL, 1).turn(600, is_prompt=True)
 

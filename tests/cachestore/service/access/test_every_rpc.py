@@ -21,7 +21,7 @@ from kvasir.formats.block_hash import block_hash_chain, kv_identity_hash
 from kvasir.formats.digest import Digest
 
 from tests.cachestore.service.running import RunningStore, StoreHome, assert_whole, publish
-from tests.synthetic import MIXED, SMALL, WINDOWED, SyntheticAgent
+from tests.made_models.synthetic import MIXED, SMALL, WINDOWED, SyntheticAgent
 
 KV = kv_identity_hash(SMALL)
 

@@ -19,7 +19,7 @@ from kvasir.clients import Tls
 from kvasir.errors import InvalidArgument, Unavailable
 
 from tests.cachestore.service.running import StoreHome, make_credentials, publish
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 
 def certificate(directory: Path, name: str, host: str = "127.0.0.1") -> tuple[Path, Path]:

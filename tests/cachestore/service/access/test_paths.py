@@ -16,7 +16,7 @@ from tests.cachestore.service.access.test_who_may_call import (
     call,
 )
 from tests.cachestore.service.running import StoreHome, publish
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 # Loaded by the interpreter before anything else; writes each path that is about to be touched.
 HOOK = """

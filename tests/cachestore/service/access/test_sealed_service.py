@@ -9,8 +9,8 @@ from kvasir.errors import FailedPrecondition
 from tests.cachestore.sealing.canaries import found_in, secrets_of
 from tests.cachestore.service.running import RunningStore, StoreHome, assert_whole, publish, start_here, store_home
 from tests.cli.running import in_process
-from tests.programs import run
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
+from tests.running.programs import run
 
 
 @pytest.fixture

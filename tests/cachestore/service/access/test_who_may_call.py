@@ -22,7 +22,7 @@ from kvasir.formats.digest import Digest
 from kvasir.status import from_rpc_error
 
 from tests.cachestore.service.running import RunningStore, make_credentials, publish, store_home
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 SERVICES = [pb.DESCRIPTOR.services_by_name[name] for name in ("CacheStoreService", "AgentService", "MovingService")]
 RPCS = {method.name: method for service in SERVICES for method in service.methods}

@@ -11,7 +11,7 @@ from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.formats.digest import Digest
 from kvasir.formats.frames import frames_of
 
-from tests.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot
+from tests.made_models.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot
 
 
 class LyingPeer(cachestore_pb2_grpc.CacheStoreServiceServicer, cachestore_pb2_grpc.AgentServiceServicer):

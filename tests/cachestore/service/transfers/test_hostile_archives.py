@@ -14,7 +14,7 @@ from kvasir.formats.block_hash import kv_identity_hash
 
 from tests.cachestore.service.proxy import proxy_to
 from tests.cachestore.service.running import StoreHome, assert_whole
-from tests.synthetic import MIXED, SMALL, TINY, SyntheticAgent, SyntheticSnapshot, full_layers, kv_identity
+from tests.made_models.synthetic import MIXED, SMALL, TINY, SyntheticAgent, SyntheticSnapshot, full_layers, kv_identity
 
 LARGE = kv_identity("large", full_layers(24, 8, 128))
 MIB = 1 << 20

@@ -15,7 +15,7 @@ from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.moving.inbound import BlobIntake, Stored
 from cachestore_svc.store.threads import StoreThreads
 from tests.cachestore.core.lab import NS, Lab, write
-from tests.synthetic import SMALL, SyntheticAgent, full_layers, kv_identity
+from tests.made_models.synthetic import SMALL, SyntheticAgent, full_layers, kv_identity
 
 
 class WaitingDisk(Disk):

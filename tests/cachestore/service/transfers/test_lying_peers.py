@@ -14,7 +14,7 @@ from kvasir.formats.frames import frames_of
 
 from tests.cachestore.service.running import StoreHome, assert_whole, publish, start_here
 from tests.cachestore.service.transfers.lying_peers import LIES, OTHER, LyingPeer, lying
-from tests.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot, full_layers, kv_identity
+from tests.made_models.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot, full_layers, kv_identity
 
 LARGE = kv_identity("large", full_layers(24, 8, 128))
 MIB = 1 << 20

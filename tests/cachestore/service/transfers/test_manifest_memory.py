@@ -12,7 +12,7 @@ from kvasir.formats import manifest as manifests
 from kvasir.formats.archive import pack
 
 from tests.cachestore.service.running import RunningStore, StoreHome
-from tests.synthetic import kv_identity
+from tests.made_models.synthetic import kv_identity
 
 MIB = 1 << 20
 # More than the messages of streams that one caller may wait for: its other calls do not wait for them.

@@ -22,7 +22,7 @@ from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads
 from tests.cachestore.core.lab import NS, Clock, Lab, write_all
 from tests.cachestore.service.running import RunningStore, publish
-from tests.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 MIB = 1 << 20
 

@@ -29,7 +29,7 @@ from tests.cachestore.service.running import (
     start_here,
     store_home,
 )
-from tests.synthetic import SMALL, TINY, WINDOWED, SyntheticAgent, full_layers, kv_identity
+from tests.made_models.synthetic import SMALL, TINY, WINDOWED, SyntheticAgent, full_layers, kv_identity
 
 LARGE = kv_identity("large", full_layers(24, 8, 128))
 MIB = 1 << 20

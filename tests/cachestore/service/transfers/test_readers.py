@@ -32,7 +32,7 @@ from cachestore_svc.pairing.peers_file import PeerBook
 from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads
 from tests.cachestore.core.lab import NS, Lab, write_all
-from tests.synthetic import SMALL, SyntheticAgent, full_layers, kv_identity
+from tests.made_models.synthetic import SMALL, SyntheticAgent, full_layers, kv_identity
 
 MIB = 1 << 20
 WIDE = kv_identity("wide", full_layers(16, 8, 128))  # its block is 4.7 MB: five frames

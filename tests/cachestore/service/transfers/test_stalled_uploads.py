@@ -12,7 +12,7 @@ from kvasir.formats.digest import Digest
 
 from tests.cachestore.service.proxy import Proxy, proxy_to
 from tests.cachestore.service.running import StoreHome
-from tests.synthetic import TINY, SyntheticAgent
+from tests.made_models.synthetic import TINY, SyntheticAgent
 
 Put = Callable[[str, Mapping[Digest, bytes], float, Callable[[pb.TransferProgress], None]], None]
 STALL_S = 0.6

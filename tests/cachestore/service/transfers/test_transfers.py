@@ -20,7 +20,7 @@ from kvasir.status import from_rpc_error
 
 from tests.cachestore.service.proxy import proxy_to
 from tests.cachestore.service.running import RunningStore, StoreHome, assert_whole, publish
-from tests.synthetic import SMALL, TINY, SyntheticAgent, full_layers, kv_identity
+from tests.made_models.synthetic import SMALL, TINY, SyntheticAgent, full_layers, kv_identity
 
 # One block is 7 MB: several frames.
 LARGE = kv_identity("large", full_layers(24, 8, 128))

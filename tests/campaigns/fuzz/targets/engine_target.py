@@ -19,9 +19,9 @@ from tests.campaigns.fuzz.calls import Requests, Scenario
 from tests.campaigns.fuzz.campaign import Send
 from tests.campaigns.fuzz.contract import Rpc, engine_rpcs, store_rpcs
 from tests.campaigns.fuzz.mutations import Known
-from tests.guarded_house import guarded
 from tests.inference.engine.tiny_models import LLAMA, write_model
-from tests.system_fixtures import ENGINE_SERVICE, STORE_SERVICE, House
+from tests.running.guarded_house import guarded
+from tests.running.system_fixtures import ENGINE_SERVICE, STORE_SERVICE, House
 from tools.kvasir_tiny.words import Dice
 
 _EVERYTHING = frozenset({ENGINE, CLIENT, ADMIN})

@@ -14,7 +14,7 @@ from tests.campaigns.fuzz.http_calls import HttpCall, HttpRequests, Json
 from tests.campaigns.fuzz.mutations import Known
 from tests.gateway.conftest import ENCODER, Front, running_front
 from tests.gateway.serving import MODEL
-from tests.tiny_encoder import write_encoder
+from tests.made_models.tiny_encoder import write_encoder
 
 SECRET = "heliotrope-canary"
 _WAITING_HELPS = (429, 503, 529)

@@ -19,7 +19,7 @@ from tests.campaigns.fuzz.calls import Requests, Scenario
 from tests.campaigns.fuzz.campaign import Send
 from tests.campaigns.fuzz.contract import Rpc, store_rpcs
 from tests.campaigns.fuzz.mutations import Known
-from tests.synthetic import MIXED, SMALL, SyntheticAgent, SyntheticSnapshot
+from tests.made_models.synthetic import MIXED, SMALL, SyntheticAgent, SyntheticSnapshot
 from tools.kvasir_tiny.words import Dice
 
 _STEADY = Principal("steady", "steady", frozenset({ENGINE, CLIENT, PEER, ADMIN}))

@@ -32,7 +32,7 @@ from inference_svc.text.token_ids import TokenIds
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.engine.families import ALL, BUDGET, write_family
 from tests.inference.engine.turns.test_preempted_turns import PROMPT, Keeper, background, disturbed
-from tests.sampling import one_of, pairs
+from tests.made_models.sampling import one_of, pairs
 
 WINDOWED = ["gemma3", "gpt_oss"]
 RECURRENT = ["granite_hybrid", "falcon_h1"]

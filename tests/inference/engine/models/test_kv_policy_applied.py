@@ -18,7 +18,7 @@ from inference_svc.model.model_runner import ModelRunner
 from tests.inference.engine.driving import Driver, tokens_of
 from tests.inference.engine.models.test_kv import on_mlx
 from tests.inference.engine.models.test_models import opened
-from tests.system_fixtures import running_house
+from tests.running.system_fixtures import running_house
 
 PROMPT = tokens_of(300)
 LAYERS = 3

@@ -19,7 +19,7 @@ from tests.inference.engine.cells import cells_of
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.engine.families import ALL, BUDGET, CHAOTIC, write_family
 from tests.inference.kv.sequences import fed, four_bits, full, pool_of, windowed
-from tests.sampling import one_of, pairs, sampled
+from tests.made_models.sampling import one_of, pairs, sampled
 
 if TYPE_CHECKING:
     from inference_svc.engine.sequence import Sequence

@@ -31,7 +31,7 @@ from inference_svc.engine.incoming import Incoming
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from tests.inference.engine.cells import cells_of
 from tests.inference.engine.driving import THOUGHTS, Driver, Listener, tokens_of
-from tests.sampling import pairs
+from tests.made_models.sampling import pairs
 
 PROMPT = tokens_of(700, 1)
 PERSON = tokens_of(900, 2)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from inference_svc.engine.api import FinishReason, SamplingParams
 from inference_svc.engine.reply_text import ReplyText
 from inference_svc.text.token_text import TokenText
-from tests.sampling import sampled
+from tests.made_models.sampling import sampled
 
 FOX, QUOTE = "🦊".encode(), "“".encode()
 PIECES = [b"<end>", b"a", b"b", b"ab", FOX[:2], FOX[2:], FOX, b" " + QUOTE[:2], QUOTE[2:], QUOTE[2:] + FOX[:2], b""]

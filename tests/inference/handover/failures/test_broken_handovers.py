@@ -11,7 +11,7 @@ from tests.inference.handover.cases import ON, STORY
 from tests.inference.handover.handover_campaign import asked_again
 from tests.inference.handover.test_moved_turns import run
 from tests.inference.handover.two_engines import TwoEngines, hear
-from tests.sampling import sampled
+from tests.made_models.sampling import sampled
 
 SPOKEN = {"prompt": STORY, "sampling": {**ON, "temperature": 0.8, "seed": 4}}
 

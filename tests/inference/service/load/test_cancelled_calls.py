@@ -9,7 +9,7 @@ import pytest
 from kvasir.clients import AioInferenceClient
 from kvasir.errors import ResourceExhausted
 
-from tests.system_fixtures import running_house
+from tests.running.system_fixtures import running_house
 
 PLACES = 5  # of seven: one caller does not get all of them
 STORY = "Every door has a key, and the seventh key is missing since the flood. " * 60

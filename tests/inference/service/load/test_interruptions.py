@@ -12,7 +12,7 @@ from kvasir.clients import InferenceClient, Reply
 from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from tests.system_fixtures import House, running_house
+from tests.running.system_fixtures import House, running_house
 
 GREEDY = {"max_tokens": 16}
 LONG = {"max_tokens": 1500, "stop_token_ids": []}

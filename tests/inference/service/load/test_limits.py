@@ -12,7 +12,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
 from kvasir.status import from_rpc_error
 
-from tests.system_fixtures import House, running_house
+from tests.running.system_fixtures import House, running_house
 
 OPTIONS = ("--memory-gib", "0.0005", "--max-turns", "3", "--context-tokens", "1500")
 

@@ -17,7 +17,7 @@ from kvasir.credentials import ADMIN, CLIENT, Principal, write_credentials
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.inference.engine.tiny_models import LLAMA, write_model
-from tests.system_fixtures import House, running_house
+from tests.running.system_fixtures import House, running_house
 
 GREEDY = {"max_tokens": 6}
 TOLD = [{"role": "user", "content": "The word of the day is heliotrope, and it grows by the south wall. " * 10}]

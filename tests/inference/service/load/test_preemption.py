@@ -11,7 +11,7 @@ import pytest
 from kvasir.clients import Reply
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from tests.system_fixtures import House, running_house
+from tests.running.system_fixtures import House, running_house
 
 # Some 1,700 tokens of KV: a background turn fits, a person's fits, both do not.
 OPTIONS = ("--memory-gib", "0.000685")

@@ -19,8 +19,8 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
 
 from tests.inference.engine.tiny_models import LLAMA, write_model
-from tests.programs import run
-from tests.system_fixtures import ROOT, House, running_house
+from tests.running.programs import run
+from tests.running.system_fixtures import ROOT, House, running_house
 
 GREEDY = {"max_tokens": 6}
 PASSAGE = "The archive lists every door by its key; the seventh key is missing since the flood of spring. "

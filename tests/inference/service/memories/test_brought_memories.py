@@ -14,7 +14,7 @@ from kvasir.formats.digest import Digest
 from kvasir.formats.token_files import file_identities
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from tests.system_fixtures import House
+from tests.running.system_fixtures import House
 
 PROMPT = " ".join(f"word{number % 97}" for number in range(700))
 

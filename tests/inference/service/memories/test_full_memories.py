@@ -11,7 +11,7 @@ from kvasir.clients import InferenceClient, Reply, message
 from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from tests.system_fixtures import House, running_house
+from tests.running.system_fixtures import House, running_house
 
 CONTEXT = 320
 GREEDY = {"max_tokens": 24}

@@ -29,7 +29,7 @@ from inference_svc.memory.store.files import StoreFiles
 from inference_svc.memory.store.remote_cache import RemoteCache
 from tests.cachestore.service.proxy import proxy_to
 from tests.cachestore.service.running import ROOT, RunningStore, make_credentials, store_home
-from tests.synthetic import SyntheticAgent, full_layers, kv_identity
+from tests.made_models.synthetic import SyntheticAgent, full_layers, kv_identity
 
 # Blocks of 2 MB.
 NEW = SyntheticAgent(kv_identity("large", full_layers(8, 8, 128)), 7).turn(256 * 3 + 10)

@@ -14,7 +14,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from inference_svc.memory.trust import LEASE_TTL_S
 from tests.campaigns.faults.faulty_link import Fault, FaultyLink
 from tests.inference.engine.tiny_models import LLAMA, write_model
-from tests.system_fixtures import ENGINE_SERVICE, House, Service, running_house
+from tests.running.system_fixtures import ENGINE_SERVICE, House, Service, running_house
 
 GREEDY = {"max_tokens": 4}
 

@@ -8,7 +8,7 @@ from kvasir.clients import Reply
 from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from tests.system_fixtures import House, running_house
+from tests.running.system_fixtures import House, running_house
 
 GREEDY = {"max_tokens": 12}
 STORY = "The market was full of people this morning. We cooked too much and gave the rest away. "

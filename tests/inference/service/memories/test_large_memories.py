@@ -11,7 +11,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.inference.engine.tiny_models import LLAMA, write_model
 from tests.inference.service.stores.slow_link import SlowLink
-from tests.system_fixtures import House, running_house
+from tests.running.system_fixtures import House, running_house
 
 # With 16 bits a value a block has 8.4 MB, a piece two of them, and a memory of LONG 38 MB.
 WIDE = {

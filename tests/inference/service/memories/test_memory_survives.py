@@ -8,7 +8,7 @@ from kvasir.clients import InferenceClient, Reply
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.inference.engine.tiny_models import LLAMA, write_model
-from tests.system_fixtures import House
+from tests.running.system_fixtures import House
 
 GREEDY = {"max_tokens": 24}
 TALK = (

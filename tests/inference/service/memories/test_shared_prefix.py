@@ -6,7 +6,7 @@ import pytest
 from kvasir.clients import Reply
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from tests.system_fixtures import House
+from tests.running.system_fixtures import House
 
 COMMON = "You keep the notes of a long journey by train, and answer in a few words. " * 60
 AGENTS = 5

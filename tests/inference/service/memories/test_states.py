@@ -8,7 +8,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.inference.engine.families import GEMMA3, GRANITE_HYBRID, write_family
 from tests.inference.service.memories.test_memory_survives import GREEDY, TALK, say, talk, tokens
-from tests.system_fixtures import House, running_house
+from tests.running.system_fixtures import House, running_house
 
 # The shipped template needs an end token to close replies with.
 CONFIGS = {"sliding window": {**GEMMA3, "eos_token_id": 2}, "hybrid": {**GRANITE_HYBRID, "eos_token_id": 2}}

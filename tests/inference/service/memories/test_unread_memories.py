@@ -10,7 +10,7 @@ from kvasir.clients import Reply, StoreClient
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from inference_svc.memory.trust import LEASE_TTL_S
-from tests.system_fixtures import House, running_house
+from tests.running.system_fixtures import House, running_house
 
 GREEDY = {"max_tokens": 6}
 TITLE = [{"role": "user", "content": "Write a title for this chat."}]

@@ -10,8 +10,8 @@ from kvasir.formats.layer_groups import row_groups
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.inference.engine.families import FAMILIES, write_family
-from tests.sampling import one_of
-from tests.system_fixtures import House, running_house
+from tests.made_models.sampling import one_of
+from tests.running.system_fixtures import House, running_house
 
 # The shipped template needs an end token to close replies with.
 CONFIGS = {name: {**FAMILIES[name], "eos_token_id": 2} for name in ("gemma3", "gpt_oss")}

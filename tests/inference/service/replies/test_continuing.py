@@ -14,7 +14,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.status import from_rpc_error
 
 from inference_svc.edge.agent_service import AGENT_SERVICE_NAME
-from tests.system_fixtures import House
+from tests.running.system_fixtures import House
 
 GREEDY = {"max_tokens": 6}
 LONG = {"max_tokens": 1500, "stop_token_ids": []}

@@ -9,7 +9,7 @@ from kvasir.clients import GenerateOptions, InferenceClient
 from kvasir.errors import DeadlineExceeded, InvalidArgument, KvasirError, NotFound, ResourceExhausted
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from tests.system_fixtures import House
+from tests.running.system_fixtures import House
 
 TEXTS = ["c door", "The dog is called Rex.", "It rains. " * 60]
 

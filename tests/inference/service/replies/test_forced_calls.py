@@ -10,7 +10,7 @@ from kvasir import errors
 from kvasir.clients import InferenceClient, Reply
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from tests.sampling import sampled
+from tests.made_models.sampling import sampled
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

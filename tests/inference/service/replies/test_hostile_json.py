@@ -14,8 +14,8 @@ from kvasir.clients import InferenceClient, message
 from kvasir.common.v1 import message_pb2
 from kvasir.credentials import CLIENT, Principal
 
-from tests.guarded_house import guarded
-from tests.system_fixtures import House
+from tests.running.guarded_house import guarded
+from tests.running.system_fixtures import House
 
 CALLERS = 6
 TOKENS = 40

@@ -17,7 +17,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.volatile import LABEL, SYSTEM_CLOCK, SYSTEM_DATE, TOOLS_ORDER
 
 from tests.inference.service.replies.test_moved_tools import TOOLS, moved
-from tests.system_fixtures import House, running_house
+from tests.running.system_fixtures import House, running_house
 
 GREEDY = {"max_tokens": 8}
 RULES = pb.VolatileRules(names=[SYSTEM_CLOCK, SYSTEM_DATE, TOOLS_ORDER])

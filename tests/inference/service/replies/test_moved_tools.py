@@ -14,7 +14,7 @@ from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.volatile import LABEL, TEMPLATE_DATE, TOOLS_ORDER
 
-from tests.system_fixtures import House
+from tests.running.system_fixtures import House
 
 GREEDY = {"max_tokens": 12}
 SYSTEM = [{"role": "system", "content": "You look after a harbour, and you are careful. " * 8}]

@@ -8,7 +8,7 @@ from kvasir import errors
 from kvasir.clients import InferenceClient
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from tests.system_fixtures import House
+from tests.running.system_fixtures import House
 
 TEXT = "The keeper writes down every ship that passes, its name, its colours and the hour. " * 8
 SAMPLING: dict[str, Any] = {"max_tokens": 12, "logit_bias": {2: -100.0}}

@@ -12,7 +12,7 @@ from kvasir import errors
 from kvasir.clients import InferenceClient, Reply
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from tests.system_fixtures import House, running_house
+from tests.running.system_fixtures import House, running_house
 
 END = 2  # the models' end token
 HOT: dict[str, Any] = {"temperature": 1.0, "max_tokens": 24}

@@ -8,7 +8,7 @@ import pytest
 from kvasir.clients import InferenceClient
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from tests.system_fixtures import running_house
+from tests.running.system_fixtures import running_house
 from tools.kvasir_tiny.tools import schema
 
 SHOP = schema("shop_price")["function"]

@@ -12,8 +12,8 @@ from kvasir.clients import InferenceClient, Reply
 from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from tests.dated_model import date_of, dated
-from tests.system_fixtures import House, running_house
+from tests.made_models.dated_model import date_of, dated
+from tests.running.system_fixtures import House, running_house
 
 GREEDY = {"max_tokens": 24}
 TALK = (

@@ -11,8 +11,8 @@ from kvasir.errors import InvalidArgument
 from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from tests.system_fixtures import House, running_house
-from tests.thinking_models import THINK, THOUGHT, write_thinking_model
+from tests.made_models.thinking_models import THINK, THOUGHT, write_thinking_model
+from tests.running.system_fixtures import House, running_house
 
 ASKED = [{"role": "user", "content": "How much does a lamp cost? Look it up, and think about it first."}]
 RESULT = {"role": "tool", "content": "7 coins", "name": "shop_price"}

@@ -13,7 +13,7 @@ from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.inference.service.stores.slow_link import SlowLink
-from tests.system_fixtures import House, running_house
+from tests.running.system_fixtures import House, running_house
 
 # What a turn may lose is 250 ms; two busy cores, a cold code path and the scheduler may take as much again.
 LOST_AT_MOST_S = 0.25

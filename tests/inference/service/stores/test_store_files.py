@@ -20,8 +20,8 @@ from inference_svc.memory.store.files import StoreFiles
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.store.remote_cache import RemoteCache
 from tests.cachestore.service.running import RunningStore, publish, store_home
-from tests.synthetic import SMALL, SyntheticAgent
-from tests.system_fixtures import House
+from tests.made_models.synthetic import SMALL, SyntheticAgent
+from tests.running.system_fixtures import House
 
 GREEDY = {"max_tokens": 8}
 TURN = SyntheticAgent(SMALL, 1).turn(256 * 3 + 10, is_prompt=True)

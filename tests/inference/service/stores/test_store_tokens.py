@@ -19,8 +19,8 @@ from kvasir.credentials import (
 )
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from tests.programs import run
-from tests.system_fixtures import House
+from tests.running.programs import run
+from tests.running.system_fixtures import House
 
 GREEDY = {"max_tokens": 4}
 MESSAGE = [{"role": "user", "content": "Hello."}]

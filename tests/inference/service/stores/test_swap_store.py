@@ -23,8 +23,8 @@ from inference_svc.memory.store.answers import NO_HEAD
 from inference_svc.memory.store.connection import StoreClients
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.swap_store import SwapLimits, SwapStore, may_be_preempted
-from tests.synthetic import SMALL
-from tests.system_fixtures import House
+from tests.made_models.synthetic import SMALL
+from tests.running.system_fixtures import House
 
 GRACE_S = 0.6
 LIMITS = SwapLimits(write_stall_s=30, read_budget_s=2, min_bytes_per_s=20e6, renew_s=300, piece_files=1)

@@ -9,7 +9,7 @@ from kvasir.clients import InferenceClient
 from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from tests.system_fixtures import House, running_house
+from tests.running.system_fixtures import House, running_house
 
 GREEDY = {"max_tokens": 8}
 PASSAGE = "The archive lists every door by its key; the seventh key is missing since the flood of spring. " * 24

@@ -11,7 +11,7 @@ from inference_svc.text.replies.reasoning_limit import ReasoningLimit, Reasoning
 from inference_svc.text.template_names import names_read
 from inference_svc.text.template_settings import AppliedThinking, AskedThinking, applied
 from inference_svc.text.token_text import TokenText
-from tests.thinking_models import TEMPLATES
+from tests.made_models.thinking_models import TEMPLATES
 
 ON, OFF, EFFORT = AskedThinking(is_on=True), AskedThinking(is_on=False), AskedThinking(effort="minimal")
 READS = {name: names_read(template).settings for name, template in TEMPLATES.items()}

@@ -16,7 +16,7 @@ from inference_svc.text.given_json import GivenJson
 from inference_svc.text.replies.remembered_reply import Said, reply_message
 from inference_svc.text.template_settings import AskedThinking
 from inference_svc.text.token_text import TokenText
-from tests.thinking_models import TEMPLATES, write_tokenizer
+from tests.made_models.thinking_models import TEMPLATES, write_tokenizer
 
 Message = manifest_pb2.Message
 WEATHER = Tool("weather", "Tells the weather", '{"type": "object", "properties": {"place": {"type": "string"}}}')

@@ -16,9 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvasir.clients import InferenceClient, StoreClient
 
 from inference_svc.model import kvasir_tiny
-from tests.programs import Program
+from tests.running.programs import Program
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 STORE_SERVICE = "kvasir.cachestore.v1.CacheStoreService"
 ENGINE_SERVICE = "kvasir.inference.v1.InferenceService"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from kvasir.credentials import ENGINE, Principal, write_credentials, write_private_text
 
-from tests.system_fixtures import House
+from tests.running.system_fixtures import House
 
 
 def guarded(house: House, principals: Sequence[Principal]) -> Mapping[str, str]:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tests import own_notes, set_clock  # noqa: F401
-from tests.forked_children import start_helper
+from tests.running.forked_children import start_helper
 
 # Two threads of BLAS beside another service's on two cores cost more than they bring.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -42,7 +42,7 @@ _STARTED = (
     "kvasir_bench.engine.memory_probe",
     "kvasir_bench.quality.__main__",
 )
-_FORKS.set_forkserver_preload([*_MAINS.values(), *_STARTED, "tests.settled"])
+_FORKS.set_forkserver_preload([*_MAINS.values(), *_STARTED, "tests.running.settled"])
 
 
 class Program:
