@@ -13,8 +13,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # two tests at a time: a second thread 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import inference_svc  # noqa: F401  it loads an optimized BLAS, which must come before any test imports MLX
-from tests import long_tests, own_notes  # noqa: F401
+from tests import long_tests
 from tests.on_gpu import gpu, skip_with_reasons
+from tests.running import own_notes  # noqa: F401
 
 settings.register_profile("a busy machine is no failure", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("a busy machine is no failure")

@@ -9,8 +9,8 @@ from pathlib import Path
 from kvasir.clients import InferenceClient, StoreClient
 from kvasir.credentials import write_private_text
 
-from tests.cachestore.service.running import RunningStore, StoreHome, make_credentials, store_home
 from tests.cachestore.service.access.test_listening import certificate, tls_options
+from tests.cachestore.service.running import RunningStore, StoreHome, make_credentials, store_home
 from tests.running.system_fixtures import ENGINE_SERVICE, Service
 
 PEER = "mac"

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tests import own_notes, set_clock  # noqa: F401
+from tests.running import own_notes, set_clock  # noqa: F401
 from tests.running.forked_children import start_helper
 
 # Two threads of BLAS beside another service's on two cores cost more than they bring.

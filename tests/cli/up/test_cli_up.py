@@ -26,7 +26,7 @@ from tests.made_models.tiny_encoder import write_encoder
 from tests.running.scraping import health, scrape
 from tests.running.trace_collector import collecting
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 TURN_KEYS = {
     "agent_id",
     "reply",

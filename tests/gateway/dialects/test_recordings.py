@@ -16,8 +16,8 @@ from tests.gateway.agents.recorder import computed_twice, goes_on
 from tests.gateway.agents.replay import Replay, share
 from tests.gateway.conftest import Front, running_front
 
-RECORDINGS = sorted((Path(__file__).parent / "recordings").glob("*.jsonl"))
-SMALLEST = Path(__file__).parent / "recordings" / "pi.jsonl"
+RECORDINGS = sorted((Path(__file__).parents[1] / "recordings").glob("*.jsonl"))
+SMALLEST = Path(__file__).parents[1] / "recordings" / "pi.jsonl"
 OTHERS = [path for path in RECORDINGS if path != SMALLEST]
 TURNS = 200
 
