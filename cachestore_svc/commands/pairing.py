@@ -96,17 +96,15 @@ class Own:
         made: list[PeerSettings] = []
 
         def add(book: PeerBook) -> PeerBook:
-            peer = PeerSettings(
-                name=book.free_name(self.known_as or other.name, other.certificate),
-                address=other.address,
-                certificate=other.certificate.text,
-                namespaces=tuple(sorted({*self.gives, *self.takes})),
-                gives=write_rights(self.gives),
-                takes=write_rights(self.takes),
-                paired_at=_utc(time.time),
-            )
-            made[:] = [peer]
-            return replace(book.with_peer(peer), listen=self.listen)
+            name, key = book.free_name(self.known_as or other.name, other.certificate), other.certificate.text
+            known = book.peers.get(name)
+            if known is None:
+                named = {*self.gives, *self.takes} or {DEFAULT_NAMESPACE}
+                known = PeerSettings(name=name, certificate=key, gives=write_rights(dict.fromkeys(named, "read")))
+            peer = _with_rights(known, self.gives, self.takes)
+            now = {"address": other.address, "namespaces": tuple(sorted(peer.named)), "paired_at": _utc(time.time)}
+            made[:] = [peer.model_copy(update=now)]
+            return replace(book.with_peer(made[0]), listen=self.listen)
 
         await asyncio.to_thread(change_peers, self.peers_file, add)
         self.about.update(peer=made[0].name, **_rights(made[0]))
@@ -166,8 +164,8 @@ def _own(options: argparse.Namespace) -> Own:
         raise InvalidArgument("name: expected 1 to 64 of A-Z a-z 0-9 . _ -", field="name")
     if options.known_as and PEER_NAME.fullmatch(options.known_as) is None:
         raise InvalidArgument("as: expected 1 to 64 of A-Z a-z 0-9 . _ -", field="as")
+    gives = read_rights(options.gives or (), Gives, DEFAULT_NAMESPACE)
     takes = read_rights(options.takes or (), Takes, DEFAULT_NAMESPACE)
-    gives = read_rights(options.gives or (() if takes else ("read",)), Gives, DEFAULT_NAMESPACE)
     listen = _listen(options.listen, read_peers(options.peers_file).listen)
     identity = read_or_make_identity(identity_file(options.peers_file))
     return Own(options.peers_file, identity, options.name, gives, takes, options.known_as, listen, _store(options))
@@ -321,13 +319,18 @@ def _allowed(name: str, gives: dict[str, str], takes: dict[str, str]) -> Callabl
         if peer.is_paired and (new := {*gives, *takes} - {*peer.namespaces}):
             text = f"namespace: {name} was given none of {sorted(new)}: pair again, with --gives for each"
             raise InvalidArgument(text, field="namespace")
-        rights = {
-            "gives": write_rights(read_rights(peer.gives, Gives) | gives),
-            "takes": write_rights(read_rights(peer.takes, Takes) | takes),
-        }
-        return replace(book, peers={**book.peers, name: peer.model_copy(update=rights)})
+        return replace(book, peers={**book.peers, name: _with_rights(peer, gives, takes)})
 
     return change
+
+
+def _with_rights(peer: PeerSettings, gives: dict[str, str], takes: dict[str, str]) -> PeerSettings:
+    """With these rights; those that are left out stay."""
+    rights = {
+        "gives": write_rights(read_rights(peer.gives, Gives) | gives),
+        "takes": write_rights(read_rights(peer.takes, Takes) | takes),
+    }
+    return peer.model_copy(update=rights)
 
 
 def _without(name: str) -> Callable[[PeerBook], PeerBook]:
@@ -371,8 +374,7 @@ def _row(peer: PeerSettings) -> dict[str, Any]:
 
 def _rights(peer: PeerSettings) -> dict[str, str]:
     """In words, as `--gives` and `--takes` take them; of all namespaces that it was given, or that they name."""
-    named = sorted({*peer.namespaces, *read_rights(peer.gives, Gives), *read_rights(peer.takes, Takes)})
-    given = {namespace: peer.given(namespace) for namespace in named}
+    given = {namespace: peer.given(namespace) for namespace in sorted(peer.named)}
     return {
         "gives": ", ".join(f"{namespace}={each.gives.name.lower()}" for namespace, each in given.items()),
         "takes": ", ".join(f"{namespace}={each.takes.name.lower()}" for namespace, each in given.items()),

@@ -12,7 +12,7 @@ from kvasir.server.serving import EdgeServer, MutualTls, RefusedToStart
 
 from cachestore_svc.config import ConfigError
 from cachestore_svc.edge.store_calls import caller_namespace
-from cachestore_svc.moving.peers import Peers, peer_name
+from cachestore_svc.moving.peers import Peers, name_of
 
 _LOG = structlog.get_logger("cachestore")
 
@@ -38,10 +38,11 @@ class PeerService(pairing_pb2_grpc.PeerServiceServicer):
         return pb.ReloadPeersResponse(peers=names, ended_calls=ended, address=self.address)
 
     async def reload(self) -> int:
-        """Read the file of peers again, end the calls of removed peers and ours to them, open or close the door;
+        """Read the file of peers again, end the calls of peers that may less and ours to them, open or close the door;
         returns how many ended. Raises ConfigError for a file that is wrong: then all stays as it is."""
         lost = self._peers.reload()
-        ended = self._edge.authentication.end_calls(lambda caller: peer_name(caller) in lost)
+        end_calls = self._edge.authentication.end_calls
+        ended = end_calls(lambda caller: caller.is_peer and name_of(caller) in lost)
         ended += await self._peers.hang_up()
         if self.reloaded is not None:  # a store that still starts settles when the door has all its services
             await self.settle()

@@ -46,14 +46,14 @@ class Peers:
         return self._book
 
     def reload(self) -> set[str]:
-        """Read the book again; returns the paired peers that lost a right by it.
+        """Read the book again; returns the peers that lost a right by it.
 
         Raises what `read` raises; then the old book stays.
         """
-        before = {peer.name: peer for peer in self._book.paired}
+        before = self._book.peers
         self._take(self._read())
         after = self._book.peers
-        return {name for name, peer in before.items() if name not in after or not _keeps_all(peer, after[name])}
+        return {name for name, peer in before.items() if name not in after or not peer.keeps_all(after[name])}
 
     def names(self, namespace: str) -> list[str]:
         """The peers that callers of this namespace may name, in order."""
@@ -118,7 +118,7 @@ class Peers:
 
     def _has(self, link: "_Link") -> bool:
         now = self._book.peers.get(link.peer.name)
-        return now is not None and now.certificate == link.peer.certificate and now.serves(link.namespace)
+        return now is not None and now.is_same(link.peer) and now.serves(link.namespace)
 
     def _client(self, peer: PeerSettings, namespace: str) -> AioStoreClient:
         name = peer.name
@@ -175,13 +175,6 @@ class _Link:
 
 def _unknown(name: str, words: str) -> NotFound:
     return NotFound(words, reason="PEER_UNKNOWN", field="peer", metadata={"peer": name})
-
-
-def _keeps_all(before: PeerSettings, after: PeerSettings) -> bool:
-    if before.certificate != after.certificate or not set(before.namespaces) <= set(after.namespaces):
-        return False
-    given = [(before.given(each), after.given(each)) for each in before.namespaces]
-    return all(old.gives <= new.gives and old.takes <= new.takes for old, new in given)
 
 
 def peer_name(caller: Principal) -> str | None:

@@ -108,6 +108,22 @@ class PeerSettings(BaseModel):
         """Whether callers of this namespace may name it. One that was written by hand serves all."""
         return not self.is_paired or namespace in self.namespaces
 
+    @property
+    def named(self) -> set[str]:
+        """The namespaces that it was given, or that its rights name."""
+        return {*self.namespaces, *read_rights(self.gives, Gives), *read_rights(self.takes, Takes)}
+
+    def is_same(self, other: "PeerSettings") -> bool:
+        """Whether both are one store: by its key, or, if written by hand, by address and certificate."""
+        by_hand = [(each.address, each.ca_file, each.server_name) for each in (self, other) if not each.is_paired]
+        return self.certificate == other.certificate and len(set(by_hand)) < 2
+
+    def keeps_all(self, now: "PeerSettings") -> bool:
+        """Whether it has all its rights still."""
+        given = [(self.given(each), now.given(each)) for each in self.named]
+        is_less = any(old.gives > new.gives or old.takes > new.takes for old, new in given)
+        return self.is_same(now) and set(self.namespaces) <= set(now.namespaces) and not is_less
+
     def given(self, namespace: str) -> Given:
         """Its rights in a namespace."""
         gives, takes = read_rights(self.gives, Gives), read_rights(self.takes, Takes)

@@ -6,11 +6,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from kvasir.credentials import write_private_text
+from kvasir.credentials import replace_private_text, write_private_text
 from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound
 
+from cachestore_svc.commands import pairing
 from cachestore_svc.config import ConfigError
 from cachestore_svc.moving.peers import Peers, peer_name
+from cachestore_svc.pairing.exchange import Card
 from cachestore_svc.pairing.identity import identity_file, new_identity, read_identity, read_or_make_identity
 from cachestore_svc.pairing.peers_file import MAX_PEERS, PeerBook, PeerSettings, change_peers, read_peers
 from cachestore_svc.pairing.rights import Given, Gives, Takes
@@ -184,3 +186,51 @@ def test_a_reload_tells_who_lost_a_right(file: Path) -> None:
     # Another key under an old name is another peer.
     change_peers(file, lambda book: book.without("other").with_peer(paired("other", namespaces=("a",))))
     assert peers.reload() == {"other"}
+
+
+def test_pairing_again_keeps_the_rights_that_no_option_names(file: Path) -> None:
+    def pair(*words: str) -> tuple[str, str]:
+        """Returns the rights that one side of a pairing prints."""
+        options = pairing._parser().parse_args(["pair", "--name", "us", "--peers-file", str(file), *words])
+        shown = asyncio.run(pairing._own(options).pin(Card("studio", BOB.certificate, "h:1")))
+        given = [read_peers(file).peers["studio"].given(each) for each in shown["namespaces"]]
+        assert shown["gives"].count("=") == len(given)
+        return shown["gives"], shown["takes"]
+
+    assert pair() == ("default=read", "default=nothing")
+    change_peers(file, pairing._allowed("studio", {"default": "move"}, {"default": "copy"}))
+    kept = read_peers(file).peers["studio"].model_copy(update={"max_agents": 7, "max_bytes": 8})
+    change_peers(file, lambda book: book.with_peer(kept))
+    assert pair() == ("default=move", "default=copy")
+    assert pair("--takes", "move") == ("default=move", "default=move")
+    assert pair("--gives", "work=claim") == ("default=move, work=claim", "default=move, work=nothing")
+    assert pair("--gives", "read", "--takes", "nothing") == (
+        "default=read, work=claim",
+        "default=nothing, work=nothing",
+    )
+    now = read_peers(file).peers["studio"]
+    assert (now.max_agents, now.max_bytes) == (7, 8)
+    change_peers(file, lambda book: book.without("studio"))
+    assert pair("--takes", "copy") == ("default=read", "default=copy")
+
+
+def test_a_reload_returns_the_peers_with_a_token_that_lost_a_right(file: Path) -> None:
+    token = file.with_name("t")
+    write_private_text(token, "x" * 32)
+
+    def lost(gives: str = "default=move", address: str = "127.0.0.1:1", name: str = "old", more: str = "") -> set[str]:
+        """Of a book with one peer that was written by hand."""
+        entry = f'[[peer]]\nname = "{name}"\naddress = "{address}"\ntoken_file = "{token}"\ngives = ["{gives}"]\n'
+        replace_private_text(file, entry + more)
+        return peers.reload()
+
+    write_private_text(file, "")
+    peers = Peers(lambda: read_peers(file))
+    assert lost() == set()
+    assert lost(gives="default=claim") == set()
+    assert lost(gives="work=claim") == {"old"}
+    assert lost(gives="work=claim", more='takes = ["default=move"]\n') == set()
+    assert lost(gives="work=claim", more='takes = ["default=copy"]\n') == {"old"}
+    assert lost(gives="work=claim", more='max_agents = 2\ntakes = ["default=copy"]\n') == set()
+    assert lost(address="127.0.0.1:2", gives="work=claim", more='takes = ["default=copy"]\n') == {"old"}
+    assert lost(name="new") == {"old"}

@@ -86,7 +86,8 @@ def pair(
 
     Both keep the other's certificate. From then on their stores speak TLS with those two certificates and nothing else,
     and each may read the other's agents of the namespaces that were given. More takes an option: --gives move lets the
-    other Mac take agents away, --takes move lets it bring some. `kvasir peers allow` changes it later.
+    other Mac take agents away, --takes move lets it bring some. `kvasir peers allow` changes it later. Pairing again
+    keeps the rights that no option names.
 
     --json: an object on each line: waiting (code, line, address), refused (from, reason), paired (name, pin, address).
     """

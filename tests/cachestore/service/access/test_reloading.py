@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 from kvasir.cli.running.audit import lines_of
-from kvasir.credentials import CLIENT, ENGINE, Principal
-from kvasir.errors import KvasirError, Unauthenticated
+from kvasir.credentials import CLIENT, ENGINE, PEER, Principal, replace_private_text, write_private_text
+from kvasir.errors import KvasirError, PermissionDenied, Unauthenticated
 
-from tests.cachestore.service.running import RunningStore, make_credentials, store_home
+from tests.cachestore.service.running import RunningStore, make_credentials, publish, store_home
+from tests.made_models.synthetic import SyntheticAgent, full_layers, kv_identity
 
+LARGE = kv_identity("large", full_layers(24, 8, 128))
 ADA, BOB = Principal("ada", "default", frozenset({CLIENT})), Principal("bob", "default", frozenset({CLIENT}))
 
 
@@ -96,6 +98,33 @@ def test_who_was_removed_is_out_at_once_and_who_stays_notices_nothing(reloadable
         client.list_agents()
     assert watches["bob"].is_alive()
     assert watches["bob"].seen.empty()
+
+
+def test_a_peer_with_a_token_that_lost_a_right_is_cut_off_and_may_come_again(tmp_path: Path) -> None:
+    big, book = SyntheticAgent(LARGE, 3).turn(256 * 4), tmp_path / "peers.toml"
+    entry = '[[peer]]\nname = "bob"\naddress = "127.0.0.1:1"\n'
+    write_private_text(book, entry + 'gives = ["default=move"]\n')
+    roles = frozenset({CLIENT, ENGINE}), frozenset({PEER})
+    who = [Principal(name, "default", each) for name, each in zip(("ada", "bob"), roles, strict=True)]
+    tokens = make_credentials(tmp_path / "credentials", who)
+    with store_home(tmp_path / "h") as home:
+        store = home.start("--credentials-file", str(tmp_path / "credentials"), "--peers-file", str(book))
+        with store.client(tokens["ada"]) as ada, store.client(tokens["bob"]) as bob, store.client() as owner:
+            publish(ada, "ada", big, 0)
+            ours, theirs = (caller.get_blobs(big.digests) for caller in (ada, bob))
+            next(ours)
+            next(theirs)
+            owner.reload_peers()
+            replace_private_text(book, entry)
+            assert owner.reload_peers().ended_calls == 1
+            with pytest.raises(Unauthenticated) as ended:
+                list(theirs)
+            assert ended.value.reason == "CREDENTIAL_REVOKED"
+            with pytest.raises(PermissionDenied) as refused:
+                bob.offer_agent("ada", "ab" * 8, 0)
+            assert refused.value.reason == "PEER_MAY_NOT"
+            assert len(list(bob.get_blobs(big.digests[:1]))) == len(list(ada.get_blobs(big.digests[:1])))
+            next(ours)
 
 
 def test_a_changed_role_and_a_new_token_hold_from_the_reload_on(reloadable: Reloadable) -> None:
