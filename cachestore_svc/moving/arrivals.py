@@ -114,6 +114,7 @@ class Arrival:
         self._offered: dict[str, Offered] = {}
         self._named: list[Digest] = []  # by what was offered; nothing here names it yet
         self._progress: dict[str, Progress] = {}
+        self._coming = room.enter_context(bringing.counted(order.namespace, order.peer, order.agent_id))
 
     async def steps(self) -> AsyncGenerator[Progress | Waiting, None]:
         """Copy, have the source stop, copy the rest, receive. A dry run ends with its first progress."""
@@ -191,10 +192,9 @@ class Arrival:
         self._named += offered.everything
         async with aclosing(self._copies.fetch(self._remote, wanted, offered.digests)) as steps:
             async for progress in steps:
-                if order.is_given and line.kv_identity_hash not in self._progress:
-                    so_far = _sum([*self._progress.values(), progress])
-                    about = order.namespace, order.peer, order.agent_id, offered.manifest
-                    await self._bringing.check_room(*about, so_far, is_dry_run=order.is_dry_run)
+                if order.is_given:
+                    about = self._coming, line.kv_identity_hash, offered.manifest, progress
+                    await self._bringing.check_room(*about, is_dry_run=order.is_dry_run)
                 self._progress[line.kv_identity_hash] = progress
                 yield None
         self._offered[line.kv_identity_hash] = offered
@@ -248,6 +248,7 @@ class Arrival:
         )
         async with self._copies.manifests.parsing(order.namespace, MAX_MANIFEST_BYTES):
             await once_free(lambda: self._run(self._store.receive, arriving), None)
+        self._coming.has_come = order.is_given
 
     def _arriving(self, line: Any) -> ArrivingLine:
         order, offered = self._order, self._offered[line.kv_identity_hash]

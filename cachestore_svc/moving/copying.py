@@ -43,6 +43,7 @@ class Progress:
     blobs_done: int = 0
     bytes_done: int = 0
     blobs_skipped: int = 0
+    bytes_came: int = 0  # from the peer, also of blobs that are not whole
 
     def count(self, missing: Sequence[Digest]) -> None:
         """All but these are here."""
@@ -137,7 +138,7 @@ class LineCopies:
         while missing:
             batch = missing[:MAX_DIGESTS_PER_REQUEST]
             try:
-                async with aclosing(self._receive(remote, order, batch)) as stored:
+                async with aclosing(self._receive(remote, order, batch, progress)) as stored:
                     async for digest in stored:
                         cuts = 0
                         progress.blobs_done += 1
@@ -182,7 +183,7 @@ class LineCopies:
         return missing
 
     async def _receive(
-        self, remote: AioStoreClient, order: LineOrder, missing: Sequence[Digest]
+        self, remote: AioStoreClient, order: LineOrder, missing: Sequence[Digest], progress: Progress
     ) -> AsyncGenerator[Digest, None]:
         """One stream of blobs into the store; yields each when it is durable."""
         status = await self._threads.run(order.namespace, self._store.write_status, order.namespace, missing[0])
@@ -201,6 +202,7 @@ class LineCopies:
             async with aclosing(self._unstalled(frames, order.peer)) as arriving:
                 is_first = True
                 async for frame in arriving:
+                    progress.bytes_came += len(frame.data)
                     begins = None
                     if is_first or frame.HasField("digest"):
                         digest = next(expected, None)

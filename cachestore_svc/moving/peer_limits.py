@@ -55,6 +55,11 @@ class PeerLimits:
         to name them. Raises ResourceExhausted (PEER_LIMIT) once it has sent as many."""
         self._take(peer, "bytes", size_bytes, most_bytes, most_bytes / 3600)
 
+    def not_sent(self, peer: str, size_bytes: int) -> None:
+        """Bytes that were counted do not come."""
+        if (bucket := self._buckets.get((peer, "bytes"))) is not None:
+            bucket.left += max(size_bytes, 0)
+
     # --- tries at one agent ---
 
     def check_try(self, agent: _Agent) -> None:

@@ -123,17 +123,17 @@ class Transfers:
             is_grown = is_grown or (newest is not None and self._gave(order.peer, newest, order.agent_id))
             if newest is not None and not is_grown and newest.manifest.hash != offered.parent_manifest:
                 await self.copies.check_ancestor(remote, line, newest)
-            kept = self.copies.kept(order.namespace, offered.everything)
-            async with kept, aclosing(self.copies.fetch(remote, line, offered.digests)) as steps:
-                is_first = True
+            await room.enter_async_context(self.copies.kept(order.namespace, offered.everything))
+            coming = room.enter_context(self._bringing.counted(order.namespace, order.peer, order.local_agent_id))
+            async with aclosing(self.copies.fetch(remote, line, offered.digests)) as steps:
                 async for progress in steps:
-                    if order.is_given and is_first:
-                        about = order.namespace, order.peer, order.local_agent_id, offered.manifest
-                        await self._bringing.check_room(*about, progress, is_dry_run=order.is_dry_run)
-                    is_first = False
+                    if order.is_given:
+                        about = coming, offered.kv_identity_hash, offered.manifest, progress
+                        await self._bringing.check_room(*about, is_dry_run=order.is_dry_run)
                     yield progress
                     if order.is_dry_run:
                         return
+            coming.has_come = order.is_given and not order.only_bytes
         if order.only_bytes:
             return
         yield await self._commit(

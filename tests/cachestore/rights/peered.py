@@ -31,7 +31,7 @@ from cachestore_svc.pairing.peers_file import PeerBook
 from cachestore_svc.pairing.peers_file import PeerSettings as Peer
 from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads
-from tests.cachestore.core.lab import NS, Lab
+from tests.cachestore.core.lab import NS, Clock, Lab
 from tests.cachestore.core.lab import publish as publish_in
 from tests.cachestore.service.running import make_credentials
 from tests.made_models.synthetic import SyntheticSnapshot
@@ -67,6 +67,7 @@ class Mac:
     audit: Lines
     tokens: Mapping[str, Path]  # of its peers here
     owner: AioStoreClient
+    clock: Clock  # of what the store keeps
 
     def allow(self, peer: str, gives: str = "read", takes: str = "nothing", **more: Any) -> None:
         """What `kvasir peers allow` does."""
@@ -85,6 +86,19 @@ class Mac:
 
     async def publish(self, agent: str, turn: SyntheticSnapshot, parent: int) -> None:
         await asyncio.to_thread(publish_in, self.store, agent, turn, parent)
+
+
+@dataclass(frozen=True)
+class _Late:
+    """A service whose methods a test may still replace: gRPC keeps those that it gets when it is added."""
+
+    service: Any
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(request: Any, context: Any) -> Any:
+            return await getattr(self.service, name)(request, context)
+
+        return call
 
 
 @asynccontextmanager
@@ -123,17 +137,18 @@ async def _mac(
         new_request_id=lambda: secrets.token_hex(8),
         audit=Audit("store", audit, PRIVILEGED),  # type: ignore[arg-type]
     )
-    store = Lab(root / "data").open()
+    lab = Lab(root / "data")
+    store = lab.open()
     config = read_settings({"data_dir": root / "data", **settings})
     services = make_services(config, store, threads, known, Repairs(store, threads, known, 5.0), edge.stopping)
-    edge.add(add_to_server, services.store)
-    edge.add(cachestore_pb2_grpc.add_AgentServiceServicer_to_server, services.agents)
-    edge.add(cachestore_pb2_grpc.add_MovingServiceServicer_to_server, services.moving)
+    edge.add(add_to_server, _Late(services.store))
+    edge.add(cachestore_pb2_grpc.add_AgentServiceServicer_to_server, _Late(services.agents))
+    edge.add(cachestore_pb2_grpc.add_MovingServiceServicer_to_server, _Late(services.moving))
     await edge.start()
     edge.set_ready(True)
     try:
         async with AioStoreClient.connect(edge.address, retry_reads=False, timeout_s=30) as owner:
-            yield Mac(name, edge.address, store, services, known, books, audit, tokens, owner)
+            yield Mac(name, edge.address, store, services, known, books, audit, tokens, owner, lab.clock)
     finally:
         await edge.grpc.stop(0)
         threads.close()

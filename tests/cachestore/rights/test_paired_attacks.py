@@ -11,6 +11,7 @@ import pytest
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.clients import AioStoreClient
 from kvasir.errors import FailedPrecondition, KvasirError, NotFound, ResourceExhausted
+from kvasir.formats.frame_messages import carrier_bytes
 from kvasir.names import RESERVED_PREFIXES
 from kvasir_gateway import conversations
 
@@ -321,6 +322,59 @@ def test_a_peer_brings_so_many_agents_and_bytes_and_no_more(tmp_path: Path) -> N
         told = await refused(drained(peer.pulling_agent("", "hers", local_agent_id="four")), "PEER_LIMIT")
         assert "bytes of agents" in told.message
         await refused(mallory.owner.move_agent("hers", to_peer="ada"))
+
+    played(tmp_path, play)
+
+
+@pytest.mark.parametrize("verb", ["move", "copy", "only bytes"])
+def test_bytes_of_a_cut_transfer_count_as_long_as_it_lasts(tmp_path: Path, verb: str) -> None:
+    """Sent bytes stay counted as sent; a part of a blob, too. Garbage collection takes what no agent names."""
+
+    async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
+        turns = [SyntheticAgent(SMALL, seed).turn(1200) for seed in (4, 5)]
+        for name, turn in zip(("hers", "next"), turns, strict=True):
+            await mallory.publish(name, turn, 0)
+        size_bytes = sum(digest.size_bytes for digest in turns[0].digests)
+        ada.allow("mallory", takes="move", max_bytes=int(size_bytes * 1.5))
+        read, reached, cut_at = mallory.services.store.ReadBlobs, asyncio.Event(), turns[0].digests[1]
+
+        async def stop(request: Any, context: Any) -> None:
+            """Send the first blob and half of the second, then nothing."""
+            for digest, part in ((turns[0].digests[0], 1), (cut_at, 2)):
+                data = turns[0].new_blobs[digest][: digest.size_bytes // part]
+                await context.write(carrier_bytes(pb.BlobFrame(digest=digest.to_proto()), memoryview(data)))
+            reached.set()
+            await asyncio.Event().wait()
+
+        def sending(name: str) -> Any:
+            if verb == "move":
+                return mallory.owner.moving_agent(name, to_peer="ada")
+            return mallory.owner.pulling_agent("", name, to_peer="ada", only_bytes=verb == "only bytes")
+
+        mallory.services.store.ReadBlobs = stop  # type: ignore[method-assign]
+        steps = sending("hers")
+        cutting = asyncio.create_task(drained(steps))
+        await reached.wait()
+        bringing = ada.services.moves._bringing
+        assert sum((await bringing._of(NS, "mallory")).values()) == size_bytes
+        cutting.cancel()
+        await asyncio.gather(cutting, return_exceptions=True)
+        for _ in range(500):
+            if not bringing._coming:
+                break
+            await asyncio.sleep(0.01)
+        assert await bringing._of(NS, "mallory") == {}
+        bucket = bringing._limits._buckets["mallory", "bytes"]
+        came_bytes = turns[0].digests[0].size_bytes + cut_at.size_bytes // 2
+        manifest_bytes = turns[0].manifest_digest.size_bytes
+        assert int(size_bytes * 1.5) - bucket.left == pytest.approx(manifest_bytes + came_bytes, abs=size_bytes / 100)
+        ada.store.collect_garbage(NS)
+        ada.clock.pass_s(1e6)
+        assert ada.store.collect_garbage(NS).blobs_swept == 2
+        assert ada.store.write_status(NS, cut_at).received_bytes == 0
+        mallory.services.store.ReadBlobs = read  # type: ignore[method-assign]
+        await drained(sending("next"))
+        assert (await bringing._of(NS, "mallory")).keys() == (set() if verb == "only bytes" else {"next"})
 
     played(tmp_path, play)
 
