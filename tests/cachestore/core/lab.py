@@ -25,8 +25,8 @@ from cachestore_svc.sealing.keys import MasterKey, new_record
 from cachestore_svc.sealing.sealed_blobs import SealedBackend
 from cachestore_svc.sealing.seals import Seals
 from cachestore_svc.store.store import NewBlob, Store, finish_all
-from tests import own_notes  # noqa: F401
 from tests.made_models.synthetic import SyntheticSnapshot
+from tests.running import own_notes  # noqa: F401
 
 NS = "default"
 MIB = 1 << 20
