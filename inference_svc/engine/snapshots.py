@@ -17,7 +17,7 @@ from kvasir.formats.token_files import file_identities, state_identity
 from inference_svc.engine.api import Snapshot, WindowFiles
 from inference_svc.engine.scheduling.hot_memories import ResidentMemory
 from inference_svc.engine.sequence import Sequence
-from inference_svc.kv.attention.host_copy import refuse_out
+from inference_svc.kv.attention.host_copy import MOST_FAILURES, failures_out, note_failed_out
 from inference_svc.kv.sequence_files import begin_files, whole_blocks
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.model_info import ModelInfo
@@ -40,7 +40,7 @@ class PendingFiles(Generic[T]):
 
 def when_there(begin: "Callable[[], Future[PendingFiles[T] | None]]") -> "Future[T | None]":
     """The result of work on the MLX thread as soon as its files are there. If threads could not copy them, the work is
-    done once more, without threads.
+    done again; where they have shown that they cannot, without threads.
     """
     asking = _FilesWait(begin)
     asking.start()
@@ -56,9 +56,11 @@ class _FilesWait(Generic[T]):
         self.asked: Future[T | None] = Future()
         self._begin = begin
         self._coming: PendingFiles[T] | None = None
-        self._may_repeat = True
+        self._repeats_left = MOST_FAILURES
+        self._failures_before = 0
 
     def start(self) -> None:
+        self._failures_before = failures_out()
         self._begin().add_done_callback(self._begun)
 
     def _begun(self, begun: "Future[PendingFiles[T] | None]") -> None:
@@ -76,15 +78,16 @@ class _FilesWait(Generic[T]):
                 file.add_done_callback(self._await_files)
                 return
         coming, self._coming = self._coming, None
+        failed = next((error for file in coming.files if (error := file.exception()) is not None), None)
+        if failed is not None and self._repeats_left:
+            note_failed_out(failed, self._failures_before)
+            self._repeats_left -= 1
+            self.start()
+            return
         made: Future[T | None] = Future()
         try:
             made.set_result(coming.make([file.result() for file in coming.files]))
         except Exception as error:  # noqa: BLE001 - the asker gets it
-            if self._may_repeat:
-                refuse_out(error)
-                self._may_repeat = False
-                self.start()
-                return
             made.set_exception(error)
         self._settle(made)
 

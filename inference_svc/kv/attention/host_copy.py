@@ -37,6 +37,8 @@ _LOG = structlog.get_logger(__name__)
 _PIECE_BYTES = 4 << 20
 _THREADS = 6
 LANDING_BYTES = 128 << 20  # that are sent at once
+MOST_FAILURES = 3
+"""Copies from the device that fail in a row before threads make no more."""
 _LANDINGS = 3
 
 _ADDRESS = KernelSource(
@@ -253,20 +255,28 @@ def takes_out() -> bool:
 
 
 def is_out_refused() -> bool:
-    """Whether a copy from the device was refused. From then on MLX's way serves, which is slower."""
-    return _out_refused.is_set()
+    """Whether threads have shown that they cannot copy from the device. From then on MLX's way serves, more slowly."""
+    return _outgoing.is_refused
 
 
-def refuse_out(why: BaseException) -> None:
-    """Let no thread copy from the device any more. Idempotent."""
-    if not _out_refused.is_set():
-        _out_refused.set()
-        _LOG.warning("host_copy.out_refused", why=f"{type(why).__name__}: {why}")
+def failures_out() -> int:
+    """How many copies from the device have failed in a row: for `note_failed_out`, before the next one begins."""
+    return _outgoing.in_a_row
+
+
+def note_failed_out(why: BaseException, before: int) -> None:
+    """A copy from the device failed that began after so many failures."""
+    _outgoing.failed(why, before)
 
 
 def begin_out(work: Callable[[], T]) -> "Future[T]":
     """Do `work` on a thread that may call `copy_out`."""
-    return _copiers().begin_out(work)
+    try:
+        return _copiers().begin_out(work)
+    except RuntimeError as error:  # a thread could not begin: then no later one does
+        failed: Future[T] = Future()
+        failed.set_exception(error)
+        return failed
 
 
 def copy_out(runs: Sequence[Run], target: memoryview) -> None:
@@ -274,6 +284,7 @@ def copy_out(runs: Sequence[Run], target: memoryview) -> None:
     and stay until it returns. Raises RuntimeError if CUDA refuses.
     """
     _copiers().copy_out(runs, np.frombuffer(target, np.uint8).ctypes.data)
+    _outgoing.in_a_row = 0
 
 
 def device_address(array: mx.array) -> int:
@@ -413,7 +424,35 @@ def _is_sound() -> bool:
     return bool(mx.array_equal(arrived, mx.array(sent)).item()) and np.array_equal(found, sent)
 
 
-_out_refused = threading.Event()
+class Outgoing:
+    """What has shown that threads cannot copy from the device: several failures, one after the other, with no copy
+    between them that arrived. One failure shows nothing; copies that were under way together fail together.
+    """
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+        self.is_refused = False
+        self._lock = threading.Lock()
+
+    def failed(self, why: BaseException, before: int) -> None:
+        with self._lock:
+            # Without memory for the file no other way of copying serves either.
+            self.in_a_row += self.in_a_row == before and not isinstance(why, MemoryError)
+            _LOG.warning("host_copy.out_failed", why=f"{type(why).__name__}: {why}", in_a_row=self.in_a_row)
+            if self.in_a_row >= MOST_FAILURES:
+                self._refuse(why)
+
+    def refuse(self, why: BaseException) -> None:
+        with self._lock:
+            self._refuse(why)
+
+    def _refuse(self, why: BaseException) -> None:
+        if not self.is_refused:
+            self.is_refused = True
+            _LOG.warning("host_copy.out_refused", why=f"{type(why).__name__}: {why}")
+
+
+_outgoing = Outgoing()
 
 
 @cache
@@ -428,7 +467,7 @@ def _comes_back() -> bool:
         runs = [(address, half), (address + half, sent.nbytes - half)]
         begin_out(lambda: copy_out(runs, found.data.cast("B"))).result()
     except (OSError, RuntimeError, AttributeError) as error:
-        refuse_out(error)
+        _outgoing.refuse(error)
         return False
     return np.array_equal(found, sent)
 

@@ -1,7 +1,6 @@
 """What is made of files that are still on their way is there when the last one is; a copy that failed is made again."""
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
@@ -18,7 +17,7 @@ Begun = Future[PendingFiles[bytes] | None]
 
 @pytest.fixture(autouse=True)
 def _refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_copy, "_out_refused", threading.Event())
+    monkeypatch.setattr(host_copy, "_outgoing", host_copy.Outgoing())
 
 
 def files(count: int) -> list[Future[FileBytes]]:
@@ -50,29 +49,63 @@ def test_without_files_or_without_a_memory_it_is_there_at_once() -> None:
     assert when_there(lambda: begun(None)).result(0) is None
 
 
-def test_a_copy_that_threads_could_not_make_is_made_without_them_once() -> None:
+def test_copies_that_fail_together_are_made_again_by_threads(capsys: pytest.CaptureFixture[str]) -> None:
     tries: list[list[Future[FileBytes]]] = []
 
     def begin() -> Begun:
         tries.append(files(2))
         return begun(joined(tries[-1]))
 
-    asked = when_there(begin)
-    tries[0][1].set_exception(RuntimeError("CUDA refused a copy: error 700"))
-    assert len(tries) == 1, "no file is on its way any more when it is tried again"
-    tries[0][0].set_result(b"a")
-    assert host_copy.is_out_refused()
-    for place, data in enumerate((b"c", b"d")):
-        assert not asked.done()
-        tries[1][place].set_result(data)
-    assert (asked.result(0), len(tries)) == (b"cd", 2)
-    again = when_there(begin)
-    for attempt in (2, 3):
-        for file in tries[attempt]:
+    asked = [when_there(begin) for _ in range(5)]
+    for failing in tries[:5]:
+        failing[1].set_exception(RuntimeError("CUDA refused a copy: error 1"))
+    assert len(tries) == 5, "no file is on its way any more when it is tried again"
+    for failing in tries[:5]:
+        failing[0].set_result(b"a")
+    assert (host_copy.is_out_refused(), host_copy.failures_out(), len(tries)) == (False, 1, 10)
+    for coming in tries[5:]:
+        for file, data in zip(coming, (b"c", b"d"), strict=True):
+            file.set_result(data)
+    assert [each.result(0) for each in asked] == [b"cd"] * 5
+    printed = capsys.readouterr().out
+    assert (printed.count("host_copy.out_failed"), printed.count("host_copy.out_refused")) == (5, 0)
+
+
+def test_threads_make_no_copies_once_several_failed_in_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    tries: list[bool] = []
+
+    def begin(*, without: str = "threads") -> Begun:
+        tries.append(host_copy.is_out_refused())
+        [file] = files(1)
+        if without == "threads" and host_copy.is_out_refused():
+            file.set_result(b"a")
+        else:
             file.set_exception(RuntimeError("refused"))
+        return begun(joined([file]))
+
+    assert when_there(begin).result(0) == b"a"
+    assert tries == [False] * host_copy.MOST_FAILURES + [True]
+    assert capsys.readouterr().out.count("host_copy.out_refused") == 1
+    tries.clear()
     with pytest.raises(RuntimeError, match="refused"):
-        again.result(0)
-    assert len(tries) == 4
+        when_there(partial(begin, without="anything")).result(0)
+    assert len(tries) == host_copy.MOST_FAILURES + 1
+
+
+@pytest.mark.parametrize("is_copied", [False, True], ids=["no memory", "what is made of them"])
+def test_failures_that_say_nothing_of_threads_leave_them_on(*, is_copied: bool) -> None:
+    def begin() -> Begun:
+        [file] = files(1)
+        if is_copied:
+            file.set_result(b"a")
+        else:
+            file.set_exception(MemoryError())
+        return begun(joined([file]).made_into(lambda _: (_ for _ in ()).throw(MemoryError())))
+
+    for _ in range(host_copy.MOST_FAILURES):
+        with pytest.raises(MemoryError):
+            when_there(begin).result(0)
+    assert (host_copy.is_out_refused(), host_copy.failures_out()) == (False, 0)
 
 
 def test_work_that_fails_or_is_never_done_ends_who_asked() -> None:

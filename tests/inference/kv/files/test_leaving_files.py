@@ -5,6 +5,7 @@ On a GPU they are CUDA's copies; elsewhere a played driver reads pages as late a
 
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import numpy as np
@@ -15,6 +16,7 @@ from kvasir.formats.block_hash import chain_hashes, kv_identity_hash
 from kvasir.formats.layer_groups import windows_of
 from kvasir.formats.token_files import file_identities
 
+from inference_svc.engine.snapshots import PendingFiles, when_there
 from inference_svc.kv.attention import host_copy, in_place
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.page import PAGE_TOKENS
@@ -38,7 +40,7 @@ TOKENS = tokens_of(1400, 1)
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedDriver | None]:
     """None: this device has CUDA's own."""
     if host_copy.copies_itself():
-        monkeypatch.setattr(host_copy, "_out_refused", threading.Event())
+        monkeypatch.setattr(host_copy, "_outgoing", host_copy.Outgoing())
         yield None
         return
     if not cxx():
@@ -204,6 +206,37 @@ def test_where_cuda_refuses_a_copy_files_are_copied_at_once_from_then_on(
     assert files_of(kv, identities_of(kv)) == expected
     assert driver.copies == copies
     assert capsys.readouterr().out.count("host_copy.out_refused") == 1
+
+
+@pytest.mark.cpu_only("CUDA itself refuses nothing")
+def test_after_one_refused_copy_threads_go_on(driver: PlayedDriver, capsys: pytest.CaptureFixture[str]) -> None:
+    kv = filled(SequenceKV(pool := pool_of(MIXED)), [600])
+    expected = plain(kv, identities_of(kv))
+    for _ in range(2 * host_copy.MOST_FAILURES):
+        driver.error, driver.errors_left = 1, 1
+        assert files_of(kv, identities_of(kv)) == expected
+        assert pool.is_copied_by_threads
+    printed = capsys.readouterr().out
+    assert printed.count("host_copy.out_failed") == 2 * host_copy.MOST_FAILURES
+    assert "host_copy.out_refused" not in printed
+
+
+@pytest.mark.cpu_only("CUDA itself refuses nothing")
+def test_where_no_thread_can_begin_files_are_copied_without_them(
+    driver: PlayedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = filled(SequenceKV(pool := pool_of(MIXED)), [600])
+    expected = plain(kv, identities_of(kv))
+    copiers = host_copy._Copiers()
+    monkeypatch.setattr(driver, "cuMemHostAlloc", lambda *_: 2)
+    monkeypatch.setattr(host_copy, "_copiers", lambda: copiers)
+
+    def begin() -> PendingFiles[list[FileBytes]]:
+        return PendingFiles(begin_files(kv, identities_of(kv)), list)
+
+    with ThreadPoolExecutor(1) as mlx_thread:
+        assert when_there(lambda: mlx_thread.submit(begin)).result(10) == expected  # type: ignore[arg-type]
+    assert not pool.is_copied_by_threads
 
 
 @pytest.mark.cpu_only("CUDA itself copies what it says")

@@ -25,6 +25,7 @@ class PlayedDriver(SimpleNamespace):
         self.gate = threading.Event()
         self.gate.set()
         self.error = 0  # what a copy answers
+        self.errors_left = -1  # so often; -1: always
         self.copies = 0
         self._buffers: list[Any] = []
         self._streams = count(1)
@@ -47,7 +48,10 @@ class PlayedDriver(SimpleNamespace):
     def _begin_out(self, target: Any, source: Any, size: Any, stream: Any) -> int:
         self.copies += 1
         self._begun[stream.value].append(lambda: ctypes.memmove(target.value, source.value, size.value))
-        return self.error
+        if self.error and self.errors_left:
+            self.errors_left -= 1
+            return self.error
+        return 0
 
     def _wait(self, stream: Any) -> int:
         begun = self._begun.pop(stream.value, [])
@@ -81,7 +85,7 @@ def play(monkeypatch: pytest.MonkeyPatch, landing_bytes: int = 1 << 20) -> Playe
     monkeypatch.setattr(host_copy, "_has_cuda", lambda: True)
     monkeypatch.setattr(host_copy, "_is_sound", lambda: True)
     monkeypatch.setattr(host_copy, "_comes_back", lambda: True)
-    monkeypatch.setattr(host_copy, "_out_refused", threading.Event())
+    monkeypatch.setattr(host_copy, "_outgoing", host_copy.Outgoing())
     for module in (host_copy, pool):
         monkeypatch.setattr(module, "device_address", _address)
     monkeypatch.setattr(host_copy, "LANDING_BYTES", landing_bytes)
