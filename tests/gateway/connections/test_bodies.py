@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import threading
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -59,6 +60,18 @@ def test_each_byte_is_looked_at_once(body: bytes) -> None:
     """Strings that never end, and quotes that may begin one anywhere: a second look at each would take days."""
     with contextlib.suppress(InvalidArgument):
         count_values(body)
+
+
+@pytest.mark.parametrize("body", [b'{"a":"b"},' * 800_000, b'"",' * (MAX_VALUES - 1), b"]" * (8 << 20)])
+def test_counting_takes_less_memory_than_the_body(body: bytes) -> None:
+    """Of short strings an object each would take twelve times as much."""
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(InvalidArgument):
+            count_values(body)
+        assert tracemalloc.get_traced_memory()[1] < max(len(body), 1 << 20)
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_large_body_is_read_by_another_thread_and_namespaces_take_turns() -> None:

@@ -29,7 +29,10 @@ _SMALL_BYTES = 16 << 10  # read at once: a thread would cost more
 _BYTES_PER_VALUE = 160  # what a value becomes in Python, beside its text
 _MORE_COPIES = 3  # of its text, on its way to the engine
 # A string, also one that does not end: so each byte is looked at once.
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+_ONE_STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)'
+_STRING = re.compile(_ONE_STRING, re.DOTALL)
+# Some strings, with what stands between them: removing strings makes an object of each, and a body may have a million.
+_PART = re.compile(rb'(?:[^"]{0,256}+' + _ONE_STRING + rb'){1,4096}+|[^"]{1,65536}+', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _Made = TypeVar("_Made")
 
@@ -131,17 +134,23 @@ class RequestRoom:
 def count_values(data: bytes) -> int:
     """About how many values a body's JSON has; it need not be JSON. Raises InvalidArgument for too many, and for
     brackets that nest too deep."""
-    structure = _STRING.sub(b"", data)
-    brackets = structure.translate(None, _NOT_BRACKETS)
-    containers = brackets.count(b"{") + brackets.count(b"[")
-    if containers > MAX_CONTAINERS:
-        raise InvalidArgument(f"body: expected at most {MAX_CONTAINERS} objects and arrays", field="body")
-    values = containers + structure.count(b",")
-    if values > MAX_VALUES:
-        raise InvalidArgument(f"body: expected at most {MAX_VALUES} values", field="body")
-    depth = 0
-    for bracket in brackets[: 2 * MAX_CONTAINERS]:
-        depth += 1 if bracket in b"{[" else -1
-        if depth > MAX_DEPTH:
-            raise InvalidArgument(f"body: expected at most {MAX_DEPTH} levels of nesting", field="body")
-    return values
+    containers = commas = depth = at = 0
+    while at < len(data):
+        part = _PART.match(data, at)
+        assert part is not None
+        at = part.end()
+        structure = _STRING.sub(b"", part[0])
+        brackets = structure.translate(None, _NOT_BRACKETS)
+        containers += brackets.count(b"{") + brackets.count(b"[")
+        commas += structure.count(b",")
+        if containers > MAX_CONTAINERS:
+            raise InvalidArgument(f"body: expected at most {MAX_CONTAINERS} objects and arrays", field="body")
+        if containers + commas > MAX_VALUES:
+            raise InvalidArgument(f"body: expected at most {MAX_VALUES} values", field="body")
+        for bracket in brackets:
+            depth += 1 if bracket in b"{[" else -1
+            if depth < 0:  # no JSON: parsing ends here
+                return containers + commas
+            if depth > MAX_DEPTH:
+                raise InvalidArgument(f"body: expected at most {MAX_DEPTH} levels of nesting", field="body")
+    return containers + commas
