@@ -26,7 +26,7 @@ async def connections_to(
     app: Any, limits: ConnectionLimits = ConnectionLimits()
 ) -> AsyncIterator[tuple[int, ServerState]]:
     """The port of a server of this app, and what is open there."""
-    config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_keep_alive=60)
+    config = uvicorn.Config(app, lifespan="off", ws="none", log_config=None, timeout_keep_alive=60)
     config.load()
     state = ServerState()
 
@@ -119,6 +119,71 @@ def test_of_key_holders_connections_those_that_rest_longest_are_closed() -> None
     slow, found = asyncio.run(heads())
     assert slow[:12] == b"HTTP/1.1 204"
     assert len([head for head in found if head]) == 2
+
+
+@pytest.mark.parametrize("behind", [1, 3])
+def test_requests_behind_another_do_not_hide_that_the_reader_left(behind: int) -> None:
+    async def app(scope: Any, receive: Any, _send: Any) -> None:
+        if scope["path"] == "/slow":
+            begun.set()
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            left.set()
+        seen.append(scope["path"])
+
+    async def leave() -> None:
+        async with connections_to(app) as (port, _):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(_ASKED.replace(b"GET /", b"GET /slow", 1))
+            await begun.wait()
+            for _ in range(behind):
+                writer.write(_ASKED)
+                await writer.drain()
+                await asyncio.sleep(0.02)
+            writer.close()
+            await asyncio.wait_for(left.wait(), 5)
+
+    seen: list[str] = []
+    begun, left = asyncio.Event(), asyncio.Event()
+    asyncio.run(leave())
+    assert seen == ["/slow"], "the others are not begun"
+
+
+@pytest.mark.parametrize("behind", [_ASKED * 17, _ASKED[:-4] + b"\r\ncontent-length: 70000\r\n\r\n" + bytes(70_000)])
+def test_what_waits_behind_a_request_is_bounded(behind: bytes) -> None:
+    """Requests within the bound are all answered, in their order."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await may_answer.wait()
+        await answers_key_holders(scope, receive, send)
+
+    async def answered(sent: bytes, count: int) -> bytes:
+        async with connections_to(app) as (port, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(_ASKED)
+            await asyncio.sleep(0.02)
+            writer.write(sent)
+            await asyncio.sleep(0.1)
+            may_answer.set()
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                return b"".join([await reader.readuntil(b"\r\n\r\n") for _ in range(count)])
+            return b""
+
+    may_answer = asyncio.Event()
+    assert asyncio.run(answered(_ASKED * 15, 16)).count(b"HTTP/1.1 204") == 16
+    may_answer = asyncio.Event()
+    assert asyncio.run(answered(behind, 1)) == b""
+
+
+def test_a_head_of_many_short_headers_is_refused() -> None:
+    async def head(count: int) -> bytes:
+        async with connections_to(answers_key_holders) as (port, _):
+            return await answer(
+                await asyncio.open_connection("127.0.0.1", port), _ASKED[:-2] + b"a:\r\n" * count + b"\r\n"
+            )
+
+    assert asyncio.run(head(250))[:12] == b"HTTP/1.1 204"
+    assert asyncio.run(head(260))[:12] == b"HTTP/1.1 400"
 
 
 def test_a_process_with_few_files_keeps_some_for_each_kind_of_connection() -> None:

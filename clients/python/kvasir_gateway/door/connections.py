@@ -6,14 +6,17 @@ which the oldest makes way for the newest, and so have those of key holders that
 
 import asyncio
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 _MAX_HEAD_BYTES = 64 << 10
+_MAX_HEADERS = 256  # of a head, and of trailers: each takes thirty times as much room as its shortest line
+# Requests behind one that is not answered yet, and their bytes: they are read, because an end is seen by reading only.
+_MAX_WAITING, _MAX_WAITING_BYTES = 16, 64 << 10
 _HEAD_S = 30.0  # for a whole head, from the connection or from the answer before
 _READING_S = 60.0  # in which the reader of an answer takes some of it
 _CONNECTION = "kvasir.connection"  # in an ASGI scope
@@ -91,6 +94,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *given: Any, connections: Connections, **named: Any) -> None:
         super().__init__(*given, **named)
         self._connections = connections
+        self._unanswered: deque[RequestResponseCycle] = deque()
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -99,6 +103,9 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        for cycle in self._unanswered:  # uvicorn tells the newest alone
+            cycle.disconnected = True
+            cycle.message_event.set()
         self._connections.closed(self)
         self._stop_waiting()
         self._stop_watching()
@@ -115,6 +122,8 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._unread_bytes += len(data)
         super().data_received(data)
+        if len(self.pipeline) > _MAX_WAITING or sum(map(_waiting_bytes, self.pipeline)) > _MAX_WAITING_BYTES:
+            self.transport.abort()
         if self._unread_bytes <= _MAX_HEAD_BYTES or self.transport.is_closing():
             return
         if self._is_answered:
@@ -126,12 +135,20 @@ class Connection(HttpToolsProtocol):
         """A request of it showed a key."""
         self._connections.admitted(self)
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self.headers) >= _MAX_HEADERS:
+            raise ValueError("too many headers")  # the parser ends: 400
+        super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         self._unread_bytes = 0
         self._stop_waiting()
         self._connections.asks(self)
         self.scope[_CONNECTION] = self  # type: ignore[literal-required]
         super().on_headers_complete()
+        self._unanswered.append(self.cycle)
+        if self.pipeline:
+            self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
         self._unread_bytes = 0
@@ -142,6 +159,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        self._unanswered.popleft()
         super().on_response_complete()
         if self._is_answered:  # else the next request is here already
             self._await_head()
@@ -178,3 +196,9 @@ class Connection(HttpToolsProtocol):
         if self._stalled is not None:
             self._stalled.cancel()
             self._stalled = None
+
+
+def _waiting_bytes(waiting: tuple[RequestResponseCycle, object]) -> int:
+    cycle, _ = waiting
+    head = sum(len(name) + len(value) for name, value in cycle.scope["headers"])
+    return len(cycle.body) + len(cycle.scope["raw_path"]) + len(cycle.scope["query_string"]) + head

@@ -29,6 +29,7 @@ async def serve_app(app: object, listener: socket.socket, connections: Connectio
     config = uvicorn.Config(
         app,  # type: ignore[arg-type]
         lifespan="off",
+        ws="none",
         log_config=None,
         access_log=False,
         server_header=False,
