@@ -202,8 +202,9 @@ class Gateway:
             wanted = replace(wanted, model=model, any_model=False)
         found = await unless_left(call.request.receive, embed(call.caller.client, wanted))
         found.took_s = self._around.clock() - began_s
-        answer = await call.room.made(partial(asked.answer, found))
-        return JSONResponse(answer, headers={"x-request-id": call.request_id, **self._reported(call)})
+        answer = await call.room.rendered(partial(asked.answer, found), asked.answer_bytes(found))
+        headers = {"x-request-id": call.request_id, **self._reported(call)}
+        return Response(answer, headers=headers, media_type="application/json")
 
     async def agent_generate(self, call: Call) -> Answer:
         named = replace(

@@ -416,7 +416,7 @@ SHARED = (
         "TOO_MANY_CALLS",
     ),
     Shared(
-        "bodies, and what parsing makes of them",
+        "bodies, what parsing makes of them, and answers of embeddings",
         "gateway",
         "clients/python/kvasir_gateway/door/bodies.py: bodies",
         ("kvasir_gateway.app:GatewayLimits.max_bodies_bytes", 192 << 20),
@@ -425,7 +425,7 @@ SHARED = (
         "PROMPTS_TOO_LARGE",
     ),
     Shared(
-        "the thread that reads bodies above 16 KiB",
+        "the thread that reads bodies, compares memories and makes answers, from 16 KiB on",
         "gateway",
         "clients/python/kvasir_gateway/door/bodies.py: reading",
         ("", 1),

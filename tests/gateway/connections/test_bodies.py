@@ -11,9 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvasir.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir_gateway import errors
 from kvasir_gateway.door import bodies
 from kvasir_gateway.door.bodies import MAX_CONTAINERS, MAX_DEPTH, MAX_VALUES, RequestRoom, Rooms, count_values
+from kvasir_gateway.embedding.asking import Found
+from kvasir_gateway.embedding.bodies import EmbeddingsRequest, OllamaEmbed
 from starlette.requests import Request
 
 from tests.gateway.conftest import Front
@@ -110,6 +113,43 @@ def test_a_body_is_billed_by_what_it_becomes_until_it_is_answered() -> None:
         asyncio.run(room.parsed(many, json.loads))
     room.release()
     assert rooms.bodies.held_by_all == 0
+
+
+def test_a_large_answer_is_made_by_the_thread_and_billed_until_it_is_sent() -> None:
+    rooms, threads = Rooms(10, 1 << 20), list[threading.Thread]()
+    room = RequestRoom(rooms)
+    room.admit("n")
+
+    def make() -> bytes:
+        threads.append(threading.current_thread())
+        return b""
+
+    asyncio.run(room.rendered(make, 700_000))
+    asyncio.run(room.rendered(make, 1000))
+    assert threads[0] is not threading.main_thread()
+    assert threads[1] is threading.main_thread()
+    with pytest.raises(ResourceExhausted):
+        asyncio.run(room.rendered(make, 400_000))
+    assert (len(threads), rooms.bodies.held_by_all) == (2, 701_000)
+    room.release()
+    assert rooms.bodies.held_by_all == 0
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+def test_an_answer_of_embeddings_takes_what_it_is_billed(encoding: str) -> None:
+    asked = EmbeddingsRequest.model_validate({"model": "m", "input": "x", "encoding_format": encoding})
+    found = Found("m", [pb.Embedding(values=[-0.1234567891 / (place + 1)] * 512) for place in range(200)])
+    tracemalloc.start()
+    try:
+        answer = asked.answer(found)
+        assert tracemalloc.get_traced_memory()[1] < asked.answer_bytes(found)
+    finally:
+        tracemalloc.stop()
+    told = json.loads(answer)
+    assert [each["index"] for each in told["data"]] == list(range(200))
+    if encoding == "float":
+        assert [each["embedding"] for each in told["data"]] == [list(each.values) for each in found.embeddings]
+    assert json.loads(OllamaEmbed(model="m", input=[]).answer(Found("m")))["embeddings"] == []
 
 
 def test_requests_beyond_their_places_are_told_to_come_back() -> None:

@@ -7,9 +7,8 @@ billed to its namespace by what it becomes, until its answer is sent.
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from kvasir.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
@@ -90,15 +89,23 @@ class RequestRoom:
 
     async def parsed(self, data: bytes, parse: Callable[[bytes], _Made]) -> _Made:
         """What `parse` makes of a body that is not too much. Raises InvalidArgument, ResourceExhausted."""
-        async with self._turn():
-            values = await self._made(lambda: count_values(data))
-            self._take(_MORE_COPIES * len(data) + _BYTES_PER_VALUE * values)
-            return await self._made(lambda: parse(data))
+        values = await self.made(lambda: count_values(data))
+        self._take(_MORE_COPIES * len(data) + _BYTES_PER_VALUE * values)
+        return await self.made(lambda: parse(data))
 
     async def made(self, make: Callable[[], _Made]) -> _Made:
         """What is made of the body that was read, where it holds nobody up."""
-        async with self._turn():
-            return await self._made(make)
+        return await self.beside(make) if self._is_large else make()
+
+    async def beside(self, make: Callable[[], _Made]) -> _Made:
+        """What is made of more than the body, for its namespace's turn of the thread."""
+        async with self._rooms.reading.held_for(self.namespace, 1):
+            return await asyncio.get_running_loop().run_in_executor(self._rooms.thread, make)
+
+    async def rendered(self, make: Callable[[], _Made], size_bytes: int) -> _Made:
+        """What is made of an answer, which takes so many bytes then. Raises ResourceExhausted."""
+        self._take(size_bytes)
+        return await self.beside(make) if size_bytes > _SMALL_BYTES else make()
 
     def release(self) -> None:
         self._rooms.bodies.give_back(self.namespace, self._held_bytes)
@@ -106,19 +113,6 @@ class RequestRoom:
         if self._is_admitted:
             self._rooms.requests.give_back(self.namespace, 1)
             self._is_admitted = False
-
-    @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        if not self._is_large:
-            yield
-            return
-        async with self._rooms.reading.held_for(self.namespace, 1):
-            yield
-
-    async def _made(self, make: Callable[[], _Made]) -> _Made:
-        if not self._is_large:
-            return make()
-        return await asyncio.get_running_loop().run_in_executor(self._rooms.thread, make)
 
     def _take(self, count: int) -> None:
         bodies = self._rooms.bodies

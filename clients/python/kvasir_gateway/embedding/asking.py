@@ -38,6 +38,10 @@ class Found:
     took_s: float = 0.0
 
     @property
+    def values(self) -> int:
+        return sum(len(each.values) for each in self.embeddings)
+
+    @property
     def tokens(self) -> int:
         return sum(each.tokens for each in self.embeddings)
 

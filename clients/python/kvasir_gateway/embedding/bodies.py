@@ -1,8 +1,9 @@
 """OpenAI's embeddings, and Ollama's two requests for them: bodies, and answers to these."""
 
 import base64
+import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, MaxLen, MinLen
@@ -21,7 +22,19 @@ TokenLists = Annotated[list[Annotated[list[TokenId], MinLen(1)]], MinLen(1), Max
 Dimensions = Annotated[int, Ge(1), Le(MAX_INT32)]
 
 
-class EmbeddingsRequest(Body):
+# What a value takes while an answer is made of it, twice at once, and sent.
+_BYTES_PER_FLOAT, _BYTES_PER_PACKED = 48, 16
+
+
+class _Embeds(Body):
+    """What all these bodies have."""
+
+    def answer_bytes(self, found: Found) -> int:
+        """What the answer takes until it is sent, at most."""
+        return _BYTES_PER_FLOAT * found.values
+
+
+class EmbeddingsRequest(_Embeds):
     """The body of /v1/embeddings."""
 
     model: ModelName
@@ -39,13 +52,16 @@ class EmbeddingsRequest(Body):
             self.model, [given] if is_one else given, "input", not is_one, self.dimensions, any_model=reading.any_model
         )
 
-    def answer(self, found: Found) -> dict[str, Any]:
-        data = [
+    def answer_bytes(self, found: Found) -> int:
+        return (_BYTES_PER_PACKED if self.encoding_format == "base64" else _BYTES_PER_FLOAT) * found.values
+
+    def answer(self, found: Found) -> bytes:
+        data = (
             {"object": "embedding", "index": index, "embedding": self._values(each)}
             for index, each in enumerate(found.embeddings)
-        ]
+        )
         used = {"prompt_tokens": found.tokens, "total_tokens": found.tokens}
-        return {"object": "list", "data": data, "model": found.model, "usage": used}
+        return _rendered({"object": "list", "model": found.model, "usage": used}, "data", data)
 
     def _values(self, embedding: pb.Embedding) -> str | list[float]:
         if self.encoding_format != "base64":
@@ -53,7 +69,7 @@ class EmbeddingsRequest(Body):
         return base64.b64encode(struct.pack(f"<{len(embedding.values)}f", *embedding.values)).decode()
 
 
-class _OllamaRequest(Body):
+class _OllamaRequest(_Embeds):
     """What both of Ollama's requests have."""
 
     model: ModelName
@@ -79,14 +95,14 @@ class OllamaEmbed(_OllamaRequest):
         more = {"is_list": not is_one, "dimensions": self.dimensions, "truncate": self.truncate is not False}
         return self._wanted(reading, texts, "input", **more)
 
-    def answer(self, found: Found) -> dict[str, Any]:
-        return {
+    def answer(self, found: Found) -> bytes:
+        told = {
             "model": found.model,
-            "embeddings": [list(each.values) for each in found.embeddings],
             "total_duration": round(found.took_s * 1e9),
             "load_duration": 0,
             "prompt_eval_count": found.tokens,
         }
+        return _rendered(told, "embeddings", (list(each.values) for each in found.embeddings))
 
 
 class OllamaEmbeddings(_OllamaRequest):
@@ -99,5 +115,17 @@ class OllamaEmbeddings(_OllamaRequest):
             raise InvalidArgument("prompt: expected a text", field="prompt")
         return self._wanted(reading, [self.prompt], "prompt", is_list=False, truncate=True)
 
-    def answer(self, found: Found) -> dict[str, Any]:
-        return {"embedding": list(found.embeddings[0].values)}
+    def answer(self, found: Found) -> bytes:
+        return _json({"embedding": list(found.embeddings[0].values)})
+
+
+def _rendered(told: Mapping[str, Any], name: str, items: Iterable[object]) -> bytes:
+    """These facts as JSON, and one more, a list, of which one item at a time is in memory as objects."""
+    pieces = [_json(told)[:-1], b',"%s":' % name.encode()]
+    for item in items:
+        pieces += [b"," if len(pieces) > 2 else b"[", _json(item)]
+    return b"".join((*pieces, b"]}" if len(pieces) > 2 else b"[]}"))
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
