@@ -301,7 +301,8 @@ class Gateway:
         has a status of its own."""
         turns = self._around.turns
         ready = await call.room.made(partial(self._ready, call, translate))
-        memory = await turns.memory(ready, call.caller, call.namespace, call.agent_id)
+        looking = turns.memory(ready, call.caller, call.namespace, call.agent_id)
+        memory = await unless_left(call.request.receive, looking)
         call.reading.side_call = memory.side_call
         ready = ready.using(memory)
         turn = ready.turn
@@ -324,8 +325,10 @@ class Gateway:
             first = await unless_left(call.request.receive, anext(events))
             headers |= self._told(call, memory.agent_id, turn, first.started)
         except BaseException:
-            memory.left()
-            await events.aclose()
+            try:
+                await events.aclose()
+            finally:
+                memory.left()
             raise
         api = api_of(call.request.url.path)
         return EventStream(
@@ -406,7 +409,7 @@ class Gateway:
             room.admit(holder.principal.namespace)
         return Call(
             request=request,
-            caller=self._around.engine.of(holder.token if holder is not None else None),
+            caller=self._around.engine.of(holder.token if holder is not None else None, room.beside),
             namespace=room.namespace,
             agent_id=heads.agent_of(request),
             request_id=heads.request_id(request, new_request_id),

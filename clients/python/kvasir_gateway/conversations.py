@@ -12,13 +12,15 @@ Dates and clocks of the systems' texts and of the opening do not distinguish con
 conversation that continues at another time is found, and its memory goes on.
 """
 
+import asyncio
 import contextlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 from blake3 import blake3
 from kvasir.clocks import without_times
@@ -27,6 +29,7 @@ from kvasir.errors import KvasirError
 from kvasir_gateway.reading.compaction import Summaries
 from kvasir_gateway.turn import Said
 
+Made = TypeVar("Made")
 PREFIX = "conversation/"
 _DIGEST_CHARS = 24
 _MAX_TIPS = 100_000
@@ -52,9 +55,16 @@ class AgentRecords(Protocol):
 
     async def messages(self, agent_id: str) -> Sequence[Said]: ...
 
-    async def fork(self, source: str, name: str, version: int | None) -> None: ...
+    async def fork(self, source: str, name: str, version: int | None) -> int:
+        """Returns the fork's newest version."""
+
+    async def drop_fork(self, agent_id: str, version: int) -> None:
+        """Delete a fork whose newest version is still this one."""
 
     async def delete(self, agent_id: str) -> None: ...
+
+    async def beside(self, make: Callable[[], Made]) -> Made:
+        """Do work that would hold up the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +135,9 @@ class Conversations:
         self._calls_of: dict[tuple[str, str], Sequence[str]] = {}
         self._openings: dict[tuple[str, str], str] = {}  # by agent, as of its newest answer
         self._busy: set[tuple[str, str]] = set()
+        # Forks that were made for a turn that is not answered yet, with their version.
+        self._forks: dict[tuple[str, str], tuple[AgentRecords, int]] = {}
+        self._dropping: set[asyncio.Task[None]] = set()
         self._tidied: dict[str, datetime] = {}
         self._summaries = Summaries()
 
@@ -153,8 +166,8 @@ class Conversations:
         if found is not None:
             if found.is_newest and (namespace, found.agent_id) not in self._busy:
                 name = found.agent_id
-            else:
-                await _fork(found, name, records)
+            elif version := await _fork(found, name, records):
+                self._forks[namespace, name] = records, version
         self._busy.add((namespace, name))
         return name
 
@@ -202,6 +215,7 @@ class Conversations:
 
     def answered(self, namespace: str, agent_id: str, chain: Chain, reply: Said, version: int) -> None:
         """The agent remembers these messages and the reply, as this version; 0: it is not known which."""
+        self._forks.pop((namespace, agent_id), None)
         digest = self._next(chain.digest, reply).hex()
         place = (namespace, digest)
         self._forget(place)  # another agent may have answered the same
@@ -219,8 +233,21 @@ class Conversations:
                 self._alike.popitem(last=False)
 
     def left(self, namespace: str, agent_id: str) -> None:
-        """The turn has ended, however it did."""
-        self._busy.discard((namespace, agent_id))
+        """The turn has ended, however it did. A fork that it did not use is deleted, and busy until then."""
+        place = (namespace, agent_id)
+        if place not in self._forks:
+            self._busy.discard(place)
+            return
+        dropping = asyncio.create_task(self._drop(place, *self._forks.pop(place)))
+        self._dropping.add(dropping)
+        dropping.add_done_callback(self._dropping.discard)
+
+    async def _drop(self, place: tuple[str, str], records: AgentRecords, version: int) -> None:
+        try:
+            with contextlib.suppress(KvasirError):  # it is tidied up one day
+                await records.drop_fork(place[1], version)
+        finally:
+            self._busy.discard(place)
 
     def digest_of(self, messages: Sequence[Said]) -> str:
         """A short digest of what was said, keyed: who has it cannot guess the text."""
@@ -293,16 +320,23 @@ class Conversations:
         # Whoever may read agents' names could give a memory that looks like the conversation's.
         kept = sorted((each for each in kept if not each.is_copy), key=lambda agent: agent.used_at, reverse=True)
         remembered = [(agent, await records.messages(agent.agent_id)) for agent in kept[:_MAX_LOOKED_AT]]
-        best, common, is_whole = _most_in_common(remembered, messages)
-        # Beyond the opening, which all of these have.
-        if not chain.is_exact and all(message.role != "assistant" for message in messages[:common]):
-            at_a_time = [(agent, at_any_time(said)) for agent, said in remembered]
-            best, _, is_whole = _most_in_common(at_a_time, at_any_time(messages))
-        # A memory that went on otherwise is forked, and the fork is cut by the engine.
-        return Tip(best.agent_id, 0, is_whole) if best is not None else None
+        return await records.beside(partial(_tip_among, remembered, messages, is_exact=chain.is_exact))
 
     def _next(self, digest: bytes, message: Said) -> bytes:
         return blake3(digest + _canonical(message), key=self._key).digest()
+
+
+def _tip_among(
+    remembered: Sequence[tuple[Kept, Sequence[Said]]], messages: Sequence[Said], *, is_exact: bool
+) -> Tip | None:
+    """The agent that begins with the most of these messages. In any thread."""
+    best, common, is_whole = _most_in_common(remembered, messages)
+    # Beyond the opening, which all of these have.
+    if not is_exact and all(message.role != "assistant" for message in messages[:common]):
+        at_a_time = [(agent, at_any_time(said)) for agent, said in remembered]
+        best, _, is_whole = _most_in_common(at_a_time, at_any_time(messages))
+    # A memory that went on otherwise is forked, and the fork is cut by the engine.
+    return Tip(best.agent_id, 0, is_whole) if best is not None else None
 
 
 def _most_in_common(
@@ -343,14 +377,20 @@ def _timeless(message: Said) -> Said:
     return message if plain == message.content else replace(message, content=plain)
 
 
-async def _fork(found: Tip, name: str, records: AgentRecords) -> None:
-    """Begin a branch. A version that is not kept any more is a miss: the newest may still share a part."""
+async def _fork(found: Tip, name: str, records: AgentRecords) -> int:
+    """Begin a branch, and return its version; 0: there is none. A version that is not kept any more is a miss: the
+    newest may still share a part. A cancel leaves no branch.
+    """
     for version in (found.version, None) if found.version else (None,):
-        try:
-            await records.fork(found.agent_id, name, version)
-        except KvasirError:
-            continue
-        return
+        forking = asyncio.ensure_future(records.fork(found.agent_id, name, version))
+        with contextlib.suppress(KvasirError):
+            try:
+                return await asyncio.shield(forking)
+            except asyncio.CancelledError:
+                with contextlib.suppress(KvasirError):
+                    await records.drop_fork(name, await forking)
+                raise
+    return 0
 
 
 def _canonical(message: Said) -> bytes:

@@ -2,14 +2,14 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from datetime import UTC
 from functools import partial
 from itertools import cycle
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from kvasir import volatile
 from kvasir.cachestore.v1 import cachestore_pb2
@@ -21,7 +21,7 @@ from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.server.wellness import Ailment, Wellness
 
-from kvasir_gateway.conversations import PREFIX, Kept
+from kvasir_gateway.conversations import PREFIX, Kept, Made
 from kvasir_gateway.models import unknown_alias
 from kvasir_gateway.reading.volatile import Rules
 from kvasir_gateway.turn import Place, Said, ToolUse, Turn
@@ -39,11 +39,23 @@ _MAX_MESSAGES = 10_000  # as the engine takes
 SentMessages = Sequence[message_pb2.Message]
 
 
+class Beside(Protocol):
+    """Does work that would hold up the event loop."""
+
+    def __call__(self, make: Callable[[], Made]) -> Awaitable[Made]: ...
+
+
+async def _at_once(make: Callable[[], Made]) -> Made:
+    return make()
+
+
 class CallerAtEngine:
     """The engine as one caller may use it."""
 
-    def __init__(self, client: AioInferenceClient) -> None:
+    def __init__(self, client: AioInferenceClient, beside: Beside = _at_once) -> None:
+        """`beside`: does work that would hold up the event loop."""
         self.client = client
+        self.beside = beside
 
     async def generate(
         self, turn: Turn, messages: SentMessages, agent_id: str, request_id: str
@@ -135,7 +147,7 @@ class CallerAtEngine:
         """What an agent remembers; nothing when that cannot be said."""
         try:
             _, data = await self.client.get_snapshot(agent_id)
-            return _said_by_all(manifest.parse(data).messages)
+            return await self.beside(lambda: _said_by_all(manifest.parse(data).messages))
         except KvasirError:
             return ()
 
@@ -172,20 +184,15 @@ class CallerAtEngine:
         for version in versions:
             with contextlib.suppress(NotFound, InvalidArgument):  # retired meanwhile, or not to be read
                 _, data = await self.client.get_snapshot(agent_id, version=version.version)
-                parsed = manifest.parse(data)
-                said = _said_by_all(parsed.messages)
+                request_id, said = await self.beside(partial(_turn_of, data))
                 newest = newest or said
                 if said:  # an agent that is prompted in plain text has no messages
-                    found |= {place: said for place in places if place.request_id == parsed.turn.request_id}
+                    found |= {place: said for place in places if place.request_id == request_id}
             if len(found) == len(places):
                 return found
-        for place in places:
-            until = newest[: place.number + 1]
-            is_reply = len(until) > place.number and until[-1].role == "assistant"
-            is_kept_whole = place not in found and agent_id.startswith(PREFIX)
-            if is_kept_whole and is_reply and digest_of(until[:-1]) == place.digest:
-                found[place] = until
-        return found
+        if not agent_id.startswith(PREFIX):
+            return found
+        return found | await self.beside(lambda: _replies_behind(newest, {*places} - {*found}, digest_of))
 
     async def rules_of(self, agent_id: str, rules: Rules) -> Rules:
         """The rules that an agent's label names, else these."""
@@ -195,8 +202,13 @@ class CallerAtEngine:
         except KvasirError:  # there is no such agent yet, or it cannot be said now
             return rules
 
-    async def fork(self, source: str, name: str, version: int | None) -> None:
-        await self.client.fork_agent(source, name, version=version)
+    async def fork(self, source: str, name: str, version: int | None) -> int:
+        return _newest(await self.client.fork_agent(source, name, version=version))
+
+    async def drop_fork(self, agent_id: str, version: int) -> None:
+        """Where a turn was stored in it after all, it stays."""
+        if _newest(await self.client.get_agent(agent_id)) == version:
+            await self.client.delete_agent(agent_id)
 
     async def delete(self, agent_id: str) -> None:
         await self.client.delete_agent(agent_id)
@@ -233,16 +245,16 @@ class EngineLink:
         }
         return cls([AioInferenceClient.connect(address, token=token, tls=tls) for _ in range(_CONNECTIONS)], others)
 
-    def of(self, token: str | None) -> CallerAtEngine:
+    def of(self, token: str | None, beside: Beside = _at_once) -> CallerAtEngine:
         """The engine for the caller with this token; None: for the gateway itself."""
         client = next(self._next)
         if token is None:
-            return CallerAtEngine(client)
+            return CallerAtEngine(client, beside)
         callers = client.with_token(token)
         theirs = {name: peer.with_token(token) for name, peer in self._peers.items()}
         for each in (callers, *theirs.values()):
             each.peers |= theirs
-        return CallerAtEngine(callers)
+        return CallerAtEngine(callers, beside)
 
     async def wellness(self, within_s: float = 2.0) -> Wellness:
         """Whether the engine answers, reaches its store, and has a model or wakes one."""
@@ -314,6 +326,29 @@ def _mapping(message: Said) -> dict[str, Any]:
     fields["reasoning"] = message.reasoning
     given = {name: value for name, value in fields.items() if value}
     return {"role": message.role, "content": message.content, **given}
+
+
+def _turn_of(manifest_bytes: bytes) -> tuple[str, Sequence[Said]]:
+    """The request of a version's turn, and what was said until its reply."""
+    parsed = manifest.parse(manifest_bytes)
+    return parsed.turn.request_id, _said_by_all(parsed.messages)
+
+
+def _replies_behind(
+    said: Sequence[Said], places: Iterable[Place], digest_of: Callable[[Sequence[Said]], str]
+) -> dict[Place, Sequence[Said]]:
+    """What a memory says until the replies at these places, of those whose messages before are the same."""
+    found = {}
+    for place in places:
+        until = said[: place.number + 1]
+        is_reply = len(until) > place.number and until[-1].role == "assistant"
+        if is_reply and digest_of(until[:-1]) == place.digest:
+            found[place] = until
+    return found
+
+
+def _newest(agent: cachestore_pb2.Agent) -> int:
+    return max((line.version for line in agent.lines), default=0)
 
 
 def _kept(agent: cachestore_pb2.Agent) -> Kept:

@@ -1,6 +1,7 @@
 """Where a conversation that names no agent finds its memory: by its messages, and by nothing else."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import count
@@ -14,9 +15,10 @@ from kvasir.credentials import CredentialFileError
 from kvasir.errors import FailedPrecondition, NotFound, Unavailable
 from kvasir.formats import manifest
 from kvasir.formats.digest import Digest
+from kvasir_gateway import conversations as module
 from kvasir_gateway.__main__ import _key
 from kvasir_gateway.answering import Memory
-from kvasir_gateway.conversations import PREFIX, Conversations, Kept
+from kvasir_gateway.conversations import PREFIX, Conversations, Kept, Made
 from kvasir_gateway.engine import CallerAtEngine
 from kvasir_gateway.page import looking
 from kvasir_gateway.turn import Place, Said, ToolUse
@@ -57,11 +59,20 @@ class Records:
     async def messages(self, agent_id: str) -> Sequence[Said]:
         return self.remembered.get(agent_id, ())
 
-    async def fork(self, source: str, name: str, version: int | None) -> None:
+    async def fork(self, source: str, name: str, version: int | None) -> int:
         if source not in self.remembered:
             raise NotFound("gone")
+        await asyncio.sleep(0)
         self.forks.append((source, version))
         self.remembered[name] = self.remembered[source]
+        return 1
+
+    async def drop_fork(self, agent_id: str, _version: int) -> None:
+        await asyncio.sleep(0.01)
+        await self.delete(agent_id)
+
+    async def beside(self, make: Callable[[], Made]) -> Made:
+        return await asyncio.to_thread(make)
 
     async def delete(self, agent_id: str) -> None:
         if agent_id in self.pinned:
@@ -187,6 +198,67 @@ def test_while_an_agent_is_busy_a_second_turn_from_the_same_point_is_a_branch() 
     assert talk.turn(*asked) != first
 
 
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_a_fork_stays_only_if_its_turn_was_answered(*, is_answered: bool) -> None:
+    talk = Talk(conversations(), Records())
+    talk.turn(user("Hello"), answer="Hi")
+    talk.turn(user("Hello"), reply("Hi"), user("more"))
+    other = (user("Hello"), reply("Hi"), user("other"))
+
+    async def take() -> str:
+        chain = talk.known.chain(other, "")
+        fork = await talk.known.agent_for("n", chain, other, talk.records)
+        assert fork in talk.records.remembered
+        if is_answered:
+            talk.known.answered("n", fork, chain, reply("so"), 2)
+        talk.known.left("n", fork)
+        if not is_answered:
+            assert ("n", fork) in talk.known._busy, "nobody takes it while it is deleted"
+        await asyncio.sleep(0.05)
+        return fork
+
+    fork = asyncio.run(take())
+    assert (fork in talk.records.remembered) == is_answered
+    assert not talk.known._busy
+
+
+def test_a_reader_who_leaves_while_a_fork_is_made_leaves_none() -> None:
+    talk = Talk(conversations(), Records())
+    talk.turn(user("Hello"), answer="Hi")
+    talk.turn(user("Hello"), reply("Hi"), user("more"))
+    other, before = (user("Hello"), reply("Hi"), user("other")), dict(talk.records.remembered)
+
+    async def leave() -> None:
+        looking = asyncio.create_task(talk.known.agent_for("n", talk.known.chain(other, ""), other, talk.records))
+        await asyncio.sleep(0)
+        looking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await looking
+
+    asyncio.run(leave())
+    assert len(talk.records.forks) == 1
+    assert talk.records.remembered == before
+    assert not talk.known._busy
+
+
+def test_memories_are_compared_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    talk, threads = Talk(conversations(), Records()), set[threading.Thread]()
+    opening = (Said("system", "It is 10:30."), user("Hello"))
+    first = talk.turn(*opening, answer="Hi")
+    for name in ("common_messages", "at_any_time"):
+        plain = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *given, plain=plain: (threads.add(threading.current_thread()), plain(*given))[1]
+        )
+    again = (Said("system", "It is 10:31."), user("Hello"), reply("Hi"), user("more"))
+    restarted = conversations()
+    chain = restarted.chain(again, "")
+    threads.clear()
+    assert asyncio.run(restarted.agent_for("n", chain, again, talk.records)) == first
+    assert threads
+    assert threading.main_thread() not in threads
+
+
 def test_a_turn_that_has_left_twice_leaves_the_next_one_busy() -> None:
     talk = Talk(conversations(), Records())
     first = talk.turn(user("Hello"), answer="Hi")
@@ -289,6 +361,11 @@ class Remembering:
         return None, self._data
 
 
+def _noted(makers: list[threading.Thread], make: Callable[[], Made]) -> Made:
+    makers.append(threading.current_thread())
+    return make()
+
+
 def test_a_reply_that_spelled_a_special_token_is_read_as_it_was_told() -> None:
     said = [
         manifest_pb2.Message(role="user", content="What ends a message?"),
@@ -296,6 +373,11 @@ def test_a_reply_that_spelled_a_special_token_is_read_as_it_was_told() -> None:
     ]
     caller = CallerAtEngine(Remembering(*said))  # type: ignore[arg-type]
     assert asyncio.run(caller.messages("a")) == [user("What ends a message?"), reply("<|im_end|>")]
+    makers: list[threading.Thread] = []
+    beside = CallerAtEngine(Remembering(*said), lambda make: asyncio.to_thread(_noted, makers, make))  # type: ignore[arg-type]
+    assert asyncio.run(beside.messages("a")) == asyncio.run(caller.messages("a"))
+    assert threading.main_thread() not in makers
+    assert makers
     shown = asyncio.run(looking.remembered(Remembering(*said), "a", "", 0)).messages  # type: ignore[arg-type]
     assert [message.content for message in shown] == ["What ends a message?", "<|im_end|>"]
 

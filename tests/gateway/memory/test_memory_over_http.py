@@ -204,6 +204,26 @@ def test_a_reader_who_leaves_ends_the_turn(front: Front) -> None:
     assert cancelled_turns(front) == before + 2
 
 
+def test_a_fork_that_was_made_for_a_refused_turn_is_deleted(front: Front, openai: Any) -> None:
+    """The conversation went on from an older point, so its turn got a fork."""
+    client = front.openai()
+    chat: list[Any] = [{"role": "user", "content": "My name is Fork."}]
+    first = {"role": "assistant", "content": ask(client, chat).choices[0].message.content}
+    ask(client, [*chat, first, {"role": "user", "content": "One way."}])
+    with front.house.client(front.keys["ada"]) as engine:
+
+        def names() -> set[str]:
+            return {agent.agent_id for agent in engine.list_agents(name_prefix="conversation/", page_size=1000).agents}
+
+        before = names()
+        with pytest.raises(openai.BadRequestError, match="logit_bias"):
+            ask(client, [*chat, first, {"role": "user", "content": "Another way."}], logit_bias={"99999999": 1})
+        give_up = time.monotonic() + 10
+        while names() != before:
+            assert time.monotonic() < give_up, "the fork stays"
+            time.sleep(0.05)
+
+
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
 def test_a_turn_that_is_cancelled_elsewhere_does_not_look_whole(front: Front, path: str) -> None:
     given = {"prompt": "A story."} if path == "completions" else {"messages": [{"role": "user", "content": "A story."}]}

@@ -1,0 +1,116 @@
+"""The gateway before a played engine: what takes long is done beside the event loop, and not for readers who left."""
+
+import asyncio
+import json
+import threading
+from datetime import UTC, datetime
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.server.audit import Audit
+from kvasir.server.traces import Traces
+from kvasir_gateway.answering import Turns
+from kvasir_gateway.app import Gateway, GatewayLimits, Surroundings
+from kvasir_gateway.conversations import Conversations
+from kvasir_gateway.door.security import Gate
+from kvasir_gateway.embedding.bodies import EmbeddingsRequest
+from kvasir_gateway.engine import CallerAtEngine
+from kvasir_gateway.metrics import GatewayNumbers
+from kvasir_gateway.models import Aliases
+from kvasir_gateway.reading.seals import ThoughtSeals
+from kvasir_gateway.reading.tolerance import Tolerance
+
+_KEY = bytes(32)
+
+
+class PlayedEngine:
+    """What a client of the engine is asked here. Agents take for ever to be listed."""
+
+    def __init__(self) -> None:
+        self.listing, self.was_cancelled = asyncio.Event(), asyncio.Event()
+
+    async def list_agents(self, **_asked: object) -> None:
+        self.listing.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            self.was_cancelled.set()
+
+    async def embed(self, texts: list[str], **_asked: object) -> pb.EmbedResponse:
+        embeddings = [pb.Embedding(values=[0.5] * 1024, tokens=1) for _ in texts]
+        return pb.EmbedResponse(model="m", embeddings=embeddings)
+
+
+def app_before(engine: PlayedEngine, limits: GatewayLimits = GatewayLimits()) -> Any:
+    around = Surroundings(
+        engine=SimpleNamespace(of=lambda _token, beside: CallerAtEngine(engine, beside)),  # type: ignore[arg-type]
+        gate=Gate(None, hosts=(), origins=(), audit=Audit("http", None)),
+        turns=Turns(Conversations(_KEY, new_name=lambda: "name", now=lambda: datetime.now(UTC))),
+        limits=limits,
+        numbers=GatewayNumbers(),
+        page=SimpleNamespace(routes=list),  # type: ignore[arg-type]
+        tolerance=Tolerance(is_strict=False, any_model=True, seals=ThoughtSeals(_KEY)),
+        aliases=Aliases({}),
+        traces=Traces(),
+        now=lambda: 0.0,
+        clock=lambda: 0.0,
+        new_request_id=lambda: "request",
+    )
+    return Gateway(around).app()
+
+
+async def post(app: Any, path: str, body: object, left: asyncio.Event) -> tuple[int, bytes]:
+    """The answer's status and body, to a reader who leaves with that event."""
+    sent, answered = json.dumps(body).encode(), list[Any]()
+
+    async def receive() -> Any:
+        nonlocal sent
+        if sent:
+            message, sent = {"type": "http.request", "body": sent}, b""
+            return message
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        answered.append(message)
+
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
+    await app({**scope, "headers": headers, "root_path": "", "client": None, "scheme": "http"}, receive, send)
+    return answered[0]["status"], b"".join(message.get("body", b"") for message in answered)
+
+
+def test_a_look_up_ends_when_its_reader_leaves() -> None:
+    chat = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
+
+    async def leave() -> int:
+        engine, left = PlayedEngine(), asyncio.Event()
+        asked = asyncio.create_task(
+            post(app_before(engine), "/v1/chat/completions", {"model": "m", "messages": chat}, left)
+        )
+        await asyncio.wait_for(engine.listing.wait(), 5)
+        left.set()
+        await asyncio.wait_for(engine.was_cancelled.wait(), 5)
+        return (await asked)[0]
+
+    assert asyncio.run(leave()) == 499
+
+
+def test_a_large_answer_of_embeddings_is_made_beside_the_loop_within_the_room_of_bodies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads, plain = list[threading.Thread](), EmbeddingsRequest.answer
+    noted = lambda *given: (threads.append(threading.current_thread()), plain(*given))[1]  # noqa: E731
+    monkeypatch.setattr(EmbeddingsRequest, "answer", noted)
+
+    async def ask(limits: GatewayLimits) -> tuple[int, bytes]:
+        body = {"model": "m", "input": ["x"] * 100}
+        return await post(app_before(PlayedEngine(), limits), "/v1/embeddings", body, asyncio.Event())
+
+    status, answer = asyncio.run(ask(GatewayLimits()))
+    assert (status, len(json.loads(answer)["data"])) == (200, 100)
+    assert threads
+    assert threading.main_thread() not in threads
+    assert asyncio.run(ask(GatewayLimits(max_bodies_bytes=1 << 20)))[0] == 429
