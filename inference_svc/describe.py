@@ -17,6 +17,7 @@ from typing import Any
 import structlog
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import KvasirError
+from kvasir.options.texts import path_of
 
 from inference_svc.kv.policy import PolicyRequest
 from inference_svc.model import kvasir_tiny
@@ -127,7 +128,7 @@ def main() -> int:
     """Print one model's facts to stdout."""
     parser = argparse.ArgumentParser(prog="python -m inference_svc.describe", description=__doc__)
     parser.add_argument("--model", default="", help="directory or name; the shipped model if left out")
-    parser.add_argument("--cache-dir", type=Path, help="where digests of weights are kept; nowhere if left out")
+    parser.add_argument("--cache-dir", type=path_of, help="where digests of weights are kept; nowhere if left out")
     parser.add_argument("--kv-policy", default="q4", help="as the engine's option; auto measures, unless it did before")
     parser.add_argument("--kv-exact-layers", default="", help="as the engine's option")
     parser.add_argument("--memory-gib", type=float, default=4.0, help="as the engine's option")

@@ -32,6 +32,7 @@ from kvasir.errors import (
     PermissionDenied,
     Unavailable,
 )
+from kvasir.options.texts import path_of
 from kvasir.server.audit import REFUSED, Audit, owners_deed
 from kvasir.server.serving import RefusedToStart
 
@@ -399,11 +400,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cachestore_svc")
     commands = parser.add_subparsers(dest="command", required=True)
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--peers-file", type=Path, required=True, help="the file of peers; the identity is beside it")
+    shared.add_argument(
+        "--peers-file", type=path_of, required=True, help="the file of peers; the identity is beside it"
+    )
     shared.add_argument("--store", default="", help="the address of the store that uses the file, if it may run")
-    shared.add_argument("--store-token-file", type=Path, help="an admin's token there")
-    shared.add_argument("--audit-file", type=Path, help="the store's audit, which gets a line for each change")
-    shared.add_argument("--store-ca-file", type=Path, help="its certificate")
+    shared.add_argument("--store-token-file", type=path_of, help="an admin's token there")
+    shared.add_argument("--audit-file", type=path_of, help="the store's audit, which gets a line for each change")
+    shared.add_argument("--store-ca-file", type=path_of, help="its certificate")
     rights = argparse.ArgumentParser(add_help=False)
     rights.add_argument("--gives", action="append", help="[NAMESPACE=]read, move or claim: what it may here")
     rights.add_argument("--takes", action="append", help="[NAMESPACE=]nothing, copy or move: what it may bring here")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.errors import InvalidArgument
+from kvasir.options.texts import path_of
 from kvasir.server.audit import owners_deed
 
 from cachestore_svc.config import StoreSettings
@@ -29,11 +30,13 @@ def add_parser(commands: "argparse._SubParsersAction[Any]", shared: argparse.Arg
     ):
         action = actions.add_parser(name, parents=[shared], help=what, description=what)
         action.add_argument("--json", action="store_true")
-        action.add_argument("--audit-file", type=Path, help="the store's audit, which gets a line for each change")
+        action.add_argument("--audit-file", type=path_of, help="the store's audit, which gets a line for each change")
         if name in ("new", "erase"):
             action.add_argument("named", metavar="NAMESPACE")
         if name == "rotate":
-            action.add_argument("--new-key-file", type=Path, help="the file of the new master key; made if not there")
+            action.add_argument(
+                "--new-key-file", type=path_of, help="the file of the new master key; made if not there"
+            )
             action.add_argument("--new-keychain", default="", help="its name in the keychain; made if not there")
 
 

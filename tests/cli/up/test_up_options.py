@@ -12,11 +12,11 @@ from kvasir.cli.running.plan import Plan
 from kvasir.credentials import DEFAULT_NAMESPACE
 from kvasir.options import table
 from kvasir.options.common import ServiceTable
-from kvasir.options.finding import ENVIRONMENT, FILE, FLAG, HOME
+from kvasir.options.finding import ENVIRONMENT, FILE, FLAG, HOME, ConfigError, read
 from kvasir.options.gateway import GatewayTable
 from kvasir.options.table import Option, Shape, options_of
 from kvasir.options.texts import texts_of, value_of
-from kvasir.options.up import SERVICES, service_flags
+from kvasir.options.up import SERVICES, UpTable, service_flags
 from kvasir_gateway.__main__ import _settings as gateway_settings
 
 from cachestore_svc.commands.command_line import parser as store_parser
@@ -247,6 +247,25 @@ def test_a_settings_file_is_refused_by_the_options_name_before_anything_is_made(
     ended: Ended = in_process("--home", tmp_path / "h", "up", "--config", file)
     assert (ended.code, told in ended.err) == (2, True), ended.err
     assert not (tmp_path / "h").exists()
+
+
+PATHS = [each for table in (*SERVICES.values(), UpTable) for each in options_of(table).values() if each.item is Path]
+
+
+@pytest.mark.parametrize("option", PATHS, ids=lambda option: option.key)
+def test_an_empty_path_is_none_or_refused_and_never_the_directory_it_is_given_in(option: Option) -> None:
+    if option.default in (None, {}):
+        assert value_of(option, ("",)) == option.default
+    else:
+        with pytest.raises(ValueError, match="expected a path, got ''"):
+            value_of(option, ("",))
+
+
+def test_an_empty_path_is_refused_by_the_options_name() -> None:
+    given = {"data_dir": "", "listen": "unix:/tmp/kv-never"}
+    with pytest.raises(ConfigError, match=r"^--data-dir: expected a path") as refused:
+        read(StoreSettings, given)
+    assert refused.value.field == "--data-dir"
 
 
 def test_a_path_with_an_equals_sign_is_no_namespace() -> None:

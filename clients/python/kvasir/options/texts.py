@@ -79,7 +79,14 @@ def _item(option: Option, text: str) -> Any:
         return _number(item, text, about)
     if about.check is not None:
         about.check(text)
-    return Path(text) if item is Path else text
+    return path_of(text) if item is Path else text
+
+
+def path_of(text: str) -> Path:
+    """Raises ValueError for an empty text, which would be the directory that the program runs in."""
+    if not text:
+        raise ValueError("expected a path, got ''")
+    return Path(text)
 
 
 def _number(kind: type[int] | type[float], text: str, about: OptionFacts) -> int | float:
