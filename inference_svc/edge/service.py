@@ -62,8 +62,6 @@ _FORCALLERS = (
 _MODEL_STATES = {state: getattr(pb, f"MODEL_STATE_{state.name}") for state in ModelState}
 # How often a load's stage is read, and reported again.
 _STAGE_S, _PROGRESS_S = 0.01, 1.0
-# Whoever asks for numbers waits no longer for a store that hangs.
-_STORE_ASKED_S = 0.2
 ALLOWED_ROLES: Mapping[str, frozenset[str]] = {
     **{f"/{SERVICE_NAME}/{rpc}": CALLERS for rpc in _FORCALLERS},
     **{f"/{SERVICE_NAME}/{rpc}": _ADMINS for rpc in ("LoadModel", "UnloadModel")},
@@ -335,7 +333,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
         status = self._status()  # of now, and not of when a store that hangs has been given up
-        is_reachable = await _answers(self._stores.get(current_principal().namespace))
+        store = self._stores.get(current_principal().namespace)
+        is_reachable = store is not None and await store.is_there()
         return stats_messages.stats(status, self._namespaces(), store_is_reachable=is_reachable)
 
     @contextlib.contextmanager
@@ -393,11 +392,3 @@ async def send(context: Any, response: Any, stall_s: float) -> None:
             await context.write(response)
     except TimeoutError:
         raise DeadlineExceeded(f"nothing was taken for {stall_s:g} s", reason="READER_STALLED") from None
-
-
-async def _answers(store: RemoteCache | None) -> bool:
-    try:
-        async with asyncio.timeout(_STORE_ASKED_S):
-            return store is not None and await store.answers()
-    except TimeoutError:
-        return False

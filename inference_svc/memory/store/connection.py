@@ -24,6 +24,7 @@ from inference_svc.memory.store.patience import PROBE_TIMEOUT_S, Breaker, Budget
 _LOG = structlog.get_logger(__name__)
 _WRONG_NAMESPACE = "WRONG_NAMESPACE"
 
+_HEARD_S = 5.0  # so long after its last answer a store that is late is busy, and not away
 _MOVING_S = 2.0  # after a part of bulk data that is under way has moved, so long a late answer is no absence
 
 T = TypeVar("T")
@@ -60,6 +61,7 @@ class StoreConnection:
         self.features: frozenset[str] = frozenset()  # as the store said when it was asked about the token
         self._clock = clock
         self._moved_s: float | None = None  # when bulk data has last moved
+        self._heard_s: float | None = None  # when the probe was last answered
         self._bulk_calls = 0  # that are under way
         self._namespace = namespace
         self._token_file = token_file
@@ -91,9 +93,22 @@ class StoreConnection:
         """Whether the store answers and may be used. Asks it now, briefly: that finds a store that is back sooner than
         the breaker's own probe, which goes on until the answer is yes.
         """
+        return await self._answer() is True
+
+    async def is_there(self) -> bool:
+        """As `answers`, for those who report it: a store that is late, and answered a moment ago, is there."""
+        answer = await self._answer()
+        was_heard = self._heard_s is not None and self._clock() - self._heard_s < _HEARD_S
+        return was_heard if answer is None else answer
+
+    async def _answer(self) -> bool | None:
+        """None: it is late."""
+        is_late = False
         try:
             await asyncio.wait_for(self._probe(), PROBE_TIMEOUT_S)
-        except (errors.KvasirError, TimeoutError):
+        except TimeoutError:
+            is_late = True
+        except errors.KvasirError:
             pass
         except Exception:  # noqa: BLE001 - whatever it answered, this store cannot be used
             _LOG.exception("store.answer_not_understood")
@@ -104,7 +119,7 @@ class StoreConnection:
             self._breaker.ask_again()
         elif self._known is None:
             self._breaker.trip()
-        return False
+        return None if is_late else False
 
     async def renew_token(self, token: str) -> None:
         """The calls from now on show this token, if the store says that it is this namespace's; until it says so, there
@@ -187,7 +202,7 @@ class StoreConnection:
             text = f"the store's token is bound to namespace {found!r}, expected {self._namespace!r}"
             self._refuse(errors.PermissionDenied(text, reason=_WRONG_NAMESPACE))
             raise errors.PermissionDenied(text, reason=_WRONG_NAMESPACE)
-        self._known, self.problem = client, None
+        self._known, self.problem, self._heard_s = client, None, self._clock()
 
     def _refuse(self, problem: errors.KvasirError) -> None:
         is_news = self.problem is None or self.problem.message != problem.message

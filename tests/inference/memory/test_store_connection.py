@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from kvasir import errors
 
-from inference_svc.memory.store import patience
+from inference_svc.memory.store import connection, patience
 from inference_svc.memory.store.answers import StoreMiss
 from inference_svc.memory.store.connection import StoreClients
 from inference_svc.memory.store.patience import Breaker, Budget
@@ -217,3 +217,40 @@ def test_a_store_that_goes_after_refusals_is_found_as_soon_as_any() -> None:
         await breaker.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("silent_s", [0.0, 4.0, 6.0])
+def test_a_store_that_answered_a_moment_ago_is_late_and_not_away(
+    silent_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "PROBE_TIMEOUT_S", 0.05)
+
+    async def scenario() -> None:
+        now_s, answer = 100.0, asyncio.Event()
+        answer.set()
+        failure: Exception | None = None
+
+        async def capabilities() -> Any:
+            if failure is not None:
+                raise failure
+            await answer.wait()
+            return SimpleNamespace(namespace="default", features=())
+
+        async def close() -> None:
+            pass
+
+        client: Any = SimpleNamespace(get_capabilities=capabilities, close=close)
+        store = RemoteCache(StoreClients(client, client, client), "default", clock=lambda: now_s)
+        assert await store.is_there()
+        answer.clear()
+        now_s += silent_s
+        assert await store.is_there() == (silent_s < 5)
+        assert not await store.answers()
+        failure = errors.Unavailable("away")
+        assert not await store.is_there(), "who does not listen is away at once"
+        failure = None
+        answer.set()
+        assert await store.is_there()
+        await store.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
