@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -46,6 +46,12 @@ class Kept:
     is_copy: bool = False  # an archive or a copy of another store's brought it
 
 
+class Beside(Protocol):
+    """Does work that would hold up the event loop."""
+
+    def __call__(self, make: Callable[[], Made]) -> Awaitable[Made]: ...
+
+
 class AgentRecords(Protocol):
     """What the store knows about a caller's agents."""
 
@@ -63,8 +69,8 @@ class AgentRecords(Protocol):
 
     async def delete(self, agent_id: str) -> None: ...
 
-    async def beside(self, make: Callable[[], Made]) -> Made:
-        """Do work that would hold up the event loop."""
+    @property
+    def beside(self) -> Beside: ...
 
 
 @dataclass(frozen=True, slots=True)

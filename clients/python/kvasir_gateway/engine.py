@@ -2,14 +2,14 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from datetime import UTC
 from functools import partial
 from itertools import cycle
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from kvasir import volatile
 from kvasir.cachestore.v1 import cachestore_pb2
@@ -21,7 +21,7 @@ from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.server.wellness import Ailment, Wellness
 
-from kvasir_gateway.conversations import PREFIX, Kept, Made
+from kvasir_gateway.conversations import PREFIX, Beside, Kept, Made
 from kvasir_gateway.models import unknown_alias
 from kvasir_gateway.reading.volatile import Rules
 from kvasir_gateway.turn import Place, Said, ToolUse, Turn
@@ -37,12 +37,6 @@ _AGENTS_AT_ONCE = 8  # of which one request reads the memory
 _MAX_MESSAGES = 10_000  # as the engine takes
 
 SentMessages = Sequence[message_pb2.Message]
-
-
-class Beside(Protocol):
-    """Does work that would hold up the event loop."""
-
-    def __call__(self, make: Callable[[], Made]) -> Awaitable[Made]: ...
 
 
 async def _at_once(make: Callable[[], Made]) -> Made:
