@@ -17,7 +17,7 @@ from kvasir.formats.token_files import file_identities, state_identity
 from inference_svc.engine.api import Snapshot, WindowFiles
 from inference_svc.engine.scheduling.hot_memories import ResidentMemory
 from inference_svc.engine.sequence import Sequence
-from inference_svc.kv.attention.host_copy import MOST_FAILURES, failures_out, note_failed_out
+from inference_svc.kv.attention import failed_copies
 from inference_svc.kv.sequence_files import begin_files, whole_blocks
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.model_info import ModelInfo
@@ -56,11 +56,11 @@ class _FilesWait(Generic[T]):
         self.asked: Future[T | None] = Future()
         self._begin = begin
         self._coming: PendingFiles[T] | None = None
-        self._repeats_left = MOST_FAILURES
+        self._repeats_left = failed_copies.MOST_FAILURES
         self._failures_before = 0
 
     def start(self) -> None:
-        self._failures_before = failures_out()
+        self._failures_before = failed_copies.out.in_a_row
         self._begin().add_done_callback(self._begun)
 
     def _begun(self, begun: "Future[PendingFiles[T] | None]") -> None:
@@ -80,7 +80,7 @@ class _FilesWait(Generic[T]):
         coming, self._coming = self._coming, None
         failed = next((error for file in coming.files if (error := file.exception()) is not None), None)
         if failed is not None and self._repeats_left:
-            note_failed_out(failed, self._failures_before)
+            failed_copies.out.failed(failed, self._failures_before)
             self._repeats_left -= 1
             self.start()
             return

@@ -15,15 +15,8 @@ from kvasir.cachestore.v1 import identity_pb2
 from kvasir.formats.block_file import FileBytes, FileIdentity, encode, expected_state_tensors, header_with
 from kvasir.formats.layer_groups import layers_of
 
-from inference_svc.kv.attention.host_copy import (
-    MOST_FAILURES,
-    Run,
-    begin_out,
-    copy_out,
-    failures_out,
-    note_failed_out,
-    to_host,
-)
+from inference_svc.kv.attention import failed_copies
+from inference_svc.kv.attention.host_copy import Run, begin_out, copy_out, to_host
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat
 from inference_svc.kv.pages.block_table import blocks_of
 from inference_svc.kv.sequence_kv import SequenceKV
@@ -36,13 +29,13 @@ def files_of(kv: SequenceKV, identities: Sequence[FileIdentity]) -> list[FileByt
     """The tensor files of blocks and tails, those of a group in the order of their rows, or of states at rewind points,
     as their identities say. Raises ValueError for rows or rewind points that the sequence does not have.
     """
-    for _ in range(MOST_FAILURES):
-        before = failures_out()
+    for _ in range(failed_copies.MOST_FAILURES):
+        before = failed_copies.out.in_a_row
         files = begin_files(kv, identities)
         failed = next((error for file in files if (error := file.exception()) is not None), None)
         if failed is None:
             break
-        note_failed_out(failed, before)
+        failed_copies.out.failed(failed, before)
     else:
         files = begin_files(kv, identities)
     return [file.result() for file in files]

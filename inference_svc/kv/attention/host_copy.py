@@ -24,8 +24,8 @@ from weakref import WeakSet
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
-import structlog
 
+from inference_svc.kv.attention import failed_copies
 from inference_svc.kv.attention.fused import compiled, cuda_compiler
 from inference_svc.kv.attention.kernels import KernelSource
 
@@ -33,12 +33,9 @@ T = TypeVar("T")
 Units = npt.NDArray[np.generic]
 Run: TypeAlias = tuple[int, int]  # an address on the device, and bytes
 _Piece: TypeAlias = tuple[int, int, int]  # an address on the device, one on the host, and bytes
-_LOG = structlog.get_logger(__name__)
 _PIECE_BYTES = 4 << 20
 _THREADS = 6
 LANDING_BYTES = 128 << 20  # that are sent at once
-MOST_FAILURES = 3
-"""Copies from the device that fail in a row before threads make no more."""
 _LANDINGS = 3
 
 _ADDRESS = KernelSource(
@@ -250,23 +247,8 @@ def _copied_to_host(array: mx.array) -> Units:
 
 
 def takes_out() -> bool:
-    """Whether threads copy from the device too. On the MLX thread; from any thread ask `is_out_refused`."""
-    return copies_itself() and not is_out_refused() and _comes_back()
-
-
-def is_out_refused() -> bool:
-    """Whether threads have shown that they cannot copy from the device. From then on MLX's way serves, more slowly."""
-    return _outgoing.is_refused
-
-
-def failures_out() -> int:
-    """How many copies from the device have failed in a row: for `note_failed_out`, before the next one begins."""
-    return _outgoing.in_a_row
-
-
-def note_failed_out(why: BaseException, before: int) -> None:
-    """A copy from the device failed that began after so many failures."""
-    _outgoing.failed(why, before)
+    """Whether threads copy from the device too. On the MLX thread; from any thread ask `failed_copies`."""
+    return copies_itself() and not failed_copies.out.is_refused and _comes_back()
 
 
 def begin_out(work: Callable[[], T]) -> "Future[T]":
@@ -284,7 +266,7 @@ def copy_out(runs: Sequence[Run], target: memoryview) -> None:
     and stay until it returns. Raises RuntimeError if CUDA refuses.
     """
     _copiers().copy_out(runs, np.frombuffer(target, np.uint8).ctypes.data)
-    _outgoing.in_a_row = 0
+    failed_copies.out.in_a_row = 0
 
 
 def device_address(array: mx.array) -> int:
@@ -424,37 +406,6 @@ def _is_sound() -> bool:
     return bool(mx.array_equal(arrived, mx.array(sent)).item()) and np.array_equal(found, sent)
 
 
-class Outgoing:
-    """What has shown that threads cannot copy from the device: several failures, one after the other, with no copy
-    between them that arrived. One failure shows nothing; copies that were under way together fail together.
-    """
-
-    def __init__(self) -> None:
-        self.in_a_row = 0
-        self.is_refused = False
-        self._lock = threading.Lock()
-
-    def failed(self, why: BaseException, before: int) -> None:
-        with self._lock:
-            # Without memory for the file no other way of copying serves either.
-            self.in_a_row += self.in_a_row == before and not isinstance(why, MemoryError)
-            _LOG.warning("host_copy.out_failed", why=f"{type(why).__name__}: {why}", in_a_row=self.in_a_row)
-            if self.in_a_row >= MOST_FAILURES:
-                self._refuse(why)
-
-    def refuse(self, why: BaseException) -> None:
-        with self._lock:
-            self._refuse(why)
-
-    def _refuse(self, why: BaseException) -> None:
-        if not self.is_refused:
-            self.is_refused = True
-            _LOG.warning("host_copy.out_refused", why=f"{type(why).__name__}: {why}")
-
-
-_outgoing = Outgoing()
-
-
 @cache
 def _comes_back() -> bool:
     """Whether bytes that threads copy from the device are those that lie there, tried once."""
@@ -467,7 +418,7 @@ def _comes_back() -> bool:
         runs = [(address, half), (address + half, sent.nbytes - half)]
         begin_out(lambda: copy_out(runs, found.data.cast("B"))).result()
     except (OSError, RuntimeError, AttributeError) as error:
-        _outgoing.refuse(error)
+        failed_copies.out.refuse(error)
         return False
     return np.array_equal(found, sent)
 

@@ -13,7 +13,8 @@ from itertools import zip_longest
 import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
 
-from inference_svc.kv.attention.host_copy import Run, device_address, is_out_refused, takes_out
+from inference_svc.kv.attention import failed_copies
+from inference_svc.kv.attention.host_copy import Run, device_address, takes_out
 from inference_svc.kv.attention.in_place import store_pages
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.paged import DIALECTS, implementation
@@ -144,7 +145,7 @@ class KvPool:
     @property
     def is_copied_by_threads(self) -> bool:
         """Whether threads copy pages to the host. From any thread."""
-        return self._is_copied_by_threads and not is_out_refused()
+        return self._is_copied_by_threads and not failed_copies.out.is_refused
 
     def run_of(self, layer: int, page: int) -> Run:
         """Where one layer's page lies on the device."""

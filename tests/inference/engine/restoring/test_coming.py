@@ -10,14 +10,14 @@ import pytest
 from kvasir.formats.block_file import FileBytes
 
 from inference_svc.engine.snapshots import PendingFiles, when_there
-from inference_svc.kv.attention import host_copy
+from inference_svc.kv.attention import failed_copies
 
 Begun = Future[PendingFiles[bytes] | None]
 
 
 @pytest.fixture(autouse=True)
 def _refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_copy, "_outgoing", host_copy.Outgoing())
+    monkeypatch.setattr(failed_copies, "out", failed_copies.FailedCopies())
 
 
 def files(count: int) -> list[Future[FileBytes]]:
@@ -62,7 +62,7 @@ def test_copies_that_fail_together_are_made_again_by_threads(capsys: pytest.Capt
     assert len(tries) == 5, "no file is on its way any more when it is tried again"
     for failing in tries[:5]:
         failing[0].set_result(b"a")
-    assert (host_copy.is_out_refused(), host_copy.failures_out(), len(tries)) == (False, 1, 10)
+    assert (failed_copies.out.is_refused, failed_copies.out.in_a_row, len(tries)) == (False, 1, 10)
     for coming in tries[5:]:
         for file, data in zip(coming, (b"c", b"d"), strict=True):
             file.set_result(data)
@@ -75,21 +75,21 @@ def test_threads_make_no_copies_once_several_failed_in_a_row(capsys: pytest.Capt
     tries: list[bool] = []
 
     def begin(*, without: str = "threads") -> Begun:
-        tries.append(host_copy.is_out_refused())
+        tries.append(failed_copies.out.is_refused)
         [file] = files(1)
-        if without == "threads" and host_copy.is_out_refused():
+        if without == "threads" and failed_copies.out.is_refused:
             file.set_result(b"a")
         else:
             file.set_exception(RuntimeError("refused"))
         return begun(joined([file]))
 
     assert when_there(begin).result(0) == b"a"
-    assert tries == [False] * host_copy.MOST_FAILURES + [True]
+    assert tries == [False] * failed_copies.MOST_FAILURES + [True]
     assert capsys.readouterr().out.count("host_copy.out_refused") == 1
     tries.clear()
     with pytest.raises(RuntimeError, match="refused"):
         when_there(partial(begin, without="anything")).result(0)
-    assert len(tries) == host_copy.MOST_FAILURES + 1
+    assert len(tries) == failed_copies.MOST_FAILURES + 1
 
 
 @pytest.mark.parametrize("is_copied", [False, True], ids=["no memory", "what is made of them"])
@@ -102,10 +102,10 @@ def test_failures_that_say_nothing_of_threads_leave_them_on(*, is_copied: bool) 
             file.set_exception(MemoryError())
         return begun(joined([file]).made_into(lambda _: (_ for _ in ()).throw(MemoryError())))
 
-    for _ in range(host_copy.MOST_FAILURES):
+    for _ in range(failed_copies.MOST_FAILURES):
         with pytest.raises(MemoryError):
             when_there(begin).result(0)
-    assert (host_copy.is_out_refused(), host_copy.failures_out()) == (False, 0)
+    assert (failed_copies.out.is_refused, failed_copies.out.in_a_row) == (False, 0)
 
 
 def test_work_that_fails_or_is_never_done_ends_who_asked() -> None:

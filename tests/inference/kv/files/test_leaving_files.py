@@ -17,7 +17,7 @@ from kvasir.formats.layer_groups import windows_of
 from kvasir.formats.token_files import file_identities
 
 from inference_svc.engine.snapshots import PendingFiles, when_there
-from inference_svc.kv.attention import host_copy, in_place
+from inference_svc.kv.attention import failed_copies, host_copy, in_place
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.page import PAGE_TOKENS
 from inference_svc.kv.pages.page_rows import UNIT
@@ -40,7 +40,7 @@ TOKENS = tokens_of(1400, 1)
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedDriver | None]:
     """None: this device has CUDA's own."""
     if host_copy.copies_itself():
-        monkeypatch.setattr(host_copy, "_outgoing", host_copy.Outgoing())
+        monkeypatch.setattr(failed_copies, "out", failed_copies.FailedCopies())
         yield None
         return
     if not cxx():
@@ -212,12 +212,12 @@ def test_where_cuda_refuses_a_copy_files_are_copied_at_once_from_then_on(
 def test_after_one_refused_copy_threads_go_on(driver: PlayedDriver, capsys: pytest.CaptureFixture[str]) -> None:
     kv = filled(SequenceKV(pool := pool_of(MIXED)), [600])
     expected = plain(kv, identities_of(kv))
-    for _ in range(2 * host_copy.MOST_FAILURES):
+    for _ in range(2 * failed_copies.MOST_FAILURES):
         driver.error, driver.errors_left = 1, 1
         assert files_of(kv, identities_of(kv)) == expected
         assert pool.is_copied_by_threads
     printed = capsys.readouterr().out
-    assert printed.count("host_copy.out_failed") == 2 * host_copy.MOST_FAILURES
+    assert printed.count("host_copy.out_failed") == 2 * failed_copies.MOST_FAILURES
     assert "host_copy.out_refused" not in printed
 
 
@@ -250,7 +250,7 @@ def test_a_device_whose_bytes_come_back_as_others_is_not_copied_by_threads(
     assert not sound()
     driver.error = 1
     assert not sound()
-    assert host_copy.is_out_refused()
+    assert failed_copies.out.is_refused
 
 
 REAL_COMES_BACK = host_copy._comes_back

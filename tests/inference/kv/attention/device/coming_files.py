@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from inference_svc.kv.attention import host_copy
+from inference_svc.kv.attention import failed_copies, host_copy
 from inference_svc.kv.pages import pool
 
 
@@ -85,7 +85,7 @@ def play(monkeypatch: pytest.MonkeyPatch, landing_bytes: int = 1 << 20) -> Playe
     monkeypatch.setattr(host_copy, "_has_cuda", lambda: True)
     monkeypatch.setattr(host_copy, "_is_sound", lambda: True)
     monkeypatch.setattr(host_copy, "_comes_back", lambda: True)
-    monkeypatch.setattr(host_copy, "_outgoing", host_copy.Outgoing())
+    monkeypatch.setattr(failed_copies, "out", failed_copies.FailedCopies())
     for module in (host_copy, pool):
         monkeypatch.setattr(module, "device_address", _address)
     monkeypatch.setattr(host_copy, "LANDING_BYTES", landing_bytes)
