@@ -323,7 +323,7 @@ def _mapping(message: Said) -> dict[str, Any]:
 
 
 def _turn_of(manifest_bytes: bytes) -> tuple[str, Sequence[Said]]:
-    """The request of a version's turn, and what was said until its reply."""
+    """The request of a version's turn, and the messages until its reply."""
     parsed = manifest.parse(manifest_bytes)
     return parsed.turn.request_id, _said_by_all(parsed.messages)
 
@@ -331,7 +331,7 @@ def _turn_of(manifest_bytes: bytes) -> tuple[str, Sequence[Said]]:
 def _replies_behind(
     said: Sequence[Said], places: Iterable[Place], digest_of: Callable[[Sequence[Said]], str]
 ) -> dict[Place, Sequence[Said]]:
-    """What a memory says until the replies at these places, of those whose messages before are the same."""
+    """The messages of a memory until the replies at these places, where those before are the same."""
     found = {}
     for place in places:
         until = said[: place.number + 1]

@@ -247,7 +247,7 @@ def _copied_to_host(array: mx.array) -> Units:
 
 
 def takes_out() -> bool:
-    """Whether threads copy from the device too. On the MLX thread; from any thread ask `failed_copies`."""
+    """Whether threads copy from the device too. On the MLX thread; from any thread see `failed_copies`."""
     return copies_itself() and not failed_copies.out.is_refused and _comes_back()
 
 

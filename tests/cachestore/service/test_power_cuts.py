@@ -11,7 +11,7 @@ from tests.cachestore.service.running import store_home
 from tests.cachestore.service.test_kills import WRITERS, Writer, assert_clean, assert_nothing_lost, one_life
 from tests.made_models.sampling import sampled
 
-# Many homes of few lives each: a home's lives grow with what it keeps, and homes can run beside each other.
+# Many homes of few lives each: a home's lives grow with its data, and homes can run beside each other.
 HOMES, CUTS = sampled(1, of=20), sampled(3, of=10)
 SEED = int(os.environ.get("KVASIR_SEED", "1"))
 

@@ -136,7 +136,7 @@ def test_a_large_answer_is_made_by_the_thread_and_billed_until_it_is_sent() -> N
 
 
 @pytest.mark.parametrize("encoding", ["float", "base64"])
-def test_an_answer_of_embeddings_takes_what_it_is_billed(encoding: str) -> None:
+def test_an_answer_of_embeddings_takes_no_more_than_is_billed(encoding: str) -> None:
     asked = EmbeddingsRequest.model_validate({"model": "m", "input": "x", "encoding_format": encoding})
     found = Found("m", [pb.Embedding(values=[-0.1234567891 / (place + 1)] * 512) for place in range(200)])
     tracemalloc.start()

@@ -150,7 +150,7 @@ def test_requests_behind_another_do_not_hide_that_the_reader_left(behind: int) -
 
 
 @pytest.mark.parametrize("behind", [_ASKED * 17, _ASKED[:-4] + b"\r\ncontent-length: 70000\r\n\r\n" + bytes(70_000)])
-def test_what_waits_behind_a_request_is_bounded(behind: bytes) -> None:
+def test_requests_behind_an_unanswered_one_are_bounded(behind: bytes) -> None:
     """Requests within the bound are all answered, in their order."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

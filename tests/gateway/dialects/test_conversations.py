@@ -222,7 +222,7 @@ def test_a_fork_stays_only_if_its_turn_was_answered(*, is_answered: bool) -> Non
     assert not talk.known._busy
 
 
-def test_a_reader_who_leaves_while_a_fork_is_made_leaves_none() -> None:
+def test_a_fork_is_deleted_whose_reader_leaves_while_it_is_made() -> None:
     talk = Talk(conversations(), Records())
     talk.turn(user("Hello"), answer="Hi")
     talk.turn(user("Hello"), reply("Hi"), user("more"))

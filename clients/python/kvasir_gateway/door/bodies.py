@@ -30,7 +30,7 @@ _MORE_COPIES = 3  # of its text, on its way to the engine
 # A string, also one that does not end: so each byte is looked at once.
 _ONE_STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)'
 _STRING = re.compile(_ONE_STRING, re.DOTALL)
-# Some strings, with what stands between them: removing strings makes an object of each, and a body may have a million.
+# Some strings, and the bytes between them: removing strings makes an object of each, and a body may have a million.
 _PART = re.compile(rb'(?:[^"]{0,256}+' + _ONE_STRING + rb'){1,4096}+|[^"]{1,65536}+', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _Made = TypeVar("_Made")

@@ -96,13 +96,13 @@ class OllamaEmbed(_OllamaRequest):
         return self._wanted(reading, texts, "input", **more)
 
     def answer(self, found: Found) -> bytes:
-        told = {
+        facts = {
             "model": found.model,
             "total_duration": round(found.took_s * 1e9),
             "load_duration": 0,
             "prompt_eval_count": found.tokens,
         }
-        return _rendered(told, "embeddings", (list(each.values) for each in found.embeddings))
+        return _rendered(facts, "embeddings", (list(each.values) for each in found.embeddings))
 
 
 class OllamaEmbeddings(_OllamaRequest):
@@ -119,9 +119,9 @@ class OllamaEmbeddings(_OllamaRequest):
         return _json({"embedding": list(found.embeddings[0].values)})
 
 
-def _rendered(told: Mapping[str, Any], name: str, items: Iterable[object]) -> bytes:
+def _rendered(facts: Mapping[str, Any], name: str, items: Iterable[object]) -> bytes:
     """These facts as JSON, and one more, a list, of which one item at a time is in memory as objects."""
-    pieces = [_json(told)[:-1], b',"%s":' % name.encode()]
+    pieces = [_json(facts)[:-1], b',"%s":' % name.encode()]
     for item in items:
         pieces += [b"," if len(pieces) > 2 else b"[", _json(item)]
     return b"".join((*pieces, b"]}" if len(pieces) > 2 else b"[]}"))

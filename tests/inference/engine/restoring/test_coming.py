@@ -93,7 +93,7 @@ def test_threads_make_no_copies_once_several_failed_in_a_row(capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("is_copied", [False, True], ids=["no memory", "what is made of them"])
-def test_failures_that_say_nothing_of_threads_leave_them_on(*, is_copied: bool) -> None:
+def test_other_failures_leave_threads_on(*, is_copied: bool) -> None:
     def begin() -> Begun:
         [file] = files(1)
         if is_copied:

@@ -1,4 +1,4 @@
-"""The gateway before a played engine: what takes long is done beside the event loop, and not for readers who left."""
+"""The gateway before a played engine: long work is done beside the event loop, and ends when its reader leaves."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ _KEY = bytes(32)
 
 
 class PlayedEngine:
-    """What a client of the engine is asked here. Agents take for ever to be listed."""
+    """A client of the engine. Agents take for ever to be listed."""
 
     def __init__(self) -> None:
         self.listing, self.was_cancelled = asyncio.Event(), asyncio.Event()
