@@ -104,6 +104,7 @@ async def open_served(
         context_tokens=settings.context_tokens,
         compute_type=settings.compute_type,
         conversations_file=kvasir_tiny.conversations_path(),
+        longest_gap_s=settings.longest_gap_ms / 1000,
         batch_invariant=settings.batch_invariant,
         copies_weights=settings.copy_weights,
         begin_phase=begin_phase,

@@ -182,7 +182,7 @@ class Engine:
         context_tokens: int | None = None,
         compute_type: str | None = None,
         conversations_file: Path | None = None,
-        step_budget_s: float = Rules.budget_s,
+        longest_gap_s: float = Rules.longest_gap_s,
         name: str = "",
         batch_invariant: bool = False,
         opener: ModelOpener = open_model,
@@ -195,10 +195,10 @@ class Engine:
         by file identity, and the choices of `auto` by weights digest. `memory_budget_bytes` bounds all KV, hot and
         running. `policy`: None for the default (4 bits, groups of 64); a request for `auto` measures the model first,
         unless its choice is known, and asks it from `conversations_file` if that is written for its tokenizer.
-        `compute_type`: None for float32 on a CPU, else the model's own. `step_budget_s`: while other turns decode, a
-        step computes prompts and loads KV for so long at most, or for less (`Rules`). `name`: the model's name for
-        callers; empty: the name in its path. `batch_invariant`: see `ModelRunner`. `opener`: loads the model.
-        `copies_weights`: see `load`. `begin_phase` is called with the name of each part of the work, on the MLX thread.
+        `compute_type`: None for float32 on a CPU, else the model's own. `longest_gap_s`: see `Rules`. `name`: the
+        model's name for callers; empty: the name in its path. `batch_invariant`: see `ModelRunner`. `opener`: loads the
+        model. `copies_weights`: see `load`. `begin_phase` is called with the name of each part of the work, on the MLX
+        thread.
         Raises NotFound (no such model), FailedPrecondition (reason LAYER_NOT_KEPT, the layer and its class named;
         MODEL_NOT_LOADABLE), InvalidArgument (policy, compute type).
         """
@@ -222,7 +222,7 @@ class Engine:
             begin_phase("pool")
             opened = replace(opened, info=replace(opened.info, name=name or opened.info.name))
             least_tokens = None if batch_invariant else runner.least_cell_tokens(opened.info.kv_identity.policy)
-            rules = _rules(opened.info, step_budget_s, least_tokens)
+            rules = _rules(opened.info, longest_gap_s, least_tokens)
             decoded_bytes = memory_budget_bytes // _DECODED_PART
             worker = EngineWorker(runner, opened.info, memory_budget_bytes, decoded_bytes, rules, time.monotonic)
             return worker
@@ -432,10 +432,10 @@ def _nothing(_worker: EngineWorker) -> None:
     """A letter that only wakes the thread."""
 
 
-def _rules(model: ModelInfo, step_budget_s: float, least_tokens: int | None) -> Rules:
+def _rules(model: ModelInfo, longest_gap_s: float, least_tokens: int | None) -> Rules:
     """`least_tokens`: to which cells are cut; None: they are not."""
     least_tokens = least_tokens or model.cell_tokens
-    rules = Rules(cell_tokens=model.cell_tokens, least_tokens=least_tokens, budget_s=step_budget_s)
+    rules = Rules(cell_tokens=model.cell_tokens, least_tokens=least_tokens, longest_gap_s=longest_gap_s)
     # Recurrent layers share no rows, and windows may have gone on: a turn would wait for its sibling in vain.
     return replace(rules, prefix_wait_s=0) if model.has_rewind_points else rules
 

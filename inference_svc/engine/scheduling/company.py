@@ -19,7 +19,6 @@ class Place:
     left_s: float = 0.0  # when its last turn ended
     began: int = 0  # number of the turn that it began last, counted over all namespaces
     served: int = 0  # number of the cell that it got last, counted over all namespaces
-    was_warm: bool = False  # its last cell went to a warm turn out of order
     owed_s: float = 0.0  # prefill beside others' decoding that it has not made up for yet
 
 

@@ -25,11 +25,10 @@ def most_tokens(position: int) -> int:
 @dataclass
 class StepPace:
     """What one step has prefilled so far, and whether it may go on. A step's first piece of work is always allowed:
-    every turn goes on, however short the budget and however large the cell. Of several prompts the deepest one's limit
+    every turn goes on, however short the time and however large the cell. Of several prompts the deepest one's limit
     holds.
     """
 
-    budget_s: float  # while a turn waits for its next token
     tokens: int = 0
     _starts: dict[Hashable, int] = field(default_factory=dict)  # by turn: the position of its first cell in this step
 

@@ -41,6 +41,7 @@ class ScheduleRecord:
     """What the scheduler notes about a turn. Nobody else reads or writes it."""
 
     waits_since_s: float = 0.0  # since then it waits to begin, or for its next cell
+    overtaken_s: float = 0.0  # the time that turns that came later were given since it was served
     served: int = 0  # when it was last served: twice the number of cells that all turns had got by then
     awaits: PrefixSource[Any] | None = None
     prefix_wait_since_s: float | None = None
@@ -127,10 +128,13 @@ class Rules:
     cell_tokens: int = 256
     least_tokens: int = 256
     """A cell is cut, while any turn decodes, but not to less; at multiples of this."""
-    budget_s: float = 0.1
-    """Beside decoding, a step prefills and loads for no longer than this, but for its first piece of work."""
+    longest_gap_s: float = 0.05
+    """For how long a stream that a person reads waits for its next token while prompts are computed and KV is loaded
+    beside it; a step's first piece of work, and a foresight that was wrong, may take longer. Where a step alone takes
+    most of it, the work may take as long as `stalled_steps` of them, but no longer than this."""
+    background_gap_s: float = 0.5
+    """The same while only background turns decode."""
     stalled_steps: float = 1.25
-    """Nor for longer than so many steps take that only decode. What is granted may take longer than was foreseen."""
     ageing_s: float = 5.0
     """A turn that has waited this long, to begin or for its next cell, counts as interactive in its own namespace,
     while no other namespace has an interactive turn that could go on instead."""

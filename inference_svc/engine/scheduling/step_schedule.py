@@ -1,13 +1,14 @@
 """What a step does: which rows decode, and which cells and files go beside them. Pure.
 
 - Rows: beside other namespaces each has a few (`seats`).
-- Order of cells and files: urgent turns first, namespaces in turn, in a namespace round robin. A warm turn with one
-  cell left goes first, but never twice in a row before cold turns.
+- Order of cells and files: urgent turns first, namespaces in turn, in a namespace the shortest rest of a prompt first.
+  A turn is served before those that came later have taken more time than its rest takes.
 - Size: `pacing` and `step_costs` say how many cells a step takes, how long they are, and how many files it loads.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Generic
 
 from inference_svc.engine.grid import cut_cell
@@ -35,13 +36,13 @@ class StepSchedule(Generic[TurnT]):
     """Gives out one step after the other."""
 
     def __init__(self, turns: Collection[TurnT], rules: Rules, company: Company) -> None:
-        """`turns`: all that are not over; the caller adds and removes them."""
+        """`turns`: all that are not over, in the order in which they came; the caller adds and removes them."""
         self._turns = turns
         self._rules = rules
         self._company = company
         self._time = SharedTime()
         self._costs = StepCosts()
-        self._pace = StepPace(0.0)
+        self._pace = StepPace()
         self._began_s = 0.0
         self._granted: Grant[TurnT] | None = None  # the step's last one
         self._is_plain = False  # the step decodes, and nothing else was granted
@@ -58,10 +59,8 @@ class StepSchedule(Generic[TurnT]):
         if self._is_plain:
             self._costs.stepped(now - self._began_s)
         self._began_s = now
-        step_s = self._costs.step_s
-        most_s = self._rules.budget_s if step_s is None else self._rules.stalled_steps * step_s
-        self._pace = StepPace(min(self._rules.budget_s, most_s))
         decoding = [turn for turn in self._turns if _is_decoding(turn)]
+        self._pace = StepPace()
         self._is_plain = bool(decoding)
         self._time.begin_step(now, len({turn.namespace for turn in decoding}), self._company.places)
         return tuple(self._seated(decoding, urgency))
@@ -87,20 +86,29 @@ class StepSchedule(Generic[TurnT]):
 
     def grant(self, spent_s: float, urgency: Urgency[TurnT]) -> Grant[TurnT] | None:
         """The step's next cell, or the next files, for a turn that counts as served; None when that is over."""
-        decodes = any(map(_is_decoding, self._turns))
-        turn = self._next_in_round(urgency, decodes=decodes)
+        decoding = [turn for turn in self._turns if _is_decoding(turn)]
+        turn = self._next_in_round(urgency, decodes=bool(decoding))
         if turn is None:
             return None
-        size = self._size(turn, self._pace.budget_s - spent_s if decodes else None)
+        is_read = any(map(urgency.is_pressing, decoding))
+        size = self._size(turn, self._budget_s(is_read=is_read) - spent_s if decoding else None)
         loads = turn.status is Status.LOADING
         position, tokens = (0, 0) if loads else (turn.computed, size)
         if not size or not self._pace.allows(turn, position, tokens):
             return None
         self._pace.take(turn, position, tokens)
-        self._serve(turn, spent_s)
+        self._serve(turn, tokens, spent_s)
         self._is_plain = False
         self._granted = Grant(turn, size, None if loads else position, spent_s)
         return self._granted
+
+    def _budget_s(self, *, is_read: bool) -> float:
+        """Seconds for prompts and loads beside decoding. `is_read`: a person waits for one of the next tokens."""
+        gap_s, step_s = (
+            self._rules.longest_gap_s if is_read else self._rules.background_gap_s,
+            self._costs.step_s or 0.0,
+        )
+        return max(gap_s - step_s, min(gap_s, self._rules.stalled_steps * step_s))
 
     def _size(self, turn: TurnT, left_s: float | None) -> int:
         """How many tokens or files the turn's next grant has; 0 if the step has no time for one. `left_s`: seconds that
@@ -143,12 +151,10 @@ class StepSchedule(Generic[TurnT]):
 
     def _next_in_round(self, urgency: Urgency[TurnT], *, decodes: bool) -> TurnT | None:
         """The turn that gets the next cell, or loads the next files; while others decode, none that would only wait for
-        its files. From the most urgent class choose the namespace that was served longest ago. Of its turns choose one
-        that loads, or a warm one with one cell left, unless its last cell went to such a turn out of order; else the
-        turn that was served longest ago.
+        its files. From the most urgent class choose the namespace that was served longest ago, and of its turns the one
+        whose prompt is soonest computed. The time that later ones were given is taken from the rest of each.
         """
-        able = (Status.PREFILLING, Status.LOADING)
-        prefilling = [turn for turn in self._turns if turn.status in able and not turn.is_cancelled]
+        prefilling = [turn for turn in self._turns if _is_prefilling(turn)]
         prefilling = [turn for turn in prefilling if not self._owes(turn) and not (decodes and turn.awaits_bytes)]
         pressing = {turn.namespace for turn in prefilling if urgency.is_pressing(turn)}
         urgent = [turn for turn in prefilling if urgency.is_urgent(turn, pressing)]
@@ -157,14 +163,11 @@ class StepSchedule(Generic[TurnT]):
         turns = urgent or prefilling
         first = min(turns, key=lambda turn: self._company.of(turn.namespace).served)
         turns = [turn for turn in turns if turn.namespace == first.namespace]
-        warm = [turn for turn in turns if self._is_nearly_there(turn)]
-        cold = [turn for turn in turns if turn not in warm]
-        lane = warm if warm and not (self._company.of(first.namespace).was_warm and cold) else cold
-        return min(lane, key=lambda turn: turn.schedule.served)
+        return min(turns, key=self._order)
 
-    def _is_nearly_there(self, turn: TurnT) -> bool:
-        is_short = turn.cached > 0 and turn.rest_tokens <= self._rules.cell_tokens
-        return is_short or turn.status is Status.LOADING
+    def _order(self, turn: TurnT) -> tuple[float, int]:
+        record = turn.schedule
+        return self._costs.prompt_s(turn.computed, turn.rest_tokens) - record.overtaken_s, record.served
 
     def _owes(self, turn: TurnT) -> bool:
         """Whether its namespace has taken more of others' time than it may, while they decode."""
@@ -173,17 +176,24 @@ class StepSchedule(Generic[TurnT]):
     def _is_beside_others(self, turn: TurnT) -> bool:
         return any(_is_decoding(other) and other.namespace != turn.namespace for other in self._turns)
 
-    def _serve(self, turn: TurnT, spent_s: float) -> None:
+    def _serve(self, turn: TurnT, size: int, spent_s: float) -> None:
         self._served += 2
         place = self._company.of(turn.namespace)
-        place.was_warm = self._is_nearly_there(turn)
         place.served = self._served
         if self._is_beside_others(turn):
             self._time.owes_next(place)
+        for other in takewhile(lambda other: other is not turn, self._turns):
+            if other.namespace == turn.namespace and _is_prefilling(other):
+                other.schedule.overtaken_s += self._costs.prompt_s(turn.computed, size)
         record = turn.schedule
+        record.overtaken_s = 0.0
         record.served = self._served
         record.waits_since_s = self._began_s + spent_s
 
 
 def _is_decoding(turn: Schedulable) -> bool:
     return turn.status is Status.DECODING and not turn.is_cancelled
+
+
+def _is_prefilling(turn: Schedulable) -> bool:
+    return turn.status in (Status.PREFILLING, Status.LOADING) and not turn.is_cancelled

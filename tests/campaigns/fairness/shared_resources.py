@@ -383,7 +383,7 @@ SHARED = (
         "prefill of a step",
         "engine",
         "inference_svc/engine/scheduling/pacing.py: owed_s",
-        ("inference_svc.engine.scheduling.schedulable:Rules.budget_s", 0.1),
+        ("inference_svc.engine.scheduling.schedulable:Rules.longest_gap_s", 0.05),
         "as much time as each namespace that generates beside it",
         IN_TURN + ", cell by cell, interactive before background",
         WAITS,

@@ -39,7 +39,7 @@ def drivers(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             model_dir,
             cache_dir=tmp_path_factory.mktemp("digests"),
             memory_budget_bytes=256 << 20,
-            step_budget_s=0,
+            longest_gap_s=0,
             batch_invariant=batch_invariant,
         )
         assert engine.model.cell_tokens == cell_tokens

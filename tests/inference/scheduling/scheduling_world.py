@@ -408,8 +408,10 @@ class World:
             job, loads = grant.turn, grant.turn.status is Status.LOADING
             assert job.status in able
             assert not job.is_cancelled
-            decodes = any(other.status is Status.DECODING for other in self.scheduler.running)
-            assert is_first or not decodes or spent < self.rules.budget_s, "more than the budget and one cell"
+            decoding = [other for other in self.scheduler.running if other.status is Status.DECODING]
+            is_read, decodes = any(other.priority is not BACKGROUND for other in decoding), bool(decoding)
+            gap_s = self.rules.longest_gap_s if is_read else max(self.rules.longest_gap_s, self.rules.background_gap_s)
+            assert is_first or not decodes or spent < gap_s, "more than the budget and one cell"
             assert not (decodes and job.awaits_bytes), "streams wait for bytes that come by themselves"
             took_s = self.load_s + grant.size * self.file_s if loads else self._cell_s(job.computed, grant.size)
             took_s += max(0.0, job.there_s - self.now)

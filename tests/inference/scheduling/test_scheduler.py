@@ -22,7 +22,7 @@ def test_a_long_prompt_never_holds_others_tokens_up_longer_than_budget_and_one_c
     budget_s: float, cell_s: float, token_s: float, prompts: list[int], decoding: int
 ) -> None:
     """(LESSONS 21) Whatever the prompts and however slow a cell."""
-    world = World(rules=Rules(budget_s=budget_s), cell_s=cell_s, token_s=token_s)
+    world = World(rules=Rules(longest_gap_s=budget_s), cell_s=cell_s, token_s=token_s)
     world.submit(*(Job(1, 60) for _ in range(decoding)))
     world.step()
     world.submit(*(Job(tokens, 5) for tokens in prompts))
@@ -37,7 +37,7 @@ def test_memories_that_are_brought_back_hold_others_tokens_up_no_longer_than_bud
     budget_s: float, cell_s: float, file_s: float, restored: list[int]
 ) -> None:
     """(LESSONS 21) However many come at once."""
-    world = World(rules=Rules(budget_s=budget_s), cell_s=cell_s, file_s=file_s)
+    world = World(rules=Rules(longest_gap_s=budget_s), cell_s=cell_s, file_s=file_s)
     world.submit(Job(1, 60))
     world.step()
     world.submit(*(Job(CELL, 5, files=files) for files in restored))
@@ -46,7 +46,7 @@ def test_memories_that_are_brought_back_hold_others_tokens_up_no_longer_than_bud
 
 
 def test_prefill_goes_on_by_a_cell_however_short_the_budget() -> None:
-    world = World(rules=Rules(budget_s=0.0), cell_s=9.0)
+    world = World(rules=Rules(longest_gap_s=0.0), cell_s=9.0)
     decoding, reading = Job(1, 100), Job(10 * CELL)
     world.submit(decoding, reading)
     world.run()
@@ -57,7 +57,7 @@ def test_a_step_prefills_no_more_than_the_table_says_of_where_a_prompt_stands() 
     """Also if no turn decodes and time does not bind: 4096 tokens below 2 k, 2048 below 8 k, 1024 below 20 k, then
     512.
     """
-    world = World(rules=Rules(budget_s=0.0))
+    world = World(rules=Rules(longest_gap_s=0.0))
     world.submit(Job(22 * 1024))
     world.run()
     assert world.chunks == [4096, *[2048] * 2, *[1024] * 12, *[512] * 4]
@@ -84,7 +84,7 @@ def test_of_several_prompts_the_deepest_sets_the_steps_limit() -> None:
 
 def test_the_time_binds_as_soon_as_somebody_decodes() -> None:
     """The short prompt decodes after its cell: the long one gets no more than the budget from there on."""
-    world = World(rules=Rules(budget_s=0.05), cell_s=0.03)
+    world = World(rules=Rules(longest_gap_s=0.05), cell_s=0.03)
     world.submit(Job(10, 5), Job(16 * CELL))
     world.step()
     assert len(world.prefilled) == 2
@@ -115,7 +115,7 @@ def test_a_cancel_ends_a_step_after_the_cell() -> None:
 
 def test_who_is_cancelled_while_others_decode_gets_no_cell_and_no_token() -> None:
     """A cancel comes from another thread, at any moment; the turn is removed only before the next step."""
-    world = World(rules=Rules(budget_s=0.0))
+    world = World(rules=Rules(longest_gap_s=0.0))
     decoding, doomed, other = Job(1, 9), Job(16 * CELL), Job(16 * CELL)
     world.submit(decoding, doomed, other)
     world.step()
@@ -135,26 +135,34 @@ def granted(world: World, spent_s: float) -> Job | None:
 
 
 @given(
-    st.lists(st.integers(1, 12 * CELL), min_size=2, max_size=6),
-    st.dictionaries(st.integers(1, 30), st.integers(1, 900), max_size=5),
+    st.lists(st.integers(1, 12), min_size=2, max_size=6),
+    st.dictionaries(st.integers(1, 30), st.integers(1, 4), max_size=5),
 )
 @settings(max_examples=sampled(20, of=60), deadline=None)
-def test_between_two_cells_of_one_prompt_every_other_that_waits_gets_one(
+def test_later_prompts_overtake_one_for_no_longer_than_its_rest_takes(
     prompts: list[int], later: dict[int, int]
 ) -> None:
-    """Though others come and go."""
+    """However short they are; all lengths are in cells."""
     world = World(rules=Rules(ageing_s=1e9))
-    world.arrivals = {after: [Job(tokens)] for after, tokens in later.items()}
-    world.submit(*(Job(tokens) for tokens in prompts))
+    jobs = [Job(cells * CELL) for cells in (*prompts, *(later[after] for after in sorted(later)))]
+    world.arrivals = {after: [job] for after, job in zip(sorted(later), jobs[len(prompts) :], strict=True)}
+    world.submit(*jobs[: len(prompts)])
     world.run()
-    for job in world.ended:
-        given_at = [index for index, served in enumerate(world.prefilled) if served is job]
-        for (start, end), (start_s, end_s) in zip(pairwise(given_at), pairwise(job.cells), strict=True):
-            between = world.prefilled[start + 1 : end]
-            for other in {*world.ended} - {job}:
-                waited = other.begun_s is not None and other.begun_s <= start_s - world.cell_s + 1e-9
-                assert between.count(other) <= 1
-                assert between.count(other) == 1 or not waited or other.cells[-1] < end_s, "somebody was passed over"
+    for number, job in enumerate(jobs):
+        cells = [index for index, served in enumerate(world.prefilled) if served is job]
+        for rest, (start, end) in zip(range(len(cells) - 1, 0, -1), pairwise(cells), strict=True):
+            overtaking = [other for other in world.prefilled[start:end] if other in jobs[number + 1 :]]
+            assert len(overtaking) <= rest + 1
+
+
+def test_the_prompt_that_is_soonest_computed_comes_first() -> None:
+    """So the first of equal ones comes to its end before the next begins, and a short one goes between."""
+    world = World(rules=Rules(ageing_s=1e9))
+    first, second, short = Job(6 * CELL), Job(6 * CELL), Job(CELL)
+    world.submit(first, second)
+    world.arrivals = {3: [short]}
+    world.run()
+    assert world.prefilled == [first, first, first, short, first, first, first, *[second] * 6]
 
 
 def test_newcomers_do_not_come_before_those_who_wait_already() -> None:
@@ -179,7 +187,7 @@ def test_every_generating_turn_decodes_in_every_step() -> None:
 
 
 def test_a_warm_turn_with_one_cell_left_goes_before_longer_prompts() -> None:
-    world = World(rules=Rules(budget_s=0.0))
+    world = World(rules=Rules(longest_gap_s=0.0))
     world.turn("warm", CELL)
     world.run()
     decoding, cold = Job(1, 100), [Job(9 * CELL) for _ in range(3)]
@@ -190,24 +198,6 @@ def test_a_warm_turn_with_one_cell_left_goes_before_longer_prompts() -> None:
     begun = len(world.prefilled)
     world.run()
     assert world.prefilled[begun] is warm
-
-
-@given(st.integers(2, 6), st.integers(2, 8))
-@settings(max_examples=sampled(10, of=20), deadline=None)
-def test_warm_turns_never_take_two_cells_in_a_row_from_a_longer_prompt(warm: int, cells: int) -> None:
-    world = World(rules=Rules(ageing_s=1e9))
-    for agent in range(warm):
-        world.turn(agent, 10)
-    world.run()
-    long = Job(cells * CELL)
-    world.submit(long)
-    while long in world.scheduler.waiting or long in world.scheduler.running:
-        for agent in range(warm):
-            if not any(job.key == key_of(agent) for job in (*world.scheduler.waiting, *world.scheduler.running)):
-                world.turn(agent, 10)
-        world.step()
-    given_at = [index for index, served in enumerate(world.prefilled) if served is long]
-    assert max(end - start for start, end in pairwise(given_at)) == 2, "one warm turn comes between, not more, not none"
 
 
 # --- who comes first ---
@@ -302,7 +292,7 @@ def test_every_turn_is_served_to_its_end(work: list[Job]) -> None:
 @settings(max_examples=sampled(16, of=50), deadline=None)
 def test_a_cancelled_turn_frees_its_bytes_and_its_row_within_one_step(steps: int, other: int) -> None:
     """(LESSONS 25) While it waits, while its prompt is computed, and while it decodes."""
-    world = World(budget_bytes=4000, rules=Rules(budget_s=0.0), at_once=2)
+    world = World(budget_bytes=4000, rules=Rules(longest_gap_s=0.0), at_once=2)
     world.submit(*(Job(100, 50) for _ in range(other)))
     job = Job(4 * CELL, 4, key=key_of("a"))
     world.submit(job)

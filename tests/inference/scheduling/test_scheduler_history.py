@@ -20,7 +20,7 @@ from tests.inference.scheduling.scheduling_world import (
 from tests.made_models.sampling import sampled
 
 BUDGET = 12 * CELL
-RULES = Rules(budget_s=0.1, ageing_s=3.0, prefix_wait_s=2.0, patience_s=1.0, max_preemptions=2)
+RULES = Rules(longest_gap_s=0.1, ageing_s=3.0, prefix_wait_s=2.0, patience_s=1.0, max_preemptions=2)
 AGENTS = st.integers(0, 4)
 PRIORITIES = st.sampled_from([INTERACTIVE, INTERACTIVE, BACKGROUND])
 

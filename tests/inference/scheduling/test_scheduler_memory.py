@@ -289,7 +289,7 @@ BUSY = 8 * CELL
 
 def busy_world(*priorities: object, rules: Rules | None = None) -> tuple[World, list[Job]]:
     """Long turns that fill the budget together."""
-    world = World(budget_bytes=BUSY, rules=rules or Rules())
+    world = World(budget_bytes=BUSY, rules=rules or Rules(background_gap_s=0.1))
     tokens = BUSY // len(priorities) - 200
     jobs = [Job(tokens, 200, priority=priority) for priority in priorities]  # type: ignore[arg-type]
     world.submit(*jobs)

@@ -12,7 +12,8 @@ from tests.inference.scheduling.scheduling_world import Job, World
 STEP_S = 0.005
 LONG = 32_768
 CELL = 2_048
-GPU = Rules(cell_tokens=CELL, least_tokens=256)
+GAP_S = 2.25 * STEP_S
+GPU = Rules(cell_tokens=CELL, least_tokens=256, longest_gap_s=GAP_S)
 
 
 def prefill_s(position: int, tokens: int) -> float:
@@ -46,7 +47,11 @@ def test_a_long_agent_stalls_streams_by_at_most_two_steps(late: dict[str, int]) 
 
 
 def test_cells_may_be_short_from_the_beginning() -> None:
-    world = World(rules=Rules(cell_tokens=CELL, least_tokens=64), token_s=STEP_S, cost_s=lambda at, tokens: 0.1)
+    world = World(
+        rules=Rules(cell_tokens=CELL, least_tokens=64, longest_gap_s=GAP_S),
+        token_s=STEP_S,
+        cost_s=lambda at, tokens: 0.1,
+    )
     world.submit(Job(1, 1_000))
     for _ in range(10):
         world.step()
@@ -140,7 +145,7 @@ def test_a_cell_is_whole_while_no_turn_decodes_and_never_where_it_must_be() -> N
     alone.submit(Job(LONG, cell_tokens=CELL))
     alone.run()
     assert len(alone.prefilled) == LONG // CELL
-    bound = streaming(Rules(cell_tokens=CELL, least_tokens=CELL))
+    bound = streaming(Rules(cell_tokens=CELL, least_tokens=CELL, longest_gap_s=GAP_S))
     assert longest_stall(bound, Job(LONG, cell_tokens=CELL)) > 10
     assert len(bound.prefilled) == 4 + LONG // CELL
 

@@ -167,6 +167,15 @@ class EngineTable(ListeningTable):
         up="neighbour",
     )
 
+    longest_gap_ms: float = option(
+        50.0,
+        "How long a stream that a person reads may wait for its next token while others' prompts are computed. More "
+        "brings first tokens sooner when many ask at once. Where a step alone takes most of it, the work beside it may "
+        "take as long as the step.",
+        least=0,
+        metavar="MS",
+        up="longest-gap-ms",
+    )
     max_prompt_bytes: int = option(
         8 << 20,
         "A larger prompt is refused. A request of more than twice this and 1 MiB is refused by gRPC, no field named.",

@@ -113,7 +113,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batches", type=_counts, default=(), help="rows that decode together, with commas between")
     parser.add_argument("--time-limit-s", type=float, help="begin nothing new after this; what is known is printed")
     parser.add_argument("--memory-gib", type=float, default=4.0, help="for KV (default %(default)s)")
-    parser.add_argument("--step-budget-ms", type=float, help="of a step beside decoding; the engine's own if left out")
+    parser.add_argument("--longest-gap-ms", type=float, help="of a step beside decoding; the engine's own if left out")
     parser.add_argument("--kv-policy", default="", help="as for the engine (default q4)")
     parser.add_argument("--cache-dir", type=Path, help="where digests of weights are kept; nowhere if left out")
     parser.add_argument("--keep", type=Path, help="write what is known to this file after each row")
@@ -155,7 +155,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
             cache_dir,
             int(arguments.memory_gib * (1 << 30)),
             PolicyRequest.parse(arguments.kv_policy, "") if arguments.kv_policy else None,
-            **({"step_budget_s": arguments.step_budget_ms / 1000} if arguments.step_budget_ms else {}),
+            **({"longest_gap_s": arguments.longest_gap_ms / 1000} if arguments.longest_gap_ms else {}),
         )
         lab = Lab(engine, model, time.perf_counter, scope, cache_dir=cache_dir, say=progress)
         try:

@@ -51,7 +51,7 @@ class MeasuredEngine(Engine):
     """
 
     cell_tokens = 0  # 0: the engine's own
-    step_budget_s = Rules.budget_s
+    longest_gap_s = Rules.longest_gap_s
 
     @property
     def model(self) -> ModelInfo:
@@ -71,7 +71,7 @@ class MeasuredEngine(Engine):
         memory_budget_bytes: int,
         policy: identity_pb2.KvPolicy | PolicyRequest | None = None,
         cell_tokens: int = 0,
-        step_budget_s: float = Rules.budget_s,
+        longest_gap_s: float = Rules.longest_gap_s,
     ) -> "MeasuredEngine":
         """Open an engine as `Engine.open` does, and as the service does behind a collection of garbage: one more, of
         all that was imported, would be a gap of 50 ms.
@@ -82,11 +82,11 @@ class MeasuredEngine(Engine):
             cache_dir=cache_dir,
             memory_budget_bytes=memory_budget_bytes,
             policy=policy,
-            step_budget_s=step_budget_s,
+            longest_gap_s=longest_gap_s,
         )
         assert isinstance(engine, MeasuredEngine)
         engine.cell_tokens = cell_tokens
-        engine.step_budget_s = step_budget_s
+        engine.longest_gap_s = longest_gap_s
         return engine
 
 

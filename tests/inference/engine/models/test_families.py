@@ -321,7 +321,7 @@ def crowded(name: str, tmp_path: Path) -> Iterator[Driver]:
         budget = roomy.needed_bytes(plan) * 9 // 5
     finally:
         roomy.close()
-    engine = Engine.open(directory, cache_dir=tmp_path, memory_budget_bytes=budget, step_budget_s=0)
+    engine = Engine.open(directory, cache_dir=tmp_path, memory_budget_bytes=budget, longest_gap_s=0)
     try:
         yield Driver(engine)
     finally:

@@ -47,7 +47,7 @@ def emulated(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
         patch.setattr(ModelRunner, "__init__", on_gpu)
         cache_dir = tmp_path_factory.mktemp("digests")
-        engine = Engine.open(model_dir, cache_dir=cache_dir, memory_budget_bytes=1 << 20, step_budget_s=0)
+        engine = Engine.open(model_dir, cache_dir=cache_dir, memory_budget_bytes=1 << 20, longest_gap_s=0)
         yield Driver(engine)
         engine.close()
 

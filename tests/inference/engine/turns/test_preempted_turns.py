@@ -72,7 +72,7 @@ class Keeper(Listener):
 
 
 def open_engine(model_dir: Path, cache_dir: Path) -> Engine:
-    unit = Engine.open(model_dir, cache_dir=cache_dir, memory_budget_bytes=1 << 20, step_budget_s=0)
+    unit = Engine.open(model_dir, cache_dir=cache_dir, memory_budget_bytes=1 << 20, longest_gap_s=0)
     budget_bytes = BUDGET_TOKENS * unit.model.kv_bytes_per_token
     unit.close()
     with pytest.MonkeyPatch.context() as patch, cells_of(1):
@@ -84,7 +84,7 @@ def open_engine(model_dir: Path, cache_dir: Path) -> Engine:
             model_dir,
             cache_dir=cache_dir,
             memory_budget_bytes=budget_bytes,
-            step_budget_s=0,
+            longest_gap_s=0,
             batch_invariant=True,
         )
 

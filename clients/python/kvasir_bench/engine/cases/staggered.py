@@ -45,7 +45,7 @@ def run(lab: Lab) -> Case:
     for counts in lab.rounds("B joins A, and waits for A"):
         each = _round(lab)
         found += [each] if counts else []
-    budget_s = lab.engine.step_budget_s
+    budget_s = lab.engine.longest_gap_s
     allowed = [budget_s + each.cell_s + each.step_s for each in found]
     ratio = Summary.of([each.sequential_s / each.staggered_s for each in found])
     gap_ratio = median(each.longest_gap_s / limit for each, limit in zip(found, allowed, strict=True))
