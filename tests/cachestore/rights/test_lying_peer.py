@@ -15,6 +15,7 @@ def test_a_word_of_a_lying_peer_has_the_effects_that_the_table_allows_and_each_r
     counts = Counter[str]()
     asyncio.run(walks(tmp_path / "w", range(6), counts))
     assert counts["walks"] == 6
+    assert counts["lies about owners"] > 0 < counts["lies about newer owners"]
     assert counts["FENCE PEER_MAY_NOT"] > 0 < sum(counts[name] for name in counts if name.endswith("took effect"))
 
 

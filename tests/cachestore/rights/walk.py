@@ -65,11 +65,10 @@ class Book:
 
 @dataclass
 class Walk:
-    """One walk. `lies` is what the liar's own store makes of its answers."""
+    """One walk."""
 
     stores: dict[str, Mac]
     liars: dict[str, AioStoreClient]  # her programs, by the store at which they call
-    lies: "Lies"
     chance: random.Random
     number: int
     counts: Counter[str]
@@ -92,6 +91,8 @@ class Walk:
         for deed in (self._give, self._claim)[: self.chance.choice((0, 0, 1, 2, 2))]:
             with contextlib.suppress(KvasirError):
                 await deed(*one)
+        if self.chance.random() < 0.3:
+            await self._offer_in_vain(*one)
         for _ in range(STEPS):
             # Most is about one agent of one store, so that deeds and words meet.
             is_about_one = self.chance.random() < 0.85
@@ -123,8 +124,19 @@ class Walk:
         with contextlib.suppress(KvasirError):
             await self.chance.choice(deeds)(mac, name)
 
-    async def _allow(self, mac: Mac, _: str = "") -> None:
-        gives, takes = self.chance.choice(_GIVES), self.chance.choice(_TAKES)
+    async def _offer_in_vain(self, mac: Mac, name: str) -> None:
+        """The liar may move agents, is offered one, gives it up, and may only read then."""
+        await self._allow(mac, gives="move")
+        peer, move_id = self.liars[mac.name], f"{self.chance.getrandbits(64):016x}"
+        await self._judged(mac, [name], Verb.OFFER, self._offer(peer, (mac.name, name), move_id, 0))
+        await self._judged(mac, [name], Verb.UNDO, peer.undo_move(name, move_id))
+        await self._allow(mac, gives="read")
+        generation = mac.store.ownership(NS, name).generation
+        await self._judged(mac, [name], Verb.FENCE, peer.fence_agent(name, generation + 1, timeout_s=5))
+        self.counts["offers in vain"] += 1
+
+    async def _allow(self, mac: Mac, _: str = "", gives: str = "") -> None:
+        gives, takes = gives or self.chance.choice(_GIVES), self.chance.choice(_TAKES)
         self.rights[mac.name] = Gives[gives.upper()], Takes[takes.upper()]
         mac.allow(LIAR, gives=gives, takes=takes)
 
@@ -288,19 +300,21 @@ class Walk:
 class Lies:
     """What the liar's store says of itself: that it owns everything, in any generation, and knows newer owners."""
 
-    def __init__(self, mac: Mac, chance: random.Random) -> None:
+    def __init__(self, mac: Mac, chance: random.Random, counts: Counter[str]) -> None:
         agents, moving = mac.services.agents, mac.services.moving
         get_agent, fence, hand_over = agents.GetAgent, moving.FenceAgent, moving.HandOverAgent
 
         async def boast(request: Any, context: Any) -> pb.GetAgentResponse:
             answer = await get_agent(request, context)
             if chance.random() < 0.7:
+                counts["lies about owners"] += 1
                 answer.agent.ownership.state = pb.OWNER_STATE_OWNED
                 answer.agent.ownership.generation = chance.choice((1, 3 * CLAIM_STEP, _TOO_FAR, MAX_TOLD_GENERATION))
             return answer
 
         async def know_better(request: Any, context: Any) -> pb.FenceAgentResponse:
             if chance.random() < 0.7:
+                counts["lies about newer owners"] += 1
                 newer = str(request.generation + chance.choice((1, CLAIM_STEP, _TOO_FAR, 1 << 62)))
                 said = {"generation": chance.choice((newer, newer, "", "-1", "9" * 5000, "many"))}
                 raise FailedPrecondition("newer", reason="OWNER_NEWER", metadata=said)
@@ -325,12 +339,12 @@ async def walks(root: Path, numbers: Sequence[int], counts: Counter[str]) -> Non
             stores[LIAR].allow(name, gives="claim", takes="move")
         liars = {name: await exits.enter_async_context(stores[name].as_peer(LIAR)) for name in HONEST}
         chance = random.Random(numbers[0])
-        lies = Lies(stores[LIAR], chance)
+        Lies(stores[LIAR], chance, counts)
         for number in numbers:
             for name in HONEST:  # a walk is about rights, not about how many words an hour has
                 stores[name].services.moving._handing_over._limits._buckets.clear()
             try:
-                await Walk(stores, liars, lies, random.Random(number), number, counts).go()
+                await Walk(stores, liars, random.Random(number), number, counts).go()
             except ViolationError as error:
                 raise ViolationError(f"walk {number}: {error}") from None
             counts["walks"] += 1
