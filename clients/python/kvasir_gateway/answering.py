@@ -54,7 +54,7 @@ class Memory:
         self._conversations = conversations
         self._namespace = namespace
 
-    def answered(self, reply: Reply) -> None:
+    async def answered(self, reply: Reply) -> None:
         """The turn is done: its conversation goes on from here. To be called before its reader sees the end."""
         if self._conversations is not None and reply.finished.reason != pb.FINISH_REASON_CANCELLED:
             version = reply.finished.snapshot.version
@@ -74,17 +74,20 @@ class Memory:
 class SideMemory(Memory):
     """What a side call reads: the memory of the conversation that it follows, if there is one. It changes nothing."""
 
-    def __init__(self, agent_id: str, conversations: Conversations, namespace: str, ready: "Ready") -> None:
+    def __init__(
+        self, agent_id: str, conversations: Conversations, namespace: str, ready: "Ready", caller: CallerAtEngine
+    ) -> None:
         mode = pb.MEMORY_MODE_READ_ONLY if agent_id else pb.MEMORY_MODE_NONE
         super().__init__(agent_id, conversations, namespace, ready.chain, {"memory_mode": mode})
         self.side_call = ready.side_call
         self._messages = ready.turn.messages if ready.side_call == SUMMARY else ()
+        self._caller = caller
 
-    def answered(self, reply: Reply) -> None:
+    async def answered(self, reply: Reply) -> None:
         """A summary may take the place of its conversation's history."""
         if self.side_call == SUMMARY and self.agent_id and self._conversations is not None:
-            known, space = self._conversations, self._namespace
-            known.summarized(space, self.agent_id, self._chain, self._messages, reply.text)
+            place = (self._namespace, self.agent_id)
+            await self._conversations.summarized(place, self._chain, self._messages, reply.text, self._caller)
 
     def left(self) -> None:
         """Nothing was taken."""
@@ -131,7 +134,7 @@ class Turns:
             return Memory(compacted, known, namespace, chain, {"replace_memory": True}, turn.begun)
         if ready.side_call:
             read = await known.agent_behind(namespace, chain, turn.messages, caller)
-            return SideMemory(read, known, namespace, ready)
+            return SideMemory(read, known, namespace, ready, caller)
         found = await known.agent_for(namespace, chain, turn.messages, caller)
         return Memory(found, known, namespace, chain, begun=turn.begun)
 
@@ -145,7 +148,7 @@ class Turns:
             async for event in events:
                 reply.add(event)
                 if event.HasField("finished"):
-                    memory.answered(reply)
+                    await memory.answered(reply)
                 yield event
 
     def _tidy(self, namespace: str, caller: CallerAtEngine) -> None:

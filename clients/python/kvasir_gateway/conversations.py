@@ -44,6 +44,8 @@ class Kept:
     agent_id: str
     used_at: datetime
     is_copy: bool = False  # an archive or a copy of another store's brought it
+    opening: str = ""  # of a compacted conversation the newest
+    summary: str = ""  # that its client was given, as `compaction.Summaries` writes it
 
 
 class Beside(Protocol):
@@ -58,6 +60,8 @@ class AgentRecords(Protocol):
     async def kept(self, name_prefix: str, opening: str = "") -> list[Kept]: ...
 
     async def open_anew(self, agent_id: str, opening: str) -> None: ...
+
+    async def keep_summary(self, agent_id: str, summary: str) -> None: ...
 
     async def messages(self, agent_id: str) -> Sequence[Said]: ...
 
@@ -145,7 +149,7 @@ class Conversations:
         self._forks: dict[tuple[str, str], tuple[AgentRecords, int]] = {}
         self._dropping: set[asyncio.Task[None]] = set()
         self._tidied: dict[str, datetime] = {}
-        self._summaries = Summaries()
+        self._summaries = Summaries(key)
 
     def chain(self, messages: Sequence[Said], hint: str, *, is_exact: bool = False) -> Chain:
         """For the other calls. Reads every message; changes nothing, and may run in any thread. `is_exact`: what is
@@ -200,7 +204,8 @@ class Conversations:
         agent_id = ""
         if self._tip(namespace, chain.points) is None:
             agent_id = "" if is_side_call else self._maker_of_calls(namespace, chain)
-            agent_id = agent_id or await self._summaries.agent_of(namespace, chain.session, messages)
+            agent_id = agent_id or await self._summarized(namespace, chain, messages, records)
+            agent_id = agent_id or ("" if is_side_call else await _stored_maker_of_calls(chain, records))
         if not agent_id or (namespace, agent_id) in self._busy:
             return ""
         self._busy.add((namespace, agent_id))
@@ -215,9 +220,13 @@ class Conversations:
         self._summaries.used(namespace, agent_id)
         return agent_id
 
-    def summarized(self, namespace: str, agent_id: str, chain: Chain, messages: Sequence[Said], text: str) -> None:
-        """A client was given a summary of these messages, which the agent remembers."""
-        self._summaries.add(namespace, agent_id, chain.session, messages, text)
+    async def summarized(
+        self, place: tuple[str, str], chain: Chain, messages: Sequence[Said], text: str, records: AgentRecords
+    ) -> None:
+        """A client was given a summary of these messages, which an agent remembers: its namespace and name."""
+        if summary := self._summaries.add(*place, chain.session, messages, text):
+            with contextlib.suppress(KvasirError):  # then a restart of the gateway forgets it
+                await records.keep_summary(place[1], summary)
 
     def answered(self, namespace: str, agent_id: str, chain: Chain, reply: Said, version: int) -> None:
         """The agent remembers these messages and the reply, as this version; 0: it is not known which."""
@@ -277,6 +286,14 @@ class Conversations:
                     await records.delete(agent.agent_id)
                     deleted += 1
         return deleted
+
+    async def _summarized(self, namespace: str, chain: Chain, messages: Sequence[Said], records: AgentRecords) -> str:
+        """The agent whose summary these messages repeat; else nothing."""
+        if not self._summaries.is_read(namespace):
+            with contextlib.suppress(KvasirError):
+                kept = [each for each in await records.kept(PREFIX) if each.summary and not each.is_copy]
+                self._summaries.read(namespace, {each.agent_id: each.summary for each in kept})
+        return await self._summaries.agent_of(namespace, chain.session, messages)
 
     def _maker_of_calls(self, namespace: str, chain: Chain) -> str:
         """The agent that made the newest of the conversation's calls; else nothing."""
@@ -343,6 +360,25 @@ def _tip_among(
         best, _, is_whole = _most_in_common(at_a_time, at_any_time(messages))
     # A memory that went on otherwise is forked, and the fork is cut by the engine.
     return Tip(best.agent_id, 0, is_whole) if best is not None else None
+
+
+async def _stored_maker_of_calls(chain: Chain, records: AgentRecords) -> str:
+    """Of the agents that were used last, and none of which begins as this conversation, the one that made its newest
+    calls; else nothing.
+    """
+    calls = {call for point in chain.points for call in point.call_ids}
+    try:
+        kept = await records.kept(PREFIX) if calls else []
+    except KvasirError:
+        return ""
+    if any(each.opening == chain.opening or each.agent_id.startswith(f"{PREFIX}{chain.opening}/") for each in kept):
+        return ""
+    kept = sorted((each for each in kept if not each.is_copy), key=lambda agent: agent.used_at, reverse=True)
+    for agent in kept[:_MAX_LOOKED_AT]:
+        said = await records.messages(agent.agent_id)
+        if any(call.id in calls for message in said for call in message.tool_calls):
+            return agent.agent_id
+    return ""
 
 
 def _most_in_common(

@@ -32,6 +32,7 @@ _CONNECTIONS = 16
 _NOT_BOUND = ("NO_FORCED_CALLS", "FORMAT_INVALID", "FORMAT_TOO_COMPLEX")  # reasons why no grammar binds calls
 # The label of an agent whose conversation was compacted: the digest of its newest opening.
 _OPENING = "conversation.opening"
+_SUMMARY = "conversation.summary"  # of one whose client has asked for a summary; `reading/compaction.py` writes it
 _COPIED = (cachestore_pb2.ORIGIN_IMPORT, cachestore_pb2.ORIGIN_PULL)
 _AGENTS_AT_ONCE = 8  # of which one request reads the memory
 _MAX_MESSAGES = 10_000  # as the engine takes
@@ -134,8 +135,11 @@ class CallerAtEngine:
                 return found
 
     async def open_anew(self, agent_id: str, opening: str) -> None:
-        """The agent's conversation begins otherwise from now on."""
-        await self.client.update_agent(agent_id, labels={_OPENING: opening})
+        """The agent's conversation begins otherwise from now on, and its summary is used."""
+        await self.client.update_agent(agent_id, labels={_OPENING: opening, _SUMMARY: ""})
+
+    async def keep_summary(self, agent_id: str, summary: str) -> None:
+        await self.client.update_agent(agent_id, labels={_SUMMARY: summary})
 
     async def messages(self, agent_id: str) -> Sequence[Said]:
         """What an agent remembers; nothing when that cannot be said."""
@@ -347,7 +351,8 @@ def _newest(agent: cachestore_pb2.Agent) -> int:
 
 def _kept(agent: cachestore_pb2.Agent) -> Kept:
     is_copy = any(line.origin in _COPIED or (line.is_brought and not line.is_text_own) for line in agent.lines)
-    return Kept(agent.agent_id, agent.used_at.ToDatetime(tzinfo=UTC), is_copy)
+    opening, summary = (agent.labels.get(name, "") for name in (_OPENING, _SUMMARY))
+    return Kept(agent.agent_id, agent.used_at.ToDatetime(tzinfo=UTC), is_copy, opening, summary)
 
 
 def _said_by_all(messages: Iterable[Any]) -> list[Said]:

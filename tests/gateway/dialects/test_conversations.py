@@ -39,6 +39,7 @@ class Records:
         self.forks: list[tuple[str, int | None]] = []
         self.pinned: set[str] = set()
         self.openings: dict[str, str] = {}
+        self.summaries: dict[str, str] = {}
         self.is_down = False
 
     async def kept(self, name_prefix: str, opening: str = "") -> list[Kept]:
@@ -46,7 +47,7 @@ class Records:
             raise Unavailable("down")
         names = [name for name in self.remembered if name.startswith(name_prefix)]
         return [
-            Kept(name, self.used.get(name, START))
+            Kept(name, self.used.get(name, START), False, self.openings.get(name, ""), self.summaries.get(name, ""))
             for name in names
             if not opening or self.openings.get(name) == opening
         ]
@@ -55,6 +56,12 @@ class Records:
         if agent_id not in self.remembered:
             raise NotFound("gone")
         self.openings[agent_id] = opening
+        self.summaries.pop(agent_id, None)
+
+    async def keep_summary(self, agent_id: str, summary: str) -> None:
+        if self.is_down:
+            raise Unavailable("down")
+        self.summaries[agent_id] = summary
 
     async def messages(self, agent_id: str) -> Sequence[Said]:
         return self.remembered.get(agent_id, ())

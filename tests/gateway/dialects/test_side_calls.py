@@ -2,10 +2,14 @@
 place goes on in the same agent."""
 
 import asyncio
+import base64
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx2 as httpx
 import pytest
+from blake3 import blake3
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.options.gateway import SIDE_CALLS
 from kvasir_gateway.reading.side_calls import SIDE_RULES, side_call_of, side_rules_of
@@ -13,7 +17,7 @@ from kvasir_gateway.turn import Said, ToolUse, Turn
 
 from tests.gateway.conftest import Front
 from tests.gateway.dialects.test_conversations import Records, Talk, conversations, reply, user
-from tests.gateway.serving import MODEL
+from tests.gateway.serving import MODEL, running_gateway
 
 # As clients ask; the words are ours.
 TITLES = [
@@ -79,10 +83,20 @@ def compacted(talk: Talk, messages: tuple[Said, ...], hint: str = "session", nam
     return asyncio.run(talk.known.compacted(namespace, chain, messages, talk.records))
 
 
-def test_a_summary_that_takes_the_historys_place_goes_on_in_the_same_agent_also_after_a_restart() -> None:
+def summarized(talk: Talk, agent_id: str, text: str, hint: str = "session", messages: tuple[Said, ...] = ()) -> None:
+    place, chain = ("n", agent_id), talk.known.chain((), hint)
+    asyncio.run(talk.known.summarized(place, chain, messages, text, talk.records))
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_summary_that_takes_the_historys_place_goes_on_in_the_same_agent_also_after_a_restart(
+    is_restarted: bool,
+) -> None:
     talk = Talk(conversations(), Records())
     first = talk.turn(user("Hello"), answer="Hi", hint="session")
-    talk.known.summarized("n", first, talk.known.chain((), "session"), (), SUMMARY)
+    summarized(talk, first, SUMMARY)
+    if is_restarted:
+        talk.known = conversations()
     assert compacted(talk, COMPACTED) == first
     assert compacted(talk, COMPACTED) == "", "it is busy"
     talk.known.left("n", first)
@@ -91,12 +105,51 @@ def test_a_summary_that_takes_the_historys_place_goes_on_in_the_same_agent_also_
     assert talk.turn(*COMPACTED, reply("I go on."), user("more"), hint="session") == first
 
 
-def test_calls_of_an_agent_behind_another_beginning_are_its_compacted_conversation() -> None:
+def test_a_summary_is_used_once_also_after_a_restart() -> None:
+    talk = Talk(conversations(), Records())
+    first = talk.turn(user("Hello"), answer="Hi", hint="session")
+    summarized(talk, first, SUMMARY)
+    assert compacted(talk, COMPACTED) == first
+    talk.known = conversations()
+    assert compacted(talk, COMPACTED) == ""
+
+
+def test_a_summarys_label_has_no_text_and_a_strange_one_is_ignored() -> None:
+    """Its digests are keyed: who reads labels cannot guess a line."""
+    talk = Talk(conversations(), Records())
+    first, other = (talk.turn(user(text), answer="Hi", hint="session") for text in ("Hello", "Good day"))
+    summarized(talk, first, SUMMARY)
+    line = SUMMARY.splitlines()[1]
+    assert blake3(line.encode()).digest(8) not in base64.b64decode(talk.records.summaries[first])
+    talk.records.summaries[other] = "no digests!"
+    talk.known = conversations()
+    assert compacted(talk, COMPACTED) == first
+
+
+def test_while_the_store_is_down_a_summary_is_known_in_ram_and_read_later() -> None:
+    talk = Talk(conversations(), Records())
+    first = talk.turn(user("Hello"), answer="Hi", hint="session")
+    summarized(talk, first, SUMMARY)
+    talk.known = conversations()
+    talk.records.is_down = True
+    assert compacted(talk, COMPACTED) == ""
+    talk.records.is_down = False
+    assert compacted(talk, COMPACTED) == first
+    talk.known.left("n", first)
+    talk.records.is_down = True
+    summarized(talk, first, SUMMARY)
+    assert compacted(talk, COMPACTED) == first
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_calls_of_an_agent_behind_another_beginning_are_its_compacted_conversation(is_restarted: bool) -> None:
     """pi lets another request sum up, and keeps the newest messages."""
     talk = Talk(conversations(), Records())
     made = Said("assistant", "", tool_calls=(ToolUse("c1", "look", "{}"),))
     first = talk.turn(user("Hello"), said=made)
     done = Said("tool", "done", tool_call_id="c1")
+    if is_restarted:
+        talk.known = conversations()
     assert compacted(talk, (user("Hello"), made, done), "") == "", "it goes on"
     assert compacted(talk, (user("A summary of it."), made, done), "") == first
 
@@ -117,7 +170,7 @@ def test_a_projects_rule_that_a_summary_quotes_does_not_make_another_conversatio
     talk = Talk(conversations(), Records())
     first = talk.turn(user(rule), answer="Hi", hint="session")
     summary = f"{SUMMARY}\n{rule}"
-    talk.known.summarized("n", first, talk.known.chain((), "session"), (user(rule),), summary)
+    summarized(talk, first, summary, messages=(user(rule),))
     assert compacted(talk, (user(f"{rule}\nSomething else."),)) == ""
     assert compacted(talk, COMPACTED) == first
     talk.known.left("n", first)
@@ -133,14 +186,15 @@ def test_a_summary_of_another_caller_or_session_or_only_its_headings_is_none(
 ) -> None:
     talk = Talk(conversations(), Records())
     first = talk.turn(user("Hello"), answer="Hi", hint="session")
-    talk.known.summarized("n", first, talk.known.chain((), "session"), (), SUMMARY)
+    summarized(talk, first, SUMMARY)
+    talk.records = talk.records if namespace == "n" else Records()
     assert compacted(talk, (user(text),), hint, namespace) == ""
 
 
 def test_a_summary_of_an_agent_that_is_gone_begins_another() -> None:
     talk = Talk(conversations(), Records())
     first = talk.turn(user("Hello"), answer="Hi")
-    talk.known.summarized("n", first, talk.known.chain((), ""), (), SUMMARY)
+    summarized(talk, first, SUMMARY, hint="")
     del talk.records.remembered[first]
     assert compacted(talk, COMPACTED, "") == ""
     gone = (*COMPACTED, reply("x"), user("y"))
@@ -197,8 +251,18 @@ def cached(answer: httpx.Response) -> float:
     return float(usage["prompt_tokens_details"]["cached_tokens"] / usage["prompt_tokens"])
 
 
-def test_side_calls_leave_no_memory_and_a_compacted_conversation_goes_on_in_its_agent(front: Front) -> None:
-    chat = Chat(front, "bob")
+@pytest.fixture
+def mortal(front: Front) -> Iterator[Front]:
+    """The same services behind a gateway that may be killed."""
+    credentials = ("--credentials", str(front.house.root / "credentials.toml"))
+    with running_gateway(front.house, *credentials, name="mortal") as gateway:
+        yield replace(front, gateway=gateway)
+
+
+def test_side_calls_leave_no_memory_and_a_compacted_conversation_goes_on_in_its_agent_also_after_a_kill(
+    mortal: Front,
+) -> None:
+    chat = Chat(mortal, "bob")
     before = chat.agents()
     title = chat.ask(*TITLES[1])
     assert (title.headers["x-kvasir-side-call"], title.headers["x-agent-memory"]) == ("title", "none")
@@ -214,6 +278,8 @@ def test_side_calls_leave_no_memory_and_a_compacted_conversation_goes_on_in_its_
     assert (again.headers["x-agent-id"], again.headers["x-agent-memory"]) == (agent, "extended")
     assert "Anna" in text(again)
     assert "x-kvasir-side-call" not in again.headers
+    mortal.gateway.kill()
+    mortal.gateway.start()
     compacted = (opening[0], user(f"This goes on from an earlier conversation.\n{text(asked)}\nGo on."))
     begun = chat.ask(*compacted)
     assert (begun.headers["x-agent-id"], begun.headers["x-agent-memory"]) == (agent, "replaced")

@@ -1,12 +1,15 @@
 """Summaries that clients asked for, so that a conversation which begins with one goes on in the agent whose history it
 takes the place of: as its next version, and the versions before it stay.
 
-In RAM alone: a summary that is not known any more costs an agent, not a memory.
+They are in RAM, and as labels of their agents, which a gateway reads once: digests of lines, by the gateway's key. A
+summary that is not known any more costs an agent, not a memory.
 """
 
 import asyncio
+import base64
+import contextlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from blake3 import blake3
@@ -17,6 +20,7 @@ _MAX_SUMMARIES = 1000  # of all namespaces; the oldest is dropped
 _MAX_LINES = 64
 # Clients write a text of theirs around a summary, and may strip tags. Shorter lines are headings, equal in many.
 _LEAST_CHARS = 40
+_DIGEST_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +33,38 @@ class _Summary:
 class Summaries:
     """By namespace and agent the newest summary of its conversation."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: bytes) -> None:
+        self._key = key
         self._summaries: OrderedDict[tuple[str, str], _Summary] = OrderedDict()
+        self._read: set[str] = set()
 
-    def add(self, namespace: str, agent_id: str, session: bytes, messages: Sequence[Said], text: str) -> None:
-        """`messages`: what it is a summary of. Their own lines, as a project's rules, may begin any conversation."""
-        lines = frozenset(_lines(text)[:_MAX_LINES]) - _lines_of(messages)
-        if lines:
-            self._summaries.pop((namespace, agent_id), None)
-            self._summaries[namespace, agent_id] = _Summary(agent_id, session, lines)
+    def is_read(self, namespace: str) -> bool:
+        """Whether the labels of its agents are known."""
+        return namespace in self._read
+
+    def read(self, namespace: str, labels: Mapping[str, str]) -> None:
+        """What `add` returned, by agent; of an agent of which there is a newer summary it is ignored."""
+        if namespace in self._read:
+            return
+        self._read.add(namespace)
+        for agent_id, label in labels.items():
+            with contextlib.suppress(ValueError):  # labels are their callers', too
+                data = base64.b64decode(label)
+                session, *lines = (data[at : at + _DIGEST_BYTES] for at in range(0, len(data), _DIGEST_BYTES))
+                self._summaries.setdefault((namespace, agent_id), _Summary(agent_id, session, frozenset(lines)))
+
+    def add(self, namespace: str, agent_id: str, session: bytes, messages: Sequence[Said], text: str) -> str:
+        """`messages`: what it is a summary of. Their own lines, as a project's rules, may begin any conversation.
+        Returns the agent's label; empty: nothing of it is a summary's own.
+        """
+        lines = frozenset(self._lines(text)[:_MAX_LINES]) - self._lines_of(messages)
+        if not lines:
+            return ""
+        self._summaries.pop((namespace, agent_id), None)
+        self._summaries[namespace, agent_id] = _Summary(agent_id, session[:_DIGEST_BYTES], lines)
         if len(self._summaries) > _MAX_SUMMARIES:
             self._summaries.popitem(last=False)
+        return base64.b64encode(session[:_DIGEST_BYTES] + b"".join(lines)).decode()
 
     def used(self, namespace: str, agent_id: str) -> None:
         """A conversation went on from it: another that repeats a line of it does not."""
@@ -47,22 +72,20 @@ class Summaries:
 
     async def agent_of(self, namespace: str, session: bytes, messages: Sequence[Said]) -> str:
         """The agent whose summary these messages repeat, a line of it at least; else nothing."""
-        known = [each for (space, _), each in self._summaries.items() if space == namespace and each.session == session]
+        of_session = ((space, each) for (space, _), each in self._summaries.items() if session.startswith(each.session))
+        known = [each for space, each in of_session if space == namespace]
         if not known:
             return ""
-        said = await asyncio.to_thread(_lines_of, messages)  # of a long conversation it takes its time
+        said = await asyncio.to_thread(self._lines_of, messages)  # of a long conversation it takes its time
         best = max(reversed(known), key=lambda each: len(each.lines & said))
         return best.agent_id if best.lines & said else ""
 
+    def _lines_of(self, messages: Sequence[Said]) -> set[bytes]:
+        return {line for message in messages for line in self._lines(message.content)}
 
-def _lines_of(messages: Sequence[Said]) -> set[bytes]:
-    return {line for message in messages for line in _lines(message.content)}
+    def _lines(self, text: str) -> list[bytes]:
+        lines = (line.strip() for line in text.splitlines())
+        return [self._digest(line) for line in lines if len(line) >= _LEAST_CHARS]
 
-
-def _lines(text: str) -> list[bytes]:
-    lines = (line.strip() for line in text.splitlines())
-    return [_digest(line) for line in lines if len(line) >= _LEAST_CHARS]
-
-
-def _digest(line: str) -> bytes:
-    return blake3(line.encode("utf-8", "surrogatepass")).digest(8)
+    def _digest(self, line: str) -> bytes:
+        return blake3(line.encode("utf-8", "surrogatepass"), key=self._key).digest(_DIGEST_BYTES)
