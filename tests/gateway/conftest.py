@@ -53,6 +53,11 @@ class Front:
             _strict_response_validation=True,
         )
 
+    def failures(self) -> str:
+        """What the services and the gateway logged of bugs: types and places."""
+        logs = (self.house.store.log, self.house.engine.log, self.gateway.log)
+        return "\n".join(line for log in logs for line in log.splitlines() if ".failed" in line)
+
     def bearer(self, caller: str = "ada") -> dict[str, str]:
         return {"authorization": f"Bearer {self.keys[caller]}"}
 

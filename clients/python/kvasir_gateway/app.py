@@ -338,7 +338,7 @@ class Gateway:
             memory=memory,
             numbers=self._around.numbers,
             clock=self._around.clock,
-            error_event=lambda error: api.error_event(error, call.request_id),
+            error_event=partial(errors.ended_by, api, call.request_id),
             headers={**headers, "content-type": api.stream_type},
         )
 

@@ -165,6 +165,12 @@ def refused(request: Request, error: KvasirError, request_id: str) -> Response:
     return JSONResponse(refusal.body, refusal.status, dict(refusal.headers))
 
 
+def ended_by(api: Api, request_id: str, error: KvasirError) -> str:
+    """The event with which a stream ends by this error. The log has its reason, as of a refusal."""
+    log_refusal(f"answer.refused request_id={request_id}", http_status(error), error, is_of_stranger=False)
+    return api.error_event(error, request_id)
+
+
 def log_refusal(what: str, status: int, error: KvasirError, *, is_of_stranger: bool) -> None:
     """A line without a word of the request. Of strangers' a few a second: they could fill the disk."""
     left_out = _strangers.left_out() if is_of_stranger else 0

@@ -11,7 +11,7 @@ import httpx2 as httpx
 import pytest
 from kvasir.clients import Choice, Reply
 from kvasir.common.v1.message_pb2 import ToolCall
-from kvasir.errors import NotFound, Unauthenticated
+from kvasir.errors import Internal, NotFound, Unauthenticated
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir_gateway import anthropic_messages, errors
 from kvasir_gateway.turn import Asked
@@ -211,3 +211,13 @@ def test_what_no_body_holds_is_bounded(front: Front, begun: bytes) -> None:
         with pytest.raises(OSError, match=r"Broken pipe|reset"):
             connection.sendall(b"a" * (8 << 20))
     assert httpx.get(f"{front.gateway.url}/healthz").json()["status"] == "ok"
+
+
+def test_a_stream_that_ends_by_a_bug_leaves_its_reason_in_the_log_and_no_text(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("INFO"):
+        event = errors.ended_by(errors.api_of("/v1/messages"), "r1", Internal("of the prompt: Zanzibar"))
+    assert "answer.refused request_id=r1 status=500 reason=INTERNAL" in caplog.text
+    assert "Zanzibar" not in caplog.text
+    assert "api_error" in event
