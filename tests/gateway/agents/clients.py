@@ -18,8 +18,8 @@ Reply = Mapping[str, Any]
 @dataclass(frozen=True)
 class Client:
     """`edits`, `looks`: the replies to the first two questions; {file} stands for the file's path. `ask`, `again`: what
-    follows the page's last line for the first question, and for a later one. `compact`: lines of a shell that let it
-    compact, {start} being the page's last line and {tokens} the last prompt's length.
+    follows the page's last line for the first question, and for a later one; or lines of a shell with this line as
+    {start}, as `compact`, which lets it compact. {tokens}: the last prompt's length; {done}: the model's last words.
     """
 
     title: str  # the page's
@@ -59,6 +59,16 @@ kill -9 $server"""
 _PI = """(echo '{{"type": "compact", "id": "1"}}'
 for each in $(seq 300); do grep -q compaction_end rpc.out && break; sleep 1; done) | {start} -c --mode rpc > rpc.out
 grep -q '"success":true' rpc.out"""
+# It resumes at a terminal alone. Its file has a reply once the turn has ended; what is on the screen is drawn again.
+_CLINE = """id=$(cline history --json | python3 -c 'import json, sys; print(json.load(sys.stdin)[0]["sessionId"])')
+replies() {{ grep -o {done} ~/.cline/data/sessions/$id/*.messages.json | wc -l; }}
+before=$(replies)
+(for each in $(seq 240); do grep -q done tty.out && break; sleep 0.5; done
+sleep 2; printf %s {question}; sleep 1; printf '\\r'
+for each in $(seq 600); do test $(replies) -gt $before && break; sleep 0.5; done
+for each in 1 2 3; do sleep 1; printf '\\003'; done) |
+  TERM=xterm-256color script -qfc "stty cols 120 rows 40; {start} --id $id" tty.out > /dev/null
+test $(replies) -gt $before"""
 _CODEX = "exec resume --last --skip-git-repo-check --json {question}"
 CLIENTS: Mapping[str, Client] = {
     "claude": Client(
@@ -132,7 +142,7 @@ CLIENTS: Mapping[str, Client] = {
         ),
         looks=(call("run_commands", commands=["wc -w notes.txt"]),),
         ask="--json {question}",
-        again="--json {question}",  # its sessions are resumed at a terminal alone: another one begins
+        again=_CLINE,
     ),
     "langgraph": Client("LangGraph", "langgraph langchain-openai", _FRAMEWORK, program="langgraph_talk.py"),
     "pydantic-ai": Client("pydantic-ai", "pydantic-ai-slim[openai]", _FRAMEWORK, program="pydantic_ai_talk.py"),

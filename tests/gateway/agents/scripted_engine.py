@@ -23,7 +23,7 @@ from inference_svc.formats.grammar_trial import GrammarTrial
 SCRIPT = "decisions.json"
 # The summary: long enough to be known again, and no line of what it is a summary of.
 OTHERWISE = "What was asked for is done, and the file has the colour that was wanted."
-_DONE = "That is done."
+DONE = "That is done."
 
 
 def decided(request: pb.GenerateRequest, script: Mapping[str, Sequence[Mapping[str, Any]]]) -> Constraint | None:
@@ -33,7 +33,7 @@ def decided(request: pb.GenerateRequest, script: Mapping[str, Sequence[Mapping[s
         return None
     offered = {tool.name: place for place, tool in enumerate(request.tools)}
     asks_for_summary = "summary" in "".join(part.text for part in messages[-1].parts).lower()
-    reply: Mapping[str, Any] = {"text": OTHERWISE if asks_for_summary else _DONE}
+    reply: Mapping[str, Any] = {"text": OTHERWISE if asks_for_summary else DONE}
     for number in reversed(range(len(messages))):
         said = messages[number]
         known = [
