@@ -26,7 +26,7 @@ from inference_svc.model import kvasir_tiny
 from tests.gateway.agents.clients import CLIENTS, EDIT, HERE, LOOK, MORE, script_of, setup_of
 from tests.gateway.agents.recorder import Exchange, Recorder, computed_twice, goes_on
 from tests.gateway.agents.recording import recorded
-from tests.gateway.agents.scripted_engine import SCRIPT
+from tests.gateway.agents.scripted_engine import DONE, SCRIPT
 from tests.gateway.conftest import Front, running_front
 from tests.gateway.serving import MODEL
 
@@ -127,15 +127,13 @@ class Talk:
         self._front.house.restart()
         ended.append(self._step("resume", self._asked(self._client.again, LOOK)))
         if self._client.compact:
-            ended.append(self._step("compact", self._filled(self._client.compact, LOOK)))
+            ended.append(self._step("compact", self._asked(self._client.compact, LOOK)))
             ended.append(self._step("after", self._asked(self._client.again, MORE)))
         self._recorder.close()
         return all(ended) and self._is_reused()
 
-    def _asked(self, arguments: str, question: str) -> str:
-        return f"{{start}} {arguments}".replace("{start}", self._start).format(**self._values(question))
-
-    def _filled(self, lines: str, question: str) -> str:
+    def _asked(self, lines: str, question: str) -> str:
+        lines = lines if "{start}" in lines else f"{{start}} {lines}"
         return lines.replace("{start}", self._start).format(**self._values(question))
 
     @property
@@ -152,7 +150,8 @@ class Talk:
 
     def _values(self, question: str) -> dict[str, str]:
         tokens = self.exchanges[-1].tokens[0] if self.exchanges else 0
-        return {"question": shlex.quote(question), "few": self._few, "tokens": str(tokens - 100)}
+        quoted = {"question": shlex.quote(question), "done": shlex.quote(DONE)}
+        return {**quoted, "few": self._few, "tokens": str(tokens - 100)}
 
     def _first_lines(self) -> str:
         setup, program = setup_of(self._client, self._address), self._client.program
@@ -192,6 +191,7 @@ class Talk:
             self._show(each)
         if not is_well:
             print((self._home / f"{name}.out").read_text()[-1500:], *(each.events for each in refused[:1]), flush=True)
+            print(self._front.failures(), flush=True)
         return is_well
 
     def _show(self, each: Exchange) -> None:

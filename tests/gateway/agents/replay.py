@@ -4,7 +4,7 @@ import json
 import random
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,12 @@ def own_text(number: int, chars: int, kind: str, session: str) -> str:
 
 
 class Replay:
-    """One conversation of a client before a gateway. Sessions differ in what stands for their texts."""
+    """One conversation of a client before a gateway. Sessions differ in what stands for their texts. `volatile`: the
+    rules that its requests name; `clock`: what its system text says of the time in a request.
+    """
+
+    volatile = ""
+    clock: Callable[[int], str] | None = None
 
     def __init__(self, front: Front, recording: Path, session: str = "", shorter: int = SHORTER) -> None:
         first, *self.lines = [json.loads(line) for line in recording.read_text().splitlines()]
@@ -76,15 +81,18 @@ class Replay:
 
     def _send(self, path: str, body: dict[str, Any]) -> Exchange:
         self._newest = path, body
+        if self.clock is not None:
+            body = with_time(body, self.clock(len(self.exchanges)))
+        headers = {**self._front.bearer(), **({"x-kvasir-volatile": self.volatile} if self.volatile else {})}
         for _ in range(_TRIES):
-            answer = httpx.post(self._front.gateway.url + path, json=body, headers=self._front.bearer(), timeout=300)
+            answer = httpx.post(self._front.gateway.url + path, json=body, headers=headers, timeout=300)
             if answer.status_code not in (503, 529):
                 break
             time.sleep(_PAUSE_S)
         exchange = Exchange(path, body, answer.status_code, answer.headers, events_of(answer.content))
         self.exchanges.append(exchange)
         self._replies.append(reply_of(exchange) if answer.status_code == 200 else Reply(""))
-        assert answer.status_code == 200, answer.text
+        assert answer.status_code == 200, f"{answer.text}\n{self._front.failures()}"
         return exchange
 
     def _own(self, value: Any, number: int) -> Any:
@@ -112,6 +120,19 @@ class Replay:
 
     def _text(self, match: re.Match[str]) -> str:
         return own_text(int(match[1]), max(int(match[2]) // self._shorter, 8), match[3], self._session)
+
+
+def with_time(body: dict[str, Any], time: str) -> dict[str, Any]:
+    """The request, whose system text begins with a line about the time. A billing line stays the first."""
+    if "system" in body:
+        billing, *rest = body["system"]
+        return {**body, "system": [billing, {"type": "text", "text": time}, *rest]}
+    key = "input" if "input" in body else "messages"
+    first, *others = body[key]
+    assert first["role"] in ("system", "developer")
+    text = first["content"]
+    said = f"{time}\n{text}" if isinstance(text, str) else [{**text[0], "text": time}, *text]
+    return {**body, key: [{**first, "content": said}, *others]}
 
 
 def share(exchange: Exchange) -> float:

@@ -1,10 +1,12 @@
 """Conversations of agent clients, as recorded (`recordings/README.md`): from the second turn on nothing is computed
 twice, there is one memory, none for a side call, and nothing that they send by default is refused."""
 
+import json
 import random
 import statistics
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,9 @@ def played(front: Front, recording: Path, killed_before: str) -> Replay:
         if killed_before and killed_before in str(line["body"]):
             front.house.restart()
             killed_before = ""
+        if line["memory"] == "replaced":
+            front.gateway.kill()  # between a compaction and the turn that goes on from it
+            front.gateway.start()
         play(talk, number)
     return talk
 
@@ -65,6 +70,49 @@ def test_each_clients_conversation_computes_nothing_twice_also_after_a_kill(
     agents_front: Front, recording: Path
 ) -> None:
     played(agents_front, recording, LOOK)
+
+
+TIMES = "system-clock,system-date"
+TIMES_RULES = set(TIMES.split(","))
+
+
+def late(number: int) -> str:
+    """Each request's minute: the third comes after midnight."""
+    moment = datetime(2026, 11, 25, 23, 58, 7, tzinfo=UTC) + timedelta(minutes=number)
+    return f"Today is {moment:%Y-%m-%d}, and it is {moment:%H:%M:%S}."
+
+
+def played_over_midnight(front: Front, recording: Path, volatile: str) -> None:
+    """With the rules nothing is computed twice; without them each miss names the rule that helps. The memory is one."""
+    talk = Replay(front, recording, session=f"at {volatile}")
+    talk.volatile, talk.clock = volatile, late
+    talk.decide()
+    ends = [number for number, line in enumerate(talk.lines) if LOOK in str(line["body"]) or line["side_call"]]
+    for number in range(ends[0] if ends[0] else ends[1]):
+        if volatile == TIMES:
+            play(talk, number)
+        else:
+            talk.play(number)
+        headers = talk.exchanges[-1].headers
+        helps = TIMES_RULES & set(json.loads(headers.get("x-kvasir-miss", "{}")).get("rules", ()))
+        applied = TIMES_RULES & set(headers.get("x-kvasir-volatile", "").split(","))
+        if goes_on(talk.exchanges[-1]):
+            assert (bool(applied), bool(helps)) == (volatile == TIMES, volatile != TIMES), headers
+    assert len({each.headers["x-agent-id"] for each in talk.exchanges if "x-agent-id" in each.headers}) == 1
+
+
+@pytest.mark.parametrize("volatile", [TIMES, "billing-line"], ids=["with the rules", "without"])
+def test_a_recorded_conversation_with_a_clock_goes_on_over_midnight(agents_front: Front, volatile: str) -> None:
+    played_over_midnight(agents_front, SMALLEST, volatile)
+
+
+@pytest.mark.long(60)
+@pytest.mark.parametrize("volatile", [TIMES, "billing-line"], ids=["with the rules", "without"])
+@pytest.mark.parametrize("recording", OTHERS, ids=lambda path: path.stem)
+def test_each_clients_conversation_with_a_clock_goes_on_over_midnight(
+    agents_front: Front, recording: Path, volatile: str
+) -> None:
+    played_over_midnight(agents_front, recording, volatile)
 
 
 def varied(talk: Replay, turn: int, random_of: random.Random) -> Any:
