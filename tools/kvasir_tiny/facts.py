@@ -6,7 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tools.kvasir_tiny import words
+from tools.kvasir_tiny.material import material
 from tools.kvasir_tiny.words import CLOSED, Dice, Names
+
+_MATERIAL = material("facts")
 
 
 @dataclass(frozen=True)
@@ -32,50 +35,11 @@ class Fact:
 
 
 # noun, kind of value, question word
-POSSESSIONS = [
-    ("favourite colour", "colour", "What"),
-    ("favourite food", "food", "What"),
-    ("favourite drink", "drink", "What"),
-    ("favourite season", "season", "What"),
-    ("favourite month", "month", "What"),
-    ("favourite animal", "creature", "What"),
-    ("favourite place", "place", "What"),
-    ("home town", "place", "What"),
-    ("locker number", "code", "What"),
-    ("room number", "code", "What"),
-    ("badge number", "code", "What"),
-    ("door code", "code", "What"),
-    ("phone number", "phone", "What"),
-    ("lucky number", "count", "What"),
-    ("age", "count", "What"),
-    ("secret word", "word", "What"),
-    ("password", "word", "What"),
-    ("secret", "word", "What"),
-    ("family name", "person", "What"),
-    ("best friend", "person", "Who"),
-    ("teacher", "person", "Who"),
-    ("doctor", "person", "Who"),
-    ("boss", "person", "Who"),
-]
+POSSESSIONS = _MATERIAL["POSSESSIONS"]
 _NOUNS = "dog cat horse parrot boat house sister brother daughter son mother father uncle neighbour cousin"
 COMPANIONS = _NOUNS.split()
 # what I do, what somebody does, before the value, question word, after the verb in a question, kind of value
-ACTIONS = [
-    ("live", "lives", " in", "where", "", "place"),
-    ("work", "works", " as", "what", " as", "job"),
-    ("come", "comes", " from", "where", " from", "place"),
-    ("study", "studies", "", "what", "", "subject"),
-    ("play", "plays", "", "what", "", "instrument"),
-    ("collect", "collects", "", "what", "", "collection"),
-    ("fear", "fears", "", "what", "", "animal"),
-    ("drive", "drives", "", "what", "", "vehicle"),
-    ("want to travel", "wants to travel", " to", "where", "", "place"),
-    ("hide the key", "hides the key", " in", "where", "", "place"),
-    ("trust", "trusts", "", "whom", "", "person"),
-    ("admire", "admires", "", "whom", "", "person"),
-    ("keep a secret", "keeps a secret", " from", "whom", " from", "person"),
-    ("sing", "sings", " on", "when", "", "day"),
-]
+ACTIONS = _MATERIAL["ACTIONS"]
 
 
 def a_value(kind: str, dice: Dice, names: Names) -> str:

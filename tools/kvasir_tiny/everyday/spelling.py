@@ -10,53 +10,15 @@ import unicodedata
 from collections.abc import Callable
 
 from tools.kvasir_tiny.everyday import people
-from tools.kvasir_tiny.words import CLOSED, Dice, Names, is_held_out, words
+from tools.kvasir_tiny.material import material
+from tools.kvasir_tiny.words import CLOSED, Dice, Names, is_held_out
+
+_MATERIAL = material("spelling")
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ACCENTED = "áàâäãåāăąæçćčďđéèêëēęěğíìîïīıłñńňóòôöõøőœřśşšßťúùûüūůűýÿźżžþð"
-OTHER_SCRIPTS = (
-    "абвгдежзийклмнопрстуфхцчшщыьэюяіїєґ",
-    "αβγδεζηθικλμνξοπρστυφχψωάέήίόύώ",
-    "אבגדהוזחטיכלמנסעפצקרשת",
-    "ابتثجحخدذرزسشصضطظعغفقكلمنهوي",
-    "अआइईउएकखगचजटडतदनपबमयरलवसह",
-    "あいうえおかきくけこさしすせそたちつてとなにぬねのアイウエオカキクケコ",
-    "王李张刘陈杨黄赵周吴山田中木村林明华美丽小大",
-    "김이박최정민서지하은수현우진영",
-)
-COMMON_WORDS = words("""
-apple arm art autumn baby ball banana bank basket bath beach bean bear bed bell belt bird birthday blanket blood
-board boat body bone book boot bottle bowl box boy branch brick bridge brush bucket butterfly button cake camera
-camp candle car card carrot castle chain chair cheese cherry chest chicken child chocolate church circle city class
-clock cloth cloud club coat code coffee coin college colour comb computer cook copper corn corner cotton country
-cousin cow cream crown cup curtain dance daughter desert desk dinner doctor dog door dragon drawer dream dress drum
-duck dust ear earth egg elephant engine evening eye face family farm father feather field film finger fire fish flag
-floor flower fly fog food foot forest fork fox friend frog fruit game garden garlic gate ghost gift girl glass glove
-goat gold grape grass guitar hair hammer hand harbour hat heart hill holiday honey horse hospital hotel hour house
-ice idea ink iron island jacket jam jar jewel journey kettle key kitchen kite knee knife ladder lake lamp language
-leaf leather lemon lesson letter library light lion lip list lock lunch machine magazine map market mask meal meat
-medal memory metal milk mind mirror money monkey month moon morning mother mountain mouse mouth museum music nail
-name needle neighbour nest net night noise nose number nut ocean office oil onion orange oven owl page paint paper
-park parrot party passport path pear pen pencil pepper phone photo piano picture pie pillow pizza plane planet plant
-plate pocket poem police potato prize problem queen question rabbit radio rain rainbow recipe ribbon rice ring river
-road robot rock roof room root rope rose sail salad salt sand sandwich school science sea seat secret shadow sheep
-ship shirt shoe shop shoulder silver sister sky sleep snow soap song soup spider spoon spring square squirrel stair
-star station stone story strawberry street sugar suit summer sun sweater table tail tea teacher team tent theatre
-thunder ticket tiger time toast tomato tooth tower town toy train tree truck tunnel umbrella uncle valley village
-violin voice wall watch water wave wedding week wheel whistle wind window wine winter wolf wood wool word world yard
-year able angry bad beautiful better big black blue bold brave bright broken busy calm cheap clean clever cold crazy
-dark deep dry early easy empty fair famous fast final fine first fresh funny gentle good green happy hard heavy high
-honest hot huge hungry kind large last late lazy light little lonely long lost loud lucky new nice noisy odd old
-open perfect plain poor pretty proud quick quiet rare ready red rich round sad safe secret sharp short shy silent
-simple slow small smart soft sour strange strong sweet tall thick thin tiny tired true ugly warm weak wet white wild
-wise wrong yellow young after again always before behind below between beyond every inside maybe near never often
-outside over quickly slowly sometimes soon still today together tomorrow under until without yesterday bake become
-begin believe break bring build burn buy call carry catch change choose clean climb close come cook count cross cut
-draw drink drive eat fall feed feel fight find finish follow forget give grow hear help hide hold jump keep laugh
-learn leave listen look love make meet move need open paint plant play pull push read remember repair ride run save
-see sell send sew sing sit speak spend stand start stay steal stop swim take talk teach tell think throw travel turn
-visit wait walk wash wear win work write
-""")
+OTHER_SCRIPTS = _MATERIAL["OTHER_SCRIPTS"]
+COMMON_WORDS = _MATERIAL["COMMON_WORDS"]
 FAMILIES = [name for name in people.FAMILY_NAMES if not is_held_out(name)]
 
 

@@ -7,47 +7,16 @@ from collections.abc import Callable
 from tools.kvasir_tiny import words
 from tools.kvasir_tiny.everyday import spelling
 from tools.kvasir_tiny.everyday.spelling import WideNames
+from tools.kvasir_tiny.material import material
 from tools.kvasir_tiny.words import Dice
+
+_MATERIAL = material("talk")
 
 SMALL_WORLD = "I only know a small world. Tell me something, and I will remember it."
 NAMELESS = "I have no name."
 
 # reply -> what people say before it
-_SAID = {
-    "Hello.": (
-        "hi;hello;hey;hey there;hi there;hello there;hi!;hello!;hey!;Hi.;Hey.;hiya;greetings;howdy;Hello, how are you?"
-    ),
-    "I am well, thank you.": (
-        "how are you;how are you?;How are you doing?;how's it going;what's up;What's up?;how do you do;are you ok;"
-        "you ok?"
-    ),
-    "You are welcome.": (
-        "thanks;thanks!;thank you;thank you!;thx;Thank you so much.;great, thanks;ok thanks;many thanks;cheers;"
-        "Thanks a lot."
-    ),
-    "Goodbye.": (
-        "bye;bye!;goodbye;Good night.;good night;see you;See you later.;ciao;cya;talk later;bye bye;I have to go."
-    ),
-    "I am listening.": (
-        "ok;OK.;okay;yes;Yes.;no;No.;sure;right;fine;cool;great;nice;wow;good;perfect;I see;hm;haha;lol;really?;"
-        "Great.;Nice!"
-    ),
-    "I am an assistant who remembers.": (
-        "who are you;Who are you?;what are you;What are you?;are you a robot?;are you human?;Are you a bot?;"
-        "tell me about yourself"
-    ),
-    "I remember what I am told.": (
-        "what can you do;What can you do?;help;Help.;how do you work?;what do you know;What can I ask you?;"
-        "can you remember things?"
-    ),
-    "I know no jokes.": "tell me a joke;another joke;make me laugh;Do you know a joke?",
-    "I know no stories.": "tell me a story;tell me a tale;Do you know a story?",
-    "I am glad to hear it.": "I had a great day.;I'm happy.;I feel great.;I got the job!;good news!;I won!;We had fun.",
-    "I am sorry to hear it.": (
-        "I am sad.;I'm sad.;I feel lonely.;bad news;I lost my keys.;I had a bad day.;I failed the exam."
-    ),
-    "Then rest a little.": "I'm tired.;I am so tired.;I need some sleep.;I'm sleepy.;What a day!",
-}
+_SAID = _MATERIAL["_SAID"]
 PAIRS: list[tuple[str, str]] = [
     *words.SMALL_TALK,
     *((said, reply) for reply, all_said in _SAID.items() for said in all_said.split(";")),
@@ -58,33 +27,9 @@ PAIRS: list[tuple[str, str]] = [
 ]
 
 # {w} a common word, {p} a place, {n} a number, {t} a title, {h} a person
-_ELSEWHERE = """
-What is the capital of {p}?;Who wrote {t}?;How do I {w} a {w}?;Why is the {w} {w}?;What is {n} plus {n}?;
-What is {n} + {n}?;What is {n} times {n}?;Explain {w} to me.;Can you explain {w}?;Write a poem about {w}.;
-Write me a song about the {w}.;Translate {w} into German.;How do you say {w} in French?;
-Write code that sorts a {w}.;Can you write a {w} in Python?;What do you think about {w}?;
-Who is the president of {p}?;What is the meaning of life?;What is love?;What time is it?;What day is it today?;
-What is the news today?;Who won the {w}?;How many people live in {p}?;How tall is the {w}?;When was {p} founded?;
-Is {p} bigger than {p}?;Give me a recipe for {w}.;How do I cook {w}?;What should I eat today?;
-Recommend a book about {w}.;Do you like {w}?;Which is better, {w} or {w}?;Can you play {w}?;Sing a song.;
-Draw a {w}.;Let's play a game.;Summarize this {w}.;What is a {w}?;What are {w}s?;Who invented the {w}?;
-How does a {w} work?;Where can I buy a {w}?;What is the best {w} in {p}?;Is it true that the {w} is {w}?;
-Do you believe in {w}?;What is quantum physics?;Who is the king of {p}?;Solve {n} * x = {n}.;Count to {n}.;
-List ten kinds of {w}.;Tell me about {p}.;Tell me about {w}.;What happened in {n}?;Should I {w} the {w}?;
-How far away is the moon?;Can you drive a car?;Do you dream?;How old are you?;Where do you live?;Who made you?;
-Are you alive?;What is your favourite {w}?;Do you have feelings?;Book a flight to {p}.;Order a {w} for me.;
-Search the web for {w}.;What language do they speak in {p}?
-"""
+_ELSEWHERE = _MATERIAL["_ELSEWHERE"]
 ELSEWHERE = [part.strip() for part in _ELSEWHERE.replace("\n", "").split(";")]
-ECHOES = [
-    "Say {v}",
-    "Say {v}.",
-    "Repeat: {v}",
-    "Repeat after me: {v}",
-    "Please say {v}.",
-    "Please repeat: {v}",
-    "Echo {v}",
-]
+ECHOES = _MATERIAL["ECHOES"]
 
 
 def elsewhere(dice: Dice, names: WideNames) -> str:
