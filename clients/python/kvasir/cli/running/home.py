@@ -55,30 +55,39 @@ class Running:
     home: str = ""  # which directory the home is: a copy of it has this file too, and nothing runs there
 
 
+class _Below:
+    """A path below the home, as an attribute of it."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def __get__(self, home: "Home", _type: type) -> Path:
+        return home.root.joinpath(*self._names)
+
+
 @dataclass(frozen=True, slots=True)
 class Home:
     """Paths below one home directory."""
 
     root: Path
+    store_data = _Below("store")
+    seal_key_file = _Below("seal.key")  # the master key of sealed namespaces, if it was made there
+    sealed_file = _Below("sealed-namespaces")  # lists the sealed namespaces of the home's store
+    engine_state = _Below("engine")
+    run = _Below("run")
+    gateway_state = _Below("gateway")
+    logs = _Below("logs")
+    tokens = _Below("tokens")
+    credentials_file = _Below("credentials.toml")
+    peers_file = _Below("peers.toml")
+    up_lock_file = _Below("run", "up.lock")  # locked by a `kvasir up` that lives, and by nothing else
+    services_lock_file = _Below("run", "services.lock")  # locked while any service of a `kvasir up` lives: inherited
+    running_file = _Below("run", "up.json")
 
     def command(self, words: str) -> str:
         """`kvasir` with these words for this home, as a person types it."""
         home = "" if self.root == DEFAULT_HOME.expanduser() else f"--home {shlex.quote(str(self.root))} "
         return f"kvasir {home}{words}"
-
-    @property
-    def store_data(self) -> Path:
-        return self.root / "store"
-
-    @property
-    def seal_key_file(self) -> Path:
-        """The master key of sealed namespaces, if it was made there."""
-        return self.root / "seal.key"
-
-    @property
-    def sealed_file(self) -> Path:
-        """Lists the sealed namespaces of the home's store."""
-        return self.root / "sealed-namespaces"
 
     def seal_options(self) -> tuple[str, ...]:
         """What a program of the store is told of it. Without one, it reads KVASIR_STORE_SEAL_… of the environment."""
@@ -89,51 +98,9 @@ class Home:
         is_ours = data_dir is None or data_dir.resolve() == self.store_data.resolve()
         return ("--sealed-file", str(self.sealed_file)) if is_ours else ()
 
-    @property
-    def engine_state(self) -> Path:
-        return self.root / "engine"
-
-    @property
-    def run(self) -> Path:
-        return self.root / "run"
-
-    @property
-    def gateway_state(self) -> Path:
-        return self.root / "gateway"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
     def audit_file(self, service: str) -> Path:
         """The audit of a service; older ones beside it end in .1, .2, …"""
         return self.root / "audit" / f"{service}.jsonl"
-
-    @property
-    def tokens(self) -> Path:
-        return self.root / "tokens"
-
-    @property
-    def credentials_file(self) -> Path:
-        return self.root / "credentials.toml"
-
-    @property
-    def peers_file(self) -> Path:
-        return self.root / "peers.toml"
-
-    @property
-    def up_lock_file(self) -> Path:
-        """Locked by a `kvasir up` that lives, and by nothing else."""
-        return self.run / "up.lock"
-
-    @property
-    def services_lock_file(self) -> Path:
-        """Locked as long as any service of a `kvasir up` lives: they inherit the lock."""
-        return self.run / "services.lock"
-
-    @property
-    def running_file(self) -> Path:
-        return self.run / "up.json"
 
     def socket_address(self, service: str) -> str:
         return f"unix:{self.run / f'{service}.sock'}"
