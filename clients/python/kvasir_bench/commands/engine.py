@@ -26,29 +26,36 @@ class Peer(StrEnum):
     MLX_LM = "mlx-lm"
 
 
+OnlyOption = Annotated[list[EngineCase] | None, typer.Option(help="Measure this case alone. May be repeated.")]
+PeerOption = Annotated[Peer | None, typer.Option(help="Give the same work to this program too, in turns.")]
+RepeatsOption = Annotated[int | None, typer.Option(min=1, help="How often to measure; medians are shown. Left out: 5.")]
+LengthsOption = Annotated[str, typer.Option(help="Contexts in tokens, with commas between. Left out: each case's own.")]
+BatchesOption = Annotated[
+    str, typer.Option(help="Rows that decode together, with commas between. Left out: each case's own.")
+]
+KvPolicyOption = Annotated[str, typer.Option(help="As for `kvasir up`.")]
+MemoryOption = Annotated[float | None, typer.Option(min=0.001, help="For KV, in GiB. Left out: 4.")]
+TimeLimitOption = Annotated[
+    float | None, typer.Option(help="Begin nothing new after so many seconds; what is known is shown.")
+]
+ResultsFileOption = Annotated[
+    Path | None,
+    typer.Option("--results", exists=True, dir_okay=False, help="Measure nothing: show this kept JSON."),
+]
+
+
 def engine(
     context: typer.Context,
     model: ModelOption = "",
-    only: Annotated[list[EngineCase] | None, typer.Option(help="Measure this case alone. May be repeated.")] = None,
-    peer: Annotated[Peer | None, typer.Option(help="Give the same work to this program too, in turns.")] = None,
-    repeats: Annotated[
-        int | None, typer.Option(min=1, help="How often to measure; medians are shown. Left out: 5.")
-    ] = None,
-    lengths: Annotated[
-        str, typer.Option(help="Contexts in tokens, with commas between. Left out: each case's own.")
-    ] = "",
-    batches: Annotated[
-        str, typer.Option(help="Rows that decode together, with commas between. Left out: each case's own.")
-    ] = "",
-    kv_policy: Annotated[str, typer.Option(help="As for `kvasir up`.")] = "",
-    memory_gib: Annotated[float | None, typer.Option(min=0.001, help="For KV, in GiB. Left out: 4.")] = None,
-    time_limit_s: Annotated[
-        float | None, typer.Option(help="Begin nothing new after so many seconds; what is known is shown.")
-    ] = None,
-    results_file: Annotated[
-        Path | None,
-        typer.Option("--results", exists=True, dir_okay=False, help="Measure nothing: show this kept JSON."),
-    ] = None,
+    only: OnlyOption = None,
+    peer: PeerOption = None,
+    repeats: RepeatsOption = None,
+    lengths: LengthsOption = "",
+    batches: BatchesOption = "",
+    kv_policy: KvPolicyOption = "",
+    memory_gib: MemoryOption = None,
+    time_limit_s: TimeLimitOption = None,
+    results_file: ResultsFileOption = None,
     plots: PlotsOption = None,
     as_markdown: MarkdownOption = False,
     quick: QuickOption = False,

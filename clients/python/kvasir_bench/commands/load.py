@@ -24,24 +24,35 @@ ApiKeyOption = Annotated[
 ]
 
 
+RateOption = Annotated[
+    float | None, typer.Option(min=0.001, help="Turns a second on average. Left out: from --tokens-per-s, else 1.")
+]
+TokensRateOption = Annotated[
+    float | None, typer.Option(min=0.001, help="Instead: as many turns as ask for so many tokens a second.")
+]
+SecondsOption = Annotated[float, typer.Option(min=1, help="How long turns arrive.")]
+RampOption = Annotated[
+    float | None, typer.Option(min=0, help="Seconds at the start that do not count. Left out: a fifth.")
+]
+PromptTokensOption = Annotated[int, typer.Option(min=1, help="Of each turn, about.")]
+ReplyTokensOption = Annotated[int, typer.Option(min=1, help="Of each turn at most: a model may end earlier.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Of arrivals and texts.")]
+ModelOption = Annotated[str | None, typer.Option(help="With --http: the model's name at that server.")]
+ApiKeyFileOption = Annotated[Path | None, typer.Option(help="With --http: the file of the key.")]
+
+
 def load(
     context: typer.Context,
-    rate: Annotated[
-        float | None, typer.Option(min=0.001, help="Turns a second on average. Left out: from --tokens-per-s, else 1.")
-    ] = None,
-    tokens_per_s: Annotated[
-        float | None, typer.Option(min=0.001, help="Instead: as many turns as ask for so many tokens a second.")
-    ] = None,
-    seconds: Annotated[float, typer.Option(min=1, help="How long turns arrive.")] = 60.0,
-    ramp: Annotated[
-        float | None, typer.Option(min=0, help="Seconds at the start that do not count. Left out: a fifth.")
-    ] = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each turn, about.")] = 512,
-    reply_tokens: Annotated[int, typer.Option(min=1, help="Of each turn at most: a model may end earlier.")] = 128,
-    seed: Annotated[int, typer.Option(min=0, help="Of arrivals and texts.")] = 0,
+    rate: RateOption = None,
+    tokens_per_s: TokensRateOption = None,
+    seconds: SecondsOption = 60.0,
+    ramp: RampOption = None,
+    prompt_tokens: PromptTokensOption = 512,
+    reply_tokens: ReplyTokensOption = 128,
+    seed: SeedOption = 0,
     http: HttpOption = None,
-    model: Annotated[str | None, typer.Option(help="With --http: the model's name at that server.")] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="With --http: the file of the key.")] = None,
+    model: ModelOption = None,
+    api_key_file: ApiKeyFileOption = None,
     api_key: ApiKeyOption = "",
     as_json: JsonOption = False,
 ) -> None:

@@ -10,42 +10,52 @@ from kvasir.errors import FailedPrecondition
 
 from kvasir_bench.commands.shown import PlotsOption, draw, progress, show
 
+ScenarioOption = Annotated[
+    list[str] | None, typer.Option(help="Of `kvasir scenario ls`; may be repeated. Left out: all of them.")
+]
+WayOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Of kv, prefill, bm25-K, killed, moved; may be repeated. Left out: all. Parts add up, as with --first."
+    ),
+]
+VariantsOption = Annotated[
+    int | None, typer.Option(min=1, help="Of each scenario: other words are told. Left out: 200; quick: 2.")
+]
+TogetherOption = Annotated[int, typer.Option(min=1, max=100, help="Conversations beside each other.")]
+TimeLimitOption = Annotated[
+    float | None, typer.Option(help="Begin no more variants after so many seconds; those that are played count.")
+]
+FirstOption = Annotated[int, typer.Option(min=1, help="The first variant's number: for parts played side by side.")]
+PlayedOption = Annotated[
+    Path | None, typer.Option(dir_okay=False, help="Add each batch to this file as soon as it has ended.")
+]
+PlayedFilesOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--results",
+        exists=True,
+        dir_okay=False,
+        help="Play nothing: count what this --played file has; may be repeated.",
+    ),
+]
+QuickOption = Annotated[
+    bool, typer.Option("--quick", help="2 variants, one kill each. No claim about accuracy counts then.")
+]
+
 
 def memory(
     context: typer.Context,
-    scenario: Annotated[
-        list[str] | None, typer.Option(help="Of `kvasir scenario ls`; may be repeated. Left out: all of them.")
-    ] = None,
-    way: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Of kv, prefill, bm25-K, killed, moved; may be repeated. Left out: all. Parts add up, as with --first."
-        ),
-    ] = None,
-    variants: Annotated[
-        int | None, typer.Option(min=1, help="Of each scenario: other words are told. Left out: 200; quick: 2.")
-    ] = None,
-    together: Annotated[int, typer.Option(min=1, max=100, help="Conversations beside each other.")] = 4,
-    time_limit_s: Annotated[
-        float | None, typer.Option(help="Begin no more variants after so many seconds; those that are played count.")
-    ] = None,
-    first: Annotated[int, typer.Option(min=1, help="The first variant's number: for parts played side by side.")] = 1,
-    played: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Add each batch to this file as soon as it has ended.")
-    ] = None,
-    played_files: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--results",
-            exists=True,
-            dir_okay=False,
-            help="Play nothing: count what this --played file has; may be repeated.",
-        ),
-    ] = None,
+    scenario: ScenarioOption = None,
+    way: WayOption = None,
+    variants: VariantsOption = None,
+    together: TogetherOption = 4,
+    time_limit_s: TimeLimitOption = None,
+    first: FirstOption = 1,
+    played: PlayedOption = None,
+    played_files: PlayedFilesOption = None,
     plots: PlotsOption = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="2 variants, one kill each. No claim about accuracy counts then.")
-    ] = False,
+    quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Play scenarios with KV memory, without, with BM25's best messages, killed and moved. Hours at full size.

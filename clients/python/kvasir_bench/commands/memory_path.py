@@ -14,40 +14,47 @@ from kvasir_bench.memory_path import findings
 from kvasir_bench.memory_path.campaign import PathScope, measure
 from kvasir_bench.memory_path.services import measured_services, memory_gib_for
 
+LengthsOption = Annotated[str, typer.Option(help="Of agents' memories in tokens, with commas between.")]
+ModelOption = Annotated[
+    str, typer.Option(help="A directory or name of an mlx-lm model. Left out: the shipped model, or --shape.")
+]
+ShapeOption = Annotated[
+    str,
+    typer.Option(help="Instead: pages of this model's shape that are filled, not computed; llama-3.1-8b."),
+]
+PrefillRateOption = Annotated[
+    float,
+    typer.Option(min=1, help="With --shape: how fast prompts are computed, which a restore is weighed against."),
+]
+RepeatsOption = Annotated[int, typer.Option(min=1, help="Agents of each length.")]
+MemoryOption = Annotated[
+    float | None, typer.Option(min=0.01, help="Of the engine. Left out: half more than --shape's longest memory.")
+]
+HomeOption = Annotated[
+    Path, typer.Option(exists=True, file_okay=False, help="A directory on the disk that is measured.")
+]
+EngineOptions = Annotated[
+    list[str] | None, typer.Option(help="Of `python -m inference_svc`, as --store-budget-ms=250. May be repeated.")
+]
+TimeLimitOption = Annotated[float | None, typer.Option(min=1, help="Begin no more repeats after so many seconds.")]
+KeptOption = Annotated[
+    Path | None,
+    typer.Option("--keep", dir_okay=False, help="Write the results into FILE after each step, and logs beside it."),
+]
+
 
 def memory_path(
     context: typer.Context,
-    lengths: Annotated[str, typer.Option(help="Of agents' memories in tokens, with commas between.")] = (
-        "2048,8192,32768"
-    ),
-    model: Annotated[
-        str, typer.Option(help="A directory or name of an mlx-lm model. Left out: the shipped model, or --shape.")
-    ] = "",
-    shape: Annotated[
-        str,
-        typer.Option(help="Instead: pages of this model's shape that are filled, not computed; llama-3.1-8b."),
-    ] = "",
-    prefill_tokens_per_s: Annotated[
-        float,
-        typer.Option(min=1, help="With --shape: how fast prompts are computed, which a restore is weighed against."),
-    ] = 2000,
-    repeats: Annotated[int, typer.Option(min=1, help="Agents of each length.")] = 3,
-    memory_gib: Annotated[
-        float | None, typer.Option(min=0.01, help="Of the engine. Left out: half more than --shape's longest memory.")
-    ] = None,
-    home: Annotated[
-        Path, typer.Option(exists=True, file_okay=False, help="A directory on the disk that is measured.")
-    ] = Path("/tmp"),  # noqa: S108 - short: a socket's path must fit into a hundred bytes
-    engine_option: Annotated[
-        list[str] | None, typer.Option(help="Of `python -m inference_svc`, as --store-budget-ms=250. May be repeated.")
-    ] = None,
-    time_limit_s: Annotated[
-        float | None, typer.Option(min=1, help="Begin no more repeats after so many seconds.")
-    ] = None,
-    kept: Annotated[
-        Path | None,
-        typer.Option("--keep", dir_okay=False, help="Write the results into FILE after each step, and logs beside it."),
-    ] = None,
+    lengths: LengthsOption = "2048,8192,32768",
+    model: ModelOption = "",
+    shape: ShapeOption = "",
+    prefill_tokens_per_s: PrefillRateOption = 2000,
+    repeats: RepeatsOption = 3,
+    memory_gib: MemoryOption = None,
+    home: HomeOption = Path("/tmp"),  # noqa: S108 - short: a socket's path must fit into a hundred bytes
+    engine_option: EngineOptions = None,
+    time_limit_s: TimeLimitOption = None,
+    kept: KeptOption = None,
     plots: PlotsOption = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,

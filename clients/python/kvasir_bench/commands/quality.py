@@ -25,37 +25,45 @@ class MixedPolicy(StrEnum):
     Q8 = "q8"
 
 
+KvExactLayersOption = Annotated[
+    str, typer.Option(help='Layers that stay exact under every policy: "last", or indexes with commas between.')
+]
+ComputeTypeOption = Annotated[
+    str, typer.Option(help="float32, float16 or bfloat16; float32 on a CPU and else the model's own if left out.")
+]
+TextOption = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True,
+        dir_okay=False,
+        help="Read this file (UTF-8, 1,024 tokens at least) in 16 windows instead, and measure each layer too.",
+    ),
+]
+KvPolicyOption = Annotated[
+    MixedPolicy | None, typer.Option(help="With --text: the policy whose layers are measured one by one: q4.")
+]
+KvBytesOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="With --text: bytes a token for that policy and the layers that stay exact. Left out: those of the "
+        "next policy.",
+    ),
+]
+QuickOption = Annotated[bool, typer.Option("--quick", help="Read and ask less, for a first look.")]
+
+
 def quality(
     context: typer.Context,
     model: ModelOption = "",
-    kv_exact_layers: Annotated[
-        str, typer.Option(help='Layers that stay exact under every policy: "last", or indexes with commas between.')
-    ] = "",
-    compute_type: Annotated[
-        str, typer.Option(help="float32, float16 or bfloat16; float32 on a CPU and else the model's own if left out.")
-    ] = "",
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            help="Read this file (UTF-8, 1,024 tokens at least) in 16 windows instead, and measure each layer too.",
-        ),
-    ] = None,
-    kv_policy: Annotated[
-        MixedPolicy | None, typer.Option(help="With --text: the policy whose layers are measured one by one: q4.")
-    ] = None,
-    kv_bytes: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="With --text: bytes a token for that policy and the layers that stay exact. Left out: those of the "
-            "next policy.",
-        ),
-    ] = None,
+    kv_exact_layers: KvExactLayersOption = "",
+    compute_type: ComputeTypeOption = "",
+    text: TextOption = None,
+    kv_policy: KvPolicyOption = None,
+    kv_bytes: KvBytesOption = None,
     plots: PlotsOption = None,
     as_markdown: MarkdownOption = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Read and ask less, for a first look.")] = False,
+    quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show what each KV policy costs a model, against exact KV: KL, agreement, perplexity, recall, tool calls.

@@ -4,8 +4,10 @@ Every field that decides shapes, positions or windows is the published one. Only
 kvasir-tiny's tokenizer, which a synthetic model gets.
 """
 
+import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from kvasir.errors import InvalidArgument
@@ -14,157 +16,8 @@ _END_TOKEN = 2
 _CUT = re.compile(r"-(\d+)l")
 
 
-def _llama3_rope(factor: float) -> dict[str, Any]:
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-
-
-_LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-_GEMMA = {
-    "model_type": "gemma3_text",
-    "vocab_size": 262208,
-    "head_dim": 256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "rope_local_base_freq": 10000.0,
-    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 1024,
-    "sliding_window_pattern": 6,
-    "tie_word_embeddings": True,
-}
-_QWEN25 = {
-    "model_type": "qwen2",
-    "vocab_size": 152064,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
-}
-
-GEOMETRIES: Mapping[str, Mapping[str, Any]] = {
-    "llama-3.1-8b": {
-        **_LLAMA,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "rope_scaling": _llama3_rope(8.0),
-        "tie_word_embeddings": False,
-    },
-    "llama-3.2-1b": {
-        **_LLAMA,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "rope_scaling": _llama3_rope(32.0),
-        "tie_word_embeddings": True,
-    },
-    "gemma-3-4b": {
-        **_GEMMA,
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "num_hidden_layers": 34,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-    },
-    "gemma-3-12b": {
-        **_GEMMA,
-        "hidden_size": 3840,
-        "intermediate_size": 15360,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-    },
-    "gpt-oss-20b": {
-        "model_type": "gpt_oss",
-        "vocab_size": 201088,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "num_local_experts": 32,
-        "num_experts_per_tok": 4,
-        "sliding_window": 128,
-        "layer_types": ["sliding_attention", "full_attention"] * 12,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 150000,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "original_max_position_embeddings": 4096,
-            "truncate": False,
-        },
-        "tie_word_embeddings": False,
-    },
-    "qwen-2.5-7b": {
-        **_QWEN25,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-    },
-    "qwen-2.5-14b": {
-        **_QWEN25,
-        "hidden_size": 5120,
-        "intermediate_size": 13824,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-    },
-    "qwen-3-8b": {
-        "model_type": "qwen3",
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": False,
-    },
-    # The shipped model with random weights: small enough for a test.
-    "kvasir-tiny": {
-        **_LLAMA,
-        "vocab_size": 1024,
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": 8192,
-        "rope_scaling": None,
-        "tie_word_embeddings": True,
-    },
-}
+# `kvasir-tiny` is the shipped model with random weights: small enough for a test.
+GEOMETRIES: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 
 
 def geometry(name: str, layers: int | None = None) -> dict[str, Any]:
