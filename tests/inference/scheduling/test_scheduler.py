@@ -57,7 +57,7 @@ def test_a_step_prefills_no_more_than_the_table_says_of_where_a_prompt_stands() 
     """Also if no turn decodes and time does not bind: 4096 tokens below 2 k, 2048 below 8 k, 1024 below 20 k, then
     512.
     """
-    world = World(rules=Rules(longest_gap_s=0.0))
+    world = World(rules=Rules(longest_gap_s=0.0, background_gap_s=0.0))
     world.submit(Job(22 * 1024))
     world.run()
     assert world.chunks == [4096, *[2048] * 2, *[1024] * 12, *[512] * 4]
