@@ -24,7 +24,7 @@ from inference_svc.memory.store.patience import PROBE_TIMEOUT_S, Breaker, Budget
 _LOG = structlog.get_logger(__name__)
 _WRONG_NAMESPACE = "WRONG_NAMESPACE"
 
-_HEARD_S = 5.0  # so long after its last answer a store that is late is busy, and not away
+_HEARD_S = 3.0  # so long after its last answer a store that is late is busy, and not away
 _MOVING_S = 2.0  # after a part of bulk data that is under way has moved, so long a late answer is no absence
 
 T = TypeVar("T")
