@@ -189,6 +189,7 @@ def test_a_head_of_many_short_headers_is_refused() -> None:
 def test_a_process_with_few_files_keeps_some_for_each_kind_of_connection() -> None:
     few, many = ConnectionLimits.of(256), ConnectionLimits.of(65_536)
     assert few.strangers + few.resting + few.requests <= 256 - 32
+    assert 2 * Connections(few).at_once <= few.strangers, "a crowd that is accepted at once leaves files"
     assert min(few.strangers, few.resting, few.requests) >= 32
     assert many == ConnectionLimits()
 

@@ -46,6 +46,11 @@ class Connections:
         self._strangers: OrderedDict[Connection, None] = OrderedDict()
         self._resting: OrderedDict[Connection, None] = OrderedDict()
 
+    @property
+    def at_once(self) -> int:
+        """How many may be accepted before the oldest is closed."""
+        return max(1, self._limits.strangers // 2)
+
     def opened(self, connection: "Connection") -> None:
         self._keep(self._strangers, connection, self._limits.strangers)
 

@@ -16,8 +16,17 @@ from kvasir_gateway.door.connections import Connection, Connections
 _STOP_GRACE_S = 5
 
 
+# That the kernel keeps until they are accepted.
+_MOST_WAITING = 2048
+
+
 class _Server(uvicorn.Server):
     """uvicorn, without its own handling of signals, which would end the process by them."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(_MOST_WAITING)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -30,6 +39,8 @@ async def serve_app(app: object, listener: socket.socket, connections: Connectio
         app,  # type: ignore[arg-type]
         lifespan="off",
         ws="none",
+        # asyncio accepts so many before it closes one. Without a file left it accepts none for a second.
+        backlog=connections.at_once,
         log_config=None,
         access_log=False,
         server_header=False,
