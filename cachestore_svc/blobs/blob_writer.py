@@ -8,7 +8,7 @@ listed as a group: a directory is synced once for it, and the index writes once.
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
@@ -96,6 +96,7 @@ class Writers:
         self._open: dict[tuple[str, str], PartWriter] = {}
         self._parts: dict[tuple[str, str], _LeftPart] = {}
         self._handed: dict[str, set[str]] = {}  # tokens that the last collection saw
+        self._notes: list[set[tuple[str, str]]] = []  # see noting_ends
 
     def begin(self, namespace: str, blob: NewBlob, register: "BlobRegister") -> "PartWriter":
         """Reserve and open. Raises FailedPrecondition (WRITE_IN_PROGRESS), ResourceExhausted and InvalidArgument."""
@@ -128,10 +129,24 @@ class Writers:
         key = (writer.namespace, writer.digest.hash)
         with self._lock:
             del self._open[key]
+            for ended in self._notes:
+                ended.add(key)
             if left_bytes:
                 self._parts[key] = _LeftPart(left_bytes, self._now_unix_ms())
             self._space.settle(writer.namespace, stored_bytes)
             self._space.release(writer.namespace, writer.digest.size_bytes - stored_bytes - left_bytes)
+
+    @contextlib.contextmanager
+    def noting_ends(self) -> Iterator[set[tuple[str, str]]]:
+        """Namespaces and hashes of blobs whose writers end during the block: only such a blob can become listed."""
+        ended: set[tuple[str, str]] = set()
+        with self._lock:
+            self._notes.append(ended)
+        try:
+            yield ended
+        finally:
+            with self._lock:
+                self._notes = [each for each in self._notes if each is not ended]
 
     def received_bytes(self, namespace: str, digest: Digest) -> int:
         """Bytes that have arrived of a blob that is not stored yet."""

@@ -315,8 +315,9 @@ class CatalogChange(CatalogView, Protocol):
 
     # --- blobs ---
 
-    def add_blob(self, namespace: str, digest: Digest, facts: BlobFacts, now_unix_ms: int) -> bool:
-        """List a blob whose file is durable. False when it replaces a damaged one, whose rest then begins again."""
+    def add_blobs(self, namespace: str, blobs: Sequence[tuple[Digest, BlobFacts]], now_unix_ms: int) -> list[bool]:
+        """List blobs whose files are durable. False for each that replaces a damaged one, whose rest then begins
+        again."""
 
     def promise(self, blobs: Sequence[BlobEntry], now_unix_ms: int) -> None:
         """Note that a caller relies on these."""

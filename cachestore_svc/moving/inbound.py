@@ -2,8 +2,8 @@
 
 Three things overlap: frames are received, those before them are written and hashed on a thread, and blobs that are
 whole are synced and listed on others. No step waits for the one behind it before a few mebibytes lie between them. A
-thread takes all that waits for it: small blobs are opened, synced and listed as groups, and cost little more than their
-bytes. A blob is reported only when it is durable.
+thread takes all that waits for it: blobs of one frame are opened, written, synced and listed as groups, and cost little
+more than their bytes. A blob is reported only when it is durable.
 """
 
 import asyncio
@@ -41,9 +41,10 @@ class Stored:
 
 @dataclass(slots=True, eq=False)
 class _Blob:
-    """A blob on its way in. Its bytes are in a file that was handed over, or come as pieces."""
+    """A blob on its way in. Its bytes are in a file that was handed over, came all at once, or come as pieces."""
 
     new: NewBlob
+    data: bytes | memoryview = b""  # all of it, if it came at once, until that is written
     next_offset: int = 0  # where the sender's next frame begins
     has_bytes: bool = False  # more came than an empty first frame, which only asks whether the blob is there
     pieces: int = 0  # that are not written yet
@@ -98,6 +99,7 @@ class BlobIntake:
         self._store = store
         self._threads = threads
         self._namespace = namespace
+        self._loop = asyncio.get_running_loop()
         self._current: _Blob | None = None  # whose frames are arriving
         # The last blob that began needs no bytes: it is stored, or had all arrived before a cut.
         self._is_skipping = False
@@ -115,6 +117,10 @@ class BlobIntake:
         """Begin the next blob with its first bytes, which lie at `offset`. Raises as `write`; without bytes, or behind
         the start, also what Store.open_writer does, and InvalidArgument (offset)."""
         await self._leave_current()
+        if offset == 0 and data and len(data) == digest.size_bytes <= MAX_FRAME_BYTES:
+            await self._hold(len(data))
+            await self._take_whole(_Blob(NewBlob(digest, kind), data))
+            return
         if offset == 0 and data:
             self._current = _Blob(NewBlob(digest, kind))
         else:
@@ -124,8 +130,7 @@ class BlobIntake:
     async def take(self, digest: Digest, kind: BlobKind, token: str) -> None:
         """The next blob lies whole in the file of this token. Why it could not be taken is one of the outcomes."""
         await self._leave_current()
-        await self._room.acquire()
-        self._finish_later(_Blob(NewBlob(digest, kind, token)))
+        await self._take_whole(_Blob(NewBlob(digest, kind, token)))
 
     async def resume(self, digest: Digest, kind: BlobKind) -> int:
         """Begin the next blob where an earlier writer ended; returns that offset, which nobody else changes from now
@@ -244,6 +249,10 @@ class BlobIntake:
         self._current = None
         await self._threads.run(self._namespace, current.exits.close)
 
+    async def _take_whole(self, blob: _Blob) -> None:
+        await self._room.acquire()
+        self._finish_later(blob)
+
     async def _finish_current(self) -> None:
         await self._room.acquire()  # the blob is still the current one: a sender that leaves now ends its writer
         current, self._current = self._current, None
@@ -255,16 +264,23 @@ class BlobIntake:
     # --- writing ---
 
     async def _write_later(self, piece: _Piece) -> None:
-        """Let bytes be written with those that wait. Waits itself while these are too many."""
-        size_bytes = len(piece.data) + _PIECE_BYTES
-        while self._held_bytes and self._held_bytes + size_bytes > _MAX_HELD_BYTES:
-            self._is_freed.clear()
-            await self._is_freed.wait()
-        self._held_bytes += size_bytes
+        """Let bytes be written with those that wait."""
+        await self._hold(len(piece.data))
         piece.blob.pieces += 1
         self._pieces.append(piece)
         if self._writing is None:
             self._writing = asyncio.create_task(self._write_pieces())
+
+    async def _hold(self, data_bytes: int) -> None:
+        """Count a piece's bytes until `_let_go`. Waits while those that are held are too many."""
+        while self._held_bytes and self._held_bytes + data_bytes + _PIECE_BYTES > _MAX_HELD_BYTES:
+            self._is_freed.clear()
+            await self._is_freed.wait()
+        self._held_bytes += data_bytes + _PIECE_BYTES
+
+    def _let_go(self, sizes: Iterable[int]) -> None:
+        self._held_bytes -= sum(size_bytes + _PIECE_BYTES for size_bytes in sizes)
+        self._is_freed.set()
 
     async def _write_pieces(self) -> None:
         """Write until nothing waits. One thread at a time uses a writer."""
@@ -280,8 +296,7 @@ class BlobIntake:
                 piece.blob.pieces -= 1
                 if piece.blob.is_whole and not piece.blob.pieces:
                     self._finish_later(piece.blob)
-            self._held_bytes -= sum(len(piece.data) + _PIECE_BYTES for piece in pieces)
-            self._is_freed.set()
+            self._let_go([len(piece.data) for piece in pieces])
         self._writing = None
 
     def _write_all(self, pieces: Sequence[_Piece]) -> None:
@@ -341,11 +356,24 @@ class BlobIntake:
         return group
 
     def _finish_group(self, group: Sequence[_Blob]) -> None:
-        """Open files that were handed over, and make all durable. On a thread."""
+        """Open what is not open yet, write what came at once, and make all durable. On a thread."""
         with contextlib.ExitStack() as exits:
             for blob in group:
                 exits.push(blob.exits)
-            self._open_all(group)
+            self._write_group(group)
             ready = [(blob, blob.writer) for blob in group if blob.problem is None and blob.writer is not None]
             for (blob, _), problem in zip(ready, finish_all([writer for _, writer in ready]), strict=True):
                 blob.problem = problem
+
+    def _write_group(self, group: Sequence[_Blob]) -> None:
+        came = [blob for blob in group if blob.data]
+        sizes = [len(blob.data) for blob in came]
+        try:
+            self._open_all(group)
+            for blob in came:
+                _Piece(blob, 0, blob.data).write()
+        finally:
+            for blob in came:
+                blob.data = b""
+            if came:
+                self._loop.call_soon_threadsafe(self._let_go, sizes)

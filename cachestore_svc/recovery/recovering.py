@@ -235,8 +235,8 @@ class _Recovery:
         return _as_named(named[0], named[1], space.identities[named[1]])
 
     def _insert(self, space: _RebuiltNamespace, batch: list[tuple[Digest, BlobFacts]], change: CatalogChange) -> None:
-        for digest, facts in batch:
-            change.add_blob(space.name, digest, facts, self._now)
+        change.add_blobs(space.name, batch, self._now)
+        for digest, _ in batch:
             if digest in space.damaged:
                 change.set_damaged(space.name, digest, True)
             if digest.hash in space.state.brought:

@@ -80,22 +80,23 @@ class BlobStore:
         """As `open_writer`, of many at once: a writer of each, or why it has none. A blob that was handed over has
         arrived whole; InvalidArgument (handed) for a file that is not there, or not its caller's."""
         self._core.check_open(namespace)
-        lacking = set(self.find_missing(namespace, [blob.digest for blob in blobs]))
-        opened: list[BlobWriter | KvasirError] = []
-        try:
-            for blob in blobs:
-                is_here = blob.digest not in lacking
-                opened.append(StoredBlob(blob.digest) if is_here else self._begun(namespace, blob))
-            # Another writer may have listed one between the look-up and now; its part is then gone.
-            empty = [each for each in opened if isinstance(each, PartWriter) and not each.received_bytes]
-            lacking = set(self.find_missing(namespace, [writer.digest for writer in empty]))
-        except BaseException:
-            for each in opened:
-                if isinstance(each, PartWriter):
-                    each.abandon()
-            raise
+        with self._core.writers.noting_ends() as ended:
+            lacking = set(self.find_missing(namespace, [blob.digest for blob in blobs]))
+            opened: list[BlobWriter | KvasirError] = []
+            try:
+                for blob in blobs:
+                    is_here = blob.digest not in lacking
+                    opened.append(StoredBlob(blob.digest) if is_here else self._begun(namespace, blob))
+                # Another writer may have listed one between the look-up and now; its part is then gone.
+                doubtful = [digest for digest in lacking if (namespace, digest.hash) in ended]
+                listed = set(doubtful) - set(self.find_missing(namespace, doubtful)) if doubtful else ()
+            except BaseException:
+                for each in opened:
+                    if isinstance(each, PartWriter):
+                        each.abandon()
+                raise
         for number, each in enumerate(opened):
-            if isinstance(each, PartWriter) and not each.received_bytes and each.digest not in lacking:
+            if isinstance(each, PartWriter) and not each.received_bytes and each.digest in listed:
                 each.abandon()
                 opened[number] = StoredBlob(each.digest)
         return opened
@@ -201,7 +202,7 @@ class _Register:
         size_bytes = sum(digest.size_bytes for digest, _ in blobs)
 
         def work(change: CatalogChange) -> list[bool]:
-            are_new = [change.add_blob(namespace, digest, facts, now) for digest, facts in blobs]
+            are_new = change.add_blobs(namespace, blobs, now)
             self._core.write_budget.count(change, namespace, size_bytes)
             return are_new
 

@@ -3,13 +3,13 @@
 Every statement names a namespace: a hash alone finds nothing.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.blob_checks import BlobFacts, schema_hash
 from cachestore_svc.index.catalog import BlobEntry
-from cachestore_svc.index.sqlite.rows import HASH, KEYED, PLAIN, Rows
+from cachestore_svc.index.sqlite.rows import HASH, KEYED, PLAIN, Parameter, Rows, Text
 
 _COLUMNS = """id, hash, size_bytes, kind, kv_identity_hash, start, tokens, chain, schema_hash, is_damaged,
     promised_unix_ms, is_brought, window"""
@@ -52,32 +52,37 @@ def entries_of(rows: Rows, namespace: str, hashes: Sequence[str]) -> Iterator[Bl
     return (BlobEntry(row[0], hash_, *row[2:]) for row, hash_ in zip(found, opened, strict=True))
 
 
-def add_blob(rows: Rows, namespace: str, digest: Digest, facts: BlobFacts, now_unix_ms: int) -> bool:
-    """List a blob whose file is durable. True when it is new, False when it replaces a damaged one, whose
-    rest then begins again."""
+def add_blobs(rows: Rows, namespace: str, blobs: Sequence[tuple[Digest, BlobFacts]], now_unix_ms: int) -> list[bool]:
+    """List blobs whose files are durable. True for each that is new, False where it replaces a damaged one, whose rest
+    then begins again."""
     namespace_id = make_namespace(rows, namespace)
-    identity = facts.identity
-    schema = PLAIN(schema_hash(facts.schema)) if identity else None
-    if identity:
-        rows.run("INSERT OR IGNORE INTO schemas VALUES (?, ?)", schema, PLAIN(facts.schema))
-    is_new = find_blob(rows, namespace, digest) is None
-    rows.run(
+    schemas = {facts.schema: PLAIN(schema_hash(facts.schema)) for _, facts in blobs if facts.identity}
+    rows.many("INSERT OR IGNORE INTO schemas VALUES (?, ?)", [(hash_, PLAIN(text)) for text, hash_ in schemas.items()])
+    listed = find_blobs(rows, namespace, [digest for digest, _ in blobs])
+    rows.many(
         """INSERT INTO blobs (namespace_id, hash, size_bytes, kind, kv_identity_hash, start, tokens, chain, schema_hash,
             created_unix_ms, window) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
             ON CONFLICT (namespace_id, hash) DO UPDATE SET is_damaged = 0, marked_unix_ms = NULL""",
-        namespace_id,
-        HASH(digest.hash),
-        digest.size_bytes,
-        PLAIN(facts.kind),
-        PLAIN(identity.kv_identity_hash) if identity else None,
-        identity.start if identity else None,
-        identity.tokens if identity else None,
-        KEYED(identity.chain) if identity else None,
-        schema,
-        now_unix_ms,
-        identity.window if identity else 0,
+        [
+            (
+                *(namespace_id, HASH(digest.hash), digest.size_bytes, PLAIN(facts.kind)),
+                *_columns_of(facts, schemas, now_unix_ms),
+            )
+            for digest, facts in blobs
+        ],
     )
-    return is_new
+    return [digest not in listed for digest, _ in blobs]
+
+
+def _columns_of(facts: BlobFacts, schemas: Mapping[str, Text], now_unix_ms: int) -> tuple[Parameter, ...]:
+    """From kv_identity_hash on."""
+    file = facts.identity
+    if file is None:
+        return (None, None, None, None, None, now_unix_ms, 0)
+    return (
+        *(PLAIN(file.kv_identity_hash), file.start, file.tokens, KEYED(file.chain)),
+        *(schemas[facts.schema], now_unix_ms, file.window),
+    )
 
 
 def promise(rows: Rows, blobs: Sequence[BlobEntry], now_unix_ms: int) -> None:

@@ -30,7 +30,7 @@ class SqliteTransaction(Rows):
     whole_blobs = blobs.whole_blobs
     damaged_blobs = blobs.damaged_blobs
     blobs_after = blobs.blobs_after
-    add_blob = blobs.add_blob
+    add_blobs = blobs.add_blobs
     promise = blobs.promise
     set_damaged = blobs.set_damaged
 
