@@ -21,10 +21,11 @@ from cachestore_svc.facts.records import MAX_FRAME_BYTES, BlobKind
 from cachestore_svc.store.store import BlobWriter, NewBlob, Store, finish_all
 from cachestore_svc.store.threads import StoreThreads, ended
 
-# What one group has at most. Two groups of a sender are made durable at once, and more while what waits fills one: a
-# disk syncs several files as fast as one.
+# What one group has at most, and how much does not wait for company; less waits until the sender ends, and so long at
+# most. Several groups of a sender are made durable at once: a disk syncs several files as fast as one.
 _GROUP_BLOBS, _GROUP_BYTES = 8, 8 << 20
-_GROUPS, _MAX_GROUPS = 2, 8
+_ENOUGH_BYTES, _COMPANY_S = 2 << 20, 0.003
+_MAX_GROUPS = 8
 # Whole blobs that are not durable yet; bytes that wait in memory to be written.
 _MAX_WHOLE, _MAX_HELD_BYTES = 64, (4 << 20) + (64 << 10)
 _PIECE_BYTES = 1024  # of a piece beside its data, so that those of one byte are bounded too
@@ -110,6 +111,7 @@ class BlobIntake:
         self._writing: asyncio.Task[None] | None = None
         self._whole: deque[_Blob] = deque()
         self._groups = 0  # that are being made durable
+        self._waiting: asyncio.TimerHandle | None = None  # for company of the whole blobs
         self._finishing: set[asyncio.Task[None]] = set()
         self._room = asyncio.Semaphore(_MAX_WHOLE)
 
@@ -206,6 +208,7 @@ class BlobIntake:
         """The sender is done: wait until all is durable. Raises InvalidArgument when the last blob is not whole."""
         await self._leave_current()
         await self._written()
+        self._finish_whole()
         if self._finishing:
             await asyncio.wait(self._finishing)
 
@@ -221,6 +224,7 @@ class BlobIntake:
         finally:
             if current is not None:
                 await self._threads.run(self._namespace, current.exits.close)
+        self._finish_whole()
         while self._finishing:
             # Their blobs are whole, but their outcomes have no reader any more.
             while not self.outcomes.empty():
@@ -322,20 +326,34 @@ class BlobIntake:
     # --- making durable ---
 
     def _finish_later(self, blob: _Blob) -> None:
-        """Let a whole blob, which has its room, be made durable with those that wait."""
+        """Let a whole blob, which has its room, be made durable with those that come soon after it."""
         self._whole.append(blob)
-        is_much = (
-            len(self._whole) >= _GROUP_BLOBS or sum(each.digest.size_bytes for each in self._whole) >= _GROUP_BYTES
-        )
-        if self._groups < (_MAX_GROUPS if is_much else _GROUPS):
+        if self._are_enough():
+            self._finish_whole()
+        elif self._waiting is None:
+            self._waiting = self._loop.call_later(_COMPANY_S, self._finish_whole)
+
+    def _are_enough(self) -> bool:
+        size_bytes = sum(blob.digest.size_bytes for blob in self._whole)
+        return len(self._whole) >= _GROUP_BLOBS or size_bytes >= _ENOUGH_BYTES
+
+    def _finish_whole(self) -> None:
+        """Let the whole blobs wait no longer for company."""
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+        if self._whole and self._groups < _MAX_GROUPS:
             self._groups += 1
             task = asyncio.create_task(self._finish_groups())
             self._finishing.add(task)
             task.add_done_callback(self._finishing.discard)
 
     async def _finish_groups(self) -> None:
-        """Make blobs durable until none waits."""
-        while group := self._next_group():
+        """Make blobs durable until none waits, or only for company."""
+        while self._waiting is None or self._are_enough():
+            group = self._next_group()
+            if not group:
+                break
             try:
                 await self._threads.run(self._namespace, self._finish_group, group)
             except Exception as error:  # noqa: BLE001  it goes to the reader of outcomes
