@@ -109,15 +109,14 @@ class Disk:
         """The bytes of an open file from its start, in pieces, each of which lasts until the next."""
         buffer = memoryview(bytearray(min(READ_BACK_BYTES, os.fstat(descriptor).st_size)))
         offset = 0
-        while count := os.preadv(descriptor, [buffer], offset):
+        while buffer and (count := os.preadv(descriptor, [buffer], offset)):
             offset += count
             yield buffer[:count].toreadonly()
 
     def names(self, path: Path) -> list[str]:
         """Names in a directory; none when it does not exist, or is none."""
         try:
-            with os.scandir(path) as entries:
-                return [entry.name for entry in entries]
+            return os.listdir(path)  # noqa: PTH208  a third of the time of entries
         except (FileNotFoundError, NotADirectoryError):
             return []
 

@@ -71,6 +71,7 @@ class LocalBlobs:
         self._handed = directory / HANDED
         self._disk = disk
         self._durable_directories: set[Path] = set()
+        self._durable_shelves: set[str] = set()
         self._locks: dict[int, threading.Lock] = {}  # made when first asked for: most namespaces only rest
 
     @property
@@ -82,9 +83,8 @@ class LocalBlobs:
 
     def begin(self, hash_: str) -> "LocalPart":
         """The part is made where the blob will lie, so that the rename stays in one directory."""
-        path = self._part_path(hash_)
-        self._make_durable(self._shelves, path.parent)
-        return LocalPart(self._disk, self._disk.open_append(path))
+        self._make_shelf(hash_)
+        return LocalPart(self._disk, self._disk.open_append(self._part_path(hash_)))
 
     def receive_files(self) -> None:
         self._make_durable(self._handed)
@@ -94,7 +94,7 @@ class LocalBlobs:
         source, path = self._handed / token, self._part_path(digest.hash)
         if self._disk.size_bytes(source) is None:
             raise NotHanded
-        self._make_durable(self._shelves, path.parent)
+        self._make_shelf(digest.hash)
         self._disk.rename(source, path)
         part = LocalPart(self._disk, self._disk.open_append(path))
         if problem := part.problem_of_handed(digest.size_bytes):
@@ -112,8 +112,8 @@ class LocalBlobs:
         """Directories are synced once, however many names are new in them."""
         for hash_ in hashes:
             self._disk.rename(self._part_path(hash_), self._path(hash_))
-        for shelf in sorted({self._path(hash_).parent for hash_ in hashes}):
-            self._disk.fsync_directory(shelf)
+        for shelf in sorted({hash_[:2] for hash_ in hashes}):
+            self._disk.fsync_directory(self._shelves / shelf)
 
     def read(self, digest: Digest) -> memoryview:
         data = self.bytes_of(digest.hash, digest.size_bytes + 1)
@@ -180,6 +180,12 @@ class LocalBlobs:
         path = self._path(aside.hash)
         return path.with_name(f"{aside.hash}.aside-{aside.since_unix_ms}")
 
+    def _make_shelf(self, hash_: str) -> None:
+        """Make the directory in which the blob lies."""
+        if hash_[:2] not in self._durable_shelves:
+            self._make_durable(self._shelves, self._shelves / hash_[:2])
+            self._durable_shelves.add(hash_[:2])
+
     def _make_durable(self, *directories: Path) -> None:
         """Make directories of the namespace, and those above them."""
         for directory in (self._directory.parent, self._directory, *directories):
@@ -198,7 +204,7 @@ class LocalBlobs:
         return Path(f"{self._shelves}/{hash_[:2]}/{hash_}")
 
     def _part_path(self, hash_: str) -> Path:
-        return Path(f"{self._path(hash_)}{PART_SUFFIX}")
+        return Path(f"{self._shelves}/{hash_[:2]}/{hash_}{PART_SUFFIX}")
 
     def _asides(self, hash_: str) -> builtins.list[Aside]:
         names = self._disk.names(self._path(hash_).parent)
@@ -206,13 +212,14 @@ class LocalBlobs:
         return [Aside(self.place, hash_, int(match[2])) for match in found if match]
 
     def _list_file(self, listing: Listing, shelf: str, name: str) -> None:
+        if name[:2] == shelf and _BLOB_NAME.fullmatch(name):
+            listing.blobs.add(name)
+            return
         hash_ = name.removesuffix(PART_SUFFIX)
         if (aside := _ASIDE_NAME.fullmatch(name)) and name[:2] == shelf:
             listing.asides.add(Aside(self.place, aside[1], int(aside[2])))
         elif _BLOB_NAME.fullmatch(hash_) is None or hash_[:2] != shelf:
             listing.strange.append(name)
-        elif hash_ == name:
-            listing.blobs.add(name)
         else:
             listing.parts.add(hash_)
 

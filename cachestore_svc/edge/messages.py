@@ -42,14 +42,17 @@ def read_optional_digest(request: pb.CommitSnapshotRequest, field: str) -> Diges
 def read_digests(messages: Sequence[manifest_pb2.Digest], field: str = "digests") -> list[Digest]:
     if len(messages) > MAX_DIGESTS_PER_REQUEST:
         raise InvalidArgument(f"{field}: expected at most {MAX_DIGESTS_PER_REQUEST}, got {len(messages)}", field=field)
-    return [read_digest(message, f"{field}[{index}]") for index, message in enumerate(messages)]
+    try:
+        return [Digest.from_proto(message) for message in messages]
+    except ValueError:  # one by one, to name the field
+        return [read_digest(message, f"{field}[{index}]") for index, message in enumerate(messages)]
 
 
 def read_kind(kind: int) -> BlobKind:
     found = _KINDS.get(kind)  # type: ignore[call-overload]
     if found is None:
         raise InvalidArgument("frame.kind: expected TENSORS or MANIFEST in a blob's first frame", field="frame.kind")
-    return BlobKind(found)
+    return found
 
 
 def read_handed(request: pb.WriteBlobsRequest) -> str:

@@ -167,6 +167,9 @@ class CatalogView(Protocol):
     def all_hashes(self) -> set[str]:
         """Hashes of the blobs of every namespace, damaged ones too."""
 
+    def hashes_of(self, namespace: str) -> set[str]:
+        """Hashes of the namespace's blobs, damaged ones too."""
+
     def whole_blobs(self, namespace: str) -> list[Digest]:
         """Every blob that is not in quarantine."""
 

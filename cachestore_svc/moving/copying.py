@@ -139,10 +139,10 @@ class LineCopies:
             batch = missing[:MAX_DIGESTS_PER_REQUEST]
             try:
                 async with aclosing(self._receive(remote, order, batch, progress)) as stored:
-                    async for digest in stored:
+                    async for some in stored:
                         cuts = 0
-                        progress.blobs_done += 1
-                        progress.bytes_done += digest.size_bytes
+                        progress.blobs_done += len(some)
+                        progress.bytes_done += sum(digest.size_bytes for digest in some)
                         yield progress
                 missing = missing[len(batch) :]
             except Unavailable:
@@ -184,13 +184,13 @@ class LineCopies:
 
     async def _receive(
         self, remote: AioStoreClient, order: LineOrder, missing: Sequence[Digest], progress: Progress
-    ) -> AsyncGenerator[Digest, None]:
-        """One stream of blobs into the store; yields each when it is durable."""
+    ) -> AsyncGenerator[Sequence[Digest], None]:
+        """One stream of blobs into the store; yields those that became durable."""
         status = await self._threads.run(order.namespace, self._store.write_status, order.namespace, missing[0])
         if 0 < status.received_bytes == missing[0].size_bytes:
             # It was cut after its last byte: there is nothing to ask the peer for, if these bytes are right.
             if await self._threads.run(order.namespace, self._finish_part, order.namespace, missing[0]):
-                yield missing[0]
+                yield missing[:1]
                 missing = missing[1:]
             if not missing:
                 return
@@ -211,14 +211,14 @@ class LineCopies:
                         begins = None if is_first else digest
                         is_first = False
                     await _take_peers(intake, order.peer, begins, frame.offset, frame.data)
-                    for stored in _stored_so_far(intake, order.peer):
+                    if stored := _stored_so_far(intake, order.peer):
                         yield stored
             is_whole = next(expected, None) is None
             try:
                 await intake.end()
             except InvalidArgument:  # bytes of the last blob are missing
                 is_whole = False
-            for stored in _stored_so_far(intake, order.peer):
+            if stored := _stored_so_far(intake, order.peer):
                 yield stored
         if not is_whole:
             raise Unavailable(f"peer {order.peer} ended the stream early", reason="PEER_UNAVAILABLE", retry_after_s=5)

@@ -121,7 +121,7 @@ class BlobIntake:
         await self._leave_current()
         if offset == 0 and data and len(data) == digest.size_bytes <= MAX_FRAME_BYTES:
             await self._hold(len(data))
-            await self._take_whole(_Blob(NewBlob(digest, kind), data))
+            await self._take_whole(_Blob(NewBlob(digest, kind), data=data))
             return
         if offset == 0 and data:
             self._current = _Blob(NewBlob(digest, kind))
@@ -170,7 +170,7 @@ class BlobIntake:
             # A cancel may come while the writer is being opened: left open, it would keep this blob from all others.
             await self._threads.run(self._namespace, exits.close)
             raise
-        self._current = _Blob(NewBlob(digest, kind), writer.received_bytes, writer=writer, exits=exits)
+        self._current = _Blob(NewBlob(digest, kind), next_offset=writer.received_bytes, writer=writer, exits=exits)
         self._is_skipping = writer.received_bytes == digest.size_bytes
         return writer
 

@@ -7,12 +7,10 @@ The file stays in its directory under another name, which has the time, and is r
 import contextlib
 
 import structlog
-from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.backend import unknown_places
 from cachestore_svc.core import Core
 from cachestore_svc.facts.records import GcReport
-from cachestore_svc.index.catalog import CatalogView
 
 
 def sweep_at_start(core: Core) -> None:
@@ -53,18 +51,16 @@ def collect(core: Core) -> GcReport:
 
 def _sweep(core: Core, namespace: str) -> int:
     """How many files of a namespace were set aside."""
-
-    def listed(view: CatalogView) -> tuple[list[Digest], list[Digest]]:
-        return view.whole_blobs(namespace), view.damaged_blobs(namespace)
-
     blobs = core.blobs.of(namespace)
     listing = blobs.list()
-    whole, damaged = core.catalog.read(namespace, listed)
+    listed = core.catalog.read(namespace, lambda view: view.hashes_of(namespace))
     for hash_ in listing.parts:
         blobs.remove_part(hash_)
-    unnamed = listing.blobs - {digest.hash for digest in (*whole, *damaged)}
+    unnamed = listing.blobs - listed
     for hash_ in unnamed:
         core.set_aside(blobs, hash_)
     core.asides.update(listing.asides)
-    core.quarantine(namespace, [digest for digest in whole if digest.hash not in listing.blobs])
+    if not listed <= listing.blobs:
+        whole = core.catalog.read(namespace, lambda view: view.whole_blobs(namespace))
+        core.quarantine(namespace, [digest for digest in whole if digest.hash not in listing.blobs])
     return len(unnamed)

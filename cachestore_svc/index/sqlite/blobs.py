@@ -38,7 +38,7 @@ def find_blobs(rows: Rows, namespace: str, digests: Iterable[Digest]) -> dict[Di
     """The entries of listed blobs, damaged ones too. A digest whose size is another blob's finds nothing."""
     wanted = set(digests)
     found = entries_of(rows, namespace, [digest.hash for digest in wanted])
-    return {blob.digest: blob for blob in found if blob.digest in wanted}
+    return {digest: blob for blob in found if (digest := blob.digest) in wanted}
 
 
 def entries_of(rows: Rows, namespace: str, hashes: Sequence[str]) -> Iterator[BlobEntry]:
@@ -132,6 +132,12 @@ def blobs_after(rows: Rows, namespace: str, number: int, limit: int) -> list[tup
 def all_hashes(rows: Rows) -> set[str]:
     """Hashes of the blobs of every namespace, damaged ones too."""
     return {str(hash_) for (hash_,) in rows.all("SELECT hash FROM blobs")}
+
+
+def hashes_of(rows: Rows, namespace: str) -> set[str]:
+    """Hashes of the namespace's blobs, damaged ones too."""
+    found = rows.all("SELECT hash FROM blobs WHERE namespace_id = ?", find_namespace(rows, namespace))
+    return set(rows.names.open_hashes([hash_ for (hash_,) in found]))
 
 
 def has_hash(rows: Rows, namespace: str, hash_: str) -> bool:

@@ -4,9 +4,9 @@ A step that was released never changes. Each runs once, in a transaction of its 
 """
 
 from collections.abc import Callable
+from sqlite3 import Connection
 
 from kvasir.errors import FailedPrecondition
-from sqlite_utils import Database
 
 from cachestore_svc.facts.ownership import had_before
 from cachestore_svc.facts.records import Origin
@@ -119,16 +119,16 @@ _FIRST = (
 )
 
 
-def _first(database: Database) -> None:
+def _first(connection: Connection) -> None:
     for statement in _FIRST:
-        database.conn.execute(statement)
+        connection.execute(statement)
 
 
-def _provenance(database: Database) -> None:
+def _provenance(connection: Connection) -> None:
     """What came by import or pull is marked where it lies. Of what came before the mark, all that such a version names
     counts as brought, and so does every version that names any of it; none of it stays bound.
     """
-    run = database.conn.execute
+    run = connection.execute
     run("ALTER TABLE blobs ADD COLUMN is_brought INTEGER NOT NULL DEFAULT 0")
     run("CREATE INDEX blobs_brought ON blobs (namespace_id) WHERE is_brought")
     run("UPDATE blobs SET is_brought = 1 WHERE id IN (SELECT manifest_id FROM versions WHERE origin IN (4, 5))")
@@ -141,24 +141,24 @@ def _provenance(database: Database) -> None:
     run("DELETE FROM prefixes WHERE blob_id IN (SELECT id FROM blobs WHERE is_brought)")
 
 
-def _leases_without_a_clock(database: Database) -> None:
+def _leases_without_a_clock(connection: Connection) -> None:
     """How long a lease holds is counted in memory: a clock that is set must not end or prolong it."""
     for statement in (
         "ALTER TABLE leases RENAME COLUMN expires_unix_ms TO ttl_ms",
         "ALTER TABLE leases ADD COLUMN is_released INTEGER NOT NULL DEFAULT 0",
         "UPDATE leases SET is_released = ttl_ms = 0, ttl_ms = 30000",
     ):
-        database.conn.execute(statement)
+        connection.execute(statement)
 
 
-def _windows(database: Database) -> None:
+def _windows(connection: Connection) -> None:
     """Layers of a window have blocks of their own: a block's place is its group and its start."""
-    database.conn.execute("ALTER TABLE blobs ADD COLUMN window INTEGER NOT NULL DEFAULT 0")
+    connection.execute("ALTER TABLE blobs ADD COLUMN window INTEGER NOT NULL DEFAULT 0")
 
 
-def _unused(database: Database) -> None:
+def _unused(connection: Connection) -> None:
     """How long an agent was not used, counted by sweeps. `used`: its uses as the last sweep saw them."""
-    database.conn.execute(
+    connection.execute(
         """CREATE TABLE unused (
             agent_id INTEGER PRIMARY KEY REFERENCES agents (id) ON DELETE CASCADE,
             used TEXT NOT NULL,
@@ -167,9 +167,9 @@ def _unused(database: Database) -> None:
     )
 
 
-def _written(database: Database) -> None:
+def _written(connection: Connection) -> None:
     """Bytes of blobs that were written, by day (UTC, counted from 1970)."""
-    database.conn.execute(
+    connection.execute(
         """CREATE TABLE written (
             day INTEGER NOT NULL,
             namespace_id INTEGER NOT NULL REFERENCES namespaces (id),
@@ -179,9 +179,9 @@ def _written(database: Database) -> None:
     )
 
 
-def _owners(database: Database) -> None:
+def _owners(connection: Connection) -> None:
     """Which store owns an agent; by name, because the fact outlives the agent. No row: this one."""
-    database.conn.execute(
+    connection.execute(
         """CREATE TABLE owners (
             namespace_id INTEGER NOT NULL REFERENCES namespaces (id),
             agent_name TEXT NOT NULL,
@@ -197,10 +197,10 @@ def _owners(database: Database) -> None:
     )
 
 
-def _had_by(database: Database) -> None:
+def _had_by(connection: Connection) -> None:
     """Which peers had an agent or were offered it. Before, nothing was noted of those that an agent came back from.
     In a sealed namespace no key is here to read whom it came from."""
-    run = database.conn.execute
+    run = connection.execute
     run("ALTER TABLE owners ADD COLUMN had_by TEXT NOT NULL DEFAULT ''")
     facts = "SELECT namespace_id, agent_name, state, peer, move_id FROM owners WHERE generation > 0"
     for namespace_id, agent, state, peer, move_id in run(facts).fetchall():
@@ -213,9 +213,9 @@ def _had_by(database: Database) -> None:
         run("UPDATE owners SET had_by = ? WHERE namespace_id = ? AND agent_name = ?", (had_by, namespace_id, agent))
 
 
-def _dropped(database: Database) -> None:
+def _dropped(connection: Connection) -> None:
     """Which versions an agent had that are not kept any more."""
-    database.conn.execute(
+    connection.execute(
         """CREATE TABLE dropped (
             agent_id INTEGER NOT NULL REFERENCES agents (id) ON DELETE CASCADE,
             manifest_hash TEXT NOT NULL,
@@ -226,7 +226,7 @@ def _dropped(database: Database) -> None:
     )
 
 
-MIGRATIONS: tuple[Callable[[Database], None], ...] = (
+MIGRATIONS: tuple[Callable[[Connection], None], ...] = (
     _first,
     _provenance,
     _leases_without_a_clock,
@@ -239,16 +239,14 @@ MIGRATIONS: tuple[Callable[[Database], None], ...] = (
 )
 
 
-def migrate(database: Database, now_unix_ms: int) -> bool:
+def migrate(connection: Connection, now_unix_ms: int) -> bool:
     """Bring a database to today's form; whether that took any step. Raises FailedPrecondition (DATA_TOO_NEW) when it is
     of a later one.
 
     The connection must be in autocommit mode: transactions are begun and ended here.
     """
-    connection = database.conn
-    if "migrations" not in database.table_names():
-        database.table("migrations").create({"number": int, "applied_unix_ms": int}, pk="number")
-    applied = {int(row["number"]) for row in database.table("migrations").rows}
+    connection.execute("CREATE TABLE IF NOT EXISTS migrations (number INTEGER PRIMARY KEY, applied_unix_ms INTEGER)")
+    applied = {int(number) for (number,) in connection.execute("SELECT number FROM migrations")}
     if unknown := applied - set(range(1, len(MIGRATIONS) + 1)):
         raise FailedPrecondition(
             f"the data directory is of a newer Kvasir: its database has step {max(unknown)}, "
@@ -259,7 +257,7 @@ def migrate(database: Database, now_unix_ms: int) -> bool:
         if number not in applied:
             connection.execute("BEGIN IMMEDIATE")
             try:
-                step(database)
+                step(connection)
                 connection.execute("INSERT INTO migrations VALUES (?, ?)", (number, now_unix_ms))
                 connection.execute("COMMIT")
             except BaseException:

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 from kvasir.errors import Unavailable
 from kvasir.server.fair_shares import RoundRobin
-from sqlite_utils import Database
 
 from cachestore_svc.blobs.ballast import Ballast
 from cachestore_svc.blobs.disk import Disk
@@ -155,7 +154,7 @@ class SqliteCatalog:
             if sys.platform == "darwin":
                 connection.execute("PRAGMA fullfsync=ON")
                 connection.execute("PRAGMA checkpoint_fullfsync=ON")
-            self.is_migrated = migrate(Database(connection), self._now_unix_ms())
+            self.is_migrated = migrate(connection, self._now_unix_ms())
         except BaseException:
             connection.close()
             raise

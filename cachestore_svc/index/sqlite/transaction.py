@@ -27,6 +27,7 @@ class SqliteTransaction(Rows):
     find_blobs = blobs.find_blobs
     has_hash = blobs.has_hash
     all_hashes = blobs.all_hashes
+    hashes_of = blobs.hashes_of
     whole_blobs = blobs.whole_blobs
     damaged_blobs = blobs.damaged_blobs
     blobs_after = blobs.blobs_after

@@ -38,7 +38,8 @@ class AioBlobTransfers(AioServiceClient):
         for batch in batches(digests):
             request = pb.FindMissingBlobsRequest(digests=[digest.to_proto() for digest in batch])
             response = await self._call(pb.FindMissingBlobsResponse, request, timeout_s)
-            missing += [Digest.from_proto(digest) for digest in response.missing]
+            asked = {digest.hash: digest for digest in batch}
+            missing += [asked.get(digest.hash) or Digest.from_proto(digest) for digest in response.missing]
         return missing
 
     async def put_blobs(
