@@ -108,8 +108,8 @@ def test_a_step_that_fails_leaves_the_database_as_it_was(lab: Lab, monkeypatch: 
     with lab.open() as store:
         publish(store, "a", SyntheticAgent(SMALL, 1).turn(3), 0)
 
-    def broken(database: object) -> None:
-        database.conn.execute("DROP TABLE leases")  # type: ignore[attr-defined]
+    def broken(connection: sqlite3.Connection) -> None:
+        connection.execute("DROP TABLE leases")
         raise RuntimeError("broken step")
 
     with monkeypatch.context() as patch:

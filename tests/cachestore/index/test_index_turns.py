@@ -217,9 +217,7 @@ def test_prolonging_many_leases_writes_nothing(lab: Lab) -> None:
         assert (log.stat().st_size, log.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
 
 
-def test_a_write_through_sqlite_utils_is_undone_with_its_operation(lab: Lab) -> None:
-    """The library opens transactions of its own: within an operation they must be savepoints, and commit nothing."""
-
+def test_labels_are_undone_with_the_operation_that_wrote_them(lab: Lab) -> None:
     def fail_after(change: CatalogChange) -> None:
         change.update_agent(NS, "a", {"name": "value"}, None, None)
         raise RuntimeError("the operation fails")

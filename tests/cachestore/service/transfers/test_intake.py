@@ -4,11 +4,13 @@ import asyncio
 import os
 import stat
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import pytest
 from kvasir.errors import ResourceExhausted
+from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import BlobKind
@@ -225,3 +227,81 @@ def test_a_large_blob_that_cannot_be_opened_is_refused_before_all_of_it_has_come
 
     asyncio.run(test())
     threads.close()
+
+
+def test_small_blobs_of_one_sender_are_listed_in_groups(tmp_path: Path) -> None:
+    blobs = SyntheticAgent(SMALL, 1).turn(256 * 40).new_blobs
+    threads = StoreThreads(16)
+    listed: list[str] = []
+
+    class CountingDisk(Disk):
+        def reached(self, point: str) -> None:
+            listed.append(point)
+
+    async def test() -> None:
+        with Lab(tmp_path / "data").open(CountingDisk()) as store:
+            listed.clear()
+            async with BlobIntake(store, threads, NS) as intake:
+                for digest, data in blobs.items():
+                    await intake.begin(digest, BlobKind.TENSORS, 0, data)
+                await intake.end()
+            assert store.find_missing(NS, list(blobs)) == []
+
+    asyncio.run(test())
+    threads.close()
+    assert len(blobs) == 40
+    assert listed.count("index: after commit") <= 10
+
+
+def test_a_small_blob_whose_sender_sends_no_more_is_made_durable_before_it_ends(tmp_path: Path) -> None:
+    [(digest, data)] = SyntheticAgent(SMALL, 1).turn(256).new_blobs.items()
+    threads = StoreThreads(4)
+
+    async def test() -> None:
+        with Lab(tmp_path / "data").open() as store:
+            async with BlobIntake(store, threads, NS) as intake:
+                await intake.begin(digest, BlobKind.TENSORS, 0, data)
+                assert await asyncio.wait_for(intake.outcomes.get(), 20) == Stored(digest, existed=False)
+
+    asyncio.run(test())
+    threads.close()
+
+
+def test_small_blobs_that_were_sent_before_a_cut_are_kept(tmp_path: Path) -> None:
+    blobs = SyntheticAgent(SMALL, 1).turn(256 * 3).new_blobs
+    threads = StoreThreads(4)
+
+    async def send(intake: BlobIntake) -> None:
+        async with intake:
+            for digest, data in blobs.items():
+                await intake.begin(digest, BlobKind.TENSORS, 0, data)
+            raise ConnectionError
+
+    async def test() -> None:
+        with Lab(tmp_path / "data").open() as store:
+            with pytest.raises(ConnectionError):
+                await send(BlobIntake(store, threads, NS))
+            assert store.find_missing(NS, list(blobs)) == []
+
+    asyncio.run(test())
+    threads.close()
+
+
+def test_a_blob_that_another_sender_lists_while_it_is_looked_up_is_not_written_again(tmp_path: Path) -> None:
+    [(digest, data)] = SyntheticAgent(SMALL, 1).turn(256).new_blobs.items()
+    with Lab(tmp_path / "data").open() as store:
+        look_up = store.find_missing
+        found: list[list[Digest]] = []
+
+        def find_missing(namespace: str, digests: Sequence[Digest]) -> list[Digest]:
+            missing = look_up(namespace, digests)
+            if not found:
+                found.append(missing)
+                write(store, digest, data, BlobKind.TENSORS)
+            return missing
+
+        store.find_missing = find_missing  # type: ignore[method-assign]
+        with store.open_writer(NS, digest, BlobKind.TENSORS) as writer:
+            assert found == [[digest]]
+            assert writer.is_stored
+        assert bytes(store.read_blob(NS, digest)) == data
