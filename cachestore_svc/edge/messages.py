@@ -49,7 +49,7 @@ def read_digests(messages: Sequence[manifest_pb2.Digest], field: str = "digests"
 
 
 def read_kind(kind: int) -> BlobKind:
-    found = _KINDS.get(kind)  # type: ignore[call-overload]
+    found: BlobKind | None = _KINDS.get(kind)  # type: ignore[call-overload]
     if found is None:
         raise InvalidArgument("frame.kind: expected TENSORS or MANIFEST in a blob's first frame", field="frame.kind")
     return found

@@ -34,9 +34,9 @@ OF_BOTH = (("up",), ("demo", "--quick"))
 @pytest.mark.parametrize(
     ("words", "absent", "extra"),
     [
-        *((words, "sqlite_utils", "store") for words in OF_THE_STORE),
+        *((words, "spake2", "store") for words in OF_THE_STORE),
         *((words, "mlx", "engine") for words in OF_THE_ENGINE),
-        *((words, absent, "all") for words in OF_BOTH for absent in ("sqlite_utils", "mlx")),
+        *((words, absent, "all") for words in OF_BOTH for absent in ("spake2", "mlx")),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else value,
 )

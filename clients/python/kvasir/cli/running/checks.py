@@ -21,7 +21,7 @@ from kvasir.options.texts import texts_of, value_of
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Of each service what the command line and the other one do not need; its extra has its name.
-_PACKAGES = {"store": ("structlog", "sqlite_utils"), "engine": ("structlog", "mlx")}
+_PACKAGES = {"store": ("structlog", "spake2"), "engine": ("structlog", "mlx")}
 _GATEWAY_PACKAGES = ("kvasir_gateway", "starlette", "uvicorn")
 _NEIGHBOUR_PACKAGE = "smg_grpc_proto"
 _LAST_PORT = 65535
