@@ -53,6 +53,8 @@ from inference_svc.turns.turn_reporter import counted
 _LOG = structlog.get_logger(__name__)
 # While a turn is planned, its agent may get a newer version: serve it from its beginning this often.
 _MAX_SERVINGS = 4
+# For so long a turn that was given here waits for a store that is away.
+_STORE_AWAY_S, _STORE_PAUSE_S = 60.0, 0.25
 
 
 class TurnFlow:
@@ -242,14 +244,21 @@ class TurnFlow:
         """
         assert turn.taken is not None
         self._early.pop(turn, None)
-        try:
-            await self._lines.take_over(turn, turn.taken.begun)
-        except errors.KvasirError as error:
-            # If the store is away, its compare-and-swap decides at the end, as for any turn of its own engines.
-            is_lost = error.reason in ("AGENT_HELD_ELSEWHERE", "HANDOVER_PARENT_DIFFERS", *MOVED)
-            if is_lost or turn.taken.begun.has_other_store:
-                turn.cancel(error)
-                raise
+        began, has_other_store = self._parts.clock(), turn.taken.begun.has_other_store
+        while True:
+            try:
+                await self._lines.take_over(turn, turn.taken.begun)
+                break
+            except errors.KvasirError as error:
+                is_lost = error.reason in ("AGENT_HELD_ELSEWHERE", "HANDOVER_PARENT_DIFFERS", *MOVED)
+                if not is_lost and not has_other_store:
+                    break  # the store is away: its compare-and-swap decides at the end, as for its own engines' turns
+                # Nobody else can go on with the turn; whether the agent came with it, only the store knows.
+                may_wait = isinstance(error, errors.Unavailable) and self._parts.clock() - began < _STORE_AWAY_S
+                if is_lost or turn.is_cancelled or not may_wait:
+                    turn.cancel(error)
+                    raise
+                await asyncio.sleep(_STORE_PAUSE_S)
         if turn.phase is TurnPhase.HELD:
             turn.phase = TurnPhase.RUNNING
         if turn.handle is not None:

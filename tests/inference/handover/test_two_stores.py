@@ -382,6 +382,49 @@ def test_a_peers_turn_with_a_made_up_move_makes_way_for_the_agents_own(
     assert turns_of(studio, agent) == [""]
 
 
+@pytest.mark.parametrize("away_s", [0.0, pytest.param(7.0, marks=pytest.mark.long(9))])
+def test_a_turn_waits_for_its_store_that_is_away_when_it_is_given(
+    pair: Macs, new_agent: Callable[[], str], away_s: float
+) -> None:
+    """The agent has come, and the store is killed before the last word. Nobody else can go on with the turn."""
+    (laptop, engine), (studio, other) = pair
+    agent, move_id = new_agent(), secrets.token_hex(16)
+
+    async def work() -> None:
+        token = (other.log_file.parent / "laptop.token").read_text()
+        async with (
+            AioInferenceClient.connect(engine.address) as a,
+            AioInferenceClient.connect(other.address) as b,
+            AioTurnPeer.connect(other.address, token=token) as peer,
+        ):
+            await hear(a, agent_id=agent, prompt=PROMPT, sampling={"max_tokens": 2})
+            with laptop.client() as here:
+                parent = here.get_agent(agent).lines[0].manifest
+            call, opening = peer.take_turn(), opening_for(await b.get_model(), (await b.get_capabilities()).device)
+            request = inference_pb2.GenerateRequest(
+                prompt=PROMPT, agent_id=agent, sampling=inference_pb2.Sampling(**ON)
+            )
+            await opened(call, opening, request=request, parent_manifest=parent, move_id=move_id)
+            await call.send([pb.TakeTurnRequest(stand=stand())])
+            resume_token = (await call.receive()).prepared.resume_token
+            with laptop.client() as here:
+                here.move_agent(agent, to_peer=studio.name, move_id=move_id)
+            studio.kill()
+            try:
+                await call.send([pb.TakeTurnRequest(commit=pb.TurnCommit())])
+                assert (await call.receive()).HasField("taken")
+                await asyncio.sleep(away_s)
+            finally:
+                await asyncio.to_thread(studio.start)
+            assert [event async for event in b.resume(resume_token)][-1].HasField("finished")
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+    give_up = time.monotonic() + 20
+    while turns_of(studio, agent) != ["handed over by laptop"]:
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+
+
 def turns_of(mac: Mac, agent: str) -> list[str]:
     """Who handed over the versions that turns made."""
     with mac.client() as store:
