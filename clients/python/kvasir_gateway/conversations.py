@@ -363,8 +363,8 @@ def _tip_among(
 
 
 async def _stored_maker_of_calls(chain: Chain, records: AgentRecords) -> str:
-    """Of the agents that were used last, and none of which begins as this conversation, the one that made its newest
-    calls; else nothing.
+    """Of the agents that were used last, and none of which begins as this conversation, the one that made a
+    call of it; else nothing.
     """
     calls = {call for point in chain.points for call in point.call_ids}
     try:

@@ -12,6 +12,7 @@ import pytest
 from blake3 import blake3
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.options.gateway import SIDE_CALLS
+from kvasir_gateway.reading.compaction import Summaries
 from kvasir_gateway.reading.side_calls import SIDE_RULES, side_call_of, side_rules_of
 from kvasir_gateway.turn import Said, ToolUse, Turn
 
@@ -124,6 +125,14 @@ def test_a_summarys_label_has_no_text_and_a_strange_one_is_ignored() -> None:
     talk.records.summaries[other] = "no digests!"
     talk.known = conversations()
     assert compacted(talk, COMPACTED) == first
+
+
+def test_of_many_summaries_in_the_store_the_last_are_known() -> None:
+    known, lines = Summaries(bytes(32)), [f"{number}: {'x' * 40}" for number in range(1002)]
+    labels = {line: Summaries(bytes(32)).add("n", line, bytes(32), (), line) for line in lines}
+    known.read("n", labels)
+    found = [asyncio.run(known.agent_of("n", bytes(32), (user(line),))) for line in (*lines[:3], lines[-1])]
+    assert found == ["", "", lines[2], lines[-1]]
 
 
 def test_while_the_store_is_down_a_summary_is_known_in_ram_and_read_later() -> None:

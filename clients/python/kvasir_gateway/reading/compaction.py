@@ -52,6 +52,7 @@ class Summaries:
                 data = base64.b64decode(label)
                 session, *lines = (data[at : at + _DIGEST_BYTES] for at in range(0, len(data), _DIGEST_BYTES))
                 self._summaries.setdefault((namespace, agent_id), _Summary(agent_id, session, frozenset(lines)))
+        self._drop_oldest()
 
     def add(self, namespace: str, agent_id: str, session: bytes, messages: Sequence[Said], text: str) -> str:
         """`messages`: what it is a summary of. Their own lines, as a project's rules, may begin any conversation.
@@ -62,9 +63,12 @@ class Summaries:
             return ""
         self._summaries.pop((namespace, agent_id), None)
         self._summaries[namespace, agent_id] = _Summary(agent_id, session[:_DIGEST_BYTES], lines)
-        if len(self._summaries) > _MAX_SUMMARIES:
-            self._summaries.popitem(last=False)
+        self._drop_oldest()
         return base64.b64encode(session[:_DIGEST_BYTES] + b"".join(lines)).decode()
+
+    def _drop_oldest(self) -> None:
+        while len(self._summaries) > _MAX_SUMMARIES:
+            self._summaries.popitem(last=False)
 
     def used(self, namespace: str, agent_id: str) -> None:
         """A conversation went on from it: another that repeats a line of it does not."""
