@@ -234,8 +234,10 @@ def make_services(
 def _page(store: Store, threads: StoreThreads, rpcs: RpcCounts, audit: Audit, reloading: Reloading) -> OperatorPage:
     async def wellness() -> Wellness:
         try:
-            ailments = await threads.run(HOUSE, store.ailments)
-            return Wellness(ailments, {**reloading.facts, "written": await threads.run(HOUSE, store.written)})
+            ailments = await threads.run(HOUSE, store.statistics.ailments)
+            return Wellness(
+                ailments, {**reloading.facts, "written": await threads.run(HOUSE, store.statistics.written)}
+            )
         except KvasirError as error:
             return Wellness([Ailment(error.reason, error.message)])
 
@@ -258,8 +260,8 @@ async def collect_regularly(store: Store, threads: StoreThreads, interval_s: flo
     while True:
         await asyncio.sleep(interval_s)
         try:
-            expired = await threads.run(HOUSE, store.expire_agents, clocks())
-            report = await threads.run(HOUSE, store.collect_garbage)
+            expired = await threads.run(HOUSE, store.care.expire_agents, clocks())
+            report = await threads.run(HOUSE, store.care.collect_garbage)
         except KvasirError as error:
             _LOG.warning("gc.failed", reason=error.reason)
         except Exception:  # noqa: BLE001 - a failing disk's OSError, or a bug of ours: neither may end collection for good

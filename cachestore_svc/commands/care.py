@@ -17,7 +17,7 @@ _PROGRESS_S = 1.0
 
 def check(store: Store, repair: bool, as_json: bool) -> int:
     """Walk index and files both ways. Exit code 1 when something is wrong and was not repaired."""
-    report = store.check(repair=repair)
+    report = store.care.check(repair=repair)
     if as_json:
         print(json.dumps(asdict(report) | {"is_clean": report.is_clean}))
     else:
@@ -33,7 +33,7 @@ def check(store: Store, repair: bool, as_json: bool) -> int:
 def scrub(store: Store, as_json: bool) -> int:
     """Hash every blob again. Exit code 1 when any is damaged."""
     checked, damaged = 0, list[Digest]()
-    for progress in store.scrub():
+    for progress in store.care.scrub():
         damaged += progress.damaged
         checked = max(checked, progress.blobs_checked)
     if as_json:
@@ -47,7 +47,7 @@ def scrub(store: Store, as_json: bool) -> int:
 
 def collect(store: Store, dry_run: bool, as_json: bool) -> int:
     """Mark what nothing names, and sweep what rested long enough."""
-    report = store.collect_garbage(dry_run=dry_run)
+    report = store.care.collect_garbage(dry_run=dry_run)
     if as_json:
         print(json.dumps(asdict(report)))
     else:

@@ -41,7 +41,7 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
         namespace, labels = caller_namespace(), dict(request.labels)
 
         def answer() -> pb.ListAgentsResponse:
-            page = self._store.list_agents(
+            page = self._store.agents.page(
                 namespace, request.page_size, request.page_token, request.name_prefix, labels
             )
             listed = [messages.write_agent(agent) for agent in page.agents]
@@ -51,18 +51,18 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
         return await self._looked_up(MAX_PAGE_SIZE if labels else request.page_size, answer)
 
     async def GetAgent(self, request: pb.GetAgentRequest, context: Any) -> pb.GetAgentResponse:
-        agent = await self._run(self._store.get_agent, check_agent_id(request.agent_id))
+        agent = await self._run(self._store.agents.get, check_agent_id(request.agent_id))
         return pb.GetAgentResponse(agent=messages.write_agent(agent))
 
     async def UpdateAgent(self, request: pb.UpdateAgentRequest, context: Any) -> pb.UpdateAgentResponse:
         agent_id = check_agent_id(request.agent.agent_id, "agent.agent_id")
-        agent = await self._run(self._store.update_agent, agent_id, **messages.read_agent_changes(request))
+        agent = await self._run(self._store.agents.update, agent_id, **messages.read_agent_changes(request))
         return pb.UpdateAgentResponse(agent=messages.write_agent(agent))
 
     async def ForkAgent(self, request: pb.ForkAgentRequest, context: Any) -> pb.ForkAgentResponse:
         agent = await self._run_once_free(
             context,
-            self._store.fork_agent,
+            self._store.agents.fork,
             check_agent_id(request.source_agent_id, "source_agent_id"),
             check_agent_id(request.agent_id),
             messages.read_optional_kv_hash(request.kv_identity_hash),
@@ -73,7 +73,7 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
     async def RollbackAgent(self, request: pb.RollbackAgentRequest, context: Any) -> pb.RollbackAgentResponse:
         snapshot = await self._run_once_free(
             context,
-            self._store.rollback_agent,
+            self._store.agents.roll_back,
             check_agent_id(request.agent_id),
             messages.read_version(request.version, least=1),
             messages.read_optional_kv_hash(request.kv_identity_hash),
@@ -83,7 +83,7 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
 
     async def DeleteAgent(self, request: pb.DeleteAgentRequest, context: Any) -> pb.DeleteAgentResponse:
         deletion = await self._run_once_free(
-            context, self._store.delete_agent, check_agent_id(request.agent_id), request.force
+            context, self._store.agents.delete, check_agent_id(request.agent_id), request.force
         )
         return pb.DeleteAgentResponse(
             bytes_gone_by=messages.write_time(deletion.bytes_gone_by_unix_ms), unshared_bytes=deletion.unshared_bytes
@@ -95,16 +95,16 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
         asked = messages.read_kv_hash(request.has_had, "has_had") if request.has_had else ""
 
         def answer() -> pb.ListSnapshotsResponse:
-            page = self._store.list_snapshots(namespace, agent_id, kv_hash, request.page_size, request.page_token)
+            page = self._store.snapshots.page(namespace, agent_id, kv_hash, request.page_size, request.page_token)
             listed = [messages.write_snapshot(snapshot) for snapshot in page.snapshots]
-            has_had = bool(asked) and self._store.has_had(namespace, agent_id, asked)
+            has_had = bool(asked) and self._store.snapshots.has_had(namespace, agent_id, asked)
             return pb.ListSnapshotsResponse(snapshots=listed, next_page_token=page.next_page_token, has_had=has_had)
 
         return await self._looked_up(request.page_size, answer)
 
     async def GetSnapshot(self, request: pb.GetSnapshotRequest, context: Any) -> pb.GetSnapshotResponse:
         snapshot = await self._run(
-            self._store.get_snapshot,
+            self._store.snapshots.get,
             check_agent_id(request.agent_id),
             messages.read_optional_kv_hash(request.kv_identity_hash),
             messages.read_optional_version(request),
@@ -112,13 +112,15 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
         response = pb.GetSnapshotResponse(snapshot=messages.write_snapshot(snapshot))
         if snapshot.manifest.size_bytes <= _MAX_INLINE_MANIFEST_BYTES:
             async with self._transfers.manifests.answering(caller_namespace(), snapshot.manifest.size_bytes):
-                response.manifest_bytes = bytes(await self._run(self._store.read_blob, snapshot.manifest))
+                response.manifest_bytes = bytes(await self._run(self._store.blobs.read, snapshot.manifest))
         return response
 
     async def GetUsage(self, request: pb.GetUsageRequest, context: Any) -> pb.GetUsageResponse:
         if request.agent_id:
-            return messages.write_agent_usage(await self._run(self._store.usage, check_agent_id(request.agent_id)))
-        return messages.write_usage(await self._run(self._store.stats))
+            return messages.write_agent_usage(
+                await self._run(self._store.agents.usage, check_agent_id(request.agent_id))
+            )
+        return messages.write_usage(await self._run(self._store.statistics.of))
 
     async def PullAgent(self, request: pb.PullAgentRequest, context: Any) -> None:
         agent_id = check_agent_id(request.agent_id)
@@ -174,7 +176,7 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
     async def ClaimAgent(self, request: pb.ClaimAgentRequest, context: Any) -> pb.ClaimAgentResponse:
         agent_id = check_agent_id(request.agent_id)
         await self._moves.claim(caller_namespace(), agent_id, force=request.force)
-        agent = await self._run(self._store.get_agent, agent_id)
+        agent = await self._run(self._store.agents.get, agent_id)
         return pb.ClaimAgentResponse(agent=messages.write_agent(agent))
 
     async def ExportAgent(self, request: pb.ExportAgentRequest, context: Any) -> None:

@@ -52,14 +52,14 @@ class StoreNumbers:
         )
         for name, help_text, value in sizes:
             yield gauge(f"kvasir_store_{name}", help_text, value)
-        budget_bytes = self._store.written()["budget_bytes"]
+        budget_bytes = self._store.statistics.written()["budget_bytes"]
         yield gauge(
             "kvasir_store_write_budget_bytes", "What may be written in a day; 0: it is only counted.", budget_bytes
         )
-        ended_s = self._store.scrubbing.state.ended_unix_ms / 1000
+        ended_s = self._store.care.scrubbing.state.ended_unix_ms / 1000
         about = "When the last pass of the background scrub ended, in Unix seconds; 0 while one is under way."
         yield gauge("kvasir_store_scrub_ended_seconds", about, ended_s)
-        counted = dict(self._store.counted())
+        counted = dict(self._store.statistics.counted())
         moved = {word: counted.pop(name, 0) for name, word in _MOVED_BYTES.items()}
         yield counter("kvasir_store_moved_bytes", "Bytes of blobs that were read and written.", moved, "direction")
         yield counter("kvasir_store_work", "What was done with blobs and versions.", counted, "what")
@@ -69,5 +69,5 @@ class StoreNumbers:
     def _sizes(self) -> Totals:
         now_s = self._clock()
         if self._totals is None or now_s - self._read_s > _SIZES_FOR_S:
-            self._totals, self._read_s = self._store.totals(), now_s
+            self._totals, self._read_s = self._store.statistics.totals(), now_s
         return self._totals

@@ -77,7 +77,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
         namespace = caller_namespace()
 
         def answer() -> pb.FindMissingBlobsResponse:
-            missing = self._store.find_missing(namespace, messages.read_digests(request.digests))
+            missing = self._store.blobs.find_missing(namespace, messages.read_digests(request.digests))
             return pb.FindMissingBlobsResponse(missing=[digest.to_proto() for digest in missing])
 
         return await self._looked_up(len(request.digests), answer)
@@ -119,7 +119,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
 
     async def QueryWriteStatus(self, request: pb.QueryWriteStatusRequest, context: Any) -> pb.QueryWriteStatusResponse:
         digest = messages.read_digest(request.digest, "digest")
-        status = await self._run(self._store.write_status, digest)
+        status = await self._run(self._store.blobs.write_status, digest)
         return pb.QueryWriteStatusResponse(received_bytes=status.received_bytes, is_complete=status.is_complete)
 
     async def ReadBlobs(self, request: pb.ReadBlobsRequest, context: Any) -> None:
@@ -143,7 +143,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
         manifest = messages.read_digest(request.manifest, "manifest")
         async with self._transfers.manifests.parsing(caller_namespace(), manifest.size_bytes):
             snapshot = await self._run(
-                self._store.commit,
+                self._store.snapshots.commit,
                 check_agent_id(request.agent_id),
                 manifest,
                 messages.read_version(request.expected_version, "expected_version"),
@@ -161,7 +161,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
 
         def answer() -> pb.FindPrefixResponse:
             hashes = messages.read_block_hashes(request.block_hashes)
-            return messages.write_prefix(self._store.find_prefix_of(namespace, kv_hash, hashes, request.groups or (0,)))
+            return messages.write_prefix(self._store.prefixes.find(namespace, kv_hash, hashes, request.groups or (0,)))
 
         return await self._looked_up(len(request.block_hashes) * max(1, len(request.groups)), answer)
 
@@ -169,7 +169,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
 
     async def AcquireLease(self, request: pb.AcquireLeaseRequest, context: Any) -> pb.AcquireLeaseResponse:
         lease = await self._run(
-            self._store.acquire_lease,
+            self._store.leases.acquire,
             check_agent_id(request.agent_id),
             messages.read_kv_hash(request.kv_identity_hash),
             check_owner(request.owner),
@@ -181,7 +181,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
 
     async def RenewLease(self, request: pb.RenewLeaseRequest, context: Any) -> pb.RenewLeaseResponse:
         lease = await self._run(
-            self._store.renew_lease,
+            self._store.leases.renew,
             check_agent_id(request.agent_id),
             messages.read_kv_hash(request.kv_identity_hash),
             messages.read_lease(request.lease),
@@ -191,7 +191,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
 
     async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Any) -> pb.RenewLeasesResponse:
         renewed = await self._run(
-            self._store.renew_leases,
+            self._store.leases.renew_all,
             check_owner(request.owner),
             messages.read_kv_hash(request.kv_identity_hash),
             messages.read_leases(request),
@@ -201,7 +201,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
 
     async def ReleaseLease(self, request: pb.ReleaseLeaseRequest, context: Any) -> pb.ReleaseLeaseResponse:
         await self._run(
-            self._store.release_lease,
+            self._store.leases.release,
             check_agent_id(request.agent_id),
             messages.read_kv_hash(request.kv_identity_hash),
             messages.read_lease(request.lease),
@@ -221,13 +221,13 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
             if changed == namespace:
                 loop.call_soon_threadsafe(happened.set)
 
-        unsubscribe = self._store.subscribe(wake)
+        unsubscribe = self._store.events.subscribe(wake)
         try:
             cursor = messages.read_cursor(request)
             is_first = True
             while True:
                 happened.clear()
-                batch = await self._run(self._store.events_after, cursor, _EVENTS_AT_ONCE)
+                batch = await self._run(self._store.events.after, cursor, _EVENTS_AT_ONCE)
                 if batch.is_lost:
                     yield pb.WatchEventsResponse(cursor=messages.write_cursor(batch.cursor), lost=pb.EventsLost())
                 elif is_first:
@@ -250,7 +250,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
             )
         self._verifying.add(namespace)
         try:
-            steps = await self._run(self._store.verify, agent_id)
+            steps = await self._run(self._store.care.verify, agent_id)
             while (step := await self._threads.run(namespace, next, steps, None)) is not None:
                 repaired = [digest for digest in step.damaged if await self._repairs.repair(namespace, digest)]
                 response = pb.VerifyBlobsResponse(
@@ -264,7 +264,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
             self._verifying.discard(namespace)
 
     async def CollectGarbage(self, request: pb.CollectGarbageRequest, context: Any) -> pb.CollectGarbageResponse:
-        report = await self._run(self._store.collect_garbage, request.dry_run)
+        report = await self._run(self._store.care.collect_garbage, request.dry_run)
         return pb.CollectGarbageResponse(
             blobs_marked=report.blobs_marked, blobs_swept=report.blobs_swept, bytes_freed=report.bytes_freed
         )
@@ -290,16 +290,16 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
     async def _receives_files(self, namespace: str) -> bool:
         """Whether engines on this host may hand files over. Asked often, and a probe waits for no thread: known after
         the first time."""
-        if namespace not in self._receiving and await self._run(self._store.receive_files):
+        if namespace not in self._receiving and await self._run(self._store.blobs.receive_files):
             self._receiving.add(namespace)
         return namespace in self._receiving
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
-        stats = await self._run(self._store.stats)
+        stats = await self._run(self._store.statistics.of)
         is_admin = ADMIN in current_principal().roles
         answer = messages.write_stats(stats, shows_disk=is_admin)
         if is_admin:
-            answer.scrub.CopyFrom(messages.write_scrub(self._store.scrubbing.state, self._scrub_bytes_per_s))
+            answer.scrub.CopyFrom(messages.write_scrub(self._store.care.scrubbing.state, self._scrub_bytes_per_s))
         return answer
 
     async def _wait_or_stop(self, happened: asyncio.Event) -> None:

@@ -5,8 +5,10 @@ from collections.abc import Collection, Mapping
 from kvasir import expires_after, on_full, volatile
 from kvasir.errors import InvalidArgument
 from kvasir.formats.digest import is_hash
+from kvasir.names import check_agent_id
 
 from cachestore_svc.facts.ownership import FIRST_MOVE
+from cachestore_svc.facts.records import LineQuery
 
 MAX_LABELS = 64
 MAX_LABEL_CHARS = 256
@@ -24,6 +26,14 @@ def check_hash(text: str, field: str) -> None:
     """Raises InvalidArgument unless the text is 64 lower-case hex digits."""
     if not is_hash(text):
         raise InvalidArgument(f"{field}: expected 64 lower-case hex digits", field=field)
+
+
+def check_query(namespace: str, agent_id: str, kv_identity_hash: str | None = None) -> LineQuery:
+    """The lines that these name. Raises InvalidArgument."""
+    check_agent_id(agent_id)
+    if kv_identity_hash is not None:
+        check_hash(kv_identity_hash, "kv_identity_hash")
+    return LineQuery(namespace, agent_id, kv_identity_hash)
 
 
 def check_text(text: str, field: str) -> None:

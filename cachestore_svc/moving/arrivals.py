@@ -19,7 +19,7 @@ from cachestore_svc.moving.bringing import Bringing
 from cachestore_svc.moving.copying import LineCopies, LineOrder, Offered, Progress, came_from
 from cachestore_svc.moving.lease_waiting import once_free
 from cachestore_svc.moving.peers import errors_of_peer
-from cachestore_svc.store.owners import ArrivingAgent, ArrivingLine
+from cachestore_svc.store.move_steps import ArrivingAgent, ArrivingLine
 from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads
 
@@ -154,7 +154,7 @@ class Arrival:
         """What there is of the agent here. Raises AlreadyExists, FailedPrecondition when a peer may not replace it."""
         order, known = self._order, self._known
         try:
-            agent: AgentRecord | None = await self._run(self._store.get_agent, order.agent_id)
+            agent: AgentRecord | None = await self._run(self._store.agents.get, order.agent_id)
         except NotFound:
             agent = None
         self._heads = {line.kv_identity_hash: line for line in agent.lines} if agent is not None else {}
@@ -247,7 +247,7 @@ class Arrival:
             retained_versions=agent.retained_versions,
         )
         async with self._copies.manifests.parsing(order.namespace, MAX_MANIFEST_BYTES):
-            await once_free(lambda: self._run(self._store.receive, arriving), None)
+            await once_free(lambda: self._run(self._store.moves.receive, arriving), None)
         self._coming.has_come = order.is_given
 
     def _arriving(self, line: Any) -> ArrivingLine:

@@ -83,7 +83,7 @@ class Bringing:
     def _look(self, namespace: str, peer: str) -> dict[str, int]:
         names, token, found = self._peers.all_names(peer), "", dict[str, int]()
         while True:
-            page = self._store.list_agents(namespace, MAX_PAGE_SIZE, token)
+            page = self._store.agents.page(namespace, MAX_PAGE_SIZE, token)
             for agent in page.agents:
                 if all(came_from(line, names) for line in agent.lines):
                     found[agent.agent_id] = sum(line.total_bytes for line in agent.lines)

@@ -70,7 +70,7 @@ class ClaimPolling:
     async def ask(self) -> None:
         """Ask every peer once about every agent that is owned here and ever changed hands."""
         owned: dict[str, list[tuple[str, Ownership]]] = {}
-        for namespace, agent_id, known in await self._threads.run(HOUSE, self._store.owners):
+        for namespace, agent_id, known in await self._threads.run(HOUSE, self._store.owners.known):
             if known.is_owned:
                 owned.setdefault(namespace, []).append((agent_id, known))
         asked = [(namespace, peer) for namespace in owned for peer in self._peers.with_address(namespace)]
@@ -135,7 +135,7 @@ class ClaimPolling:
 
     async def _labels(self, namespace: str, agent_id: str) -> Mapping[str, str]:
         try:
-            agent = await self._threads.run(namespace, self._store.get_agent, namespace, agent_id)
+            agent = await self._threads.run(namespace, self._store.agents.get, namespace, agent_id)
         except NotFound:
             return {}
         return agent.labels

@@ -179,14 +179,14 @@ class LineCopies:
         missing: list[Digest] = []
         for start in range(0, len(digests), MAX_DIGESTS_PER_REQUEST):
             batch = digests[start : start + MAX_DIGESTS_PER_REQUEST]
-            missing += await self._threads.run(namespace, self._store.find_missing, namespace, batch)
+            missing += await self._threads.run(namespace, self._store.blobs.find_missing, namespace, batch)
         return missing
 
     async def _receive(
         self, remote: AioStoreClient, order: LineOrder, missing: Sequence[Digest], progress: Progress
     ) -> AsyncGenerator[Sequence[Digest], None]:
         """One stream of blobs into the store; yields those that became durable."""
-        status = await self._threads.run(order.namespace, self._store.write_status, order.namespace, missing[0])
+        status = await self._threads.run(order.namespace, self._store.blobs.write_status, order.namespace, missing[0])
         if 0 < status.received_bytes == missing[0].size_bytes:
             # It was cut after its last byte: there is nothing to ask the peer for, if these bytes are right.
             if await self._threads.run(order.namespace, self._finish_part, order.namespace, missing[0]):
@@ -228,12 +228,12 @@ class LineCopies:
         missing = await self.missing(namespace, missing)
         if not missing:
             return 0, 0
-        status = await self._threads.run(namespace, self._store.write_status, namespace, missing[0])
+        status = await self._threads.run(namespace, self._store.blobs.write_status, namespace, missing[0])
         return status.received_bytes, len(missing)
 
     def _finish_part(self, namespace: str, digest: Digest) -> bool:
         """Make a part with all its bytes a blob; False when it is not right, and gone."""
-        with self._store.open_writer(namespace, digest, BlobKind.TENSORS) as writer:
+        with self._store.blobs.open_writer(namespace, digest, BlobKind.TENSORS) as writer:
             if writer.received_bytes == digest.size_bytes:
                 try:
                     writer.finish()
@@ -257,7 +257,7 @@ class LineCopies:
 
     async def store_bytes(self, namespace: str, digest: Digest, data: bytes, kind: BlobKind) -> None:
         def write() -> None:
-            with self._store.open_writer(namespace, digest, kind) as writer:
+            with self._store.blobs.open_writer(namespace, digest, kind) as writer:
                 writer.write(writer.received_bytes, memoryview(data)[writer.received_bytes :])
                 writer.finish()
 

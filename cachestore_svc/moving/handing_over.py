@@ -71,7 +71,7 @@ class HandingOver:
         (PEER_LIMIT)."""
         self._check_known(namespace, peer)
         agent = namespace, agent_id, peer
-        known = await self._threads.run(namespace, self._store.ownership, namespace, agent_id)
+        known = await self._threads.run(namespace, self._store.owners.of, namespace, agent_id)
         is_ordered, is_new = agent in self._ordered, known.state is not OwnerState.MOVING
         may = self._peers.may(Verb.OFFER, namespace, peer, agent_id, is_ordered=is_ordered)
         may(known)
@@ -80,7 +80,7 @@ class HandingOver:
             self._limits.check_try(agent)
 
         async def ask() -> tuple[AgentRecord, Ownership]:
-            offer = self._store.offer
+            offer = self._store.moves.offer
             return await self._threads.run(
                 namespace, offer, namespace, agent_id, peer, move_id, generation, may, not is_ordered
             )
@@ -101,7 +101,7 @@ class HandingOver:
     async def hand_over(self, namespace: str, agent_id: str, peer: str, move_id: str, generation: int) -> None:
         """See Store.hand_over. Raises ResourceExhausted (PEER_LIMIT)."""
         self._limits.word(peer)
-        await self._threads.run(namespace, self._store.hand_over, namespace, agent_id, peer, move_id, generation)
+        await self._threads.run(namespace, self._store.moves.hand_over, namespace, agent_id, peer, move_id, generation)
         self._forget((namespace, agent_id, peer))
         self._limits.ended((namespace, agent_id, peer))
 
@@ -118,7 +118,9 @@ class HandingOver:
         self._limits.word(peer)
 
         async def tell() -> Ownership:
-            return await self._threads.run(namespace, self._store.fence, namespace, agent_id, peer, generation, may)
+            return await self._threads.run(
+                namespace, self._store.owners.fence, namespace, agent_id, peer, generation, may
+            )
 
         await once_free(tell, left_s)
 
@@ -145,7 +147,7 @@ class HandingOver:
             await self._undo(namespace, agent_id, known.peer, known.move_id)
 
     async def _undo(self, namespace: str, agent_id: str, peer: str, move_id: str) -> None:
-        undo = self._store.undo_move
+        undo = self._store.moves.undo
         known = await self._threads.run(namespace, undo, namespace, agent_id, peer, move_id)
         if known.state is not OwnerState.MOVING:
             self._forget((namespace, agent_id, peer))

@@ -18,7 +18,8 @@ from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.facts.records import MAX_FRAME_BYTES, BlobKind
-from cachestore_svc.store.store import BlobWriter, NewBlob, Store, finish_all
+from cachestore_svc.store.blobs import BlobWriter, NewBlob, finish_all
+from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads, ended
 
 # What one group has at most, and how much does not wait for company; less waits until the sender ends, and so long at
@@ -164,7 +165,8 @@ class BlobIntake:
         exits = contextlib.ExitStack()
         try:
             writer = await self._threads.run(
-                self._namespace, lambda: exits.enter_context(self._store.open_writer(self._namespace, digest, kind))
+                self._namespace,
+                lambda: exits.enter_context(self._store.blobs.open_writer(self._namespace, digest, kind)),
             )
         except BaseException:
             # A cancel may come while the writer is being opened: left open, it would keep this blob from all others.
@@ -311,7 +313,7 @@ class BlobIntake:
 
     def _open_all(self, blobs: Iterable[_Blob]) -> None:
         new = [blob for blob in dict.fromkeys(blobs) if blob.writer is None and blob.problem is None]
-        opened = self._store.open_writers(self._namespace, [blob.new for blob in new]) if new else ()
+        opened = self._store.blobs.open_writers(self._namespace, [blob.new for blob in new]) if new else ()
         for blob, writer in zip(new, opened, strict=True):
             if isinstance(writer, KvasirError):
                 blob.problem = writer

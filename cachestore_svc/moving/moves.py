@@ -129,7 +129,7 @@ class Moves:
         if known.state is OwnerState.ARRIVING:
             async with self._one_at_a_time(namespace, agent_id):
                 await self._finished(namespace, agent_id)
-        known = await self._threads.run(namespace, self._store.take_back, namespace, agent_id)
+        known = await self._threads.run(namespace, self._store.moves.take_back, namespace, agent_id)
         ownership.check_writable(agent_id, known)
         return known
 
@@ -143,7 +143,7 @@ class Moves:
         chance = int(self._token_hex(8), 16)
         # Not forced, the claim rests on what is known: a peer's claim may have come meanwhile.
         expected = None if force else known
-        claim = self._store.claim
+        claim = self._store.owners.claim
         known = await self._threads.run(namespace, claim, namespace, agent_id, chance, above, list(facts), expected)
         with contextlib.suppress(KvasirError):  # `keep` tells it later
             await self._tell(namespace, agent_id, known)
@@ -185,7 +185,7 @@ class Moves:
         if int(there.state) != OwnerState.OWNED:
             problem = f"agent {agent_id!r} is on its way at peer {peer}: wait for its end there; {gone}"
             raise FailedPrecondition(problem, reason="AGENT_MOVING", metadata={"agent_id": agent_id, "owner": peer})
-        told, yield_to = known.generation, self._store.yield_to
+        told, yield_to = known.generation, self._store.owners.yield_to
         # Asked by this store's owner, who cannot know better.
         known = await self._threads.run(
             namespace, yield_to, namespace, agent_id, peer, told, there.generation, lambda _: None
@@ -197,7 +197,7 @@ class Moves:
     async def rename_peers(self) -> None:
         """Note agents' owners under the names that the peers have now."""
         if names := self._peers.renamed():
-            await self._threads.run(HOUSE, self._store.rename_peers, names)
+            await self._threads.run(HOUSE, self._store.owners.rename_peers, names)
 
     async def keep(self) -> None:
         """Look after unfinished moves, for as long as the store serves. Each set of peers has a task of its own: a peer
@@ -223,7 +223,7 @@ class Moves:
     async def _unfinished(self) -> dict[tuple[str, frozenset[str]], list[_Unfinished]]:
         """Unfinished moves, by namespace and the peers to be asked or told. What needs no peer is done first."""
         found: dict[tuple[str, frozenset[str]], list[_Unfinished]] = {}
-        for namespace, agent_id, known in await self._threads.run(HOUSE, self._store.unfinished_moves):
+        for namespace, agent_id, known in await self._threads.run(HOUSE, self._store.owners.unfinished):
             try:
                 await self._handing_over.undo_if_silent(namespace, agent_id, known)
             except KvasirError as error:
@@ -265,14 +265,14 @@ class Moves:
             except FailedPrecondition as error:
                 if error.reason != "MOVE_UNKNOWN":
                     raise
-                done = self._store.did_not_arrive
+                done = self._store.moves.did_not_arrive
             except Unavailable:
                 if not tries_left:
                     raise
                 await asyncio.sleep(_TRY_PAUSE_S)
                 continue
             else:
-                done = self._store.arrive
+                done = self._store.moves.arrive
             return await self._threads.run(namespace, done, namespace, agent_id, known.move_id)
         raise AssertionError("the last try answers or raises")
 
@@ -300,7 +300,7 @@ class Moves:
     async def _tell_one(self, namespace: str, agent_id: str, peer: str, generation: int) -> None:
         async with self._peers.connect(peer, namespace) as remote:
             if not await self._knows_of_moves(remote, namespace, agent_id, peer):
-                await self._threads.run(namespace, self._store.told, namespace, agent_id, peer, generation)
+                await self._threads.run(namespace, self._store.owners.told, namespace, agent_id, peer, generation)
                 return
             try:
                 with answers_of_peer(peer):
@@ -310,7 +310,7 @@ class Moves:
                     _LOG.warning("claim.not_believed", peer=peer)  # what it has is its own, until its owner lets it go
                 elif await self._gave_way(namespace, agent_id, peer, generation, error):
                     return
-        await self._threads.run(namespace, self._store.told, namespace, agent_id, peer, generation)
+        await self._threads.run(namespace, self._store.owners.told, namespace, agent_id, peer, generation)
 
     async def _gave_way(
         self, namespace: str, agent_id: str, peer: str, generation: int, refused: FailedPrecondition
@@ -324,7 +324,7 @@ class Moves:
         )
 
         async def give_way() -> Ownership:
-            yield_to = self._store.yield_to
+            yield_to = self._store.owners.yield_to
             return await self._threads.run(namespace, yield_to, namespace, agent_id, peer, generation, newer, may)
 
         try:
@@ -362,10 +362,10 @@ class Moves:
                 del self._wanted[key], self._locks[key]
 
     async def _known(self, namespace: str, agent_id: str) -> Ownership:
-        return await self._threads.run(namespace, self._store.ownership, namespace, agent_id)
+        return await self._threads.run(namespace, self._store.owners.of, namespace, agent_id)
 
     async def _agent(self, namespace: str, agent_id: str) -> AgentRecord:
-        return await self._threads.run(namespace, self._store.get_agent, namespace, agent_id)
+        return await self._threads.run(namespace, self._store.agents.get, namespace, agent_id)
 
     async def _labels(self, namespace: str, agent_id: str) -> Mapping[str, str]:
         try:

@@ -118,7 +118,9 @@ class BlobSource:
         """The blob's bytes; begins to read those behind it. Raises NotFound, DataLoss."""
         if not self._found:
             some = [*islice(self._waiting, SLICE)]
-            self._found += await self._threads.run(self._namespace, self._store.leading_stored, self._namespace, some)
+            self._found += await self._threads.run(
+                self._namespace, self._store.blobs.leading_stored, self._namespace, some
+            )
         if self._ahead:
             reading = self._ahead.popleft()
         else:
@@ -141,7 +143,7 @@ class BlobSource:
             self._ahead.append(asyncio.create_task(self._read(digest, is_whole)))
 
     async def _read(self, digest: Digest, is_whole: bool) -> memoryview:
-        read = self._store.read_found if is_whole else self._store.read_blob
+        read = self._store.blobs.read_found if is_whole else self._store.blobs.read
         return await self._threads.run(self._namespace, read, self._namespace, digest)
 
     def _give_back(self, count: int) -> None:

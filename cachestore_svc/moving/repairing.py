@@ -10,7 +10,8 @@ from kvasir.formats.digest import Digest
 
 from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.moving.peers import Peers, errors_of_peer
-from cachestore_svc.store.store import BlobWriter, Store
+from cachestore_svc.store.blobs import BlobWriter
+from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads
 
 
@@ -25,7 +26,7 @@ class Repairs:
 
     async def repair(self, namespace: str, digest: Digest) -> bool:
         """Whether the quarantined blob is whole again."""
-        kind = await self._threads.run(namespace, self._store.kind_of, namespace, digest)
+        kind = await self._threads.run(namespace, self._store.blobs.kind_of, namespace, digest)
         if kind is None:
             return False
         for name in self._peers.names(namespace):
@@ -36,7 +37,7 @@ class Repairs:
             except KvasirError as error:
                 structlog.get_logger("cachestore").info("repair.failed", peer=name, reason=error.reason)
             else:
-                self._store.count_repair(namespace)
+                self._store.blobs.count_repair(namespace)
                 structlog.get_logger("cachestore").info("repair.done", peer=name, namespace=namespace)
                 return True
         return False
@@ -52,7 +53,7 @@ class Repairs:
     async def _fetch_rest(self, remote: AioStoreClient, namespace: str, digest: Digest, kind: BlobKind) -> None:
         with contextlib.ExitStack() as exits:
             writer = await self._threads.run(
-                namespace, lambda: exits.enter_context(self._store.open_writer(namespace, digest, kind))
+                namespace, lambda: exits.enter_context(self._store.blobs.open_writer(namespace, digest, kind))
             )
             # What a peer sends in vain must not be what an honest writer goes on with.
             exits.callback(writer.abandon)

@@ -97,7 +97,7 @@ class Transfers:
         async with self._peers.connect(order.peer, order.namespace) as remote, AsyncExitStack() as room:
             there = await _owners_agent(remote, order)
             here = await self._threads.run(
-                order.namespace, self._store.ownership, order.namespace, order.local_agent_id
+                order.namespace, self._store.owners.of, order.namespace, order.local_agent_id
             )
             if order.is_given:
                 self._bringing.check(Verb.COPY, order.namespace, order.peer, order.local_agent_id, here)
@@ -151,7 +151,7 @@ class Transfers:
 
     async def _labels(self, namespace: str, agent_id: str) -> Mapping[str, str]:
         try:
-            return (await self._threads.run(namespace, self._store.get_agent, namespace, agent_id)).labels
+            return (await self._threads.run(namespace, self._store.agents.get, namespace, agent_id)).labels
         except NotFound:
             return {}
 
@@ -160,7 +160,7 @@ class Transfers:
     ) -> tuple[SnapshotVersion | None, SnapshotVersion | None]:
         """The newest version of that line here, and of the agent."""
         try:
-            agent = await self._threads.run(namespace, self._store.get_agent, namespace, agent_id)
+            agent = await self._threads.run(namespace, self._store.agents.get, namespace, agent_id)
         except NotFound:
             return None, None
         return next((line for line in agent.lines if line.kv_identity_hash == kv_hash), None), agent.lines[0]
@@ -172,12 +172,12 @@ class Transfers:
         self, namespace: str, agent_id: str, kv_hash: str | None, version: int | None
     ) -> AsyncIterator[Archive]:
         """The archive of one version. Raises NotFound, DataLoss."""
-        snapshot = await self._threads.run(namespace, self._store.get_snapshot, namespace, agent_id, kv_hash, version)
+        snapshot = await self._threads.run(namespace, self._store.snapshots.get, namespace, agent_id, kv_hash, version)
         head = archive.head(snapshot.manifest, snapshot.kv_identity_hash, agent_id)
         # The manifest is sent like any blob and is not parsed: the catalog knows what it names.
         async with self.manifests.listing(namespace, snapshot.token_count):
             named = await self._threads.run(
-                namespace, self._store.named_blobs, namespace, snapshot.manifest, snapshot.total_bytes
+                namespace, self._store.blobs.named_blobs, namespace, snapshot.manifest, snapshot.total_bytes
             )
             size_bytes = archive.size_bytes(len(head) + _padded(snapshot.manifest.size_bytes), named)
             source = self._reader.open(namespace, [snapshot.manifest, *named])
@@ -258,7 +258,7 @@ class Transfers:
             async with self.manifests.parsing(namespace, manifest.size_bytes):
                 return await self._threads.run(
                     namespace,
-                    self._store.commit,
+                    self._store.snapshots.commit,
                     namespace,
                     agent_id,
                     manifest,
@@ -273,7 +273,7 @@ class Transfers:
 
     async def _check_may_import(self, namespace: str, agent_id: str, replace: bool) -> None:
         try:
-            await self._threads.run(namespace, self._store.get_agent, namespace, agent_id)
+            await self._threads.run(namespace, self._store.agents.get, namespace, agent_id)
         except NotFound:
             return
         if not replace:

@@ -27,7 +27,7 @@ class BackgroundScrub:
         self, store: Store, threads: StoreThreads, repair: Repair, *, bytes_per_s: int, every_s: float
     ) -> None:
         """`repair(namespace, digest)`: whether a damaged blob is whole again."""
-        self._scrubbing = store.scrubbing
+        self._scrubbing = store.care.scrubbing
         self._threads = threads
         self._repair = repair
         self._bytes_per_s = bytes_per_s

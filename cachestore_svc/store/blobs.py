@@ -1,46 +1,30 @@
-"""The half of the store that knows bytes by their digest, and nothing of agents."""
+"""Blobs, by their digests: looked for, written, read. Knows nothing of agents."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import takewhile
-from typing import TypeVar
 
 from kvasir.errors import DataLoss, InvalidArgument, KvasirError, NotFound
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.blob_checks import BlobFacts
-from cachestore_svc.blobs.blob_writer import BlobWriter, NewBlob, PartWriter, StoredBlob
+from cachestore_svc.blobs.blob_writer import BlobWriter as BlobWriter
+from cachestore_svc.blobs.blob_writer import NewBlob as NewBlob
+from cachestore_svc.blobs.blob_writer import PartWriter, StoredBlob
+from cachestore_svc.blobs.blob_writer import finish_all as finish_all
 from cachestore_svc.core import Core, not_found
 from cachestore_svc.facts.limits import check_range
 from cachestore_svc.facts.records import MAX_DIGESTS_PER_REQUEST, BlobKind, WriteStatus
 from cachestore_svc.index.catalog import SLICE, BlobEntry, CatalogChange, CatalogView
-from cachestore_svc.recovery.opening import Opened
 from cachestore_svc.upkeep import collecting
 
-_Answer = TypeVar("_Answer")
 
-
-class BlobStore:
+class Blobs:
     """Blobs of all namespaces."""
 
-    def __init__(self, opened: Opened) -> None:
-        self._opened = opened
-        self._core = opened.core
-
-    @property
-    def grace_period_s(self) -> float:
-        """How long a blob that nothing names stays after a caller relied on it."""
-        return self._core.config.grace_period_s
-
-    @property
-    def sealed_namespaces(self) -> tuple[str, ...]:
-        """Namespaces with a key record, sorted; also those that are shut."""
-        return self._core.seals.namespaces
-
-    def is_sealed(self, namespace: str) -> bool:
-        """Whether what is kept of the namespace is encrypted."""
-        return self._core.seals.key_of(namespace) is not None
+    def __init__(self, core: Core) -> None:
+        self._core = core
 
     def find_missing(self, namespace: str, digests: Sequence[Digest]) -> list[Digest]:
         """Digests that the namespace lacks or holds damaged, in the order asked. Extends the others' lifetimes."""
@@ -57,7 +41,7 @@ class BlobStore:
     def receive_files(self, namespace: str) -> bool:
         """Whether a caller on this host may hand whole files over. Makes the place for them; never where bytes must not
         lie plain."""
-        if self.is_sealed(namespace) or self._core.seals.refusal(namespace) is not None:
+        if self._core.seals.key_of(namespace) is not None or self._core.seals.refusal(namespace) is not None:
             return False
         with suppress(OSError):
             self._core.blobs.of(namespace).receive_files()
@@ -145,12 +129,12 @@ class BlobStore:
         self._core.check_open(namespace)
         named: list[Digest] = []
         after = -1
-        while some := self._read(namespace, partial(_named_after, namespace, manifest, after)):
+        while some := self._core.catalog.read(namespace, partial(_named_after, namespace, manifest, after)):
             named += [digest for _, digest in some]
             after = some[-1][0]
         if manifest.size_bytes + sum(digest.size_bytes for digest in named) == total_bytes:
             return named
-        if not self._read(namespace, lambda view: view.is_held(namespace, manifest)):
+        if not self._core.catalog.read(namespace, lambda view: view.is_held(namespace, manifest)):
             raise NotFound("the version was given up meanwhile", reason="VERSION_NOT_FOUND")
         raise DataLoss(f"the index names other blobs of manifest {manifest} than it has", reason="INDEX_DAMAGED")
 
@@ -158,33 +142,27 @@ class BlobStore:
         """Of the first digests, as many as are stored: whether each is whole, and not in quarantine. One operation.
         Raises NotFound for the first."""
         self._core.check_open(namespace)
-        found = self._read(namespace, lambda view: view.find_blobs(namespace, digests))
+        found = self._core.catalog.read(namespace, lambda view: view.find_blobs(namespace, digests))
         stored = takewhile(lambda digest: digest in found, digests)
         are_whole = [not found[digest].is_damaged for digest in stored]
         if digests and not are_whole:
             raise not_found(digests[0])
         return are_whole
 
-    def read_blob(self, namespace: str, digest: Digest) -> memoryview:
+    def read(self, namespace: str, digest: Digest) -> memoryview:
         """The blob's bytes, verified. Raises NotFound, and DataLoss (metadata "digest") when they are damaged: the
         blob is then quarantined, an event says so, and a later write may replace it."""
         self._core.check_open(namespace)
         return self._core.read_blob(namespace, digest)
 
     def read_found(self, namespace: str, digest: Digest) -> memoryview:
-        """As `read_blob`, of a blob that `leading_stored` found whole: it is looked up again only if its bytes are not
+        """As `read`, of a blob that `leading_stored` found whole: it is looked up again only if its bytes are not
         there any more, or not right."""
         self._core.check_open(namespace)
         return self._core.read_blob(namespace, digest, is_found=True)
 
-    def _read(self, namespace: str, work: Callable[[CatalogView], _Answer]) -> _Answer:
-        return self._core.catalog.read(namespace, work)
-
-    def _write(self, namespace: str, work: Callable[[CatalogChange], _Answer]) -> _Answer:
-        return self._core.catalog.write(namespace, work)
-
     def _find(self, namespace: str, digest: Digest) -> BlobEntry | None:
-        return self._read(namespace, lambda view: view.find_blob(namespace, digest))
+        return self._core.catalog.read(namespace, lambda view: view.find_blob(namespace, digest))
 
 
 def _named_after(namespace: str, manifest: Digest, after: int, view: CatalogView) -> list[tuple[int, Digest]]:

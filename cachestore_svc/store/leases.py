@@ -1,4 +1,4 @@
-"""The part of the store that grants leases, and makes a caller who takes a memory back wait for the holder.
+"""Grants leases, and makes a caller who takes a memory back wait for the holder.
 
 A rollback, a deletion, an import, a pull or a fork over a name takes back what an engine may answer from. It goes on
 once the holder of the lease has let go, or the lease has ended; the holder's late commits are fenced either way.
@@ -10,6 +10,7 @@ from typing import TypeVar
 from kvasir.errors import FailedPrecondition
 from kvasir.names import check_agent_id, check_owner
 
+from cachestore_svc.core import Core
 from cachestore_svc.facts.limits import check_hash, check_range
 from cachestore_svc.facts.ownership import check_writable
 from cachestore_svc.facts.records import (
@@ -26,15 +27,17 @@ from cachestore_svc.facts.records import (
     RenewedLeases,
 )
 from cachestore_svc.index.catalog import CatalogChange
-from cachestore_svc.store.blobs import BlobStore
 
 _Answer = TypeVar("_Answer")
 
 
-class LeaseStore(BlobStore):
+class Leases:
     """Leases of all namespaces."""
 
-    def acquire_lease(
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def acquire(
         self,
         namespace: str,
         agent_id: str,
@@ -69,7 +72,7 @@ class LeaseStore(BlobStore):
                 self._ask(namespace, held, takes_back=False)
             raise
 
-    def renew_lease(
+    def renew(
         self,
         namespace: str,
         agent_id: str,
@@ -88,7 +91,7 @@ class LeaseStore(BlobStore):
 
         return self._core.catalog.write(namespace, work)
 
-    def renew_leases(
+    def renew_all(
         self, namespace: str, owner: str, kv_identity_hash: str, held: Sequence[HeldLease], ttl_s: float
     ) -> RenewedLeases:
         """Prolong many live leases at once; writes nothing. Those that ended, were fenced, are taken back, or were
@@ -105,14 +108,14 @@ class LeaseStore(BlobStore):
                 wanted.append(each)
         return RenewedLeases(tuple(lost), tuple(wanted))
 
-    def release_lease(self, namespace: str, agent_id: str, kv_identity_hash: str, token: LeaseToken) -> None:
+    def release(self, namespace: str, agent_id: str, kv_identity_hash: str, token: LeaseToken) -> None:
         """Give a lease back; its generation stays remembered. Raises Conflict (LEASE_FENCED), NotFound."""
         line = self._line(namespace, agent_id, kv_identity_hash)
         self._core.catalog.write(
             namespace, lambda change: change.release_lease(line, self._core.leases, token), frees_space=True
         )
 
-    def _taking_back(
+    def taking_back(
         self,
         query: LineQuery,
         work: Callable[[CatalogChange], _Answer],

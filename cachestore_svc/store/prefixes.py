@@ -14,8 +14,8 @@ from kvasir.formats.digest import Digest
 from kvasir.formats.layer_groups import first_touched_block
 
 from cachestore_svc.core import Core
-from cachestore_svc.facts.limits import check_range
-from cachestore_svc.facts.records import MAX_GROUPS_PER_REQUEST, FoundPrefix, GroupBlocks
+from cachestore_svc.facts.limits import check_hash, check_range
+from cachestore_svc.facts.records import MAX_BLOCK_HASHES_PER_REQUEST, MAX_GROUPS_PER_REQUEST, FoundPrefix, GroupBlocks
 from cachestore_svc.index.catalog import SLICE, BlobEntry, CatalogView
 
 
@@ -26,11 +26,29 @@ def check_groups(groups: Sequence[int]) -> None:
         raise InvalidArgument("groups: expected different windows, ascending, and 0 before them", field="groups")
 
 
-def find_prefix(
-    core: Core, namespace: str, kv_identity_hash: str, block_hashes: Sequence[str], groups: Sequence[int]
-) -> FoundPrefix:
-    """The longest stored, shareable prefix in all these groups. Extends lifetimes."""
-    search = _PrefixSearch(core, namespace, kv_identity_hash)
+class Prefixes:
+    """Prefixes of all namespaces."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def find(
+        self, namespace: str, kv_identity_hash: str, block_hashes: Sequence[str], groups: Sequence[int] = (0,)
+    ) -> FoundPrefix:
+        """The longest stored, shareable prefix of a chain in all these groups of layers, 0 for those that keep all
+        tokens. Extends lifetimes. Raises InvalidArgument."""
+        self._core.check_open(namespace)
+        check_groups(groups)
+        check_range("block_hashes", len(block_hashes), 0, MAX_BLOCK_HASHES_PER_REQUEST)
+        check_hash(kv_identity_hash, "kv_identity_hash")
+        for each in block_hashes:
+            check_hash(each, "block_hashes")
+        found = _find(_PrefixSearch(self._core, namespace, kv_identity_hash), block_hashes, groups)
+        self._core.counters.add(namespace, "prefix_blocks_found", sum(len(each.blocks) for each in found.groups))
+        return found
+
+
+def _find(search: "_PrefixSearch", block_hashes: Sequence[str], groups: Sequence[int]) -> FoundPrefix:
     if has_all := groups[0] == 0:
         kept = search.leading(block_hashes)
         block_hashes = block_hashes[: len(kept)]

@@ -1,6 +1,6 @@
 """Sizes and counters, computed on request, and the ailments of a store."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from kvasir.server.wellness import Ailment
@@ -12,8 +12,37 @@ from cachestore_svc.index.catalog import CatalogView, Sums
 _SumsOf = Callable[[str, str, CatalogView], Sums]
 
 
-def stats_of(core: Core, namespace: str) -> Stats:
-    """As `Store.stats`."""
+class Statistics:
+    """Sizes and counts of all namespaces."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def of(self, namespace: str) -> Stats:
+        """Sizes and counters. No side effect."""
+        self._core.check_open(namespace)
+        return _stats_of(self._core, namespace)
+
+    def totals(self) -> Totals:
+        """Sizes of all namespaces, for the store's owner. Reads the whole index, in slices."""
+        return _totals_of(self._core)
+
+    def written(self) -> Mapping[str, int | bool]:
+        """Bytes of blobs that all namespaces wrote today (UTC), and the budget, for the store's owner."""
+        budget = self._core.write_budget
+        today = sum(budget.today().values())
+        return {"today_bytes": today, "budget_bytes": budget.budget_bytes or 0, "is_spent": budget.is_spent}
+
+    def counted(self) -> Mapping[str, int]:
+        """Counts since the start, summed over namespaces."""
+        return self._core.counters.of_all()
+
+    def ailments(self) -> list[Ailment]:
+        """Faults of the store, for its owner. Raises where the index does not answer."""
+        return _ailments_of(self._core)
+
+
+def _stats_of(core: Core, namespace: str) -> Stats:
     agents, snapshots, logical = _sums(core, namespace, _sums_of_agents, 3)
     blobs, blob_bytes, damaged, unreferenced = _sums(core, namespace, _sums_of_blobs, 4)
     return Stats(
@@ -33,9 +62,8 @@ def stats_of(core: Core, namespace: str) -> Stats:
     )
 
 
-def totals_of(core: Core) -> Totals:
-    """As `Store.totals`."""
-    each = [stats_of(core, namespace) for namespace in core.sound_namespaces()]
+def _totals_of(core: Core) -> Totals:
+    each = [_stats_of(core, namespace) for namespace in core.sound_namespaces()]
     return Totals(
         agent_count=sum(stats.agent_count for stats in each),
         snapshot_count=sum(stats.snapshot_count for stats in each),
@@ -50,8 +78,7 @@ def totals_of(core: Core) -> Totals:
     )
 
 
-def ailments_of(core: Core) -> list[Ailment]:
-    """As `Store.ailments`."""
+def _ailments_of(core: Core) -> list[Ailment]:
     core.sound_namespaces()  # raises where the index does not answer
     found = []
     if core.space.is_disk_full:

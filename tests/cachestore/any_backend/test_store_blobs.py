@@ -23,17 +23,17 @@ def a_block(seed: int = 1) -> tuple[Digest, bytes]:
 
 def test_what_was_written_is_read_back_and_no_longer_missing(store: Store) -> None:
     digest, data = a_block()
-    assert store.find_missing(NS, [digest]) == [digest]
+    assert store.blobs.find_missing(NS, [digest]) == [digest]
     write(store, digest, data, TENSORS, frame=1000)
-    assert store.find_missing(NS, [digest]) == []
-    assert bytes(store.read_blob(NS, digest)) == data
-    assert store.write_status(NS, digest).is_complete
+    assert store.blobs.find_missing(NS, [digest]) == []
+    assert bytes(store.blobs.read(NS, digest)) == data
+    assert store.blobs.write_status(NS, digest).is_complete
 
 
 def test_a_blob_that_is_stored_takes_no_bytes(store: Store) -> None:
     digest, data = a_block()
     write(store, digest, data, TENSORS)
-    with store.open_writer(NS, digest, TENSORS) as writer:
+    with store.blobs.open_writer(NS, digest, TENSORS) as writer:
         assert writer.is_stored
         assert writer.received_bytes == len(data)
         writer.finish()
@@ -41,15 +41,15 @@ def test_a_blob_that_is_stored_takes_no_bytes(store: Store) -> None:
 
 def test_an_interrupted_write_goes_on_where_it_stopped(store: Store) -> None:
     digest, data = a_block()
-    with store.open_writer(NS, digest, TENSORS) as writer:
+    with store.blobs.open_writer(NS, digest, TENSORS) as writer:
         writer.write(0, data[:5000])
-    assert store.write_status(NS, digest).received_bytes == 5000
-    assert not store.write_status(NS, digest).is_complete
-    with store.open_writer(NS, digest, TENSORS) as writer:
+    assert store.blobs.write_status(NS, digest).received_bytes == 5000
+    assert not store.blobs.write_status(NS, digest).is_complete
+    with store.blobs.open_writer(NS, digest, TENSORS) as writer:
         assert writer.received_bytes == 5000
         writer.write(5000, data[5000:])
         writer.finish()
-    assert bytes(store.read_blob(NS, digest)) == data
+    assert bytes(store.blobs.read(NS, digest)) == data
 
 
 def test_bytes_that_are_not_the_digests_are_refused_and_not_kept(lab: Lab, store: Store) -> None:
@@ -59,13 +59,13 @@ def test_bytes_that_are_not_the_digests_are_refused_and_not_kept(lab: Lab, store
         write(store, digest, wrong, TENSORS)
     assert refused.value.reason == "DIGEST_MISMATCH"
     assert not lab.part_hashes
-    assert store.stats(NS).reserved_bytes == 0
+    assert store.statistics.of(NS).reserved_bytes == 0
     write(store, digest, data, TENSORS)
 
 
 def test_a_part_that_went_bad_between_two_writes_is_refused(lab: Lab, store: Store) -> None:
     digest, data = a_block()
-    with store.open_writer(NS, digest, TENSORS) as writer:
+    with store.blobs.open_writer(NS, digest, TENSORS) as writer:
         writer.write(0, data[:5000])
     assert lab.part_hashes == [digest.hash]
     part = lab.blobs.of(NS).begin(digest.hash)
@@ -80,14 +80,14 @@ def test_a_part_that_went_bad_between_two_writes_is_refused(lab: Lab, store: Sto
 @pytest.mark.parametrize("offset", [1, 999, 4096])
 def test_an_offset_that_is_not_the_next_is_refused(store: Store, offset: int) -> None:
     digest, data = a_block()
-    with store.open_writer(NS, digest, TENSORS) as writer:
+    with store.blobs.open_writer(NS, digest, TENSORS) as writer:
         with pytest.raises(InvalidArgument, match="expected 0"):
             writer.write(offset, data[offset:])
 
 
 def test_more_bytes_than_the_digest_says_are_refused(lab: Lab, store: Store) -> None:
     digest, data = a_block()
-    with store.open_writer(NS, digest, TENSORS) as writer:
+    with store.blobs.open_writer(NS, digest, TENSORS) as writer:
         with pytest.raises(InvalidArgument, match="more than the digest says"):
             writer.write(0, data + b"x")
     assert not lab.part_hashes
@@ -95,12 +95,12 @@ def test_more_bytes_than_the_digest_says_are_refused(lab: Lab, store: Store) -> 
 
 def test_fewer_bytes_are_not_a_blob_but_stay_for_resumption(store: Store) -> None:
     digest, data = a_block()
-    with store.open_writer(NS, digest, TENSORS) as writer:
+    with store.blobs.open_writer(NS, digest, TENSORS) as writer:
         writer.write(0, data[:-1])
         with pytest.raises(InvalidArgument) as refused:
             writer.finish()
         assert refused.value.reason == "BYTES_MISSING"
-    assert store.write_status(NS, digest).received_bytes == len(data) - 1
+    assert store.blobs.write_status(NS, digest).received_bytes == len(data) - 1
 
 
 def test_a_bad_header_is_refused_before_the_bytes_after_it_are_kept(lab: Lab, store: Store) -> None:
@@ -108,22 +108,22 @@ def test_a_bad_header_is_refused_before_the_bytes_after_it_are_kept(lab: Lab, st
     bad = data.replace(b'"kind":"block"', b'"kind":"blobs"')
     bad = bad.replace(b'\\"kind\\":\\"block\\"', b'\\"kind\\":\\"blobs\\"')
     assert bad != data
-    with store.open_writer(NS, Digest.of(bad), TENSORS) as writer:
+    with store.blobs.open_writer(NS, Digest.of(bad), TENSORS) as writer:
         with pytest.raises(InvalidArgument) as refused:
             writer.write(0, bad[:6000])
         assert refused.value.reason == "HEADER_REFUSED"
     assert not lab.part_hashes
-    assert store.write_status(NS, Digest.of(bad)).received_bytes == 0
+    assert store.blobs.write_status(NS, Digest.of(bad)).received_bytes == 0
 
 
 def test_a_header_that_arrives_in_drops_is_checked_too(store: Store) -> None:
     digest, data = a_block()
-    with store.open_writer(NS, digest, TENSORS) as writer:
+    with store.blobs.open_writer(NS, digest, TENSORS) as writer:
         for start in range(0, 3000, 100):
             writer.write(start, data[start : start + 100])
         writer.write(3000, data[3000:])
         writer.finish()
-    assert bytes(store.read_blob(NS, digest)) == data
+    assert bytes(store.blobs.read(NS, digest)) == data
 
 
 @pytest.mark.parametrize(
@@ -155,9 +155,9 @@ def test_a_tensor_name_outside_the_schema_never_gets_in(store: Store) -> None:
 
 def test_a_blob_has_one_writer_at_a_time(store: Store) -> None:
     digest, data = a_block()
-    with store.open_writer(NS, digest, TENSORS):
+    with store.blobs.open_writer(NS, digest, TENSORS):
         with pytest.raises(FailedPrecondition) as refused:
-            store.open_writer(NS, digest, TENSORS)
+            store.blobs.open_writer(NS, digest, TENSORS)
         assert refused.value.reason == "WRITE_IN_PROGRESS"
     write(store, digest, data, TENSORS)
 
@@ -175,15 +175,15 @@ def test_a_blob_that_another_lists_between_look_up_and_begin_takes_no_bytes(
         return begin(*given)
 
     monkeypatch.setattr(writers, "begin", begin_late)
-    with store.open_writer(NS, digest, TENSORS) as writer:
+    with store.blobs.open_writer(NS, digest, TENSORS) as writer:
         assert (writer.is_stored, writer.received_bytes) == (True, len(data))
-    assert bytes(store.read_blob(NS, digest)) == data
-    assert store.stats(NS).blob_bytes == len(data)
+    assert bytes(store.blobs.read(NS, digest)) == data
+    assert store.statistics.of(NS).blob_bytes == len(data)
 
 
 def test_a_writer_that_ended_takes_nothing_more(store: Store) -> None:
     digest, data = a_block()
-    with store.open_writer(NS, digest, TENSORS) as writer:
+    with store.blobs.open_writer(NS, digest, TENSORS) as writer:
         writer.write(0, data)
         writer.finish()
         with pytest.raises(FailedPrecondition):
@@ -193,7 +193,7 @@ def test_a_writer_that_ended_takes_nothing_more(store: Store) -> None:
 def test_a_blob_too_large_is_refused_before_a_byte_is_written(lab: Lab) -> None:
     with lab.open(max_blob_bytes=10_000) as store:
         with pytest.raises(InvalidArgument, match="at most 10000") as refused:
-            store.open_writer(NS, Digest("0" * 64, 10_001), TENSORS)
+            store.blobs.open_writer(NS, Digest("0" * 64, 10_001), TENSORS)
         assert refused.value.reason == "BLOB_TOO_LARGE"
         assert not lab.part_hashes
 
@@ -202,9 +202,9 @@ def test_a_digest_with_another_size_is_another_digest(store: Store) -> None:
     digest, data = a_block()
     write(store, digest, data, TENSORS)
     lie = Digest(digest.hash, digest.size_bytes + 1)
-    assert store.find_missing(NS, [lie]) == [lie]
+    assert store.blobs.find_missing(NS, [lie]) == [lie]
     with pytest.raises(NotFound):
-        store.read_blob(NS, lie)
+        store.blobs.read(NS, lie)
 
 
 def damaged_bytes(data: bytes, how: str, chance: random.Random) -> bytes:
@@ -225,40 +225,40 @@ def test_a_damaged_blob_is_named_once_never_served_and_may_be_written_again(lab:
     other, other_data = a_block(2)
     write(store, digest, data, TENSORS)
     write(store, other, other_data, TENSORS)
-    start = store.events_after(NS, None).cursor
+    start = store.events.after(NS, None).cursor
     if how == "remove":
         lab.blobs.of(NS).remove(digest.hash)
     else:
         lab.overwrite(digest, damaged_bytes(data, how, random.Random(3)))
     for _ in range(3):
         with pytest.raises(DataLoss) as lost:
-            store.read_blob(NS, digest)
+            store.blobs.read(NS, digest)
         assert lost.value.metadata == {"digest": digest.hash}
     assert damaged(store, NS) == [digest]
-    assert [event.body for event in store.events_after(NS, start).events] == [BlobDamaged(digest)]
-    assert store.find_missing(NS, [digest, other]) == [digest]
-    assert bytes(store.read_blob(NS, other)) == other_data
-    stored = store.stats(NS).blob_bytes
+    assert [event.body for event in store.events.after(NS, start).events] == [BlobDamaged(digest)]
+    assert store.blobs.find_missing(NS, [digest, other]) == [digest]
+    assert bytes(store.blobs.read(NS, other)) == other_data
+    stored = store.statistics.of(NS).blob_bytes
     write(store, digest, data, TENSORS)
-    assert bytes(store.read_blob(NS, digest)) == data
+    assert bytes(store.blobs.read(NS, digest)) == data
     assert damaged(store, NS) == []
-    assert store.stats(NS).blob_bytes == stored
+    assert store.statistics.of(NS).blob_bytes == stored
 
 
 def test_a_damaged_blob_written_again_rests_anew(lab: Lab) -> None:
     digest, data = a_block()
     with lab.open(grace_period_s=100.0) as store:
         write(store, digest, data, TENSORS)
-        store.collect_garbage()
+        store.care.collect_garbage()
         lab.clock.pass_s(200)
         lab.overwrite(digest, bytes(len(data)))
         with pytest.raises(DataLoss):
-            store.read_blob(NS, digest)
+            store.blobs.read(NS, digest)
         write(store, digest, data, TENSORS)
-        assert store.collect_garbage().blobs_swept == 0
-        assert bytes(store.read_blob(NS, digest)) == data
+        assert store.care.collect_garbage().blobs_swept == 0
+        assert bytes(store.blobs.read(NS, digest)) == data
         lab.clock.pass_s(200)
-        assert store.collect_garbage().blobs_swept == 1
+        assert store.care.collect_garbage().blobs_swept == 1
 
 
 @pytest.mark.parametrize("is_tight", [False, True])
@@ -267,17 +267,17 @@ def test_going_on_with_a_blob_near_the_quota_keeps_what_had_arrived(lab: Lab, is
     [(other, other_data)] = SyntheticAgent(SMALL, 2).turn(64).new_blobs.items()
     half, other_half = len(data) // 2, len(other_data) // 2
     with lab.open(default_quota_bytes=len(data) + (0 if is_tight else other_half)) as store:
-        with store.open_writer(NS, digest, TENSORS) as writer:
+        with store.blobs.open_writer(NS, digest, TENSORS) as writer:
             writer.write(0, data[:half])
-        with store.open_writer(NS, other, TENSORS) as writer:
+        with store.blobs.open_writer(NS, other, TENSORS) as writer:
             writer.write(0, other_data[:other_half])
         # Where its rest does not fit, another's part goes; its own does not.
-        with store.open_writer(NS, digest, TENSORS) as writer:
+        with store.blobs.open_writer(NS, digest, TENSORS) as writer:
             assert writer.received_bytes == half
             writer.write(half, data[half:])
             writer.finish()
-        assert bytes(store.read_blob(NS, digest)) == data
-        assert store.write_status(NS, other).received_bytes == (0 if is_tight else other_half)
+        assert bytes(store.blobs.read(NS, digest)) == data
+        assert store.blobs.write_status(NS, other).received_bytes == (0 if is_tight else other_half)
 
 
 def test_the_disk_reserve_is_kept(lab: Lab) -> None:
@@ -287,7 +287,7 @@ def test_the_disk_reserve_is_kept(lab: Lab) -> None:
             write(store, digest, data, TENSORS)
         assert refused.value.reason == "DISK_FULL"
         assert refused.value.retry_after_s
-        assert store.stats(NS).reserved_bytes == 0
+        assert store.statistics.of(NS).reserved_bytes == 0
 
 
 def test_find_missing_of_1000_digests_takes_at_most_10_ms(store: Store) -> None:
@@ -295,10 +295,10 @@ def test_find_missing_of_1000_digests_takes_at_most_10_ms(store: Store) -> None:
     snapshot = SyntheticAgent(TINY, 1).turn(300)
     publish(store, "a", snapshot, 0)
     asked = [*snapshot.digests, *(Digest(f"{n:064x}", 100) for n in range(998))]
-    store.find_missing(NS, asked)
+    store.blobs.find_missing(NS, asked)
     times = []
     for _ in range(20):
         began = time.perf_counter()
-        assert len(store.find_missing(NS, asked)) == 998
+        assert len(store.blobs.find_missing(NS, asked)) == 998
         times.append(time.perf_counter() - began)
     assert min(times) < 0.010

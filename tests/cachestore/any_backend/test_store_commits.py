@@ -14,7 +14,7 @@ from kvasir.formats.digest import Digest
 
 from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.store.store import Store
-from tests.cachestore.core.lab import NS, Lab, assert_restores, publish, upload, write
+from tests.cachestore.core.lab import NS, Lab, assert_restores, prefix_of, publish, upload, write
 from tests.made_models.sampling import sampled
 from tests.made_models.synthetic import (
     MIXED,
@@ -50,9 +50,9 @@ def test_a_turn_of_50_tokens_writes_at_most_a_block_and_a_tail_of_each_group_and
     agent = SyntheticAgent(identity, 1)
     publish(store, "a", agent.turn(700), 0)
     for turn in range(1, 12):
-        before = store.stats(NS).counters["blobs_written"]
+        before = store.statistics.of(NS).counters["blobs_written"]
         publish(store, "a", agent.turn(50), turn)
-        assert store.stats(NS).counters["blobs_written"] - before <= 2 * groups + 1
+        assert store.statistics.of(NS).counters["blobs_written"] - before <= 2 * groups + 1
 
 
 @pytest.mark.long(6)
@@ -60,7 +60,7 @@ def test_many_agents_with_one_prefix_hold_its_blocks_once(store: Store) -> None:
     count = sampled(150, of=1000)
     first = SyntheticAgent(SMALL, 0)
     publish(store, "agent-0", first.turn(2048, is_prompt=True), 0, bind_shared=True)
-    blocks = store.find_prefix(NS, KV, first.block_hashes(NS))
+    blocks = prefix_of(store, NS, KV, first.block_hashes(NS))
     assert len(blocks) == 8
 
     def begin(number: int) -> None:
@@ -68,7 +68,7 @@ def test_many_agents_with_one_prefix_hold_its_blocks_once(store: Store) -> None:
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(begin, range(1, count)))
-    stats = store.stats(NS)
+    stats = store.statistics.of(NS)
     assert stats.agent_count == count
     # Eight blocks, and a manifest and, but for the first, a tail for each.
     assert stats.blob_count == 8 + count + count - 1
@@ -89,7 +89,7 @@ def test_a_commit_on_a_head_that_moved_is_refused_with_the_head(store: Store) ->
             publish(store, "a", loser, parent)
         assert refused.value.reason == "HEAD_MOVED"
         assert refused.value.metadata["head_version"] == "2"
-    assert store.get_snapshot(NS, "a").version == 2
+    assert store.snapshots.get(NS, "a").version == 2
 
 
 def test_a_repeated_commit_answers_its_version_again(store: Store) -> None:
@@ -97,11 +97,11 @@ def test_a_repeated_commit_answers_its_version_again(store: Store) -> None:
     first = agent.turn(30)
     done = publish(store, "a", first, 0)
     second = publish(store, "a", agent.turn(30), 1)
-    cursor = store.events_after(NS, None).cursor
-    assert store.commit(NS, "a", first.manifest_digest, 0) == done
-    assert store.commit(NS, "a", second.manifest, 1) == second
-    assert store.events_after(NS, cursor).events == ()
-    assert store.get_snapshot(NS, "a").version == 2
+    cursor = store.events.after(NS, None).cursor
+    assert store.snapshots.commit(NS, "a", first.manifest_digest, 0) == done
+    assert store.snapshots.commit(NS, "a", second.manifest, 1) == second
+    assert store.events.after(NS, cursor).events == ()
+    assert store.snapshots.get(NS, "a").version == 2
 
 
 def test_of_eight_writers_exactly_one_wins_each_version(store: Store) -> None:
@@ -116,7 +116,7 @@ def test_of_eight_writers_exactly_one_wins_each_version(store: Store) -> None:
             upload(store, content)
             barrier.wait()
             try:
-                done = store.commit(NS, "contested", content.manifest_digest, parent)
+                done = store.snapshots.commit(NS, "contested", content.manifest_digest, parent)
                 wins.append((done.version, number))
             except Conflict:
                 conflicts.append(number)
@@ -129,7 +129,7 @@ def test_of_eight_writers_exactly_one_wins_each_version(store: Store) -> None:
         thread.join()
     assert sorted(version for version, _ in wins) == list(range(1, versions + 1))
     assert len(conflicts) == 7 * versions
-    assert store.stats(NS).counters["conflicts"] == 7 * versions
+    assert store.statistics.of(NS).counters["conflicts"] == 7 * versions
 
 
 # --- what a manifest needs ---
@@ -140,22 +140,22 @@ def test_a_missing_blob_refuses_the_commit_and_is_named(store: Store) -> None:
     write(store, content.manifest_digest, content.manifest_bytes, BlobKind.MANIFEST)
     for digest, data in content.new_blobs.items():
         with pytest.raises(FailedPrecondition) as refused:
-            store.commit(NS, "a", content.manifest_digest, 0)
+            store.snapshots.commit(NS, "a", content.manifest_digest, 0)
         assert (refused.value.reason, refused.value.metadata["digest"]) == ("BLOB_MISSING", digest.hash)
         with pytest.raises(NotFound):
-            store.get_agent(NS, "a")
+            store.agents.get(NS, "a")
         write(store, digest, data, BlobKind.TENSORS)
-    store.commit(NS, "a", content.manifest_digest, 0)
+    store.snapshots.commit(NS, "a", content.manifest_digest, 0)
 
 
 def test_a_missing_or_damaged_manifest_refuses_the_commit(lab: Lab, store: Store) -> None:
     content = SyntheticAgent(SMALL, 1).turn(30)
     with pytest.raises(FailedPrecondition, match="manifest"):
-        store.commit(NS, "a", content.manifest_digest, 0)
+        store.snapshots.commit(NS, "a", content.manifest_digest, 0)
     upload(store, content)
     lab.overwrite(content.manifest_digest, b"")
     with pytest.raises(FailedPrecondition) as refused:
-        store.commit(NS, "a", content.manifest_digest, 0)
+        store.snapshots.commit(NS, "a", content.manifest_digest, 0)
     assert refused.value.reason == "BLOB_MISSING"
 
 
@@ -164,9 +164,9 @@ def test_a_damaged_blob_refuses_the_commit(lab: Lab, store: Store) -> None:
     upload(store, content)
     digest = content.digests[1]
     lab.overwrite(digest, b"")
-    list(store.verify(NS))
+    list(store.care.verify(NS))
     with pytest.raises(FailedPrecondition) as refused:
-        store.commit(NS, "a", content.manifest_digest, 0)
+        store.snapshots.commit(NS, "a", content.manifest_digest, 0)
     assert refused.value.metadata["digest"] == digest.hash
 
 
@@ -203,14 +203,14 @@ def test_a_block_of_other_tokens_place_or_weights_refuses_the_commit(
 
 def write_and_commit(store: Store, manifest: bytes) -> None:
     write(store, Digest.of(manifest), manifest, BlobKind.MANIFEST)
-    store.commit(NS, "a", Digest.of(manifest), 0)
+    store.snapshots.commit(NS, "a", Digest.of(manifest), 0)
 
 
 def refuse_unfit(store: Store, manifest: manifest_pb2.Manifest, named: Digest, why: str) -> None:
     raw = manifest.SerializeToString()
     write(store, Digest.of(raw), raw, BlobKind.MANIFEST)
     with pytest.raises(FailedPrecondition, match=why) as refused:
-        store.commit(NS, "a", Digest.of(raw), 0)
+        store.snapshots.commit(NS, "a", Digest.of(raw), 0)
     assert refused.value.reason == "BLOB_UNFIT"
     assert refused.value.metadata["digest"] == named.hash
 
@@ -269,7 +269,7 @@ def test_a_blob_that_is_a_manifest_is_no_block_and_a_block_is_no_manifest(store:
     manifest.blocks[1].CopyFrom(content.manifest_digest.to_proto())
     refuse_unfit(store, manifest, content.manifest_digest, "kind: expected block, found manifest")
     with pytest.raises(InvalidArgument):
-        store.commit(NS, "a", content.digests[0], 0)
+        store.snapshots.commit(NS, "a", content.digests[0], 0)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_a_hostile_name_is_refused(store: Store, name: str) -> None:
         publish(store, "a", content, 0, namespace=name)
     publish(store, "a", content, 0)
     with pytest.raises(InvalidArgument):
-        store.fork_agent(NS, "a", name)
+        store.agents.fork(NS, "a", name)
 
 
 # --- lines ---

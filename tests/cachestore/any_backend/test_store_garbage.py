@@ -9,7 +9,17 @@ from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.facts.records import AgentDeleted, AgentUpdated, BlobKind
 from cachestore_svc.store.store import Store
-from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, publish, snapshot_digests, upload, write
+from tests.cachestore.core.lab import (
+    NS,
+    Lab,
+    assert_restores,
+    damaged,
+    prefix_of,
+    publish,
+    snapshot_digests,
+    upload,
+    write,
+)
 from tests.made_models.synthetic import SMALL, TINY, SyntheticAgent, SyntheticSnapshot
 
 KV = kv_identity_hash(SMALL)
@@ -25,18 +35,18 @@ def test_unheld_blobs_are_marked_rest_and_are_swept_by_a_later_pass(lab: Lab) ->
     with opened(lab) as store:
         content = SyntheticAgent(SMALL, 1).turn(300)
         upload(store, content)
-        assert store.collect_garbage(dry_run=True).blobs_marked == 3
-        assert store.collect_garbage().blobs_marked == 3
+        assert store.care.collect_garbage(dry_run=True).blobs_marked == 3
+        assert store.care.collect_garbage().blobs_marked == 3
         lab.clock.pass_s(GRACE_S - 1)
-        assert store.collect_garbage().blobs_swept == 0
+        assert store.care.collect_garbage().blobs_swept == 0
         lab.clock.pass_s(2)
-        ready = store.collect_garbage(dry_run=True)
-        report = store.collect_garbage()
+        ready = store.care.collect_garbage(dry_run=True)
+        report = store.care.collect_garbage()
         size = sum(map(len, content.new_blobs.values())) + len(content.manifest_bytes)
         assert (report.blobs_swept, report.bytes_freed) == (ready.blobs_swept, ready.bytes_freed) == (3, size)
         assert lab.stored_hashes == []
-        assert store.stats(NS).blob_bytes == store.stats(NS).unreferenced_bytes == 0
-        assert set(store.find_missing(NS, content.digests)) == set(content.digests)
+        assert store.statistics.of(NS).blob_bytes == store.statistics.of(NS).unreferenced_bytes == 0
+        assert set(store.blobs.find_missing(NS, content.digests)) == set(content.digests)
 
 
 def test_what_a_version_holds_is_never_marked(lab: Lab) -> None:
@@ -44,7 +54,7 @@ def test_what_a_version_holds_is_never_marked(lab: Lab) -> None:
         content = SyntheticAgent(SMALL, 1).turn(300)
         done = publish(store, "a", content, 0)
         for _ in range(3):
-            assert store.collect_garbage().blobs_marked == 0
+            assert store.care.collect_garbage().blobs_marked == 0
             lab.clock.pass_s(REST_S)
         assert_restores(store, done, content)
 
@@ -54,45 +64,45 @@ def test_naming_a_blob_extends_its_life_by_the_grace_period(lab: Lab, ask: str) 
     with opened(lab) as store:
         content = SyntheticAgent(SMALL, 1).turn(30)
         upload(store, content)
-        store.collect_garbage()
+        store.care.collect_garbage()
         lab.clock.pass_s(GRACE_S - 1)
         everything = [*content.digests, content.manifest_digest]
         if ask == "find_missing":
-            assert store.find_missing(NS, everything) == []
+            assert store.blobs.find_missing(NS, everything) == []
         else:
-            assert all(store.open_writer(NS, digest, BlobKind.TENSORS).is_stored for digest in everything)
+            assert all(store.blobs.open_writer(NS, digest, BlobKind.TENSORS).is_stored for digest in everything)
         lab.clock.pass_s(GRACE_S - 1)
-        assert store.collect_garbage().blobs_swept == 0
-        store.commit(NS, "a", content.manifest_digest, 0)
+        assert store.care.collect_garbage().blobs_swept == 0
+        store.snapshots.commit(NS, "a", content.manifest_digest, 0)
 
 
 def test_a_prefix_that_was_found_extends_the_life_of_its_blocks(lab: Lab) -> None:
     with opened(lab) as store:
         agent = SyntheticAgent(SMALL, 1)
         publish(store, "a", agent.turn(256, is_prompt=True), 0, bind_shared=True)
-        store.delete_agent(NS, "a")
+        store.agents.delete(NS, "a")
         lab.clock.pass_s(GRACE_S - 1)
-        [block] = store.find_prefix(NS, KV, agent.block_hashes(NS))
+        [block] = prefix_of(store, NS, KV, agent.block_hashes(NS))
         lab.clock.pass_s(GRACE_S - 1)
-        store.collect_garbage()
-        assert store.read_blob(NS, block)
+        store.care.collect_garbage()
+        assert store.blobs.read(NS, block)
         lab.clock.pass_s(REST_S)
-        store.collect_garbage()
-        assert store.find_prefix(NS, KV, agent.block_hashes(NS)) == []
+        store.care.collect_garbage()
+        assert prefix_of(store, NS, KV, agent.block_hashes(NS)) == []
 
 
 def test_a_writer_frozen_across_two_collections_fails_cleanly_and_may_begin_again(lab: Lab) -> None:
     with opened(lab) as store:
         content = SyntheticAgent(SMALL, 1).turn(300)
         upload(store, content)
-        store.collect_garbage()
+        store.care.collect_garbage()
         lab.clock.pass_s(REST_S)
-        store.collect_garbage()
+        store.care.collect_garbage()
         with pytest.raises(FailedPrecondition) as refused:
-            store.commit(NS, "a", content.manifest_digest, 0)
+            store.snapshots.commit(NS, "a", content.manifest_digest, 0)
         assert refused.value.reason == "BLOB_MISSING"
         with pytest.raises(NotFound):
-            store.get_agent(NS, "a")
+            store.agents.get(NS, "a")
         assert_restores(store, publish(store, "a", content, 0), content)
 
 
@@ -100,12 +110,12 @@ def test_a_writer_frozen_for_less_than_its_rest_commits_whole(lab: Lab) -> None:
     with opened(lab) as store:
         content = SyntheticAgent(SMALL, 1).turn(300)
         upload(store, content)
-        store.collect_garbage()
+        store.care.collect_garbage()
         lab.clock.pass_s(GRACE_S - 1)
-        store.collect_garbage()
-        done = store.commit(NS, "a", content.manifest_digest, 0)
+        store.care.collect_garbage()
+        done = store.snapshots.commit(NS, "a", content.manifest_digest, 0)
         lab.clock.pass_s(REST_S)
-        store.collect_garbage()
+        store.care.collect_garbage()
         assert_restores(store, done, content)
 
 
@@ -115,12 +125,12 @@ def test_a_commit_gives_its_blobs_a_whole_rest_when_they_are_let_go(lab: Lab) ->
         agent = SyntheticAgent(SMALL, 1)
         content = agent.turn(30)
         upload(store, content)
-        store.collect_garbage()
-        store.commit(NS, "a", content.manifest_digest, 0)
+        store.care.collect_garbage()
+        store.snapshots.commit(NS, "a", content.manifest_digest, 0)
         lab.clock.pass_s(REST_S)
         publish(store, "a", agent.turn(30), 1)
-        assert store.collect_garbage().blobs_swept == 0
-        assert store.read_blob(NS, content.digests[0])
+        assert store.care.collect_garbage().blobs_swept == 0
+        assert store.blobs.read(NS, content.digests[0])
 
 
 def test_writers_and_a_collector_without_grace_never_make_a_row_without_bytes(lab: Lab) -> None:
@@ -134,14 +144,14 @@ def test_writers_and_a_collector_without_grace_never_make_a_row_without_bytes(la
                 try:
                     done = publish(store, f"agent-{number}", content, 0)
                     assert_restores(store, done, content)
-                    store.delete_agent(NS, f"agent-{number}")
+                    store.agents.delete(NS, f"agent-{number}")
                 except KvasirError as error:
                     if error.reason not in ("BLOB_MISSING", "WRITE_IN_PROGRESS"):
                         problems.append(error)
 
         def collect() -> None:
             while not is_over.is_set():
-                store.collect_garbage()
+                store.care.collect_garbage()
 
         collector = threading.Thread(target=collect)
         workers = [threading.Thread(target=work, args=(number,)) for number in range(4)]
@@ -153,10 +163,10 @@ def test_writers_and_a_collector_without_grace_never_make_a_row_without_bytes(la
         collector.join()
         assert problems == []
         assert damaged(store, NS) == []
-        assert store.check().is_clean
-        stats = store.stats(NS)
+        assert store.care.check().is_clean
+        stats = store.statistics.of(NS)
     with lab.open() as store:
-        assert store.stats(NS).blob_bytes == stats.blob_bytes
+        assert store.statistics.of(NS).blob_bytes == stats.blob_bytes
 
 
 def test_deleting_an_agent_says_when_its_bytes_go_and_they_do(lab: Lab) -> None:
@@ -164,13 +174,13 @@ def test_deleting_an_agent_says_when_its_bytes_go_and_they_do(lab: Lab) -> None:
         agent = SyntheticAgent(SMALL, 1)
         publish(store, "a", agent.turn(300), 0)
         publish(store, "a", agent.turn(300), 1)
-        store.fork_agent(NS, "a", "b", version=1)
-        before = store.stats(NS).blob_bytes
-        deletion = store.delete_agent(NS, "a")
-        assert deletion.unshared_bytes == store.stats(NS).unreferenced_bytes > 0
+        store.agents.fork(NS, "a", "b", version=1)
+        before = store.statistics.of(NS).blob_bytes
+        deletion = store.agents.delete(NS, "a")
+        assert deletion.unshared_bytes == store.statistics.of(NS).unreferenced_bytes > 0
         lab.clock.now_s = deletion.bytes_gone_by_unix_ms / 1000
-        assert store.collect_garbage().bytes_freed == deletion.unshared_bytes
-        assert store.stats(NS).blob_bytes == before - deletion.unshared_bytes
+        assert store.care.collect_garbage().bytes_freed == deletion.unshared_bytes
+        assert store.statistics.of(NS).blob_bytes == before - deletion.unshared_bytes
 
 
 @pytest.mark.parametrize("is_promised", [False, True])
@@ -182,15 +192,15 @@ def test_garbage_of_a_time_when_the_clock_was_ahead_goes_a_rest_after_it_was_set
         content = SyntheticAgent(SMALL, 1).turn(300)
         upload(store, content)
         lab.clock.set_by_s = 20 * 365 * 86_400
-        store.collect_garbage()
+        store.care.collect_garbage()
         if is_promised:
-            assert store.find_missing(NS, content.digests) == []
+            assert store.blobs.find_missing(NS, content.digests) == []
         lab.clock.set_by_s = 0
-        store.collect_garbage()
+        store.care.collect_garbage()
         lab.clock.pass_s(GRACE_S - 1)
-        assert store.collect_garbage().blobs_swept == 0
+        assert store.care.collect_garbage().blobs_swept == 0
         lab.clock.pass_s(REST_S - GRACE_S + 2)
-        assert store.collect_garbage().blobs_swept == 3
+        assert store.care.collect_garbage().blobs_swept == 3
 
 
 @pytest.mark.long(4)
@@ -198,9 +208,9 @@ def test_a_pass_over_more_blobs_than_a_batch_sweeps_them_all(lab: Lab) -> None:
     with lab.open(grace_period_s=0.0) as store:
         for number in range(300):
             upload(store, SyntheticAgent(SMALL, number).turn(2))
-        store.collect_garbage()
-        assert store.collect_garbage().blobs_swept == 600
-        assert store.stats(NS).blob_count == 0
+        store.care.collect_garbage()
+        assert store.care.collect_garbage().blobs_swept == 600
+        assert store.statistics.of(NS).blob_count == 0
 
 
 # --- quotas ---
@@ -221,7 +231,7 @@ def test_a_full_quota_refuses_with_numbers_and_what_was_acknowledged_stays(lab: 
         assert refused.value.metadata["quota_bytes"] == str(size_of(content))
         assert refused.value.retry_after_s
         assert_restores(store, done, content)
-        assert store.stats(NS).reserved_bytes == 0
+        assert store.statistics.of(NS).reserved_bytes == 0
     with lab.open(default_quota_bytes=size_of(content) + size_of(more)) as store:
         publish(store, "b", more, 0)
 
@@ -239,7 +249,7 @@ def test_concurrent_writers_together_never_exceed_the_quota(lab: Lab) -> None:
             [(digest, data)] = content.new_blobs.items()
             ready.wait()
             try:
-                with store.open_writer(NS, digest, BlobKind.TENSORS) as writer:
+                with store.blobs.open_writer(NS, digest, BlobKind.TENSORS) as writer:
                     writer.write(0, data)
                     ready.wait()
                     writer.finish()
@@ -253,33 +263,33 @@ def test_concurrent_writers_together_never_exceed_the_quota(lab: Lab) -> None:
         for thread in threads:
             thread.join()
         assert refusals == ["QUOTA_FULL"] * 5
-        assert store.stats(NS).blob_bytes == 3 * size <= quota
+        assert store.statistics.of(NS).blob_bytes == 3 * size <= quota
 
 
 def test_what_interrupted_writes_left_counts_and_is_given_up_first(lab: Lab) -> None:
     content = SyntheticAgent(SMALL, 1).turn(256)
     [(digest, data)] = content.new_blobs.items()
     with lab.open(default_quota_bytes=len(data) + 100) as store:
-        with store.open_writer(NS, digest, BlobKind.TENSORS) as writer:
+        with store.blobs.open_writer(NS, digest, BlobKind.TENSORS) as writer:
             writer.write(0, data[:9000])
-        assert store.stats(NS).reserved_bytes == 9000
+        assert store.statistics.of(NS).reserved_bytes == 9000
         other, other_data = next(iter(SyntheticAgent(SMALL, 2).turn(256).new_blobs.items()))
         write(store, other, other_data, BlobKind.TENSORS)
-        assert store.stats(NS).reserved_bytes == 0
+        assert store.statistics.of(NS).reserved_bytes == 0
         assert not lab.part_hashes
 
 
 def test_old_parts_are_collected(lab: Lab) -> None:
     [(digest, data)] = SyntheticAgent(SMALL, 1).turn(256).new_blobs.items()
     with opened(lab) as store:
-        with store.open_writer(NS, digest, BlobKind.TENSORS) as writer:
+        with store.blobs.open_writer(NS, digest, BlobKind.TENSORS) as writer:
             writer.write(0, data[:9000])
-        store.collect_garbage()
+        store.care.collect_garbage()
         assert lab.part_hashes
         lab.clock.pass_s(GRACE_S)
-        store.collect_garbage()
+        store.care.collect_garbage()
         assert not lab.part_hashes
-        assert store.stats(NS).reserved_bytes == 0
+        assert store.statistics.of(NS).reserved_bytes == 0
 
 
 def test_a_full_quota_gives_up_old_versions_and_never_a_head(lab: Lab) -> None:
@@ -289,21 +299,21 @@ def test_a_full_quota_gives_up_old_versions_and_never_a_head(lab: Lab) -> None:
             for turn in range(3):
                 publish(store, name, agent.turn(60), turn)
                 lab.clock.pass_s(1)
-        store.update_agent(NS, "pinned", is_pinned=True)
-        heads = {name: store.get_snapshot(NS, name) for name in agents}
+        store.agents.update(NS, "pinned", is_pinned=True)
+        heads = {name: store.snapshots.get(NS, name) for name in agents}
         lab.clock.pass_s(REST_S)
-        cursor = store.events_after(NS, None).cursor
+        cursor = store.events.after(NS, None).cursor
         fill(store, 100)
-        assert store.stats(NS).blob_bytes <= 120_000
+        assert store.statistics.of(NS).blob_bytes <= 120_000
         for name, head in heads.items():
-            assert store.get_snapshot(NS, name) == head
+            assert store.snapshots.get(NS, name) == head
             assert_readable(store, name)
-        assert store.stats(NS).counters["versions_evicted"] == 6
-        bodies = [event.body for event in store.events_after(NS, cursor).events]
+        assert store.statistics.of(NS).counters["versions_evicted"] == 6
+        bodies = [event.body for event in store.events.after(NS, cursor).events]
         updated = [body.agent_id for body in bodies if isinstance(body, AgentUpdated)]
         assert set(updated) == {"old", "pinned", "young"}
         assert updated[-1] == "pinned"
-        assert store.check().is_clean
+        assert store.care.check().is_clean
 
 
 def fill(store: Store, seed: int) -> None:
@@ -319,7 +329,7 @@ def fill(store: Store, seed: int) -> None:
 
 def assert_readable(store: Store, name: str) -> None:
     for digest in snapshot_digests(store, NS, name):
-        store.read_blob(NS, digest)
+        store.blobs.read(NS, digest)
 
 
 def test_an_eviction_that_would_not_be_enough_gives_nothing_up(lab: Lab) -> None:
@@ -330,14 +340,14 @@ def test_an_eviction_that_would_not_be_enough_gives_nothing_up(lab: Lab) -> None
         # What is on its way to a commit looks as if it could be freed, until one tries.
         upload(store, SyntheticAgent(SMALL, 2).turn(256))
         lab.clock.pass_s(REST_S)
-        stored = store.stats(NS).blob_bytes
+        stored = store.statistics.of(NS).blob_bytes
     for seed, identity in ((3, SMALL), (4, TINY)):
         with opened(lab, default_quota_bytes=stored) as store:
             [(digest, _)] = SyntheticAgent(identity, seed).turn(256).new_blobs.items()
             with pytest.raises(ResourceExhausted):
-                store.open_writer(NS, digest, BlobKind.TENSORS)
-            assert [each.version for each in store.list_snapshots(NS, "a").snapshots] == [3, 2, 1]
-            assert store.check().is_clean
+                store.blobs.open_writer(NS, digest, BlobKind.TENSORS)
+            assert [each.version for each in store.snapshots.page(NS, "a").snapshots] == [3, 2, 1]
+            assert store.care.check().is_clean
 
 
 def test_heads_go_only_where_configured_long_unused_and_unpinned(lab: Lab) -> None:
@@ -345,18 +355,18 @@ def test_heads_go_only_where_configured_long_unused_and_unpinned(lab: Lab) -> No
         for seed, name in enumerate(("pinned", "first", "second")):
             publish(store, name, SyntheticAgent(SMALL, seed).turn(400), 0)
             lab.clock.pass_s(1)
-        store.update_agent(NS, "pinned", is_pinned=True)
+        store.agents.update(NS, "pinned", is_pinned=True)
         lab.clock.pass_s(REST_S)
-        store.get_snapshot(NS, "first")  # a use
-        store.collect_garbage()
-        cursor = store.events_after(NS, None).cursor
+        store.snapshots.get(NS, "first")  # a use
+        store.care.collect_garbage()
+        cursor = store.events.after(NS, None).cursor
         publish(store, "new", SyntheticAgent(SMALL, 9).turn(500), 0)
         with pytest.raises(NotFound):
-            store.get_agent(NS, "second")
-        assert AgentDeleted("second") in [event.body for event in store.events_after(NS, cursor).events]
+            store.agents.get(NS, "second")
+        assert AgentDeleted("second") in [event.body for event in store.events.after(NS, cursor).events]
         for name in ("pinned", "first", "new"):
             assert_readable(store, name)
-        assert store.check().is_clean
+        assert store.care.check().is_clean
 
 
 def test_what_was_promised_does_not_go_by_eviction_either(lab: Lab) -> None:
@@ -366,14 +376,14 @@ def test_what_was_promised_does_not_go_by_eviction_either(lab: Lab) -> None:
         publish(store, "a", old, 0)
         agent.trim(0)
         publish(store, "a", agent.turn(100), 1)
-        assert store.find_missing(NS, old.digests) == []
+        assert store.blobs.find_missing(NS, old.digests) == []
         with pytest.raises(ResourceExhausted):
             upload(store, SyntheticAgent(SMALL, 2).turn(256))
-        assert store.read_blob(NS, old.digests[0])
+        assert store.blobs.read(NS, old.digests[0])
         lab.clock.pass_s(REST_S)
         upload(store, SyntheticAgent(SMALL, 2).turn(256))
         with pytest.raises(NotFound):
-            store.read_blob(NS, old.digests[0])
+            store.blobs.read(NS, old.digests[0])
 
 
 def test_free_and_stored_add_up_after_any_work(lab: Lab) -> None:
@@ -390,18 +400,18 @@ def test_free_and_stored_add_up_after_any_work(lab: Lab) -> None:
                         head = publish(store, name, agent.turn(chance.randrange(1, 300)), head).version
                         heads[name] = (agent, head)
                     case 2:
-                        store.delete_agent(NS, name)
+                        store.agents.delete(NS, name)
                         heads.pop(name, None)
                     case _:
-                        store.collect_garbage()
+                        store.care.collect_garbage()
             except (NotFound, ResourceExhausted, Conflict, FailedPrecondition):
                 heads.pop(name, None)
-                if store.list_agents(NS, name_prefix=name).agents:
-                    store.delete_agent(NS, name)
+                if store.agents.page(NS, name_prefix=name).agents:
+                    store.agents.delete(NS, name)
             lab.clock.pass_s(chance.random() * 60)
-        blobs, stats = lab.blobs.of(NS), store.stats(NS)
+        blobs, stats = lab.blobs.of(NS), store.statistics.of(NS)
         lying = sum(blobs.size_bytes(hash_) or 0 for hash_ in blobs.list().blobs)
         assert stats.blob_bytes == lying == store._core.space._stored[NS]
         assert stats.reserved_bytes == 0
         assert not lab.part_hashes
-        assert store.check().is_clean
+        assert store.care.check().is_clean

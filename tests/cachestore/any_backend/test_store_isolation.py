@@ -8,9 +8,10 @@ from kvasir.errors import FailedPrecondition, NotFound, ResourceExhausted
 from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.facts.records import BlobKind, HeldLease, Origin
-from cachestore_svc.store.owners import ArrivingAgent
-from cachestore_svc.store.store import NewBlob, Store
-from tests.cachestore.core.lab import NS, Lab, anybody, assert_restores, damaged, publish, upload, write
+from cachestore_svc.store.blobs import NewBlob
+from cachestore_svc.store.move_steps import ArrivingAgent
+from cachestore_svc.store.store import Store
+from tests.cachestore.core.lab import NS, Lab, anybody, assert_restores, damaged, prefix_of, publish, upload, write
 from tests.made_models.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot
 
 KV = kv_identity_hash(SMALL)
@@ -24,7 +25,7 @@ def content(store: Store) -> SyntheticSnapshot:
     publish(store, "secret", agent.turn(300, is_prompt=True), 0, THEIRS, bind_shared=True)
     content = agent.turn(30)
     publish(store, "secret", content, 1, THEIRS)
-    store.acquire_lease(THEIRS, "secret", KV, "engine", 60)
+    store.leases.acquire(THEIRS, "secret", KV, "engine", 60)
     return content
 
 
@@ -37,73 +38,85 @@ def not_found(call: Callable[[], object]) -> None:
         call()
 
 
-# Each method of the store, asked in our namespace for what is theirs.
+# Each method of the store and its parts, asked in our namespace for what is theirs.
 PROBES: dict[str, Callable[[Store, SyntheticSnapshot], object]] = {
-    "find_missing": lambda s, c: s.find_missing(NS, c.digests) == c.digests or pytest.fail("their blobs were seen"),
-    "open_writer": lambda s, c: s.open_writer(NS, c.digests[0], BlobKind.TENSORS).is_stored and pytest.fail("seen"),
-    "open_writers": lambda s, c: (
-        s.open_writers(NS, [NewBlob(c.digests[0], BlobKind.TENSORS)])[0].is_stored and pytest.fail("seen")
+    "blobs.find_missing": lambda s, c: (
+        s.blobs.find_missing(NS, c.digests) == c.digests or pytest.fail("their blobs were seen")
     ),
-    "receive_files": lambda s, c: s.receive_files(NS),
-    "write_status": lambda s, c: s.write_status(NS, c.digests[0]).received_bytes == 0 or pytest.fail("seen"),
-    "read_blob": lambda s, c: not_found(lambda: s.read_blob(NS, c.digests[0])),
-    "read_found": lambda s, c: not_found(lambda: s.read_found(NS, c.digests[0])),
-    "leading_stored": lambda s, c: not_found(lambda: s.leading_stored(NS, c.digests)),
-    "named_blobs": lambda s, c: not_found(lambda: s.named_blobs(NS, c.manifest_digest, 1)),
-    "commit": lambda s, c: refused(lambda: s.commit(NS, "mine", c.manifest_digest, 0)),
-    "get_snapshot": lambda s, c: not_found(lambda: s.get_snapshot(NS, "secret")),
-    "has_had": lambda s, c: (
-        not s.has_had(NS, "secret", c.manifest_digest.hash) or pytest.fail("their version was seen")
+    "blobs.open_writer": lambda s, c: (
+        s.blobs.open_writer(NS, c.digests[0], BlobKind.TENSORS).is_stored and pytest.fail("seen")
     ),
-    "list_snapshots": lambda s, c: not_found(lambda: s.list_snapshots(NS, "secret")),
-    "find_prefix": lambda s, c: s.find_prefix(NS, KV, HASHES.block_hashes(THEIRS)) == [] or pytest.fail("seen"),
-    "find_prefix_of": lambda s, c: (
-        s.find_prefix_of(NS, KV, HASHES.block_hashes(THEIRS), (0,)).tokens == 0 or pytest.fail("seen")
+    "blobs.open_writers": lambda s, c: (
+        s.blobs.open_writers(NS, [NewBlob(c.digests[0], BlobKind.TENSORS)])[0].is_stored and pytest.fail("seen")
     ),
-    "list_agents": lambda s, c: s.list_agents(NS).agents == () or pytest.fail("seen"),
-    "get_agent": lambda s, c: not_found(lambda: s.get_agent(NS, "secret")),
-    "update_agent": lambda s, c: not_found(lambda: s.update_agent(NS, "secret", is_pinned=True)),
-    "fork_agent": lambda s, c: not_found(lambda: s.fork_agent(NS, "secret", "mine")),
-    "rollback_agent": lambda s, c: not_found(lambda: s.rollback_agent(NS, "secret", 1)),
-    "delete_agent": lambda s, c: not_found(lambda: s.delete_agent(NS, "secret", force=True)),
-    "acquire_lease": lambda s, c: (
-        s.acquire_lease(NS, "secret", KV, "mine", 10).token.generation == 1 or pytest.fail("x")
+    "blobs.receive_files": lambda s, c: s.blobs.receive_files(NS),
+    "blobs.write_status": lambda s, c: (
+        s.blobs.write_status(NS, c.digests[0]).received_bytes == 0 or pytest.fail("seen")
     ),
-    "renew_leases": lambda s, c: (
-        s.renew_leases(NS, "engine", KV, [HeldLease("secret", their_token(s).generation)], 10).lost or pytest.fail("x")
+    "blobs.read": lambda s, c: not_found(lambda: s.blobs.read(NS, c.digests[0])),
+    "blobs.read_found": lambda s, c: not_found(lambda: s.blobs.read_found(NS, c.digests[0])),
+    "blobs.leading_stored": lambda s, c: not_found(lambda: s.blobs.leading_stored(NS, c.digests)),
+    "blobs.named_blobs": lambda s, c: not_found(lambda: s.blobs.named_blobs(NS, c.manifest_digest, 1)),
+    "snapshots.commit": lambda s, c: refused(lambda: s.snapshots.commit(NS, "mine", c.manifest_digest, 0)),
+    "snapshots.get": lambda s, c: not_found(lambda: s.snapshots.get(NS, "secret")),
+    "snapshots.has_had": lambda s, c: (
+        not s.snapshots.has_had(NS, "secret", c.manifest_digest.hash) or pytest.fail("their version was seen")
     ),
-    "renew_lease": lambda s, c: not_found(lambda: s.renew_lease(NS, "secret", KV, their_token(s), 10)),
-    "release_lease": lambda s, c: not_found(lambda: s.release_lease(NS, "secret", KV, their_token(s))),
-    "events_after": lambda s, c: s.events_after(NS, None).cursor.sequence == 0 or pytest.fail("counted"),
-    "verify": lambda s, c: not_found(lambda: list(s.verify(NS, "secret"))),
-    "collect_garbage": lambda s, c: s.collect_garbage(NS).blobs_marked == 0 or pytest.fail("marked"),
-    "usage": lambda s, c: not_found(lambda: s.usage(NS, "secret")),
-    "kind_of": lambda s, c: s.kind_of(NS, c.digests[0]) is None or pytest.fail("their blob was seen"),
-    "count_repair": lambda s, c: s.count_repair(NS),
-    "ownership": lambda s, c: s.ownership(NS, "secret").generation == 0 or pytest.fail("their owner was seen"),
-    "claim": lambda s, c: not_found(lambda: s.claim(NS, "secret", 1)),
-    "offer": lambda s, c: not_found(lambda: s.offer(NS, "secret", "peer", "move", 0, anybody)),
-    "hand_over": lambda s, c: not_under_way(lambda: s.hand_over(NS, "secret", "peer", "move", 1)),
-    "arrive": lambda s, c: not_under_way(lambda: s.arrive(NS, "secret", "move")),
-    "receive": lambda s, c: not_found(
-        lambda: s.receive(NS, ArrivingAgent("secret", "peer", "move", 1, (), {}, False, 8))
+    "snapshots.page": lambda s, c: not_found(lambda: s.snapshots.page(NS, "secret")),
+    "prefixes.find": lambda s, c: (
+        s.prefixes.find(NS, KV, HASHES.block_hashes(THEIRS), (0,)).tokens == 0 or pytest.fail("seen")
     ),
-    "did_not_arrive": lambda s, c: s.did_not_arrive(NS, "secret", "move"),
-    "undo_move": lambda s, c: s.undo_move(NS, "secret", "peer", "move"),
-    "take_back": lambda s, c: s.take_back(NS, "secret").is_owned or pytest.fail("their owner was seen"),
-    "fence": lambda s, c: s.fence(NS, "secret", "peer", 3, anybody),
-    "told": lambda s, c: s.told(NS, "secret", "peer", 3),
+    "agents.page": lambda s, c: s.agents.page(NS).agents == () or pytest.fail("seen"),
+    "agents.get": lambda s, c: not_found(lambda: s.agents.get(NS, "secret")),
+    "agents.update": lambda s, c: not_found(lambda: s.agents.update(NS, "secret", is_pinned=True)),
+    "agents.fork": lambda s, c: not_found(lambda: s.agents.fork(NS, "secret", "mine")),
+    "agents.roll_back": lambda s, c: not_found(lambda: s.agents.roll_back(NS, "secret", 1)),
+    "agents.delete": lambda s, c: not_found(lambda: s.agents.delete(NS, "secret", force=True)),
+    "leases.acquire": lambda s, c: (
+        s.leases.acquire(NS, "secret", KV, "mine", 10).token.generation == 1 or pytest.fail("x")
+    ),
+    "leases.renew_all": lambda s, c: (
+        s.leases.renew_all(NS, "engine", KV, [HeldLease("secret", their_token(s).generation)], 10).lost
+        or pytest.fail("x")
+    ),
+    "leases.renew": lambda s, c: not_found(lambda: s.leases.renew(NS, "secret", KV, their_token(s), 10)),
+    "leases.release": lambda s, c: not_found(lambda: s.leases.release(NS, "secret", KV, their_token(s))),
+    "events.after": lambda s, c: s.events.after(NS, None).cursor.sequence == 0 or pytest.fail("counted"),
+    "care.verify": lambda s, c: not_found(lambda: list(s.care.verify(NS, "secret"))),
+    "care.collect_garbage": lambda s, c: s.care.collect_garbage(NS).blobs_marked == 0 or pytest.fail("marked"),
+    "agents.usage": lambda s, c: not_found(lambda: s.agents.usage(NS, "secret")),
+    "blobs.kind_of": lambda s, c: s.blobs.kind_of(NS, c.digests[0]) is None or pytest.fail("their blob was seen"),
+    "blobs.count_repair": lambda s, c: s.blobs.count_repair(NS),
+    "owners.of": lambda s, c: s.owners.of(NS, "secret").generation == 0 or pytest.fail("their owner was seen"),
+    "owners.claim": lambda s, c: not_found(lambda: s.owners.claim(NS, "secret", 1)),
+    "moves.offer": lambda s, c: not_found(lambda: s.moves.offer(NS, "secret", "peer", "move", 0, anybody)),
+    "moves.hand_over": lambda s, c: not_under_way(lambda: s.moves.hand_over(NS, "secret", "peer", "move", 1)),
+    "moves.arrive": lambda s, c: not_under_way(lambda: s.moves.arrive(NS, "secret", "move")),
+    "moves.receive": lambda s, c: not_found(
+        lambda: s.moves.receive(NS, ArrivingAgent("secret", "peer", "move", 1, (), {}, False, 8))
+    ),
+    "moves.did_not_arrive": lambda s, c: s.moves.did_not_arrive(NS, "secret", "move"),
+    "moves.undo": lambda s, c: s.moves.undo(NS, "secret", "peer", "move"),
+    "moves.take_back": lambda s, c: s.moves.take_back(NS, "secret").is_owned or pytest.fail("their owner was seen"),
+    "owners.fence": lambda s, c: s.owners.fence(NS, "secret", "peer", 3, anybody),
+    "owners.told": lambda s, c: s.owners.told(NS, "secret", "peer", 3),
     "is_sealed": lambda s, c: s.is_sealed(NS),
-    "yield_to": lambda s, c: s.yield_to(NS, "secret", "peer", 0, 3, anybody),
-    "stats": lambda s, c: (s.stats(NS).blob_count, s.stats(NS).counters) == (0, {}) or pytest.fail("counted"),
+    "owners.yield_to": lambda s, c: s.owners.yield_to(NS, "secret", "peer", 0, 3, anybody),
+    "statistics.of": lambda s, c: (
+        (s.statistics.of(NS).blob_count, s.statistics.of(NS).counters) == (0, {}) or pytest.fail("counted")
+    ),
 }
 # These are of the whole store: no namespace asks them.
-WHOLE_STORE = {"open", "close", "subscribe", "scrub", "check", "counted", "totals", "ailments"}
-WHOLE_STORE |= {"expire_agents", "unfinished_moves", "owners", "rename_peers", "written"}
+WHOLE_STORE = {
+    *("open", "close", "events.subscribe", "owners.unfinished", "owners.known", "owners.rename_peers"),
+    *("care.scrub", "care.check", "care.expire_agents"),
+    *("statistics.counted", "statistics.totals", "statistics.ailments", "statistics.written"),
+}
+WITHIN_THE_STORE = {"leases.taking_back"}
 
 
 def their_token(store: Store) -> object:
-    return store.acquire_lease(THEIRS, "secret", KV, "engine", 60).token
+    return store.leases.acquire(THEIRS, "secret", KV, "engine", 60).token
 
 
 def refused(call: Callable[[], object]) -> None:
@@ -116,17 +129,22 @@ def not_under_way(call: Callable[[], object]) -> None:
         call()
 
 
-def test_every_method_of_the_store_is_probed() -> None:
-    methods = {name for name, _ in inspect.getmembers(Store, callable) if not name.startswith("_")}
-    assert methods == set(PROBES) | WHOLE_STORE
+def methods_of(part: object) -> set[str]:
+    return {name for name, _ in inspect.getmembers(type(part), callable) if not name.startswith("_")}
+
+
+def test_every_method_of_the_store_is_probed(store: Store) -> None:
+    parts = {name: part for name, part in vars(store).items() if not name.startswith("_")}
+    methods = {f"{name}.{method}" for name, part in parts.items() for method in methods_of(part)} | methods_of(store)
+    assert methods == set(PROBES) | WHOLE_STORE | WITHIN_THE_STORE
 
 
 def seen_by_its_owner(store: Store) -> tuple[object, ...]:
     return (
-        store.get_agent(THEIRS, "secret"),
-        store.list_snapshots(THEIRS, "secret"),
-        store.stats(THEIRS).blob_count,
-        store.ownership(THEIRS, "secret"),
+        store.agents.get(THEIRS, "secret"),
+        store.snapshots.page(THEIRS, "secret"),
+        store.statistics.of(THEIRS).blob_count,
+        store.owners.of(THEIRS, "secret"),
     )
 
 
@@ -135,12 +153,12 @@ def test_what_is_theirs_does_not_exist_for_us(store: Store, content: SyntheticSn
     before = seen_by_its_owner(store)
     PROBES[method](store, content)
     assert before == seen_by_its_owner(store)
-    assert_restores(store, store.get_snapshot(THEIRS, "secret"), content, THEIRS)
+    assert_restores(store, store.snapshots.get(THEIRS, "secret"), content, THEIRS)
 
 
 def test_a_manifest_of_ours_cannot_name_their_blobs(store: Store, content: SyntheticSnapshot) -> None:
     write(store, content.manifest_digest, content.manifest_bytes, BlobKind.MANIFEST)
-    refused(lambda: store.commit(NS, "mine", content.manifest_digest, 0))
+    refused(lambda: store.snapshots.commit(NS, "mine", content.manifest_digest, 0))
 
 
 def test_the_same_bytes_are_two_files_and_one_may_be_swept_or_damaged_alone(
@@ -149,32 +167,32 @@ def test_the_same_bytes_are_two_files_and_one_may_be_swept_or_damaged_alone(
     ours = SyntheticAgent(SMALL, 1).turn(300, is_prompt=True)
     publish(store, "secret", ours, 0)
     assert lab.stored_hashes.count(ours.digests[0].hash) == 2
-    store.delete_agent(NS, "secret")
-    store.collect_garbage()
+    store.agents.delete(NS, "secret")
+    store.care.collect_garbage()
     lab.clock.pass_s(100_000)
-    assert store.collect_garbage(NS).blobs_swept == 3
+    assert store.care.collect_garbage(NS).blobs_swept == 3
     assert lab.stored_hashes.count(ours.digests[0].hash) == 1
-    assert_restores(store, store.get_snapshot(THEIRS, "secret"), content, THEIRS)
+    assert_restores(store, store.snapshots.get(THEIRS, "secret"), content, THEIRS)
     # Damage in one is none in the other.
     upload(store, ours)
     lab.overwrite(ours.digests[0], b"")
-    list(store.verify(NS))
+    list(store.care.verify(NS))
     assert damaged(store, THEIRS) == []
 
 
 def test_deleting_our_agent_leaves_theirs_of_the_same_name(store: Store, content: SyntheticSnapshot) -> None:
     publish(store, "secret", SyntheticAgent(SMALL, 7).turn(20), 0)
-    store.update_agent(NS, "secret", labels={"a": "b"}, is_pinned=True)
-    store.delete_agent(NS, "secret", force=True)
-    agent = store.get_agent(THEIRS, "secret")
+    store.agents.update(NS, "secret", labels={"a": "b"}, is_pinned=True)
+    store.agents.delete(NS, "secret", force=True)
+    agent = store.agents.get(THEIRS, "secret")
     assert (dict(agent.labels), agent.is_pinned, agent.lines[0].version) == ({}, False, 2)
 
 
 def test_a_binding_of_ours_is_not_found_by_them_even_with_our_hashes(store: Store, content: SyntheticSnapshot) -> None:
     agent = SyntheticAgent(SMALL, 9)
     publish(store, "mine", agent.turn(256, is_prompt=True), 0, bind_shared=True)
-    assert store.find_prefix(NS, KV, agent.block_hashes(NS))
-    assert store.find_prefix(THEIRS, KV, agent.block_hashes(NS)) == []
+    assert prefix_of(store, NS, KV, agent.block_hashes(NS))
+    assert prefix_of(store, THEIRS, KV, agent.block_hashes(NS)) == []
     assert agent.block_hashes(NS) != agent.block_hashes(THEIRS)
 
 
@@ -183,29 +201,29 @@ def test_a_binding_of_theirs_is_not_ours_even_where_we_hold_the_same_bytes(store
     content = agent.turn(256, is_prompt=True)
     publish(store, "theirs", content, 0, THEIRS, bind_shared=True)
     publish(store, "ours", content, 0)
-    assert store.find_prefix(THEIRS, KV, agent.block_hashes(THEIRS))
-    assert store.find_prefix(NS, KV, agent.block_hashes(THEIRS)) == []
+    assert prefix_of(store, THEIRS, KV, agent.block_hashes(THEIRS))
+    assert prefix_of(store, NS, KV, agent.block_hashes(THEIRS)) == []
 
 
 def test_what_was_imported_is_not_shared_by_the_turns_that_extend_it(store: Store) -> None:
     # The archive came from anyone, and says of its own blocks that they may be shared.
     agent = SyntheticAgent(SMALL, 11)
     upload(store, brought := agent.turn(300, is_prompt=True))
-    store.commit(NS, "brought", brought.manifest_digest, 0, origin=Origin.IMPORT)
+    store.snapshots.commit(NS, "brought", brought.manifest_digest, 0, origin=Origin.IMPORT)
     publish(store, "brought", agent.turn(300, is_prompt=True), 1, bind_shared=True)
-    assert store.find_prefix(NS, KV, agent.block_hashes(NS)) == []
-    store.fork_agent(NS, "brought", "forked")
+    assert prefix_of(store, NS, KV, agent.block_hashes(NS)) == []
+    store.agents.fork(NS, "brought", "forked")
     publish(store, "forked", agent.turn(300, is_prompt=True), 1, bind_shared=True)
-    assert store.find_prefix(NS, KV, agent.block_hashes(NS)) == []
+    assert prefix_of(store, NS, KV, agent.block_hashes(NS)) == []
 
 
 def test_turns_go_on_sharing_what_turns_have_shared(store: Store) -> None:
     agent = SyntheticAgent(SMALL, 12)
     publish(store, "ours", agent.turn(300, is_prompt=True), 0, bind_shared=True)
     publish(store, "ours", agent.turn(300, is_prompt=True), 1, bind_shared=True)
-    store.fork_agent(NS, "ours", "forked")
+    store.agents.fork(NS, "ours", "forked")
     publish(store, "forked", agent.turn(300, is_prompt=True), 1, bind_shared=True)
-    assert len(store.find_prefix(NS, KV, agent.block_hashes(NS))) == 3
+    assert len(prefix_of(store, NS, KV, agent.block_hashes(NS))) == 3
 
 
 def test_a_full_quota_of_theirs_refuses_them_and_not_us(lab: Lab) -> None:
@@ -218,7 +236,7 @@ def test_a_full_quota_of_theirs_refuses_them_and_not_us(lab: Lab) -> None:
 
 def test_watchers_hear_which_namespace_and_only_of_what_is_durable(store: Store) -> None:
     heard: list[str] = []
-    end = store.subscribe(heard.append)
+    end = store.events.subscribe(heard.append)
     publish(store, "a", SyntheticAgent(SMALL, 1).turn(3), 0, THEIRS)
     assert heard == [THEIRS]
     end()

@@ -23,17 +23,17 @@ KV = kv_identity_hash(SMALL)
 
 def test_a_fenced_late_writer_is_refused(lab: Lab, store: Store) -> None:
     agent = SyntheticAgent(SMALL, 1)
-    old = store.acquire_lease(NS, "a", KV, "engine-1", 10)
+    old = store.leases.acquire(NS, "a", KV, "engine-1", 10)
     publish(store, "a", agent.turn(30), 0, lease=old.token)
     late = agent.fork(seed=5).turn(30)
     lab.clock.pass_s(11)
-    new = store.acquire_lease(NS, "a", KV, "engine-2", 10)
+    new = store.leases.acquire(NS, "a", KV, "engine-2", 10)
     assert new.token.generation == old.token.generation + 1
     assert new.head_version == 1
     with pytest.raises(Conflict) as refused:
         publish(store, "a", late, 1, lease=old.token)
     assert refused.value.reason == "LEASE_FENCED"
-    for call in (store.renew_lease, store.release_lease):
+    for call in (store.leases.renew, store.leases.release):
         with pytest.raises(Conflict):
             call(NS, "a", KV, old.token)
     publish(store, "a", agent.turn(30), 1, lease=new.token)
@@ -41,53 +41,53 @@ def test_a_fenced_late_writer_is_refused(lab: Lab, store: Store) -> None:
 
 def test_a_live_lease_refuses_others_and_turns_without_one(lab: Lab, store: Store) -> None:
     agent = SyntheticAgent(SMALL, 1)
-    lease = store.acquire_lease(NS, "a", KV, "engine-1", 10)
+    lease = store.leases.acquire(NS, "a", KV, "engine-1", 10)
     content = agent.turn(30)
     for call in (
-        lambda: store.acquire_lease(NS, "a", KV, "engine-2", 10),
+        lambda: store.leases.acquire(NS, "a", KV, "engine-2", 10),
         lambda: publish(store, "a", content, 0),
     ):
         with pytest.raises(FailedPrecondition) as refused:
             call()
         assert refused.value.reason == "LEASE_HELD"
         assert refused.value.metadata["owner"] == "engine-1"
-    assert store.acquire_lease(NS, "a", KV, "engine-1", 10).token == lease.token
+    assert store.leases.acquire(NS, "a", KV, "engine-1", 10).token == lease.token
     lab.clock.pass_s(11)
     publish(store, "a", content, 0)
 
 
 def test_a_lease_that_ended_and_that_nobody_took_may_be_renewed_and_still_commits(lab: Lab, store: Store) -> None:
     agent = SyntheticAgent(SMALL, 1)
-    lease = store.acquire_lease(NS, "a", KV, "engine-1", 10)
+    lease = store.leases.acquire(NS, "a", KV, "engine-1", 10)
     lab.clock.pass_s(60)
     publish(store, "a", agent.turn(30), 0, lease=lease.token)
-    assert store.renew_lease(NS, "a", KV, lease.token, 10).expires_unix_ms == int(lab.clock() * 1000) + 10_000
+    assert store.leases.renew(NS, "a", KV, lease.token, 10).expires_unix_ms == int(lab.clock() * 1000) + 10_000
 
 
 def test_generations_only_rise_also_over_release_delete_and_restart(lab: Lab) -> None:
     generations = []
     with lab.open() as store:
         for _ in range(3):
-            lease = store.acquire_lease(NS, "a", KV, "engine-1", 10)
+            lease = store.leases.acquire(NS, "a", KV, "engine-1", 10)
             generations.append(lease.token.generation)
-            store.release_lease(NS, "a", KV, lease.token)
+            store.leases.release(NS, "a", KV, lease.token)
         publish(store, "a", SyntheticAgent(SMALL, 1).turn(30), 0)
-        store.delete_agent(NS, "a")
+        store.agents.delete(NS, "a")
     with lab.open() as store:
-        generations.append(store.acquire_lease(NS, "a", KV, "engine-2", 10).token.generation)
+        generations.append(store.leases.acquire(NS, "a", KV, "engine-2", 10).token.generation)
     assert generations == [1, 2, 3, 5]  # what was deleted was fenced
 
 
 @pytest.mark.parametrize("ttl_s", [0.5, 0, -1, 601, float("nan"), float("inf")])
 def test_a_lease_of_absurd_length_is_refused(store: Store, ttl_s: float) -> None:
     with pytest.raises(InvalidArgument, match="ttl"):
-        store.acquire_lease(NS, "a", KV, "engine-1", ttl_s)
+        store.leases.acquire(NS, "a", KV, "engine-1", ttl_s)
 
 
 def test_a_lease_that_is_not_there_is_not_found(store: Store) -> None:
-    token = store.acquire_lease(NS, "a", KV, "engine-1", 10).token
+    token = store.leases.acquire(NS, "a", KV, "engine-1", 10).token
     with pytest.raises(NotFound):
-        store.renew_lease(NS, "b", KV, token)
+        store.leases.renew(NS, "b", KV, token)
 
 
 # --- the clock ---
@@ -95,40 +95,40 @@ def test_a_lease_that_is_not_there_is_not_found(store: Store) -> None:
 
 @pytest.mark.parametrize("step_s", [-7200, 7200, 40 * 365 * 86400])
 def test_a_clock_that_is_set_neither_ends_nor_prolongs_a_lease(step_s: float, lab: Lab, store: Store) -> None:
-    store.acquire_lease(NS, "a", KV, "engine-1", 10)
+    store.leases.acquire(NS, "a", KV, "engine-1", 10)
     lab.clock.set_by_s = step_s
     lab.clock.pass_s(9)
     with pytest.raises(FailedPrecondition):
-        store.acquire_lease(NS, "a", KV, "engine-2", 10)
+        store.leases.acquire(NS, "a", KV, "engine-2", 10)
     lab.clock.pass_s(2)
-    assert store.acquire_lease(NS, "a", KV, "engine-2", 10).token == LeaseToken("engine-2", 2)
+    assert store.leases.acquire(NS, "a", KV, "engine-2", 10).token == LeaseToken("engine-2", 2)
 
 
 def test_after_a_restart_a_lease_has_its_whole_time_again_and_no_more(lab: Lab) -> None:
     with lab.open() as store:
-        token = store.acquire_lease(NS, "a", KV, "engine-1", 10).token
-        store.acquire_lease(NS, "c", KV, "engine-1", 10)
-        store.release_lease(NS, "b", KV, store.acquire_lease(NS, "b", KV, "engine-1", 10).token)
+        token = store.leases.acquire(NS, "a", KV, "engine-1", 10).token
+        store.leases.acquire(NS, "c", KV, "engine-1", 10)
+        store.leases.release(NS, "b", KV, store.leases.acquire(NS, "b", KV, "engine-1", 10).token)
         lab.clock.pass_s(9)
     lab.clock.pass_s(3600)
     with lab.open() as store:
-        store.acquire_lease(NS, "b", KV, "engine-2", 10)
+        store.leases.acquire(NS, "b", KV, "engine-2", 10)
         lab.clock.pass_s(9)
-        assert store.renew_leases(NS, "engine-1", KV, [HeldLease("a", token.generation)], 10).lost == ()
+        assert store.leases.renew_all(NS, "engine-1", KV, [HeldLease("a", token.generation)], 10).lost == ()
         with pytest.raises(FailedPrecondition):
-            store.acquire_lease(NS, "c", KV, "engine-2", 10)
+            store.leases.acquire(NS, "c", KV, "engine-2", 10)
         lab.clock.pass_s(2)
-        store.acquire_lease(NS, "c", KV, "engine-2", 10)
+        store.leases.acquire(NS, "c", KV, "engine-2", 10)
         with pytest.raises(FailedPrecondition):
-            store.acquire_lease(NS, "a", KV, "engine-2", 10)
+            store.leases.acquire(NS, "a", KV, "engine-2", 10)
         lab.clock.pass_s(9)
-        assert store.acquire_lease(NS, "a", KV, "engine-2", 10).token.generation == token.generation + 1
+        assert store.leases.acquire(NS, "a", KV, "engine-2", 10).token.generation == token.generation + 1
 
 
 def test_the_same_owner_has_its_lease_at_once_and_may_fence_the_process_that_it_was(store: Store) -> None:
     agent = SyntheticAgent(SMALL, 1)
-    before = store.acquire_lease(NS, "a", KV, "engine-1", 10).token
-    now = store.acquire_lease(NS, "a", KV, "engine-1", 10, begins_anew=True).token
+    before = store.leases.acquire(NS, "a", KV, "engine-1", 10).token
+    now = store.leases.acquire(NS, "a", KV, "engine-1", 10, begins_anew=True).token
     assert now.generation == before.generation + 1
     content = agent.turn(30)
     with pytest.raises(Conflict):
@@ -140,9 +140,9 @@ def test_a_lease_that_ended_and_that_nobody_took_is_its_owners_again_under_the_s
     lab: Lab, store: Store
 ) -> None:
     """What its owner was about to commit is not fenced by its own return."""
-    token = store.acquire_lease(NS, "a", KV, "engine-1", 10).token
+    token = store.leases.acquire(NS, "a", KV, "engine-1", 10).token
     lab.clock.pass_s(60)
-    assert store.acquire_lease(NS, "a", KV, "engine-1", 10).token == token
+    assert store.leases.acquire(NS, "a", KV, "engine-1", 10).token == token
 
 
 # --- many at once ---
@@ -150,27 +150,27 @@ def test_a_lease_that_ended_and_that_nobody_took_is_its_owners_again_under_the_s
 
 def test_many_leases_are_prolonged_at_once(lab: Lab, store: Store) -> None:
     for name in ("a", "b", "c"):
-        store.acquire_lease(NS, name, KV, "engine-1", 10)
+        store.leases.acquire(NS, name, KV, "engine-1", 10)
     held = [HeldLease(name, 1) for name in ("a", "b", "c")]
     for _ in range(5):
         lab.clock.pass_s(8)
-        assert store.renew_leases(NS, "engine-1", KV, held, 10).lost == ()
-    lost = store.renew_leases(NS, "engine-1", KV, [*held, HeldLease("a", 2), HeldLease("d", 1)], 10).lost
+        assert store.leases.renew_all(NS, "engine-1", KV, held, 10).lost == ()
+    lost = store.leases.renew_all(NS, "engine-1", KV, [*held, HeldLease("a", 2), HeldLease("d", 1)], 10).lost
     assert lost == (HeldLease("a", 2), HeldLease("d", 1))
-    assert store.renew_leases(NS, "engine-2", KV, held, 10).lost == tuple(held)
+    assert store.leases.renew_all(NS, "engine-2", KV, held, 10).lost == tuple(held)
     lab.clock.pass_s(11)
-    assert store.renew_leases(NS, "engine-1", KV, held, 10).lost == tuple(held)
+    assert store.leases.renew_all(NS, "engine-1", KV, held, 10).lost == tuple(held)
 
 
 def test_no_lease_is_prolonged_for_longer_than_it_has_after_a_restart(lab: Lab, store: Store) -> None:
     """Its row has the time for which it was acquired: a store that starts again knows of no other."""
-    store.acquire_lease(NS, "a", KV, "engine-1", 10)
+    store.leases.acquire(NS, "a", KV, "engine-1", 10)
     held = [HeldLease("a", 1)]
-    assert store.renew_leases(NS, "engine-1", KV, held, 60).lost == tuple(held)
+    assert store.leases.renew_all(NS, "engine-1", KV, held, 60).lost == tuple(held)
     lab.clock.pass_s(9)
-    assert store.renew_leases(NS, "engine-1", KV, held, 10).lost == ()
-    store.renew_lease(NS, "a", KV, LeaseToken("engine-1", 1), 60)
-    assert store.renew_leases(NS, "engine-1", KV, held, 60).lost == ()
+    assert store.leases.renew_all(NS, "engine-1", KV, held, 10).lost == ()
+    store.leases.renew(NS, "a", KV, LeaseToken("engine-1", 1), 60)
+    assert store.leases.renew_all(NS, "engine-1", KV, held, 60).lost == ()
 
 
 # --- what takes a memory back ---
@@ -179,15 +179,15 @@ def test_no_lease_is_prolonged_for_longer_than_it_has_after_a_restart(lab: Lab, 
 def taken_back(store: Store, how: str) -> object:
     match how:
         case "rollback":
-            return store.rollback_agent(NS, "a", 1)
+            return store.agents.roll_back(NS, "a", 1)
         case "delete":
-            return store.delete_agent(NS, "a")
+            return store.agents.delete(NS, "a")
         case _:
             return publish(store, "a", SyntheticAgent(SMALL, 9).turn(30), 1, origin=Origin[how.upper()])
 
 
 def events(store: Store, cursor: object) -> list[object]:
-    return [event.body for event in store.events_after(NS, cursor).events]  # type: ignore[arg-type]
+    return [event.body for event in store.events.after(NS, cursor).events]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("how", ["rollback", "delete", "import", "pull"])
@@ -197,34 +197,34 @@ def test_what_takes_a_memory_back_waits_for_its_lease_and_fences_the_late(
 ) -> None:
     agent = SyntheticAgent(SMALL, 1)
     publish(store, "a", agent.turn(30), 0)
-    token = store.acquire_lease(NS, "a", KV, "engine-1", 10).token
+    token = store.leases.acquire(NS, "a", KV, "engine-1", 10).token
     late = agent.turn(30)
-    cursor = store.events_after(NS, None).cursor
+    cursor = store.events.after(NS, None).cursor
     for _ in range(3):
         with pytest.raises(FailedPrecondition) as refused:
             taken_back(store, how)
         assert refused.value.reason == "LEASE_HELD"
         assert 0 < int(refused.value.metadata["left_ms"]) <= 10_001
     assert events(store, cursor) == [LeaseWanted("a", KV, takes_back=True)]
-    assert store.get_snapshot(NS, "a").version == 1
+    assert store.snapshots.get(NS, "a").version == 1
     # From now on it is prolonged for nobody.
-    assert store.renew_leases(NS, "engine-1", KV, [HeldLease("a", 1)], 10).lost == (HeldLease("a", 1),)
+    assert store.leases.renew_all(NS, "engine-1", KV, [HeldLease("a", 1)], 10).lost == (HeldLease("a", 1),)
     for call in (
-        lambda: store.acquire_lease(NS, "a", KV, "engine-1", 10),
-        lambda: store.acquire_lease(NS, "a", KV, "engine-2", 10),
-        lambda: store.renew_lease(NS, "a", KV, token, 10),
+        lambda: store.leases.acquire(NS, "a", KV, "engine-1", 10),
+        lambda: store.leases.acquire(NS, "a", KV, "engine-2", 10),
+        lambda: store.leases.renew(NS, "a", KV, token, 10),
     ):
         with pytest.raises(FailedPrecondition):
             call()
     if ends_by == "release":
-        store.release_lease(NS, "a", KV, token)
+        store.leases.release(NS, "a", KV, token)
     else:
         lab.clock.pass_s(10)
     taken_back(store, how)
     with pytest.raises(Conflict) as fenced:
         publish(store, "a", late, 0 if how == "delete" else 1, lease=token)
     assert fenced.value.reason == "LEASE_FENCED"
-    assert store.acquire_lease(NS, "a", KV, "engine-1", 10).token.generation > token.generation
+    assert store.leases.acquire(NS, "a", KV, "engine-1", 10).token.generation > token.generation
 
 
 def test_a_lease_that_ended_stays_ended_while_a_lease_of_another_line_is_waited_for(lab: Lab, store: Store) -> None:
@@ -232,36 +232,36 @@ def test_a_lease_that_ended_stays_ended_while_a_lease_of_another_line_is_waited_
     for parent, identity in enumerate((SMALL, TINY)):
         publish(store, "a", SyntheticAgent(identity, 1).turn(30), parent)
     gone, live = sorted((KV, kv_identity_hash(TINY)))
-    store.acquire_lease(NS, "a", gone, "engine-1", 10)
+    store.leases.acquire(NS, "a", gone, "engine-1", 10)
     lab.clock.pass_s(10)
-    token = store.acquire_lease(NS, "a", live, "engine-2", 10).token
+    token = store.leases.acquire(NS, "a", live, "engine-2", 10).token
     with pytest.raises(FailedPrecondition) as refused:
-        store.delete_agent(NS, "a")
+        store.agents.delete(NS, "a")
     assert refused.value.metadata["owner"] == "engine-2"
-    store.release_lease(NS, "a", live, token)
-    store.delete_agent(NS, "a")
+    store.leases.release(NS, "a", live, token)
+    store.agents.delete(NS, "a")
 
 
 def test_one_owner_at_a_time_has_leases_of_an_agent_whichever_line_they_are_of(lab: Lab, store: Store) -> None:
     publish(store, "a", SyntheticAgent(SMALL, 1).turn(30), 0)
     other = kv_identity_hash(TINY)
-    token = store.acquire_lease(NS, "a", KV, "engine-1", 10).token
-    cursor = store.events_after(NS, None).cursor
+    token = store.leases.acquire(NS, "a", KV, "engine-1", 10).token
+    cursor = store.events.after(NS, None).cursor
     for _ in range(2):
         with pytest.raises(FailedPrecondition) as refused:
-            store.acquire_lease(NS, "a", other, "engine-2", 10, asks=True)
+            store.leases.acquire(NS, "a", other, "engine-2", 10, asks=True)
         assert (refused.value.reason, refused.value.metadata["owner"]) == ("LEASE_HELD", "engine-1")
     # The holder is asked, by its own line.
-    assert store.renew_leases(NS, "engine-1", KV, [HeldLease("a", token.generation)], 10).wanted
-    assert [each.body for each in store.events_after(NS, cursor).events] == [LeaseWanted("a", KV, False)]
+    assert store.leases.renew_all(NS, "engine-1", KV, [HeldLease("a", token.generation)], 10).wanted
+    assert [each.body for each in store.events.after(NS, cursor).events] == [LeaseWanted("a", KV, False)]
     with pytest.raises(FailedPrecondition):
         publish(store, "a", SyntheticAgent(TINY, 1).turn(30), 1)
-    assert store.acquire_lease(NS, "a", other, "engine-1", 10).newest.version == 1
-    store.release_lease(NS, "a", KV, token)
+    assert store.leases.acquire(NS, "a", other, "engine-1", 10).newest.version == 1
+    store.leases.release(NS, "a", KV, token)
     with pytest.raises(FailedPrecondition):
-        store.rollback_agent(NS, "a", 1)
+        store.agents.roll_back(NS, "a", 1)
     lab.clock.pass_s(10)
-    assert store.rollback_agent(NS, "a", 1).version == 2
+    assert store.agents.roll_back(NS, "a", 1).version == 2
 
 
 @pytest.mark.parametrize("is_released", [False, True])
@@ -269,79 +269,79 @@ def test_a_lease_of_another_line_fences_the_late_commit_of_whoever_had_the_agent
     is_released: bool, lab: Lab, store: Store
 ) -> None:
     ada, other = SyntheticAgent(SMALL, 1), SyntheticAgent(TINY, 2)
-    old = store.acquire_lease(NS, "a", KV, "engine-1", 10).token
+    old = store.leases.acquire(NS, "a", KV, "engine-1", 10).token
     publish(store, "a", ada.turn(30), 0, lease=old)
     if is_released:
-        store.release_lease(NS, "a", KV, old)
+        store.leases.release(NS, "a", KV, old)
     lab.clock.pass_s(11)
-    new = store.acquire_lease(NS, "a", kv_identity_hash(TINY), "engine-2", 10).token
+    new = store.leases.acquire(NS, "a", kv_identity_hash(TINY), "engine-2", 10).token
     for call in (
         lambda: publish(store, "a", ada.turn(30), 1, lease=old),
-        lambda: store.renew_lease(NS, "a", KV, old, 10),
+        lambda: store.leases.renew(NS, "a", KV, old, 10),
     ):
         with pytest.raises(Conflict) as refused:
             call()
         assert refused.value.reason == "LEASE_FENCED"
     publish(store, "a", other.turn(30), 1, lease=new)
-    assert store.acquire_lease(NS, "a", kv_identity_hash(TINY), "engine-2", 10).token == new
-    assert store.acquire_lease(NS, "a", KV, "engine-2", 10).token.generation > old.generation
+    assert store.leases.acquire(NS, "a", kv_identity_hash(TINY), "engine-2", 10).token == new
+    assert store.leases.acquire(NS, "a", KV, "engine-2", 10).token.generation > old.generation
 
 
 def test_what_an_engines_earlier_model_commits_late_is_fenced_once_its_next_model_has_the_agent(store: Store) -> None:
     """Both models have one owner, and a line each."""
     ada, other = SyntheticAgent(SMALL, 1), SyntheticAgent(TINY, 2)
-    old = store.acquire_lease(NS, "a", KV, "engine", 10, begins_anew=True).token
+    old = store.leases.acquire(NS, "a", KV, "engine", 10, begins_anew=True).token
     publish(store, "a", ada.turn(30), 0, lease=old)
-    new = store.acquire_lease(NS, "a", kv_identity_hash(TINY), "engine", 10, begins_anew=True).token
+    new = store.leases.acquire(NS, "a", kv_identity_hash(TINY), "engine", 10, begins_anew=True).token
     with pytest.raises(Conflict) as refused:
         publish(store, "a", ada.turn(30), 1, lease=old)
     assert refused.value.reason == "LEASE_FENCED"
     publish(store, "a", other.turn(30), 1, lease=new)
-    store.release_lease(NS, "a", kv_identity_hash(TINY), new)
-    assert store.rollback_agent(NS, "a", 1).version == 3, "it waits for nobody"
+    store.leases.release(NS, "a", kv_identity_hash(TINY), new)
+    assert store.agents.roll_back(NS, "a", 1).version == 3, "it waits for nobody"
 
 
 def test_a_fork_over_a_name_waits_for_whoever_runs_its_first_turn(store: Store) -> None:
     publish(store, "source", SyntheticAgent(SMALL, 1).turn(30), 0)
-    token = store.acquire_lease(NS, "new", KV, "engine-1", 10).token
+    token = store.leases.acquire(NS, "new", KV, "engine-1", 10).token
     with pytest.raises(FailedPrecondition):
-        store.fork_agent(NS, "source", "new")
-    store.release_lease(NS, "new", KV, token)
-    assert store.fork_agent(NS, "source", "new").lines[0].version == 1
+        store.agents.fork(NS, "source", "new")
+    store.leases.release(NS, "new", KV, token)
+    assert store.agents.fork(NS, "source", "new").lines[0].version == 1
     with pytest.raises(Conflict):
         publish(store, "new", SyntheticAgent(SMALL, 2).turn(30), 0, lease=token)
 
 
 def test_what_is_refused_for_another_reason_waits_for_nobody(store: Store) -> None:
     publish(store, "a", SyntheticAgent(SMALL, 1).turn(30), 0)
-    store.acquire_lease(NS, "a", KV, "engine-1", 10)
-    store.acquire_lease(NS, "nobody", KV, "engine-1", 10)
-    store.update_agent(NS, "a", is_pinned=True)
+    store.leases.acquire(NS, "a", KV, "engine-1", 10)
+    store.leases.acquire(NS, "nobody", KV, "engine-1", 10)
+    store.agents.update(NS, "a", is_pinned=True)
     refused: list[Callable[[], object]] = [
-        lambda: store.rollback_agent(NS, "a", 7),
-        lambda: store.rollback_agent(NS, "a", 1, expected_head=3),
-        lambda: store.delete_agent(NS, "nobody"),
-        lambda: store.delete_agent(NS, "a"),
-        lambda: store.fork_agent(NS, "a", "a"),
+        lambda: store.agents.roll_back(NS, "a", 7),
+        lambda: store.agents.roll_back(NS, "a", 1, expected_head=3),
+        lambda: store.agents.delete(NS, "nobody"),
+        lambda: store.agents.delete(NS, "a"),
+        lambda: store.agents.fork(NS, "a", "a"),
     ]
     for call in refused:
         with pytest.raises(KvasirError) as error:
             call()
         assert error.value.reason != "LEASE_HELD"
-    assert store.renew_leases(NS, "engine-1", KV, [HeldLease("a", 1), HeldLease("nobody", 1)], 10).lost == ()
+    assert store.leases.renew_all(NS, "engine-1", KV, [HeldLease("a", 1), HeldLease("nobody", 1)], 10).lost == ()
 
 
 def test_another_owner_asks_and_the_holder_is_told_once_and_keeps_it_while_it_needs_it(store: Store) -> None:
-    token = store.acquire_lease(NS, "a", KV, "engine-1", 10).token
-    cursor = store.events_after(NS, None).cursor
+    token = store.leases.acquire(NS, "a", KV, "engine-1", 10).token
+    cursor = store.events.after(NS, None).cursor
     for asks in (False, True, True):
         with pytest.raises(FailedPrecondition):
-            store.acquire_lease(NS, "a", KV, "engine-2", 10, asks=asks)
+            store.leases.acquire(NS, "a", KV, "engine-2", 10, asks=asks)
     assert events(store, cursor) == [LeaseWanted("a", KV, takes_back=False)]
-    renewed = store.renew_leases(NS, "engine-1", KV, [HeldLease("a", 1)], 10)
+    renewed = store.leases.renew_all(NS, "engine-1", KV, [HeldLease("a", 1)], 10)
     assert (renewed.lost, renewed.wanted) == ((), (HeldLease("a", 1),))
-    store.release_lease(NS, "a", KV, token)
-    assert store.acquire_lease(NS, "a", KV, "engine-2", 10).token.generation == 2
+    store.leases.release(NS, "a", KV, token)
+    assert store.leases.acquire(NS, "a", KV, "engine-2", 10).token.generation == 2
 
 
 def test_a_number_that_another_memory_has_now_is_not_the_parent(store: Store) -> None:
@@ -350,12 +350,12 @@ def test_a_number_that_another_memory_has_now_is_not_the_parent(store: Store) ->
     parent = publish(store, "a", agent.turn(30), 0)
     late = agent.turn(30)
     upload(store, late)
-    store.delete_agent(NS, "a")
+    store.agents.delete(NS, "a")
     others = publish(store, "a", SyntheticAgent(SMALL, 2).turn(30), 0)
     with pytest.raises(Conflict) as moved:
-        store.commit(NS, "a", late.manifest_digest, 1, parent_manifest=parent.manifest)
+        store.snapshots.commit(NS, "a", late.manifest_digest, 1, parent_manifest=parent.manifest)
     assert moved.value.metadata["head_version"] == "1"
-    assert store.get_snapshot(NS, "a").manifest == others.manifest
+    assert store.snapshots.get(NS, "a").manifest == others.manifest
 
 
 # --- the same over any order of things ---
@@ -393,7 +393,7 @@ def test_nothing_is_taken_back_from_an_owner_that_may_count_on_its_lease(
             try:
                 match what:
                     case "acquire":
-                        token = store.acquire_lease(NS, "a", KV, whom, 5).token
+                        token = store.leases.acquire(NS, "a", KV, whom, 5).token
                         others = [other for other, (_, until) in counts_until.items() if other != whom and until > now]
                         assert others == []
                         assert token.generation >= newest
@@ -401,17 +401,17 @@ def test_nothing_is_taken_back_from_an_owner_that_may_count_on_its_lease(
                         counts_until[whom] = (token.generation, now + 5)
                     case "prolong" if whom in counts_until:
                         generation = counts_until[whom][0]
-                        if not store.renew_leases(NS, whom, KV, [HeldLease("a", generation)], 5).lost:
+                        if not store.leases.renew_all(NS, whom, KV, [HeldLease("a", generation)], 5).lost:
                             assert generation == newest
                             counts_until[whom] = (generation, now + 5)
                     case "release" if whom in counts_until:
                         generation, _ = counts_until.pop(whom)
-                        store.release_lease(NS, "a", KV, LeaseToken(whom, generation))
+                        store.leases.release(NS, "a", KV, LeaseToken(whom, generation))
                     case "take back":
-                        store.rollback_agent(NS, "a", 1)
+                        store.agents.roll_back(NS, "a", 1)
                         assert [owner for owner, (_, until) in counts_until.items() if until > now] == []
                         newest += bool(newest)
-                        store.update_agent(NS, "a", retained_versions=1000)
+                        store.agents.update(NS, "a", retained_versions=1000)
                     case "pass":
                         lab.clock.pass_s(float(whom))
                     case "restart":

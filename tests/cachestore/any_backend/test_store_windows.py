@@ -13,7 +13,7 @@ from kvasir.formats.layer_groups import row_groups
 
 from cachestore_svc.facts.records import BlobKind, FoundPrefix, Origin
 from cachestore_svc.store.store import Store
-from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, publish, upload, write
+from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, prefix_of, publish, upload, write
 from tests.made_models.synthetic import (
     SMALL,
     WINDOWED,
@@ -34,7 +34,7 @@ ONLY_WINDOW = kv_identity("only a window", [window_layer(512)])
 def find(store: Store, agent: SyntheticAgent, tokens: int | None = None) -> FoundPrefix:
     hashes = agent.block_hashes(NS)
     count = len(hashes) if tokens is None else tokens // 256
-    return store.find_prefix_of(NS, kv_identity_hash(agent.identity), hashes[:count], row_groups(agent.identity))
+    return store.prefixes.find(NS, kv_identity_hash(agent.identity), hashes[:count], row_groups(agent.identity))
 
 
 def listed(snapshot: SyntheticSnapshot, group: int) -> dict[int, Digest]:
@@ -53,13 +53,13 @@ def test_a_turn_of_50_tokens_writes_at_most_a_block_and_a_tail_of_each_group_and
     agent = SyntheticAgent(WINDOWED, 1)
     publish(store, "a", agent.turn(2000), 0)
     for turn in range(1, 12):
-        before = store.stats(NS).counters["blobs_written"]
+        before = store.statistics.of(NS).counters["blobs_written"]
         content = agent.turn(50)
         assert_restores(store, publish(store, "a", content, turn), content)
         filled = len(agent.token_ids) // 256 - (len(agent.token_ids) - 50) // 256
         tails = bool(len(agent.token_ids) % 256)
-        assert store.stats(NS).counters["blobs_written"] - before == 3 * filled + 3 * tails + 1
-    assert store.check().is_clean
+        assert store.statistics.of(NS).counters["blobs_written"] - before == 3 * filled + 3 * tails + 1
+    assert store.care.check().is_clean
 
 
 def window_file(window: int, start: int, tokens: list[int], identity: identity_pb2.KvIdentity = WINDOWED) -> bytes:
@@ -106,7 +106,7 @@ def test_a_window_block_of_another_group_place_or_turn_refuses_the_commit(store:
     raw = message.SerializeToString()
     write(store, Digest.of(raw), raw, BlobKind.MANIFEST)
     with pytest.raises(FailedPrecondition, match=why) as refused:
-        store.commit(NS, "a", Digest.of(raw), 0)
+        store.snapshots.commit(NS, "a", Digest.of(raw), 0)
     assert (refused.value.reason, refused.value.metadata["digest"]) == ("BLOB_UNFIT", Digest.of(data).hash)
 
 
@@ -115,7 +115,7 @@ def test_a_window_block_that_is_not_stored_refuses_the_commit(store: Store) -> N
     [missing] = listed(content, 300).values()
     upload(store, replace(content, new_blobs={d: b for d, b in content.new_blobs.items() if d != missing}))
     with pytest.raises(FailedPrecondition) as refused:
-        store.commit(NS, "a", content.manifest_digest, 0)
+        store.snapshots.commit(NS, "a", content.manifest_digest, 0)
     assert (refused.value.reason, refused.value.metadata["digest"]) == ("BLOB_MISSING", missing.hash)
 
 
@@ -142,7 +142,7 @@ def test_a_prefix_is_found_where_every_window_has_what_the_next_token_sees(store
         assert each.blocks == tuple(there[index] for index in range(each.first_block, 4))
     # At 768 tokens, window 300 lacks block 1; the layers that keep all tokens have it.
     assert find(store, wider, 768).tokens == 0
-    assert store.find_prefix(NS, KV, wider.block_hashes(NS)) == list(listed(content, 0).values())
+    assert prefix_of(store, NS, KV, wider.block_hashes(NS)) == list(listed(content, 0).values())
 
 
 def test_a_prefix_from_position_0_is_found_at_every_border(store: Store) -> None:
@@ -180,11 +180,11 @@ def test_many_agents_with_one_prefix_hold_its_blocks_once(store: Store) -> None:
     content = first.turn(2048, is_prompt=True)
     publish(store, "agent-0", content, 0, bind_shared=True)
     assert find(store, first).tokens == 2048
-    before = store.stats(NS).blob_count
+    before = store.statistics.of(NS).blob_count
     for number in range(1, 40):
         publish(store, f"agent-{number}", first.fork(seed=number).turn([number]), 0)
     # Each adds a tail of each group and a manifest.
-    assert store.stats(NS).blob_count - before == 39 * 4
+    assert store.statistics.of(NS).blob_count - before == 39 * 4
 
 
 def test_the_first_binding_wins_in_every_group(store: Store) -> None:
@@ -210,7 +210,7 @@ def test_a_damaged_or_brought_window_block_is_not_found(lab: Lab, store: Store) 
     bad = listed(content, 512)[1]
     good = content.new_blobs[bad]
     lab.overwrite(bad, b"")
-    list(store.verify(NS))
+    list(store.care.verify(NS))
     assert damaged(store) == [bad]
     # Behind 512 and 768 tokens the window sees the damaged block; behind 1,024 no more.
     assert [find(store, agent, tokens).tokens for tokens in (256, 512, 768, 1024)] == [256, 256, 256, 1024]
@@ -226,14 +226,14 @@ def test_a_damaged_or_brought_window_block_is_not_found(lab: Lab, store: Store) 
 @pytest.mark.parametrize("groups", [(), (300, 0), (0, 0), (0, 1 << 32), (-1, 0), tuple(range(17))])
 def test_groups_that_no_layout_has_are_refused(store: Store, groups: tuple[int, ...]) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        store.find_prefix_of(NS, KV, [], groups)
+        store.prefixes.find(NS, KV, [], groups)
     assert refused.value.field == "groups"
 
 
 def test_another_layouts_groups_find_nothing(store: Store) -> None:
     agent = SyntheticAgent(SMALL, 1)
     publish(store, "a", agent.turn(600, is_prompt=True), 0, bind_shared=True)
-    found = store.find_prefix_of(NS, kv_identity_hash(SMALL), agent.block_hashes(NS), (0, 300))
+    found = store.prefixes.find(NS, kv_identity_hash(SMALL), agent.block_hashes(NS), (0, 300))
     assert found.tokens == 0
 
 
@@ -248,27 +248,27 @@ def test_blocks_that_left_the_window_stay_with_the_versions_that_list_them_and_n
     assert early.isdisjoint(late)
 
     def there(store: Store) -> bool:
-        return not store.find_missing(NS, list(early))
+        return not store.blobs.find_missing(NS, list(early))
 
     def collect(store: Store) -> None:
         for _ in range(2):
-            store.collect_garbage(NS)
+            store.care.collect_garbage(NS)
             lab.clock.pass_s(10_000)
-        store.collect_garbage(NS)
+        store.care.collect_garbage(NS)
 
     with lab.open(retained_versions=2) as store:
         publish(store, "a", turns[0], 0)
-        store.fork_agent(NS, "a", "fork")
+        store.agents.fork(NS, "a", "fork")
         for version, turn in enumerate(turns[1:], start=1):
             publish(store, "a", turn, version)
         collect(store)
         assert there(store)  # the fork lists them
-        assert_restores(store, store.get_snapshot(NS, "fork"), turns[0])
-        store.delete_agent(NS, "fork")
+        assert_restores(store, store.snapshots.get(NS, "fork"), turns[0])
+        store.agents.delete(NS, "fork")
         collect(store)
-        assert store.find_missing(NS, list(early)) == list(early)
-        assert_restores(store, store.get_snapshot(NS, "a"), turns[-1])
-        assert store.check().is_clean
+        assert store.blobs.find_missing(NS, list(early)) == list(early)
+        assert_restores(store, store.snapshots.get(NS, "a"), turns[-1])
+        assert store.care.check().is_clean
 
 
 def test_a_rolled_back_memory_has_the_blocks_of_its_windows(store: Store) -> None:
@@ -276,7 +276,7 @@ def test_a_rolled_back_memory_has_the_blocks_of_its_windows(store: Store) -> Non
     turns = [agent.turn(700) for _ in range(3)]
     for version, turn in enumerate(turns):
         publish(store, "a", turn, version)
-    back = store.rollback_agent(NS, "a", 1)
+    back = store.agents.roll_back(NS, "a", 1)
     assert_restores(store, back, turns[0])
 
 
@@ -300,5 +300,5 @@ def test_a_manifest_whose_windows_are_not_the_layouts_is_refused(store: Store, n
     raw = message.SerializeToString()
     write(store, Digest.of(raw), raw, BlobKind.MANIFEST)
     with pytest.raises(InvalidArgument, match="windows") as refused:
-        store.commit(NS, "a", Digest.of(raw), 0)
+        store.snapshots.commit(NS, "a", Digest.of(raw), 0)
     assert refused.value.reason == "MANIFEST_REFUSED"

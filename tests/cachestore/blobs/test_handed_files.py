@@ -12,7 +12,8 @@ from kvasir.errors import InvalidArgument, KvasirError, ResourceExhausted
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.facts.records import BlobKind
-from cachestore_svc.store.store import NewBlob, Store, finish_all
+from cachestore_svc.store.blobs import NewBlob, finish_all
+from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, hand, write
 from tests.made_models.synthetic import SMALL, SyntheticAgent
 
@@ -35,14 +36,14 @@ def handed_file(lab: Lab, data: bytes = DATA) -> tuple[Path, str]:
 
 def test_a_handed_file_becomes_the_blob_and_is_not_copied(lab: Lab) -> None:
     with lab.open() as store:
-        assert store.receive_files(NS)
+        assert store.blobs.receive_files(NS)
         path, token = handed_file(lab)
         inode = path.stat().st_ino
         hand(store, DIGEST, token)
-        assert bytes(store.read_blob(NS, DIGEST)) == DATA
+        assert bytes(store.blobs.read(NS, DIGEST)) == DATA
         assert lab.file_of(DIGEST).stat().st_ino == inode
         assert not path.exists()
-        stats = store.stats(NS)
+        stats = store.statistics.of(NS)
         assert (stats.blob_bytes, stats.reserved_bytes) == (DIGEST.size_bytes, 0)
 
 
@@ -74,58 +75,58 @@ UNFIT: dict[str, Callable[[Path], None]] = {
 @pytest.mark.parametrize("unfit", UNFIT)
 def test_what_is_not_the_callers_own_whole_file_is_refused(lab: Lab, unfit: str) -> None:
     with lab.open() as store:
-        store.receive_files(NS)
+        store.blobs.receive_files(NS)
         path, token = handed_file(lab)
         UNFIT[unfit](path)
         with pytest.raises(InvalidArgument) as refused:
             hand(store, DIGEST, token)
         assert refused.value.field == "handed"
-        assert (store.stats(NS).reserved_bytes, lab.part_hashes, lab.stored_hashes) == (0, [], [])
+        assert (store.statistics.of(NS).reserved_bytes, lab.part_hashes, lab.stored_hashes) == (0, [], [])
         write(store, DIGEST, DATA, TENSORS)
-        assert bytes(store.read_blob(NS, DIGEST)) == DATA
+        assert bytes(store.blobs.read(NS, DIGEST)) == DATA
 
 
 @pytest.mark.parametrize("data", [DATA[:-1] + bytes((DATA[-1] ^ 1,)), bytes(len(DATA))])
 def test_other_bytes_than_the_digests_are_refused_and_gone(lab: Lab, data: bytes) -> None:
     with lab.open() as store:
-        store.receive_files(NS)
+        store.blobs.receive_files(NS)
         path, token = handed_file(lab, data)
         with pytest.raises(InvalidArgument) as refused:
             hand(store, DIGEST, token)
         assert refused.value.reason in ("DIGEST_MISMATCH", "HEADER_REFUSED")
         assert not path.exists()
-        assert (lab.part_hashes, lab.stored_hashes, store.stats(NS).reserved_bytes) == ([], [], 0)
+        assert (lab.part_hashes, lab.stored_hashes, store.statistics.of(NS).reserved_bytes) == ([], [], 0)
 
 
 def test_a_handed_file_takes_the_place_of_an_interrupted_part(lab: Lab) -> None:
     with lab.open() as store:
-        with store.open_writer(NS, DIGEST, TENSORS) as writer:
+        with store.blobs.open_writer(NS, DIGEST, TENSORS) as writer:
             writer.write(0, DATA[:1000])
-        store.receive_files(NS)
+        store.blobs.receive_files(NS)
         hand(store, DIGEST, handed_file(lab)[1])
-        assert bytes(store.read_blob(NS, DIGEST)) == DATA
-        assert store.stats(NS).reserved_bytes == 0
+        assert bytes(store.blobs.read(NS, DIGEST)) == DATA
+        assert store.statistics.of(NS).reserved_bytes == 0
 
 
 def test_a_token_without_a_file_leaves_an_interrupted_part_as_it_is(lab: Lab) -> None:
     with lab.open() as store:
-        with store.open_writer(NS, DIGEST, TENSORS) as writer:
+        with store.blobs.open_writer(NS, DIGEST, TENSORS) as writer:
             writer.write(0, DATA[:1000])
-        store.receive_files(NS)
+        store.blobs.receive_files(NS)
         for token in ("0" * 32, "1" * 32):
             with pytest.raises(InvalidArgument) as refused:
                 hand(store, DIGEST, token)
             assert refused.value.field == "handed"
-        assert store.write_status(NS, DIGEST).received_bytes == store.stats(NS).reserved_bytes == 1000
-        with store.open_writer(NS, DIGEST, TENSORS) as writer:
+        assert store.blobs.write_status(NS, DIGEST).received_bytes == store.statistics.of(NS).reserved_bytes == 1000
+        with store.blobs.open_writer(NS, DIGEST, TENSORS) as writer:
             writer.write(1000, DATA[1000:])
             writer.finish()
-        assert bytes(store.read_blob(NS, DIGEST)) == DATA
+        assert bytes(store.blobs.read(NS, DIGEST)) == DATA
 
 
 def test_the_quota_holds_for_a_handed_file(lab: Lab) -> None:
     with lab.open(default_quota_bytes=DIGEST.size_bytes - 1) as store:
-        store.receive_files(NS)
+        store.blobs.receive_files(NS)
         path, token = handed_file(lab)
         with pytest.raises(ResourceExhausted) as refused:
             hand(store, DIGEST, token)
@@ -135,7 +136,7 @@ def test_the_quota_holds_for_a_handed_file(lab: Lab) -> None:
 
 def test_no_file_is_handed_over_where_the_disk_is_nearly_full(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     with lab.open() as store:
-        store.receive_files(NS)
+        store.blobs.receive_files(NS)
         files = HandedFiles(lab.root, NS)
         monkeypatch.setattr(handed_files, "LEFT_FREE_BYTES", shutil.disk_usage(lab.root).total)
         assert not files.write(files.new_token(), DATA)
@@ -144,7 +145,7 @@ def test_no_file_is_handed_over_where_the_disk_is_nearly_full(lab: Lab, monkeypa
 
 def test_a_sealed_namespace_has_no_place_for_files(lab: Lab) -> None:
     with lab.seal(NS).open() as store:
-        assert not store.receive_files(NS)
+        assert not store.blobs.receive_files(NS)
         files = HandedFiles(lab.root, NS)
         assert not files.write(files.new_token(), DATA)
         (lab.directory_of(NS) / "handed").mkdir(parents=True)
@@ -155,7 +156,7 @@ def test_a_sealed_namespace_has_no_place_for_files(lab: Lab) -> None:
 
 def test_what_a_dead_engine_left_goes_at_the_start(lab: Lab) -> None:
     with lab.open() as store:
-        store.receive_files(NS)
+        store.blobs.receive_files(NS)
         path, _ = handed_file(lab)
     lab.open().close()
     assert not path.exists()
@@ -164,43 +165,43 @@ def test_what_a_dead_engine_left_goes_at_the_start(lab: Lab) -> None:
 def test_what_a_dead_engine_left_goes_with_the_second_collection(lab: Lab) -> None:
     with lab.open() as store:
         write(store, DIGEST, DATA, TENSORS)
-        store.receive_files(NS)
+        store.blobs.receive_files(NS)
         path, _ = handed_file(lab)
-        store.collect_garbage()
+        store.care.collect_garbage()
         assert path.exists(), "its engine may be about to name it"
-        store.collect_garbage()
+        store.care.collect_garbage()
         assert not path.exists()
 
 
 def test_one_of_a_group_that_is_refused_hinders_no_other(lab: Lab) -> None:
     blobs = SyntheticAgent(SMALL, 2).turn(256 * 3).new_blobs
     with lab.open() as store:
-        store.receive_files(NS)
+        store.blobs.receive_files(NS)
         tokens = [handed_file(lab, data)[1] for data in blobs.values()]
         files = [NewBlob(digest, TENSORS, token) for digest, token in zip(blobs, tokens, strict=True)]
         bad = NewBlob(DIGEST, TENSORS, handed_file(lab, DATA[:-1] + b"!")[1])
         problems = _stored(store, [files[0], bad, *files[1:]])
         assert [type(problem) for problem in problems] == [type(None), InvalidArgument, type(None), type(None)]
-        assert [bytes(store.read_blob(NS, digest)) for digest in blobs] == list(blobs.values())
+        assert [bytes(store.blobs.read(NS, digest)) for digest in blobs] == list(blobs.values())
         assert lab.part_hashes == []
 
 
 def _stored(store: Store, blobs: list[NewBlob]) -> list[Exception | None]:
-    opened = store.open_writers(NS, blobs)
+    opened = store.blobs.open_writers(NS, blobs)
     assert not any(isinstance(each, KvasirError) for each in opened)
     return finish_all([each for each in opened if not isinstance(each, KvasirError)])
 
 
 def test_a_file_that_changes_after_it_was_taken_is_damage_that_a_reader_finds(lab: Lab) -> None:
     with lab.open() as store:
-        store.receive_files(NS)
+        store.blobs.receive_files(NS)
         path, token = handed_file(lab)
         with path.open("r+b") as still_open:
             hand(store, DIGEST, token)
             still_open.seek(len(DATA) - 1)
             still_open.write(bytes((DATA[-1] ^ 1,)))
         with pytest.raises(KvasirError, match="damaged"):
-            store.read_blob(NS, DIGEST)
-        assert store.find_missing(NS, [DIGEST]) == [DIGEST]
+            store.blobs.read(NS, DIGEST)
+        assert store.blobs.find_missing(NS, [DIGEST]) == [DIGEST]
         hand(store, DIGEST, handed_file(lab)[1])
-        assert Digest.of(store.read_blob(NS, DIGEST)) == DIGEST
+        assert Digest.of(store.blobs.read(NS, DIGEST)) == DIGEST

@@ -36,19 +36,19 @@ def test_a_directory_where_a_blob_should_lie_is_damage_until_it_is_gone(lab: Lab
     path.mkdir()
     for _ in range(3):
         with pytest.raises(DataLoss) as lost:
-            store.read_blob(NS, digest)
+            store.blobs.read(NS, digest)
         assert lost.value.metadata == {"digest": digest.hash}
     assert damaged(store, NS) == [digest]
-    assert store.find_missing(NS, [digest]) == [digest]
+    assert store.blobs.find_missing(NS, [digest]) == [digest]
     path.rmdir()
     write(store, digest, data, BlobKind.TENSORS)
-    assert bytes(store.read_blob(NS, digest)) == data
+    assert bytes(store.blobs.read(NS, digest)) == data
     assert damaged(store, NS) == []
 
 
 def test_names_are_data_and_never_paths(lab: Lab, store: Store) -> None:
     for name in ("../../../tmp/x", "..", "a/b", "C:\\x", "A", "a", "日本"):
         publish(store, name, SyntheticAgent(SMALL, 1).turn(30), 0)
-        assert store.get_agent(NS, name).agent_id == name
+        assert store.agents.get(NS, name).agent_id == name
     names = {path.name for path in lab.root.rglob("*")}
     assert not names & {"..", "a", "A", "b", "x", "日本"}

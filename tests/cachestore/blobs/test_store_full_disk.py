@@ -12,7 +12,8 @@ from kvasir.errors import KvasirError, ResourceExhausted, Unavailable
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import BlobKind
-from cachestore_svc.store.store import NewBlob, Store
+from cachestore_svc.store.blobs import NewBlob
+from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, publish, upload, write
 from tests.made_models.synthetic import SMALL, SyntheticAgent
 
@@ -101,8 +102,8 @@ def test_a_failure_at_any_step_of_a_turn_is_typed_and_the_next_try_works(lab: La
             if disk.effects < step and refusals < step - 1:
                 break
             assert_restores(store, publish(store, f"agent-{step}", content, 0), content)
-            assert store.check().is_clean
-            assert store.stats(NS).reserved_bytes == 0
+            assert store.care.check().is_clean
+            assert store.statistics.of(NS).reserved_bytes == 0
         assert refusals >= 15
         assert_restores(store, done, first)
 
@@ -110,10 +111,10 @@ def test_a_failure_at_any_step_of_a_turn_is_typed_and_the_next_try_works(lab: La
 @pytest.mark.parametrize(
     "act",
     [
-        lambda store: store.delete_agent(NS, "a"),
-        lambda store: store.collect_garbage(),
-        lambda store: store.fork_agent(NS, "a", "b"),
-        lambda store: store.rollback_agent(NS, "a", 1),
+        lambda store: store.agents.delete(NS, "a"),
+        lambda store: store.care.collect_garbage(),
+        lambda store: store.agents.fork(NS, "a", "b"),
+        lambda store: store.agents.roll_back(NS, "a", 1),
     ],
 )
 def test_a_failure_at_any_step_of_other_work_is_typed_and_the_next_try_works(
@@ -126,17 +127,17 @@ def test_a_failure_at_any_step_of_other_work_is_typed_and_the_next_try_works(
             name, content = "a", agent.turn(300)
             publish(store, name, content, 0)
             upload(store, SyntheticAgent(SMALL, 1000 + step).turn(30))
-            store.collect_garbage()
+            store.care.collect_garbage()
             disk.arm(step)
             assert isinstance(refusal_of(lambda: act(store)), ResourceExhausted | None)
             is_over = disk.effects < step
             disk.arm(0)
             # A file that could not be removed is nobody's, and repair removes it.
-            assert {finding.problem for finding in store.check(repair=True).findings} <= {"ORPHAN_FILE"}
-            assert store.check().is_clean
-            for agent_record in store.list_agents(NS).agents:
-                store.delete_agent(NS, agent_record.agent_id)
-            store.collect_garbage()
+            assert {finding.problem for finding in store.care.check(repair=True).findings} <= {"ORPHAN_FILE"}
+            assert store.care.check().is_clean
+            for agent_record in store.agents.page(NS).agents:
+                store.agents.delete(NS, agent_record.agent_id)
+            store.care.collect_garbage()
             if is_over:
                 return
         pytest.fail("there was no end of effects")
@@ -199,25 +200,25 @@ def test_at_zero_free_bytes_reads_and_deletes_work_and_writes_are_refused(small:
         for name, content in contents.items():
             publish(store, name, content, 0)
         upload(store, SyntheticAgent(SMALL, 77).turn(600))
-        store.collect_garbage()
+        store.care.collect_garbage()
         elsewhere = fill_up(lab, disk)
         assert disk.free_bytes(lab.root) == 0
         for name, content in contents.items():
-            assert_restores(store, store.get_snapshot(NS, name), content)
-            assert store.find_missing(NS, content.digests) == []
+            assert_restores(store, store.snapshots.get(NS, name), content)
+            assert store.blobs.find_missing(NS, content.digests) == []
         with pytest.raises(ResourceExhausted) as refused:
             upload(store, SyntheticAgent(SMALL, 50).turn(300))
         assert refused.value.reason == "DISK_FULL"
         for number in range(5):
-            store.delete_agent(NS, f"agent-{number}")
-        assert store.collect_garbage().blobs_swept >= 15
-        assert store.check().is_clean
+            store.agents.delete(NS, f"agent-{number}")
+        assert store.care.collect_garbage().blobs_swept >= 15
+        assert store.care.check().is_clean
         elsewhere.unlink()
-        store.collect_garbage()
+        store.care.collect_garbage()
         publish(store, "after", SyntheticAgent(SMALL, 51).turn(100), 0)
         assert (lab.root / "ballast").stat().st_size == MIB
         for number in range(5, 10):
-            assert_restores(store, store.get_snapshot(NS, f"agent-{number}"), contents[f"agent-{number}"])
+            assert_restores(store, store.snapshots.get(NS, f"agent-{number}"), contents[f"agent-{number}"])
 
 
 def test_a_store_opens_and_reads_at_zero_free_bytes(small: tuple[Lab, Disk]) -> None:
@@ -227,8 +228,8 @@ def test_a_store_opens_and_reads_at_zero_free_bytes(small: tuple[Lab, Disk]) -> 
         publish(store, "a", content, 0)
     fill_up(lab, disk)
     with lab.open(disk, ballast_bytes=MIB) as store:
-        assert_restores(store, store.get_snapshot(NS, "a"), content)
-        store.delete_agent(NS, "a")
+        assert_restores(store, store.snapshots.get(NS, "a"), content)
+        store.agents.delete(NS, "a")
 
 
 def test_a_disk_that_fills_while_a_store_writes_keeps_what_was_acknowledged(small: tuple[Lab, Disk]) -> None:
@@ -247,7 +248,7 @@ def test_a_disk_that_fills_while_a_store_writes_keeps_what_was_acknowledged(smal
         for done, content in kept.values():
             assert_restores(store, done, content)
     with lab.open(disk) as store:
-        assert store.check().is_clean
+        assert store.care.check().is_clean
         for done, content in kept.values():
             assert_restores(store, done, content)
 
@@ -259,7 +260,7 @@ def test_a_blob_that_another_writer_listed_first_survives_our_failure_to_list_it
     content = SyntheticAgent(SMALL, 1).turn(256)
     [(digest, data)] = content.new_blobs.items()
     with lab.open(disk) as store:
-        stale = store.open_writer(NS, digest, BlobKind.TENSORS)
+        stale = store.blobs.open_writer(NS, digest, BlobKind.TENSORS)
         catalog = stale._register  # type: ignore[attr-defined]
         with stale:
             pass
@@ -271,25 +272,25 @@ def test_a_blob_that_another_writer_listed_first_survives_our_failure_to_list_it
                 late.finish()
         disk.arm(0)
         assert_restores(store, done, content)
-        assert store.check().is_clean
-        assert store.stats(NS).reserved_bytes == 0
+        assert store.care.check().is_clean
+        assert store.statistics.of(NS).reserved_bytes == 0
 
 
 def test_a_write_that_found_no_room_goes_on_where_it_stopped(lab: Lab) -> None:
     disk = RefusingDisk()
     [(digest, data)] = SyntheticAgent(SMALL, 1).turn(256).new_blobs.items()
     with lab.open(disk) as store:
-        with store.open_writer(NS, digest, BlobKind.TENSORS) as writer:
+        with store.blobs.open_writer(NS, digest, BlobKind.TENSORS) as writer:
             writer.write(0, data[:8000])
             disk.arm(1)
             with pytest.raises(ResourceExhausted):
                 writer.write(8000, data[8000:])
         disk.arm(0)
         # As many bytes lie there as are counted.
-        assert store.write_status(NS, digest).received_bytes == 8000 == store.stats(NS).reserved_bytes
+        assert store.blobs.write_status(NS, digest).received_bytes == 8000 == store.statistics.of(NS).reserved_bytes
         assert [path.stat().st_size for path in lab.root.rglob("*.part")] == [8000]
         write(store, digest, data, BlobKind.TENSORS)
-        assert bytes(store.read_blob(NS, digest)) == data
+        assert bytes(store.blobs.read(NS, digest)) == data
 
 
 @pytest.mark.parametrize("refuse_at", [1, 2, 3])
@@ -298,8 +299,8 @@ def test_a_deletion_that_the_ballast_makes_room_for_waits_for_no_lease_that_has_
     disk, agent = RefusingDisk(), SyntheticAgent(SMALL, 1)
     with lab.open(disk) as store:
         done = publish(store, "a", agent.turn(30), 0)
-        store.acquire_lease(NS, "a", done.kv_identity_hash, "engine-1", 10)
+        store.leases.acquire(NS, "a", done.kv_identity_hash, "engine-1", 10)
         lab.clock.pass_s(10)
         disk.arm(refuse_at)
-        store.delete_agent(NS, "a")
+        store.agents.delete(NS, "a")
         assert disk.effects > refuse_at

@@ -50,13 +50,13 @@ def test_a_blob_that_cannot_be_read_now_is_unavailable_and_is_served_later(lab: 
         write(store, digest, data, BlobKind.TENSORS)
         disk.before = fail_with(error)
         with pytest.raises(Unavailable) as refused:
-            store.read_blob(NS, digest)
+            store.blobs.read(NS, digest)
         assert (refused.value.reason, refused.value.retry_after_s) == ("DISK_FAILED", 1)
         disk.before = fail_with(error)
         with pytest.raises(Unavailable):
-            list(store.verify(NS))
-        assert store.stats(NS).damaged_blob_count == 0
-        assert bytes(store.read_blob(NS, digest)) == data
+            list(store.care.verify(NS))
+        assert store.statistics.of(NS).damaged_blob_count == 0
+        assert bytes(store.blobs.read(NS, digest)) == data
 
 
 def test_a_blob_that_the_device_lost_is_damaged(lab: Lab) -> None:
@@ -70,11 +70,11 @@ def test_a_blob_that_the_device_lost_is_damaged(lab: Lab) -> None:
         write(store, digest, data, BlobKind.TENSORS)
     with lab.open(LosingDisk()) as store:
         with pytest.raises(DataLoss):
-            store.read_blob(NS, digest)
-        assert store.stats(NS).damaged_blob_count == 1
+            store.blobs.read(NS, digest)
+        assert store.statistics.of(NS).damaged_blob_count == 1
 
 
-@pytest.mark.parametrize("ask", ["read_blob", "read_found", "verify"])
+@pytest.mark.parametrize("ask", ["read", "read_found", "verify"])
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_blob_swept_and_written_again_while_it_is_read_is_served(lab: Lab, ask: str, moment: str) -> None:
     """The reader meets no file, or the bytes of the file before; both are of the past."""
@@ -85,9 +85,9 @@ def test_a_blob_swept_and_written_again_while_it_is_read_is_served(lab: Lab, ask
         path = lab.blob_files[digest.hash]
 
         def sweep_and_write_again() -> None:
-            store.collect_garbage()
+            store.care.collect_garbage()
             lab.clock.pass_s(1)
-            assert store.collect_garbage().blobs_swept == 1
+            assert store.care.collect_garbage().blobs_swept == 1
             write(store, digest, data, BlobKind.TENSORS)
 
         def meet_no_file() -> None:
@@ -100,8 +100,8 @@ def test_a_blob_swept_and_written_again_while_it_is_read_is_served(lab: Lab, ask
             path.write_bytes(bytes(len(data)))
             disk.after = sweep_and_write_again
         if ask != "verify":
-            assert bytes(getattr(store, ask)(NS, digest)) == data
+            assert bytes(getattr(store.blobs, ask)(NS, digest)) == data
         else:
-            [progress] = store.verify(NS)
+            [progress] = store.care.verify(NS)
             assert progress.damaged == ()
-        assert store.stats(NS).damaged_blob_count == 0
+        assert store.statistics.of(NS).damaged_blob_count == 0

@@ -61,14 +61,14 @@ def test_what_lies_where_a_blob_should_and_is_no_file_is_damaged_and_hangs_nobod
 
     def read() -> None:
         with pytest.raises(DataLoss) as lost:
-            store.read_blob(NS, content.digests[0])
+            store.blobs.read(NS, content.digests[0])
         assert lost.value.metadata == {"digest": content.digests[0].hash}
 
     in_time(read)
     assert damaged(store) == [content.digests[0]]
     if make is not a_directory:
         upload(store, content)
-        assert_restores(store, store.get_snapshot(NS, "a"), content)
+        assert_restores(store, store.snapshots.get(NS, "a"), content)
 
 
 @pytest.mark.parametrize("make", STRANGE)
@@ -82,8 +82,8 @@ def test_a_store_starts_beside_what_is_no_file(lab: Lab, make: Callable[[Path], 
 
     def start() -> None:
         with lab.open() as store:
-            assert_restores(store, store.get_snapshot(NS, "a"), content)
-            assert store.check().is_clean
+            assert_restores(store, store.snapshots.get(NS, "a"), content)
+            assert store.care.check().is_clean
 
     in_time(start)
 
@@ -110,18 +110,18 @@ def test_a_commit_under_an_absurd_clock_can_be_told(lab: Lab, now_s: float) -> N
     """What took effect must be answered, and so must every listing after it."""
     lab.clock.now_s = now_s
     with lab.open() as store:
-        start = store.events_after(NS, None).cursor
+        start = store.events.after(NS, None).cursor
         done = publish(store, "a", SyntheticAgent(SMALL, 1).turn(30), 0)
         write_snapshot(done)
-        for agent in store.list_agents(NS).agents:
+        for agent in store.agents.page(NS).agents:
             write_agent(agent)
-        for event in store.events_after(NS, start).events:
+        for event in store.events.after(NS, start).events:
             write_event(event)
-        assert store.delete_agent(NS, "a").bytes_gone_by_unix_ms >= 0
+        assert store.agents.delete(NS, "a").bytes_gone_by_unix_ms >= 0
 
 
 def test_a_time_beyond_9999_that_was_stored_before_is_told_as_its_end(store: Store) -> None:
     publish(store, "a", SyntheticAgent(SMALL, 1).turn(30), 0)
     store._core.catalog.write(NS, lambda rows: rows.run("UPDATE lines SET used_unix_ms = ?", 1 << 60))
-    [agent] = store.list_agents(NS).agents
+    [agent] = store.agents.page(NS).agents
     assert write_agent(agent).used_at.ToMilliseconds() == LAST_UNIX_MS

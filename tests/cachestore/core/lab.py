@@ -24,7 +24,8 @@ from cachestore_svc.sealing.key_files import KeyFiles
 from cachestore_svc.sealing.keys import MasterKey, new_record
 from cachestore_svc.sealing.sealed_blobs import SealedBackend
 from cachestore_svc.sealing.seals import Seals
-from cachestore_svc.store.store import NewBlob, Store, finish_all
+from cachestore_svc.store.blobs import NewBlob, finish_all
+from cachestore_svc.store.store import Store
 from tests.made_models.synthetic import SyntheticSnapshot
 from tests.running import own_notes  # noqa: F401
 
@@ -160,7 +161,7 @@ def run_sql(lab: Lab, *statements: str) -> None:
 
 def write(store: Store, digest: Digest, data: bytes, kind: BlobKind, namespace: str = NS, frame: int = MIB) -> None:
     """Send one blob in frames, from where an earlier try stopped."""
-    with store.open_writer(namespace, digest, kind) as writer:
+    with store.blobs.open_writer(namespace, digest, kind) as writer:
         while writer.received_bytes < len(data):
             start = writer.received_bytes
             writer.write(start, data[start : start + frame])
@@ -169,7 +170,7 @@ def write(store: Store, digest: Digest, data: bytes, kind: BlobKind, namespace: 
 
 def hand(store: Store, digest: Digest, token: str, namespace: str = NS) -> None:
     """Let the store take a file that lies in its directory for them."""
-    [writer] = store.open_writers(namespace, [NewBlob(digest, BlobKind.TENSORS, token)])
+    [writer] = store.blobs.open_writers(namespace, [NewBlob(digest, BlobKind.TENSORS, token)])
     if isinstance(writer, Exception):
         raise writer
     with writer:
@@ -180,14 +181,14 @@ def hand_all(lab: Lab, store: Store, blobs: Mapping[Digest, bytes], namespace: s
     """Write blobs as an engine on the store's host does: as files, which the store takes as one group; and send those
     that it does not take."""
     files = HandedFiles(lab.root, namespace)
-    if store.receive_files(namespace):
-        missing = store.find_missing(namespace, list(blobs))
+    if store.blobs.receive_files(namespace):
+        missing = store.blobs.find_missing(namespace, list(blobs))
         tokens = [files.new_token() for _ in missing]
         for digest, token in zip(missing, tokens, strict=True):
             files.write(token, blobs[digest])
         new = [NewBlob(digest, BlobKind.TENSORS, token) for digest, token in zip(missing, tokens, strict=True)]
         with contextlib.ExitStack() as exits:
-            opened = store.open_writers(namespace, new)
+            opened = store.blobs.open_writers(namespace, new)
             writers = [exits.enter_context(each) for each in opened if not isinstance(each, Exception)]
             finish_all(writers)
         for token in tokens:
@@ -196,7 +197,7 @@ def hand_all(lab: Lab, store: Store, blobs: Mapping[Digest, bytes], namespace: s
 
 
 def write_all(store: Store, blobs: Mapping[Digest, bytes], namespace: str = NS) -> None:
-    for digest in store.find_missing(namespace, list(blobs)):
+    for digest in store.blobs.find_missing(namespace, list(blobs)):
         write(store, digest, blobs[digest], BlobKind.TENSORS, namespace)
 
 
@@ -220,9 +221,14 @@ def publish(
     """What an engine does at the end of a turn."""
     upload(store, snapshot, namespace)
     digest = snapshot.manifest_digest
-    return store.commit(
+    return store.snapshots.commit(
         namespace, agent_id, digest, parent_version, lease, bind_shared, origin, base_version=base_version
     )
+
+
+def prefix_of(store: Store, namespace: str, kv_hash: str, block_hashes: Sequence[str]) -> list[Digest]:
+    """Digests of the longest stored, shareable prefix of a chain, of the layers that keep all tokens."""
+    return list(store.prefixes.find(namespace, kv_hash, block_hashes).blocks_of(0))
 
 
 def damaged(store: Store, namespace: str = NS) -> list[Digest]:
@@ -244,8 +250,8 @@ def snapshot_digests(
 
 def assert_restores(store: Store, snapshot: SnapshotVersion, expected: SyntheticSnapshot, namespace: str = NS) -> None:
     """The version is whole: its manifest's bytes are those published, and every blob can be read."""
-    assert bytes(store.read_blob(namespace, snapshot.manifest)) == expected.manifest_bytes
+    assert bytes(store.blobs.read(namespace, snapshot.manifest)) == expected.manifest_bytes
     digests = snapshot_digests(store, namespace, snapshot.agent_id, snapshot.kv_identity_hash, snapshot.version)
     assert digests == expected.digests
     for digest in digests:
-        assert Digest.of(store.read_blob(namespace, digest)) == digest
+        assert Digest.of(store.blobs.read(namespace, digest)) == digest

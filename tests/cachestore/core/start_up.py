@@ -40,7 +40,7 @@ def main() -> None:
         for _ in range(3):
             began = time.perf_counter()
             store = Lab(root).open()
-            print(f"opened {store.stats(NS).blob_count} blobs in {time.perf_counter() - began:.3f} s")
+            print(f"opened {store.statistics.of(NS).blob_count} blobs in {time.perf_counter() - began:.3f} s")
             store.close()
 
 

@@ -35,8 +35,8 @@ class Machine:
     def sweep(self, store: Store, after_s: float = 0.0) -> list[str]:
         """Let time pass and sweep; the agents that are left."""
         self.lab.clock.pass_s(after_s)
-        store.expire_agents(self.clocks())
-        return [agent.agent_id for agent in store.list_agents(NS).agents]
+        store.care.expire_agents(self.clocks())
+        return [agent.agent_id for agent in store.agents.page(NS).agents]
 
     def clocks(self) -> ClockReading:
         return ClockReading(self.lab.clock(), self.lab.clock.steady() - self.started_s, self.run)
@@ -56,15 +56,15 @@ def test_an_agent_goes_when_its_time_is_over_and_is_told_before(machine: Machine
     with machine.lab.open() as store:
         publish(store, "kept", TURN, 0)
         publish(store, "ada", TURN, 0)
-        assert store.get_agent(NS, "ada").expires_unix_ms is None
-        store.update_agent(NS, "ada", {LABEL: "2d"})
+        assert store.agents.get(NS, "ada").expires_unix_ms is None
+        store.agents.update(NS, "ada", {LABEL: "2d"})
         assert machine.sweep(store) == ["ada", "kept"]
         assert machine.sweep(store, DAY) == ["ada", "kept"]
-        told = store.list_agents(NS).agents[0].expires_unix_ms
+        told = store.agents.page(NS).agents[0].expires_unix_ms
         assert told == (machine.lab.clock() + DAY) * 1000
-        cursor = store.events_after(NS, None).cursor
+        cursor = store.events.after(NS, None).cursor
         assert machine.sweep(store, DAY) == ["kept"]
-        assert [event.body for event in store.events_after(NS, cursor).events] == [AgentDeleted("ada")]
+        assert [event.body for event in store.events.after(NS, cursor).events] == [AgentDeleted("ada")]
 
 
 def test_a_namespace_may_have_a_time_and_a_label_says_otherwise(machine: Machine) -> None:
@@ -72,22 +72,22 @@ def test_a_namespace_may_have_a_time_and_a_label_says_otherwise(machine: Machine
         for name in ("ada", "long", "ever", "pinned"):
             publish(store, name, TURN, 0)
         publish(store, "foreign", TURN, 0, namespace="other")
-        store.update_agent(NS, "long", {LABEL: "3d"})
-        store.update_agent(NS, "ever", {LABEL: "never"})
-        store.update_agent(NS, "pinned", is_pinned=True)
-        assert store.get_agent(NS, "pinned").expires_unix_ms is None
+        store.agents.update(NS, "long", {LABEL: "3d"})
+        store.agents.update(NS, "ever", {LABEL: "never"})
+        store.agents.update(NS, "pinned", is_pinned=True)
+        assert store.agents.get(NS, "pinned").expires_unix_ms is None
         machine.sweep(store)
         assert machine.sweep(store, 2 * DAY) == ["ever", "long", "pinned"]
         assert machine.sweep(store, 2 * DAY) == ["ever", "pinned"]
-        assert store.get_agent("other", "foreign")
+        assert store.agents.get("other", "foreign")
 
 
 @pytest.mark.parametrize("set_by_s", [0.0, -10 * DAY, 5 * HOUR])
 def test_every_use_begins_the_time_anew_also_when_the_clock_was_set(machine: Machine, set_by_s: float) -> None:
     uses: list[Callable[[Store], object]] = [
-        lambda store: store.get_snapshot(NS, "ada"),
-        lambda store: store.update_agent(NS, "ada", {"project": "x"}),
-        lambda store: store.rollback_agent(NS, "ada", 1),
+        lambda store: store.snapshots.get(NS, "ada"),
+        lambda store: store.agents.update(NS, "ada", {"project": "x"}),
+        lambda store: store.agents.roll_back(NS, "ada", 1),
     ]
     with machine.lab.open(default_expires_after_s=DAY) as store:
         publish(store, "ada", TURN, 0)
@@ -106,9 +106,9 @@ def test_a_live_lease_keeps_an_agent(machine: Machine) -> None:
         publish(store, "ada", TURN, 0)
         machine.sweep(store)
         machine.lab.clock.pass_s(2 * HOUR)
-        lease = store.acquire_lease(NS, "ada", KV, "engine", 60)
+        lease = store.leases.acquire(NS, "ada", KV, "engine", 60)
         assert machine.sweep(store) == ["ada"]
-        store.release_lease(NS, "ada", KV, lease.token)
+        store.leases.release(NS, "ada", KV, lease.token)
         assert machine.sweep(store) == []
 
 
@@ -116,9 +116,9 @@ def test_an_agent_on_its_way_to_another_store_stays(machine: Machine) -> None:
     with machine.lab.open(default_expires_after_s=HOUR) as store:
         publish(store, "ada", TURN, 0)
         machine.sweep(store)
-        store.offer(NS, "ada", "studio", "m" * 16, 0, anybody)
+        store.moves.offer(NS, "ada", "studio", "m" * 16, 0, anybody)
         assert machine.sweep(store, 2 * HOUR) == ["ada"]
-        store.undo_move(NS, "ada", "studio", "m" * 16)
+        store.moves.undo(NS, "ada", "studio", "m" * 16)
         assert machine.sweep(store) == []
 
 
@@ -183,7 +183,7 @@ def test_after_a_restart_the_clock_that_says_less_is_believed(now: ClockReading,
 def test_a_label_that_says_no_time_is_refused(store: Store, value: str) -> None:
     publish(store, "ada", TURN, 0)
     with pytest.raises(InvalidArgument) as refused:
-        store.update_agent(NS, "ada", {LABEL: value})
+        store.agents.update(NS, "ada", {LABEL: value})
     assert refused.value.field == f"labels.{LABEL}"
 
 
@@ -193,7 +193,9 @@ def test_an_expired_agent_is_no_more_and_its_name_is_free(machine: Machine) -> N
         machine.sweep(store)
         machine.sweep(store, 2 * HOUR)
         with pytest.raises(NotFound):
-            store.get_agent(NS, "ada")
-        assert store.find_missing(NS, [TURN.manifest_digest]) == []  # its bytes rest, as those of any deleted agent
+            store.agents.get(NS, "ada")
+        assert (
+            store.blobs.find_missing(NS, [TURN.manifest_digest]) == []
+        )  # its bytes rest, as those of any deleted agent
         assert publish(store, "ada", TURN, 0).version == 1
-        assert store.events_after(NS, EventCursor("", 0)) is not None
+        assert store.events.after(NS, EventCursor("", 0)) is not None

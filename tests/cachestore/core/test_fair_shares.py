@@ -31,9 +31,9 @@ class SmallDisk(Disk):
 def test_promises_without_bytes_leave_room_for_other_namespaces(lab: Lab) -> None:
     with lab.open(SmallDisk()) as store:
         for number in range(4):
-            store.open_writer("greedy", Digest(f"{number:064x}", 256 * MIB), BlobKind.TENSORS)
+            store.blobs.open_writer("greedy", Digest(f"{number:064x}", 256 * MIB), BlobKind.TENSORS)
         with pytest.raises(ResourceExhausted) as refused:
-            store.open_writer("greedy", Digest("ab" * 32, 1), BlobKind.TENSORS)
+            store.blobs.open_writer("greedy", Digest("ab" * 32, 1), BlobKind.TENSORS)
         assert refused.value.reason == "RESERVATIONS_FULL"
         write_all(store, SyntheticAgent(SMALL, 1).turn(256).new_blobs, "other")
 
@@ -42,24 +42,24 @@ def test_one_namespace_leaves_room_on_the_disk_whether_there_are_others_or_not(l
     """Without quotas one namespace could fill the disk down to the reserve, and the others wrote nothing any more."""
     settings: dict[str, object] = {"max_blob_bytes": 8 << 30, "free_disk_reserve_bytes": 512 * MIB}
     with lab.open(SmallDisk(), **settings) as store:
-        store.open_writer("greedy", Digest("ab" * 32, 900 * MIB), BlobKind.TENSORS)
+        store.blobs.open_writer("greedy", Digest("ab" * 32, 900 * MIB), BlobKind.TENSORS)
         with pytest.raises(ResourceExhausted) as refused:
-            store.open_writer("greedy", Digest("cd" * 32, 2300 * MIB), BlobKind.TENSORS)
+            store.blobs.open_writer("greedy", Digest("cd" * 32, 2300 * MIB), BlobKind.TENSORS)
         assert refused.value.reason == "DISK_SHARE_FULL"
         assert set(refused.value.metadata) == {"held_bytes", "asked_bytes"}
-        store.open_writer("greedy", Digest("cd" * 32, 2 << 30), BlobKind.TENSORS)
-        store.open_writer("newcomer", Digest("ef" * 32, 512 * MIB), BlobKind.TENSORS)
+        store.blobs.open_writer("greedy", Digest("cd" * 32, 2 << 30), BlobKind.TENSORS)
+        store.blobs.open_writer("newcomer", Digest("ef" * 32, 512 * MIB), BlobKind.TENSORS)
     with lab.open(SmallDisk(), namespace_quota_bytes={"greedy": 4 << 30}, **settings) as store:
-        store.open_writer("greedy", Digest("ab" * 32, 900 * MIB), BlobKind.TENSORS)
-        store.open_writer("greedy", Digest("cd" * 32, 2300 * MIB), BlobKind.TENSORS)
+        store.blobs.open_writer("greedy", Digest("ab" * 32, 900 * MIB), BlobKind.TENSORS)
+        store.blobs.open_writer("greedy", Digest("cd" * 32, 2300 * MIB), BlobKind.TENSORS)
 
 
 def test_a_refused_reservation_tells_only_ones_own_numbers(lab: Lab) -> None:
     with lab.open(SmallDisk(), max_blob_bytes=256 * MIB) as store:
         for number in range(4):
-            store.open_writer(NS, Digest(f"{number:064x}", 256 * MIB), BlobKind.TENSORS)
+            store.blobs.open_writer(NS, Digest(f"{number:064x}", 256 * MIB), BlobKind.TENSORS)
         with pytest.raises(ResourceExhausted) as refused:
-            store.open_writer(NS, Digest("ab" * 32, 77), BlobKind.TENSORS)
+            store.blobs.open_writer(NS, Digest("ab" * 32, 77), BlobKind.TENSORS)
         assert refused.value.reason == "RESERVATIONS_FULL"
         assert [word for word in refused.value.message.split() if word.isdigit()] == [str(1 << 30), "77"]
 
@@ -67,7 +67,7 @@ def test_a_refused_reservation_tells_only_ones_own_numbers(lab: Lab) -> None:
 def test_a_full_disk_tells_neither_paths_nor_what_others_have(lab: Lab) -> None:
     with lab.open(SmallDisk(), free_disk_reserve_bytes=4 << 30) as store:
         with pytest.raises(ResourceExhausted) as refused:
-            store.open_writer(NS, Digest("ab" * 32, MIB), BlobKind.TENSORS)
+            store.blobs.open_writer(NS, Digest("ab" * 32, MIB), BlobKind.TENSORS)
         assert refused.value.reason == "DISK_FULL"
         assert refused.value.message == f"disk: no room for {MIB} bytes more beside what must stay free"
         assert refused.value.metadata == {"asked_bytes": str(MIB)}
@@ -81,13 +81,13 @@ def test_a_page_of_agents_ends_before_it_is_too_long_for_a_message(
     names = [f"a{number:02}" for number in range(40)]
     labels = {f"{number:02}" + "漢" * 254: "漢" * 256 for number in range(2)}
     for name in names[1:]:
-        store.fork_agent(NS, "a00", name)
+        store.agents.fork(NS, "a00", name)
     for name in names:
-        store.update_agent(NS, name, labels=labels)
+        store.agents.update(NS, name, labels=labels)
     listed: list[str] = []
     token = ""
     while True:
-        page = store.list_agents(NS, page_token=token)
+        page = store.agents.page(NS, page_token=token)
         assert sum(write_agent(agent).ByteSize() for agent in page.agents) <= 32 << 10
         listed += [agent.agent_id for agent in page.agents]
         token = page.next_page_token
@@ -102,7 +102,7 @@ def test_another_namespace_is_answered_in_the_middle_of_a_long_page(
     monkeypatch.setattr(listing, "_AGENTS_AT_ONCE", 2)
     publish(store, "a0", SyntheticAgent(SMALL, 2).turn(3), 0)
     for number in range(1, 6):
-        store.fork_agent(NS, "a0", f"a{number}")
+        store.agents.fork(NS, "a0", f"a{number}")
     order: list[str] = []
     others = ThreadPoolExecutor(1)
 
@@ -117,7 +117,7 @@ def test_another_namespace_is_answered_in_the_middle_of_a_long_page(
 
     real = agents.record
     monkeypatch.setattr(agents, "record", lambda *given: (found := real(*given), noted(found))[0])
-    assert len(store.list_agents(NS).agents) == 6
+    assert len(store.agents.page(NS).agents) == 6
     others.shutdown(wait=True)
     assert order.index("other") < order.index("a5")
 
@@ -125,18 +125,18 @@ def test_another_namespace_is_answered_in_the_middle_of_a_long_page(
 def test_an_agents_labels_take_little_however_they_are_set(store: Store) -> None:
     """Rows are in no quota, forks are free, and a listing reads them on the one thread of the index."""
     publish(store, "a", SyntheticAgent(SMALL, 2).turn(3), 0)
-    store.update_agent(NS, "a", labels={"first": "漢" * 256, "second": "漢" * 256, "third": "漢" * 256})
+    store.agents.update(NS, "a", labels={"first": "漢" * 256, "second": "漢" * 256, "third": "漢" * 256})
     with pytest.raises(InvalidArgument, match="at most 4096 bytes in all, got") as refused:
-        store.update_agent(NS, "a", labels={f"{number}": "漢" * 256 for number in range(3)})
+        store.agents.update(NS, "a", labels={f"{number}": "漢" * 256 for number in range(3)})
     assert refused.value.field == "labels"
-    assert set(store.get_agent(NS, "a").labels) == {"first", "second", "third"}
+    assert set(store.agents.get(NS, "a").labels) == {"first", "second", "third"}
 
 
 def test_agents_are_asked_for_by_a_few_labels_only(store: Store) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        store.list_agents(NS, labels={f"k{number}": "v" for number in range(65)})
+        store.agents.page(NS, labels={f"k{number}": "v" for number in range(65)})
     assert refused.value.field == "labels"
-    assert store.list_agents(NS, labels={f"k{number}": "v" for number in range(64)}).agents == ()
+    assert store.agents.page(NS, labels={f"k{number}": "v" for number in range(64)}).agents == ()
 
 
 class FullDisk(Disk):

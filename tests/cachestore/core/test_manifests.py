@@ -112,13 +112,13 @@ def test_a_tensor_file_is_not_taken_for_a_manifest(store: Store) -> None:
 def test_a_manifest_that_nobody_would_read_is_refused_before_a_byte_is_written(store: Store) -> None:
     digest = Digest("ab" * 32, MAX_MANIFEST_BYTES + 1)
     with pytest.raises(InvalidArgument) as refused:
-        store.open_writer(NS, digest, BlobKind.MANIFEST)
+        store.blobs.open_writer(NS, digest, BlobKind.MANIFEST)
     assert refused.value.reason == "BLOB_TOO_LARGE"
-    assert store.stats(NS).reserved_bytes == 0
+    assert store.statistics.of(NS).reserved_bytes == 0
 
 
 def test_a_manifest_on_its_way_in_takes_no_memory(store: Store) -> None:
-    with store.open_writer(NS, Digest("cd" * 32, MAX_MANIFEST_BYTES), BlobKind.MANIFEST) as writer:
+    with store.blobs.open_writer(NS, Digest("cd" * 32, MAX_MANIFEST_BYTES), BlobKind.MANIFEST) as writer:
         writer.write(0, b"\x08\x01")
         piece = bytes(MIB)
         tracemalloc.start()

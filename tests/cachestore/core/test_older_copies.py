@@ -43,7 +43,7 @@ class Life:
     @property
     def newest(self) -> int:
         with self.lab.open() as store:
-            return store.get_snapshot(NS, "ada").version
+            return store.snapshots.get(NS, "ada").version
 
     def refusal(self) -> FailedPrecondition:
         with pytest.raises(FailedPrecondition) as refused:
@@ -77,7 +77,7 @@ def test_an_older_directory_put_back_whole_is_refused_until_its_owner_accepts_it
     assert "--accept-older" in words
     assert (life.lab.root / "journal").read_bytes() == (older / "journal").read_bytes(), "a refusal changes nothing"
     with life.lab.open(accept_older=True) as store:
-        assert store.get_snapshot(NS, "ada").version == 1
+        assert store.snapshots.get(NS, "ada").version == 1
     assert life.newest == 1, "it was accepted once and for all"
     life.put_back(newer)
     assert life.newest == 2, "what was given up goes on from the accepted one"
@@ -131,7 +131,7 @@ def test_a_note_that_is_torn_copied_or_cannot_be_kept_stops_no_store(life: Life)
     nowhere = life.lab.root.with_name("file")
     nowhere.write_text("no directory")
     with life.lab.open(last_runs_dir=nowhere) as store:
-        assert store.get_snapshot(NS, "ada").version == 1
+        assert store.snapshots.get(NS, "ada").version == 1
 
 
 def test_who_only_looks_may_look_at_an_older_copy(life: Life) -> None:

@@ -30,9 +30,9 @@ def test_what_was_committed_is_there_after_a_restart(lab: Lab) -> None:
     with lab.open() as store:
         done = publish(store, "a", content, 0)
     with lab.open() as store:
-        assert_restores(store, store.get_snapshot(NS, "a"), content)
-        assert store.get_snapshot(NS, "a") == done
-        assert store.stats(NS).blob_bytes == done.total_bytes
+        assert_restores(store, store.snapshots.get(NS, "a"), content)
+        assert store.snapshots.get(NS, "a") == done
+        assert store.statistics.of(NS).blob_bytes == done.total_bytes
 
 
 def test_every_commit_of_the_index_is_synced_and_references_are_kept_by_the_database(store: Store) -> None:
@@ -90,7 +90,7 @@ def test_a_closed_store_refuses_and_closes_twice(lab: Lab) -> None:
     store.close()
     store.close()
     with pytest.raises(Unavailable) as refused:
-        store.stats(NS)
+        store.statistics.of(NS)
     assert refused.value.reason == "CLOSED"
 
 
@@ -117,7 +117,7 @@ def test_a_step_that_fails_leaves_the_database_as_it_was(lab: Lab, monkeypatch: 
         with pytest.raises(RuntimeError, match="broken step"):
             lab.open()
     with lab.open() as store:
-        assert store.check().is_clean
+        assert store.care.check().is_clean
 
 
 def test_yesterdays_data_directory_opens_today(lab: Lab) -> None:
@@ -134,10 +134,10 @@ def test_yesterdays_data_directory_opens_today(lab: Lab) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
     with lab.open() as store:
-        assert store.check().is_clean
-        assert_restores(store, store.get_snapshot(NS, "a", version=1), first)
-        assert_restores(store, store.get_snapshot(NS, "a", version=2), second)
-        assert dict(store.get_agent(NS, "a").labels) == {"made": "yesterday"}
+        assert store.care.check().is_clean
+        assert_restores(store, store.snapshots.get(NS, "a", version=1), first)
+        assert_restores(store, store.snapshots.get(NS, "a", version=2), second)
+        assert dict(store.agents.get(NS, "a").labels) == {"made": "yesterday"}
         lab.clock.pass_s(MAX_LEASE_TTL_S)  # somebody had a lease yesterday
         publish(store, "a", agent.turn(30), 2)
 
@@ -156,9 +156,9 @@ def test_a_start_sweeps_what_a_crash_left_and_nothing_else(lab: Lab) -> None:
     with lab.open() as store:
         assert not any(path.exists() for path in (part, orphan, of_nobody))
         assert [len(list(path.parent.glob(f"{path.name}.aside-*"))) for path in (orphan, of_nobody)] == [1, 1]
-        report = store.check()
+        report = store.care.check()
         assert (report.is_clean, report.set_aside) == (True, 2)
-        assert_restores(store, store.get_snapshot(NS, "a"), content)
+        assert_restores(store, store.snapshots.get(NS, "a"), content)
 
 
 def test_a_start_finds_a_row_without_its_file_and_says_so(lab: Lab) -> None:
@@ -181,7 +181,7 @@ def test_a_start_with_5000_blobs_takes_a_twentieth_of_what_100000_may(lab: Lab) 
         began = time.perf_counter()
         with lab.open() as store:
             times.append(time.perf_counter() - began)
-            assert (store.stats(NS).blob_count, damaged(store, NS)) == (5_000, [])
+            assert (store.statistics.of(NS).blob_count, damaged(store, NS)) == (5_000, [])
     assert min(times) < 0.2
 
 
@@ -190,53 +190,53 @@ def test_a_start_with_5000_blobs_takes_a_twentieth_of_what_100000_may(lab: Lab) 
 
 def test_events_come_in_order_once_and_over_a_restart(lab: Lab) -> None:
     with lab.open() as store:
-        start = store.events_after(NS, None).cursor
+        start = store.events.after(NS, None).cursor
         agent = SyntheticAgent(SMALL, 1)
         first = publish(store, "a", agent.turn(3), 0)
-        store.update_agent(NS, "a", labels={"x": "y"})
-        [forked] = store.fork_agent(NS, "a", "b").lines
-        half = store.events_after(NS, start, limit=2)
+        store.agents.update(NS, "a", labels={"x": "y"})
+        [forked] = store.agents.fork(NS, "a", "b").lines
+        half = store.events.after(NS, start, limit=2)
         assert [event.body for event in half.events] == [Committed(first), AgentUpdated("a")]
     with lab.open() as store:
-        back = store.rollback_agent(NS, "a", 1)
-        store.delete_agent(NS, "a")
-        rest = store.events_after(NS, half.cursor)
+        back = store.agents.roll_back(NS, "a", 1)
+        store.agents.delete(NS, "a")
+        rest = store.events.after(NS, half.cursor)
         assert [event.body for event in rest.events] == [Committed(forked), Committed(back), AgentDeleted("a")]
         assert not rest.is_lost
-        assert store.events_after(NS, rest.cursor).events == ()
+        assert store.events.after(NS, rest.cursor).events == ()
 
 
 def test_a_cursor_that_is_too_old_of_the_future_or_of_another_history_has_lost_events(lab: Lab) -> None:
     with lab.open(event_history=3) as store:
-        start = store.events_after(NS, None).cursor
+        start = store.events.after(NS, None).cursor
         agent = SyntheticAgent(SMALL, 1)
         for turn in range(3):
             publish(store, "a", agent.turn(3), turn)
-        assert len(store.events_after(NS, start).events) == 3
+        assert len(store.events.after(NS, start).events) == 3
         publish(store, "a", agent.turn(3), 3)
         for cursor in (start, EventCursor(start.incarnation, 99), EventCursor("other", 3)):
-            batch = store.events_after(NS, cursor)
+            batch = store.events.after(NS, cursor)
             assert (batch.is_lost, batch.events, batch.cursor.sequence) == (True, (), 4)
 
 
 def test_a_database_copied_back_is_another_incarnation(lab: Lab) -> None:
     with lab.open() as store:
-        before = store.events_after(NS, None).cursor
+        before = store.events.after(NS, None).cursor
     with lab.open() as store:
-        assert store.events_after(NS, None).cursor.incarnation == before.incarnation
+        assert store.events.after(NS, None).cursor.incarnation == before.incarnation
     database = lab.root / "kvasir.sqlite3"
     copy = lab.root / "backup"
     copy.write_bytes(database.read_bytes())
     copy.replace(database)
     with lab.open() as store:
-        assert store.events_after(NS, None).cursor.incarnation != before.incarnation
-        assert store.events_after(NS, before).is_lost
+        assert store.events.after(NS, None).cursor.incarnation != before.incarnation
+        assert store.events.after(NS, before).is_lost
 
 
 def test_an_absurd_limit_is_refused(store: Store) -> None:
     for limit in (0, -1, 1001):
         with pytest.raises(InvalidArgument):
-            store.events_after(NS, None, limit)
+            store.events.after(NS, None, limit)
 
 
 # --- check and repair ---
@@ -254,18 +254,18 @@ def test_check_finds_a_row_that_names_nothing(lab: Lab) -> None:
         publish(store, "a", content, 0)
     dangle(lab)
     with lab.open() as store:
-        assert {finding.problem for finding in store.check().findings} == {"DANGLING_ROW"}
-        assert_restores(store, store.get_snapshot(NS, "a"), content)
+        assert {finding.problem for finding in store.care.check().findings} == {"DANGLING_ROW"}
+        assert_restores(store, store.snapshots.get(NS, "a"), content)
 
 
 def test_check_finds_a_reference_that_is_gone_while_the_store_runs_and_repairs_it(store: Store) -> None:
     content = SyntheticAgent(SMALL, 1).turn(600)
     publish(store, "a", content, 0)
     store._core.catalog.write(NS, lambda rows: rows.run("DELETE FROM manifest_blobs WHERE position = 1"))
-    assert {finding.problem for finding in store.check().findings} == {"WRONG_REFERENCES", "INDEX_DAMAGED"}
-    store.check(repair=True)
-    assert store.check().is_clean
-    assert_restores(store, store.get_snapshot(NS, "a"), content)
+    assert {finding.problem for finding in store.care.check().findings} == {"WRONG_REFERENCES", "INDEX_DAMAGED"}
+    store.care.check(repair=True)
+    assert store.care.check().is_clean
+    assert_restores(store, store.snapshots.get(NS, "a"), content)
 
 
 def test_check_walks_files_both_ways_and_repairs_them(lab: Lab, store: Store) -> None:
@@ -279,7 +279,7 @@ def test_check_walks_files_both_ways_and_repairs_them(lab: Lab, store: Store) ->
     missing.unlink()
     whole = gone_bad.read_bytes()
     short.write_bytes(short.read_bytes()[:-1])
-    found = sorted((finding.problem, finding.detail[:64]) for finding in store.check().findings)
+    found = sorted((finding.problem, finding.detail[:64]) for finding in store.care.check().findings)
     assert found == sorted(
         [
             ("MISSING_FILE", missing.name),
@@ -289,22 +289,22 @@ def test_check_walks_files_both_ways_and_repairs_them(lab: Lab, store: Store) ->
         ]
     )
     assert all(
-        finding.is_repaired or finding.problem == "STRANGE_FILE" for finding in store.check(repair=True).findings
+        finding.is_repaired or finding.problem == "STRANGE_FILE" for finding in store.care.check(repair=True).findings
     )
     assert not orphan.exists()
     assert strange.exists()
     assert {digest.hash for digest in damaged(store, NS)} == {missing.name, short.name}
     # Only a re-hash sees bytes of the right length.
     gone_bad.write_bytes(bytes(len(whole)))
-    [progress] = store.scrub()
+    [progress] = store.care.scrub()
     assert [digest.hash for digest in progress.damaged] == [gone_bad.name]
     # What can be read again is taken out of quarantine.
     gone_bad.write_bytes(whole)
-    assert {f.detail: f.is_repaired for f in store.check(repair=True).findings}[gone_bad.name]
+    assert {f.detail: f.is_repaired for f in store.care.check(repair=True).findings}[gone_bad.name]
     write(store, content.digests[0], content.new_blobs[content.digests[0]], BlobKind.TENSORS)
     write(store, content.digests[1], content.new_blobs[content.digests[1]], BlobKind.TENSORS)
     strange.unlink()
-    assert store.check().is_clean
+    assert store.care.check().is_clean
 
 
 def test_verify_of_an_agent_reads_its_blobs_and_no_others(lab: Lab, store: Store) -> None:
@@ -313,11 +313,11 @@ def test_verify_of_an_agent_reads_its_blobs_and_no_others(lab: Lab, store: Store
     publish(store, "b", other, 0)
     for digest in (content.digests[0], other.digests[0]):
         lab.blob_files[digest.hash].write_bytes(b"")
-    *_, last = store.verify(NS, "a")
+    *_, last = store.care.verify(NS, "a")
     assert (last.blobs_checked, last.blobs_total, last.damaged) == (4, 4, (content.digests[0],))
     assert damaged(store, NS) == [content.digests[0]]
     with pytest.raises(NotFound):
-        store.verify(NS, "c")
+        store.care.verify(NS, "c")
 
 
 def test_a_check_beside_writers_finds_nothing_wrong(lab: Lab, store: Store) -> None:
@@ -326,13 +326,13 @@ def test_a_check_beside_writers_finds_nothing_wrong(lab: Lab, store: Store) -> N
 
     def look() -> None:
         while not is_over.is_set():
-            findings.extend(store.check(repair=True).findings)
+            findings.extend(store.care.check(repair=True).findings)
 
     watcher = Thread(target=look)
     watcher.start()
     for number in range(30):
         publish(store, f"agent-{number % 7}-{number}", SyntheticAgent(SMALL, number).turn(30), 0, f"ns-{number % 5}")
-        store.collect_garbage()
+        store.care.collect_garbage()
     is_over.set()
     watcher.join()
     assert findings == []

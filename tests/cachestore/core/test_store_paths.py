@@ -9,7 +9,7 @@ import os, pathlib, sys
 from cachestore_svc.facts.records import BlobKind
 from kvasir.formats.digest import Digest
 from kvasir.errors import InvalidArgument, KvasirError
-from tests.cachestore.core.lab import Lab, publish, write
+from tests.cachestore.core.lab import Lab, prefix_of, publish, write
 from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 root = pathlib.Path(sys.argv[1])
@@ -31,14 +31,14 @@ for name, content in zip(hostile, contents):
     for act in (
         lambda: publish(store, name, content, 0),
         lambda: publish(store, "a", content, 0, namespace=name),
-        lambda: store.get_agent("default", name),
-        lambda: store.fork_agent("default", name, name + "-fork"),
-        lambda: store.update_agent("default", name, labels={name: name}),
-        lambda: store.list_agents("default", name_prefix=name, page_token=name),
-        lambda: store.find_prefix("default", name, [name]),
-        lambda: store.acquire_lease("default", name, "0" * 64, name, 10),
-        lambda: store.delete_agent("default", name),
-        lambda: store.stats(name),
+        lambda: store.agents.get("default", name),
+        lambda: store.agents.fork("default", name, name + "-fork"),
+        lambda: store.agents.update("default", name, labels={name: name}),
+        lambda: store.agents.page("default", name_prefix=name, page_token=name),
+        lambda: prefix_of(store, "default", name, [name]),
+        lambda: store.leases.acquire("default", name, "0" * 64, name, 10),
+        lambda: store.agents.delete("default", name),
+        lambda: store.statistics.of(name),
     ):
         try:
             act()
@@ -50,8 +50,8 @@ for bad in ("../" * 21 + "x", "A" * 64, "0" * 63, "0" * 64 + "\\n", "0" * 65, "\
         Digest(bad, 1)
     except ValueError:
         refused += 1
-store.collect_garbage()
-store.check(repair=True)
+store.care.collect_garbage()
+store.care.check(repair=True)
 store.close()
 is_watching = False
 outside = sorted(path for path in touched if path.startswith("/") and not path.startswith(str(root)))

@@ -43,7 +43,7 @@ def test_blobs_without_their_database_are_left_alone_until_a_person_decides(lab:
     for name, data in kept.items():
         (lab.root / name).write_bytes(data)
     with lab.open() as store:
-        assert_restores(store, store.get_snapshot(NS, "a"), content)
+        assert_restores(store, store.snapshots.get(NS, "a"), content)
     for name in kept:
         (lab.root / name).unlink()
     # The journal is proof that there was more.
@@ -53,7 +53,7 @@ def test_blobs_without_their_database_are_left_alone_until_a_person_decides(lab:
     assert (lab.root / "journal").read_bytes() == log
     (lab.root / "journal").unlink()
     with lab.open() as store:
-        assert store.check().is_clean
+        assert store.care.check().is_clean
 
 
 def test_others_files_among_the_namespaces_are_no_concern_of_the_store(lab: Lab) -> None:
@@ -67,8 +67,8 @@ def test_others_files_among_the_namespaces_are_no_concern_of_the_store(lab: Lab)
     inside.parent.mkdir(parents=True)
     inside.write_bytes(b"theirs")
     with lab.open() as store:
-        assert store.check(repair=True).is_clean
-        assert_restores(store, store.get_snapshot(NS, "a"), content)
+        assert store.care.check(repair=True).is_clean
+        assert_restores(store, store.snapshots.get(NS, "a"), content)
     assert all(path.read_bytes() == b"theirs" for path in (*others, inside))
 
 
@@ -148,7 +148,7 @@ def test_a_directory_whose_maker_failed_to_sync_its_name_is_synced_by_who_uses_i
         shelf_path = blobs / digest.hash[:2]
         assert disk.synced == [lab.root, lab.root / "namespaces", blobs.parent, blobs, shelf_path]
         disk.synced.clear()
-        store.collect_garbage()
+        store.care.collect_garbage()
         other = next(block for block in map(a_block, range(2, 4_000)) if block[0].hash[:2] == digest.hash[:2])
         write(store, *other, BlobKind.TENSORS)
         assert disk.synced == [shelf_path]
@@ -187,4 +187,4 @@ def test_a_disk_that_fails_once_does_not_end_collection(lab: Lab) -> None:
         disk.recovered.clear()
         disk.fails = True
         asyncio.run(collect_twice())
-        assert store.stats(NS).blob_count == 0
+        assert store.statistics.of(NS).blob_count == 0

@@ -15,7 +15,7 @@ SIZES = [sum(len(data) for data in turn.new_blobs.values()) + len(turn.manifest_
 
 
 def today(store: Store, namespace: str = NS) -> int:
-    return store.stats(namespace).written_today_bytes
+    return store.statistics.of(namespace).written_today_bytes
 
 
 def test_bytes_are_counted_by_day_and_namespace_and_survive_a_restart(lab: Lab) -> None:
@@ -24,7 +24,7 @@ def test_bytes_are_counted_by_day_and_namespace_and_survive_a_restart(lab: Lab) 
         publish(store, "bob", TURNS[0], 0)  # its blobs are here already
         publish(store, "eva", TURNS[1], 0, namespace="other")
         assert (today(store), today(store, "other")) == (SIZES[0], SIZES[1])
-        assert store.written()["today_bytes"] == SIZES[0] + SIZES[1]
+        assert store.statistics.written()["today_bytes"] == SIZES[0] + SIZES[1]
     with lab.open() as store:
         assert today(store) == SIZES[0]
         publish(store, "ida", TURNS[2], 0)
@@ -48,14 +48,14 @@ class UncommittingDisk(Disk):
 def test_bytes_of_a_write_that_was_not_committed_do_not_count(lab: Lab) -> None:
     disk = UncommittingDisk()
     with lab.open(disk) as store:
-        assert store.written()["today_bytes"] == 0
+        assert store.statistics.written()["today_bytes"] == 0
         disk.fails = True
         with pytest.raises(KvasirError):
             upload(store, TURNS[0])
         disk.fails = False
-        assert store.written()["today_bytes"] == 0
+        assert store.statistics.written()["today_bytes"] == 0
         publish(store, "ada", TURNS[0], 0)
-        assert store.written()["today_bytes"] == today(store) == SIZES[0]
+        assert store.statistics.written()["today_bytes"] == today(store) == SIZES[0]
 
 
 def test_what_a_turn_writes_beside_its_blobs_is_as_little_as_the_setting_says(lab: Lab) -> None:
@@ -73,9 +73,9 @@ def test_what_a_turn_writes_beside_its_blobs_is_as_little_as_the_setting_says(la
 
 def test_a_spent_budget_is_told_and_refuses_nothing(lab: Lab) -> None:
     with lab.open(write_budget_bytes=SIZES[0]) as store:
-        assert not store.written()["is_spent"]
+        assert not store.statistics.written()["is_spent"]
         publish(store, "ada", TURNS[0], 0)
-        assert store.written()["is_spent"]
+        assert store.statistics.written()["is_spent"]
         publish(store, "eva", TURNS[1], 0)
 
 

@@ -147,8 +147,8 @@ def test_a_journal_that_is_lost_is_written_anew_from_a_sound_index(lab: Lab, tmp
         path.mkdir()
     for _ in range(2):
         with lab.open() as store:
-            assert_restores(store, store.get_snapshot(NS, "a"), contents[-1])
-            assert store.check().is_clean
+            assert_restores(store, store.snapshots.get(NS, "a"), contents[-1])
+            assert store.care.check().is_clean
 
 
 class DyingDisk(Disk):
@@ -166,26 +166,26 @@ def test_a_group_that_was_synced_and_not_committed_takes_effect_at_the_next_star
     first, second = agent.turn(300), agent.turn(300)
     with lab.open(disk) as store:
         publish(store, "a", first, 0)
-        cursor = store.events_after(NS, None).cursor
+        cursor = store.events.after(NS, None).cursor
         upload(store, second)
         before = (lab.root / JOURNAL).read_bytes()
         disk.is_dying = True
         taken = store._core.journal.take_back
         store._core.journal.take_back = lambda: shutil.copytree(lab.root, tmp_path / "left")  # type: ignore[method-assign,assignment,return-value]
         with pytest.raises(Died):
-            store.commit(NS, "a", second.manifest_digest, 1, bind_shared=True)
+            store.snapshots.commit(NS, "a", second.manifest_digest, 1, bind_shared=True)
         disk.is_dying = False
         store._core.journal.take_back = taken  # type: ignore[method-assign]
         taken()
         assert (lab.root / JOURNAL).read_bytes() == before
-        assert store.get_snapshot(NS, "a").version == 1
+        assert store.snapshots.get(NS, "a").version == 1
     left = Lab(tmp_path / "left", chance=Chance(50))
     with left.open() as store:
-        assert_restores(store, store.get_snapshot(NS, "a"), second)
-        assert store.check().is_clean
-        assert store.events_after(NS, cursor).is_lost
+        assert_restores(store, store.snapshots.get(NS, "a"), second)
+        assert store.care.check().is_clean
+        assert store.events.after(NS, cursor).is_lost
     with left.open() as store:
-        assert store.get_snapshot(NS, "a").version == 2
+        assert store.snapshots.get(NS, "a").version == 2
 
 
 def killed_before_commit(lab: Lab, store: Store, disk: DyingDisk, target: Path, act: Callable[[], object]) -> Lab:
@@ -205,16 +205,16 @@ def test_a_sweep_that_takes_effect_at_the_next_start_takes_off_no_mark(lab: Lab,
     content, disk = SyntheticAgent(SMALL, 1).turn(300), DyingDisk()
     with lab.open(disk, grace_period_s=0.0) as store:
         publish(store, "a", content, 0, origin=Origin.IMPORT)
-        store.delete_agent(NS, "a")
+        store.agents.delete(NS, "a")
         store._core.catalog.write(NS, lambda change: change.mark_unheld(NS, 0))
-        left = killed_before_commit(lab, store, disk, tmp_path / "left", store.collect_garbage)
+        left = killed_before_commit(lab, store, disk, tmp_path / "left", store.care.collect_garbage)
     for _ in range(2):
         with left.open() as store:
             unmarked = store._core.catalog.read(
                 NS, lambda rows: rows.all("SELECT hash FROM blobs WHERE NOT is_brought")
             )
             assert unmarked == []
-            assert store.check().is_clean
+            assert store.care.check().is_clean
 
 
 @pytest.mark.parametrize("act", ["roll back", "delete"])
@@ -223,22 +223,22 @@ def test_what_takes_back_a_memory_at_the_next_start_shuts_out_its_late_writer(
 ) -> None:
     agent, disk, kv_hash = SyntheticAgent(SMALL, 1), DyingDisk(), kv_identity_hash(SMALL)
     acts: dict[str, Callable[[Store], object]] = {
-        "roll back": lambda store: store.rollback_agent(NS, "a", 1),
-        "delete": lambda store: store.delete_agent(NS, "a"),
+        "roll back": lambda store: store.agents.roll_back(NS, "a", 1),
+        "delete": lambda store: store.agents.delete(NS, "a"),
     }
     with lab.open(disk) as store:
         for parent in range(2):
             publish(store, "a", agent.turn(30), parent)
-        late = store.acquire_lease(NS, "a", kv_hash, "engine").token
-        other = store.acquire_lease(NS, "b", kv_hash, "engine").token
+        late = store.leases.acquire(NS, "a", kv_hash, "engine").token
+        other = store.leases.acquire(NS, "b", kv_hash, "engine").token
         lab.clock.pass_s(3600)
         left = killed_before_commit(lab, store, disk, tmp_path / "left", lambda: acts[act](store))
     with left.open() as store:
         with pytest.raises(Conflict) as fenced:
-            store.renew_lease(NS, "a", kv_hash, late)
+            store.leases.renew(NS, "a", kv_hash, late)
         assert fenced.value.reason == "LEASE_FENCED"
-        store.renew_lease(NS, "b", kv_hash, other)
-        assert store.acquire_lease(NS, "a", kv_hash, "another").token.generation > late.generation + 1
+        store.leases.renew(NS, "b", kv_hash, other)
+        assert store.leases.acquire(NS, "a", kv_hash, "another").token.generation > late.generation + 1
 
 
 @pytest.mark.long(3)
@@ -271,7 +271,7 @@ def test_changed_rows_of_one_namespace_keep_only_that_one_out(
 ) -> None:
     leave(lab, tmp_path / "left")
     with lab.open() as store:
-        store.update_agent(NS, "a", labels={"x": "y"})
+        store.agents.update(NS, "a", labels={"x": "y"})
         if is_killed:
             shutil.copytree(lab.root, tmp_path / "killed")
     if is_killed:
@@ -285,7 +285,11 @@ def test_changed_rows_of_one_namespace_keep_only_that_one_out(
     lab.open().close()
     # A clean end makes nothing whole.
     with lab.open(grace_period_s=0.0) as store:
-        for ask in (lambda: store.get_snapshot(NS, "a"), lambda: store.list_agents(NS), lambda: store.stats(NS)):
+        for ask in (
+            lambda: store.snapshots.get(NS, "a"),
+            lambda: store.agents.page(NS),
+            lambda: store.statistics.of(NS),
+        ):
             with pytest.raises(DataLoss, match="kvasir store recover") as lost:
                 ask()
             assert lost.value.reason == "INDEX_DAMAGED"
@@ -293,11 +297,11 @@ def test_changed_rows_of_one_namespace_keep_only_that_one_out(
         with pytest.raises(DataLoss):
             publish(store, "new", SyntheticAgent(SMALL, 5).turn(30), 0)
         for _ in range(2):
-            store.collect_garbage()
+            store.care.collect_garbage()
         assert set(lab.blob_files) == files
-        assert "INDEX_DAMAGED" in {finding.problem for finding in store.check(repair=True).findings}
+        assert "INDEX_DAMAGED" in {finding.problem for finding in store.care.check(repair=True).findings}
         if "origin" not in statement and "token_count" not in statement:
-            assert store.get_snapshot(OTHER_NS, "b").version == 1
+            assert store.snapshots.get(OTHER_NS, "b").version == 1
             publish(store, "c", SyntheticAgent(SMALL, 6).turn(30), 0, OTHER_NS)
 
 
@@ -319,10 +323,10 @@ def test_a_flipped_name_of_one_agent_keeps_at_most_its_namespace_out(lab: Lab, p
     kept_out = []
     for _ in range(2):
         with lab.open() as store:
-            assert store.get_snapshot(OTHER_NS, "b").version == 1
+            assert store.snapshots.get(OTHER_NS, "b").version == 1
             try:
-                assert store.get_snapshot(NS, name).version == 1
-                assert store.check().is_clean
+                assert store.snapshots.get(NS, name).version == 1
+                assert store.care.check().is_clean
             except DataLoss as lost:
                 assert name in lost.message  # noqa: PT017
                 kept_out.append(lost)
@@ -356,17 +360,17 @@ def test_what_is_set_aside_rests_and_then_goes(lab: Lab) -> None:
     shutil.copy(path, orphan)
     with lab.open(grace_period_s=60.0) as store:
         [aside] = orphan.parent.glob(f"{orphan.name}.aside-*")
-        assert store.check().set_aside == 1
-        store.collect_garbage()
+        assert store.care.check().set_aside == 1
+        store.care.collect_garbage()
         assert aside.read_bytes() == path.read_bytes()
     lab.clock.pass_s(30)
     with lab.open(grace_period_s=60.0) as store:
-        store.collect_garbage()
+        store.care.collect_garbage()
         assert aside.exists()
         lab.clock.pass_s(31)
-        assert store.collect_garbage().bytes_freed == path.stat().st_size
+        assert store.care.collect_garbage().bytes_freed == path.stat().st_size
         assert not aside.exists()
-        assert store.check().set_aside == 0
+        assert store.care.check().set_aside == 0
 
 
 def test_what_is_set_aside_and_cannot_be_removed_ends_no_collection(lab: Lab) -> None:
@@ -377,8 +381,8 @@ def test_what_is_set_aside_and_cannot_be_removed_ends_no_collection(lab: Lab) ->
     strange = path.with_name(path.name[:2] + "0" * 62)
     strange.mkdir()
     with lab.open(grace_period_s=0.0) as store:
-        assert store.collect_garbage().bytes_freed == 0
-        assert store.check().set_aside == 1
+        assert store.care.collect_garbage().bytes_freed == 0
+        assert store.care.check().set_aside == 1
 
 
 def test_a_start_of_an_earlier_store_begins_a_journal(lab: Lab) -> None:
@@ -387,7 +391,7 @@ def test_a_start_of_an_earlier_store_begins_a_journal(lab: Lab) -> None:
     (lab.root / JOURNAL).unlink()
     run_sql(lab, "DELETE FROM facts WHERE name = 'journal'")
     with lab.open() as store:
-        assert store.check().is_clean
+        assert store.care.check().is_clean
         publish(store, "b", SyntheticAgent(SMALL, 2).turn(30), 0)
     (lab.root / DATABASE).unlink()
     with pytest.raises(FailedPrecondition):

@@ -18,7 +18,7 @@ from cachestore_svc.facts.records import HeldLease
 from cachestore_svc.index.catalog import CatalogChange, CatalogView
 from cachestore_svc.index.sqlite.sqlite_catalog import MAX_TURN_MS, MAX_WRITES_PER_COMMIT, SqliteCatalog
 from cachestore_svc.store.store import Store
-from tests.cachestore.core.lab import NS, Lab, publish, upload
+from tests.cachestore.core.lab import NS, Lab, prefix_of, publish, upload
 from tests.made_models.synthetic import MIXED, SMALL, SyntheticAgent
 
 
@@ -144,7 +144,7 @@ def test_a_question_for_ten_thousand_digests_is_asked_in_slices(lab: Lab) -> Non
         wanted = [Digest(f"{number:064x}", 1) for number in range(9_998)]
         digests = [wanted[0], content.digests[0], *wanted[1:], content.digests[1]]
         counting = CountingStore(store)
-        assert store.find_missing(NS, digests) == wanted
+        assert store.blobs.find_missing(NS, digests) == wanted
         assert counting.count >= 20
 
 
@@ -155,12 +155,12 @@ def test_a_prefix_of_more_than_a_slice_is_found_whole_and_ends_at_its_gap(lab: L
     hashes = agent.block_hashes(NS)
     with lab.open() as store:
         publish(store, "a", content, 0, bind_shared=True)
-        kv_hash = store.get_snapshot(NS, "a").kv_identity_hash
-        assert store.find_prefix(NS, kv_hash, hashes) == content.digests
+        kv_hash = store.snapshots.get(NS, "a").kv_identity_hash
+        assert prefix_of(store, NS, kv_hash, hashes) == content.digests
         gap = ["0" * 64]
-        assert store.find_prefix(NS, kv_hash, [*hashes[:550], *gap, *hashes[551:]]) == content.digests[:550]
-        assert store.find_prefix(NS, kv_hash, [*hashes[:500], *gap, *hashes[501:]]) == content.digests[:500]
-        assert store.find_prefix(NS, kv_hash, [*hashes[:499], *gap, *hashes[500:]]) == content.digests[:499]
+        assert prefix_of(store, NS, kv_hash, [*hashes[:550], *gap, *hashes[551:]]) == content.digests[:550]
+        assert prefix_of(store, NS, kv_hash, [*hashes[:500], *gap, *hashes[501:]]) == content.digests[:500]
+        assert prefix_of(store, NS, kv_hash, [*hashes[:499], *gap, *hashes[500:]]) == content.digests[:499]
 
 
 def test_the_schema_of_states_is_built_once_and_not_by_the_index(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def test_the_schema_of_states_is_built_once_and_not_by_the_index(lab: Lab, monke
             publish(store, "a", turn, version)
         upload(store, turns[-1])
         monkeypatch.setattr(manifests, "expected_state_tensors", expected)
-        store.commit(NS, "a", turns[-1].manifest_digest, len(turns) - 1)
+        store.snapshots.commit(NS, "a", turns[-1].manifest_digest, len(turns) - 1)
         assert len(turns[-1].manifest.states) == 12
         assert len(built) == 1
         assert "kvasir-index" not in built
@@ -189,13 +189,13 @@ def test_statistics_of_many_agents_are_asked_in_slices_and_lose_none(lab: Lab) -
     with lab.open() as store:
         made = publish(store, "a", content, 0)
         for number in range(520):
-            store.fork_agent(NS, "a", f"b{number}")
+            store.agents.fork(NS, "a", f"b{number}")
         wanted = [(f"{number:064x}", number) for number in range(1, 600)]
         unheld = ",".join(f"(1, '{hash_}', {size}, 'manifest', 0)" for hash_, size in wanted)
         columns = "namespace_id, hash, size_bytes, kind, created_unix_ms"
         store._core.catalog.write(NS, lambda rows: rows.run(f"INSERT INTO blobs ({columns}) VALUES {unheld}"))
         counting = CountingStore(store)
-        stats = store.stats(NS)
+        stats = store.statistics.of(NS)
         assert counting.count >= 4
         assert (stats.agent_count, stats.snapshot_count) == (521, 521)
         assert stats.logical_bytes == 521 * made.total_bytes
@@ -208,12 +208,12 @@ def test_prolonging_many_leases_writes_nothing(lab: Lab) -> None:
     kv_hash, held = kv_identity_hash(SMALL), [HeldLease(name, 1) for name in ("a", "b", "c")]
     with lab.open() as store:
         for each in held:
-            store.acquire_lease(NS, each.agent_id, kv_hash, "engine-1", 10)
+            store.leases.acquire(NS, each.agent_id, kv_hash, "engine-1", 10)
         log = lab.root / "kvasir.sqlite3-wal"
         before = log.stat()
         for _ in range(5):
             lab.clock.pass_s(8)
-            assert store.renew_leases(NS, "engine-1", kv_hash, held, 10).lost == ()
+            assert store.leases.renew_all(NS, "engine-1", kv_hash, held, 10).lost == ()
         assert (log.stat().st_size, log.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
 
 
@@ -226,8 +226,8 @@ def test_labels_are_undone_with_the_operation_that_wrote_them(lab: Lab) -> None:
         publish(store, "a", SyntheticAgent(SMALL, 1).turn(30), 0)
         with pytest.raises(RuntimeError):
             store._core.catalog.write(NS, fail_after)
-        assert store.get_agent(NS, "a").labels == {}
-        assert store.update_agent(NS, "a", labels={"name": "value"}).labels == {"name": "value"}
+        assert store.agents.get(NS, "a").labels == {}
+        assert store.agents.update(NS, "a", labels={"name": "value"}).labels == {"name": "value"}
 
 
 def test_no_caller_hears_of_success_before_the_commit(lab: Lab) -> None:
@@ -241,7 +241,7 @@ def test_no_caller_hears_of_success_before_the_commit(lab: Lab) -> None:
         disk.reached = reached  # type: ignore[method-assign]
 
         def ask() -> None:
-            store.acquire_lease(NS, "a", kv_identity_hash(SMALL), "engine-1", 10)
+            store.leases.acquire(NS, "a", kv_identity_hash(SMALL), "engine-1", 10)
             heard.set()
 
         asking = threading.Thread(target=ask)

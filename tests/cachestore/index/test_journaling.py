@@ -54,10 +54,10 @@ def test_a_group_is_synced_before_it_is_committed_and_only_one_that_changes_agen
     with lab.open(disk) as store:
         disk.effects.clear()
         upload(store, content)
-        store.acquire_lease(NS, "b", "ab" * 32, "engine")
+        store.leases.acquire(NS, "b", "ab" * 32, "engine")
         assert set(disk.effects) == {"index: before commit", "index: after commit"}
         disk.effects.clear()
-        store.commit(NS, "a", content.manifest_digest, 0)
+        store.snapshots.commit(NS, "a", content.manifest_digest, 0)
         assert disk.effects == ["write", "fsync", "index: before commit", "index: after commit"]
 
 
@@ -69,16 +69,16 @@ def test_a_journal_stays_short_however_many_commits_there_were(lab: Lab, monkeyp
         for turn in range(60):
             publish(store, "a", agent.turn(3), turn)
             longest = max(longest, (lab.root / JOURNAL).stat().st_size)
-            store.collect_garbage()
-        head = store.get_snapshot(NS, "a")
+            store.care.collect_garbage()
+        head = store.snapshots.get(NS, "a")
         assert longest < 8000
-        assert store.check().is_clean
+        assert store.care.check().is_clean
     with lab.open() as store:
-        assert store.get_snapshot(NS, "a") == head
+        assert store.snapshots.get(NS, "a") == head
     # And every row is still held to it.
     run_sql(lab, "UPDATE versions SET parent_version = 1")
     with lab.open() as store, pytest.raises(DataLoss):
-        store.get_snapshot(NS, "a")
+        store.snapshots.get(NS, "a")
 
 
 class WaitingDisk(Disk):
@@ -115,7 +115,7 @@ def test_a_journal_shortened_beside_a_commit_that_fails_tells_nothing_of_it(
 
         def fail() -> None:
             with pytest.raises(Died):
-                store.update_agent(NS, "a", labels={"x": "y"})
+                store.agents.update(NS, "a", labels={"x": "y"})
 
         disk.is_failing = True
         failing = threading.Thread(target=fail)
@@ -131,8 +131,8 @@ def test_a_journal_shortened_beside_a_commit_that_fails_tells_nothing_of_it(
         assert not core.journal.is_long
         shutil.copytree(lab.root, tmp_path / "left")
     with Lab(tmp_path / "left", chance=Chance(50)).open() as store:
-        assert store.check().is_clean
-        assert store.get_snapshot(NS, "a").version == 9
+        assert store.care.check().is_clean
+        assert store.snapshots.get(NS, "a").version == 9
 
 
 def test_labels_pins_forks_rollbacks_and_deletions_are_told_to_the_journal(lab: Lab) -> None:
@@ -141,18 +141,18 @@ def test_labels_pins_forks_rollbacks_and_deletions_are_told_to_the_journal(lab: 
     def work(store: Store) -> None:
         for turn in range(4):
             publish(store, "a", agent.turn(30), turn)
-        store.update_agent(NS, "a", labels={"x": "y", "z": "w"}, is_pinned=True, retained_versions=3)
-        store.update_agent(NS, "a", labels={"x": "", "z": "v"}, is_pinned=False)
-        store.fork_agent(NS, "a", "f")
-        store.rollback_agent(NS, "a", 3)
-        store.fork_agent(NS, "a", "g")
-        store.delete_agent(NS, "g")
+        store.agents.update(NS, "a", labels={"x": "y", "z": "w"}, is_pinned=True, retained_versions=3)
+        store.agents.update(NS, "a", labels={"x": "", "z": "v"}, is_pinned=False)
+        store.agents.fork(NS, "a", "f")
+        store.agents.roll_back(NS, "a", 3)
+        store.agents.fork(NS, "a", "g")
+        store.agents.delete(NS, "g")
         with pytest.raises(NotFound):
-            store.update_agent(NS, "nobody", labels={"x": "y"})
+            store.agents.update(NS, "nobody", labels={"x": "y"})
 
     with lab.open(retained_versions=2) as store:
         work(store)
-        assert store.check().is_clean
+        assert store.care.check().is_clean
         told = store._core.journal.shorter(store._core.journal.size_bytes).state[NS].agents
     assert set(told) == {"a", "f"}
     assert told["a"].labels == {"z": "v"}

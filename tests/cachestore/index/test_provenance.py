@@ -21,7 +21,7 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.facts.records import Origin, SnapshotVersion
 from cachestore_svc.index.sqlite import versions
 from cachestore_svc.store.store import Store
-from tests.cachestore.core.lab import NS, Lab, publish, upload
+from tests.cachestore.core.lab import NS, Lab, prefix_of, publish, upload
 from tests.made_models.sampling import sampled
 from tests.made_models.synthetic import SMALL, WINDOWED, SyntheticAgent, SyntheticSnapshot
 
@@ -42,12 +42,12 @@ def archive(prompt: int, seed: int, turns: int) -> SyntheticSnapshot:
 
 def bring(store: Store, agent_id: str, content: SyntheticSnapshot, origin: Origin) -> SnapshotVersion:
     upload(store, content)
-    return store.commit(NS, agent_id, content.manifest_digest, head_of(store, agent_id), origin=origin)
+    return store.snapshots.commit(NS, agent_id, content.manifest_digest, head_of(store, agent_id), origin=origin)
 
 
 def head_of(store: Store, agent_id: str) -> int:
     try:
-        return store.get_snapshot(NS, agent_id, KV).version
+        return store.snapshots.get(NS, agent_id, KV).version
     except NotFound:
         return 0
 
@@ -65,7 +65,7 @@ class Engine:
             self.rows.setdefault(digest.hash, seed)
 
     def manifest(self, version: SnapshotVersion) -> manifest_pb2.Manifest:
-        return manifests.parse(self.store.read_blob(NS, version.manifest))
+        return manifests.parse(self.store.blobs.read(NS, version.manifest))
 
     def lends(self, version: SnapshotVersion) -> list[str]:
         """Hashes of the blocks that others may begin with while this memory is hot."""
@@ -96,7 +96,9 @@ class Engine:
         self.made(content, seed)
         upload(self.store, content)
         head = head_of(self.store, agent_id)
-        self.store.commit(NS, agent_id, content.manifest_digest, head, bind_shared=True, is_brought=is_brought)
+        self.store.snapshots.commit(
+            NS, agent_id, content.manifest_digest, head, bind_shared=True, is_brought=is_brought
+        )
 
 
 class Walk(RuleBasedStateMachine):
@@ -121,7 +123,7 @@ class Walk(RuleBasedStateMachine):
 
     def versions(self, agent_id: str) -> list[SnapshotVersion]:
         try:
-            return list(self.store.list_snapshots(NS, agent_id).snapshots)
+            return list(self.store.snapshots.page(NS, agent_id).snapshots)
         except NotFound:
             return []
 
@@ -135,7 +137,7 @@ class Walk(RuleBasedStateMachine):
     @rule(source=AGENTS, agent_id=AGENTS)
     def somebody_brings_back_what_was_exported(self, source: str, agent_id: str) -> None:
         for version in self.versions(source)[:1]:
-            bytes_ = bytes(self.store.read_blob(NS, version.manifest))
+            bytes_ = bytes(self.store.blobs.read(NS, version.manifest))
             manifest = self.engine.manifest(version)
             manifest.shareable_tokens = len(manifest.token_ids)
             forged = manifest.SerializeToString(deterministic=True)
@@ -156,23 +158,23 @@ class Walk(RuleBasedStateMachine):
     def somebody_forks(self, source: str, agent_id: str, old: bool) -> None:
         found = self.versions(source)
         if found and not self.versions(agent_id):
-            self.store.fork_agent(NS, source, agent_id, KV, found[-1 if old else 0].version)
+            self.store.agents.fork(NS, source, agent_id, KV, found[-1 if old else 0].version)
 
     @rule(agent_id=AGENTS)
     def somebody_rolls_back(self, agent_id: str) -> None:
         found = self.versions(agent_id)
         if found:
-            self.store.rollback_agent(NS, agent_id, found[-1].version, KV)
+            self.store.agents.roll_back(NS, agent_id, found[-1].version, KV)
 
     @rule(agent_id=AGENTS)
     def somebody_deletes(self, agent_id: str) -> None:
         if self.versions(agent_id):
-            self.store.delete_agent(NS, agent_id)
+            self.store.agents.delete(NS, agent_id)
 
     @rule(passes=st.integers(1, 3))
     def garbage_is_collected(self, passes: int) -> None:
         for _ in range(passes):
-            self.store.collect_garbage()
+            self.store.care.collect_garbage()
             self.lab.clock.pass_s(2 * GRACE_S)
 
     @rule()
@@ -183,7 +185,7 @@ class Walk(RuleBasedStateMachine):
     @invariant()
     def nothing_brought_is_found_by_its_hash(self) -> None:
         for prompt in PROMPTS:
-            found = self.store.find_prefix(NS, KV, block_hash_chain(NS, KV, prompt))
+            found = prefix_of(self.store, NS, KV, block_hash_chain(NS, KV, prompt))
             assert {self.engine.rows.get(digest.hash, HONEST) for digest in found} <= {HONEST}
 
     @invariant()
@@ -214,7 +216,7 @@ def own(store: Store, agent_id: str, seed: int = 5) -> SyntheticAgent:
 
 
 def brought(store: Store, agent_id: str) -> bool:
-    return store.get_snapshot(NS, agent_id, KV).is_brought
+    return store.snapshots.get(NS, agent_id, KV).is_brought
 
 
 @pytest.mark.parametrize("origin", [Origin.IMPORT, Origin.PULL])
@@ -223,11 +225,11 @@ def test_a_fork_or_a_rollback_does_not_wash_what_was_brought(store: Store, way: 
     bring(store, "mallory", archive(0, FORGED, 1), origin)
     name = "mallory"
     if way == "fork":
-        store.fork_agent(NS, "mallory", name := "forked")
+        store.agents.fork(NS, "mallory", name := "forked")
     else:
-        store.rollback_agent(NS, "mallory", 1)
+        store.agents.roll_back(NS, "mallory", 1)
     assert brought(store, name)
-    assert store.get_snapshot(NS, name).origin in (Origin.FORK, Origin.ROLLBACK)
+    assert store.snapshots.get(NS, name).origin in (Origin.FORK, Origin.ROLLBACK)
 
 
 def test_a_turn_on_what_was_brought_binds_nothing_also_if_its_manifest_says_so(store: Store) -> None:
@@ -236,10 +238,10 @@ def test_a_turn_on_what_was_brought_binds_nothing_also_if_its_manifest_says_so(s
         agent = SyntheticAgent(identity, 1, engine_seed=FORGED)
         name, source = f"forked-{len(identity.layers)}", f"mallory-{len(identity.layers)}"
         bring(store, source, agent.turn(PROMPTS[0], is_prompt=True), Origin.IMPORT)
-        store.fork_agent(NS, source, name, kv_identity_hash(identity))
+        store.agents.fork(NS, source, name, kv_identity_hash(identity))
         publish(store, name, agent.turn(300, is_prompt=True), 1, bind_shared=True)
-        assert store.get_snapshot(NS, name, kv_identity_hash(identity)).is_brought
-        assert store.find_prefix(NS, kv_identity_hash(identity), agent.block_hashes(NS)) == []
+        assert store.snapshots.get(NS, name, kv_identity_hash(identity)).is_brought
+        assert prefix_of(store, NS, kv_identity_hash(identity), agent.block_hashes(NS)) == []
         assert store._core.catalog.read(NS, lambda rows: rows.all("SELECT COUNT(*) FROM prefixes")) == [(0,)]
 
 
@@ -248,47 +250,47 @@ def test_the_mark_outlives_its_agent_a_restart_and_the_rewriting_of_its_bytes(la
     with lab.open() as store:
         first = agent.turn(PROMPTS[0], is_prompt=True)
         bring(store, "mallory", first, Origin.IMPORT)
-        store.fork_agent(NS, "mallory", "forked")
-        store.delete_agent(NS, "mallory")
+        store.agents.fork(NS, "mallory", "forked")
+        store.agents.delete(NS, "mallory")
     with lab.open() as store:
         lab.overwrite(first.digests[0], b"damaged")
-        list(store.verify(NS))
+        list(store.care.verify(NS))
         upload(store, first)
         publish(store, "forked", agent.turn(300, is_prompt=True), 1, bind_shared=True)
         assert brought(store, "forked")
-        assert store.find_prefix(NS, KV, agent.block_hashes(NS)) == []
+        assert prefix_of(store, NS, KV, agent.block_hashes(NS)) == []
 
 
 def test_bringing_what_is_here_already_takes_nothing_from_who_made_it(store: Store) -> None:
     """Equal bytes are as good as those that an engine of this store wrote; else any client could end all sharing."""
     agent = own(store, "ours")
-    version = store.get_snapshot(NS, "ours")
-    data = bytes(store.read_blob(NS, version.manifest))
-    store.commit(NS, "copy", version.manifest, 0, origin=Origin.IMPORT)
+    version = store.snapshots.get(NS, "ours")
+    data = bytes(store.blobs.read(NS, version.manifest))
+    store.snapshots.commit(NS, "copy", version.manifest, 0, origin=Origin.IMPORT)
     assert data
     assert not brought(store, "ours")
-    assert len(store.find_prefix(NS, KV, agent.block_hashes(NS))) == 2
+    assert len(prefix_of(store, NS, KV, agent.block_hashes(NS))) == 2
 
 
 def test_what_a_manifest_says_is_not_believed_even_if_its_blobs_are_ours(store: Store) -> None:
     agent = own(store, "ours")
-    version = store.get_snapshot(NS, "ours")
-    manifest = manifests.parse(store.read_blob(NS, version.manifest))
+    version = store.snapshots.get(NS, "ours")
+    manifest = manifests.parse(store.blobs.read(NS, version.manifest))
     manifest.shareable_tokens = 0
     data = manifest.SerializeToString(deterministic=True)
     bring(store, "copy", SyntheticSnapshot(manifest, data, Digest.of(data), {}), Origin.IMPORT)
     assert brought(store, "copy")
     assert not brought(store, "ours")
-    assert len(store.find_prefix(NS, KV, agent.block_hashes(NS))) == 2
+    assert len(prefix_of(store, NS, KV, agent.block_hashes(NS))) == 2
 
 
 def test_an_engine_that_knows_where_its_rows_came_from_can_say_so(store: Store) -> None:
     """Its hot memory may outlive the store's last copy of the bytes, and their mark."""
     content = archive(0, FORGED, 1)
     upload(store, content)
-    made = store.commit(NS, "late", content.manifest_digest, 0, bind_shared=True, is_brought=True)
+    made = store.snapshots.commit(NS, "late", content.manifest_digest, 0, bind_shared=True, is_brought=True)
     assert made.is_brought
-    assert store.find_prefix(NS, KV, block_hash_chain(NS, KV, PROMPTS[0])) == []
+    assert prefix_of(store, NS, KV, block_hash_chain(NS, KV, PROMPTS[0])) == []
 
 
 def test_rows_computed_before_those_that_were_brought_stay_shareable(store: Store) -> None:
@@ -298,7 +300,7 @@ def test_rows_computed_before_those_that_were_brought_stay_shareable(store: Stor
     forged.engine_seed = FORGED
     bring(store, "copy", forged.turn(300, is_prompt=True), Origin.IMPORT)
     assert brought(store, "copy")
-    assert len(store.find_prefix(NS, KV, forged.block_hashes(NS))) == 2
+    assert len(prefix_of(store, NS, KV, forged.block_hashes(NS))) == 2
 
 
 def marked(store: Store) -> set[str]:
@@ -316,7 +318,7 @@ def test_a_commit_marks_what_was_computed_on_brought_rows_and_nothing_else(store
     after = forged.fork(seed=10)
     content = after.turn(300)
     upload(store, content)
-    store.commit(NS, "copy", content.manifest_digest, 1, bind_shared=True)
+    store.snapshots.commit(NS, "copy", content.manifest_digest, 1, bind_shared=True)
     assert {digest.hash for digest in content.new_blobs} <= marked(store)
     assert content.manifest_digest.hash in marked(store)
     assert not own_blobs & marked(store)
@@ -325,12 +327,12 @@ def test_a_commit_marks_what_was_computed_on_brought_rows_and_nothing_else(store
 def test_what_no_version_of_ours_holds_any_more_is_brought_when_it_comes_again(store: Store) -> None:
     """Also if its bytes are still here, and still bound: nobody answers for them."""
     agent = own(store, "ours")
-    data = store.read_blob(NS, store.get_snapshot(NS, "ours").manifest)
-    store.delete_agent(NS, "ours")
-    assert store.find_prefix(NS, KV, agent.block_hashes(NS))
-    store.commit(NS, "copy", Digest.of(data), 0, origin=Origin.IMPORT)
+    data = store.blobs.read(NS, store.snapshots.get(NS, "ours").manifest)
+    store.agents.delete(NS, "ours")
+    assert prefix_of(store, NS, KV, agent.block_hashes(NS))
+    store.snapshots.commit(NS, "copy", Digest.of(data), 0, origin=Origin.IMPORT)
     assert brought(store, "copy")
-    assert store.find_prefix(NS, KV, agent.block_hashes(NS)) == []
+    assert prefix_of(store, NS, KV, agent.block_hashes(NS)) == []
 
 
 def test_a_dropped_version_is_known_for_so_many_more(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,5 +342,5 @@ def test_a_dropped_version_is_known_for_so_many_more(lab: Lab, monkeypatch: pyte
         turns = [agent.turn(30) for _ in range(6)]
         for number, turn in enumerate(turns):
             publish(store, "a", turn, number)
-        known = [store.has_had(NS, "a", turn.manifest_digest.hash) for turn in turns]
+        known = [store.snapshots.has_had(NS, "a", turn.manifest_digest.hash) for turn in turns]
         assert known == [False, False, True, True, True, True]

@@ -44,14 +44,14 @@ class Life:
             self._publish(store, NS, "ada", SyntheticAgent(SMALL, 7).turn(40), 4)
             self._publish(store, OTHER_NS, "bob", bob.turn(300), 0, Origin.IMPORT)
             self._publish(store, OTHER_NS, "bob", bob.turn(300), 1)
-            store.update_agent(NS, "ada", labels={"x": "y"}, is_pinned=True, retained_versions=4)
-            store.fork_agent(NS, "ada", "fork")
-            store.rollback_agent(NS, "ada", 2, MIXED_HASH)
-            store.fork_agent(NS, "ada", "gone")
-            store.delete_agent(NS, "gone")
+            store.agents.update(NS, "ada", labels={"x": "y"}, is_pinned=True, retained_versions=4)
+            store.agents.fork(NS, "ada", "fork")
+            store.agents.roll_back(NS, "ada", 2, MIXED_HASH)
+            store.agents.fork(NS, "ada", "gone")
+            store.agents.delete(NS, "gone")
             upload(store, SyntheticAgent(SMALL, 9).turn(300))
-            self.lease = store.acquire_lease(NS, "ada", MIXED_HASH, "engine-1").token
-            self.cursor = store.events_after(NS, None).cursor
+            self.lease = store.leases.acquire(NS, "ada", MIXED_HASH, "engine-1").token
+            self.cursor = store.events.after(NS, None).cursor
             self.told = told(store)
             self.versions = [each for each in self.told if isinstance(each, SnapshotVersion)]
             self.bound = bound(store)
@@ -77,9 +77,9 @@ def told(store: Store) -> list[object]:
     """Everything that the store says of agents and versions but times of use, which may be lost."""
     found: list[object] = []
     for namespace in (NS, OTHER_NS):
-        for agent in store.list_agents(namespace).agents:
+        for agent in store.agents.page(namespace).agents:
             found.append((namespace, agent.agent_id, agent.labels, agent.is_pinned, agent.retained_versions))
-            found += store.list_snapshots(namespace, agent.agent_id).snapshots
+            found += store.snapshots.page(namespace, agent.agent_id).snapshots
     return found
 
 
@@ -134,37 +134,39 @@ def test_everything_comes_back_as_it_was(life: Life, killed: Lab, harm: Callable
         with killed.open() as store:
             assert told(store) == life.told
             assert bound(store) == life.bound
-            assert store.check().is_clean
+            assert store.care.check().is_clean
             for namespace in (NS, OTHER_NS):
                 assert damaged(store, namespace) == []
-                *_, last = store.verify(namespace)
+                *_, last = store.care.verify(namespace)
                 assert last.damaged == ()
     with killed.open(grace_period_s=0.0) as store:
         publish(store, "ada", SyntheticAgent(SMALL, 7).turn(40), 6)
         for _ in range(3):
-            store.collect_garbage()
-        assert store.check().is_clean
-        assert store.check().set_aside == 0
+            store.care.collect_garbage()
+        assert store.care.check().is_clean
+        assert store.care.check().set_aside == 0
 
 
 def test_watchers_lost_events_and_no_lease_generation_comes_again(life: Life, killed: Lab) -> None:
     recovered(killed)
     with killed.open() as store:
-        assert store.events_after(NS, life.cursor).is_lost
-        taken = store.acquire_lease(NS, "ada", MIXED_HASH, "engine-1").token
+        assert store.events.after(NS, life.cursor).is_lost
+        taken = store.leases.acquire(NS, "ada", MIXED_HASH, "engine-1").token
         assert taken.generation > life.lease.generation
-        head = store.get_snapshot(NS, "ada", MIXED_HASH)
+        head = store.snapshots.get(NS, "ada", MIXED_HASH)
         upload(store, SyntheticAgent(MIXED, 77).turn(30))
         with pytest.raises(Conflict) as fenced:
-            store.commit(NS, "ada", SyntheticAgent(MIXED, 77).turn(30).manifest_digest, head.version, life.lease)
+            store.snapshots.commit(
+                NS, "ada", SyntheticAgent(MIXED, 77).turn(30).manifest_digest, head.version, life.lease
+            )
         assert fenced.value.reason == "LEASE_FENCED"
         assert isinstance(taken, LeaseToken)
 
 
 def test_a_version_whose_manifest_is_gone_is_told_by_agent_and_version(life: Life, killed: Lab) -> None:
     with Lab(killed.root, chance=Chance(7)).open() as store:
-        head = store.get_snapshot(OTHER_NS, "bob")
-        content = store.read_blob(OTHER_NS, head.manifest)
+        head = store.snapshots.get(OTHER_NS, "bob")
+        content = store.blobs.read(OTHER_NS, head.manifest)
     killed.blob_files[head.manifest.hash].write_bytes(bytes(content)[:-1])
     remove_database(killed.root)
     report = recovered(killed)
@@ -172,8 +174,8 @@ def test_a_version_whose_manifest_is_gone_is_told_by_agent_and_version(life: Lif
     assert [(lost.agent_id, lost.version) for lost in other.lost] == [("bob", 2)]
     assert head.manifest.hash in other.lost[0].why
     with killed.open() as store:
-        assert store.get_snapshot(OTHER_NS, "bob").version == 1
-        assert store.check().is_clean
+        assert store.snapshots.get(OTHER_NS, "bob").version == 1
+        assert store.care.check().is_clean
 
 
 @pytest.mark.parametrize("is_gone", [True, False])
@@ -198,9 +200,9 @@ def test_a_version_comes_back_without_a_blob_that_is_lost(
     assert space.with_damaged_blobs == (("torn", 1),)
     with killed.open() as store:
         assert damaged(store) == [lost]
-        assert bytes(store.read_blob(NS, store.get_snapshot(NS, "torn").manifest)) == content.manifest_bytes
+        assert bytes(store.blobs.read(NS, store.snapshots.get(NS, "torn").manifest)) == content.manifest_bytes
         with pytest.raises(DataLoss):
-            store.read_blob(NS, lost)
+            store.blobs.read(NS, lost)
         # An engine computes it again, and goes on.
         upload(store, content)
         assert damaged(store) == []
@@ -228,13 +230,13 @@ def test_where_the_journal_is_gone_too_manifests_come_back_under_other_names_and
     assert not report.is_complete
     with killed.open() as store:
         for space in report.namespaces:
-            agents = store.list_agents(space.namespace).agents
+            agents = store.agents.page(space.namespace).agents
             assert sorted(agent.agent_id for agent in agents) == sorted(space.named_anew)
             assert all(agent.agent_id.startswith("recovered-") for agent in agents)
             assert all(line.is_brought for agent in agents for line in agent.lines)
         assert bound(store) == []
-        assert store.check().is_clean
-        manifests = {line.manifest for a in store.list_agents(NS).agents for line in a.lines}
+        assert store.care.check().is_clean
+        manifests = {line.manifest for a in store.agents.page(NS).agents for line in a.lines}
     assert {
         version.manifest for version in life.told if hasattr(version, "manifest") and version.agent_id == "ada"
     } <= (manifests)
@@ -248,12 +250,12 @@ def test_a_damaged_journal_and_an_old_index_tell_together_what_each_still_can(li
     report = recovered(killed)
     assert "damaged" in report.source
     with killed.open() as store:
-        assert {agent.agent_id for agent in store.list_agents(NS).agents} >= {"ada", "fork"}
+        assert {agent.agent_id for agent in store.agents.page(NS).agents} >= {"ada", "fork"}
         for each in life.versions:
             namespace = OTHER_NS if each.agent_id == "bob" else NS
-            found = store.get_snapshot(namespace, each.agent_id, each.kv_identity_hash, each.version)
+            found = store.snapshots.get(namespace, each.agent_id, each.kv_identity_hash, each.version)
             assert found.manifest == each.manifest
-        assert store.check().is_clean
+        assert store.care.check().is_clean
 
 
 def test_nothing_comes_back_bound_behind_a_block_of_other_bytes(lab: Lab) -> None:
@@ -289,16 +291,16 @@ def test_a_journal_that_was_cut_is_not_the_whole_story(lab: Lab, cut: Callable[[
     with lab.open() as store:
         for parent in range(2):
             publish(store, "a", agent.turn(30), parent)
-        head = store.get_snapshot(NS, "a")
+        head = store.snapshots.get(NS, "a")
     cut(lab.root / "journal")
     if not has_index:
         remove_database(lab.root)
     report = recovered(lab)
     assert not report.is_complete
     with lab.open() as store:
-        heads = [line.manifest for each in store.list_agents(NS).agents for line in each.lines]
+        heads = [line.manifest for each in store.agents.page(NS).agents for line in each.lines]
         assert head.manifest in heads
-        assert not has_index or store.get_snapshot(NS, "a").version == 2
+        assert not has_index or store.snapshots.get(NS, "a").version == 2
 
 
 class DyingDisk(Disk):
@@ -345,7 +347,7 @@ def test_a_recovery_that_dies_anywhere_can_be_done_again(life: Life, killed: Lab
             recovered(again)
             with again.open() as store:
                 assert told(store) == life.told
-                assert store.check().is_clean
+                assert store.care.check().is_clean
         shutil.rmtree(again.root)
     assert death > 10
 
@@ -383,8 +385,8 @@ def test_a_recovery_after_one_that_died_anywhere_has_all_that_the_first_had(
             recovered(again)
         with again.open() as store:
             # Those that a recovery named anew are known agents to the next, and wait for a claim as those do.
-            found = [*told(store), *(each for each in store.owners() if not each[1].startswith("recovered-"))]
-            assert store.check().is_clean
+            found = [*told(store), *(each for each in store.owners.known() if not each[1].startswith("recovered-"))]
+            assert store.care.check().is_clean
         expected = expected or found
         assert found == expected, death
         assert not list(again.root.glob("*.recovering*"))
@@ -448,6 +450,6 @@ def test_the_program_recovers_a_namespace_that_was_kept_out(lab: Lab) -> None:
     assert json.loads(store("check", "--json").stdout)["is_clean"]
     assert "1 versions of 1 agents came back" in store("recover").stdout
     with lab.open() as store:
-        assert store.get_snapshot(NS, "a").version == 1
+        assert store.snapshots.get(NS, "a").version == 1
         with pytest.raises(NotFound):
-            store.get_snapshot(NS, "b")
+            store.snapshots.get(NS, "b")

@@ -34,13 +34,13 @@ def peer(root: Path) -> Iterator[tuple[str, StoreClient]]:
 def owned_by_both(store: Store, there: StoreClient, name: str) -> None:
     """An agent that came back here from a move, and an older copy of it there."""
     publish_in(store, name, TURN, 0)
-    store.offer(NS, name, "there", "ab" * 8, 0, anybody)
-    store.undo_move(NS, name, "there", "ab" * 8)
+    store.moves.offer(NS, name, "there", "ab" * 8, 0, anybody)
+    store.moves.undo(NS, name, "there", "ab" * 8)
     publish(there, name, TURN, 0)
 
 
 def has_moved(store: Store, name: str) -> bool:
-    return store.ownership(NS, name).state is OwnerState.MOVED
+    return store.owners.of(NS, name).state is OwnerState.MOVED
 
 
 async def polled(
@@ -83,12 +83,12 @@ def test_a_turn_under_way_delays_the_claim_of_its_own_agent_alone(lab: Lab, tmp_
         for name in ("ada", "bob"):
             owned_by_both(store, there, name)
             there.claim_agent(name, force=True)
-        line = store.get_snapshot(NS, "ada")
-        lease = store.acquire_lease(NS, "ada", line.kv_identity_hash, "engine").token
+        line = store.snapshots.get(NS, "ada")
+        lease = store.leases.acquire(NS, "ada", line.kv_identity_hash, "engine").token
 
         def end_turn() -> None:
             assert not has_moved(store, "ada")
-            store.release_lease(NS, "ada", line.kv_identity_hash, lease)
+            store.leases.release(NS, "ada", line.kv_identity_hash, lease)
 
         steps = [
             (lambda: None, lambda: has_moved(store, "bob")),
@@ -101,8 +101,8 @@ def test_a_peer_that_is_away_is_asked_again_and_is_one_line_of_the_log(lab: Lab,
     """One without an address is none: it tells."""
     with lab.open() as store, store_home(tmp_path / "there") as home, capture_logs() as lines:
         publish_in(store, "ada", TURN, 0)
-        store.offer(NS, "ada", "there", "ab" * 8, 0, anybody)
-        store.undo_move(NS, "ada", "there", "ab" * 8)
+        store.moves.offer(NS, "ada", "there", "ab" * 8, 0, anybody)
+        store.moves.undo(NS, "ada", "there", "ab" * 8)
         began = time.monotonic()
 
         def come_back() -> None:

@@ -69,13 +69,13 @@ def test_a_peer_that_does_not_answer_keeps_no_agent_of_others_waiting(lab: Lab, 
         for name in ("a1", "a2", "a3", "a4", "told", "zed"):
             publish_in(store, name, TURN, 0)
         for name in ("a1", "a2", "a3", "a4"):
-            store.claim(NS, name, 1, tells=["gone"])
-        store.claim(NS, "told", 1, tells=["there"])
-        store.offer(NS, "zed", "gone", "ab" * 8, 0, anybody)
+            store.owners.claim(NS, name, 1, tells=["gone"])
+        store.owners.claim(NS, "told", 1, tells=["there"])
+        store.moves.offer(NS, "zed", "gone", "ab" * 8, 0, anybody)
         addresses = {"gone": gone, "there": there.address}
 
         def is_done() -> bool:
-            return store.ownership(NS, "zed").is_owned and not store.ownership(NS, "told").tells
+            return store.owners.of(NS, "zed").is_owned and not store.owners.of(NS, "told").tells
 
         asyncio.run(kept(store, lab, addresses, is_done, 10))
 
@@ -87,10 +87,10 @@ def test_a_peer_is_told_under_the_name_that_it_had_when_the_claim_was_made(lab: 
         with there.client() as client:
             publish(client, "ada", TURN, 0)
         publish_in(store, "ada", TURN, 0)
-        store.claim(NS, "ada", 1, tells=["there"])
+        store.owners.claim(NS, "ada", 1, tells=["there"])
 
         def is_told() -> bool:
-            return not store.ownership(NS, "ada").tells
+            return not store.owners.of(NS, "ada").tells
 
         asyncio.run(kept(store, lab, {"studio": there.address}, is_told, 10, formerly=("there",)))
 
@@ -101,8 +101,8 @@ def test_a_peer_that_was_removed_or_has_no_address_is_not_complained_about_every
 ) -> None:
     with lab.open() as store, capture_logs() as lines:
         publish_in(store, "ada", TURN, 0)
-        store.claim(NS, "ada", 1, tells=["gone"])
+        store.owners.claim(NS, "ada", 1, tells=["gone"])
         began = time.monotonic()
         asyncio.run(kept(store, lab, addresses, lambda: time.monotonic() - began > 2.5, 10))
-        assert store.ownership(NS, "ada").tells == ("gone",)  # it hears of it if it is paired again
+        assert store.owners.of(NS, "ada").tells == ("gone",)  # it hears of it if it is paired again
     assert [line for line in lines if line["event"] == "move.unfinished"] == []

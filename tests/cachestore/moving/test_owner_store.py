@@ -16,15 +16,15 @@ from cachestore_svc.journal import journal
 from cachestore_svc.journal.journal_lines import parse, state_lines
 from cachestore_svc.recovery import recovering
 from cachestore_svc.recovery.opening import DATABASE
-from cachestore_svc.store.owners import ArrivingAgent, ArrivingLine
+from cachestore_svc.store.move_steps import ArrivingAgent, ArrivingLine
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, anybody, publish, upload
 from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 
 def hand_over(store: Store, name: str) -> None:
-    store.offer(NS, name, "studio", "m" * 16, 0, anybody)
-    store.hand_over(NS, name, "studio", "m" * 16, 1)
+    store.moves.offer(NS, name, "studio", "m" * 16, 0, anybody)
+    store.moves.hand_over(NS, name, "studio", "m" * 16, 1)
 
 
 def recover(lab: Lab) -> RecoverReport:
@@ -36,7 +36,7 @@ def with_three(lab: Lab) -> None:
         for seed, name in enumerate(("here", "moved", "moving")):
             publish(store, name, SyntheticAgent(SMALL, seed).turn(300), 0)
         hand_over(store, "moved")
-        store.offer(NS, "moving", "studio", "n" * 16, 0, anybody, is_bounded=False)
+        store.moves.offer(NS, "moving", "studio", "n" * 16, 0, anybody, is_bounded=False)
 
 
 def lose_the_index(lab: Lab) -> None:
@@ -54,7 +54,7 @@ def lose_the_last_line(lab: Lab, lines: int = 1) -> None:
 
 def states(lab: Lab) -> dict[str, OwnerState]:
     with lab.open() as store:
-        return {name: store.ownership(NS, name).state for name in ("here", "moved", "moving")}
+        return {name: store.owners.of(NS, name).state for name in ("here", "moved", "moving")}
 
 
 def as_before_had_by(lab: Lab) -> None:
@@ -79,10 +79,10 @@ def test_who_had_an_agent_before_that_was_noted_is_known_after_it(lab: Lab, is_l
             content = SyntheticAgent(SMALL, seed).turn(300)
             upload(store, content)
             line = ArrivingLine(kv_identity_hash(SMALL), content.manifest_digest, f"ada/{name}@1", True, None)
-            store.receive(NS, ArrivingAgent(name, "ada", "a" * 16, 1, [line], {}, False, 0))
-            store.arrive(NS, name, "a" * 16)
-        store.claim(NS, "claimed", 1)
-        facts = {name: known for _, name, known in store.owners()}
+            store.moves.receive(NS, ArrivingAgent(name, "ada", "a" * 16, 1, [line], {}, False, 0))
+            store.moves.arrive(NS, name, "a" * 16)
+        store.owners.claim(NS, "claimed", 1)
+        facts = {name: known for _, name, known in store.owners.known()}
     assert {name: known.had_by for name, known in facts.items()} == {
         **dict.fromkeys(("moved", "moving"), ("studio",)),
         "came": ("ada",),
@@ -96,23 +96,23 @@ def test_who_had_an_agent_before_that_was_noted_is_known_after_it(lab: Lab, is_l
         lose_the_index(lab)
         recover(lab)
     with lab.open() as store:
-        assert {name: known for _, name, known in store.owners()} == facts
-        assert store.check().is_clean
+        assert {name: known for _, name, known in store.owners.known()} == facts
+        assert store.care.check().is_clean
     with lab.open() as store:
-        assert {name: known for _, name, known in store.owners()} == facts
+        assert {name: known for _, name, known in store.owners.known()} == facts
 
 
 def test_an_agent_keeps_the_id_of_its_first_move(lab: Lab) -> None:
     """Also where its labels are replaced, and where the index is lost."""
     with_three(lab)
     with lab.open() as store:
-        store.undo_move(NS, "moving", "studio", "n" * 16)
-        store.update_agent(NS, "moving", {"team": "red"}, replaces_labels=True)
-        store.update_agent(NS, "moving", {"team": "blue"}, replaces_labels=True)
+        store.moves.undo(NS, "moving", "studio", "n" * 16)
+        store.agents.update(NS, "moving", {"team": "red"}, replaces_labels=True)
+        store.agents.update(NS, "moving", {"team": "blue"}, replaces_labels=True)
     lose_the_index(lab)
     recover(lab)
     with lab.open() as store:
-        labels = {name: dict(store.get_agent(NS, name).labels) for name in ("here", "moved", "moving")}
+        labels = {name: dict(store.agents.get(NS, name).labels) for name in ("here", "moved", "moving")}
     ids = {name: {FIRST_MOVE: id_} for name, id_ in (("moved", "m" * 16), ("moving", "n" * 16))}
     assert labels == {"here": {}, "moved": ids["moved"], "moving": {**ids["moving"], "team": "blue"}}
 
@@ -121,17 +121,17 @@ def test_all_labels_of_an_agent_and_the_id_of_its_first_move_come_back(lab: Lab)
     labels = {str(number): "1" for number in range(MAX_LABELS)}
     with lab.open() as store:
         publish(store, "ada", SyntheticAgent(SMALL, 1).turn(300), 0)
-        store.update_agent(NS, "ada", labels)
-        store.offer(NS, "ada", "studio", "m" * 16, 0, anybody)
-        store.undo_move(NS, "ada", "studio", "m" * 16)
+        store.agents.update(NS, "ada", labels)
+        store.moves.offer(NS, "ada", "studio", "m" * 16, 0, anybody)
+        store.moves.undo(NS, "ada", "studio", "m" * 16)
         with pytest.raises(InvalidArgument, match="at most 64, got 65"):
-            store.update_agent(NS, "ada", {"64": "1"})
+            store.agents.update(NS, "ada", {"64": "1"})
     lose_the_index(lab)
     recover(lab)
     with lab.open() as store:
-        assert store.get_agent(NS, "ada").labels == {**labels, FIRST_MOVE: "m" * 16}
+        assert store.agents.get(NS, "ada").labels == {**labels, FIRST_MOVE: "m" * 16}
         renamed = {f"new {name}": value for name, value in labels.items()}
-        store.update_agent(NS, "ada", {**renamed, FIRST_MOVE: "m" * 16}, replaces_labels=True)
+        store.agents.update(NS, "ada", {**renamed, FIRST_MOVE: "m" * 16}, replaces_labels=True)
 
 
 AS_IT_WAS = {"here": OwnerState.OWNED, "moved": OwnerState.MOVED, "moving": OwnerState.MOVING}
@@ -150,7 +150,7 @@ def test_the_last_step_of_a_move_is_repeated_from_the_journal(lab: Lab) -> None:
     kept = lab.root.parent / "before"
     shutil.copytree(lab.root, kept)
     with lab.open() as store:
-        store.hand_over(NS, "moving", "studio", "n" * 16, 1)
+        store.moves.hand_over(NS, "moving", "studio", "n" * 16, 1)
     shutil.copy(lab.root / journal.NAME, kept / journal.NAME)
     lab.root = kept
     assert states(lab) == AS_IT_WAS | {"moving": OwnerState.MOVED}
@@ -165,30 +165,30 @@ def test_without_a_whole_journal_nobody_extends_what_may_have_been_handed_over(l
         with pytest.raises(FailedPrecondition) as caught:
             publish(store, "here", SyntheticAgent(SMALL, 0).turn(300), 1)
         assert caught.value.reason == "AGENT_MOVING"
-        assert store.claim(NS, "here", 0).is_owned
+        assert store.owners.claim(NS, "here", 0).is_owned
         publish(store, "here", SyntheticAgent(SMALL, 3).turn(300), 1)
 
 
 def test_a_move_that_was_under_way_is_not_undone_when_its_decision_may_be_lost(lab: Lab) -> None:
     with_three(lab)
     with lab.open() as store:
-        store.hand_over(NS, "moving", "studio", "n" * 16, 1)
+        store.moves.hand_over(NS, "moving", "studio", "n" * 16, 1)
     lose_the_last_line(lab)
     assert not recover(lab).has_whole_journal
     with lab.open() as store:
-        known = store.ownership(NS, "moving")
+        known = store.owners.of(NS, "moving")
         # What the destination owns in generation 1, if it was handed over, is above this: a claim here yields to it.
         assert (known.waits_for_claim, known.generation) == (True, 0)
-        assert store.ownership(NS, "moved").state is OwnerState.MOVED
+        assert store.owners.of(NS, "moved").state is OwnerState.MOVED
 
 
 def test_a_claim_that_rests_on_what_was_known_gives_way_to_what_came_meanwhile(lab: Lab) -> None:
     with lab.open() as store:
         publish(store, "ada", SyntheticAgent(SMALL, 1).turn(300), 0)
-        asked = store.ownership(NS, "ada")
-        fenced = store.fence(NS, "ada", "studio", 7, anybody)
-        assert store.claim(NS, "ada", 0, expected=asked) == fenced == store.ownership(NS, "ada")
-        assert store.claim(NS, "ada", 0, expected=fenced).is_owned
+        asked = store.owners.of(NS, "ada")
+        fenced = store.owners.fence(NS, "ada", "studio", 7, anybody)
+        assert store.owners.claim(NS, "ada", 0, expected=asked) == fenced == store.owners.of(NS, "ada")
+        assert store.owners.claim(NS, "ada", 0, expected=fenced).is_owned
 
 
 def test_an_agent_whose_first_move_may_be_lost_waits_for_a_claim(lab: Lab) -> None:
@@ -209,14 +209,14 @@ def test_an_agent_that_is_named_anew_is_no_other_stores(lab: Lab) -> None:
     lose_the_index(lab)
     [space] = recover(lab).namespaces
     with lab.open() as store:
-        assert [store.ownership(NS, name).is_owned for name in space.named_anew] == [True] * 3
+        assert [store.owners.of(NS, name).is_owned for name in space.named_anew] == [True] * 3
 
 
 def test_a_fact_outlives_its_agent(lab: Lab) -> None:
     with_three(lab)
     with lab.open() as store:
-        store.delete_agent(NS, "moved")
-        assert store.ownership(NS, "moved").state is OwnerState.MOVED
+        store.agents.delete(NS, "moved")
+        assert store.owners.of(NS, "moved").state is OwnerState.MOVED
     assert states(lab) == AS_IT_WAS
 
 
@@ -224,16 +224,16 @@ def test_a_handed_over_agent_is_nobodys_lease(lab: Lab) -> None:
     with lab.open() as store:
         turn = SyntheticAgent(SMALL, 1).turn(300)
         kv_hash = publish(store, "ada", turn, 0).kv_identity_hash
-        lease = store.acquire_lease(NS, "ada", kv_hash, "engine")
+        lease = store.leases.acquire(NS, "ada", kv_hash, "engine")
         with pytest.raises(FailedPrecondition) as caught:
-            store.offer(NS, "ada", "studio", "m" * 16, 0, anybody)
+            store.moves.offer(NS, "ada", "studio", "m" * 16, 0, anybody)
         assert caught.value.reason == "LEASE_HELD"
-        store.release_lease(NS, "ada", kv_hash, lease.token)
+        store.leases.release(NS, "ada", kv_hash, lease.token)
         hand_over(store, "ada")
         for call in (
-            lambda: store.acquire_lease(NS, "ada", kv_hash, "engine"),
-            lambda: store.renew_lease(NS, "ada", kv_hash, lease.token),
-            lambda: store.fork_agent(NS, "ada", "ada"),
+            lambda: store.leases.acquire(NS, "ada", kv_hash, "engine"),
+            lambda: store.leases.renew(NS, "ada", kv_hash, lease.token),
+            lambda: store.agents.fork(NS, "ada", "ada"),
         ):
             with pytest.raises(FailedPrecondition) as caught:
                 call()

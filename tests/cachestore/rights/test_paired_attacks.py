@@ -59,10 +59,10 @@ def test_nobody_fences_an_agent_that_it_never_had(tmp_path: Path) -> None:
         for name in ("work", "no such agent"):
             for generation in (1, 2 * CLAIM_STEP):
                 await refused(peer.fence_agent(name, generation))
-        assert ada.store.ownership(NS, "work").generation == 0
+        assert ada.store.owners.of(NS, "work").generation == 0
         await ada.publish("work", SyntheticAgent(SMALL, 2).turn(30), 1)
         await ada.publish("no such agent", SyntheticAgent(SMALL, 3).turn(30), 0)
-        assert ada.store.owners() == []
+        assert ada.store.owners.known() == []
         assert audited(ada) == 4 * ["MovingService/FenceAgent refused PEER_MAY_NOT"]
 
     played(tmp_path, play)
@@ -72,19 +72,19 @@ def test_a_claim_ends_what_a_peer_may_say_of_an_agent_that_it_had(tmp_path: Path
     async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
         mallory.allow("ada", takes="move")
         await ada.owner.move_agent("work", to_peer="mallory")
-        assert ada.store.ownership(NS, "work").state is OwnerState.MOVED
+        assert ada.store.owners.of(NS, "work").state is OwnerState.MOVED
         await ada.owner.claim_agent("work", force=True)
-        mine = ada.store.ownership(NS, "work")
+        mine = ada.store.owners.of(NS, "work")
         for generation in (mine.generation + 1, mine.generation + 2 * CLAIM_STEP):
             await refused(peer.fence_agent("work", generation))
         # Nor by its answer to the news, nor when it is asked.
         await mallory.owner.claim_agent("work", force=True)
         await ada.services.claims.ask()
-        assert ada.store.ownership(NS, "work") == mine
+        assert ada.store.owners.of(NS, "work") == mine
         # One that was given the right to claim is believed.
         ada.allow("mallory", gives="claim")
         await peer.fence_agent("work", mine.generation + 1)
-        assert ada.store.ownership(NS, "work").state is OwnerState.MOVED
+        assert ada.store.owners.of(NS, "work").state is OwnerState.MOVED
 
     played(tmp_path, play)
 
@@ -105,15 +105,15 @@ def test_a_peer_that_was_only_offered_an_agent_has_no_part_in_it_without_the_rig
         ada.allow("mallory", gives="move")
         await peer.offer_agent("work", MOVE, 0)
         await peer.undo_move("work", MOVE)
-        before = ada.store.ownership(NS, "work")
+        before = ada.store.owners.of(NS, "work")
         ada.allow("mallory", gives="read")
         await refused(peer.fence_agent("work", before.generation + 1))
-        assert ada.store.ownership(NS, "work") == before
+        assert ada.store.owners.of(NS, "work") == before
         ada.allow("mallory", gives="move")  # as long as it may take agents away, it may have received this one
         await peer.fence_agent("work", before.generation + 1)
         ada.allow("mallory", gives="read")
         await peer.fence_agent("work", before.generation + 2)
-        assert ada.store.ownership(NS, "work").generation == before.generation + 2
+        assert ada.store.owners.of(NS, "work").generation == before.generation + 2
 
     played(tmp_path, play)
 
@@ -132,8 +132,8 @@ def test_a_peer_that_an_agent_went_to_has_a_part_in_it_whatever_its_right_is_now
         ada.allow("mallory", gives="read")
         await ada.owner.move_agent("work", from_peer="mallory")
         await mallory.owner.claim_agent("work", force=True)
-        await mallory.services.moves._tell(NS, "work", mallory.store.ownership(NS, "work"))
-        assert ada.store.ownership(NS, "work").state is OwnerState.MOVED
+        await mallory.services.moves._tell(NS, "work", mallory.store.owners.of(NS, "work"))
+        assert ada.store.owners.of(NS, "work").state is OwnerState.MOVED
 
     played(tmp_path, play)
 
@@ -147,12 +147,12 @@ def test_no_word_leaves_an_agent_without_room_for_a_claim(tmp_path: Path, genera
         ada.allow("mallory", gives="claim")
         await refused(peer.fence_agent("work", generation))
         await refused(peer.offer_agent("work", 2 * MOVE, generation))
-        assert ada.store.ownership(NS, "work").is_owned
+        assert ada.store.owners.of(NS, "work").is_owned
         words = ("FenceAgent", "OfferAgent")
         assert audited(ada)[-2:] == [f"MovingService/{word} refused PEER_MAY_NOT" for word in words]
         mallory.allow("ada", takes="move")
         await ada.owner.move_agent("work", to_peer="mallory")
-        assert mallory.store.ownership(NS, "work").is_owned
+        assert mallory.store.owners.of(NS, "work").is_owned
 
     played(tmp_path, play)
 
@@ -170,8 +170,8 @@ def test_no_answer_leaves_an_agent_without_room_for_a_claim(tmp_path: Path, said
         mallory.services.moving._handing_over.fence = know_better  # type: ignore[method-assign]
         for claims in (1, 2):
             await ada.owner.claim_agent("work", force=True)
-            assert ada.store.ownership(NS, "work").is_owned
-            assert ada.store.ownership(NS, "work").generation // CLAIM_STEP == claims
+            assert ada.store.owners.of(NS, "work").is_owned
+            assert ada.store.owners.of(NS, "work").generation // CLAIM_STEP == claims
 
     played(tmp_path, play)
 
@@ -188,8 +188,8 @@ def test_no_source_gives_an_agent_in_a_generation_above_which_there_is_no_claim(
 
         mallory.services.moving._handing_over.offer = boast  # type: ignore[method-assign]
         await refused(ada.owner.move_agent("x", from_peer="mallory"))
-        assert ada.store.ownership(NS, "x").generation == 0
-        assert mallory.store.ownership(NS, "x").is_owned
+        assert ada.store.owners.of(NS, "x").generation == 0
+        assert mallory.store.owners.of(NS, "x").is_owned
 
     played(tmp_path, play)
 
@@ -198,13 +198,13 @@ def test_an_agent_is_neither_taken_nor_given_back_changed(tmp_path: Path) -> Non
     async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
         told = await refused(mallory.owner.move_agent("work", from_peer="ada"))
         assert "`kvasir peers allow mallory --gives move`" in told.message
-        assert ada.store.ownership(NS, "work").is_owned
+        assert ada.store.owners.of(NS, "work").is_owned
         ada.allow("mallory", gives="move")  # may take, and still not bring
         await mallory.owner.move_agent("work", from_peer="ada")
         await mallory.publish("work", SyntheticAgent(SMALL, 9).turn(30), 1)
         told = await refused(mallory.owner.move_agent("work", to_peer="ada"))
         assert "--takes move" in told.message
-        assert [each.version for each in ada.store.list_snapshots(NS, "work").snapshots] == [1]
+        assert [each.version for each in ada.store.snapshots.page(NS, "work").snapshots] == [1]
 
     played(tmp_path, play)
 
@@ -223,7 +223,7 @@ def test_words_and_facts_of_a_peer_are_counted_and_stay_off_the_reserve(
             except KvasirError as error:
                 reason = error.reason
                 break
-        assert (reason, ada.store.owners()) == ("PEER_LIMIT", [])
+        assert (reason, ada.store.owners.known()) == ("PEER_LIMIT", [])
 
     played(tmp_path / "words", play)
 
@@ -231,20 +231,20 @@ def test_words_and_facts_of_a_peer_are_counted_and_stay_off_the_reserve(
         ada.allow("mallory", gives="move")
         for name in ("a", "b"):
             await ada.publish(name, SyntheticAgent(SMALL, 5).turn(30), 0)
-        monkeypatch.setattr("cachestore_svc.store.owners.MAX_OPEN_MOVES", 1)
+        monkeypatch.setattr("cachestore_svc.store.move_steps.MAX_OPEN_MOVES", 1)
         await peer.offer_agent("work", MOVE, 0)
         await refused(peer.offer_agent("a", MOVE, 0), "PEER_LIMIT")
-        monkeypatch.setattr("cachestore_svc.store.owners.MAX_OPEN_MOVES", 9)
-        monkeypatch.setattr("cachestore_svc.store.owners.MAX_FACTS", 1)
+        monkeypatch.setattr("cachestore_svc.store.move_steps.MAX_OPEN_MOVES", 9)
+        monkeypatch.setattr("cachestore_svc.store.move_steps.MAX_FACTS", 1)
         await refused(peer.offer_agent("a", MOVE, 0), "PEER_LIMIT")
         await peer.undo_move("work", MOVE)
         await peer.offer_agent("work", MOVE[::-1], 0)  # it has a part in that one already
-        monkeypatch.setattr("cachestore_svc.store.owners.MAX_FACTS", 9)
+        monkeypatch.setattr("cachestore_svc.store.move_steps.MAX_FACTS", 9)
         monkeypatch.setattr("cachestore_svc.blobs.space.Space.is_disk_full", True)
         await refused(peer.offer_agent("b", MOVE, 0), "DISK_FULL")
         await refused(peer.fence_agent("work", 7), "DISK_FULL")
         mallory.allow("ada", takes="move")
-        assert {agent for _, agent, _ in ada.store.owners()} == {"work"}
+        assert {agent for _, agent, _ in ada.store.owners.known()} == {"work"}
 
     played(tmp_path / "facts", offers)
 
@@ -262,7 +262,7 @@ def test_a_move_that_comes_to_no_end_ends_and_costs_its_peer_a_pause(
             now[0] = float(second)
             with contextlib.suppress(ResourceExhausted):
                 await peer.offer_agent("work", f"{second:016x}", 0)
-            known = ada.store.ownership(NS, "work")
+            known = ada.store.owners.of(NS, "work")
             await moving.undo_if_silent(NS, "work", known)
             turns, refusals = turns + 1, refusals + (known.state is OwnerState.MOVING)
         assert refusals < turns / 4, (refusals, turns)
@@ -271,8 +271,8 @@ def test_a_move_that_comes_to_no_end_ends_and_costs_its_peer_a_pause(
         await ada.owner.claim_agent("work")
         now[0] += 10_000
         await peer.offer_agent("work", MOVE[::-1], 0)  # one that her owner ended is over
-        await moving.undo_if_silent(NS, "work", ada.store.ownership(NS, "work"))
-        assert ada.store.ownership(NS, "work").state is OwnerState.MOVING
+        await moving.undo_if_silent(NS, "work", ada.store.owners.of(NS, "work"))
+        assert ada.store.owners.of(NS, "work").state is OwnerState.MOVING
 
     played(tmp_path, play)
 
@@ -288,7 +288,7 @@ def test_nothing_that_a_peer_gives_has_a_name_that_kvasir_makes(tmp_path: Path) 
             await refused(drained(peer.pulling_agent("", name, only_bytes=True)))
             await refused(mallory.owner.move_agent(name, to_peer="ada"))
             with pytest.raises(NotFound):
-                ada.store.get_agent(NS, name)
+                ada.store.agents.get(NS, name)
         await drained(peer.pulling_agent("", "her tokens/aabbcc/ffff", local_agent_id="hers"))
         # What ada's own user moved there may come back.
         await ada.publish("conversation/1", SyntheticAgent(SMALL, 6).turn(30), 0)
@@ -298,7 +298,7 @@ def test_nothing_that_a_peer_gives_has_a_name_that_kvasir_makes(tmp_path: Path) 
         ada.allow("mallory", gives="move", takes="move")
         await mallory.owner.move_agent("conversation/1", from_peer="ada")
         await mallory.owner.move_agent("conversation/1", to_peer="ada")
-        assert ada.store.ownership(NS, "conversation/1").is_owned
+        assert ada.store.owners.of(NS, "conversation/1").is_owned
 
     played(tmp_path, play)
 
@@ -368,10 +368,10 @@ def test_bytes_of_a_cut_transfer_count_as_long_as_it_lasts(tmp_path: Path, verb:
         came_bytes = turns[0].digests[0].size_bytes + cut_at.size_bytes // 2
         manifest_bytes = turns[0].manifest_digest.size_bytes
         assert int(size_bytes * 1.5) - bucket.left == pytest.approx(manifest_bytes + came_bytes, abs=size_bytes / 100)
-        ada.store.collect_garbage(NS)
+        ada.store.care.collect_garbage(NS)
         ada.clock.pass_s(1e6)
-        assert ada.store.collect_garbage(NS).blobs_swept == 2
-        assert ada.store.write_status(NS, cut_at).received_bytes == 0
+        assert ada.store.care.collect_garbage(NS).blobs_swept == 2
+        assert ada.store.blobs.write_status(NS, cut_at).received_bytes == 0
         mallory.services.store.ReadBlobs = read  # type: ignore[method-assign]
         await drained(sending("next"))
         assert (await bringing._of(NS, "mallory")).keys() == (set() if verb == "only bytes" else {"next"})
@@ -381,7 +381,7 @@ def test_bytes_of_a_cut_transfer_count_as_long_as_it_lasts(tmp_path: Path, verb:
 
 def test_a_dry_run_takes_nothing_of_what_a_peer_may_send(tmp_path: Path) -> None:
     async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
-        size_bytes = sum(line.total_bytes for line in ada.store.get_agent(NS, "work").lines)
+        size_bytes = sum(line.total_bytes for line in ada.store.agents.get(NS, "work").lines)
         mallory.allow("ada", takes="move", max_bytes=int(size_bytes * 1.5))
         for _ in range(3):
             await drained(ada.owner.moving_agent("work", to_peer="mallory", dry_run=True))
@@ -399,12 +399,12 @@ def test_an_owner_gives_an_agent_to_a_store_that_once_claimed_it(tmp_path: Path)
         for _ in range(2):
             await mallory.owner.claim_agent("work", force=True)
         await mallory.owner.delete_agent("work", force=True)
-        theirs = mallory.store.ownership(NS, "work").generation
-        assert theirs > ada.store.ownership(NS, "work").generation
+        theirs = mallory.store.owners.of(NS, "work").generation
+        assert theirs > ada.store.owners.of(NS, "work").generation
         await ada.owner.move_agent("work", to_peer="mallory")
-        assert ada.store.ownership(NS, "work").state is OwnerState.MOVED
-        assert mallory.store.ownership(NS, "work").is_owned
-        assert mallory.store.ownership(NS, "work").generation == theirs + 1
+        assert ada.store.owners.of(NS, "work").state is OwnerState.MOVED
+        assert mallory.store.owners.of(NS, "work").is_owned
+        assert mallory.store.owners.of(NS, "work").generation == theirs + 1
 
     played(tmp_path, play)
 
@@ -424,7 +424,7 @@ def test_the_owners_own_orders_need_no_right_at_his_store(tmp_path: Path) -> Non
         mallory.allow("ada", takes="move", gives="move")
         await ada.owner.move_agent("work", to_peer="mallory")
         await ada.owner.move_agent("work", from_peer="mallory")
-        assert ada.store.ownership(NS, "work").is_owned
+        assert ada.store.owners.of(NS, "work").is_owned
         await refused(peer.offer_agent("work", MOVE, 0))  # that was for once
         assert (await ada.owner.get_agent("work")).ownership.state == pb.OWNER_STATE_OWNED
 

@@ -183,7 +183,7 @@ class Walk:
         await self._judged(mac, self.names, Verb.FENCE, mac.services.claims.ask())
 
     async def _tell(self, mac: Mac, name: str) -> None:
-        known = mac.store.ownership(NS, name)
+        known = mac.store.owners.of(NS, name)
         telling = mac.services.moves._tell(NS, name, replace(known, tells=(LIAR,) if LIAR in known.tells else ()))
         await self._judged(mac, self.names, Verb.FENCE, telling)
 
@@ -230,7 +230,7 @@ class Walk:
         self.moves[key] = move_id, int(answer.generation)
 
     def _generation(self, mac: Mac, name: str) -> int:
-        known = mac.store.ownership(NS, name).generation
+        known = mac.store.owners.of(NS, name).generation
         return self.chance.choice((0, known, known + 1, known + CLAIM_STEP, known + _TOO_FAR, MAX_TOLD_GENERATION))
 
     async def _have(self, name: str) -> None:
@@ -371,7 +371,7 @@ def _seen(view: CatalogView, name: str) -> Seen:
 
 async def _head(mac: Mac, name: str) -> int:
     try:
-        agent = await asyncio.to_thread(mac.store.get_agent, NS, name)
+        agent = await asyncio.to_thread(mac.store.agents.get, NS, name)
     except NotFound:
         return 0
     return agent.lines[0].version

@@ -55,10 +55,10 @@ def test_one_copy_of_the_record_brings_all_back_and_without_any_the_namespace_is
         with lab.open() as store:
             if {"record", "copy"} <= set(deleted):
                 refuses_to_write(store)
-                assert [each.reason for each in store.ailments()] == ["NAMESPACE_SEALED"]
-                assert store.get_agent(PLAIN_NS, "bob")
+                assert [each.reason for each in store.statistics.ailments()] == ["NAMESPACE_SEALED"]
+                assert store.agents.get(PLAIN_NS, "bob")
             else:
-                assert_restores(store, store.get_snapshot(NS, "ada"), ours)
+                assert_restores(store, store.snapshots.get(NS, "ada"), ours)
                 assert all(path.exists() for path in traces(lab).values())
     assert found_in(lab.root, secrets_of(LATER)) == []
 

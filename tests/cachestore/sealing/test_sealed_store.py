@@ -29,7 +29,18 @@ from cachestore_svc.sealing.sealed_form import SEGMENT_BYTES
 from cachestore_svc.store.store import Store
 from cachestore_svc.upkeep import collecting
 from cachestore_svc.upkeep.passed_time import ClockReading
-from tests.cachestore.core.lab import NS, Chance, Clock, Lab, anybody, assert_restores, publish, upload, write
+from tests.cachestore.core.lab import (
+    NS,
+    Chance,
+    Clock,
+    Lab,
+    anybody,
+    assert_restores,
+    prefix_of,
+    publish,
+    upload,
+    write,
+)
 from tests.cachestore.sealing.canaries import files_with, found_in, secrets_of
 from tests.made_models.synthetic import LLAMA_8B, MIXED, SMALL, SyntheticAgent, SyntheticSnapshot
 
@@ -49,20 +60,22 @@ def live(store: Store, namespace: str) -> list[bytes]:
     turns = [agent.turn(300, is_prompt=True, request_id=f"the request of turn {turn}") for turn in range(3)]
     for turn, content in enumerate(turns):
         publish(store, AGENT, content, turn, namespace, bind_shared=True)
-    store.update_agent(namespace, AGENT, labels={LABEL: VALUE})
-    store.fork_agent(namespace, AGENT, AGENT + "-2")
-    store.rollback_agent(namespace, AGENT, 2)
-    store.acquire_lease(namespace, AGENT + "-3", kv_identity_hash(SMALL), "engine-1")
+    store.agents.update(namespace, AGENT, labels={LABEL: VALUE})
+    store.agents.fork(namespace, AGENT, AGENT + "-2")
+    store.agents.roll_back(namespace, AGENT, 2)
+    store.leases.acquire(namespace, AGENT + "-3", kv_identity_hash(SMALL), "engine-1")
     imported = SyntheticAgent(SMALL, 6).turn(40)
     upload(store, imported, namespace)
     detail = "the detail of where it came from"
-    store.commit(namespace, AGENT + "-4", imported.manifest_digest, 0, origin=Origin.IMPORT, origin_detail=detail)
-    store.delete_agent(namespace, AGENT + "-4")
+    store.snapshots.commit(
+        namespace, AGENT + "-4", imported.manifest_digest, 0, origin=Origin.IMPORT, origin_detail=detail
+    )
+    store.agents.delete(namespace, AGENT + "-4")
     with pytest.raises(NotFound, match=AGENT):
-        store.get_snapshot(namespace, AGENT + "-5")
+        store.snapshots.get(namespace, AGENT + "-5")
     left = SyntheticAgent(MIXED, 7).turn(300)
     digest, data = max(left.new_blobs.items(), key=lambda each: len(each[1]))
-    with store.open_writer(namespace, digest, BlobKind.TENSORS) as writer:
+    with store.blobs.open_writer(namespace, digest, BlobKind.TENSORS) as writer:
         writer.write(0, data[:-100])
     hidden = [text.encode() for text in (AGENT, LABEL, VALUE, detail, *agent.block_hashes(namespace))]
     return [*hidden, *(secret for each in (*turns, imported, left) for secret in secrets_of(each))]
@@ -80,21 +93,21 @@ def test_no_16_bytes_of_a_memory_lie_in_the_files_of_a_sealed_namespace(lab: Lab
         assert {"journal", "kvasir.sqlite3-wal"} < set(found)
         assert any(name.endswith(".part") for name in found)
     with lab.open() as store:
-        store.collect_garbage()
-        store.scrub()
+        store.care.collect_garbage()
+        store.care.scrub()
     assert found_in(lab.root, hidden) == []
 
 
 def test_a_sealed_namespace_answers_what_a_plain_one_answers(lab: Lab) -> None:
     def told(store: Store, namespace: str) -> list[object]:
-        agents = store.list_agents(namespace).agents
-        events = store.events_after(namespace, None).cursor
-        found: list[object] = [*agents, events.sequence, store.list_agents(namespace, labels={LABEL: VALUE}).agents]
+        agents = store.agents.page(namespace).agents
+        events = store.events.after(namespace, None).cursor
+        found: list[object] = [*agents, events.sequence, store.agents.page(namespace, labels={LABEL: VALUE}).agents]
         found += [
-            store.list_agents(namespace, name_prefix=AGENT + "-").agents,
-            store.find_prefix(namespace, kv, content.block_hashes(namespace)),
+            store.agents.page(namespace, name_prefix=AGENT + "-").agents,
+            prefix_of(store, namespace, kv, content.block_hashes(namespace)),
         ]
-        found += [store.list_snapshots(namespace, agent.agent_id).snapshots for agent in agents]
+        found += [store.snapshots.page(namespace, agent.agent_id).snapshots for agent in agents]
         return found
 
     kv = kv_identity_hash(SMALL)
@@ -111,8 +124,8 @@ def test_a_sealed_namespace_answers_what_a_plain_one_answers(lab: Lab) -> None:
         for namespace, into in ((NS, sealed), (PLAIN_NS, plain)):
             into += told(store, namespace)
             assert into[-1] != []
-        assert len(store.find_prefix(NS, kv, content.block_hashes(NS))) == 2
-        assert store.find_prefix(NS, kv, content.block_hashes(PLAIN_NS)) == []
+        assert len(prefix_of(store, NS, kv, content.block_hashes(NS))) == 2
+        assert prefix_of(store, NS, kv, content.block_hashes(PLAIN_NS)) == []
     assert str(sealed) == str(plain)
 
 
@@ -120,9 +133,9 @@ def test_a_peers_new_name_is_noted_of_sealed_agents_too(lab: Lab) -> None:
     with lab.open() as store:
         for namespace in (NS, PLAIN_NS):
             publish(store, AGENT, SyntheticAgent(SMALL, 1).turn(30), 0, namespace)
-            store.offer(namespace, AGENT, "studio", "move", 0, anybody)
-        store.rename_peers({"studio": "attic"})
-        assert sorted((namespace, name, known.peer) for namespace, name, known in store.owners()) == sorted(
+            store.moves.offer(namespace, AGENT, "studio", "move", 0, anybody)
+        store.owners.rename_peers({"studio": "attic"})
+        assert sorted((namespace, name, known.peer) for namespace, name, known in store.owners.known()) == sorted(
             (namespace, AGENT, "attic") for namespace in (NS, PLAIN_NS)
         )
 
@@ -130,7 +143,7 @@ def test_a_peers_new_name_is_noted_of_sealed_agents_too(lab: Lab) -> None:
 def names(store: Store, namespace: str, page_size: int) -> Iterator[str]:
     token = ""
     while True:
-        page = store.list_agents(namespace, page_size, token)
+        page = store.agents.page(namespace, page_size, token)
         yield from (agent.agent_id for agent in page.agents)
         if not (token := page.next_page_token):
             return
@@ -184,37 +197,45 @@ def live_by_every_verb(store: Store, watch: Watch, clock: Clock) -> None:
     watch.needles = {AGENT, LABEL, VALUE, "origin detail", "request 0", "request 1", *hashes}
     for turn in turns:
         watch.needles |= {digest.hash for digest in (turn.manifest_digest, *turn.digests)}
-    token = store.acquire_lease(NS, AGENT, kv_identity_hash(SMALL), "engine-1").token
+    token = store.leases.acquire(NS, AGENT, kv_identity_hash(SMALL), "engine-1").token
     publish(store, AGENT, turns[0], 0, bind_shared=True, lease=token)
-    store.renew_lease(NS, AGENT, kv_identity_hash(SMALL), token)
-    store.release_lease(NS, AGENT, kv_identity_hash(SMALL), token)
-    store.find_prefix(NS, kv_identity_hash(SMALL), hashes)
+    store.leases.renew(NS, AGENT, kv_identity_hash(SMALL), token)
+    store.leases.release(NS, AGENT, kv_identity_hash(SMALL), token)
+    prefix_of(store, NS, kv_identity_hash(SMALL), hashes)
     upload(store, turns[1])
-    store.commit(NS, AGENT + "-2", turns[1].manifest_digest, 0, origin=Origin.IMPORT, origin_detail="origin detail")
+    store.snapshots.commit(
+        NS, AGENT + "-2", turns[1].manifest_digest, 0, origin=Origin.IMPORT, origin_detail="origin detail"
+    )
     clock.pass_s(10)
-    for page in (store.get_agent(NS, AGENT), store.list_agents(NS), store.list_snapshots(NS, AGENT)):
+    for page in (store.agents.get(NS, AGENT), store.agents.page(NS), store.snapshots.page(NS, AGENT)):
         assert page
-    store.get_snapshot(NS, AGENT)
-    assert store.has_had(NS, AGENT, turns[0].manifest_digest.hash)
-    assert store.named_blobs(NS, turns[0].manifest_digest, store.get_snapshot(NS, AGENT).total_bytes)
+    store.snapshots.get(NS, AGENT)
+    assert store.snapshots.has_had(NS, AGENT, turns[0].manifest_digest.hash)
+    assert store.blobs.named_blobs(NS, turns[0].manifest_digest, store.snapshots.get(NS, AGENT).total_bytes)
     with pytest.raises(NotFound):
-        store.named_blobs(NS, turns[0].digests[0], 0)
-    store.update_agent(NS, AGENT, labels={LABEL: VALUE, "kvasir.expires_after": "90d"})
-    store.fork_agent(NS, AGENT, AGENT + "-3")
-    store.rollback_agent(NS, AGENT, 1)
-    store.offer(NS, AGENT + "-3", "peer", "move", 0, anybody)
-    store.unfinished_moves(), store.owners(), store.usage(NS, AGENT), store.stats(NS), store.events_after(NS, None)
-    store.events_after(NS, EventCursor(store.events_after(NS, None).cursor.incarnation, 0))
+        store.blobs.named_blobs(NS, turns[0].digests[0], 0)
+    store.agents.update(NS, AGENT, labels={LABEL: VALUE, "kvasir.expires_after": "90d"})
+    store.agents.fork(NS, AGENT, AGENT + "-3")
+    store.agents.roll_back(NS, AGENT, 1)
+    store.moves.offer(NS, AGENT + "-3", "peer", "move", 0, anybody)
+    (
+        store.owners.unfinished(),
+        store.owners.known(),
+        store.agents.usage(NS, AGENT),
+        store.statistics.of(NS),
+        store.events.after(NS, None),
+    )
+    store.events.after(NS, EventCursor(store.events.after(NS, None).cursor.incarnation, 0))
     store._core.quarantine(NS, turns[0].digests[:1])
-    store.check(repair=True), list(store.verify(NS, AGENT)), list(store.verify(NS))
+    store.care.check(repair=True), list(store.care.verify(NS, AGENT)), list(store.care.verify(NS))
     assert store._core.catalog.read(NS, lambda view: view.has_hash(NS, turns[0].digests[0].hash))
     store._core.catalog.write(NS, lambda change: change.hold_anew(NS, turns[0].manifest_digest, turns[0].digests))
-    store.expire_agents(ClockReading(clock(), clock.steady()))
-    store.scrubbing.load(), store.scrubbing.begin(), store.scrubbing.next()
-    store.delete_agent(NS, AGENT + "-2")
-    store.collect_garbage(dry_run=True), store.collect_garbage()
+    store.care.expire_agents(ClockReading(clock(), clock.steady()))
+    store.care.scrubbing.load(), store.care.scrubbing.begin(), store.care.scrubbing.next()
+    store.agents.delete(NS, AGENT + "-2")
+    store.care.collect_garbage(dry_run=True), store.care.collect_garbage()
     clock.pass_s(10_000_000)
-    store.collect_garbage()
+    store.care.collect_garbage()
     collecting.make_room(store._core, NS, 1, resuming=turns[0].manifest_digest)
 
 
@@ -245,12 +266,12 @@ def test_an_interrupted_write_goes_on_where_it_was(lab: Lab, size: int) -> None:
     [(digest, data)] = content.new_blobs.items()
     with lab.open() as store:
         for start, end in pairwise((0, size, size + 1, size + SEGMENT_BYTES)):
-            with store.open_writer(NS, digest, BlobKind.TENSORS) as writer:
+            with store.blobs.open_writer(NS, digest, BlobKind.TENSORS) as writer:
                 assert writer.received_bytes == start
                 writer.write(start, data[start:end])
-            assert store.write_status(NS, digest).received_bytes == end
+            assert store.blobs.write_status(NS, digest).received_bytes == end
         write(store, digest, data, BlobKind.TENSORS, frame=100_000)
-        assert store.read_blob(NS, digest) == data
+        assert store.blobs.read(NS, digest) == data
 
 
 # --- keys ---
@@ -278,30 +299,30 @@ def test_without_its_key_a_namespace_is_shut_and_the_others_are_served(
     right, lab.masters = lab.masters, masters
     with lab.open(grace_period_s=0.0) as store:
         for call in (
-            lambda: store.get_agent(NS, "ada"),
-            lambda: store.read_blob(NS, ours.manifest_digest),
-            lambda: store.open_writer(NS, ours.manifest_digest, BlobKind.MANIFEST),
-            lambda: store.acquire_lease(NS, "ada", kv_identity_hash(SMALL), "engine-1"),
-            lambda: list(store.verify(NS)),
+            lambda: store.agents.get(NS, "ada"),
+            lambda: store.blobs.read(NS, ours.manifest_digest),
+            lambda: store.blobs.open_writer(NS, ours.manifest_digest, BlobKind.MANIFEST),
+            lambda: store.leases.acquire(NS, "ada", kv_identity_hash(SMALL), "engine-1"),
+            lambda: list(store.care.verify(NS)),
         ):
             with pytest.raises(FailedPrecondition, match=f"'{NS}' is sealed.*{words}") as refused:
                 call()
             assert refused.value.reason == "NAMESPACE_SEALED"
-        assert [each.reason for each in store.ailments()] == ["NAMESPACE_SEALED"]
-        assert_restores(store, store.get_snapshot(PLAIN_NS, "bob"), theirs, PLAIN_NS)
+        assert [each.reason for each in store.statistics.ailments()] == ["NAMESPACE_SEALED"]
+        assert_restores(store, store.snapshots.get(PLAIN_NS, "bob"), theirs, PLAIN_NS)
         # What can be seen is looked after: nothing is wrong, and nothing is garbage.
-        assert store.check(repair=True).is_clean
-        assert sum(progress.blobs_checked for progress in store.scrub()) == len(theirs.digests) + 1
+        assert store.care.check(repair=True).is_clean
+        assert sum(progress.blobs_checked for progress in store.care.scrub()) == len(theirs.digests) + 1
         for _ in range(3):
-            assert store.collect_garbage().blobs_swept == 0
+            assert store.care.collect_garbage().blobs_swept == 0
         file = next((lab.directory_of(NS) / "blobs").glob("*/*"))
         file.write_bytes(file.read_bytes()[:-1])
-        assert [finding.problem for finding in store.check().findings] == ["WRONG_SIZE"]
+        assert [finding.problem for finding in store.care.check().findings] == ["WRONG_SIZE"]
         file.unlink()
-        assert [finding.problem for finding in store.check().findings] == ["MISSING_FILE"]
+        assert [finding.problem for finding in store.care.check().findings] == ["MISSING_FILE"]
     lab.masters = right
     with lab.open() as store:
-        assert store.get_agent(NS, "ada").agent_id == "ada"
+        assert store.agents.get(NS, "ada").agent_id == "ada"
 
 
 def test_garbage_of_a_shut_namespace_is_collected(lab: Lab) -> None:
@@ -310,7 +331,7 @@ def test_garbage_of_a_shut_namespace_is_collected(lab: Lab) -> None:
     lab.masters = []
     with lab.open(grace_period_s=0.0) as store:
         lab.clock.pass_s(10_000)
-        swept = [store.collect_garbage().blobs_swept for _ in range(2)]
+        swept = [store.care.collect_garbage().blobs_swept for _ in range(2)]
         assert swept[1] == 3
         assert not list((lab.directory_of(NS) / "blobs").glob("*/*"))
 
@@ -334,7 +355,7 @@ def test_a_master_key_is_replaced_without_writing_a_blob(lab: Lab) -> None:
     assert [each.master_ids for each in care(lab).records()] == [(NEW.id,)]
     old, lab.masters = lab.masters, [NEW]
     with lab.open() as store:
-        assert_restores(store, store.get_snapshot(NS, "ada"), ours)
+        assert_restores(store, store.snapshots.get(NS, "ada"), ours)
     with pytest.raises(FailedPrecondition, match=NEW.id):
         care(lab).rotate(old, WRONG)
 
@@ -415,8 +436,8 @@ def test_a_destroyed_key_is_gone_from_the_disk_and_the_namespace_never_opens_aga
     assert not [path for path in lab.root.rglob("*") if path.is_file() and wrapped in path.read_bytes()]
     with lab.open() as store:
         with pytest.raises(FailedPrecondition, match="its key was destroyed"):
-            store.get_agent(NS, "ada")
-        assert store.get_agent(PLAIN_NS, "bob")
+            store.agents.get(NS, "ada")
+        assert store.agents.get(PLAIN_NS, "bob")
     with pytest.raises(FailedPrecondition, match="in use, or sealed already"):
         care(lab).seal(NS, NEW)
 
@@ -428,7 +449,7 @@ def test_one_damaged_copy_of_a_key_is_mended_and_two_shut_the_namespace(lab: Lab
     for harmed in (path, path.with_name(path.name + ".copy")):
         harmed.write_bytes(whole[:-10] + b"x" + whole[-9:])
         with lab.open() as store:
-            assert_restores(store, store.get_snapshot(NS, "ada"), ours)
+            assert_restores(store, store.snapshots.get(NS, "ada"), ours)
         assert harmed.read_bytes() == whole
     shutil.rmtree(path.parent)
     with lab.open() as store:
@@ -439,8 +460,8 @@ def test_one_damaged_copy_of_a_key_is_mended_and_two_shut_the_namespace(lab: Lab
 def test_a_namespace_that_held_anything_is_not_sealed(lab: Lab) -> None:
     with lab.open() as store:
         publish(store, "bob", SyntheticAgent(SMALL, 2).turn(30), 0, PLAIN_NS)
-        store.delete_agent(PLAIN_NS, "bob")
-        store.acquire_lease("leased", AGENT, kv_identity_hash(SMALL), "engine-1")
+        store.agents.delete(PLAIN_NS, "bob")
+        store.leases.acquire("leased", AGENT, kv_identity_hash(SMALL), "engine-1")
     for namespace in (NS, PLAIN_NS, "leased"):
         with pytest.raises(FailedPrecondition) as refused:
             care(lab).seal(namespace, NEW)
@@ -462,7 +483,7 @@ def test_a_lost_index_of_a_sealed_namespace_is_built_anew_with_its_key(lab: Lab,
         for turn, content in enumerate(turns):
             publish(store, AGENT, content, turn, bind_shared=True)
         hidden = [AGENT.encode(), *(secret for each in turns for secret in secrets_of(each))]
-        before = [store.get_agent(NS, AGENT), store.find_prefix(NS, kv_identity_hash(MIXED), agent.block_hashes(NS))]
+        before = [store.agents.get(NS, AGENT), prefix_of(store, NS, kv_identity_hash(MIXED), agent.block_hashes(NS))]
     for name in lost:
         (lab.root / name).unlink()
 
@@ -473,13 +494,13 @@ def test_a_lost_index_of_a_sealed_namespace_is_built_anew_with_its_key(lab: Lab,
         recovered([])
     recovered(list(lab.masters))
     with lab.open() as store:
-        assert store.check().is_clean
-        found = store.list_agents(NS).agents
+        assert store.care.check().is_clean
+        found = store.agents.page(NS).agents
         for each in found:
             head = each.lines[0]
             assert_restores(store, head, next(one for one in turns if one.manifest_digest == head.manifest))
         if len(lost) == 1:
-            after = store.find_prefix(NS, kv_identity_hash(MIXED), agent.block_hashes(NS))
+            after = prefix_of(store, NS, kv_identity_hash(MIXED), agent.block_hashes(NS))
             assert [*found, after] == before
         else:
             assert all(each.agent_id.startswith("recovered-") for each in found)
@@ -491,5 +512,5 @@ def test_a_commit_that_names_a_missing_blob_is_told_its_plain_digest(lab: Lab) -
     with lab.open() as store:
         write(store, content.manifest_digest, content.manifest_bytes, BlobKind.MANIFEST)
         with pytest.raises(FailedPrecondition, match="not here") as refused:
-            store.commit(NS, "ada", content.manifest_digest, 0)
+            store.snapshots.commit(NS, "ada", content.manifest_digest, 0)
         assert Digest(refused.value.metadata["digest"], content.digests[0].size_bytes) == content.digests[0]

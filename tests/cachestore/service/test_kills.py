@@ -68,7 +68,7 @@ def one_life(running: RunningStore, writers: list[Writer], source: random.Random
 
 def assert_clean(home: StoreHome) -> None:
     with Store.open(read_settings({"data_dir": home.data_dir}).store_config(), time.time, secrets.token_hex) as store:
-        assert store.check().findings == ()
+        assert store.care.check().findings == ()
 
 
 def assert_nothing_lost(running: RunningStore, writers: list[Writer]) -> int:

@@ -108,32 +108,32 @@ def test_a_pass_goes_on_where_it_was_after_a_restart_and_begins_when_it_is_due(l
     with lab.open() as store:
         publish_in(store, "ada", TURN, 0)
         publish_in(store, "eva", TURN, 0, namespace="other")
-        assert store.scrubbing.load().ended_unix_ms
-        assert store.scrubbing.due_in_s(DAY) == DAY
+        assert store.care.scrubbing.load().ended_unix_ms
+        assert store.care.scrubbing.due_in_s(DAY) == DAY
         lab.clock.pass_s(DAY)
-        assert store.scrubbing.due_in_s(DAY) == 0
-        store.scrubbing.begin()
-        for blob in store.scrubbing.next()[:3]:
-            assert store.scrubbing.is_whole(blob)
-        store.scrubbing.save()
+        assert store.care.scrubbing.due_in_s(DAY) == 0
+        store.care.scrubbing.begin()
+        for blob in store.care.scrubbing.next()[:3]:
+            assert store.care.scrubbing.is_whole(blob)
+        store.care.scrubbing.save()
     with lab.open() as store:
-        store.scrubbing.load()
+        store.care.scrubbing.load()
         seen = []
-        while blobs := store.scrubbing.next():
+        while blobs := store.care.scrubbing.next():
             seen += [(blob.namespace, blob.digest) for blob in blobs]
-            assert all(store.scrubbing.is_whole(blob) for blob in blobs)
+            assert all(store.care.scrubbing.is_whole(blob) for blob in blobs)
         assert len(seen) == len(set(seen)) == 2 * (len(TURN.digests) + 1) - 3
-        assert store.scrubbing.state.blobs_checked == 2 * (len(TURN.digests) + 1)
-        assert store.scrubbing.state.bytes_checked == 2 * SIZE
+        assert store.care.scrubbing.state.blobs_checked == 2 * (len(TURN.digests) + 1)
+        assert store.care.scrubbing.state.bytes_checked == 2 * SIZE
         lab.clock.set_by_s = -30 * DAY  # a clock that was set back
-        assert store.scrubbing.due_in_s(DAY) <= DAY
+        assert store.care.scrubbing.due_in_s(DAY) <= DAY
 
 
 async def scrub_until_a_blob_is_checked(lab: Lab, store: Store, bytes_per_s: int) -> None:
     threads = StoreThreads()
     task = asyncio.create_task(BackgroundScrub(store, threads, no_peer, bytes_per_s=bytes_per_s, every_s=0.001).run())
     async with asyncio.timeout(10):
-        while not store.scrubbing.state.blobs_checked:
+        while not store.care.scrubbing.state.blobs_checked:
             lab.clock.pass_s(1)
             await asyncio.sleep(0.005)
     task.cancel()
@@ -145,9 +145,9 @@ def test_a_pass_that_is_ended_in_the_middle_notes_where_it_was(lab: Lab) -> None
     with lab.open() as store:
         publish_in(store, "ada", TURN, 0)
         asyncio.run(scrub_until_a_blob_is_checked(lab, store, bytes_per_s=1))
-        at = store.scrubbing.state
+        at = store.care.scrubbing.state
     with lab.open() as store:
-        assert store.scrubbing.load() == at
+        assert store.care.scrubbing.load() == at
         assert (at.blobs_checked, at.ended_unix_ms) == (1, 0)
 
 
@@ -166,15 +166,15 @@ def test_what_cannot_be_read_now_is_no_damage(lab: Lab) -> None:
     disk = FailingReads()
     with lab.open(disk) as store:
         publish_in(store, "ada", TURN, 0)
-        store.scrubbing.load()
-        store.scrubbing.begin()
-        blobs = store.scrubbing.next()
+        store.care.scrubbing.load()
+        store.care.scrubbing.begin()
+        blobs = store.care.scrubbing.next()
         disk.fails = True
         with pytest.raises(Unavailable):
-            store.scrubbing.is_whole(blobs[0])
+            store.care.scrubbing.is_whole(blobs[0])
         disk.fails = False
-        assert all(store.scrubbing.is_whole(blob) for blob in blobs)
-        state = store.scrubbing.state
+        assert all(store.care.scrubbing.is_whole(blob) for blob in blobs)
+        state = store.care.scrubbing.state
         assert (state.blobs_checked, state.blobs_damaged) == (len(blobs), 0)
 
 
@@ -187,10 +187,10 @@ def test_a_pass_keeps_its_pace(lab: Lab) -> None:
         threads = StoreThreads()
         task = asyncio.create_task(BackgroundScrub(store, threads, no_peer, bytes_per_s=4 * SIZE, every_s=0.001).run())
         began = time.monotonic()
-        while not store.scrubbing.state.blobs_checked:
+        while not store.care.scrubbing.state.blobs_checked:
             lab.clock.pass_s(1)
             await asyncio.sleep(0.005)
-        while not store.scrubbing.state.ended_unix_ms:  # noqa: ASYNC110  another thread changes it
+        while not store.care.scrubbing.state.ended_unix_ms:  # noqa: ASYNC110  another thread changes it
             await asyncio.sleep(0.005)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -71,10 +71,10 @@ def make(root: Path, kind: str, seed: int) -> Template:
             for _ in range(chance.randrange(2, 5)):
                 for (namespace, name), engine in engines.items():
                     _turn(store, namespace, name, engine, chance)
-            store.rollback_agent(NS, "bob", store.get_snapshot(NS, "bob").version - 1)
+            store.agents.roll_back(NS, "bob", store.snapshots.get(NS, "bob").version - 1)
             engines[NS, "bob"] = _recalled(store, "bob", seed)
             _forget_and_fork(store)
-            store.update_agent(OTHER_NS, "eve", labels={f"l{chance.randrange(3)}": str(chance.random())})
+            store.agents.update(OTHER_NS, "eve", labels={f"l{chance.randrange(3)}": str(chance.random())})
             upload(store, SyntheticAgent(SMALL, 90 + chance.randrange(5)).turn(300))
             if kind != "closed":
                 shutil.rmtree(target, ignore_errors=True)
@@ -89,7 +89,7 @@ def make(root: Path, kind: str, seed: int) -> Template:
 
 def _turn(store: Store, namespace: str, name: str, engine: SyntheticAgent, chance: random.Random) -> None:
     try:
-        head = store.get_snapshot(namespace, name).version
+        head = store.snapshots.get(namespace, name).version
     except NotFound:
         head = 0
     origin = Origin.IMPORT if name == "eve" and not head else Origin.TURN
@@ -97,17 +97,17 @@ def _turn(store: Store, namespace: str, name: str, engine: SyntheticAgent, chanc
 
 
 def _recalled(store: Store, name: str, seed: int) -> SyntheticAgent:
-    head = store.get_snapshot(NS, name)
-    manifest = manifest_pb2.Manifest.FromString(bytes(store.read_blob(NS, head.manifest)))
+    head = store.snapshots.get(NS, name)
+    manifest = manifest_pb2.Manifest.FromString(bytes(store.blobs.read(NS, head.manifest)))
     return SyntheticAgent.remember(manifest, seed, head.version)
 
 
 def _forget_and_fork(store: Store) -> None:
     for fork in ("fork", "gone"):
         with contextlib.suppress(NotFound):
-            store.delete_agent(NS, fork)
-        store.fork_agent(NS, "ada", fork)
-    store.delete_agent(NS, "gone")
+            store.agents.delete(NS, fork)
+        store.agents.fork(NS, "ada", fork)
+    store.agents.delete(NS, "gone")
 
 
 def _acknowledged(
@@ -115,9 +115,9 @@ def _acknowledged(
 ) -> tuple[dict[tuple[str, str, str, int], SnapshotVersion], dict[tuple[str, str], dict[str, str]]]:
     versions, labels = {}, {}
     for namespace in (NS, OTHER_NS):
-        for agent in store.list_agents(namespace).agents:
+        for agent in store.agents.page(namespace).agents:
             labels[namespace, agent.agent_id] = dict(agent.labels)
-            for each in store.list_snapshots(namespace, agent.agent_id, page_size=1000).snapshots:
+            for each in store.snapshots.page(namespace, agent.agent_id, page_size=1000).snapshots:
                 versions[namespace, each.agent_id, each.kv_identity_hash, each.version] = each
     return versions, labels
 
@@ -205,7 +205,7 @@ class Damaged:
                         is_sound &= not is_told or self.is_blob
                         if problem:
                             yield f"{step}: {problem}"
-                    store.collect_garbage()
+                    store.care.collect_garbage()
                 if is_sound and (found := list(self._check(store))):
                     # Rows that hold no memory (schemas, block hashes) are looked at by `check` alone, which tells them.
                     is_sound = False
@@ -233,7 +233,7 @@ class Damaged:
                 for problem, _ in self._compare(store, lost):
                     if problem:
                         yield f"{step}: {problem}"
-                store.collect_garbage()
+                store.care.collect_garbage()
             yield from self._check(store)
 
     def _lost(self, report: RecoverReport) -> Iterator[tuple[str, str, str, int]]:
@@ -243,7 +243,7 @@ class Damaged:
                 yield space.namespace, each.agent_id, each.kv_identity_hash, each.version
 
     def _check(self, store: Store) -> Iterator[str]:
-        for finding in store.check().findings:
+        for finding in store.care.check().findings:
             if finding.detail[:64] not in self.harmed:
                 yield f"check: {finding}"
 
@@ -263,7 +263,7 @@ class Damaged:
                 yield f"{key}: {error.reason} {error.message}", False
         for (namespace, name), labels in self.template.labels.items():
             try:
-                if dict(store.get_agent(namespace, name).labels) != labels:
+                if dict(store.agents.get(namespace, name).labels) != labels:
                     yield f"{name} of {namespace}: its labels are others", False
             except DataLoss:
                 yield "", True
@@ -275,7 +275,7 @@ class Damaged:
     def _compare_names(self, store: Store) -> Iterator[tuple[str, bool]]:
         for namespace in (NS, OTHER_NS):
             try:
-                names = {agent.agent_id for agent in store.list_agents(namespace).agents}
+                names = {agent.agent_id for agent in store.agents.page(namespace).agents}
             except DataLoss:
                 continue
             if strange := {name for name in names if (namespace, name) not in self.template.labels}:
@@ -283,13 +283,13 @@ class Damaged:
 
     def _read(self, store: Store, namespace: str, expected: SnapshotVersion) -> str:
         name, kv_hash, version = expected.agent_id, expected.kv_identity_hash, expected.version
-        found = store.get_snapshot(namespace, name, kv_hash, version)
+        found = store.snapshots.get(namespace, name, kv_hash, version)
         if found != expected:
             return f"version {version} of {name} is another: {found}, not {expected}"
-        manifest = manifest_pb2.Manifest.FromString(bytes(store.read_blob(namespace, found.manifest)))
+        manifest = manifest_pb2.Manifest.FromString(bytes(store.blobs.read(namespace, found.manifest)))
         named = [*manifest.blocks, *([manifest.tail] if manifest.HasField("tail") else [])]
         for digest in [*named, *(state.digest for state in manifest.states)]:
-            store.read_blob(namespace, Digest.from_proto(digest))
+            store.blobs.read(namespace, Digest.from_proto(digest))
         return ""
 
 

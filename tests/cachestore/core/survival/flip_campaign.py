@@ -47,28 +47,28 @@ def campaign(root: Path, flips: int, seed: int = 0, *, is_sealed: bool = False) 
             found = _scrubbed(store) if is_scrubbed else _refused(store, digest)
             if found != [digest]:
                 yield f"flip {number}: bit {bit} of {digest} was not found ({found})"
-            if damaged(store, NS) != [digest] or store.find_missing(NS, list(blobs)) != [digest]:
+            if damaged(store, NS) != [digest] or store.blobs.find_missing(NS, list(blobs)) != [digest]:
                 yield f"flip {number}: {digest} is not in quarantine alone"
             other = chance.choice([each for each in sorted(blobs, key=str) if each != digest])
-            if bytes(store.read_blob(NS, other)) != blobs[other][0]:
+            if bytes(store.blobs.read(NS, other)) != blobs[other][0]:
                 yield f"flip {number}: {other} changed"
             write(store, digest, *blobs[digest])
-        if not store.check().is_clean or _scrubbed(store):
+        if not store.care.check().is_clean or _scrubbed(store):
             yield "at the end something is wrong"
-        if store.stats(NS).counters["blobs_damaged"] != flips:
-            yield f"{store.stats(NS).counters} of {flips} flips"
+        if store.statistics.of(NS).counters["blobs_damaged"] != flips:
+            yield f"{store.statistics.of(NS).counters} of {flips} flips"
 
 
 def _refused(store: Store, digest: Digest) -> list[Digest]:
     try:
-        store.read_blob(NS, digest)
+        store.blobs.read(NS, digest)
     except DataLoss as lost:
         return [digest] if lost.metadata == {"digest": digest.hash} else []
     return []
 
 
 def _scrubbed(store: Store) -> list[Digest]:
-    return [digest for progress in store.scrub() for digest in progress.damaged]
+    return [digest for progress in store.care.scrub() for digest in progress.damaged]
 
 
 def main() -> int:

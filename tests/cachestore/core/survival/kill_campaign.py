@@ -85,15 +85,15 @@ class Engine:
             self._turn(self._name)
         with contextlib.suppress(NotFound):
             self._tell("begin", fork, "delete")
-            self._store.delete_agent(self._namespace, fork)
+            self._store.agents.delete(self._namespace, fork)
             self._tell("deleted", fork)
         self._tell("begin", fork, "fork")
-        made = self._store.fork_agent(self._namespace, self._name, fork).lines[0]
+        made = self._store.agents.fork(self._namespace, self._name, fork).lines[0]
         self._tell("kept", fork, made.version, made.manifest.hash)
         self._turn(fork)
         self._tell("begin", self._name, "rollback")
-        head = self._store.get_snapshot(self._namespace, self._name).version
-        back = self._store.rollback_agent(self._namespace, self._name, head - 1)
+        head = self._store.snapshots.get(self._namespace, self._name).version
+        back = self._store.agents.roll_back(self._namespace, self._name, head - 1)
         self._tell("kept", self._name, back.version, back.manifest.hash)
 
     def _turn(self, name: str) -> None:
@@ -117,11 +117,11 @@ class Engine:
 
     def _recall(self, name: str) -> tuple[int, SyntheticAgent]:
         try:
-            head = self._store.get_snapshot(self._namespace, name)
+            head = self._store.snapshots.get(self._namespace, name)
         except NotFound:
             identity = MIXED if self._chance.random() < 0.5 else SMALL
             return 0, SyntheticAgent(identity, self._chance.randrange(1 << 30))
-        data = self._store.read_blob(self._namespace, head.manifest)
+        data = self._store.blobs.read(self._namespace, head.manifest)
         manifest = manifest_pb2.Manifest.FromString(bytes(data))
         return head.version, SyntheticAgent.remember(manifest, self._chance.randrange(1 << 30), head.version)
 
@@ -140,7 +140,7 @@ def live(lab: Lab, say: int, disk: DyingDisk, seed: int) -> None:
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            store.collect_garbage()
+            store.care.collect_garbage()
             time.sleep(0.005)
 
 
@@ -180,14 +180,14 @@ def compare(lab: Lab, told: Told) -> Iterator[str]:
     if lab.sealed:
         yield from (f"{name} holds plain bytes" for name in files_with(lab.root, CANARIES))
     with lab.open(**SETTINGS) as store:
-        for finding in store.check().findings:
+        for finding in store.care.check().findings:
             yield f"check: {finding}"
-        for progress in store.scrub():
+        for progress in store.care.scrub():
             yield from (f"scrub: {digest} is damaged" for digest in progress.damaged)
         for namespace in (NS, OTHER_NS):
             for key in told.keys_of(namespace):
                 yield from _compare_agent(store, told, key)
-            there = {agent.agent_id for agent in store.list_agents(namespace).agents}
+            there = {agent.agent_id for agent in store.agents.page(namespace).agents}
             known = {name for space, name in told.acknowledged if space == namespace}
             if there != known:
                 yield f"agents of {namespace}: {there} are there, {known} were told"
@@ -198,7 +198,7 @@ def _compare_agent(store: Store, told: Told, key: tuple[str, str]) -> Iterator[s
     namespace, name = key
     expected, began = told.acknowledged.get(key, {}), told.began.get(key)
     try:
-        page = store.list_snapshots(namespace, name)
+        page = store.snapshots.page(namespace, name)
     except NotFound:
         if expected and began != "delete":
             yield f"{key}: versions {sorted(expected)} were acknowledged, the agent is gone"
@@ -215,10 +215,10 @@ def _compare_agent(store: Store, told: Told, key: tuple[str, str]) -> Iterator[s
             yield f"{key}: version {version} is another"
     for snapshot in found.values():
         try:
-            store.read_blob(namespace, snapshot.manifest)
+            store.blobs.read(namespace, snapshot.manifest)
             kv_hash = snapshot.kv_identity_hash
             for digest in snapshot_digests(store, namespace, name, kv_hash, snapshot.version):
-                store.read_blob(namespace, digest)
+                store.blobs.read(namespace, digest)
         except KvasirError as error:
             yield f"{key}: version {snapshot.version} cannot be read: {error}"
     told.acknowledged[key] = {version: snapshot.manifest.hash for version, snapshot in found.items()}

@@ -49,7 +49,7 @@ class Life:
         for each in self.acknowledged:
             if each.snapshot.agent_id == name:
                 each.until = min(each.until, len(self.disk.log))
-        self.store.delete_agent(NS, name)
+        self.store.agents.delete(NS, name)
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +68,9 @@ def life(memory_directory: Path) -> Life:
         # What was uploaded, never committed, is garbage; and so is what a deleted agent leaves.
         upload(store, SyntheticAgent(SMALL, 3).turn(280))
         life.delete("muninn")
-        store.collect_garbage()
+        store.care.collect_garbage()
         lab.clock.pass_s(60)
-        assert store.collect_garbage().blobs_swept
+        assert store.care.collect_garbage().blobs_swept
         # A blob that was swept is written again.
         life.turn("muninn", SyntheticAgent(SMALL, 2), 90, 0)
     assert any(effect.path.parent.name == HANDED for effect in disk.log if effect.what == "rename")
@@ -88,7 +88,7 @@ def test_every_acknowledged_snapshot_outlives_any_loss_of_power(life: Life) -> N
         with Lab(root).open() as store:
             if gone := damaged(store, NS):
                 problems.append(f"{moment} {fate}: rows without bytes: {gone}")
-            if findings := store.check().findings:
+            if findings := store.care.check().findings:
                 problems.append(f"{moment} {fate}: {findings}")
             for each in life.acknowledged:
                 if each.since <= moment <= each.until:

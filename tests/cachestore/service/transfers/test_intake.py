@@ -70,7 +70,7 @@ def test_a_sender_cancelled_while_its_blob_is_opened_or_synced_leaves_no_writer(
             await asyncio.wait_for(send(again), 20)
             outcome = again.outcomes.get_nowait()
             assert isinstance(outcome, Stored), outcome
-            assert bytes(store.read_blob(NS, digest)) == data
+            assert bytes(store.blobs.read(NS, digest)) == data
 
     asyncio.run(test())
     threads.close()
@@ -147,7 +147,7 @@ def test_frames_are_taken_while_the_disk_writes_but_only_a_few_mebibytes(tmp_pat
             disk.go_on.set()
             await asyncio.wait_for(sending, 20)
             assert intake.outcomes.get_nowait() == Stored(digest, existed=False)
-            assert bytes(store.read_blob(NS, digest)) == data
+            assert bytes(store.blobs.read(NS, digest)) == data
 
     asyncio.run(test())
     threads.close()
@@ -184,7 +184,7 @@ def test_small_blobs_of_one_sender_are_synced_side_by_side(tmp_path: Path) -> No
                 for digest, data in blobs.items():
                     await intake.begin(digest, BlobKind.TENSORS, 0, data)
                 await intake.end()
-            assert store.find_missing(NS, list(blobs)) == []
+            assert store.blobs.find_missing(NS, list(blobs)) == []
 
     asyncio.run(test())
     threads.close()
@@ -223,7 +223,7 @@ def test_a_large_blob_that_cannot_be_opened_is_refused_before_all_of_it_has_come
                 with pytest.raises(ResourceExhausted) as refused:
                     await intake.write(MIB, data[MIB : 2 * MIB])
             assert refused.value.reason == "QUOTA_FULL"
-            assert store.stats(NS).reserved_bytes == 0
+            assert store.statistics.of(NS).reserved_bytes == 0
 
     asyncio.run(test())
     threads.close()
@@ -245,7 +245,7 @@ def test_small_blobs_of_one_sender_are_listed_in_groups(tmp_path: Path) -> None:
                 for digest, data in blobs.items():
                     await intake.begin(digest, BlobKind.TENSORS, 0, data)
                 await intake.end()
-            assert store.find_missing(NS, list(blobs)) == []
+            assert store.blobs.find_missing(NS, list(blobs)) == []
 
     asyncio.run(test())
     threads.close()
@@ -281,7 +281,7 @@ def test_small_blobs_that_were_sent_before_a_cut_are_kept(tmp_path: Path) -> Non
         with Lab(tmp_path / "data").open() as store:
             with pytest.raises(ConnectionError):
                 await send(BlobIntake(store, threads, NS))
-            assert store.find_missing(NS, list(blobs)) == []
+            assert store.blobs.find_missing(NS, list(blobs)) == []
 
     asyncio.run(test())
     threads.close()
@@ -290,7 +290,7 @@ def test_small_blobs_that_were_sent_before_a_cut_are_kept(tmp_path: Path) -> Non
 def test_a_blob_that_another_sender_lists_while_it_is_looked_up_is_not_written_again(tmp_path: Path) -> None:
     [(digest, data)] = SyntheticAgent(SMALL, 1).turn(256).new_blobs.items()
     with Lab(tmp_path / "data").open() as store:
-        look_up = store.find_missing
+        look_up = store.blobs.find_missing
         found: list[list[Digest]] = []
 
         def find_missing(namespace: str, digests: Sequence[Digest]) -> list[Digest]:
@@ -300,8 +300,8 @@ def test_a_blob_that_another_sender_lists_while_it_is_looked_up_is_not_written_a
                 write(store, digest, data, BlobKind.TENSORS)
             return missing
 
-        store.find_missing = find_missing  # type: ignore[method-assign]
-        with store.open_writer(NS, digest, BlobKind.TENSORS) as writer:
+        store.blobs.find_missing = find_missing  # type: ignore[method-assign]
+        with store.blobs.open_writer(NS, digest, BlobKind.TENSORS) as writer:
             assert found == [[digest]]
             assert writer.is_stored
-        assert bytes(store.read_blob(NS, digest)) == data
+        assert bytes(store.blobs.read(NS, digest)) == data

@@ -61,12 +61,12 @@ def test_a_pull_goes_on_with_a_part_that_lacks_only_its_end(
         publish(theirs, "moving", turn, 0)
     first = turn.digests[0]
     data = turn.new_blobs[first]
-    with store.open_writer(NS, first, BlobKind.TENSORS) as writer:
+    with store.blobs.open_writer(NS, first, BlobKind.TENSORS) as writer:
         writer.write(0, data if is_right else data[:-1] + bytes((data[-1] ^ 1,)))
     version = asyncio.run(asyncio.wait_for(pulled(transfers(store, shared_store.address)), 30))
     assert version.manifest == turn.manifest_digest
     for digest in turn.digests:
-        assert Digest.of(store.read_blob(NS, digest)) == digest
+        assert Digest.of(store.blobs.read(NS, digest)) == digest
 
 
 def test_an_import_takes_any_number_of_known_blobs_in_one_piece(store: Store) -> None:
@@ -99,7 +99,7 @@ def hasty(tmp_path: Path) -> Iterator[Store]:
 async def collected(store: Store) -> None:
     """The next part takes its time."""
     await asyncio.sleep(0.3)
-    await asyncio.to_thread(store.collect_garbage)
+    await asyncio.to_thread(store.care.collect_garbage)
 
 
 @pytest.mark.long(5)
@@ -118,7 +118,7 @@ def test_a_pull_that_lasts_for_longer_than_the_grace_period_keeps_what_has_come(
         raise AssertionError("it ended without a version")
 
     assert asyncio.run(asyncio.wait_for(pulled_slowly(), 30)).manifest == turn.manifest_digest
-    assert hasty.check().is_clean
+    assert hasty.care.check().is_clean
 
 
 @pytest.mark.long(5)
@@ -133,4 +133,4 @@ def test_an_import_that_lasts_for_longer_than_the_grace_period_keeps_what_has_co
 
     version = asyncio.run(asyncio.wait_for(transfers(hasty).import_archive(NS, "ada", False, archive()), 30))
     assert version.manifest == turn.manifest_digest
-    assert hasty.check().is_clean
+    assert hasty.care.check().is_clean

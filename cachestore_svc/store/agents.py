@@ -1,0 +1,167 @@
+"""Agents: listed, changed, forked, rolled back, deleted. One that is another store's can be read, forked and deleted
+here; all that extends or changes it raises FailedPrecondition (AGENT_MOVED, AGENT_MOVING)."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from kvasir.names import check_agent_id
+
+from cachestore_svc.core import Core
+from cachestore_svc.facts.limits import check_labels, check_query, check_range, check_text
+from cachestore_svc.facts.ownership import FIRST_MOVE, check_stays_itself, check_writable
+from cachestore_svc.facts.records import (
+    MAX_RETAINED_VERSIONS,
+    AgentDeleted,
+    AgentPage,
+    AgentRecord,
+    AgentUpdated,
+    AgentUsage,
+    Committed,
+    Deletion,
+    LineQuery,
+    SnapshotVersion,
+)
+from cachestore_svc.index import listing
+from cachestore_svc.index.catalog import AgentFilter, CatalogChange, CatalogView
+from cachestore_svc.index.resting import gone_by
+from cachestore_svc.store.leases import Leases
+from cachestore_svc.upkeep import expiring
+
+
+class Agents:
+    """Agents of all namespaces."""
+
+    def __init__(self, core: Core, leases: Leases) -> None:
+        self._core = core
+        self._leases = leases
+
+    def page(
+        self,
+        namespace: str,
+        page_size: int = 0,
+        page_token: str = "",
+        name_prefix: str = "",
+        labels: Mapping[str, str] | None = None,
+    ) -> AgentPage:
+        """Agents by name, those that have all the labels. Raises InvalidArgument (token, page size)."""
+        self._core.check_open(namespace)
+        check_text(name_prefix, "name_prefix")
+        check_labels(labels or {})
+        wanted = AgentFilter(namespace, name_prefix, labels or {})
+        kept = self._core.config.retained_versions
+        size = listing.page_size(page_size)
+        page = listing.agents_page(self._core.catalog, wanted, size, page_token, kept)
+        return AgentPage(tuple(self._expiring(namespace, agent) for agent in page.agents), page.next_page_token)
+
+    def get(self, namespace: str, agent_id: str) -> AgentRecord:
+        """One agent. Raises NotFound."""
+        self._core.check_open(namespace)
+        check_agent_id(agent_id)
+        return self._expiring(
+            namespace, self._core.catalog.read(namespace, lambda view: self._record(view, namespace, agent_id))
+        )
+
+    def update(
+        self,
+        namespace: str,
+        agent_id: str,
+        labels: Mapping[str, str] | None = None,
+        is_pinned: bool | None = None,
+        retained_versions: int | None = None,
+        *,
+        replaces_labels: bool = False,
+    ) -> AgentRecord:
+        """Change what is given; an empty label value removes the label, and with `replaces_labels` so does an absent
+        one. Raises NotFound, InvalidArgument."""
+        self._core.check_open(namespace)
+        check_agent_id(agent_id)
+        check_labels(labels or {})
+        if retained_versions is not None:
+            check_range("retained_versions", retained_versions, 1, MAX_RETAINED_VERSIONS)
+
+        def work(change: CatalogChange) -> AgentRecord:
+            check_writable(agent_id, change.ownership_of(namespace, agent_id))
+            before = self._record(change, namespace, agent_id).labels
+            check_stays_itself(before, labels or {})
+            removed = dict.fromkeys(before.keys() - {FIRST_MOVE}, "") if replaces_labels else {}
+            change.update_agent(namespace, agent_id, {**removed, **(labels or {})}, is_pinned, retained_versions)
+            self._core.report(change, namespace, [AgentUpdated(agent_id)])
+            return self._record(change, namespace, agent_id)
+
+        return self._expiring(namespace, self._core.catalog.write(namespace, work))
+
+    def fork(
+        self,
+        namespace: str,
+        source_agent_id: str,
+        agent_id: str,
+        kv_identity_hash: str | None = None,
+        version: int | None = None,
+    ) -> AgentRecord:
+        """Start an agent whose first versions are those of another. Copies no blob. Raises NotFound, AlreadyExists, and
+        FailedPrecondition (LEASE_HELD) while an engine may answer under the new name."""
+        self._core.check_open(namespace)
+        source = check_query(namespace, source_agent_id, kv_identity_hash)
+        check_agent_id(agent_id)
+
+        def work(change: CatalogChange) -> AgentRecord:
+            check_writable(agent_id, change.ownership_of(namespace, agent_id))
+            made = change.fork_agent(source, agent_id, version, self._core.now_unix_ms())
+            self._core.report(change, namespace, [Committed(snapshot) for snapshot in made])
+            return self._record(change, namespace, agent_id)
+
+        return self._leases.taking_back(LineQuery(namespace, agent_id), work)
+
+    def roll_back(
+        self,
+        namespace: str,
+        agent_id: str,
+        version: int,
+        kv_identity_hash: str | None = None,
+        expected_head: int | None = None,
+    ) -> SnapshotVersion:
+        """Make an old version the newest again, as a new version. Raises NotFound, Conflict (head moved),
+        FailedPrecondition (LEASE_HELD) while an engine may still answer from what is taken back."""
+        self._core.check_open(namespace)
+        query = check_query(namespace, agent_id, kv_identity_hash)
+
+        def work(change: CatalogChange) -> SnapshotVersion:
+            check_writable(agent_id, change.ownership_of(namespace, agent_id))
+            retained, now = self._core.config.retained_versions, self._core.now_unix_ms()
+            snapshot = change.roll_back(query, version, expected_head, retained, now)
+            self._core.report(change, namespace, [Committed(snapshot)])
+            return snapshot
+
+        return self._leases.taking_back(LineQuery(namespace, agent_id), work)
+
+    def delete(self, namespace: str, agent_id: str, force: bool = False) -> Deletion:
+        """Forget an agent and all its versions at once; of one that is another store's, the copy here. Raises NotFound,
+        FailedPrecondition (AGENT_PINNED; AGENT_MOVING; LEASE_HELD while an engine may still answer from it)."""
+        self._core.check_open(namespace)
+        check_agent_id(agent_id)
+        now = self._core.now_unix_ms()
+
+        def work(change: CatalogChange) -> int:
+            known = change.ownership_of(namespace, agent_id)
+            if known.is_on_its_way:
+                check_writable(agent_id, known)
+            unshared_bytes = change.forget_agent(namespace, agent_id, force, now)
+            self._core.report(change, namespace, [AgentDeleted(agent_id)])
+            return unshared_bytes
+
+        unshared_bytes = self._leases.taking_back(LineQuery(namespace, agent_id), work, frees_space=True)
+        return Deletion(gone_by(now, self._core.grace_ms), unshared_bytes)
+
+    def usage(self, namespace: str, agent_id: str) -> AgentUsage:
+        """The bytes behind an agent's versions, and which of them are shared. Raises NotFound."""
+        self._core.check_open(namespace)
+        check_agent_id(agent_id)
+        return self._core.catalog.read(namespace, lambda view: view.usage_of(namespace, agent_id))
+
+    def _record(self, view: CatalogView, namespace: str, agent_id: str) -> AgentRecord:
+        return view.get_agent(namespace, agent_id, self._core.config.retained_versions)
+
+    def _expiring(self, namespace: str, agent: AgentRecord) -> AgentRecord:
+        """The agent with the earliest time at which it may be deleted."""
+        left = expiring.left_ms(agent, namespace, self._core.config)
+        return agent if left is None else replace(agent, expires_unix_ms=self._core.now_unix_ms() + max(left, 0))

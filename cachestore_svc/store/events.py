@@ -1,0 +1,27 @@
+"""Events of a namespace, for readers that keep a cursor."""
+
+from collections.abc import Callable
+
+from cachestore_svc.core import Core
+from cachestore_svc.facts.limits import check_range
+from cachestore_svc.facts.records import MAX_PAGE_SIZE, EventBatch, EventCursor
+
+
+class Events:
+    """Events of all namespaces."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def after(self, namespace: str, cursor: EventCursor | None, limit: int = 1000) -> EventBatch:
+        """Events after a cursor; None means "from now on" and answers the cursor of now. Raises InvalidArgument."""
+        self._core.check_open(namespace)
+        check_range("limit", limit, 1, MAX_PAGE_SIZE)
+        return self._core.catalog.read(
+            namespace, lambda view: view.events_after(self._core.history, namespace, cursor, limit)
+        )
+
+    def subscribe(self, callback: Callable[[str], None]) -> Callable[[], None]:
+        """Call `callback(namespace)` after each commit that wrote events, on a thread of the store: it must only wake
+        a reader (`loop.call_soon_threadsafe`). Returns what ends it."""
+        return self._core.watchers.add(callback)

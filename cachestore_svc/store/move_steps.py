@@ -1,0 +1,205 @@
+"""The steps of a move at both ends; repeating one changes nothing."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvasir.errors import NotFound
+from kvasir.formats.digest import Digest
+from kvasir.names import check_agent_id
+
+from cachestore_svc.blobs.manifests import read_manifest
+from cachestore_svc.core import Core
+from cachestore_svc.facts import ownership
+from cachestore_svc.facts.ownership import Ownership, OwnerState
+from cachestore_svc.facts.records import AgentRecord, Committed, LineKey, LineQuery, Origin, SnapshotVersion
+from cachestore_svc.index.catalog import CatalogChange, Commit
+from cachestore_svc.index.refusals import head_moved
+from cachestore_svc.pairing.rights import MAX_FACTS, MAX_OPEN_MOVES, May, over_limit
+from cachestore_svc.store.owner_changes import OwnerChanges
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivingLine:
+    """The newest version of a line that comes by a move; its manifest and blobs are stored already."""
+
+    kv_identity_hash: str
+    manifest: Digest
+    origin_detail: str
+    is_text_own: bool  # at its source
+    replaces: SnapshotVersion | None  # the line's newest version here, as the mover knows it
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivingAgent:
+    """Everything that a move brings."""
+
+    agent_id: str
+    peer: str
+    move_id: str
+    generation: int
+    lines: Sequence[ArrivingLine]  # in the order of their versions at the source
+    labels: Mapping[str, str]
+    is_pinned: bool
+    retained_versions: int
+
+
+class MoveSteps:
+    """Steps of the moves of all namespaces' agents."""
+
+    def __init__(self, core: Core, changes: OwnerChanges) -> None:
+        self._core = core
+        self._changes = changes
+
+    # --- the source ---
+
+    def offer(
+        self,
+        namespace: str,
+        agent_id: str,
+        peer: str,
+        move_id: str,
+        generation: int,
+        may: May,
+        is_bounded: bool = True,
+    ) -> tuple[AgentRecord, Ownership]:
+        """Let nobody extend the agent from now on, until it is handed over to the peer or the move is undone; returns
+        the agent, which stays as it is. `is_bounded`: the peer asks, and not this store's owner. Raises NotFound,
+        PermissionDenied as `may` does, ResourceExhausted (PEER_LIMIT, DISK_FULL), and FailedPrecondition (LEASE_HELD
+        while an engine may extend it: that one has been asked to let go when its turn is stored; AGENT_MOVED,
+        AGENT_MOVING).
+        """
+
+        def work(change: CatalogChange) -> tuple[AgentRecord, Ownership]:
+            agent = change.get_agent(namespace, agent_id, self._core.config.retained_versions)
+            may(agent.ownership)
+            if is_bounded and agent.ownership.state is not OwnerState.MOVING:
+                facts, open_moves = change.count_owners(namespace, peer)
+                self._check_room_of(peer, facts + (not agent.ownership.has_part([peer], may_move=True)), open_moves + 1)
+            now = self._core.now_unix_ms()
+            known = ownership.offered(
+                agent_id, agent.ownership, peer, move_id, generation, now, is_ordered=not is_bounded
+            )
+            if not agent.ownership.generation:
+                change.update_agent(namespace, agent_id, {ownership.FIRST_MOVE: move_id}, None, None)
+                agent = change.get_agent(namespace, agent_id, self._core.config.retained_versions)
+            self._changes.note(change, namespace, agent_id, known)
+            return agent, known
+
+        return self._changes.handing(namespace, agent_id, work, takes_back=False, frees_space=False)
+
+    def hand_over(self, namespace: str, agent_id: str, peer: str, move_id: str, generation: int) -> Ownership:
+        """The decision of a move: the agent is the peer's. Raises FailedPrecondition (MOVE_UNKNOWN)."""
+        return self._changes.step(
+            namespace,
+            agent_id,
+            lambda known, now: ownership.handed_over(agent_id, known, peer, move_id, generation, now),
+        )
+
+    def undo(self, namespace: str, agent_id: str, peer: str, move_id: str) -> Ownership:
+        """This store keeps the agent, if it has not handed it over."""
+        return self._changes.step(namespace, agent_id, lambda known, now: ownership.undone(known, peer, move_id, now))
+
+    def take_back(self, namespace: str, agent_id: str) -> Ownership:
+        """This store's owner claims an agent that it has not handed over."""
+        return self._changes.step(namespace, agent_id, ownership.taken_back)
+
+    # --- the destination ---
+
+    def receive(self, namespace: str, arriving: ArrivingAgent) -> Ownership:
+        """Commit all that a move brings; nobody here extends it before `arrive`. Raises FailedPrecondition
+        (AGENT_MOVING, OWNER_NEWER; LEASE_HELD; BLOB_MISSING, BLOB_UNFIT), Conflict (HEAD_MOVED), InvalidArgument."""
+        self._core.check_open(namespace)
+        agent_id = check_agent_id(arriving.agent_id)
+        commits = [self._commit_of(namespace, agent_id, line) for line in arriving.lines]
+
+        def work(change: CatalogChange) -> Ownership:
+            now = self._core.now_unix_ms()
+            exists = self._exists(change, namespace, agent_id)
+            known = ownership.arriving(
+                agent_id,
+                change.ownership_of(namespace, agent_id),
+                arriving.peer,
+                arriving.move_id,
+                arriving.generation,
+                now,
+                exists=exists,
+            )
+            self._receive_lines(change, namespace, arriving.lines, commits, now)
+            before = change.get_agent(namespace, agent_id, self._core.config.retained_versions)
+            labels = {**dict.fromkeys(before.labels, ""), **arriving.labels}
+            kept = arriving.retained_versions if arriving.retained_versions != before.retained_versions else None
+            change.update_agent(namespace, agent_id, labels, arriving.is_pinned, kept)
+            self._changes.note(change, namespace, agent_id, known)
+            return known
+
+        return self._changes.handing(namespace, agent_id, work, takes_back=True)
+
+    def arrive(self, namespace: str, agent_id: str, move_id: str) -> Ownership:
+        """The source has handed the agent over: it is this store's. Raises FailedPrecondition (MOVE_UNKNOWN)."""
+        return self._changes.step(
+            namespace, agent_id, lambda known, now: ownership.arrived(agent_id, known, move_id, now)
+        )
+
+    def did_not_arrive(self, namespace: str, agent_id: str, move_id: str) -> Ownership:
+        """The source keeps the agent. What the move brought stays, as an older copy."""
+        return self._changes.step(namespace, agent_id, lambda known, now: ownership.did_not_arrive(known, move_id, now))
+
+    # --- inside ---
+
+    def _receive_lines(
+        self,
+        change: CatalogChange,
+        namespace: str,
+        lines: Sequence[ArrivingLine],
+        commits: Sequence[Commit],
+        now_unix_ms: int,
+    ) -> None:
+        """Commit lines in the order of their versions at the source, so that what is the newest there is so here."""
+        last = 0
+        for line, asked in zip(lines, commits, strict=True):
+            ours, newest = (change.newest_of(each) for each in (asked.line, LineQuery(*asked.line[:2])))
+            is_last = line is lines[-1]
+            if ours is not None and ours.manifest == line.manifest:
+                if ours.version > last and (ours == newest or not is_last):
+                    last = ours.version  # it comes back as it left
+                    continue
+            elif _identity(ours) != _identity(line.replaces):
+                raise head_moved(_identity(ours)[0], _identity(line.replaces)[0])
+            asked = replace(asked, parent_version=_identity(newest)[0])
+            done = change.commit_version(asked, self._core.leases, now_unix_ms)
+            self._core.report(change, namespace, [Committed(done.snapshot)])
+            last = done.snapshot.version
+
+    def _check_room_of(self, peer: str, facts: int, open_moves: int) -> None:
+        """Raises ResourceExhausted: PEER_LIMIT, DISK_FULL."""
+        if facts > MAX_FACTS:
+            raise over_limit(peer, "facts about owners")
+        if open_moves > MAX_OPEN_MOVES:
+            raise over_limit(peer, "open moves")
+        self._changes.check_disk()
+
+    def _exists(self, change: CatalogChange, namespace: str, agent_id: str) -> bool:
+        try:
+            change.get_agent(namespace, agent_id, self._core.config.retained_versions)
+        except NotFound:
+            return False
+        return True
+
+    def _commit_of(self, namespace: str, agent_id: str, line: ArrivingLine) -> Commit:
+        facts = read_manifest(self._core.read_blob(namespace, line.manifest))
+        return Commit(
+            LineKey(namespace, agent_id, facts.kv_identity_hash),
+            line.manifest,
+            facts,
+            0,  # as `_receive_lines` finds it
+            None,
+            Origin.MOVE,
+            line.origin_detail,
+            (),
+            self._core.config.retained_versions,
+            is_text_own=line.is_text_own,
+        )
+
+
+def _identity(version: SnapshotVersion | None) -> tuple[int, Digest | None]:
+    return (version.version, version.manifest) if version else (0, None)

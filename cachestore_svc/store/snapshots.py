@@ -1,0 +1,142 @@
+"""Versions of agents' lines: committed, read, listed."""
+
+from kvasir.errors import Conflict, DataLoss, NotFound
+from kvasir.formats.digest import Digest
+from kvasir.names import check_agent_id
+
+from cachestore_svc.blobs.manifests import read_manifest, shared_blocks
+from cachestore_svc.core import Core
+from cachestore_svc.facts.limits import check_query, check_range
+from cachestore_svc.facts.records import (
+    MAX_VERSION,
+    Committed,
+    LeaseToken,
+    LineKey,
+    LineQuery,
+    Origin,
+    SnapshotPage,
+    SnapshotVersion,
+    detail_of_turn,
+)
+from cachestore_svc.index import listing
+from cachestore_svc.index.catalog import CatalogChange, Commit, Done
+from cachestore_svc.index.refusals import missing
+from cachestore_svc.store.leases import Leases
+
+# A line's time of last use is written at most this often.
+_USE_RESOLUTION_MS = 1000
+
+
+class Snapshots:
+    """Versions of all namespaces' agents."""
+
+    def __init__(self, core: Core, leases: Leases) -> None:
+        self._core = core
+        self._leases = leases
+
+    def commit(
+        self,
+        namespace: str,
+        agent_id: str,
+        manifest: Digest,
+        parent_version: int,
+        lease: LeaseToken | None = None,
+        bind_shared: bool = False,
+        origin: Origin = Origin.TURN,
+        origin_detail: str = "",
+        *,
+        is_brought: bool = False,
+        parent_manifest: Digest | None = None,
+        base_version: int = 0,
+        handed_over_by: str = "",
+        owner_generation: int | None = None,
+    ) -> SnapshotVersion:
+        """Make a stored manifest the agent's next version, in its line: all or nothing, durable on return.
+
+        `bind_shared` (engine role only) lets other agents find the manifest's shareable blocks by block hash.
+        `is_brought`: rows of it came from elsewhere, as those of an import or a pull do; see `provenance`.
+        `base_version`: the earlier version that a turn went on from; 0: `parent_version`. `handed_over_by`: the peer
+        whose engine began the turn.
+        `owner_generation`: it comes from the agent's owner, of this generation, and may renew the copy here.
+        Repeating a commit that took effect answers its version. Raises Conflict (HEAD_MOVED with "head_version", or
+        LEASE_FENCED), FailedPrecondition (BLOB_MISSING, BLOB_UNFIT with "digest"; LEASE_HELD: another owner has it
+        now) and InvalidArgument (manifest or name).
+        """
+        self._core.check_open(namespace)
+        check_agent_id(agent_id)
+        check_range("parent_version", parent_version, 0, MAX_VERSION)
+        check_range("base_version", base_version, 0, parent_version)
+        facts = read_manifest(self._manifest_bytes(namespace, manifest))
+        if origin is Origin.TURN:
+            origin_detail = detail_of_turn(base_version if base_version != parent_version else 0, handed_over_by)
+        asked = Commit(
+            LineKey(namespace, agent_id, facts.kv_identity_hash),
+            manifest,
+            facts,
+            parent_version,
+            lease,
+            origin,
+            origin_detail,
+            shared_blocks(facts, namespace) if bind_shared else (),
+            self._core.config.retained_versions,
+            is_brought,
+            parent_manifest,
+            owner_generation,
+        )
+        if origin is Origin.TURN:
+            done = self._core.catalog.write(namespace, lambda change: self._commit(change, asked))
+        else:
+            done = self._leases.taking_back(LineQuery(namespace, agent_id), lambda change: self._commit(change, asked))
+        self._core.counters.add(namespace, "commits" if done.is_new else "commits_repeated")
+        return done.snapshot
+
+    def get(
+        self, namespace: str, agent_id: str, kv_identity_hash: str | None = None, version: int | None = None
+    ) -> SnapshotVersion:
+        """One version; by default the agent's newest. Counts as a use. Raises NotFound."""
+        self._core.check_open(namespace)
+        query = check_query(namespace, agent_id, kv_identity_hash)
+        snapshot, used_unix_ms = self._core.catalog.read(namespace, lambda view: view.get_snapshot(query, version))
+        now = self._core.now_unix_ms()
+        # Also when the clock was set back: a use is a use.
+        if abs(now - used_unix_ms) > _USE_RESOLUTION_MS:
+            line = LineKey(namespace, agent_id, snapshot.kv_identity_hash)
+            self._core.catalog.write_later(namespace, lambda change: change.use_line(line, now))
+        return snapshot
+
+    def page(
+        self,
+        namespace: str,
+        agent_id: str,
+        kv_identity_hash: str | None = None,
+        page_size: int = 0,
+        page_token: str = "",
+    ) -> SnapshotPage:
+        """Versions of an agent, or of one of its lines, newest first. Raises NotFound, InvalidArgument (token)."""
+        self._core.check_open(namespace)
+        query = check_query(namespace, agent_id, kv_identity_hash)
+        size = listing.page_size(page_size)
+        return self._core.catalog.read(namespace, lambda view: listing.snapshots_page(view, query, size, page_token))
+
+    def has_had(self, namespace: str, agent_id: str, manifest_hash: str) -> bool:
+        """Whether a version of the agent was this manifest, also one that is not kept any more."""
+        self._core.check_open(namespace)
+        query = check_query(namespace, agent_id, None)
+        return self._core.catalog.read(namespace, lambda view: view.has_had(query, manifest_hash))
+
+    def _manifest_bytes(self, namespace: str, manifest: Digest) -> memoryview:
+        try:
+            return self._core.read_blob(namespace, manifest)
+        except (NotFound, DataLoss) as error:
+            raise missing(manifest, "manifest") from error
+
+    def _commit(self, change: CatalogChange, asked: Commit) -> Done:
+        namespace = asked.line.namespace
+        try:
+            done = change.commit_version(asked, self._core.leases, self._core.now_unix_ms())
+        except Conflict:
+            self._core.counters.add(namespace, "conflicts")
+            raise
+        if done.is_new:
+            self._core.report(change, namespace, [Committed(done.snapshot)])
+        return done

@@ -1,0 +1,52 @@
+"""The work that an owner or a timer asks a store to do for itself."""
+
+from collections.abc import Iterator
+
+from kvasir.formats.digest import Digest
+from kvasir.names import check_agent_id
+
+from cachestore_svc.core import Core
+from cachestore_svc.facts.records import CheckReport, GcReport, VerifyProgress
+from cachestore_svc.index.catalog import CatalogView
+from cachestore_svc.upkeep import check, collecting, expiring
+from cachestore_svc.upkeep.expiring import ExpiryReport
+from cachestore_svc.upkeep.passed_time import ClockReading
+from cachestore_svc.upkeep.scrubbing import Scrubbing
+
+
+class Care:
+    """Care for all namespaces."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self.scrubbing = Scrubbing(core)  # where the scrub in the background is
+
+    def verify(self, namespace: str, agent_id: str | None = None) -> Iterator[VerifyProgress]:
+        """Re-hash the blobs of an agent or of the namespace; the damaged are quarantined. Raises NotFound."""
+        self._core.check_open(namespace)
+        if agent_id is not None:
+            check_agent_id(agent_id)
+
+        def work(view: CatalogView) -> list[Digest]:
+            return view.whole_blobs(namespace) if agent_id is None else view.held_digests(namespace, agent_id)
+
+        return check.verify(self._core, namespace, self._core.catalog.read(namespace, work))
+
+    def scrub(self) -> Iterator[VerifyProgress]:
+        """`verify` for every namespace in turn. Those that are shut are left out: without a key their bytes prove
+        nothing."""
+        for namespace in self._core.open_namespaces():
+            yield from self.verify(namespace)
+
+    def collect_garbage(self, namespace: str | None = None, dry_run: bool = False) -> GcReport:
+        """Mark unreferenced blobs and sweep those that rested a grace period; None: in every namespace."""
+        return collecting.collect(self._core, namespace, dry_run)
+
+    def expire_agents(self, now: ClockReading) -> ExpiryReport:
+        """Delete agents that were unused for longer than the configuration or their label allows. Time since the last
+        call counts as far as `now` proves that it passed. Called regularly, by one thread."""
+        return expiring.expire(self._core, now)
+
+    def check(self, repair: bool = False) -> CheckReport:
+        """Walk index and files both ways, in every namespace; `repair` fixes as much as it can."""
+        return check.check(self._core, repair)
