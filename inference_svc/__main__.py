@@ -54,7 +54,7 @@ from inference_svc.formats.reply_formats import ReplyFormats
 from inference_svc.handover.giving import TurnGiver
 from inference_svc.handover.resume_tokens import ResumeTokens
 from inference_svc.lease_owner import LeaseOwner
-from inference_svc.memory.line_leases import LineLeases
+from inference_svc.memory.lines.lines import Lines
 from inference_svc.memory.service_stats import ServiceStats, ServiceStatus
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.token_lines import TokenLines
@@ -162,9 +162,9 @@ class _Service:
         """Opens a model by its name and path."""
         settings, stores = self.settings, self.stores
 
-        def new_giver(engine: Engine, leases: Mapping[str, LineLeases]) -> TurnGiver:
+        def new_giver(engine: Engine, lines: Mapping[str, Lines]) -> TurnGiver:
             link, release, clock = self.peers.link, version("kvasir"), time.monotonic
-            return TurnGiver(engine, leases, stores, settings.peer_store, link, release, clock, _new_move_id)
+            return TurnGiver(engine, lines, settings.peer_store, link, release, clock, _new_move_id)
 
         def open_model(name: str, path: str) -> Awaitable[ServedModel]:
             return open_served(

@@ -14,7 +14,7 @@ from kvasir.options.table import WrongOption
 from kvasir.server.serving import Listening
 
 from inference_svc.kv.policy import PolicyRequest
-from inference_svc.memory.publishing.committing import PublishingLimits
+from inference_svc.memory.lines.line_parts import PublishingLimits
 from inference_svc.model import kvasir_tiny
 from inference_svc.turns.admission import AdmissionLimits
 from inference_svc.turns.engine_parts import TurnLimits

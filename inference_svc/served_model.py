@@ -2,16 +2,16 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from inference_svc.config import EngineSettings
 from inference_svc.embedding.turn_embedder import TurnEmbedder
 from inference_svc.engine.engine import Engine
 from inference_svc.handover.giving import TurnGiver
 from inference_svc.memory.agent_memory import AgentMemory
-from inference_svc.memory.line_leases import LineLeases
+from inference_svc.memory.lines.line_parts import LineParts
+from inference_svc.memory.lines.lines import Lines, store_owed
 from inference_svc.memory.publishing.copies import Copies
-from inference_svc.memory.publishing.publisher import Publisher
 from inference_svc.memory.recall import Recall
 from inference_svc.memory.restore_costs import RestoreCosts
 from inference_svc.memory.reuse_planning import ReusePlanner
@@ -38,13 +38,12 @@ class ServedModel:
     engine: Engine
     prompting: Prompting
     turns: TurnService
-    leases: dict[str, LineLeases]
-    new_leases: Callable[[str, RemoteCache], LineLeases]
+    lines: dict[str, Lines]
+    line_parts: LineParts
     giver: TurnGiver
     grace_s: float
     digest_check: DigestCheck
     embedder: TurnEmbedder
-    publisher: Publisher
 
     @property
     def is_idle(self) -> bool:
@@ -52,27 +51,29 @@ class ServedModel:
         return self.turns.is_idle and self.embedder.is_idle
 
     def add_store(self, namespace: str, store: RemoteCache, now: EventCursor | None) -> None:
-        """A namespace that was only hot has a store, which its turns find in `stores` of open_served. What is hot goes
+        """A namespace that was only hot has a store. What is hot goes
         on, unless its agent is changed at the store from `now` on. None: it is not known, and nothing goes on.
         """
         for key in self.engine.hot_sizes():
             hot = self.engine.hot_memory(key)
             if key.namespace == namespace and hot is not None and isinstance(hot.tag, AgentMemory):
-                hot.tag.publication.event_cursor = now
-        self.leases[namespace] = self.new_leases(namespace, store)
-        self.leases[namespace].start()
+                publication = hot.tag.publication
+                publication.standing = replace(publication.standing, event_cursor=now)
+        self.lines[namespace] = Lines(namespace, store, self.line_parts)
+        self.lines[namespace].start()
 
     async def retire(self) -> MemoriesLeft:
         """Let turns end for `grace_s`, cancel the rest, and give the store as long to take the hot memories."""
         await asyncio.gather(self.turns.drain(self.grace_s), self.embedder.drain(self.grace_s))
-        return await self.turns.store_hot(self.grace_s)
+        return await store_owed(self.engine, self.lines, self.grace_s, self.line_parts.clock)
 
     async def close(self) -> None:
         """End the MLX thread, which frees weights and KV."""
         self.prompting.close()
-        self.turns.close()
+        for lines in self.lines.values():
+            lines.end_retries()
         await asyncio.to_thread(self.digest_check.close)
-        await asyncio.gather(*(leases.close() for leases in self.leases.values()))
+        await asyncio.gather(*(lines.close() for lines in self.lines.values()))
         await asyncio.to_thread(self.engine.close)
 
 
@@ -84,7 +85,7 @@ async def open_served(
     lease_owner: str,
     admission: Admission,
     stats: ServiceStats,
-    new_giver: Callable[[Engine, Mapping[str, LineLeases]], TurnGiver],
+    new_giver: Callable[[Engine, Mapping[str, Lines]], TurnGiver],
     clock: Callable[[], float],
     now_ms: Callable[[], int],
     open_engine: Callable[..., Engine] = Engine.open,
@@ -113,31 +114,27 @@ async def open_served(
     prompting = Prompting(engine.tokenizer, engine.token_text, now_ms)
     await asyncio.gather(asyncio.to_thread(warm_up, engine), warm_up_text(prompting))
 
-    def new_leases(namespace: str, store: RemoteCache) -> LineLeases:
-        return LineLeases(namespace, store, engine, lease_owner, clock)
-
-    leases = {namespace: new_leases(namespace, store) for namespace, store in stores.items()}
     copies = Copies(engine, admission.publishing)
-    publisher = Publisher(engine, copies, settings.publishing, stats, clock, now_ms, leases)
+    line_parts = LineParts(engine, copies, settings.publishing, stats, lease_owner, clock, now_ms)
+    lines = {namespace: Lines(namespace, store, line_parts) for namespace, store in stores.items()}
     parts = EngineParts(
         engine,
         prompting,
-        Recall(engine, stores, leases=leases, publication_of=publisher.running),
+        Recall(engine, lines),
         ReusePlanner(engine, prompting, stores, RestoreCosts(clock)),
-        publisher,
-        stores,
-        leases,
+        copies,
+        lines,
         settings.turn_limits,
         admission,
         stats,
         clock,
     )
     turns = TurnService(parts, TurnEnding(parts))
-    for each in leases.values():
+    for each in lines.values():
         each.start()
-    giver = new_giver(engine, leases)
+    giver = new_giver(engine, lines)
     check = DigestCheck(engine.directory, settings.state_dir)
     pooling = Pooling(settings.embedding_pooling)
     embedder = TurnEmbedder(engine, prompting, pooling, admission, stats)
     grace_s = settings.stop_grace_s
-    return ServedModel(name, engine, prompting, turns, leases, new_leases, giver, grace_s, check, embedder, publisher)
+    return ServedModel(name, engine, prompting, turns, lines, line_parts, giver, grace_s, check, embedder)

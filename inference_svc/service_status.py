@@ -34,7 +34,7 @@ def _engine_facts(served: ServedModel | None) -> EngineFacts:
     for key, size_bytes in sizes.items():
         hot_bytes[key.namespace] += size_bytes
         tag = engine.hot_tag(key)
-        if isinstance(tag, AgentMemory) and tag.publication.owing is not None and tag.publication.owing.is_owed:
+        if isinstance(tag, AgentMemory) and tag.publication.is_owed:
             owed[key.namespace].memories += 1
             owed[key.namespace].size_bytes += tag.unstored_tokens * engine.model.kv_bytes_per_token
     return EngineFacts(

@@ -16,7 +16,6 @@ from kvasir.credentials import ADMIN, CLIENT, ENGINE
 from kvasir.errors import FailedPrecondition, PermissionDenied, Unauthenticated, Unavailable
 from kvasir.server.interceptors import current_principal
 
-from inference_svc.engine.api import AgentKey
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.served_model import ServedModel
 
@@ -98,10 +97,10 @@ class AgentForwarding:
     async def _until_stored(self, request: Any, context: Any) -> None:
         """A copy of an agent's newest version has its newest turn, too. Raises Unavailable (MEMORY_NOT_STORED)."""
         served, left_s = self._served(), context.time_remaining()
-        if served is not None and (agent_id := _copied_whole(request)):
-            key = AgentKey(current_principal().namespace, agent_id)
+        lines = served.lines.get(current_principal().namespace) if served is not None else None
+        if lines is not None and (agent_id := _copied_whole(request)):
             patience_s = _PATIENCE_S if left_s is None else min(_PATIENCE_S, _OF_ITS_TIME * left_s)
-            await served.publisher.until_stored(key, patience_s)
+            await lines.line(agent_id).until_stored(patience_s)
 
     def _store(self) -> RemoteCache:
         store = self._stores.get(current_principal().namespace)

@@ -40,8 +40,8 @@ def hot_memory(agent_id: str, kv_bytes: int, tag: object) -> pb.HotMemory:
     hot = pb.HotMemory(agent_id=agent_id, kv_bytes=kv_bytes)
     if isinstance(tag, AgentMemory):
         hot.tokens = len(tag.transcript.token_ids)
-        hot.version = tag.publication.head.version if tag.publication.head is not None else 0
-        hot.is_stored = tag.publication.is_safe
+        hot.version = tag.publication.standing.version
+        hot.is_stored = tag.publication.standing.is_safe
     return hot
 
 

@@ -19,11 +19,12 @@ from kvasir.formats.manifest import keeps_all_tokens
 from inference_svc.engine.api import HeldTurn, Timings
 from inference_svc.engine.engine import Engine
 from inference_svc.handover.passing import Opening, PeerLink, Promise, Stand, Surroundings
-from inference_svc.memory.line_leases import LineLeases
+from inference_svc.memory.lines.line_lease import LineLease
+from inference_svc.memory.lines.lines import Lines
 from inference_svc.memory.outcomes import Source
 from inference_svc.memory.publishing.copies import piece_blocks
+from inference_svc.memory.store.answers import LEASE_TTL_S
 from inference_svc.memory.store.remote_cache import RemoteCache
-from inference_svc.memory.trust import LEASE_TTL_S
 from inference_svc.turns.phases import BegunPrompt, BegunTurn, Progress, TurnPhase, TurnTiming
 from inference_svc.turns.turn_data import MessagesInput, TurnMoved
 from inference_svc.turns.turn_service import TurnService
@@ -63,8 +64,7 @@ class TurnGiver:
     """Gives turns of one engine away. On its event loop."""
 
     engine: Engine
-    leases: Mapping[str, LineLeases]
-    stores: Mapping[str, RemoteCache]
+    lines: Mapping[str, Lines]
     peer_stores: Mapping[str, str]
     """By the peer's name: its store, as this engine's store names it; without one, both engines have one store."""
     links: Links
@@ -155,11 +155,11 @@ class TurnGiver:
         memory = recollection.memory if recollection.kv_from is Source.HOT else None
         if memory is not None and recalled.is_kept:
             publication = memory.publication
-            if publication.is_being_published and publication.task is not None:
+            if publication.is_running and publication.task is not None:
                 await asyncio.wait({publication.task}, timeout=_PREPARE_S)
-            if not publication.is_head:
+            if not publication.standing.is_stored:
                 raise _not_now("the version that the turn extends is not in the store")
-            head = publication.head
+            head = publication.standing.head
         return BegunTurn(
             seed=(request.sampling.seed - request.choice) % _SEEDS,
             max_tokens=planned.plan.sampling.max_tokens,
@@ -196,11 +196,11 @@ class TurnGiver:
         """Give the agent's line back: the other engine will take it, from its store if that is another one. After an
         error the agent is still here, as far as its store can be asked.
         """
-        if (leases := self._leases_of(turn)) is None:
+        if (lease := self._lease_of(turn)) is None:
             return
         agent_id = turn.request.agent_id
         async with _within(_MOVE_S, "the store"):
-            await leases.hand_on(agent_id)
+            await lease.hand_on()
         if (store := self._other_store(turn, peer)) is None:
             return
         try:
@@ -232,19 +232,20 @@ class TurnGiver:
 
     def _other_store(self, turn: Progress, peer: str) -> RemoteCache | None:
         """This engine's store, if the agent must move to another."""
-        has_other = turn.is_kept and peer in self.peer_stores
-        return self.stores.get(turn.request.namespace) if has_other else None
+        lines = self.lines.get(turn.request.namespace)
+        return lines.store if lines is not None and turn.is_kept and peer in self.peer_stores else None
 
     def _take_back(self, turns: Sequence[Progress]) -> None:
         """The turns go on here."""
         for turn in turns:
             if turn.handle is not None:
                 turn.handle.release()
-        if (leases := self._leases_of(turns[0])) is not None:
-            leases.begin(turns[0].request.agent_id)
+        if (lease := self._lease_of(turns[0])) is not None:
+            lease.request()
 
-    def _leases_of(self, turn: Progress) -> LineLeases | None:
-        return self.leases.get(turn.request.namespace) if turn.is_kept else None
+    def _lease_of(self, turn: Progress) -> LineLease | None:
+        lines = self.lines.get(turn.request.namespace) if turn.is_kept else None
+        return lines.line(turn.request.agent_id).lease if lines is not None else None
 
 
 @dataclass(slots=True)

@@ -1,4 +1,5 @@
-"""What agents remember, where it is kept, and how it gets to the store (`publishing`) and back (`store`).
+"""What agents remember, where it is kept, and how it becomes a version in the store (`lines`, `publishing`)
+and comes back (`store`).
 
 `turns` and above import it.
 """

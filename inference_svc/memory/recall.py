@@ -5,29 +5,31 @@ a miss with its reason. `reuse_planning` then compares the prompt with the memor
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from kvasir.cachestore.v1 import manifest_pb2
-from kvasir.errors import InvalidArgument, NotFound, Unavailable
-from kvasir.formats import manifest as manifests
+from kvasir.errors import InvalidArgument, KvasirError, NotFound, Unavailable
 from kvasir.formats.block_file import MAX_HEADER_BYTES
 from kvasir.formats.block_hash import BLOCK_TOKENS, differing_field
 
 from inference_svc.engine.api import AgentKey
 from inference_svc.engine.engine import Engine
-from inference_svc.memory.agent_memory import AgentMemory, Publication, PublicationState, from_manifest
-from inference_svc.memory.line_leases import LineLeases
+from inference_svc.memory.agent_memory import (
+    AgentMemory,
+    Publication,
+    PublicationTask,
+    StoredFiles,
+    from_manifest,
+    parsed,
+)
+from inference_svc.memory.lines.line_lease import MOVED
+from inference_svc.memory.lines.line_states import Stage, Standing
+from inference_svc.memory.lines.lines import Lines
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.store.answers import NO_HEAD, NO_SETTINGS, AgentSettings, Head, StoreMiss
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.store.remote_cache import RemoteCache
-from inference_svc.memory.trust import is_unbroken, may_use_hot
-
-T = TypeVar("T")
-# A longer manifest takes the event loop more than a millisecond or two.
-_LONG_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,27 +71,39 @@ class Recollection:
 
 
 NOTHING_REMEMBERED = Recollection(None, Source.COLD, NO_HEAD)
+_NOTHING = Miss(MissReason.NEW_AGENT, "nothing is remembered")
+# Another engine releases a line within milliseconds of the request, unless a turn of it still runs.
+_LEASE_WAIT_S = 1.0
 
 
 class Recall:
     """Finds memories for one engine."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        stores: Mapping[str, RemoteCache],
-        *,
-        leases: Mapping[str, LineLeases] | None = None,
-        publication_of: Callable[[AgentKey], Publication | None] = lambda _key: None,
-    ) -> None:
-        """`stores`: the cache store by namespace; a namespace without one has hot memory only. `leases`: by namespace;
-        without them hot memory is used only with the store's answer. `publication_of`: an agent's last one that still
-        runs.
-        """
+    def __init__(self, engine: Engine, lines: Mapping[str, Lines]) -> None:
+        """`lines`: by namespace; a namespace without a store has none, and hot memory only. More may come later."""
         self._engine = engine
-        self._stores = stores
-        self._leases = {} if leases is None else leases  # an empty one may be filled
-        self._publication_of = publication_of
+        self._lines = lines
+
+    async def of_turn(self, key: AgentKey | None, budget: Budget, *, extends: bool) -> Recollection:
+        """The newest memory of a turn's agent and, if the turn extends its line, the right to do so. Raises Unavailable
+        (AGENT_HELD_ELSEWHERE) if another engine has that right, and FailedPrecondition (AGENT_MOVED, AGENT_MOVING) if
+        another store has: a turn that is computed all the same would lose against that engine.
+        """
+        if key is None:
+            return NOTHING_REMEMBERED
+        if not extends or (lines := self._lines.get(key.namespace)) is None:
+            return await self.newest(key, budget)
+        lease = lines.line(key.agent_id).lease
+        lease.request()
+        found = await self.newest(key, budget)
+        if not lease.is_elsewhere or found.head is None:
+            return found
+        try:
+            await lease.obtain(_LEASE_WAIT_S)
+        except KvasirError as error:
+            if error.reason in ("AGENT_HELD_ELSEWHERE", *MOVED):
+                raise
+        return await self.newest(key, budget)
 
     async def newest(self, key: AgentKey, budget: Budget) -> Recollection:
         """The agent's newest memory. The hot memory is used if it is the store's newest version or extends it, or, when
@@ -97,27 +111,25 @@ class Recall:
         been acknowledged.
         """
         hot = self._hot(key)
-        store = self._stores.get(key.namespace)
-        if store is None:
-            miss = Miss(MissReason.NEW_AGENT, "nothing is remembered")
-            return (
-                Recollection(hot, Source.HOT, hot.publication.head)
-                if hot
-                else Recollection(None, Source.COLD, NO_HEAD, miss)
-            )
+        if (lines := self._lines.get(key.namespace)) is None:
+            if hot is not None:
+                return Recollection(hot, Source.HOT, hot.publication.standing.head)
+            return Recollection(None, Source.COLD, NO_HEAD, _NOTHING)
+        line, store = lines.line(key.agent_id), lines.store
         # Of a memory that had to leave RAM, too.
-        running = hot.publication.task if hot is not None else self._publication_of(key)
+        running = hot.publication.task if hot is not None else line.publication
         if running is not None and store.is_reachable:
             await _wait(running, budget)
         try:
             heads = await store.heads(key.agent_id, self._engine.model.kv_identity_hash, budget)
             newest, settings = (heads.newest, heads.settings) if heads is not None else (NO_HEAD, NO_SETTINGS)
-            if hot is not None and await self._is_current(key, hot.publication, newest, store, budget):
-                if not hot.publication.is_being_published:
-                    hot.publication.learn(newest)
+            if hot is not None and await line.may_use(hot.publication.standing, newest.identity, budget):
+                if not hot.publication.is_running:
+                    hot.publication.standing = hot.publication.standing.found(newest)
                 return Recollection(hot, Source.HOT, newest, settings=settings)
-            is_begun = hot is not None and hot.publication.is_begun and newest == NO_HEAD
-            is_undecided = hot is None or hot.publication.claim.follows is None or is_begun
+            standing = hot.publication.standing if hot is not None else None
+            is_begun = standing is not None and standing.is_begun and newest == NO_HEAD
+            is_undecided = standing is None or standing.follows is None or is_begun
             if running is not None and not running.done() and is_undecided:
                 # It may soon become the newest version: a turn without it now would lose it.
                 detail = "the agent's turn before this one is being stored"
@@ -131,21 +143,20 @@ class Recall:
                 return found if own_line is None else await self._beside_own_line(found, store, key, own_line, budget)
         except StoreMiss as error:
             hot = self._hot(key)
-            if hot is not None and self._is_leased(key, hot):
-                return Recollection(hot, Source.HOT, hot.publication.head, settings=hot.settings)
+            if hot is not None and line.proves(hot.publication.standing):
+                return Recollection(hot, Source.HOT, hot.publication.standing.head, settings=hot.settings)
             return Recollection(None, Source.COLD, None, error.miss, unproven=_followed(hot))
-        return Recollection(None, Source.COLD, NO_HEAD, Miss(MissReason.NEW_AGENT, "nothing is remembered"))
+        return Recollection(None, Source.COLD, NO_HEAD, _NOTHING)
 
     async def with_base(self, key: AgentKey, newest: Recollection, version: int, budget: Budget) -> Recollection:
         """The newest memory, with the version that is to go on instead. Raises NotFound (VERSION_NOT_FOUND), and
         Unavailable or FailedPrecondition if that version cannot be read.
         """
         # A memory that extends that version, and is not stored yet, would go on with more.
-        is_stored = newest.memory is not None and newest.memory.publication.is_head
+        is_stored = newest.memory is not None and newest.memory.publication.standing.is_stored
         if is_stored and newest.head is not None and newest.head.version == version:
             return newest
-        store = self._stores.get(key.namespace)
-        if store is None:
+        if (lines := self._lines.get(key.namespace)) is None:
             raise NotFound(
                 f"base_version: version {version} is not kept",
                 reason="VERSION_NOT_FOUND",
@@ -153,8 +164,8 @@ class Recall:
                 metadata={"agent_id": key.agent_id},
             )
         try:
-            head = await store.version(key.agent_id, version, budget)
-            base = await self._warm(store, key, head, budget)
+            head = await lines.store.version(key.agent_id, version, budget)
+            base = await self._warm(lines.store, key, head, budget)
         except StoreMiss as error:
             base = Recollection(None, Source.COLD, None, error.miss)
         if base.memory is None:
@@ -168,29 +179,8 @@ class Recall:
             )
         return replace(newest, base=base)
 
-    async def _is_current(
-        self, key: AgentKey, publication: PublicationState, ours: Head, store: RemoteCache, budget: Budget
-    ) -> bool:
-        """Whether a hot memory may be used, given the store's answer. Raises StoreMiss when that cannot be known."""
-        leases = self._leases.get(key.namespace)
-        if not may_use_hot(publication.claim, ours.identity, None, 0):
-            return False
-        if leases is not None and publication.claim.itself != ours.identity:
-            with budget.spending():
-                await leases.answered(key.agent_id, budget.remaining_s)
-        if leases is None or is_unbroken(publication.claim, ours.identity, leases.lease(key.agent_id), leases.clock()):
-            return True
-        return not await store.was_taken_back_within(budget, key.agent_id, publication.event_cursor)
-
-    def _is_leased(self, key: AgentKey, hot: AgentMemory) -> bool:
-        """Whether a lease proves that the memory is current."""
-        leases = self._leases.get(key.namespace)
-        return leases is not None and may_use_hot(
-            hot.publication.claim, None, leases.lease(key.agent_id), leases.clock()
-        )
-
     def _hot(self, key: AgentKey) -> AgentMemory | None:
-        hot = self._engine.hot_memory(key)
+        hot = self._engine.hot_memory(key)  # which counts as a use
         return hot.tag if hot is not None and isinstance(hot.tag, AgentMemory) else None
 
     async def _warm(self, store: RemoteCache, key: AgentKey, head: Head, budget: Budget) -> Recollection:
@@ -203,10 +193,11 @@ class Recall:
             return Recollection(None, Source.COLD, head, Miss(MissReason.MANIFEST_INVALID, error.message))
         if difference := differing_field(self._engine.model.kv_identity, manifest.kv_identity):
             miss = Miss(MissReason.KV_IDENTITY_DIFFERS, difference)
-            elsewhere = PublicationState(head, is_head=False, is_elsewhere=True)
-            return Recollection(replace(self._read(manifest, head), publication=elsewhere), Source.COLD, head, miss)
+            elsewhere = Publication(Standing(head, Stage.ELSEWHERE))
+            memory = replace(self._read(manifest, head), publication=elsewhere, files=StoredFiles())
+            return Recollection(memory, Source.COLD, head, miss)
         memory = self._read(manifest, head)
-        if unfit := unknown_token(memory, self._engine.vocabulary_size) or self._too_large(memory.publication):
+        if unfit := unknown_token(memory, self._engine.vocabulary_size) or self._too_large(memory.files):
             # Its text can be read all the same.
             return Recollection(memory, Source.COLD, head, Miss(MissReason.MANIFEST_INVALID, unfit))
         return Recollection(memory, Source.WARM, head)
@@ -223,15 +214,15 @@ class Recall:
     def _read(self, manifest: manifest_pb2.Manifest, head: Head) -> AgentMemory:
         return from_manifest(manifest, head, self._engine.model.tokenizer_digest)
 
-    def _too_large(self, publication: PublicationState) -> str | None:
+    def _too_large(self, files: StoredFiles) -> str | None:
         """Why a blob is too large for this layout, or None. A manifest may name any size; such a blob is not read."""
         model = self._engine.model
-        named = [*publication.blocks, *((publication.tail,) if publication.tail else ())]
+        named = [*files.blocks, *((files.tail,) if files.tail else ())]
         bounded = [(model.kv_bytes_per_token * BLOCK_TOKENS, digest) for digest in named]
-        for window, stored in publication.windows.items():
+        for window, stored in files.windows.items():
             most = model.window_bytes_per_token[window] * BLOCK_TOKENS
             bounded += [(most, digest) for digest in stored.files.values()]
-        bounded += [(model.state_bytes, digest) for digest in publication.states.values()]
+        bounded += [(model.state_bytes, digest) for digest in files.states.values()]
         for most, digest in bounded:
             if digest.size_bytes > most + MAX_HEADER_BYTES:
                 return f"blob {digest}: expected at most {most + MAX_HEADER_BYTES} bytes"
@@ -240,7 +231,7 @@ class Recall:
 
 def _followed(hot: AgentMemory | None) -> AgentMemory | None:
     """The hot memory, if it follows a version that is known. Else it could not read its agent's memory itself."""
-    return hot if hot is not None and hot.publication.head is not None else None
+    return hot if hot is not None and hot.publication.standing.head is not None else None
 
 
 def unknown_token(memory: AgentMemory, vocabulary_size: int) -> str:
@@ -249,17 +240,7 @@ def unknown_token(memory: AgentMemory, vocabulary_size: int) -> str:
     return f"token_ids: expected ids below {vocabulary_size}, found {largest}" if largest >= vocabulary_size else ""
 
 
-async def parsed(data: bytes) -> manifest_pb2.Manifest:
-    """A checked manifest. Raises InvalidArgument."""
-    return await off_loop(len(data) > _LONG_BYTES, lambda: manifests.parse(data))
-
-
-async def off_loop(is_long: bool, work: Callable[[], T]) -> T:
-    """Do work in a thread if it takes milliseconds, so that it does not delay other turns' tokens."""
-    return await asyncio.to_thread(work) if is_long else work()
-
-
-async def _wait(running: Publication, budget: Budget) -> None:
+async def _wait(running: PublicationTask, budget: Budget) -> None:
     """Wait for a publication with the rest of the turn's budget."""
     with budget.spending():
         await asyncio.wait({running}, timeout=budget.remaining_s)

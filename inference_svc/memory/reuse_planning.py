@@ -17,9 +17,9 @@ from kvasir.formats.layer_groups import row_groups
 
 from inference_svc.engine.api import Cold, DamagedFile, Hot, Restored, RestoredWindow, Reuse, Started
 from inference_svc.engine.engine import Engine
-from inference_svc.memory.agent_memory import AgentMemory, as_hot
+from inference_svc.memory.agent_memory import AgentMemory, as_hot, off_loop
 from inference_svc.memory.outcomes import Miss, MissReason, Source
-from inference_svc.memory.recall import Recollection, off_loop, unknown_token
+from inference_svc.memory.recall import Recollection, unknown_token
 from inference_svc.memory.restore_costs import RestoreCosts
 from inference_svc.memory.store.answers import StoreMiss
 from inference_svc.memory.store.patience import Budget
@@ -221,18 +221,18 @@ class ReusePlanner:
         fewest = FEWEST_RESTORED if recollection.kv_from is Source.WARM else 1
         if memory is None or keep < fewest:
             return _Candidate(tokens, 0, Source.COLD, match)
-        publication = memory.publication
+        files = memory.files
         return _Candidate(
             tokens,
             keep,
             recollection.kv_from,
             match,
             memory.transcript.token_ids,
-            publication.blocks,
-            publication.tail,
+            files.blocks,
+            files.tail,
             memory.shareable_tokens,
-            publication.states,
-            publication.windows,
+            files.states,
+            files.windows,
         )
 
     async def _with_own_line(

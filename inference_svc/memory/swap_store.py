@@ -47,7 +47,8 @@ def may_be_preempted(store: RemoteCache | None, memory: AgentMemory | None, reus
     """
     if store is None or not store.is_reachable:
         return False
-    is_stored = memory is not None and memory.publication.is_head and not memory.publication.is_being_published
+    publication = memory.publication if memory is not None else None
+    is_stored = publication is not None and publication.standing.is_stored and not publication.is_running
     return is_stored or not isinstance(reuse, Hot)
 
 

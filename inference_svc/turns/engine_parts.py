@@ -3,19 +3,22 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from inference_svc.engine.api import AgentKey
 from inference_svc.engine.engine import Engine
-from inference_svc.memory.line_leases import LineLeases
+from inference_svc.memory.lines.line import Line
+from inference_svc.memory.lines.lines import Lines
 from inference_svc.memory.publishing.copies import Copies
-from inference_svc.memory.publishing.publisher import Publisher
 from inference_svc.memory.recall import Recall
 from inference_svc.memory.reuse_planning import ReusePlanner
 from inference_svc.memory.service_stats import ServiceStats
+from inference_svc.memory.store.answers import EventCursor
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.swap_store import SwapLimits
 from inference_svc.model.prompting import Prompting
 from inference_svc.turns.admission import Admission
 from inference_svc.turns.outbox import Outbox, ReaderLimits
+from inference_svc.turns.turn_data import TurnRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +52,32 @@ class EngineParts:
     prompting: Prompting
     recall: Recall
     planner: ReusePlanner
-    publisher: Publisher
-    stores: Mapping[str, RemoteCache]
-    """By namespace; one without a store has hot memory only. More may come later, and so in `leases`."""
-    leases: Mapping[str, LineLeases]
+    copies: Copies
+    lines: Mapping[str, Lines]
+    """By namespace; one without a store has none, and hot memory only. More may come later."""
     limits: TurnLimits
     admission: Admission
     stats: ServiceStats
     clock: Callable[[], float]
     """Seconds, monotonic."""
 
-    @property
-    def copies(self) -> Copies:
-        return self.publisher.copies
+    def store(self, namespace: str) -> RemoteCache | None:
+        lines = self.lines.get(namespace)
+        return lines.store if lines is not None else None
+
+    def line(self, key: AgentKey | None) -> Line | None:
+        """The agent's line; None where there is no agent, or no store."""
+        lines = self.lines.get(key.namespace) if key is not None else None
+        return lines.line(key.agent_id) if lines is not None and key is not None else None
+
+    def extended_line(self, request: TurnRequest) -> Line | None:
+        """The line that the turn extends, if any."""
+        return self.line(request.key) if request.extends else None
+
+    def event_cursor(self, request: TurnRequest) -> EventCursor | None:
+        """The place in the store's history now, for a turn that extends a line."""
+        line = self.extended_line(request)
+        return line.store.event_cursor if line is not None else None
 
     def budget(self) -> Budget:
         """What a turn may lose to the store."""

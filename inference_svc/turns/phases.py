@@ -19,7 +19,7 @@ from kvasir.on_full import OnFull
 
 from inference_svc.engine.api import AgentKey, CarriedTurn, Ended, Event, Resumed, Reuse, TurnPlan, Wanted
 from inference_svc.engine.engine import TurnHandle
-from inference_svc.memory.agent_memory import AgentMemory, PublicationState
+from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.outcomes import Source
 from inference_svc.memory.publishing.block_stream import BlockStream
 from inference_svc.memory.publishing.copies import Pinning
@@ -135,10 +135,10 @@ class Ran:
     pinning: Once[Pinning] = field(default_factory=lambda: Once(None))  # asked for at the turn's end
 
     @property
-    def extended(self) -> PublicationState | None:
-        """Of the hot memory that the turn extended."""
+    def extended(self) -> AgentMemory | None:
+        """The hot memory that the turn extended."""
         found = self.planned.recollection
-        return found.memory.publication if found.kv_from is Source.HOT and found.memory else None
+        return found.memory if found.kv_from is Source.HOT else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from inference_svc.memory.recall import Recollection
 from inference_svc.memory.reuse_planning import NOTHING_REFUSED, Avoid, Prepared
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.swap_store import may_be_preempted
-from inference_svc.turns.agent_lines import AgentLines, MemoryMovedError
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.phases import Once, Planned, Progress, Prompted, Ran
 from inference_svc.turns.prompts.prompt_text import rewind_point_chars
@@ -32,12 +31,15 @@ _CLAMPED_PART, _LEAST_CLAMPED = 4, 512
 _MAX_PLANS = 4
 
 
+class MemoryMovedError(Exception):
+    """The agent's newest version is no longer the one that the turn was planned on."""
+
+
 class PlanRunner:
     """Runs the plans of one engine's turns. Made on the event loop that will run it."""
 
-    def __init__(self, parts: EngineParts, lines: AgentLines) -> None:
+    def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
-        self._lines = lines
         self._handoff = HandOff(asyncio.get_running_loop())
         self._compiling = SharedRoom(1)
 
@@ -94,10 +96,10 @@ class PlanRunner:
             generates=not request.is_warming,
         )
         restoring.callback(prepared.stop_reading)
-        await self._lines.check(request, budget)
+        await self._check_line(request, budget)
         if prompted.reply is not None:
             prepared = replace(prepared, tokens=prepared.tokens + prompted.reply)
-        store, chars = self._parts.stores.get(request.namespace), prepared.tokens.chars
+        store, chars = self._parts.store(request.namespace), prepared.tokens.chars
         may_wait = may_be_preempted(store, recollection.memory, prepared.reuse)
         is_lent = bool(request.agent_id) and not prompted.recalled.is_kept  # its rows are the memory's, which stays hot
         plan = replace(
@@ -107,6 +109,16 @@ class PlanRunner:
         )
         kv: Once[Reuse] = Once(prepared.reuse)
         return Planned(prompted, recollection, replace(prepared, reuse=Cold()), plan, kv, restoring)
+
+    async def _check_line(self, request: TurnRequest, budget: Budget) -> None:
+        """Wait for the store's answer about the line before anything is computed: it may come later than the memory.
+        Raises MemoryMovedError when another engine or store has taken the line: served again, the turn waits for it, or
+        is refused.
+        """
+        if (line := self._parts.extended_line(request)) is not None:
+            await line.lease.answered(budget)
+            if line.lease.is_elsewhere and line.store.is_reachable:
+                raise MemoryMovedError
 
     def _check_length(self, text: str, field: str) -> None:
         """Refuse an absurdly long prompt without tokenizing it."""
@@ -176,8 +188,8 @@ def _same_version(planned: Recollection, found: Recollection) -> Recollection:
         # The store cannot be asked now. The turn extends the planned version, or what the planned memory has become
         # since: while that is on its way, it is asked for when the turn is stored. Compare-and-swap decides at the end.
         head, publication = planned.head, planned.memory.publication if planned.memory is not None else None
-        if publication is not None and (publication.is_being_published or publication.is_head):
-            head = None if publication.is_being_published else publication.head
+        if publication is not None and (publication.is_running or publication.standing.is_stored):
+            head = None if publication.is_running else publication.standing.head
         return replace(found, head=head, base=planned.base)
     if planned.head is None or (found.head.version, found.head.manifest) != (
         planned.head.version,

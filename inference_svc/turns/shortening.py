@@ -35,12 +35,10 @@ from inference_svc.text.shortening import (
     summary_of,
     with_summary,
 )
-from inference_svc.turns.agent_lines import AgentLines
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.phases import LaterShortening, Progress, Prompted, Recalled, Remembered, TurnTiming
 from inference_svc.turns.plan_running import PlanRunner
-from inference_svc.turns.prompts.fewer_messages import shorter_of, with_messages
-from inference_svc.turns.prompts.prompt_text import prompt_text
+from inference_svc.turns.prompts.prompt_text import prompt_text, shorter_of, with_messages
 from inference_svc.turns.prompts.reply_reading import reply_reader
 from inference_svc.turns.turn_data import MessagesInput, Shortening, TurnRequest
 from inference_svc.turns.turn_ending import TurnEnding
@@ -56,9 +54,8 @@ _FEWEST_SUMMARY_TOKENS = 16
 class MemoryShortener:
     """Shortens the conversations of one model's turns."""
 
-    def __init__(self, parts: EngineParts, lines: AgentLines, plans: PlanRunner, ending: TurnEnding) -> None:
+    def __init__(self, parts: EngineParts, plans: PlanRunner, ending: TurnEnding) -> None:
         self._parts = parts
-        self._lines = lines
         self._plans = plans
         self._ending = ending
 
@@ -124,7 +121,8 @@ class MemoryShortener:
         assert memory is not None
         assert later is not None
         budget, request = self._parts.budget(), later.request
-        if not _is_newest(memory, await self._lines.newest(request, budget)):
+        newest = await self._parts.recall.of_turn(request.key, budget, extends=request.extends)
+        if not _is_newest(memory, newest):
             return
         messages, shortened = later.found.messages, manifest_pb2.Shortened()
         shortened.CopyFrom(later.found.shortened)
@@ -135,9 +133,9 @@ class MemoryShortener:
             messages, shortened.has_summary = with_summary(messages, summary), bool(summary)
         again = replace(request.sampling, max_tokens=0, constraint=None)
         request = _following(request, MessagesInput(messages[:-1]), again, is_read_only=False)
-        cursor, turn = self._lines.event_cursor(request), self._progress(request)
+        cursor, turn = self._parts.event_cursor(request), self._progress(request)
         with counted(self._parts.stats.of(request.namespace), turn):
-            newest = await self._lines.newest(request, budget)
+            newest = await self._parts.recall.of_turn(request.key, budget, extends=request.extends)
             if not _is_newest(memory, newest):  # a rollback, or another engine, came while the summary was made
                 return
             text, conversation = await prompt_text(self._parts.prompting, request, messages[:-1], prompted.clock)
@@ -158,7 +156,7 @@ class MemoryShortener:
         messages = (*memory.messages, question)
         try:
             with counted(self._parts.stats.of(request.namespace), turn):
-                newest = await self._lines.newest(request, budget)
+                newest = await self._parts.recall.of_turn(request.key, budget, extends=request.extends)
                 text, conversation = await prompt_text(prompting, request, messages, prompted.clock)
                 asked = await prompting.run(request.namespace, lambda: prompting.tokenize(text))
                 room = min(self._most_summary_tokens, self._context_tokens - len(asked.ids))
@@ -232,4 +230,4 @@ def _is_newest(memory: AgentMemory, newest: Recollection) -> bool:
     if found is None or newest.head is None or found.turn != memory.turn:
         return False
     is_same = found.transcript.token_ids == memory.transcript.token_ids
-    return is_same and (found.publication.is_head or found.publication.task is None)
+    return is_same and (found.publication.standing.is_stored or found.publication.task is None)

@@ -130,9 +130,14 @@ class TurnRequest:
         return AgentKey(self.namespace, self.agent_id) if self.agent_id else None
 
     @property
+    def extends(self) -> bool:
+        """Whether the turn extends its agent's line. One that only reads takes no other engine's lease."""
+        return bool(self.agent_id) and not self.memory.is_read_only
+
+    @property
     def is_kept(self) -> bool:
         """Whether the turn becomes its agent's next version, unless it is a branch."""
-        return bool(self.agent_id) and not self.memory.is_read_only and not self.is_warming
+        return self.extends and not self.is_warming
 
 
 @dataclass(frozen=True, slots=True)

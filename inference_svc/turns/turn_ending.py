@@ -3,7 +3,6 @@
 A retry begins and ends here: its reply is replayed from memory.
 """
 
-import asyncio
 from dataclasses import replace
 from functools import partial
 
@@ -13,10 +12,9 @@ from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.server.traces import told
 
 from inference_svc.engine.api import AgentKey, FinishReason, Timings
-from inference_svc.memory.agent_memory import AgentMemory, Ahead, PublicationState, nothing_yet
+from inference_svc.memory.agent_memory import AgentMemory, Ahead, Publication, StoredFiles, nothing_yet
+from inference_svc.memory.lines.line_states import Stage, Standing
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState, Source
-from inference_svc.memory.store.remote_cache import RemoteCache
-from inference_svc.model.model_host import MemoriesLeft
 from inference_svc.text.prefix_matching import Outcome, RememberedText
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.phases import Planned, Progress, Ran, Remembered, TurnTiming
@@ -25,8 +23,6 @@ from inference_svc.turns.prompts.reply_reading import remembered_reply, reply_ag
 from inference_svc.turns.turn_data import Continuation, TurnDelta, TurnFinished, TurnStarted, Warmed
 
 _LOG = structlog.get_logger(__name__)
-_LOOK_S = 0.5  # how often it is looked whether bulk data still moves
-_TELL_EVERY_S = 5.0  # `kvasir up` and `kvasir down` wait for a service whose log grows
 
 
 class TurnEnding:
@@ -34,38 +30,6 @@ class TurnEnding:
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
-
-    async def store_hot(self, patience_s: float) -> MemoriesLeft:
-        """Store the hot memories that are not in the store, until nothing has moved for `patience_s`. No turn runs.
-        The log says that it goes on."""
-        hot = {key: self._parts.engine.hot_tag(key) for key in self._parts.engine.hot_keys()}
-        memories = {key: tag for key, tag in hot.items() if isinstance(tag, AgentMemory)}
-        storing = [
-            asyncio.create_task(self._store_owed(key, memory, store))
-            for key, memory in memories.items()
-            if not memory.publication.is_safe and (store := self._parts.stores.get(key.namespace)) is not None
-        ]
-        began = told_at = self._parts.clock()
-        give_up = began + patience_s
-        while (rest := [task for task in storing if not task.done()]) and self._parts.clock() < give_up:
-            await asyncio.wait(rest, timeout=min(_LOOK_S, patience_s))
-            if any(store.has_moved_within(_LOOK_S) for store in self._parts.stores.values()):
-                give_up = self._parts.clock() + patience_s
-                if self._parts.clock() - told_at >= _TELL_EVERY_S:
-                    told_at = self._parts.clock()
-                    _LOG.warning("engine.storing", memories_left=len(rest), since_s=round(told_at - began))
-        for task in storing:
-            task.cancel()
-        stored = sum(memory.publication.is_safe for memory in memories.values())
-        return MemoriesLeft(stored, len(memories) - stored)
-
-    async def _store_owed(self, key: AgentKey, memory: AgentMemory, store: RemoteCache) -> None:
-        """Store a memory, after the try that may run: two at once would be two versions."""
-        answers = store.is_reachable or await store.answers()
-        if memory.publication.task is not None:
-            await asyncio.wait({memory.publication.task})
-        if answers:
-            await self._parts.publisher.publish_owed(key, memory, store)
 
     async def remember(self, ran: Ran) -> Remembered:
         """Make the agent's new memory and attach it to its hot KV, if the turn leaves one."""
@@ -184,14 +148,15 @@ class TurnEnding:
                 ahead=None,
                 shareable_tokens=state.shareable_tokens,
                 rewind_points=state.rewind_points,
-                publication=replace(memory.publication, blocks=stored, windows=windows),
+                files=replace(memory.files, blocks=stored, windows=windows),
             )
         if turn.key is not None:
-            if memory.publication.is_elsewhere:
+            standing = memory.publication.standing
+            if standing.stage is Stage.ELSEWHERE:
                 # It follows no version of its own line. Only events since it was made can prove it outdated.
                 cursor, generation = ran.planned.recalled.event_cursor, self._generation(turn.key)
-                publication = replace(memory.publication, event_cursor=cursor, generation=generation)
-                memory = replace(memory, publication=publication)
+                standing = replace(standing, event_cursor=cursor, generation=generation)
+                memory = replace(memory, publication=Publication(standing))
             self._tag(turn.key, replace(memory, settings=recollection.settings))
         restore_s, prefill_s = turn.times.restore_s + ran.ended.timings.restore_s, ran.ended.timings.prefill_s
         turn.emit(Warmed(len(state.token_ids), ran.ended.cached_tokens, turn.parent_version, restore_s, prefill_s))
@@ -204,84 +169,81 @@ class TurnEnding:
         made_by: manifest_pb2.Turn,
     ) -> AgentMemory:
         """The agent's new memory, attached to its hot KV."""
-        planned, prompted, state, previous = ran.planned, ran.planned.prompted, ran.ended.state, ran.extended
-        recalled, recollection, request, key = (
-            planned.recalled,
-            planned.recollection,
-            planned.request,
-            planned.request.key,
-        )
-        assert key is not None
+        planned, prompted, state = ran.planned, ran.planned.prompted, ran.ended.state
+        recalled, request, standing = planned.recalled, planned.request, self._standing(ran)
+        assert request.key is not None
         stored = ran.stream.stored if ran.stream is not None else list(ran.prepared.stored_blocks)
-        is_undecided = recalled.continuation is Continuation.UNDECIDED
+        windows = dict(ran.prepared.stored_windows)
         memory = AgentMemory(
             transcript=transcript,
             messages=messages,
             turn=made_by,
             shareable_tokens=state.shareable_tokens,
             tokenizer_digest=self._parts.engine.model.tokenizer_digest,
-            publication=PublicationState(
-                head=previous.head if previous is not None else recollection.head,
-                is_head=False,
-                expected_version=request.memory.expected_version,
-                base_version=request.memory.base_version or 0,
-                handed_over_by=planned.handed_over_by,
-                # An unstored memory counts under the lease under which it was made, and so does one that extends it.
-                generation=self._generation(key) if previous is None or previous.is_head else previous.generation,
-                event_cursor=recalled.event_cursor,
-                may_follow=partial(may_follow, request) if is_undecided else None,
-                # A stop string may have removed tokens of a block that was sent already.
-                blocks=stored[: len(state.token_ids) // BLOCK_TOKENS],
-                windows=dict(ran.prepared.stored_windows),
-            ),
+            publication=Publication(standing, partial(may_follow, request) if standing.is_undecided else None),
+            # A stop string may have removed tokens of a block that was sent already.
+            files=StoredFiles(stored[: len(state.token_ids) // BLOCK_TOKENS], windows=windows),
             rewind_points=state.rewind_points,
             is_brought=planned.has_brought_kv,
             shortened=recalled.shortened,
             template_time_ms=prompted.clock.told_ms if prompted.dialogue is not None else 0,
             tools_order=prompted.tools_order if prompted.dialogue is not None else None,
-            settings=recollection.settings,
+            settings=planned.recollection.settings,
         )
-        self._tag(key, memory)
+        self._tag(request.key, memory)
         return memory
+
+    def _standing(self, ran: Ran) -> Standing:
+        """Where the memory that the turn leaves stands on its line."""
+        planned, key, previous = ran.planned, ran.planned.request.key, ran.extended
+        assert key is not None
+        known, asked = previous.publication.standing if previous is not None else None, planned.request.memory
+        return Standing(
+            head=known.head if known is not None else planned.recollection.head,
+            # An unstored memory counts under the lease under which it was made, and so does one that extends it.
+            generation=self._generation(key) if known is None or known.is_stored else known.generation,
+            event_cursor=planned.recalled.event_cursor,
+            is_undecided=planned.recalled.continuation is Continuation.UNDECIDED,
+            expected_version=asked.expected_version,
+            base_version=asked.base_version or 0,
+            handed_over_by=planned.handed_over_by,
+        )
 
     def _tag(self, key: AgentKey, memory: AgentMemory) -> None:
         """Attach the memory to its hot KV."""
-        store, publication = self._parts.stores.get(key.namespace), memory.publication
-        if store is not None and publication.owing is None:
-            self._parts.publisher.owe(key, publication, store)
-        self._parts.engine.tag_hot(key, memory, publication.owing)
+        if (line := self._parts.line(key)) is not None:
+            line.tag(memory)
+        else:
+            self._parts.engine.tag_hot(key, memory)
 
     def _generation(self, key: AgentKey) -> int:
-        leases = self._parts.leases.get(key.namespace)
-        return leases.generation(key.agent_id) if leases is not None else 0
+        line = self._parts.line(key)
+        return line.lease.generation if line is not None else 0
 
     async def _keep(self, key: AgentKey, memory: AgentMemory, ran: Ran | None = None) -> SnapshotOutcome:
         """Publish a memory; the outcome, as far as the reader is made to wait for it. `ran`: the turn that made it now,
         None for one of before.
         """
-        store, publication = self._parts.stores.get(key.namespace), memory.publication
-        if store is None:
+        if (line := self._parts.line(key)) is None:
             reason = "this engine has no store for the namespace; a new one wants `kvasir reload`"
             return SnapshotOutcome(SnapshotState.NONE, reason=reason)
         previous, stream, pinning = (ran.extended, ran.stream, ran.pinning.take()) if ran is not None else (None,) * 3
-        # The engine takes it before it begins another turn of the agent, for which it is asked later.
-        asked = pinning or self._parts.copies.pin(key, len(publication.blocks), publication.windows)
-        self._parts.publisher.publish(key, memory, asked, store, previous, stream)
-        return await self._parts.publisher.outcome(key.namespace, memory, store)
+        return await line.keep(memory, pinning, previous, stream)
 
     async def replay(self, memory: AgentMemory, turn: Progress) -> None:
         """Send the reply and the outcome of a turn that was done before. Nothing is computed or stored twice."""
         request, remembered = turn.request, memory.turn
         token_ids = tuple(memory.transcript.token_ids[remembered.prompt_tokens :])
-        head = memory.publication.head
-        is_head = memory.publication.is_head and head is not None
-        parent = (head.parent_version if is_head else head.version) if head is not None else 0
+        standing = memory.publication.standing
+        parent = standing.head.parent_version if standing.is_stored and standing.head is not None else standing.version
         prompt_tokens = remembered.prompt_tokens
         ids = memory.transcript.token_ids[: prompt_tokens if request.prompt.returns_ids else 0]
         turn.emit(TurnStarted(prompt_tokens, prompt_tokens, Source.REPLAY, Outcome.EXACT, parent, prompt_ids=ids))
         part, calls = reply_again(request, self._parts.prompting, memory)
         turn.emit(TurnDelta(part.answer, token_ids, part.reasoning))
-        snapshot = await self._outcome_again(request.key, memory)
+        snapshot = SnapshotOutcome(SnapshotState.NONE)
+        if request.key is not None:  # a memory that was never stored is published now
+            snapshot = await self._keep(request.key, memory)
         elapsed_s = self._parts.clock() - turn.times.arrived
         turn.emit(
             TurnFinished(
@@ -296,18 +258,6 @@ class TurnEnding:
             )
         )
         _LOG.info("turn.replayed", request_id=request.request_id, version=snapshot.version)
-
-    async def _outcome_again(self, key: AgentKey | None, memory: AgentMemory) -> SnapshotOutcome:
-        """The outcome of a turn that is replayed. A memory that was never stored is published now."""
-        publication = memory.publication
-        store = self._parts.stores.get(key.namespace) if key is not None else None
-        if publication.is_head and publication.head is not None:
-            return SnapshotOutcome(SnapshotState.COMMITTED, publication.head.version, "", publication.head.manifest)
-        if store is None or key is None:
-            return SnapshotOutcome(SnapshotState.NONE)
-        if publication.is_being_published:
-            return await self._parts.publisher.outcome(key.namespace, memory, store)
-        return await self._keep(key, memory)
 
 
 def stopped(turn: Progress) -> TurnFinished:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from kvasir import errors
 from kvasir.server.shared_room import SharedRoom
 
-from inference_svc.model.model_host import MemoriesLeft
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.outbox import Outbox
 from inference_svc.turns.phases import Progress, TakenTurn, TurnTiming
@@ -84,7 +83,7 @@ class TurnService:
 
     async def own(self, taken: Collection[TakenTurn]) -> None:
         """The other engine has given these turns away. Raises Unavailable (AGENT_HELD_ELSEWHERE)."""
-        await asyncio.gather(*(self._flow.own(turn) for turn in self._running.values() if turn.taken in taken))
+        await asyncio.gather(*(self._flow.taken.own(turn) for turn in self._running.values() if turn.taken in taken))
 
     def under_way(self, namespace: str | None = None) -> list[list[Progress]]:
         """By request, the turns that have not ended: of a namespace, or of all."""
@@ -127,7 +126,7 @@ class TurnService:
             turn.cancel(errors.Unavailable("the model is going away", reason="SHUTTING_DOWN", retry_after_s=1.0))
         if self._running:
             await asyncio.wait(set(self._running), timeout=patience_s)
-        await self._parts.publisher.drain(patience_s)
+        await asyncio.gather(*(lines.drain(patience_s) for lines in self._parts.lines.values()))
 
     def open_turns(self, namespace: str) -> list[OpenTurn]:
         """The namespace's turns that wait or run, the oldest first."""
@@ -166,14 +165,6 @@ class TurnService:
         await asyncio.wait(named)
         ends = {turn.request.choice: turn.finished for turn in named.values()}
         return {choice: end for choice, end in ends.items() if end is not None}
-
-    async def store_hot(self, patience_s: float) -> MemoriesLeft:
-        """After `drain`: store the hot memories that are not in the store."""
-        return await self._ending.store_hot(patience_s)
-
-    def close(self) -> None:
-        """Nothing is tried again from now on."""
-        self._parts.publisher.close()
 
     async def count_tokens(self, request: TurnRequest) -> int:
         """Tokens of the prompt of a turn that finds no memory. Takes a turn's place: raises ResourceExhausted. Counts

@@ -1,1 +1,1 @@
-"""A memory's way to the store: blocks while a turn runs, the rest and the commit at its end."""
+"""The files of memories on their way to the store: blocks while a turn runs, the rest at its end."""

@@ -9,7 +9,7 @@ import structlog
 from kvasir.formats.digest import Digest
 
 from inference_svc.engine.api import AgentKey
-from inference_svc.memory.agent_memory import PublicationState
+from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.publishing.copies import Copies, Pinning
 from inference_svc.memory.publishing.sending import Sending
 from inference_svc.memory.store.remote_cache import RemoteCache
@@ -28,9 +28,9 @@ class BlockStream:
         store: RemoteCache,
         stored: Sequence[Digest],
         stall_timeout_s: float,
-        previous: PublicationState | None = None,
+        previous: AgentMemory | None = None,
     ) -> None:
-        """`previous`: of the hot memory that the turn extends. While that is on its way, its blocks are not sent from
+        """`previous`: the hot memory that the turn extends. While that is on its way, its blocks are not sent from
         here too.
         """
         self.key = key
@@ -64,7 +64,7 @@ class BlockStream:
         """
         self._reused = reused
         self._cuts += 1
-        self._begin_anew(self.stored[:blocks])
+        self._restart(self.stored[:blocks])
         self._full = self._sending.next_block
 
     def blocks_full(self, count: int) -> None:
@@ -107,7 +107,7 @@ class BlockStream:
             await self._follow()
             if self._sending.has_failed:
                 await self._sending.drain()
-                self._begin_anew(self.stored)
+                self._restart(self.stored)
             while self._sending.next_block < self._full:
                 most = min(self._full - self._sending.next_block, self._copies.piece_blocks)
                 copy = partial(self._copies.blocks, self.key, most=most)
@@ -121,18 +121,18 @@ class BlockStream:
 
     async def _follow(self) -> None:
         """Wait for the publication of the memory before: what it sends is not sent twice."""
-        previous = self._previous
-        if previous is None or previous.task is None or previous.task.done():
+        task = self._previous.publication.task if self._previous is not None else None
+        if task is None or task.done():
             return
         self._sending.waits_for_room = True
-        await asyncio.wait({previous.task})
+        await asyncio.wait({task})
         if len(self._of_previous()) > self._sending.next_block:
-            self._begin_anew(self._of_previous())
+            self._restart(self._of_previous())
 
     def _of_previous(self) -> list[Digest]:
-        return self._previous.blocks[: self._reused] if self._previous is not None else []
+        return self._previous.files.blocks[: self._reused] if self._previous is not None else []
 
-    def _begin_anew(self, stored: Sequence[Digest]) -> None:
+    def _restart(self, stored: Sequence[Digest]) -> None:
         self._sent_before_bytes = self.sent_bytes
         self._current = self._new_sending(stored)
 

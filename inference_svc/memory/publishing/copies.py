@@ -7,7 +7,6 @@ that is taken at a turn's end is the whole rest, because full blocks left while 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from itertools import islice
 from typing import TypeAlias, TypeVar
 
@@ -20,7 +19,7 @@ from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import AgentKey, Snapshot, WindowFiles
 from inference_svc.engine.engine import Engine, PinnedMemory
-from inference_svc.memory.agent_memory import PublicationState
+from inference_svc.memory.agent_memory import StoredFiles
 from inference_svc.memory.stored_windows import StoredWindow
 
 _PIECE_BYTES = 16 << 20
@@ -48,18 +47,8 @@ def _tail_of(part: Snapshot | WindowFiles) -> tuple[tuple[FileIdentity, FileByte
     return (part.tail,) if part.tail is not None else ()
 
 
-@dataclass(frozen=True, slots=True)
-class StoredFiles:
-    """Digests of a whole memory's files."""
-
-    blocks: list[Digest]
-    tail: Digest | None
-    windows: dict[int, StoredWindow]
-    states: dict[int, Digest]
-
-
 def stored_files(
-    snapshot: Snapshot, digests: Sequence[Digest], before: Sequence[Digest], publication: PublicationState
+    snapshot: Snapshot, digests: Sequence[Digest], before: Sequence[Digest], known: StoredFiles
 ) -> StoredFiles:
     """All files of a memory: those of the snapshot have `digests`, in the order of `files_of`, the blocks before them
     `before`; the store had the others before."""
@@ -68,9 +57,9 @@ def stored_files(
     tail = next(rest) if snapshot.tail is not None else None
     windows = {}
     for part in snapshot.windows:
-        known = publication.windows.get(part.window, StoredWindow()).files
+        files = known.windows.get(part.window, StoredWindow()).files
         sent = {block: next(rest) for block in part.by_block}
-        held = {block: known[block] for block in part.held if block not in sent}
+        held = {block: files[block] for block in part.held if block not in sent}
         windows[part.window] = StoredWindow(held | sent, max(sent) if part.tail is not None else None)
     states = dict(zip((identity.tokens for identity, _ in snapshot.states), rest, strict=True))
     return StoredFiles(blocks, tail, windows, states)

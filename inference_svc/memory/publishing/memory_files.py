@@ -1,6 +1,5 @@
 """The files of one memory on their way to the store: piece by piece from where the engine keeps it, however large."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Self
 
@@ -8,8 +7,8 @@ from kvasir import errors
 
 from inference_svc.engine.api import AgentKey, Snapshot
 from inference_svc.engine.engine import PinnedMemory
-from inference_svc.memory.agent_memory import AgentMemory, PublicationState
-from inference_svc.memory.publishing.copies import Copies, Pinning, StoredFiles, await_copy, files_of, stored_files
+from inference_svc.memory.agent_memory import AgentMemory, StoredFiles
+from inference_svc.memory.publishing.copies import Copies, Pinning, await_copy, files_of, stored_files
 from inference_svc.memory.publishing.sending import Sending
 from inference_svc.memory.store.remote_cache import RemoteCache
 
@@ -18,22 +17,14 @@ class MemoryFiles:
     """One memory's files, of which its publication knows those that the store has. Enter it, or close it at the end."""
 
     def __init__(
-        self,
-        key: AgentKey,
-        memory: AgentMemory,
-        copies: Copies,
-        store: RemoteCache,
-        stall_timeout_s: float,
-        progressed: Callable[[], None],
+        self, key: AgentKey, memory: AgentMemory, copies: Copies, store: RemoteCache, stall_timeout_s: float
     ) -> None:
-        """`progressed` is called whenever a piece is stored."""
         self.sent_bytes = 0
         self._key = key
         self._memory = memory
         self._copies = copies
         self._store = store
         self._stall_timeout_s = stall_timeout_s
-        self._progressed = progressed
         self._pinned: PinnedMemory | None = None
         self._piece: Snapshot | None = None  # copied and not stored: the next one, or the last
         self._held_bytes = 0
@@ -41,8 +32,8 @@ class MemoryFiles:
         self._sending: Sending | None = None
 
     @property
-    def _publication(self) -> PublicationState:
-        return self._memory.publication
+    def _stored(self) -> StoredFiles:
+        return self._memory.files
 
     async def pinned(self, asked: Pinning, *, waits: bool = False) -> None:
         """Take what was asked for. `waits`: it is not sent at once, and takes no room from memories that are. Raises
@@ -52,8 +43,7 @@ class MemoryFiles:
         if pinned is None or pinned.state.token_ids != self._memory.transcript.token_ids:
             raise errors.ResourceExhausted("the memory was dropped or went on before it could be stored")
         self._pinned = pinned
-        if (owing := self._publication.owing) is not None:
-            pinned.goes_as(owing)
+        pinned.goes_as(self._memory.publication)
         first = pinned.take_first()
         is_kept = first is not None and (not waits or self._copies.may_wait(first))
         self._hold(first if is_kept else None)
@@ -63,14 +53,13 @@ class MemoryFiles:
         `all_stored`. After a failure it goes on behind what was stored.
         """
         if self._named is None:
-            publication = self._publication
             self._sending = sending = Sending(
                 self._copies,
                 self._key.namespace,
                 self._store,
-                publication.blocks,
+                self._stored.blocks,
                 self._stall_timeout_s,
-                self._progressed,
+                self._memory.publication.progressed,
             )
             try:
                 last = await self._send_all(sending)
@@ -78,7 +67,7 @@ class MemoryFiles:
             except BaseException:
                 await self._settle(sending)
                 raise
-            self._named = stored_files(replace(last, first_block=len(blocks), blocks=()), rest, blocks, publication)
+            self._named = stored_files(replace(last, first_block=len(blocks), blocks=()), rest, blocks, self._stored)
         return self._named
 
     async def all_stored(self) -> None:
@@ -97,16 +86,26 @@ class MemoryFiles:
     async def _settle(self, sending: Sending) -> None:
         """Nothing is under way any more: note what was stored."""
         await sending.drain()
-        self._publication.blocks[:] = sending.stored
+        self._stored.blocks[:] = sending.stored
         self.sent_bytes += sending.sent_bytes
         self._sending = None
 
-    async def begin_anew(self, asked: Pinning) -> None:
+    def note(self, stored: StoredFiles) -> None:
+        """The store has all of these, by the memory's own manifest."""
+        files = self._stored
+        files.blocks[:], files.tail, files.windows, files.states = (
+            stored.blocks,
+            stored.tail,
+            stored.windows,
+            stored.states,
+        )
+
+    async def restart(self, asked: Pinning) -> None:
         """The store has lost files: send all of them. Raises as `pinned`."""
         self.close()
         self._named = None
-        self._publication.blocks.clear()
-        self._publication.windows.clear()
+        self._stored.blocks.clear()
+        self._stored.windows.clear()
         await self.pinned(asked)
 
     def __enter__(self) -> Self:
@@ -141,8 +140,7 @@ class MemoryFiles:
         if self._pinned is not None:
             self._pinned.release()
             self._pinned = None
-        if self._publication.owing is not None:
-            self._publication.owing.is_copied = True
+        self._memory.publication.is_copied = True
 
     async def _put_next(self, sending: Sending) -> Snapshot:
         copied: list[Snapshot] = []
@@ -150,7 +148,7 @@ class MemoryFiles:
         async def copy(first_block: int) -> Snapshot:
             if self._pinned is None:
                 raise errors.ResourceExhausted("the memory was dropped before it could be stored")
-            copied.append(await self._copies.piece(self._pinned, first_block, self._publication.windows))
+            copied.append(await self._copies.piece(self._pinned, first_block, self._stored.windows))
             return copied[0]
 
         await sending.put(copy)

@@ -12,7 +12,10 @@ from kvasir.formats.digest import Digest
 
 from inference_svc.memory.outcomes import Miss, MissReason
 from inference_svc.memory.stored_windows import FoundPrefix, blocks_seen, stored_windows
-from inference_svc.memory.trust import Version
+
+# Short, because a rollback waits so long for an engine that died or cannot be reached. Long enough that a store which
+# restarts, or a machine that stalls for a second or two, does not cost hot agents their memory.
+LEASE_TTL_S = 5.0
 
 
 class StoreMiss(Exception):
@@ -21,6 +24,13 @@ class StoreMiss(Exception):
     def __init__(self, miss: Miss) -> None:
         super().__init__(miss.detail)
         self.miss = miss
+
+
+class Version(NamedTuple):
+    """A version of a line. Number 0 without a manifest: the line has none."""
+
+    number: int
+    manifest: Digest | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from kvasir.formats.digest import Digest
 
 from inference_svc.memory.outcomes import Miss, MissReason
 from inference_svc.memory.store.answers import (
+    LEASE_TTL_S,
     NEVER_MOVED,
     NO_HEAD,
     AgentHeads,
@@ -29,6 +30,7 @@ from inference_svc.memory.store.answers import (
     Renewed,
     StoreEvent,
     StoreMiss,
+    Version,
     answer_checked,
     event_of,
     found_prefix,
@@ -43,7 +45,6 @@ from inference_svc.memory.store.connection import StoreClients, StoreConnection
 from inference_svc.memory.store.files import StoreFiles
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.stored_windows import FoundPrefix
-from inference_svc.memory.trust import LEASE_TTL_S, Version
 
 _MAX_BLOCK_HASHES = 10_000
 _HASHED_AT_ONCE_BYTES = 128 << 10

@@ -55,13 +55,13 @@ def is_retry(request: TurnRequest, memory: AgentMemory) -> bool:
     agent's last turn, and the same parent version. The same id with another input is another turn: ids name requests
     for people, the input says what was asked.
     """
-    turn, head = memory.turn, memory.publication.head
+    turn, head = memory.turn, memory.publication.standing.head
     if turn.request_id != request.request_id or turn.input_digest != request.input_digest:
         return False
     if request.memory.expected_version is None or head is None:
         return True
     # A request with the same input that extends this memory is a new turn, not a retry.
-    extended = head.parent_version if memory.publication.is_head else head.version
+    extended = head.parent_version if memory.publication.standing.is_stored else head.version
     if memory.shortened is None:
         return request.memory.expected_version == extended
     # Its caller knows no version that only became shorter.
@@ -193,7 +193,7 @@ def _beside_unread(request: TurnRequest, recollection: Recollection) -> Continua
 
 def may_follow(request: TurnRequest, found: AgentMemory) -> bool:
     """Whether a turn that could not read its agent's memory, `found`, leaves one that goes on from it."""
-    recollection = Recollection(found, Source.COLD, found.publication.head)
+    recollection = Recollection(found, Source.COLD, found.publication.standing.head)
     request = as_its_agent_has_it(request, recollection)
     return continuation(request, recollection) is not Continuation.BRANCHED
 

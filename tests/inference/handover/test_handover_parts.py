@@ -22,8 +22,8 @@ from inference_svc.memory.recall import NOTHING_REMEMBERED
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.phases import BegunPrompt, BegunTurn, Prompted, Recalled, TurnTiming
+from inference_svc.turns.taken_turns import TakenTurns
 from inference_svc.turns.turn_data import Continuation
-from inference_svc.turns.turn_flow import TurnFlow
 from inference_svc.turns.turn_service import Choices
 from tests.made_models.synthetic import SMALL
 
@@ -125,7 +125,7 @@ def test_a_taken_turn_stays_brought_and_lends_no_rows(is_brought: bool) -> None:
     flow: Any = SimpleNamespace(_plans=made)
     taken: Any = SimpleNamespace(begun=begun(is_brought=is_brought), carried=carried)
     request: Any = None
-    planned = TurnFlow._taken_plan(flow, Prompted(Recalled(request, NOTHING_REMEMBERED), "hello"), taken)
+    planned = TakenTurns._taken_plan(flow, Prompted(Recalled(request, NOTHING_REMEMBERED), "hello"), taken)
     assert planned.has_brought_kv is is_brought
     assert planned.plan.carried is not None
     assert planned.plan.carried.shareable == (0 if is_brought else 2)
@@ -133,7 +133,7 @@ def test_a_taken_turn_stays_brought_and_lends_no_rows(is_brought: bool) -> None:
 
 def test_what_a_turn_waited_before_its_engine_had_it_goes_along() -> None:
     engine: Any = SimpleNamespace(told_text=lambda *_given: "told")
-    giver = TurnGiver(engine, {}, {}, {}, cast("Any", None), "0.1", Clock(), str)
+    giver = TurnGiver(engine, {}, {}, cast("Any", None), "0.1", Clock(), str)
     times = TurnTiming(arrived=10.0, queue_s=1.0, restore_s=0.5, first_token_at=14.0)
     planned, request = SimpleNamespace(plan=object()), SimpleNamespace(choice=0)
     turn: Any = SimpleNamespace(planned=planned, request=request, times=times)

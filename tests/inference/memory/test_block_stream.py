@@ -7,17 +7,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import Unavailable
 from kvasir.formats.digest import Digest
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import AgentKey, Snapshot
-from inference_svc.memory.agent_memory import PublicationState
+from inference_svc.memory.agent_memory import AgentMemory, Publication, StoredFiles
+from inference_svc.memory.lines.line_states import Standing
 from inference_svc.memory.publishing import sending
 from inference_svc.memory.publishing.block_stream import BlockStream
 from inference_svc.memory.publishing.copies import Copies
 from inference_svc.memory.publishing.sending import Sending
 from inference_svc.memory.store.answers import NO_HEAD
+from inference_svc.text.prefix_matching import NO_TEXT
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.token_ids import TokenIds
 
@@ -28,7 +31,7 @@ STORED = DIGESTS[:3]
 class Turn:
     """A running turn, so many blocks a piece, and a store that takes what `arrives` lets go."""
 
-    def __init__(self, room: int = 10, previous: PublicationState | None = None, piece_blocks: int = 1) -> None:
+    def __init__(self, room: int = 10, previous: AgentMemory | None = None, piece_blocks: int = 1) -> None:
         self.asked: list[bytes] = []
         self.copied: list[int] = []  # blocks of each piece
         self.most_held = 0
@@ -160,13 +163,14 @@ def test_what_came_behind_a_piece_that_failed_does_not_count_and_goes_again() ->
 
 def test_a_turn_sends_nothing_that_its_memory_before_it_is_still_sending() -> None:
     async def scenario() -> None:
-        previous, may_end = PublicationState(NO_HEAD, is_head=False, blocks=STORED[:1]), asyncio.Event()
+        publication, files, may_end = Publication(Standing(NO_HEAD)), StoredFiles(STORED[:1]), asyncio.Event()
+        previous = AgentMemory(NO_TEXT, (), manifest_pb2.Turn(), 0, "", publication, files)
 
         async def publish() -> Any:
             await may_end.wait()
-            previous.blocks = DIGESTS[:7]
+            files.blocks = DIGESTS[:7]
 
-        previous.task = asyncio.create_task(publish())
+        publication.task = asyncio.create_task(publish())
         turn = Turn(previous=previous)
         turn.stream.keeps(3, 6)
         turn.stream.blocks_full(8)

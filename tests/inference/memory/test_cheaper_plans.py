@@ -12,7 +12,8 @@ from kvasir.formats.digest import Digest
 
 from inference_svc.engine.api import Cold, Restored, Started
 from inference_svc.memory import reuse_planning
-from inference_svc.memory.agent_memory import AgentMemory, PublicationState
+from inference_svc.memory.agent_memory import AgentMemory, Publication, StoredFiles
+from inference_svc.memory.lines.line_states import Stage, Standing
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.restore_costs import RestoreCosts
@@ -59,9 +60,9 @@ def costs(compute_s: float) -> RestoreCosts:
 
 def plan(around: Plain, known: RestoreCosts, text: str, shareable: int | None, most_held: int = 1 << 30) -> Prepared:
     """`shareable`: tokens of the agent's memory that any prefill makes; None: it remembers nothing."""
-    publication = PublicationState(NO_HEAD, is_head=True, blocks=list(BLOCKS), tail=TAIL)
+    publication, files = Publication(Standing(NO_HEAD, Stage.STORED)), StoredFiles(list(BLOCKS), TAIL)
     transcript = RememberedText(TEXT, TokenIds(map(ord, TEXT)), (1,) * len(TEXT))
-    memory = AgentMemory(transcript, (), manifest_pb2.Turn(), shareable or 0, "t", publication)
+    memory = AgentMemory(transcript, (), manifest_pb2.Turn(), shareable or 0, "t", publication, files)
 
     async def hold(size_bytes: int) -> None:
         assert 0 < size_bytes <= most_held
@@ -126,7 +127,7 @@ def test_token_ids_of_another_tokenizer_are_never_taken_for_this_ones(digest: st
     parts: Any = Plain()
     parts.vocabulary_size = 1 << 20
     transcript = RememberedText(TEXT, TokenIds([7] * len(TEXT)), (1,) * len(TEXT))
-    publication = PublicationState(NO_HEAD, is_head=False, is_elsewhere=True)
+    publication = Publication(Standing(NO_HEAD, Stage.ELSEWHERE))
     known = AgentMemory(transcript, (), manifest_pb2.Turn(), 0, digest, publication)
     recollection = Recollection(known, Source.COLD, NO_HEAD, Miss(MissReason.KV_IDENTITY_DIFFERS, "weights"))
 

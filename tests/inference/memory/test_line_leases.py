@@ -12,9 +12,12 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.formats.digest import Digest
 
 from inference_svc.engine.api import AgentKey
-from inference_svc.memory.agent_memory import AgentMemory, PublicationState
-from inference_svc.memory.line_leases import LineLeases
+from inference_svc.memory.agent_memory import AgentMemory, Publication
+from inference_svc.memory.lines.line import Line
+from inference_svc.memory.lines.line_states import LEASE_MARGIN_S, Stage, Standing, Use
+from inference_svc.memory.lines.lines import Lines
 from inference_svc.memory.store.answers import (
+    LEASE_TTL_S,
     NO_HEAD,
     AgentGone,
     EventsLost,
@@ -25,9 +28,9 @@ from inference_svc.memory.store.answers import (
     Renewed,
     StoreEvent,
 )
-from inference_svc.memory.trust import LEASE_MARGIN_S, LEASE_TTL_S, may_use_hot
 from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.text.token_ids import TokenIds
+from tests.inference.turns.parts import line_parts
 
 KV = "kv"
 HEAD = Head(3, Digest.of(b"three"), 2, KV)
@@ -94,22 +97,25 @@ class Lab:
     def __init__(self) -> None:
         self.now = 100.0
         self.store, self.engine = Store(), Engine()
-        engine: Any = self.engine
-        self.leases = LineLeases("default", self.store, engine, "engine-1", lambda: self.now)
+        store: Any = self.store
+        self.lines = Lines("default", store, line_parts(engine=self.engine, clock=lambda: self.now))
 
     def remember(self, agent: str, *, is_safe: bool = True) -> None:
-        publication = PublicationState(HEAD, is_head=is_safe)
+        publication = Publication(Standing(HEAD, Stage.STORED if is_safe else Stage.MADE))
         self.engine.hot[agent] = AgentMemory(
             RememberedText("", TokenIds(), ()), (), manifest_pb2.Turn(), 0, "", publication
         )
 
+    def line(self, agent: str) -> Line:
+        return self.lines.line(agent)
+
     async def held(self, agent: str) -> None:
-        self.leases.begin(agent)
+        self.line(agent).lease.request()
         await settle()
         assert self.counts(agent)
 
     def counts(self, agent: str) -> bool:
-        lease = self.leases.lease(agent)
+        lease = self.line(agent).lease.held
         return lease is not None and lease.counts(self.now)
 
 
@@ -129,8 +135,8 @@ def test_a_lease_is_asked_for_once_and_counts_from_before_it_was_asked_for() -> 
     async def scenario(lab: Lab) -> None:
         lab.remember("a")
         lab.store.answering.clear()
-        lab.leases.begin("a")
-        lab.leases.begin("a")
+        lab.line("a").lease.request()
+        lab.line("a").lease.request()
         await settle()
         lab.now += 3
         lab.store.answering.set()
@@ -139,7 +145,7 @@ def test_a_lease_is_asked_for_once_and_counts_from_before_it_was_asked_for() -> 
         assert lab.counts("a")
         lab.now = 100 + LEASE_TTL_S - LEASE_MARGIN_S
         assert not lab.counts("a")
-        lab.leases.begin("a")
+        lab.line("a").lease.request()
         await settle()
         assert lab.store.asked[1:] == [("a", False)]  # its own earlier lease is not fenced: a commit may be on its way
 
@@ -151,10 +157,10 @@ def test_one_heartbeat_prolongs_what_is_hot_or_used_and_gives_back_the_rest() ->
         for agent in ("hot", "used", "dropped"):
             await lab.held(agent)
         lab.remember("hot")
-        with lab.leases.using("used"):
+        with lab.line("used").in_use():
             lab.now += 3
             lab.store.answering.clear()
-            beating = asyncio.create_task(lab.leases.beat())
+            beating = asyncio.create_task(lab.lines.beat())
             await settle()
             lab.now += 1  # the answer is late: time counts from before the request
             lab.store.answering.set()
@@ -182,12 +188,12 @@ def test_what_a_heartbeat_finds_lost_counts_no_more_and_is_given_back_unless_it_
         lab.remember("a")
         await lab.held("a")
         if is_unverified:
-            lab.leases._happened(EventsLost())
+            lab.lines._happened(EventsLost())
         lab.store.lost = frozenset({"a"})
         lab.now += LEASE_TTL_S if has_ended else 0
-        await lab.leases.beat()
+        await lab.lines.beat()
         assert not lab.counts("a")
-        lab.leases._happened(LeaseWanted("a", KV, takes_back=True))
+        lab.lines._happened(LeaseWanted("a", KV, takes_back=True))
         await settle()
         # One that ended may be of a publication on its way: the next lease must not fence that.
         assert lab.store.released == ([] if has_ended else [("a", 1)])
@@ -210,7 +216,7 @@ def test_a_heartbeat_that_is_answered_late_says_nothing_of_a_lease_that_was_gran
             return Renewed(frozenset({"a"}), frozenset())
 
         lab.store.renew_leases = late  # type: ignore[method-assign, assignment]
-        await lab.leases.beat()
+        await lab.lines.beat()
         await settle()
         assert lab.counts("a")
         assert lab.store.released == []
@@ -223,8 +229,8 @@ def test_what_is_taken_back_is_given_back_at_once_and_answered_from_no_more(is_u
     async def scenario(lab: Lab) -> None:
         lab.remember("a")
         await lab.held("a")
-        with lab.leases.using("a") if is_used else contextlib.nullcontext():
-            lab.leases._happened(LeaseWanted("a", KV, takes_back=True))
+        with lab.line("a").in_use() if is_used else contextlib.nullcontext():
+            lab.lines._happened(LeaseWanted("a", KV, takes_back=True))
             assert not lab.counts("a")
             await settle()
             assert lab.store.released == [("a", 1)]
@@ -239,7 +245,7 @@ def test_a_busy_store_is_given_the_lease_back_for_as_long_as_it_holds() -> None:
     async def scenario(lab: Lab) -> None:
         await lab.held("a")
         lab.store.release_takes_s = LEASE_TTL_S - 0.5
-        lab.leases._happened(LeaseWanted("a", KV, takes_back=True))
+        lab.lines._happened(LeaseWanted("a", KV, takes_back=True))
         await settle()
         assert lab.store.released == [("a", 1)]
 
@@ -250,8 +256,8 @@ def test_another_engine_gets_the_line_when_its_turn_has_ended_and_is_stored() ->
     async def scenario(lab: Lab) -> None:
         lab.remember("a")
         await lab.held("a")
-        with lab.leases.using("a"):
-            lab.leases._happened(LeaseWanted("a", KV, takes_back=False))
+        with lab.line("a").in_use():
+            lab.lines._happened(LeaseWanted("a", KV, takes_back=False))
             await settle()
             assert lab.store.released == []
             assert lab.counts("a")
@@ -270,7 +276,7 @@ def test_after_a_lease_was_given_back_the_next_one_is_of_another_generation(take
     async def scenario(lab: Lab) -> None:
         lab.remember("a")
         await lab.held("a")
-        lab.leases._happened(LeaseWanted("a", KV, takes_back=takes_back))
+        lab.lines._happened(LeaseWanted("a", KV, takes_back=takes_back))
         await lab.held("a")
         assert lab.store.released == [("a", 1)]
         assert lab.store.asked == [("a", True), ("a", True)]
@@ -281,14 +287,14 @@ def test_after_a_lease_was_given_back_the_next_one_is_of_another_generation(take
 def test_a_lease_that_was_asked_for_before_it_was_taken_back_is_given_back_unused() -> None:
     async def scenario(lab: Lab) -> None:
         lab.store.answering.clear()
-        lab.leases.begin("a")
+        lab.line("a").lease.request()
         await settle()
-        lab.leases._happened(LeaseWanted("a", KV, takes_back=True))
+        lab.lines._happened(LeaseWanted("a", KV, takes_back=True))
         lab.store.answering.set()
         await settle()
-        assert lab.leases.lease("a") is None
+        assert lab.line("a").lease.held is None
         assert lab.store.released == [("a", 1)]
-        assert (await lab.leases.obtain("a", 1)).generation == 2
+        assert (await lab.line("a").lease.obtain(1)).generation == 2
         assert lab.store.asked == [("a", True), ("a", True)]
 
     run(scenario)
@@ -299,7 +305,7 @@ def test_a_memory_that_is_nowhere_else_is_not_dropped_for_another_engine() -> No
         lab.remember("a", is_safe=False)
         await lab.held("a")
         lab.store.wanted = frozenset({"a"})
-        await lab.leases.beat()
+        await lab.lines.beat()
         await settle()
         assert lab.store.released == []
         assert "a" in lab.engine.hot
@@ -310,15 +316,15 @@ def test_a_memory_that_is_nowhere_else_is_not_dropped_for_another_engine() -> No
 def test_a_line_that_is_held_elsewhere_is_waited_for_a_little_and_then_refused() -> None:
     async def scenario(lab: Lab) -> None:
         lab.store.refusals = [HELD, HELD]
-        lab.leases.begin("a")
+        lab.line("a").lease.request()
         await settle()
-        assert lab.leases.is_elsewhere("a")
-        assert (await lab.leases.obtain("a", 5)).newest == HEAD.identity
-        assert not lab.leases.is_elsewhere("a")
+        assert lab.line("a").lease.is_elsewhere
+        assert (await lab.line("a").lease.obtain(5)).newest == HEAD.identity
+        assert not lab.line("a").lease.is_elsewhere
         lab.store.refusals = [HELD] * 100
         lab.now += 100
         with pytest.raises(errors.Unavailable) as refused:
-            await lab.leases.obtain("a", 0.0)
+            await lab.line("a").lease.obtain(0.0)
         assert refused.value.reason == "AGENT_HELD_ELSEWHERE"
         assert refused.value.retry_after_s
 
@@ -329,9 +335,9 @@ def test_after_lost_events_no_lease_counts_until_it_is_prolonged() -> None:
     async def scenario(lab: Lab) -> None:
         lab.remember("a")
         await lab.held("a")
-        lab.leases._happened(EventsLost())
+        lab.lines._happened(EventsLost())
         assert not lab.counts("a")
-        await lab.leases.beat()
+        await lab.lines.beat()
         assert lab.counts("a")
 
     run(scenario)
@@ -352,31 +358,31 @@ def test_after_lost_events_no_lease_counts_until_it_is_prolonged() -> None:
 def test_what_others_did_drops_what_no_turn_can_use(event: StoreEvent, is_safe: bool, expected: bool) -> None:
     async def scenario(lab: Lab) -> None:
         lab.remember("a", is_safe=is_safe)
-        lab.leases._happened(event)
+        lab.lines._happened(event)
         assert ("a" in lab.engine.hot) is expected
 
     run(scenario)
 
 
 @pytest.mark.parametrize(
-    ("publication", "is_used", "expected"),
+    ("standing", "is_used", "expected"),
     [
-        (PublicationState(NO_HEAD, is_head=False), False, False),
-        (PublicationState(NO_HEAD, is_head=False, attempted=HEAD.identity), False, False),
-        (PublicationState(HEAD, is_head=False, attempted_before=frozenset({HEAD.identity})), False, False),
-        (PublicationState(HEAD, is_head=False, attempted=HEAD.identity), True, True),  # its turn or its commit decides
-        (PublicationState(None, is_head=False), False, True),
+        (Standing(NO_HEAD), False, False),
+        (Standing(NO_HEAD, Stage.SENT, sent=HEAD.identity), False, False),
+        (Standing(HEAD, sent_before=frozenset({HEAD.identity})), False, False),
+        (Standing(HEAD, Stage.SENT, sent=HEAD.identity), True, True),  # its turn or its commit decides
+        (Standing(None), False, True),
     ],
 )
 def test_of_an_agent_that_is_gone_nothing_stays_that_may_have_been_stored(
-    publication: PublicationState, is_used: bool, expected: bool
+    standing: Standing, is_used: bool, expected: bool
 ) -> None:
     async def scenario(lab: Lab) -> None:
         lab.engine.hot["a"] = AgentMemory(
-            RememberedText("", TokenIds(), ()), (), manifest_pb2.Turn(), 0, "", publication
+            RememberedText("", TokenIds(), ()), (), manifest_pb2.Turn(), 0, "", Publication(standing)
         )
-        with lab.leases.using("a") if is_used else contextlib.nullcontext():
-            lab.leases._happened(AgentGone("a"))
+        with lab.line("a").in_use() if is_used else contextlib.nullcontext():
+            lab.lines._happened(AgentGone("a"))
         assert ("a" in lab.engine.hot) is expected
 
     run(scenario)
@@ -393,11 +399,11 @@ def test_a_commit_moves_on_what_its_own_lease_calls_newest_and_never_back(
     async def scenario(lab: Lab) -> None:
         await lab.held("a")
         committed = Head(version, Digest.of(b"committed"), version - 1, KV)
-        lab.leases.committed("a", committed, generation)
-        lease = lab.leases.lease("a")
+        lease = lab.line("a").lease.held
         assert lease is not None
+        lease.committed(committed, generation)
         assert lease.newest == (committed if expected else HEAD).identity
-        assert may_use_hot(PublicationState(committed, is_head=True).claim, None, lease, lab.now) is expected
+        assert (Standing(committed, Stage.STORED).use(None, lease, lab.now) is Use.YES) is expected
 
     run(scenario)
 
@@ -406,7 +412,7 @@ def test_at_the_end_all_leases_are_given_back() -> None:
     async def scenario(lab: Lab) -> None:
         for agent in ("a", "b"):
             await lab.held(agent)
-        await lab.leases.close()
+        await lab.lines.close()
         assert sorted(lab.store.released) == [("a", 1), ("b", 2)]
 
     run(scenario)

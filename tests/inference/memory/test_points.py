@@ -12,7 +12,8 @@ from kvasir.formats.digest import Digest
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import Cold, Hot, Restored
-from inference_svc.memory.agent_memory import AgentMemory, PublicationState
+from inference_svc.memory.agent_memory import AgentMemory, Publication, StoredFiles
+from inference_svc.memory.lines.line_states import Stage, Standing
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.restore_costs import RestoreCosts
@@ -84,8 +85,8 @@ STATES = {point: Digest.of(b"state %d" % point) for point in POINTS}
 def memory(points: Sequence[int] = POINTS) -> AgentMemory:
     transcript = RememberedText(TEXT, TokenIds(map(ord, TEXT)), (1,) * len(TEXT))
     states = {point: STATES[point] for point in points}
-    publication = PublicationState(NO_HEAD, is_head=True, blocks=list(BLOCKS), tail=TAIL, states=states)
-    return AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "t", publication, tuple(points))
+    publication, files = Publication(Standing(NO_HEAD, Stage.STORED)), StoredFiles(list(BLOCKS), TAIL, states=states)
+    return AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "t", publication, files, tuple(points))
 
 
 def planned(

@@ -11,7 +11,8 @@ from kvasir.cachestore.v1 import cachestore_pb2, manifest_pb2
 from kvasir.formats.digest import Digest
 
 from inference_svc.engine.api import Cold, Hot, Restored, RestoredWindow, Started
-from inference_svc.memory.agent_memory import AgentMemory, PublicationState
+from inference_svc.memory.agent_memory import AgentMemory, Publication, StoredFiles
+from inference_svc.memory.lines.line_states import Stage, Standing
 from inference_svc.memory.outcomes import MissReason, Source
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.restore_costs import RestoreCosts
@@ -57,9 +58,9 @@ def planned(
 ) -> Prepared:
     parts: Any = around
     planner = ReusePlanner(parts, parts, {"ns": parts}, RestoreCosts(lambda: 0.0))
-    publication = PublicationState(NO_HEAD, is_head=True, blocks=list(BLOCKS), tail=TAIL, windows=dict(stored))
+    publication, files = Publication(Standing(NO_HEAD, Stage.STORED)), StoredFiles(list(BLOCKS), TAIL, dict(stored))
     transcript = RememberedText(TEXT, TokenIds(map(ord, TEXT)), (1,) * len(TEXT))
-    memory = AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "t", publication)
+    memory = AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "t", publication, files)
 
     async def hold(size_bytes: int) -> None:
         around.held += size_bytes

@@ -31,7 +31,9 @@ from inference_svc.engine.api import (
 )
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.kv.damage import DamagedFile
-from inference_svc.memory.agent_memory import AgentMemory, PublicationState
+from inference_svc.memory.agent_memory import AgentMemory, Publication
+from inference_svc.memory.lines.line_states import Stage, Standing
+from inference_svc.memory.lines.lines import Lines
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.publishing.block_stream import BlockStream
 from inference_svc.memory.recall import Recollection
@@ -63,6 +65,7 @@ from inference_svc.turns.phases import (
 from inference_svc.turns.turn_data import MemoryUse, MessagesInput, TurnFinished, TurnRequest
 from inference_svc.turns.turn_reporter import TurnReporter
 from inference_svc.turns.turn_service import TurnService
+from tests.inference.turns.parts import line_parts
 
 OURS, THEIRS = Head(5, Digest.of(b"5"), 4), Head(6, Digest.of(b"6"), 5)
 SETTINGS = EngineSettings(listen="unix:/nowhere")
@@ -71,7 +74,7 @@ ENDED = Ended(FinishReason.STOP, "", 2, 0, 1, Timings(), "", "", SequenceState(T
 
 def remembered(head: Head, content: str, source: Source = Source.WARM) -> Recollection:
     messages = (manifest_pb2.Message(role="user", content=content),)
-    publication = PublicationState(head, is_head=True)
+    publication = Publication(Standing(head, Stage.STORED))
     return Recollection(
         AgentMemory(RememberedText("", TokenIds(), ()), messages, manifest_pb2.Turn(), 0, "", publication), source, head
     )
@@ -86,12 +89,16 @@ class Surroundings:
     specials = Specials()
     memory_budget_bytes = 100
     copies = None  # no turn here sends blocks ahead
+    event_cursor = None
 
     def __init__(self, found: list[Recollection], losses: int) -> None:
         self.found, self.losses = found, losses
         self.costs = RestoreCosts(lambda: 0.0)
         self.planned: list[str] = []
         self.finished: list[tuple[int | None, str]] = []
+
+    async def of_turn(self, key: object, budget: object, *, extends: bool) -> Recollection:
+        return await self.newest(key, budget)
 
     async def newest(self, key: object, budget: object) -> Recollection:
         return self.found.pop(0) if len(self.found) > 1 else self.found[0]
@@ -159,8 +166,9 @@ def service(around: Surroundings, stores: Mapping[str, Any] = MappingProxyType({
     parts: Any = around
     stats = ServiceStats(0.0)
     admission = Admission(SETTINGS.admission, time.monotonic)
+    lines = {namespace: Lines(namespace, store, line_parts(engine=parts)) for namespace, store in stores.items()}
     engine_parts = EngineParts(
-        parts, parts, parts, parts, parts, stores, {}, SETTINGS.turn_limits, admission, stats, time.monotonic
+        parts, parts, parts, parts, parts.copies, lines, SETTINGS.turn_limits, admission, stats, time.monotonic
     )
     return TurnService(engine_parts, parts)
 
@@ -243,7 +251,7 @@ def test_a_store_that_cannot_be_asked_any_more_leaves_the_turn_on_the_version_it
     ("changes", "follows"),
     [
         ({"task": SimpleNamespace(done=lambda: False)}, None),  # asked for when the turn is stored, which is in order
-        ({"head": THEIRS, "is_head": True}, 6),
+        ({"standing": Standing(THEIRS, Stage.STORED)}, 6),
         ({"task": SimpleNamespace(done=lambda: True)}, 5),
     ],
     ids=["on its way", "stored meanwhile", "failed"],
@@ -254,7 +262,7 @@ def test_a_turn_on_a_memory_that_left_ram_unstored_follows_what_that_became(
     """Not the version before: that memory's commit comes first, and the turn would lose against it."""
     ours = remembered(OURS, "ours", Source.HOT)
     assert ours.memory is not None
-    publication = replace(ours.memory.publication, **{"is_head": False, **changes})
+    publication = Publication(**{"standing": Standing(OURS), **changes})
     unstored = replace(ours, memory=replace(ours.memory, publication=publication))
     waiting = Recollection(None, Source.COLD, None, Miss(MissReason.STORE_TIMEOUT, "the turn before is being stored"))
     around = Surroundings([unstored, waiting], losses=1)

@@ -12,13 +12,14 @@ from kvasir.cachestore.v1 import cachestore_pb2, manifest_pb2
 from kvasir.formats.digest import Digest
 
 from inference_svc.engine.api import AgentKey, Event, Hot, Prefilled, SamplingParams
-from inference_svc.memory.agent_memory import AgentMemory, PublicationState, from_manifest
+from inference_svc.memory.agent_memory import AgentMemory, Publication, from_manifest
+from inference_svc.memory.lines.line_states import Stage, Standing
+from inference_svc.memory.lines.lines import Lines
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recall, Recollection
 from inference_svc.memory.reuse_planning import Prepared
 from inference_svc.memory.store.answers import NO_HEAD, Head, StoreMiss, head_of
 from inference_svc.memory.store.patience import Budget
-from inference_svc.memory.trust import is_current
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.prefix_matching import Outcome, RememberedText
 from inference_svc.text.token_ids import TokenIds
@@ -44,7 +45,7 @@ from inference_svc.turns.turn_data import (
 )
 from inference_svc.turns.turn_ending import TurnEnding
 from inference_svc.turns.turn_reporter import HandOff
-from tests.inference.turns.parts import parts_of
+from tests.inference.turns.parts import line_parts, parts_of
 
 HEAD = Head(5, Digest.of(b"manifest"), 4, "kv")
 HELLO = manifest_pb2.Message(role="user", content="hello")
@@ -62,7 +63,12 @@ def memory(
 ) -> AgentMemory:
     turn = manifest_pb2.Turn(request_id="r", input_digest="digest", finish_reason=finish_reason)
     return AgentMemory(
-        RememberedText("", TokenIds(), ()), messages, turn, 0, "", PublicationState(HEAD, is_head=is_head)
+        RememberedText("", TokenIds(), ()),
+        messages,
+        turn,
+        0,
+        "",
+        Publication(Standing(HEAD, Stage.STORED if is_head else Stage.MADE)),
     )
 
 
@@ -188,13 +194,12 @@ def test_a_memory_that_cannot_be_read_is_not_replaced_without_the_callers_word(
 def test_what_extends_an_unstored_memory_counts_under_that_ones_lease(is_head: bool, expected: int) -> None:
     """The present lease may be one that was given after a rollback: it proves nothing of what was before it."""
     tagged: list[AgentMemory] = []
-    engine: Any = SimpleNamespace(
-        model=SimpleNamespace(tokenizer_digest="t"), tag_hot=lambda _key, memory, _owing: tagged.append(memory)
-    )
-    leases: Any = {"default": SimpleNamespace(generation=lambda _agent: 9)}
-    ending = TurnEnding(parts_of(engine=engine, leases=leases))
+    engine: Any = SimpleNamespace(model=SimpleNamespace(tokenizer_digest="t"))
+    line: Any = SimpleNamespace(lease=SimpleNamespace(generation=9), tag=tagged.append)
+    lines: Any = {"default": SimpleNamespace(line=lambda _agent: line)}
+    ending = TurnEnding(parts_of(engine=engine, lines=lines))
     hot = replace(memory(is_head=is_head), is_brought=True)
-    hot.publication.generation = 3
+    hot.publication.standing = hot.publication.standing.under(3)
     recollection = Recollection(hot, Source.HOT, HEAD)
     prepared = Prepared("x", Tokenized(TokenIds((1,)), (1,)), Hot(1), Source.HOT, Outcome.EXTEND, None, ())
     nothing: Any = None
@@ -202,7 +207,7 @@ def test_what_extends_an_unstored_memory_counts_under_that_ones_lease(is_head: b
     planned = Planned(Prompted(Recalled(request(), recollection), "x"), recollection, prepared, nothing)
     text = RememberedText("x", TokenIds((1,)), (1,))
     made = ending._attach(Ran(planned, prepared, ended), text, (), manifest_pb2.Turn())
-    assert made.publication.generation == expected
+    assert made.publication.standing.generation == expected
     # And what was computed on brought rows is brought, though the store may have lost its marked copy.
     assert made.is_brought
     assert tagged == [made]
@@ -227,7 +232,7 @@ def test_an_older_version_is_not_a_hot_memory_that_extends_it_and_is_not_stored(
 
     engine: Any = SimpleNamespace(model=SimpleNamespace(kv_identity_hash="kv"))
     store: Any = SimpleNamespace(version=version)
-    recall = Recall(engine, {"default": store})
+    recall = Recall(engine, {"default": Lines("default", store, line_parts(engine=engine))})
     key, budget = AgentKey("default", "a"), Budget(1.0, 1.0, lambda: 0.0)
     stored, unstored = (Recollection(memory(is_head=is_head), Source.HOT, HEAD) for is_head in (True, False))
     assert asyncio.run(recall.with_base(key, stored, 5, budget)) is stored
@@ -277,42 +282,41 @@ OTHER = Head(6, Digest.of(b"another"), 5, "kv")
 
 
 @pytest.mark.parametrize(
-    ("publication", "newest", "expected"),
+    ("standing", "newest", "expected"),
     [
-        (PublicationState(HEAD, is_head=True), HEAD, True),
-        (PublicationState(HEAD, is_head=False), HEAD, True),  # extends it, not stored yet
-        (PublicationState(HEAD, is_head=True), OTHER, False),
-        (PublicationState(HEAD, is_head=True), Head(5, OTHER.manifest, 4, "kv"), False),  # deleted and begun anew
-        (PublicationState(HEAD, is_head=True), NO_HEAD, False),
+        (Standing(HEAD, Stage.STORED), HEAD, True),
+        (Standing(HEAD), HEAD, True),  # extends it, not stored yet
+        (Standing(HEAD, Stage.STORED), OTHER, False),
+        (Standing(HEAD, Stage.STORED), Head(5, OTHER.manifest, 4, "kv"), False),  # deleted and begun anew
+        (Standing(HEAD, Stage.STORED), NO_HEAD, False),
         (
-            PublicationState(HEAD, is_head=False, attempted=OTHER.identity),
+            Standing(HEAD, Stage.SENT, sent=OTHER.identity),
             OTHER,
             True,
         ),  # a commit whose answer was lost
         # Rolled back to it since: the number is another, and so is what the agent remembers.
-        (PublicationState(HEAD, is_head=False, attempted=OTHER.identity), Head(8, OTHER.manifest, 7, "kv"), False),
-        (PublicationState(HEAD, is_head=False, attempted_before=frozenset({OTHER.identity})), OTHER, True),
+        (Standing(HEAD, Stage.SENT, sent=OTHER.identity), Head(8, OTHER.manifest, 7, "kv"), False),
+        (Standing(HEAD, sent_before=frozenset({OTHER.identity})), OTHER, True),
         (
-            PublicationState(HEAD, is_head=False, attempted_before=frozenset({OTHER.identity})),
+            Standing(HEAD, sent_before=frozenset({OTHER.identity})),
             Head(8, OTHER.manifest, 7),
             False,
         ),
-        (PublicationState(HEAD, is_head=False, lost_to="6"), HEAD, False),
+        (Standing(HEAD).lost("6"), HEAD, False),
         (
-            PublicationState(None, is_head=False),
+            Standing(None),
             OTHER,
             False,
         ),  # made while the store was away: what it follows was never told
-        (PublicationState(None, is_head=False), NO_HEAD, False),
+        (Standing(None), NO_HEAD, False),
     ],
 )
 def test_a_hot_memory_is_used_only_if_it_is_or_extends_the_newest_version(
-    publication: PublicationState, newest: Head, expected: bool
+    standing: Standing, newest: Head, expected: bool
 ) -> None:
-    assert is_current(publication.claim, newest.identity) is expected
+    assert standing.is_current(newest.identity) is expected
     if expected:
-        publication.learn(newest)
-        assert publication.head == newest
+        assert standing.found(newest).head == newest
 
 
 # --- outbox and hand-off ---

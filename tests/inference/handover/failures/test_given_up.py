@@ -23,10 +23,10 @@ from inference_svc.handover.giving import TurnGiver
 from inference_svc.handover.passing import Opening, Promise, Stand, Surroundings
 from inference_svc.handover.resume_tokens import ResumeTokens
 from inference_svc.handover.taking import Taking
+from inference_svc.memory.lines.lines import Lines
 from inference_svc.memory.service_stats import ServiceStats
-from inference_svc.memory.store.answers import AgentSettings, LastMove, last_move_of
+from inference_svc.memory.store.answers import AgentSettings, LastMove, Version, last_move_of
 from inference_svc.memory.store.patience import Budget
-from inference_svc.memory.trust import Version
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.prompting import Tokenized
 from inference_svc.served_model import ServedModel, open_served
@@ -35,6 +35,7 @@ from inference_svc.turns.admission import Admission
 from inference_svc.turns.phases import BegunPrompt, BegunTurn, Progress, TurnPhase
 from tests.inference.handover.cases import ON
 from tests.inference.handover.test_taking import PROMPT, TOKENS
+from tests.inference.turns.parts import line_parts
 
 VERSION = "1"
 
@@ -51,7 +52,7 @@ async def serving(state_dir: Path) -> AsyncIterator[ServedModel]:
         "owner",
         Admission(settings.admission, clock),
         ServiceStats(clock()),
-        lambda engine, leases: TurnGiver(engine, leases, {}, {}, no_link, VERSION, clock, str),
+        lambda engine, lines: TurnGiver(engine, lines, {}, no_link, VERSION, clock, str),
         clock,
         lambda: 0,
     )
@@ -103,11 +104,11 @@ class StillLink:
         self.commits += 1
 
 
-def giver_over(served: ServedModel, link: StillLink, leases: Any = None) -> TurnGiver:
+def giver_over(served: ServedModel, link: StillLink, lines: Any = None) -> TurnGiver:
     def links(peer: str, namespace: str) -> Any:
         return contextlib.nullcontext(link)
 
-    return TurnGiver(served.engine, leases or {}, {}, {}, links, VERSION, time.monotonic, str)
+    return TurnGiver(served.engine, lines or {}, {}, links, VERSION, time.monotonic, str)
 
 
 async def speaking_one(served: ServedModel, agent_id: str = "") -> Progress:
@@ -198,16 +199,17 @@ def test_a_turn_that_is_not_owned_yet_is_not_given_on(tmp_path: Path) -> None:
 
 def test_a_cancel_while_the_lease_goes_back_ends_the_turn_here(tmp_path: Path) -> None:
     async def work(served: ServedModel) -> None:
-        link, leases = StillLink(), SimpleNamespace(begin=lambda agent_id: None)
+        link, lease = StillLink(), SimpleNamespace(request=lambda: None)
         turn = await speaking_one(served, "ada")
 
-        async def hand_on(agent_id: str) -> None:
+        async def hand_on() -> None:
             turn.cancel()
 
-        leases.hand_on = hand_on
+        lease.hand_on = hand_on
+        lines = SimpleNamespace(line=lambda agent_id: SimpleNamespace(lease=lease))
         link.may_answer.set()
         with pytest.raises(Cancelled):
-            await giver_over(served, link, {"default": leases}).give([turn], "b")
+            await giver_over(served, link, {"default": lines}).give([turn], "b")
         assert (link.commits, turn.phase is TurnPhase.MOVED) == (0, False)
 
     run(tmp_path, work)
@@ -217,14 +219,15 @@ def test_a_taken_turn_extends_the_number_that_its_parent_has_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work(served: ServedModel) -> None:
-        async def obtain(agent_id: str, patience_s: float) -> Any:
+        async def obtain(patience_s: float) -> Any:
             return SimpleNamespace(newest=Version(3, None))
 
         taking = taking_one(served, "ada")
         taking.own(await taking.prepare())
         [[turn]] = served.turns.under_way()
-        lines, leases = served.turns._flow._lines, {"default": SimpleNamespace(obtain=obtain)}
-        monkeypatch.setattr(lines, "_parts", replace(lines._parts, leases=leases))
+        turns, line = served.turns._flow.taken, SimpleNamespace(lease=SimpleNamespace(obtain=obtain))
+        lines: Any = {"default": SimpleNamespace(line=lambda agent_id: line)}
+        monkeypatch.setattr(turns, "_parts", replace(turns._parts, lines=lines))
         await taking.go_on()
         assert turn.planned is not None
         assert turn.planned.recollection.head is not None
@@ -250,15 +253,16 @@ def test_a_taken_turn_has_the_settings_with_which_its_agent_came(
         taking = taking_one(served, "ada")
         taking.own(await taking.prepare())
         [[turn]] = served.turns.under_way()
-        lines, stores = served.turns._flow._lines, {"default": SimpleNamespace(last_move=last_move)}
+        turns = served.turns._flow.taken
+        lines: Any = {"default": SimpleNamespace(store=SimpleNamespace(last_move=last_move))}
         assert turn.planned is not None
         assert turn.taken is not None
         begun = replace(
             turn.taken.begun, move_id="a move", peer="laptop", parent_manifest=last_move_of(came).newest.manifest
         )
         with monkeypatch.context() as patched:
-            patched.setattr(lines, "_parts", replace(lines._parts, stores=stores))
-            moved = await lines._moved(turn.planned, begun)
+            patched.setattr(turns, "_parts", replace(turns._parts, lines=lines))
+            moved = await turns._moved(turn.planned, begun)
         assert moved.recollection.settings == AgentSettings("drop_oldest", "none")
         await taking.go_on()
         taking.close()
@@ -282,15 +286,13 @@ class LateStore:
             raise answer
         return answer
 
-    async def hand_on(self, agent_id: str) -> None:
-        pass
-
 
 async def let_go(store: Any) -> None:
     """Of the turn of an agent that must move to another store."""
     nothing: Any = None
     turn: Any = SimpleNamespace(request=SimpleNamespace(namespace="home", agent_id="ada"), is_kept=True)
-    giver = TurnGiver(nothing, {"home": store}, {"home": store}, {"b": "studio"}, no_link, VERSION, lambda: 0.0, str)
+    lines = {"home": Lines("home", store, line_parts())}
+    giver = TurnGiver(nothing, lines, {"b": "studio"}, no_link, VERSION, lambda: 0.0, str)
     await giver._let_go(turn, "a move", "b")
 
 

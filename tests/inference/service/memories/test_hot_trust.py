@@ -11,7 +11,7 @@ from kvasir.errors import FailedPrecondition, Unavailable
 from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from inference_svc.memory.trust import LEASE_TTL_S
+from inference_svc.memory.store.answers import LEASE_TTL_S
 from tests.campaigns.faults.faulty_link import Fault, FaultyLink
 from tests.inference.engine.tiny_models import LLAMA, write_model
 from tests.running.system_fixtures import ENGINE_SERVICE, House, Service, running_house

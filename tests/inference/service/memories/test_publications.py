@@ -1,7 +1,6 @@
 """Publications against a store that loses answers, is late, or talks nonsense: no version is lost, none is overrun."""
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -16,21 +15,22 @@ from kvasir.formats.digest import Digest
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import AgentKey, Snapshot
-from inference_svc.memory.agent_memory import AgentMemory, PublicationState
+from inference_svc.memory.agent_memory import AgentMemory, Publication, StoredFiles
+from inference_svc.memory.lines import commit, line
+from inference_svc.memory.lines.line_parts import PublishingLimits
+from inference_svc.memory.lines.line_states import Standing
+from inference_svc.memory.lines.lines import Lines, store_owed
 from inference_svc.memory.outcomes import SnapshotState
-from inference_svc.memory.publishing import committing, copies, publisher
-from inference_svc.memory.publishing.committing import PublishingLimits
+from inference_svc.memory.publishing import copies
 from inference_svc.memory.publishing.copies import Copies
-from inference_svc.memory.publishing.publisher import Publisher
 from inference_svc.memory.service_stats import ServiceStats
-from inference_svc.memory.store.answers import NO_HEAD, AgentHeads, Head
-from inference_svc.memory.trust import Lease, Version, is_current
+from inference_svc.memory.store.answers import NO_HEAD, AgentHeads, Granted, Head, Version
 from inference_svc.model.model_host import MemoriesLeft
 from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.turn_ending import TurnEnding
-from tests.inference.turns.parts import parts_of
+from tests.inference.turns.parts import line_parts, parts_of
 
 KEY = AgentKey("default", "a")
 LAYER = identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_FULL, kv_heads=1, key_dim=64, value_dim=64)
@@ -128,11 +128,15 @@ class Store:
         self.leases: list[object] = []  # that commits brought
         self.bases: list[object] = []  # likewise
         self.manifests = 0  # written
+        self.generation = 2  # of the lease that it grants
         self.up = asyncio.Event()
         self.up.set()
 
     def has_moved_within(self, _seconds: float) -> bool:
         return False
+
+    async def acquire_lease(self, *_asked: object, **_how: object) -> Granted:
+        return Granted(self.generation, self.head)
 
     async def until_reachable(self) -> None:
         await self.up.wait()
@@ -180,19 +184,21 @@ class House:
         self.store: Any = Store(head)
         ticks = iter(range(1, 1000))
         limits = PublishingLimits(commit_wait_s=3, timeout_s=timeout_s, head_budget_s=2)
-        taken_in = Copies(self.engine, SharedRoom(max_held_bytes))
-        self.stats = ServiceStats(0.0)
-        self.publisher = Publisher(self.engine, taken_in, limits, self.stats, lambda: 0.0, lambda: next(ticks))
+        self.copies, self.stats = Copies(self.engine, SharedRoom(max_held_bytes)), ServiceStats(0.0)
+        parts = line_parts(
+            engine=self.engine, copies=self.copies, limits=limits, stats=self.stats, now_ms=lambda: next(ticks)
+        )
+        self.lines = Lines(KEY.namespace, self.store, parts)
+        self.line = self.lines.line(KEY.agent_id)
 
     def publish(self, memory: AgentMemory, previous: AgentMemory | None = None) -> asyncio.Task[Any]:
-        before = previous.publication if previous is not None else None
         asked: Future[Snapshot | None] = Future()
         asked.set_result(taken(memory))
-        return self.publisher.publish(KEY, memory, pinning(asked), self.store, before, None)
+        return self.line.publish(memory, pinning(asked), previous)
 
 
 def remembered(text: str, head: Head | None, expected_version: int | None = None) -> AgentMemory:
-    publication = PublicationState(head, is_head=False, expected_version=expected_version)
+    publication = Publication(Standing(head, expected_version=expected_version))
     transcript = RememberedText(text, TokenIds([1] * len(text)), [1] * len(text))
     return AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "", publication)
 
@@ -258,7 +264,7 @@ def test_a_turn_that_ended_while_its_predecessor_committed_follows_it() -> None:
         house = House()
         first = remembered("one", NO_HEAD)
         publishing = house.publish(first)
-        second = remembered("one two", first.publication.head)
+        second = remembered("one two", first.publication.standing.head)
         await publishing
         outcome = await house.publish(second, first)
         assert (outcome.state, outcome.version) == (SnapshotState.COMMITTED, 2)
@@ -271,7 +277,7 @@ def test_a_turn_has_its_predecessors_base_only_if_that_one_never_became_a_versio
     async def scenario() -> None:
         house = House(OTHERS, timeout_s=5.0 if is_stored else 0.05)
         first, second = remembered("one", OTHERS), remembered("one two", OTHERS)
-        first.publication.base_version = 3
+        first.publication.standing = replace(first.publication.standing, base_version=3)
         house.store.up.clear()
         publishing = [house.publish(first)]
         if not is_stored:
@@ -293,8 +299,8 @@ def test_what_extends_a_memory_that_lost_loses_too() -> None:
         house.store.up.set()
         assert [outcome.state for outcome in await asyncio.gather(*both)] == [SnapshotState.FAILED] * 2
         assert house.store.head == OTHERS
-        assert first.publication.head is None
-        assert not is_current(second.publication.claim, OTHERS.identity)
+        assert first.publication.standing.head is None
+        assert not second.publication.standing.is_current(OTHERS.identity)
 
     run(scenario)
 
@@ -319,10 +325,10 @@ def test_a_memory_made_without_the_store_is_stored_after_the_version_that_its_ca
         house = House(OTHERS)
         memory = remembered("one", None, expected_version)
         # The number alone does not say which memory it follows: as hot memory it is not used until it is stored.
-        assert not is_current(memory.publication.claim, OTHERS.identity)
+        assert not memory.publication.standing.is_current(OTHERS.identity)
         outcome = await house.publish(memory)
         assert outcome.state is (SnapshotState.COMMITTED if expected else SnapshotState.FAILED)
-        assert is_current(memory.publication.claim, house.store.head.identity) is expected
+        assert memory.publication.standing.is_current(house.store.head.identity) is expected
 
     run(scenario)
 
@@ -345,35 +351,18 @@ def test_a_version_that_was_lost_and_brought_back_is_not_the_one_that_the_next_t
     run(scenario)
 
 
-def leased(house: House, generation: int = 2) -> None:
-    """Give the house a lease of the line as it is."""
-    lease = Lease(generation, house.store.head.identity, counts_until=5.0, ends_at=5.0)
-
-    async def obtain(*_asked: object) -> Lease:
-        return lease
-
-    leases: Any = SimpleNamespace(
-        owner="me",
-        obtain=obtain,
-        lease=lambda _agent: lease,
-        using=lambda _agent: contextlib.nullcontext(),
-        committed=lambda *_: None,
-    )
-    house.publisher._leases = {"default": leases}
-
-
 @pytest.mark.parametrize("taken_back", [True, False])
 def test_a_line_that_was_taken_back_is_not_extended_under_the_lease_that_came_after(taken_back: bool) -> None:
     """What was deleted and forked back has the number and the manifest that the memory follows."""
 
     async def scenario() -> None:
         house = House(OTHERS)
-        leased(house)
         house.store.taken_back = taken_back
         memory = remembered("one", OTHERS)
-        memory.publication.generation = 1
+        memory.publication.standing = memory.publication.standing.under(1)
+        await house.line.lease.obtain(1)
         await house.publish(memory)
-        assert house.store.leases == [("me", 1 if taken_back else 2)]
+        assert house.store.leases == [("engine-1", 1 if taken_back else 2)]
 
     run(scenario)
 
@@ -382,11 +371,10 @@ def test_a_line_that_was_taken_back_is_not_extended_under_the_lease_that_came_af
 def test_a_turn_whose_line_was_given_back_is_stored_only_if_nothing_was_taken_back(taken_back: bool) -> None:
     async def scenario() -> None:
         house = House(OTHERS)
-        leased(house)
         house.store.taken_back = taken_back
         outcome = await house.publish(remembered("one", OTHERS))
         assert outcome.state is (SnapshotState.FAILED if taken_back else SnapshotState.COMMITTED)
-        assert house.store.leases == ([] if taken_back else [("me", 2)])
+        assert house.store.leases == ([] if taken_back else [("engine-1", 2)])
 
     run(scenario)
 
@@ -401,7 +389,6 @@ def test_a_turn_that_could_not_ask_does_not_replace_one_that_another_engine_stor
 
     async def scenario() -> None:
         house = House(OTHERS)
-        leased(house)
         house.store.stored = [Digest.of(b"another engine's")] if is_changed else []
         outcome = await house.publish(remembered("one", None, expected_version))
         assert (outcome.state is SnapshotState.COMMITTED) is is_stored
@@ -414,7 +401,6 @@ def test_turns_of_one_outage_are_all_stored_in_their_order() -> None:
 
     async def scenario() -> None:
         house = House(OTHERS)
-        leased(house)
         house.store.up.clear()
         turns = [house.publish(remembered("one" + " more" * count, None)) for count in range(4)]
         house.store.up.set()
@@ -443,10 +429,7 @@ def test_a_memory_that_is_on_its_way_when_its_model_goes_is_stored_once(fails: b
         house.engine.hot = SimpleNamespace(tag=memory)
         house.engine.taken.set_result(taken(memory))
         first = house.publish(memory)
-        ending = TurnEnding(
-            parts_of(engine=house.engine, publisher=house.publisher, stores={KEY.namespace: house.store})
-        )
-        storing = asyncio.create_task(ending.store_hot(9))
+        storing = asyncio.create_task(store_owed(house.engine, {KEY.namespace: house.lines}, 9, lambda: 0.0))
         await asyncio.sleep(0.05)
         may_write.set()
         assert await storing == MemoriesLeft(stored=1)
@@ -485,7 +468,7 @@ def test_files_and_manifest_go_at_once_and_nothing_is_committed_before_both_are_
         may_end.set()
         assert (await publication).state is SnapshotState.COMMITTED
         assert began.count(last) == 1 + is_cut
-        assert memory.publication.tail == Digest.of(b"one")
+        assert memory.files.tail == Digest.of(b"one")
 
     run(scenario)
 
@@ -496,7 +479,7 @@ def test_a_malformed_answer_to_a_commit_is_a_failed_snapshot_with_a_reason() -> 
         house.store.refusals = [ValueError("hash: expected 64 hex")]
         memory = remembered("one", NO_HEAD)
         house.publish(memory)
-        outcome = await house.publisher.outcome("default", memory, house.store)
+        outcome = await house.line.outcome(memory.publication)
         assert outcome.state is SnapshotState.FAILED
         assert "ValueError" in outcome.reason
 
@@ -508,8 +491,7 @@ def test_a_memory_that_cannot_be_copied_is_a_failed_snapshot_with_a_reason(is_ca
     async def scenario() -> None:
         house = House()
         house.engine.taken.cancel() if is_cancelled else house.engine.taken.set_exception(RuntimeError("device"))
-        parts = parts_of(engine=house.engine, publisher=house.publisher, stores={"default": house.store})
-        ending = TurnEnding(parts)
+        ending = TurnEnding(parts_of(engine=house.engine, lines={KEY.namespace: house.lines}))
         outcome = await ending._keep(KEY, remembered("one", NO_HEAD))
         assert outcome.state is SnapshotState.FAILED
         assert "copied" in outcome.reason
@@ -575,21 +557,20 @@ def long_house(blocks: int, max_held_bytes: int, monkeypatch: pytest.MonkeyPatch
     """Pieces of two blocks, and room for five."""
     house = House(max_held_bytes=max_held_bytes)
     engine: Any = LongMemory(blocks)
-    engine.held = house.publisher.copies.held
+    engine.held = house.copies.held
     engine.model.kv_bytes_per_token = 1000 // BLOCK_TOKENS + 1
     monkeypatch.setattr(copies, "_PIECE_BYTES", 2 * BLOCK_TOKENS * engine.model.kv_bytes_per_token)
-    house.engine = house.publisher._engine = house.publisher.copies._engine = engine
+    house.engine = house.copies._engine = engine
+    parts = replace(house.lines._parts, engine=engine)
+    house.line._parts = house.line.lease._parts = parts
     transcript = RememberedText("x" * len(engine.ids), engine.ids, (1,) * len(engine.ids))
-    publication = PublicationState(NO_HEAD, is_head=False)
-    memory = AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "", publication)
+    memory = AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "", Publication(Standing(NO_HEAD)))
     engine.hot = SimpleNamespace(tag=memory)
     return house, memory
 
 
 def publish_long(house: House, memory: AgentMemory) -> asyncio.Task[Any]:
-    publisher = house.publisher
-    asked = publisher.copies.pin(KEY, len(memory.publication.blocks), {})
-    return publisher.publish(KEY, memory, asked, house.store, None, None)
+    return house.line.publish(memory, house.copies.pin(KEY, len(memory.files.blocks), {}))
 
 
 BLOCKS = [Digest.of(bytes([block]) * 1000) for block in range(40)]
@@ -601,9 +582,9 @@ def test_a_memory_larger_than_what_may_wait_goes_to_the_store_in_pieces(monkeypa
         outcome = await publish_long(house, memory)
         assert (outcome.state, outcome.version) == (SnapshotState.COMMITTED, 1)
         assert house.engine.most_held <= 5000
-        assert memory.publication.blocks == BLOCKS
-        assert memory.publication.tail == Digest.of(b"tail")
-        assert house.publisher.copies.held.held_units == 0
+        assert memory.files.blocks == BLOCKS
+        assert memory.files.tail == Digest.of(b"tail")
+        assert house.copies.held.held_units == 0
         assert all(pinned.is_released for pinned in house.engine.pins)
 
     run(scenario)
@@ -623,12 +604,12 @@ def test_a_store_that_cuts_each_piece_in_turn_gets_the_memory_all_the_same(monke
             return cast("tuple[list[Digest], int]", await write_tensors(files, stall_s))
 
         house.store.write_tensors = cutting
-        monkeypatch.setattr(committing, "_FIRST_PAUSE_S", 0.001)
-        monkeypatch.setattr(committing, "_LONGEST_PAUSE_S", 0.001)
+        monkeypatch.setattr(commit, "_FIRST_PAUSE_S", 0.001)
+        monkeypatch.setattr(commit, "_LONGEST_PAUSE_S", 0.001)
         assert (await publish_long(house, memory)).state is SnapshotState.COMMITTED
-        assert memory.publication.blocks == BLOCKS
+        assert memory.files.blocks == BLOCKS
         assert house.engine.most_held <= 5000
-        assert house.publisher.copies.held.held_units == 0
+        assert house.copies.held.held_units == 0
 
     run(scenario)
 
@@ -638,13 +619,13 @@ def test_memories_that_wait_for_the_one_before_hold_no_room_that_it_needs(monkey
         house, memory = long_house(40, 3000, monkeypatch)
         house.store.up.clear()
         first = publish_long(house, memory)
-        later = replace(memory, publication=PublicationState(NO_HEAD, is_head=False))
-        asked = house.publisher.copies.pin(KEY, 0, {})
-        second = house.publisher.publish(KEY, later, asked, house.store, memory.publication, None)
+        later = replace(memory, publication=Publication(Standing(NO_HEAD)), files=StoredFiles())
+        asked = house.copies.pin(KEY, 0, {})
+        second = house.line.publish(later, asked, memory)
         await asyncio.sleep(0.01)
         house.store.up.set()
         assert [(await task).version for task in (first, second)] == [1, 2]
-        assert house.publisher.copies.held.held_units == 0
+        assert house.copies.held.held_units == 0
 
     run(scenario)
 
@@ -657,14 +638,14 @@ def test_a_memory_whose_room_was_wanted_fails_with_a_reason_and_its_successor_kn
         first = remembered("one", NO_HEAD)
         assert (await house.publish(first)).version == 1
         house.engine.hot = None
-        asked = house.publisher.copies.pin(KEY, 0, {})
+        asked = house.copies.pin(KEY, 0, {})
         house.engine.pins[-1].release()
-        outcome = await house.publisher.publish(KEY, memory, asked, house.store, first.publication, None)
+        outcome = await house.line.publish(memory, asked, first)
         assert outcome.state is SnapshotState.FAILED
         assert "dropped" in outcome.reason
-        assert house.publisher.copies.held.held_units == 0
+        assert house.copies.held.held_units == 0
         # The version that is there is the one that it, and whatever extends it, follows.
-        assert memory.publication.head == first.publication.head == house.store.head
+        assert memory.publication.standing.head == first.publication.standing.head == house.store.head
         following = remembered("two", NO_HEAD)
         assert (await house.publish(following, memory)).version == 2
         counters = house.stats.of(KEY.namespace)
@@ -677,7 +658,7 @@ def test_a_memory_whose_room_was_wanted_fails_with_a_reason_and_its_successor_kn
 def test_what_failed_is_tried_again_while_it_is_hot_and_its_success_is_told(
     is_hot: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher, "_FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(line, "_FIRST_RETRY_S", 0.01)
 
     async def scenario() -> None:
         house, memory = House(), remembered("one", NO_HEAD)
@@ -686,20 +667,23 @@ def test_what_failed_is_tried_again_while_it_is_hot_and_its_success_is_told(
         house.store.refusals = [errors.ResourceExhausted("no room now")] * 3
         assert (await house.publish(memory)).state is SnapshotState.FAILED
         counters = house.stats.of(KEY.namespace)
-        await asyncio.sleep(0.3)
+        for _ in range(500 if is_hot else 5):
+            if memory.publication.standing.is_stored:
+                break
+            await asyncio.sleep(0.01)
         assert counters.publications == {
             SnapshotState.FAILED: 1,
             **({SnapshotState.COMMITTED: 1} if is_hot else {}),
         }
         assert counters.made_good == ({SnapshotState.FAILED: 1} if is_hot else {})
-        assert memory.publication.is_head is is_hot
+        assert memory.publication.standing.is_stored is is_hot
         assert house.store.refusals == ([] if is_hot else [house.store.refusals[0]] * 2)
 
     run(scenario)
 
 
 def test_what_the_store_refuses_for_good_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher, "_FIRST_RETRY_S", 0.001)
+    monkeypatch.setattr(line, "_FIRST_RETRY_S", 0.001)
 
     async def scenario() -> None:
         house, memory = House(), remembered("one", NO_HEAD)

@@ -9,7 +9,7 @@ from kvasir import errors
 from kvasir.clients import Reply, StoreClient
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from inference_svc.memory.trust import LEASE_TTL_S
+from inference_svc.memory.store.answers import LEASE_TTL_S
 from tests.running.system_fixtures import House, running_house
 
 GREEDY = {"max_tokens": 6}

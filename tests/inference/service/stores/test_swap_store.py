@@ -16,7 +16,8 @@ from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import Cold, Hot, Preempted, Resumed, Wanted
 from inference_svc.engine.incoming import Incoming
-from inference_svc.memory.agent_memory import PublicationState
+from inference_svc.memory.agent_memory import Publication
+from inference_svc.memory.lines.line_states import Stage, Standing
 from inference_svc.memory.outcomes import MissReason
 from inference_svc.memory.service_stats import NamespaceCounters
 from inference_svc.memory.store.answers import NO_HEAD
@@ -169,20 +170,22 @@ def test_a_turn_that_ends_while_its_files_come_back_leaves_nothing_held(house: H
 def test_only_a_turn_whose_agent_loses_nothing_by_it_may_be_preempted() -> None:
     """The hot memory that it extends goes with its rows: the store must have all of it."""
 
-    def may_wait(reuse: Cold | Hot, publication: PublicationState | None, *, is_reachable: bool = True) -> bool:
+    stored, unstored = Standing(NO_HEAD, Stage.STORED), Standing(NO_HEAD)
+
+    def may_wait(reuse: Cold | Hot, publication: Publication | None, *, is_reachable: bool = True) -> bool:
         memory = None if publication is None else SimpleNamespace(publication=publication)
         return may_be_preempted(cast("Any", SimpleNamespace(is_reachable=is_reachable)), cast("Any", memory), reuse)
 
-    async def being_published() -> PublicationState:
-        publication = PublicationState(NO_HEAD, is_head=True)
+    async def being_published() -> Publication:
+        publication = Publication(stored)
         publication.task = cast("Any", asyncio.get_running_loop().create_future())
         return publication
 
     assert may_wait(Cold(), None)
     assert not may_be_preempted(None, None, Cold())
     assert not may_wait(Cold(), None, is_reachable=False)
-    assert may_wait(Hot(5), PublicationState(NO_HEAD, is_head=True))
-    assert may_wait(Cold(), PublicationState(NO_HEAD, is_head=False))
-    assert not may_wait(Hot(5), PublicationState(NO_HEAD, is_head=False))
+    assert may_wait(Hot(5), Publication(stored))
+    assert may_wait(Cold(), Publication(unstored))
+    assert not may_wait(Hot(5), Publication(unstored))
     assert not may_wait(Hot(5), asyncio.run(being_published()))
-    assert not may_wait(Hot(5), PublicationState(NO_HEAD, is_head=True), is_reachable=False)
+    assert not may_wait(Hot(5), Publication(stored), is_reachable=False)

@@ -1,0 +1,213 @@
+"""Makes one memory the next version of its line: `line_states` decides, this file asks the store and sends.
+
+The store's compare-and-swap decides between engines. This adds two things: the check that nobody took back what the
+memory extends, and the knowledge of commits whose answers were lost.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass
+
+from kvasir import errors
+from kvasir.formats.digest import Digest
+
+from inference_svc.engine.api import AgentKey
+from inference_svc.memory.agent_memory import AgentMemory, StoredFiles, from_manifest, off_loop, parsed, to_manifest
+from inference_svc.memory.lines.line_lease import LineLease
+from inference_svc.memory.lines.line_parts import LineParts
+from inference_svc.memory.lines.line_states import Changes, Doubt, Standing
+from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
+from inference_svc.memory.publishing.memory_files import MemoryFiles
+from inference_svc.memory.store.answers import NO_HEAD, Head, StoreMiss
+from inference_svc.memory.store.patience import Budget
+from inference_svc.memory.store.remote_cache import RemoteCache
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+_LONG_TOKENS = 4_096  # the manifest of more takes milliseconds
+
+
+class OtherConversation(errors.Conflict):
+    """A turn that could not read its agent's memory does not go on from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """One memory on its way to be a version."""
+
+    key: AgentKey
+    memory: AgentMemory
+    files: MemoryFiles
+    store: RemoteCache
+    lease: LineLease
+    parts: LineParts
+    own: frozenset[Digest]
+    """Manifests of the agent that this engine stored lately, for a turn that could not ask for the newest version."""
+
+    @property
+    def _standing(self) -> Standing:
+        return self.memory.publication.standing
+
+    def _stands(self, standing: Standing) -> None:
+        self.memory.publication.standing = standing
+
+    async def until_committed(self) -> SnapshotOutcome:
+        """Commit, and try again whenever the store comes back, until nothing has moved for the time limit. A repeated
+        commit answers with the version it made. Raises Conflict if another writer was first, TimeoutError, and other
+        KvasirErrors and StoreMiss if it cannot be stored.
+        """
+        clock, timeout_s = self.parts.clock, self.parts.limits.timeout_s
+        moved_s, sent_bytes, pause_s = clock(), self.files.sent_bytes, _FIRST_PAUSE_S
+        while True:
+            async with asyncio.timeout(max(moved_s + timeout_s - clock(), 0)):
+                await self.store.until_reachable()
+            try:
+                async with self._in_time():
+                    while (doubt := self._standing.doubt) is not None:
+                        await self._learn(doubt)
+                return await self._commit()
+            except (errors.Unavailable, errors.DeadlineExceeded):
+                pass
+            except StoreMiss:
+                if self.store.is_reachable:
+                    raise
+            if self.files.sent_bytes > sent_bytes:
+                moved_s, sent_bytes, pause_s = clock(), self.files.sent_bytes, _FIRST_PAUSE_S
+            elif clock() - moved_s >= timeout_s:
+                raise TimeoutError
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    @contextlib.asynccontextmanager
+    async def _in_time(self) -> AsyncIterator[None]:
+        """Around small calls, some of which have no deadline of their own."""
+        try:
+            async with asyncio.timeout(self.parts.limits.timeout_s):
+                yield
+        except TimeoutError:
+            raise errors.DeadlineExceeded("the store did not answer") from None
+
+    # --- what must be learned before ---
+
+    async def _learn(self, doubt: Doubt) -> None:
+        """Raises Conflict if the memory must not be written."""
+        match doubt:
+            case Doubt.LEASE:
+                self._stands(self._standing.under(await self._generation()))
+            case Doubt.PARENT:
+                newest = await self._newest()
+                is_changed = await self._has_happened(self._standing.forbidden(newest))
+                self._stands(self._standing.placed(newest, is_changed=is_changed))
+            case Doubt.CONVERSATION:
+                await self._check_conversation()
+                self._stands(self._standing.decided())
+
+    async def _generation(self) -> int:
+        """Of the line's lease, where the turn had none. It does not prove that the parent was there all the while, so
+        the store is asked about that.
+        """
+        try:
+            lease = await self.lease.obtain(self.parts.limits.commit_wait_s)
+        except errors.Unavailable as error:
+            if error.reason != "AGENT_HELD_ELSEWHERE":
+                raise
+            raise errors.Conflict("another inference service has the agent now") from error
+        if self._standing.version and await self._has_happened(Changes.TAKEN_BACK):
+            raise errors.Conflict("the agent was changed", metadata={"head_version": str(lease.newest.number)})
+        return lease.generation
+
+    async def _check_conversation(self) -> None:
+        """Read the memory that a turn could not read. Raises OtherConversation if the turn does not go on from
+        it: it would take that memory's place, and its caller did not ask for that.
+        """
+        head, may_follow = self._standing.head, self.memory.publication.may_follow
+        if may_follow is None or head is None or not head.version:
+            return
+        budget = Budget(self.parts.limits.head_budget_s, 1.0, self.parts.clock)
+        manifest = await parsed(await self.store.manifest(self.key.agent_id, head, budget))
+        if not may_follow(from_manifest(manifest, head, self.parts.engine.model.tokenizer_digest)):
+            raise OtherConversation(
+                "the agent remembers another conversation: this turn is a branch, which is not remembered",
+                metadata={"head_version": str(head.version)},
+            )
+
+    async def _has_happened(self, changes: Changes | None) -> bool:
+        """Whether one of these changes has happened to the agent since the turn began."""
+        agent_id, since = self.key.agent_id, self._standing.event_cursor
+        match changes:
+            case Changes.TAKEN_BACK:
+                return await self.store.was_taken_back(agent_id, since)
+            case Changes.ANY:
+                return await self.store.was_changed(agent_id, since, self.own)
+            case None:
+                return False
+
+    async def _newest(self) -> Head:
+        budget = Budget(self.parts.limits.head_budget_s, 1.0, self.parts.clock)
+        heads = await self.store.heads(self.key.agent_id, self.parts.engine.model.kv_identity_hash, budget)
+        return heads.newest if heads is not None else NO_HEAD
+
+    # --- the commit ---
+
+    async def _commit(self, *, is_second_try: bool = False) -> SnapshotOutcome:
+        stored = await self.files.named()
+        manifest, digest = await self._manifest(stored)
+        timeout_s = self.parts.limits.timeout_s
+        await _all_of(self.files.all_stored(), self.store.write_manifest(manifest, timeout_s))
+        self._stands(self._standing.sending(digest))
+        try:
+            async with self._in_time():
+                self._stands(self._standing.committed(await self._send(digest)))
+        except errors.Conflict:
+            # This commit, or one before it whose answer was lost, may have taken effect after all.
+            found = self._standing.found(await self._newest())
+            if found == self._standing or (is_second_try and not found.is_stored):
+                raise
+            self._stands(found)
+            if not found.is_stored:
+                return await self._commit(is_second_try=True)
+        except errors.FailedPrecondition:
+            if is_second_try:
+                raise
+            # A block that the store had is gone or damaged since: send all blocks that the engine still has.
+            await self.files.restart(self.parts.copies.pin(self.key, 0, {}))
+            return await self._commit(is_second_try=True)
+        self.files.note(stored)
+        head = self._standing.head
+        assert head is not None
+        if self.lease.held is not None:
+            self.lease.held.committed(head, self._standing.generation)
+        written_bytes = self.files.sent_bytes + digest.size_bytes
+        return SnapshotOutcome(SnapshotState.COMMITTED, head.version, "", head.manifest, written_bytes)
+
+    async def _send(self, manifest: Digest) -> Head:
+        lease = self.lease.held
+        if lease is not None and self._standing.moves_to(lease) and not await self._has_happened(Changes.TAKEN_BACK):
+            self._stands(self._standing.under(lease.generation))
+        standing = self._standing
+        return await self.store.commit(
+            self.key.agent_id,
+            manifest,
+            standing.parent,
+            self.parts.limits.timeout_s,
+            is_brought=self.memory.is_brought,
+            base_version=standing.base_version,
+            handed_over_by=standing.handed_over_by,
+            lease=(self.parts.owner, standing.generation),
+        )
+
+    async def _manifest(self, stored: StoredFiles) -> tuple[bytes, Digest]:
+        """The manifest's bytes and digest."""
+
+        def made() -> tuple[bytes, Digest]:
+            data = to_manifest(self.memory, self.parts.engine.model, stored)
+            return data, Digest.of(data)
+
+        return await off_loop(len(self.memory.transcript.token_ids) > _LONG_TOKENS, made)
+
+
+async def _all_of(*work: Awaitable[object]) -> None:
+    """Wait until all have ended, and raise what the first of them that failed raised."""
+    for outcome in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome

@@ -1,0 +1,154 @@
+"""The lease of one line: requested when a turn begins, beside its other work, and given back for good.
+
+`line_states` says what a lease proves.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+
+import structlog
+from kvasir import errors
+
+from inference_svc.engine.api import AgentKey
+from inference_svc.memory.lines.line_parts import LineParts
+from inference_svc.memory.lines.line_states import Lease
+from inference_svc.memory.store.answers import LEASE_TTL_S
+from inference_svc.memory.store.patience import Budget
+from inference_svc.memory.store.remote_cache import RemoteCache
+
+_LOG = structlog.get_logger(__name__)
+_ACQUIRE_TIMEOUT_S = 2.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.1
+_HELD = "LEASE_HELD"
+MOVED = ("AGENT_MOVED", "AGENT_MOVING")
+"""Why a store gives nobody a lease: the agent is another store's, or on its way."""
+Spawn = Callable[[Coroutine[None, None, None]], "asyncio.Task[None]"]
+
+
+class LineLease:
+    """The lease of one line, as far as this engine has it."""
+
+    def __init__(self, key: AgentKey, store: RemoteCache, parts: LineParts, spawn: Spawn) -> None:
+        self.held: Lease | None = None
+        self.is_wanted = False  # another engine waits for it
+        self._key = key
+        self._store = store
+        self._parts = parts
+        self._spawn = spawn
+        self._generation = 0  # of the last lease that this process had; 0: none yet, or it was given back
+        self._epoch = 0  # rises whenever the lease is given back: answers to earlier requests are void
+        self._acquiring: asyncio.Task[None] | None = None
+        self._failure: errors.KvasirError | None = None  # why the last request failed
+
+    @property
+    def generation(self) -> int:
+        """Of the lease that the line's next commit brings; 0 without a lease."""
+        return self.held.generation if self.held is not None else 0
+
+    @property
+    def is_requested(self) -> bool:
+        return self._acquiring is not None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another owner has it, as far as this engine knows."""
+        return self._failure is not None and self._failure.reason in (_HELD, *MOVED)
+
+    def _counting(self) -> Lease | None:
+        return self.held if self.held is not None and self.held.counts(self._parts.clock()) else None
+
+    def request(self) -> None:
+        """Request it, unless this engine has it. The turn does not wait for the answer."""
+        if self._counting() is None and self._store.is_reachable:
+            self._request()
+
+    def _request(self) -> "asyncio.Task[None]":
+        if self._acquiring is None:
+            self._acquiring = self._spawn(self._acquire())
+        return self._acquiring
+
+    async def answered(self, budget: Budget) -> None:
+        """Wait for the store's answer, if a request is under way."""
+        with budget.spending():
+            if self._acquiring is not None:
+                await asyncio.wait({self._acquiring}, timeout=max(budget.remaining_s, 0))
+
+    async def obtain(self, patience_s: float) -> Lease:
+        """The lease. Asks its holder to give it back, and waits `patience_s` for that. Raises Unavailable
+        (AGENT_HELD_ELSEWHERE) when it takes longer, and the error that the store answers.
+        """
+        give_up, pause_s = self._parts.clock() + patience_s, _FIRST_PAUSE_S
+        while True:
+            if (lease := self._counting()) is not None:
+                return lease
+            await asyncio.wait({self._request()})
+            if self.held is not None:
+                return self.held
+            if self._failure is not None and self._failure.reason != _HELD:
+                raise self._failure
+            if self._parts.clock() + pause_s > give_up:
+                raise errors.Unavailable(
+                    "another inference service, or a change of the agent, holds its line; retry, or ask that service",
+                    reason="AGENT_HELD_ELSEWHERE",
+                    metadata={"agent_id": self._key.agent_id},
+                    retry_after_s=1.0,
+                )
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def give_back(self) -> None:
+        if (lease := self._dropped()) is not None:
+            self._spawn(self.release(lease))
+
+    async def hand_on(self) -> None:
+        """Give it back while a turn runs, because another engine goes on with the turn. Waits until the store has it
+        back; if it cannot be reached, the lease ends by itself.
+        """
+        if (lease := self._dropped()) is not None:
+            await self.release(lease)
+
+    def _dropped(self) -> Lease | None:
+        """The release and a request for the next lease may arrive in any order. So the next request begins anew: its
+        generation differs, and a release that arrives later is fenced.
+        """
+        lease, self.held, self._generation = self.held, None, 0
+        self._epoch += 1
+        return lease
+
+    async def release(self, lease: Lease) -> None:
+        # After that time the lease has ended by itself. Until then a rollback or the like may be waiting for it.
+        with contextlib.suppress(errors.KvasirError):
+            await self._store.release_lease(
+                self._key.agent_id,
+                self._parts.engine.model.kv_identity_hash,
+                self._parts.owner,
+                lease.generation,
+                LEASE_TTL_S,
+            )
+
+    async def _acquire(self) -> None:
+        asked_at, epoch = self._parts.clock(), self._epoch
+        try:
+            granted = await self._store.acquire_lease(
+                self._key.agent_id,
+                self._parts.engine.model.kv_identity_hash,
+                self._parts.owner,
+                begins_anew=not self._generation,
+                asks=True,
+                timeout_s=_ACQUIRE_TIMEOUT_S,
+            )
+        except errors.KvasirError as error:
+            self.held, self._failure = None, error
+        except Exception as error:  # noqa: BLE001 - an invalid answer: the turn goes on without a lease
+            _LOG.warning("lease.answer_not_understood", error=type(error).__name__)
+            self.held, self._failure = None, errors.Unavailable("the store's answer was not understood")
+        else:
+            lease = Lease.granted(granted.generation, granted.head.identity, asked_at)
+            self._failure = None
+            if self._epoch != epoch:  # taken back meanwhile: the granted head may be older than that
+                self._spawn(self.release(lease))
+                return
+            self.held, self._generation, self.is_wanted = lease, lease.generation, False
+        finally:
+            self._acquiring = None

@@ -1,0 +1,35 @@
+"""What all lines of one engine share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from inference_svc.engine.engine import Engine
+from inference_svc.memory.publishing.copies import Copies
+from inference_svc.memory.service_stats import ServiceStats
+
+
+@dataclass(frozen=True, slots=True)
+class PublishingLimits:
+    """How long publications may take."""
+
+    commit_wait_s: float
+    """How long a turn's final message waits for its commit before it reports PENDING."""
+    timeout_s: float
+    """After so long without progress a publication fails; the memory stays hot, and is tried again."""
+    head_budget_s: float
+    """Time to ask for the newest version when a turn began without knowing it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineParts:
+    """Made once for each model."""
+
+    engine: Engine
+    copies: Copies
+    limits: PublishingLimits
+    stats: ServiceStats
+    owner: str
+    """The name under which the engine holds leases."""
+    clock: Callable[[], float]
+    """Seconds, monotonic."""
+    now_ms: Callable[[], int]

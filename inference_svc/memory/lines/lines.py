@@ -1,0 +1,202 @@
+"""The lines of one namespace that this engine extends: found by agent, prolonged by one heartbeat, told of events.
+
+A turn requests its line's lease when it begins, beside its other work. A lease is given back when its agent's memory
+was dropped, or when another engine wants it and no turn runs; at once when a rollback, a deletion or the like waits for
+it.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+
+import structlog
+from kvasir import errors
+
+from inference_svc.engine.api import AgentKey
+from inference_svc.engine.engine import Engine
+from inference_svc.memory.agent_memory import AgentMemory
+from inference_svc.memory.lines.line import Line
+from inference_svc.memory.lines.line_parts import LineParts
+from inference_svc.memory.lines.line_states import Lease
+from inference_svc.memory.store.answers import (
+    LEASE_TTL_S,
+    AgentGone,
+    EventsLost,
+    HeadMoved,
+    LeaseWanted,
+    StoreEvent,
+)
+from inference_svc.memory.store.remote_cache import RemoteCache
+from inference_svc.model.model_host import MemoriesLeft
+
+_LOG = structlog.get_logger(__name__)
+_BEAT_S = LEASE_TTL_S / 3
+_BEAT_TIMEOUT_S = 1.0
+_MAX_PER_BEAT = 10_000
+_WATCH_PAUSE_S, _LONGEST_WATCH_PAUSE_S = 0.2, 5.0
+_CLOSING_S = 1.0
+_LOOK_S = 0.5  # how often it is looked whether bulk data still moves
+_REPORT_EVERY_S = 5.0  # `kvasir up` and `kvasir down` wait for a service whose log grows
+
+
+class Lines:
+    """The lines of one namespace, on one event loop. `start` it, and `close` it at the end."""
+
+    def __init__(self, namespace: str, store: RemoteCache, parts: LineParts) -> None:
+        self.namespace = namespace
+        self.store = store
+        self._parts = parts
+        self._lines: dict[str, Line] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def line(self, agent_id: str) -> Line:
+        """The agent's line. Get it for each use, or keep it in use: a line that nobody uses is forgotten."""
+        if (line := self._lines.get(agent_id)) is None:
+            key = AgentKey(self.namespace, agent_id)
+            line = self._lines[agent_id] = Line(key, self.store, self._parts, self._spawn)
+        return line
+
+    def start(self) -> None:
+        self._spawn(self._beat())
+        self._spawn(self._follow())
+
+    async def drain(self, patience_s: float) -> None:
+        """Wait for the running publications."""
+        if running := {task for line in self._lines.values() for task in line.publications}:
+            await asyncio.wait(running, timeout=patience_s)
+
+    def end_retries(self) -> None:
+        """The engine ends: try nothing again."""
+        for line in self._lines.values():
+            line.close()
+
+    async def close(self) -> None:
+        """Give back all leases. Those that the store does not take at once end by themselves."""
+        for task in list(self._tasks):
+            task.cancel()
+        held = [(line, line.lease.held) for line in self._lines.values() if line.lease.held is not None]
+        self._lines.clear()
+        releasing = [asyncio.create_task(line.lease.release(lease)) for line, lease in held]
+        if releasing:
+            _, late = await asyncio.wait(releasing, timeout=_CLOSING_S)
+            for task in late:
+                task.cancel()
+
+    # --- heartbeats ---
+
+    async def beat(self) -> None:
+        """Prolong the leases of agents that are used or hot, and give back the others."""
+        hot = {key.agent_id for key in self._parts.engine.hot_keys() if key.namespace == self.namespace}
+        kept: dict[str, Lease] = {}
+        for agent_id, line in list(self._lines.items()):
+            if not line.is_used and agent_id not in hot:
+                del self._lines[agent_id]
+                line.lease.give_back()
+            elif line.lease.held is not None:
+                kept[agent_id] = line.lease.held
+        agents = list(kept)
+        for first in range(0, len(agents), _MAX_PER_BEAT):
+            await self._prolong({agent: kept[agent] for agent in agents[first : first + _MAX_PER_BEAT]})
+
+    async def _prolong(self, leases: dict[str, Lease]) -> None:
+        asked_at = self._parts.clock()
+        generations = {agent_id: lease.generation for agent_id, lease in leases.items()}
+        renewed = await self.store.renew_leases(
+            self._parts.owner, self._parts.engine.model.kv_identity_hash, generations, _BEAT_TIMEOUT_S
+        )
+        for agent_id, lease in leases.items():
+            line = self._lines.get(agent_id)
+            if line is None or line.lease.held is not lease:
+                continue  # another lease was granted since: the answer is about the old one
+            if agent_id not in renewed.lost:
+                lease.prolonged(asked_at)
+                continue
+            # A lease that had not ended was taken back. The event that says so may come later, or not at all.
+            if not lease.has_ended(self._parts.clock()):
+                line.wanted(takes_back=True)
+            line.lease.held = None
+        for agent_id in renewed.wanted:
+            self._wanted(agent_id, takes_back=False)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(_BEAT_S)
+            try:
+                await self.beat()
+            except errors.KvasirError:
+                continue  # leases count for a while without a heartbeat
+            except Exception:  # noqa: BLE001 - it has no reader but the log
+                _LOG.exception("lease.beat_failed", namespace=self.namespace)
+
+    # --- the store's events ---
+
+    async def _follow(self) -> None:
+        """Follow the namespace's events. After a cut they go on from the last cursor; heartbeats report lost leases."""
+        pause_s = _WATCH_PAUSE_S
+        while True:
+            try:
+                async for event in self.store.watch():
+                    self._happened(event)
+                    pause_s = _WATCH_PAUSE_S
+            except (errors.Unavailable, errors.DeadlineExceeded):
+                pause_s = _WATCH_PAUSE_S  # the store is away, or stops
+            except errors.KvasirError:
+                pause_s = min(2 * pause_s, _LONGEST_WATCH_PAUSE_S)  # the next answer is the same, most likely
+            except Exception:  # noqa: BLE001 - it has no reader but the log
+                _LOG.exception("lease.watch_failed", namespace=self.namespace)
+            await asyncio.sleep(pause_s)
+
+    def _happened(self, event: StoreEvent) -> None:
+        match event:
+            case LeaseWanted() if event.kv_identity_hash == self._parts.engine.model.kv_identity_hash:
+                self._wanted(event.agent_id, takes_back=event.takes_back)
+            case HeadMoved(agent_id, head) if self._is_hot(agent_id):
+                self.line(agent_id).moved(head)
+            case AgentGone(agent_id) if self._is_hot(agent_id):
+                self.line(agent_id).moved(None)
+            case EventsLost():
+                for line in self._lines.values():
+                    if line.lease.held is not None:
+                        line.lease.held.unverified()
+            case _:
+                pass
+
+    def _wanted(self, agent_id: str, *, takes_back: bool) -> None:
+        if (line := self._lines.get(agent_id)) is not None:
+            line.wanted(takes_back=takes_back)
+
+    def _is_hot(self, agent_id: str) -> bool:
+        return self._parts.engine.hot_tag(AgentKey(self.namespace, agent_id)) is not None
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> "asyncio.Task[None]":
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+async def store_owed(
+    engine: Engine, lines: Mapping[str, Lines], patience_s: float, clock: Callable[[], float]
+) -> MemoriesLeft:
+    """Store the hot memories that are not in the store, until nothing has moved for `patience_s`. No turn runs. The log
+    reports that it goes on.
+    """
+    tags = [(key, engine.hot_tag(key)) for key in engine.hot_keys()]
+    memories = [(key, tag) for key, tag in tags if isinstance(tag, AgentMemory)]
+    storing = [
+        asyncio.create_task(lines[key.namespace].line(key.agent_id).store_owed(memory))
+        for key, memory in memories
+        if key.namespace in lines and not memory.publication.standing.is_safe
+    ]
+    began = reported_at = clock()
+    give_up = began + patience_s
+    while (rest := [task for task in storing if not task.done()]) and clock() < give_up:
+        await asyncio.wait(rest, timeout=min(_LOOK_S, patience_s))
+        if any(each.store.has_moved_within(_LOOK_S) for each in lines.values()):
+            give_up = clock() + patience_s
+            if clock() - reported_at >= _REPORT_EVERY_S:
+                reported_at = clock()
+                _LOG.warning("engine.storing", memories_left=len(rest), since_s=round(reported_at - began))
+    for task in storing:
+        task.cancel()
+    stored = sum(memory.publication.standing.is_safe for _, memory in memories)
+    return MemoriesLeft(stored, len(memories) - stored)

@@ -1,0 +1,258 @@
+"""Turns that another engine began: planned with the KV that it sent, and with the agent's line once it gave that up."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from kvasir import errors
+
+from inference_svc.engine.api import AgentKey, Cold
+from inference_svc.memory.lines.line_lease import MOVED
+from inference_svc.memory.outcomes import Source
+from inference_svc.memory.recall import NOTHING_REMEMBERED, Recollection
+from inference_svc.memory.reuse_planning import Prepared
+from inference_svc.memory.store.answers import (
+    LEASE_TTL_S,
+    NEVER_MOVED,
+    EventCursor,
+    LastMove,
+    StoreMiss,
+    Version,
+)
+from inference_svc.memory.store.patience import Budget
+from inference_svc.text.prefix_matching import Outcome
+from inference_svc.turns.engine_parts import EngineParts
+from inference_svc.turns.phases import BegunTurn, Planned, Progress, Prompted, Ran, Recalled, TakenTurn, TurnPhase
+from inference_svc.turns.plan_running import PlanRunner
+from inference_svc.turns.prompts.prompt_text import prompted
+from inference_svc.turns.turn_data import Continuation, TurnRequest
+
+# An engine that has given a turn away has released the line before. If it could not, its lease ends by itself.
+_HANDED_ON_WAIT_S = LEASE_TTL_S + 1.0
+# The agent of a peer's turn comes within a tenth of a second, unless the peer keeps silent.
+_ARRIVAL_WAIT_S = 1.0
+# For so long a turn that was given here waits for a store that is away.
+_STORE_AWAY_S, _STORE_PAUSE_S = 60.0, 0.25
+
+
+class TakenTurns:
+    """Runs taken turns on one engine."""
+
+    def __init__(self, parts: EngineParts, plans: PlanRunner) -> None:
+        self._parts = parts
+        self._plans = plans
+        self._early: dict[Progress, AgentKey] = {}  # peers' turns, which come before their agents
+
+    @contextlib.contextmanager
+    def before_arrivals(self, turn: Progress, key: AgentKey) -> Iterator[None]:
+        """While a turn waits in its agent's order or runs: a peer's turn makes way for the agent's own as long as the
+        agent has not come.
+        """
+        if turn.taken is not None and turn.taken.begun.peer:
+            self._early[turn] = key
+        early = [each for each, awaited in self._early.items() if awaited == key and turn.taken is None]
+        ending = [asyncio.create_task(self._end_unless_coming(each)) for each in early]
+        try:
+            yield
+        finally:
+            for each in ending:
+                each.cancel()
+            self._early.pop(turn, None)
+
+    async def _end_unless_coming(self, turn: Progress) -> None:
+        """End a peer's turn whose agent does not come: a peer that keeps silent would keep the agent's own turns
+        waiting. While the store does not answer, they wait.
+        """
+        assert turn.taken is not None
+        with contextlib.suppress(errors.Unavailable):
+            if not await self._is_coming(turn.request, turn.taken.begun) and turn in self._early:
+                turn.cancel(_not_moved("the agent had a turn here meanwhile"))
+
+    async def _is_coming(self, request: TurnRequest, begun: BegunTurn) -> bool:
+        """Whether the agent of a peer's turn is here by the move that the turn names, or on its way. An agent that is
+        not this store's may take a while to come. Raises Unavailable (MEMORY_UNREADABLE).
+        """
+        last = await self._last_move(request)
+        if last.move_id != begun.move_id and not (last.is_owned and last.newest.version):
+            await asyncio.sleep(_ARRIVAL_WAIT_S)
+            last = await self._last_move(request)
+        return last.move_id == begun.move_id
+
+    async def run(self, turn: Progress, taken: TakenTurn) -> Ran:
+        """From the arrival of its KV on; the engine waits for `own` before it computes. Raises FailedPrecondition
+        (HANDOVER_PARENT_DIFFERS) if the agent's newest version is not the one that the turn extends, or
+        (HANDOVER_NOT_MOVED) if another store's turn is not about to come with its agent.
+        """
+        begun, request = taken.begun, turn.request
+        if turn.is_guest:
+            recollection, cursor = await self._newest(request), None
+        else:
+            recollection, cursor = await self._parent(request, begun, self._parts.budget())
+        turn.parent_version = recollection.version
+        recalled = Recalled(
+            request, recollection, begun.continuation, begun.prompt.messages, begun.shortened, event_cursor=cursor
+        )
+        made = await prompted(
+            self._parts.prompting, recalled, (begun.prompt.template_time_ms, begun.prompt.tools_order)
+        )
+        if sum(begun.prompt.tokens.chars) != len(made.text):
+            raise errors.InvalidArgument(
+                f"opening.prompt_token_chars: the prompt has {len(made.text)} characters",
+                field="opening.prompt_token_chars",
+            )
+        planned = self._taken_plan(replace(made, shortening=begun.shortening), taken)
+        if turn.is_guest:  # the engine, too, lets turns of one agent wait for each other
+            planned = replace(planned, plan=replace(planned.plan, key=None))
+        return await self._plans.run(planned, turn)
+
+    def _taken_plan(self, made: Prompted, taken: TakenTurn) -> Planned:
+        begun = taken.begun
+        prepared = Prepared(made.text, begun.prompt.tokens, Cold(), Source.COLD, Outcome.NONE, None, ())
+        # Brought rows serve their own agent: what a peer says of them lends them to no other.
+        carried = replace(taken.carried, shareable=0) if begun.is_brought else taken.carried
+        plan = replace(
+            self._plans.plan(made, prepared), carried=carried, rewind_point_tokens=begun.prompt.rewind_point_tokens
+        )
+        plan = replace(plan, sampling=replace(plan.sampling, max_tokens=begun.max_tokens))
+        is_brought, is_text_own = begun.is_brought, begun.is_text_own
+        return Planned(made, made.recalled.recollection, prepared, plan, is_brought=is_brought, is_text_own=is_text_own)
+
+    async def own(self, turn: Progress) -> None:
+        """The other engine has given a ready turn away: take its agent's line, and let it compute. Raises Unavailable
+        (AGENT_HELD_ELSEWHERE) if a third has the line, and FailedPrecondition (HANDOVER_PARENT_DIFFERS) if the line
+        went on since the turn was prepared, or (HANDOVER_NOT_MOVED); the turn is over then.
+        """
+        assert turn.taken is not None
+        self._early.pop(turn, None)
+        began, has_other_store = self._parts.clock(), turn.taken.begun.has_other_store
+        while True:
+            try:
+                await self._take_line(turn, turn.taken.begun)
+                break
+            except errors.KvasirError as error:
+                is_lost = error.reason in ("AGENT_HELD_ELSEWHERE", "HANDOVER_PARENT_DIFFERS", *MOVED)
+                if not is_lost and not has_other_store:
+                    break  # the store is away: its compare-and-swap decides at the end, as for its own engines' turns
+                # Nobody else can go on with the turn; whether the agent came with it, only the store knows.
+                may_wait = isinstance(error, errors.Unavailable) and self._parts.clock() - began < _STORE_AWAY_S
+                if is_lost or turn.is_cancelled or not may_wait:
+                    turn.cancel(error)
+                    raise
+                await asyncio.sleep(_STORE_PAUSE_S)
+        if turn.phase is TurnPhase.HELD:
+            turn.phase = TurnPhase.RUNNING
+        if turn.handle is not None:
+            turn.handle.release()
+
+    async def _parent(
+        self, request: TurnRequest, begun: BegunTurn, budget: Budget
+    ) -> tuple[Recollection, EventCursor | None]:
+        """The version that a turn from another engine extends, as this engine's store has it, and the place in that
+        store's history. Its memory is not read: the KV is here. Raises FailedPrecondition (HANDOVER_PARENT_DIFFERS,
+        HANDOVER_NOT_MOVED) and Unavailable (MEMORY_UNREADABLE).
+        """
+        key = request.key
+        if key is None:
+            return NOTHING_REMEMBERED, None
+        store = self._parts.store(key.namespace)
+        cursor = store.event_cursor if store is not None else None
+        found = await self._parts.recall.newest(key, budget)
+        if found.head is None:
+            raise _unreadable(request, found.miss.detail if found.miss else "")
+        if request.is_kept and begun.continuation is not Continuation.BRANCHED:
+            if begun.has_other_store:  # the agent is here once the turn is: `_take_line` checks it
+                await self._check_may_come(request, begun)
+            else:
+                _check_extends(begun, found.head.identity)
+        return Recollection(None, Source.COLD, found.head, settings=found.settings), cursor
+
+    async def _newest(self, request: TurnRequest) -> Recollection:
+        """The newest version, for a turn that extends none: a turn of the agent may run, so its hot memory is left
+        alone. Raises Unavailable (MEMORY_UNREADABLE).
+        """
+        if request.key is None:
+            return NOTHING_REMEMBERED
+        return Recollection(None, Source.COLD, (await self._last_move(request)).newest)
+
+    async def _take_line(self, turn: Progress, begun: BegunTurn) -> None:
+        """Another engine has given the turn away: take its line, once that engine lets it go. Raises Unavailable
+        (AGENT_HELD_ELSEWHERE, MEMORY_UNREADABLE) and FailedPrecondition (HANDOVER_PARENT_DIFFERS, HANDOVER_NOT_MOVED).
+        """
+        assert turn.planned is not None
+        if not turn.is_kept:
+            return
+        if begun.has_other_store:
+            turn.planned = await self._moved(turn.planned, begun)
+        if (line := self._parts.extended_line(turn.request)) is not None:
+            lease = await line.lease.obtain(_HANDED_ON_WAIT_S)
+            _check_extends(begun, lease.newest)
+            turn.planned = _with_version(turn.planned, lease.newest)
+            turn.parent_version = lease.newest.number
+
+    async def _check_may_come(self, request: TurnRequest, begun: BegunTurn) -> None:
+        """Refuse what the store could not take either, before this store's own turns of the agent wait for it."""
+        last = await self._last_move(request)
+        if not begun.move_id or begun.move_id == last.move_id:
+            raise _not_moved("no move is named, or one that is over")
+        if begun.peer and last.is_owned and last.newest.version and last.given_by != begun.peer:
+            raise _not_moved("this store has an agent of that name")
+
+    async def _moved(self, planned: Planned, begun: BegunTurn) -> Planned:
+        """A peer's word counts for what it has just moved here, and for nothing else."""
+        moved = await self._last_move(planned.request)
+        has_come = moved.move_id == begun.move_id and moved.is_owned and moved.is_moved
+        if not has_come or begun.peer not in ("", moved.given_by):
+            raise _not_moved(f"it came by another move, from {moved.given_by or 'nobody'}, or went on since")
+        _check_extends(begun, moved.newest.identity)
+        recollection = replace(planned.recollection, head=moved.newest, settings=moved.settings)
+        return replace(planned, recollection=recollection, handed_over_by=moved.given_by)
+
+    async def _last_move(self, request: TurnRequest) -> LastMove:
+        """Raises Unavailable (MEMORY_UNREADABLE)."""
+        if (store := self._parts.store(request.namespace)) is None:
+            return NEVER_MOVED
+        try:
+            return await store.last_move(request.agent_id, Budget(_HANDED_ON_WAIT_S, 1.0, time.monotonic))
+        except StoreMiss as error:
+            raise _unreadable(request, error.miss.detail) from error
+
+
+def _unreadable(request: TurnRequest, why: str) -> errors.Unavailable:
+    return errors.Unavailable(
+        f"the agent's newest version cannot be asked now ({why})",
+        reason="MEMORY_UNREADABLE",
+        metadata={"agent_id": request.agent_id},
+        retry_after_s=1.0,
+    )
+
+
+def _not_moved(why: str) -> errors.FailedPrecondition:
+    return errors.FailedPrecondition(
+        f"agent_id: a turn of another store comes with a move of its agent from the caller's store: {why}",
+        reason="HANDOVER_NOT_MOVED",
+        field="opening.move_id",
+    )
+
+
+def _check_extends(begun: BegunTurn, newest: Version) -> None:
+    """Raise FailedPrecondition (HANDOVER_PARENT_DIFFERS) unless the agent's newest version is the one that a turn from
+    another engine extends.
+    """
+    if newest.manifest != begun.parent_manifest:
+        raise errors.FailedPrecondition(
+            f"parent_manifest: the turn extends {begun.parent_manifest}, the agent's newest version here is "
+            f"{newest.number}, {newest.manifest}",
+            reason="HANDOVER_PARENT_DIFFERS",
+            field="opening.parent_manifest",
+        )
+
+
+def _with_version(planned: Planned, newest: Version) -> Planned:
+    """The version that a taken turn extends may have come, or got another number, since the turn was prepared."""
+    found = planned.recollection
+    if found.head is None:
+        return planned
+    head = replace(found.head, version=newest.number, manifest=newest.manifest)
+    return replace(planned, recollection=replace(found, head=head))
