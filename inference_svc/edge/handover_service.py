@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvasir.credentials import ADMIN, CLIENT, ENGINE, HANDOVER, Principal
@@ -83,7 +84,9 @@ class HandOverService(handover_pb2_grpc.HandOverServiceServicer):  # type: ignor
         opening = wire.read_opening(message.opening, "" if ENGINE in caller.roles else caller.name)
         request = wire.read_request(opening, caller.namespace, self._max_prompt_bytes)
         served = self._host.serving("")
-        await self._formats.check(caller.namespace, request.sampling.constraint, served.engine.grammars)
+        given = request.sampling.constraint
+        constraint = await self._formats.compiled(caller.namespace, given, served.engine.grammars)
+        request = replace(request, sampling=replace(request.sampling, constraint=constraint))
         request = with_defaults(request, served.engine.model.sampling_defaults)
         check_known_tokens(request, served.engine.vocabulary_size)
         request = await with_thinking(request, served.prompting)

@@ -5,7 +5,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -154,8 +154,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         served, tried = await self._host.awake(request.model), None
         while served is not tried:  # models may change while a format is tried, and each has its own tokens
             tried = served
-            await self._formats.check(caller.namespace, checked.sampling.constraint, served.engine.grammars)
+            given = checked.sampling.constraint
+            constraint = await self._formats.compiled(caller.namespace, given, served.engine.grammars)
             served = await self._host.awake(request.model)
+        checked = replace(checked, sampling=replace(checked.sampling, constraint=constraint))
         checked = with_defaults(checked, served.engine.model.sampling_defaults)
         check_known_tokens(checked, served.engine.vocabulary_size)
         checked = await with_thinking(checked, served.prompting)

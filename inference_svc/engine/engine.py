@@ -394,7 +394,7 @@ class Engine:
         return letter.result
 
     def _matcher(self, plan: TurnPlan) -> GrammarMatcher | None:
-        """The plan's compiled format. The edge has compiled it already; for other callers it is compiled now."""
+        """The plan's format for a new reply. The edge has compiled it; for other callers it is compiled now."""
         sampling = plan.sampling
         if sampling.constraint is None:
             return None

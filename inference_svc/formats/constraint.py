@@ -1,6 +1,6 @@
 """A reply format as a request gives it: a kind and its text."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -19,10 +19,12 @@ class ConstraintKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What a reply must match. It was compiled once, so it is known to be valid."""
+    """What a reply must match."""
 
     kind: ConstraintKind
     text: str
+    compiled: object = field(default=None, compare=False, repr=False)
+    """For the model that serves the request, once that is done: what a cache drops, its turn still has."""
 
     @property
     def has_calls(self) -> bool:

@@ -7,6 +7,7 @@ vocabulary. Methods may be called from any thread; a matcher belongs to one turn
 import threading
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -74,11 +75,12 @@ class Grammars:
         with self._keeping:
             return self._kept.has(namespace, constraint)
 
-    def compile(self, namespace: str, constraint: Constraint) -> None:
-        """Compile a format and keep it. Takes a millisecond, or hundreds for large schemas. Raises InvalidArgument with
-        the field if the format cannot be used, FailedPrecondition if the tokenizer allows no formats.
+    def compile(self, namespace: str, constraint: Constraint) -> Constraint:
+        """The format with what it was compiled to, which is kept. Takes a millisecond, or hundreds for large schemas.
+        Raises InvalidArgument with the field if the format cannot be used, FailedPrecondition if the tokenizer allows
+        no formats.
         """
-        self._compiled(namespace, constraint)
+        return replace(constraint, compiled=self._compiled(namespace, constraint))
 
     def in_letters(self, constraint: Constraint) -> Constraint:
         """The format as a tokenizer of letters alone can try it. Raises as `compile`."""
@@ -91,9 +93,10 @@ class Grammars:
 
     def matcher(self, namespace: str, constraint: Constraint, stop_token_ids: Collection[int] = ()) -> "GrammarMatcher":
         """A matcher for a new reply, copied from the compiled format. `stop_token_ids` are added to the model's own.
-        Raises as `compile`, unless the format was compiled just before.
+        Raises as `compile`, unless the format was compiled before.
         """
-        matcher, stops = self._compiled(namespace, constraint).deep_copy(), self._stop_token_ids | set(stop_token_ids)
+        compiled: Any = constraint.compiled or self._compiled(namespace, constraint)
+        matcher, stops = compiled.deep_copy(), self._stop_token_ids | set(stop_token_ids)
         ends = self._calls.end_ids(constraint.kind) or stops
         return GrammarMatcher(constraint, matcher, self._vocabulary_size, stops, self._clock, ends)
 

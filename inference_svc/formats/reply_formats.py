@@ -29,20 +29,22 @@ class ReplyFormats:
         self._working = SharedRoom(1)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
 
-    async def check(self, namespace: str, constraint: Constraint | None, grammars: Grammars) -> None:
-        """Make sure that a format is compiled for a model. Raises InvalidArgument with the field, and ResourceExhausted
-        if too many formats of the namespace wait.
+    async def compiled(self, namespace: str, constraint: Constraint | None, grammars: Grammars) -> Constraint | None:
+        """A format that is compiled for a model. Raises InvalidArgument with the field, and ResourceExhausted if too
+        many formats of the namespace wait.
         """
-        if constraint is None or grammars.knows(namespace, constraint):
-            return
+        if constraint is None:
+            return None
+        if grammars.knows(namespace, constraint):
+            return grammars.compile(namespace, constraint)
         with self._waits(namespace, constraint):
             async with self._working.held_for(namespace, 1):
                 if grammars.knows(namespace, constraint):  # another request of the namespace compiled it
-                    return
+                    return grammars.compile(namespace, constraint)
                 loop = asyncio.get_running_loop()
                 in_letters = await loop.run_in_executor(self._thread, grammars.in_letters, constraint)
                 await self._trial.check(in_letters)
-                await loop.run_in_executor(self._thread, grammars.compile, namespace, constraint)
+                return await loop.run_in_executor(self._thread, grammars.compile, namespace, constraint)
 
     async def close(self) -> None:
         await self._trial.close()

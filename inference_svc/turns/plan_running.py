@@ -10,7 +10,6 @@ from dataclasses import replace
 import structlog
 from kvasir import errors
 from kvasir.formats.manifest import tokens_within_chars
-from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import Cold, DamagedFile, HotMemoryGone, Reuse, TurnPlan
 from inference_svc.engine.context import check_fits
@@ -41,7 +40,6 @@ class PlanRunner:
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
         self._handoff = HandOff(asyncio.get_running_loop())
-        self._compiling = SharedRoom(1)
 
     async def plan_and_run(self, prompted: Prompted, turn: Progress, budget: Budget) -> Ran:
         """Plan and run the turn; plan again when the memory that the plan reuses went away in between."""
@@ -153,7 +151,6 @@ class PlanRunner:
     async def run(self, planned: Planned, turn: Progress) -> Ran:
         """What the turn truly began with, and its end."""
         request, engine, plan = planned.request, self._parts.engine, planned.plan
-        await self._compile(request)
         if turn.is_cancelled:
             raise errors.Cancelled("the turn was cancelled")
         reporter = TurnReporter(planned, turn, self._parts, self._handoff)
@@ -171,13 +168,6 @@ class PlanRunner:
         finally:
             turn.handle = None
             reporter.close()
-
-    async def _compile(self, request: TurnRequest) -> None:
-        """Compile the turn's reply format if others took its place while the turn waited. That may take a second."""
-        namespace, constraint, engine = request.namespace, request.sampling.constraint, self._parts.engine
-        if constraint is not None and not engine.grammars.knows(namespace, constraint):
-            async with self._compiling.held_for(namespace, 1):
-                await asyncio.to_thread(engine.grammars.compile, namespace, constraint)
 
 
 def _same_version(planned: Recollection, found: Recollection) -> Recollection:

@@ -168,6 +168,18 @@ def test_only_the_formats_used_last_are_kept(grammars: Grammars) -> None:
     assert allowed(grammars.matcher("ns", regex("x{1}")))
 
 
+def test_a_turn_has_the_format_that_the_cache_dropped_while_it_waited(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled again it would hold up every stream."""
+    format_of_turn = grammars.compile("ns", regex("x{1}"))
+    for number in range(1, 40):
+        grammars.compile("ns", regex(f"x{{{number + 1}}}"))
+    assert not grammars.knows("ns", format_of_turn)
+    monkeypatch.setattr(module, "grammar_of", lambda *_given: pytest.fail("it is compiled again"))
+    assert allowed(grammars.matcher("ns", format_of_turn))
+
+
 @pytest.mark.parametrize(("kind", "text"), INVALID)
 def test_a_format_that_is_none_is_refused_by_name_and_at_once(kind: str, text: str, grammars: Grammars) -> None:
     with pytest.raises(InvalidArgument) as refused:
@@ -280,10 +292,10 @@ def test_a_format_made_to_take_all_memory_or_time_costs_a_process_not_the_servic
         formats = ReplyFormats(GrammarTrial(timeout_s))
         try:
             with pytest.raises(InvalidArgument) as refused:
-                await formats.check("ns", schema(hostile), grammars)
+                await formats.compiled("ns", schema(hostile), grammars)
             assert (refused.value.field, refused.value.reason) == ("json_schema", "FORMAT_TOO_COMPLEX")
             assert not grammars.knows("ns", schema(hostile))
-            await formats.check("ns", schema(PLACE), grammars)
+            await formats.compiled("ns", schema(PLACE), grammars)
             assert grammars.knows("ns", schema(PLACE))
         finally:
             await formats.close()
@@ -323,7 +335,7 @@ def test_formats_that_use_up_their_time_hold_up_anothers_by_one_of_them(
 
         async def check(namespace: str, constraint: Constraint) -> None:
             try:
-                await formats.check(namespace, constraint, grammars)
+                await formats.compiled(namespace, constraint, grammars)
             finally:
                 ended.append(namespace)
 

@@ -29,7 +29,6 @@ from inference_svc.engine.api import (
     Timings,
     TurnPlan,
 )
-from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.kv.damage import DamagedFile
 from inference_svc.memory.agent_memory import AgentMemory, Publication
 from inference_svc.memory.lines.line_states import Stage, Standing
@@ -192,32 +191,6 @@ def test_a_turn_that_is_stopped_before_its_task_runs_tells_its_reader_the_end() 
     [end] = asyncio.run(stopped())
     assert isinstance(end, TurnFinished)
     assert (around.planned, around.finished) == ([], [])
-
-
-class ForgetfulGrammars(Surroundings):
-    """An engine whose grammars have forgotten the turn's format since its request was checked."""
-
-    def __init__(self) -> None:
-        super().__init__([remembered(OURS, "ours")], losses=0)
-        self.grammars = self
-        self.compiled_by: list[threading.Thread] = []
-
-    def knows(self, namespace: str, constraint: Constraint) -> bool:
-        return bool(self.compiled_by)
-
-    def compile(self, namespace: str, constraint: Constraint) -> None:
-        self.compiled_by.append(threading.current_thread())
-
-    def submit(self, plan: object, on_events: Callable[[list[Event]], None]) -> object:
-        assert self.compiled_by, "the engine would compile it now, and every stream would wait"
-        return super().submit(plan, on_events)
-
-
-def test_a_format_that_was_forgotten_while_its_turn_waited_is_compiled_off_the_event_loop() -> None:
-    around = ForgetfulGrammars()
-    serve(around, None, SamplingParams(4, constraint=Constraint(ConstraintKind.REGEX, "a+")))
-    assert around.finished == [(5, "ours new")]
-    assert around.compiled_by != [threading.main_thread()]
 
 
 def test_a_turn_is_not_put_over_another_engines() -> None:
