@@ -167,7 +167,7 @@ def test_a_turn_of_an_agent_that_has_moved_is_refused_before_it_computes_and_a_r
 ) -> None:
     house = House(tmp_path, model)
     peers = tmp_path / "peers.toml"
-    write_private_text(peers, '[[peer]]\nname = "owner"\naddress = "unix:/nowhere"\n')
+    write_private_text(peers, '[[peer]]\nname = "owner"\naddress = "unix:/nowhere"\ngives = ["default=move"]\n')
     house.store.options += ["--peers-file", str(peers)]
     try:
         house.start()
