@@ -272,15 +272,6 @@ SHARED = (
         WAITS,
     ),
     Shared(
-        "formats that are compiled again",
-        "engine",
-        "inference_svc/turns/plan_running.py: _compiling",
-        ("", 1),
-        "one format at a time",
-        IN_TURN,
-        WAITS,
-    ),
-    Shared(
         "compiled formats",
         "engine",
         "inference_svc/formats/format_cache.py: _shares",
