@@ -16,7 +16,7 @@ from kvasir.on_full import OnFullPolicy
 from inference_svc.edge import messages
 from inference_svc.edge.reuse_messages import write_continuation
 from inference_svc.engine.api import CarriedTurn, Timings
-from inference_svc.handover.giving import Given
+from inference_svc.handover.giving import HandOverCost
 from inference_svc.handover.passing import Opening, Promise, Stand, Surroundings
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.token_ids import TokenIds
@@ -248,7 +248,7 @@ def commit() -> pb.TakeTurnRequest:
     return pb.TakeTurnRequest(commit=pb.TurnCommit())
 
 
-def write_given(given: Given) -> pb.HandOverTurnResponse:
+def write_given(given: HandOverCost) -> pb.HandOverTurnResponse:
     return pb.HandOverTurnResponse(
         request_id=given.request_id,
         gap=messages.duration(given.gap_s),

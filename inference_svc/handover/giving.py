@@ -49,7 +49,7 @@ Links = Callable[[str, str], contextlib.AbstractAsyncContextManager[PeerLink]]
 
 
 @dataclass(slots=True)
-class Given:
+class HandOverCost:
     """What giving a request's turns away took."""
 
     request_id: str
@@ -73,7 +73,7 @@ class TurnGiver:
     clock: Callable[[], float]
     new_move_id: Callable[[], str]
 
-    async def give(self, turns: Sequence[Progress], peer: str) -> Given:
+    async def give(self, turns: Sequence[Progress], peer: str) -> HandOverCost:
         """Give all turns of one request away; returns once they are the peer's. Raises FailedPrecondition
         (HANDOVER_NOT_NOW) and what the peer refuses: they go on here then. Raises Unavailable (HANDOVER_UNCERTAIN) if
         the link broke at the last word: they have ended here then, with that error.
@@ -93,10 +93,10 @@ class TurnGiver:
                 if turn.phase is TurnPhase.MOVING:
                     turn.phase = TurnPhase.RUNNING
 
-    async def _give(self, speaking: Sequence[Progress], peer: str) -> Given:
-        given = Given(speaking[0].request.request_id, peer)
+    async def _give(self, speaking: Sequence[Progress], peer: str) -> HandOverCost:
+        given = HandOverCost(speaking[0].request.request_id, peer)
         begun = await self._begun(speaking[0])
-        giving = _Giving(self, speaking, given)
+        giving = _HandOver(self, speaking, given)
         if self._other_store(speaking[0], peer) is not None:
             if begun.parent_manifest is None:
                 raise _not_now("it is its agent's first, whose store has nothing yet that could move")
@@ -249,12 +249,12 @@ class TurnGiver:
 
 
 @dataclass(slots=True)
-class _Giving:
+class _HandOver:
     """One request's turns on their way out."""
 
     giver: TurnGiver
     turns: Sequence[Progress]
-    given: Given
+    given: HandOverCost
     held_s: float = 0.0  # since then no token is computed
     _sent: dict[int, int] = field(default_factory=dict)  # by choice: blocks that went ahead
 

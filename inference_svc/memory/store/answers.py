@@ -89,7 +89,7 @@ NEVER_MOVED = LastMove("")
 
 
 @dataclass(frozen=True, slots=True)
-class Granted:
+class LeaseGrant:
     """A lease, and the agent's newest version when it was granted."""
 
     generation: int
@@ -97,7 +97,7 @@ class Granted:
 
 
 @dataclass(frozen=True, slots=True)
-class Renewed:
+class LeaseRenewal:
     """Agents whose leases were lost, and agents whose leases were prolonged while other engines wait for them."""
 
     lost: frozenset[str]

@@ -24,10 +24,10 @@ from inference_svc.memory.store.answers import (
     NO_HEAD,
     AgentHeads,
     EventCursor,
-    Granted,
     Head,
     LastMove,
-    Renewed,
+    LeaseGrant,
+    LeaseRenewal,
     StoreEvent,
     StoreMiss,
     Version,
@@ -247,7 +247,7 @@ class RemoteCache(StoreConnection):
 
     async def acquire_lease(
         self, agent_id: str, kv_identity_hash: str, owner: str, *, begins_anew: bool, asks: bool, timeout_s: float
-    ) -> Granted:
+    ) -> LeaseGrant:
         """Raises FailedPrecondition (LEASE_HELD)."""
         got = await self.client.acquire_lease(
             agent_id,
@@ -258,15 +258,15 @@ class RemoteCache(StoreConnection):
             asks=asks,
             timeout_s=timeout_s,
         )
-        return Granted(got.lease.generation, head_of(got.head) if got.HasField("head") else NO_HEAD)
+        return LeaseGrant(got.lease.generation, head_of(got.head) if got.HasField("head") else NO_HEAD)
 
     async def renew_leases(
         self, owner: str, kv_identity_hash: str, generations: Mapping[str, int], timeout_s: float
-    ) -> Renewed:
+    ) -> LeaseRenewal:
         got = await self.client.renew_leases(
             owner, kv_identity_hash, generations, ttl_s=LEASE_TTL_S, timeout_s=timeout_s
         )
-        return Renewed(*(frozenset(each.agent_id for each in named) for named in (got.lost, got.wanted)))
+        return LeaseRenewal(*(frozenset(each.agent_id for each in named) for named in (got.lost, got.wanted)))
 
     async def release_lease(
         self, agent_id: str, kv_identity_hash: str, owner: str, generation: int, timeout_s: float

@@ -21,11 +21,11 @@ from inference_svc.memory.store.answers import (
     NO_HEAD,
     AgentGone,
     EventsLost,
-    Granted,
     Head,
     HeadMoved,
+    LeaseGrant,
+    LeaseRenewal,
     LeaseWanted,
-    Renewed,
     StoreEvent,
 )
 from inference_svc.text.prefix_matching import RememberedText
@@ -54,17 +54,19 @@ class Store:
         self.answering = asyncio.Event()
         self.answering.set()
 
-    async def acquire_lease(self, agent: str, _kv: str, _owner: str, *, begins_anew: bool, **_how: object) -> Granted:
+    async def acquire_lease(
+        self, agent: str, _kv: str, _owner: str, *, begins_anew: bool, **_how: object
+    ) -> LeaseGrant:
         self.asked.append((agent, begins_anew))
         await self.answering.wait()
         if self.refusals:
             raise self.refusals.pop(0)
-        return Granted(self.generation or len(self.asked), HEAD)
+        return LeaseGrant(self.generation or len(self.asked), HEAD)
 
-    async def renew_leases(self, _owner: str, _kv: str, generations: dict[str, int], _timeout_s: float) -> Renewed:
+    async def renew_leases(self, _owner: str, _kv: str, generations: dict[str, int], _timeout_s: float) -> LeaseRenewal:
         self.renewed.append(generations)
         await self.answering.wait()
-        return Renewed(self.lost, self.wanted)
+        return LeaseRenewal(self.lost, self.wanted)
 
     async def release_lease(self, agent: str, _kv: str, _owner: str, generation: int, timeout_s: float) -> None:
         if timeout_s < self.release_takes_s:
@@ -211,9 +213,9 @@ def test_a_heartbeat_that_is_answered_late_says_nothing_of_a_lease_that_was_gran
         lab.store.generation = 1
         lab.now += LEASE_TTL_S
 
-        async def late(*_asked: object) -> Renewed:
+        async def late(*_asked: object) -> LeaseRenewal:
             await lab.held("a")
-            return Renewed(frozenset({"a"}), frozenset())
+            return LeaseRenewal(frozenset({"a"}), frozenset())
 
         lab.store.renew_leases = late  # type: ignore[method-assign, assignment]
         await lab.lines.beat()

@@ -24,7 +24,7 @@ from inference_svc.memory.outcomes import SnapshotState
 from inference_svc.memory.publishing import copies
 from inference_svc.memory.publishing.copies import Copies
 from inference_svc.memory.service_stats import ServiceStats
-from inference_svc.memory.store.answers import NO_HEAD, AgentHeads, Granted, Head, Version
+from inference_svc.memory.store.answers import NO_HEAD, AgentHeads, Head, LeaseGrant, Version
 from inference_svc.model.model_host import MemoriesLeft
 from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.text.sequence_state import SequenceState
@@ -135,8 +135,8 @@ class Store:
     def has_moved_within(self, _seconds: float) -> bool:
         return False
 
-    async def acquire_lease(self, *_asked: object, **_how: object) -> Granted:
-        return Granted(self.generation, self.head)
+    async def acquire_lease(self, *_asked: object, **_how: object) -> LeaseGrant:
+        return LeaseGrant(self.generation, self.head)
 
     async def until_reachable(self) -> None:
         await self.up.wait()
