@@ -41,7 +41,7 @@ class ScheduleRecord:
     """What the scheduler notes about a turn. Nobody else reads or writes it."""
 
     waits_since_s: float = 0.0  # since then it waits to begin, or for its next cell
-    overtaken_s: float = 0.0  # the time that turns that came later were given since it was served
+    overtaken_tokens: int = 0  # of prompts that came later and were computed while it waited
     served: int = 0  # when it was last served: twice the number of cells that all turns had got by then
     awaits: PrefixSource[Any] | None = None
     prefix_wait_since_s: float | None = None

@@ -39,11 +39,10 @@ class StepCosts:
 
     def tokens_within(self, seconds: float, position: int) -> int | None:
         """How many tokens from `position` on are computed in so many seconds; None if that is not known."""
-        return _within(seconds, self._each_s(position)) if self._token_s else None
-
-    def prompt_s(self, position: int, tokens: int) -> float:
-        """Seconds that so many tokens from `position` on take: a step's at least; 0 if that is not known."""
-        return max(tokens * self._each_s(position), self.step_s or 0.0) if self._token_s else 0.0
+        if not self._token_s:
+            return None
+        nearest = min(self._token_s, key=lambda depth: abs(depth - position.bit_length()))
+        return _within(seconds, self._token_s[nearest])
 
     def files_within(self, seconds: float) -> int | None:
         """How many files become KV in so many seconds; None if that is not known. One more than the last time if that
@@ -56,9 +55,6 @@ class StepCosts:
         if took_s >= seconds:
             return _within(seconds, took_s / files)
         return 2 * files if 2 * took_s < seconds else files + 1
-
-    def _each_s(self, position: int) -> float:
-        return self._token_s[min(self._token_s, key=lambda depth: abs(depth - position.bit_length()))]
 
 
 def _smoothed(before: float | None, now: float) -> float:

@@ -2,7 +2,7 @@
 
 - Rows: beside other namespaces each has a few (`seats`).
 - Order of cells and files: urgent turns first, namespaces in turn, in a namespace the shortest rest of a prompt first.
-  A turn is served before those that came later have taken more time than its rest takes.
+  Turns that came later overtake one by no more tokens than its rest has.
 - Size: `pacing` and `step_costs` say how many cells a step takes, how long they are, and how many files it loads.
 """
 
@@ -152,7 +152,7 @@ class StepSchedule(Generic[TurnT]):
     def _next_in_round(self, urgency: Urgency[TurnT], *, decodes: bool) -> TurnT | None:
         """The turn that gets the next cell, or loads the next files; while others decode, none that would only wait for
         its files. From the most urgent class choose the namespace that was served longest ago, and of its turns the one
-        whose prompt is soonest computed. The time that later ones were given is taken from the rest of each.
+        with the shortest rest of a prompt, but first one that later ones have overtaken by as many tokens.
         """
         prefilling = [turn for turn in self._turns if _is_prefilling(turn)]
         prefilling = [turn for turn in prefilling if not self._owes(turn) and not (decodes and turn.awaits_bytes)]
@@ -165,9 +165,10 @@ class StepSchedule(Generic[TurnT]):
         turns = [turn for turn in turns if turn.namespace == first.namespace]
         return min(turns, key=self._order)
 
-    def _order(self, turn: TurnT) -> tuple[float, int]:
-        record = turn.schedule
-        return self._costs.prompt_s(turn.computed, turn.rest_tokens) - record.overtaken_s, record.served
+    def _order(self, turn: TurnT) -> tuple[bool, int, int]:
+        rest = 0 if turn.status is Status.LOADING else turn.rest_tokens
+        is_passed_over = 0 < rest <= turn.schedule.overtaken_tokens
+        return (False, 0, 0) if is_passed_over else (True, rest, turn.schedule.served)
 
     def _owes(self, turn: TurnT) -> bool:
         """Whether its namespace has taken more of others' time than it may, while they decode."""
@@ -184,9 +185,8 @@ class StepSchedule(Generic[TurnT]):
             self._time.owes_next(place)
         for other in takewhile(lambda other: other is not turn, self._turns):
             if other.namespace == turn.namespace and _is_prefilling(other):
-                other.schedule.overtaken_s += self._costs.prompt_s(turn.computed, size)
+                other.schedule.overtaken_tokens += max(size, self._rules.least_tokens)
         record = turn.schedule
-        record.overtaken_s = 0.0
         record.served = self._served
         record.waits_since_s = self._began_s + spent_s
 

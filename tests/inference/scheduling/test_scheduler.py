@@ -77,7 +77,7 @@ def test_of_several_prompts_the_deepest_sets_the_steps_limit() -> None:
     world.submit(Job(12 * 1024))
     while world.scheduler.running == [] or world.scheduler.running[0].computed < 8192:
         world.step()
-    world.submit(Job(4096))
+    world.submit(Job(8192))
     world.step()
     assert world.chunks[-1] == 1024
 
@@ -150,9 +150,22 @@ def test_later_prompts_overtake_one_for_no_longer_than_its_rest_takes(
     world.run()
     for number, job in enumerate(jobs):
         cells = [index for index, served in enumerate(world.prefilled) if served is job]
-        for rest, (start, end) in zip(range(len(cells) - 1, 0, -1), pairwise(cells), strict=True):
-            overtaking = [other for other in world.prefilled[start:end] if other in jobs[number + 1 :]]
-            assert len(overtaking) <= rest + 1
+        overtaking = [other for other in world.prefilled[: max(cells, default=0)] if other in jobs[number + 1 :]]
+        assert len(overtaking) <= len(cells) + 1
+
+
+def test_a_memory_that_comes_from_files_waits_for_no_prompt() -> None:
+    """However long it is, and however many short prompts come."""
+    world = World(rules=Rules(ageing_s=1e9), file_s=0.001)
+    world.arrivals = {after: [Job(CELL)] for after in range(1, 60)}
+    world.submit(Job(CELL))
+    world.step()
+    warm = Job(CELL, files=100)
+    world.submit(warm)
+    began = len(world.prefilled)
+    while warm.files:
+        world.step()
+    assert len(world.prefilled) - began <= 2
 
 
 def test_the_prompt_that_is_soonest_computed_comes_first() -> None:

@@ -91,7 +91,7 @@ def test_with_states_nobody_waits_for_a_sibling_that_has_nothing_to_give(family:
     sibling.at(Started, 1, lambda: begun.append(first.count(Prefilled)))
     driver.turn(prompt, listener=first, namespace="tests", max_tokens=1)
     assert sibling.end().cached_tokens == 0
-    assert begun == [1], "it began in the very next step"
+    assert begun[0] <= 2, "it began while the other was computed"
 
 
 # Shorter than a window, past it, ending with a block, and past one. Without windows the first two are alike.

@@ -88,7 +88,7 @@ def test_a_long_prompt_does_not_hold_up_another_agents_reply(driver: Driver) -> 
 
 
 @pytest.mark.cells_of_a_block
-def test_prompts_are_computed_in_turns_not_one_after_another(driver: Driver) -> None:
+def test_of_equal_prompts_the_first_is_computed_to_its_end_before_the_next(driver: Driver) -> None:
     order: list[str] = []
     readers = {name: Listener() for name in "ab"}
 
@@ -101,7 +101,7 @@ def test_prompts_are_computed_in_turns_not_one_after_another(driver: Driver) -> 
     driver.submit(tokens_of(10), listener=Listener().at(Tokens, 1, submit_both), max_tokens=2).end()
     for reader in readers.values():
         reader.end()
-    assert order == ["a", "b"] * 4
+    assert order == [*"aaaabbbb"]
 
 
 def test_turns_of_one_agent_run_in_order(driver: Driver) -> None:
