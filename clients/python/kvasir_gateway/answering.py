@@ -23,6 +23,7 @@ from kvasir_gateway.turn import Chunks, Said, ToolUse, Turn
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+_KEEPING_S = 1.0  # that the end of a summary waits for the store
 Events = AsyncGenerator[pb.GenerateResponse, None]
 
 
@@ -86,8 +87,12 @@ class SideMemory(Memory):
     async def answered(self, reply: Reply) -> None:
         """A summary may take the place of its conversation's history."""
         if self.side_call == SUMMARY and self.agent_id and self._conversations is not None:
-            place = (self._namespace, self.agent_id)
-            await self._conversations.summarized(place, self._chain, self._messages, reply.text, self._caller)
+            place, known = (self._namespace, self.agent_id), self._conversations
+            try:
+                async with asyncio.timeout(_KEEPING_S):
+                    await known.summarized(place, self._chain, self._messages, reply.text, self._caller)
+            except TimeoutError:
+                _log.warning("conversations.summary_not_kept error=STORE_HANGS")
 
     def left(self) -> None:
         """Nothing was taken."""

@@ -15,66 +15,27 @@ conversation that continues at another time is found, and its memory goes on.
 import asyncio
 import contextlib
 import json
+import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Protocol, TypeVar
 
 from blake3 import blake3
 from kvasir.clocks import without_times
 from kvasir.errors import KvasirError
 
 from kvasir_gateway.reading.compaction import Summaries
+from kvasir_gateway.reading.made_calls import MadeCalls
+from kvasir_gateway.reading.records import PREFIX, AgentRecords, Kept
 from kvasir_gateway.turn import Said
 
-Made = TypeVar("Made")
-PREFIX = "conversation/"
+_log = logging.getLogger(__name__)
 _DIGEST_CHARS = 24
 _MAX_TIPS = 100_000
 _MAX_LOOKED_AT = 8
 _MOST_MASKED = 64 << 10  # characters of a text in which dates and clocks are looked for
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """An agent of the store, as far as conversations need it."""
-
-    agent_id: str
-    used_at: datetime
-    is_copy: bool = False  # an archive or a copy of another store's brought it
-    opening: str = ""  # of a compacted conversation the newest
-    summary: str = ""  # that its client was given, as `compaction.Summaries` writes it
-
-
-class Beside(Protocol):
-    """Does work that would hold up the event loop."""
-
-    def __call__(self, make: Callable[[], Made]) -> Awaitable[Made]: ...
-
-
-class AgentRecords(Protocol):
-    """What the store knows about a caller's agents."""
-
-    async def kept(self, name_prefix: str, opening: str = "") -> list[Kept]: ...
-
-    async def open_anew(self, agent_id: str, opening: str) -> None: ...
-
-    async def keep_summary(self, agent_id: str, summary: str) -> None: ...
-
-    async def messages(self, agent_id: str) -> Sequence[Said]: ...
-
-    async def fork(self, source: str, name: str, version: int | None) -> int:
-        """Returns the fork's newest version."""
-
-    async def drop_fork(self, agent_id: str, version: int) -> None:
-        """Delete a fork whose newest version is still this one."""
-
-    async def delete(self, agent_id: str) -> None: ...
-
-    @property
-    def beside(self) -> Beside: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +111,7 @@ class Conversations:
         self._dropping: set[asyncio.Task[None]] = set()
         self._tidied: dict[str, datetime] = {}
         self._summaries = Summaries(key)
+        self._made_calls = MadeCalls()
 
     def chain(self, messages: Sequence[Said], hint: str, *, is_exact: bool = False) -> Chain:
         """For the other calls. Reads every message; changes nothing, and may run in any thread. `is_exact`: what is
@@ -205,7 +167,8 @@ class Conversations:
         if self._tip(namespace, chain.points) is None:
             agent_id = "" if is_side_call else self._maker_of_calls(namespace, chain)
             agent_id = agent_id or await self._summarized(namespace, chain, messages, records)
-            agent_id = agent_id or ("" if is_side_call else await _stored_maker_of_calls(chain, records))
+            if not agent_id and not is_side_call:
+                agent_id = await self._stored_maker_of_calls(namespace, chain, records)
         if not agent_id or (namespace, agent_id) in self._busy:
             return ""
         self._busy.add((namespace, agent_id))
@@ -225,8 +188,10 @@ class Conversations:
     ) -> None:
         """A client was given a summary of these messages, which an agent remembers: its namespace and name."""
         if summary := self._summaries.add(*place, chain.session, messages, text):
-            with contextlib.suppress(KvasirError):  # then a restart of the gateway forgets it
+            try:
                 await records.keep_summary(place[1], summary)
+            except KvasirError as error:  # then a restart of the gateway forgets it
+                _log.warning("conversations.summary_not_kept error=%s", error.reason)
 
     def answered(self, namespace: str, agent_id: str, chain: Chain, reply: Said, version: int) -> None:
         """The agent remembers these messages and the reply, as this version; 0: it is not known which."""
@@ -300,6 +265,31 @@ class Conversations:
         made = next(self._calls_made(namespace, chain.points), None)
         return self._answers[namespace, made][0] if made is not None else ""
 
+    async def _stored_maker_of_calls(self, namespace: str, chain: Chain, records: AgentRecords) -> str:
+        """The agent of this session that made a call of the conversation before the gateway started; else nothing, and
+        if there is an agent that begins as the conversation does."""
+        calls = {call for point in chain.points for call in point.call_ids}
+        try:
+            makers = await self._made_calls.makers(namespace, calls, records)
+            if not makers or await _kept_of(chain.opening, records):
+                return ""
+        except KvasirError:
+            return ""
+        for maker in makers:
+            opening_of = partial(self._opening_of, await records.messages(maker.agent_id), chain)
+            opening = await records.beside(opening_of)
+            if opening == maker.opening or maker.agent_id.startswith(f"{PREFIX}{opening}/"):
+                return maker.agent_id
+        return ""
+
+    def _opening_of(self, said: Sequence[Said], chain: Chain) -> str:
+        """The opening of these messages if they are of the chain's session. In any thread."""
+        first = next((index for index, message in enumerate(said) if message.role != "system"), len(said))
+        head, digest = said[: first + 1], chain.session
+        for message in head if chain.is_exact else at_any_time(head):
+            digest = self._next(digest, message)
+        return digest.hex()[:_DIGEST_CHARS]
+
     def _forget(self, place: tuple[str, str]) -> None:
         agent_id, _ = self._answers.pop(place, ("", 0))
         for call in self._calls_of.pop(place, ()):
@@ -336,8 +326,7 @@ class Conversations:
         if not any(message.role == "assistant" for message in messages):
             return None
         try:
-            opening = chain.opening
-            kept = [*await records.kept(f"{PREFIX}{opening}/"), *await records.kept(PREFIX, opening=opening)]
+            kept = await _kept_of(chain.opening, records)
         except KvasirError:
             return None  # a store that does not answer is a miss, here as in the engine
         # Whoever may read agents' names could give a memory that looks like the conversation's.
@@ -347,6 +336,11 @@ class Conversations:
 
     def _next(self, digest: bytes, message: Said) -> bytes:
         return blake3(digest + _canonical(message), key=self._key).digest()
+
+
+async def _kept_of(opening: str, records: AgentRecords) -> list[Kept]:
+    """The agents whose conversations begin so."""
+    return [*await records.kept(f"{PREFIX}{opening}/"), *await records.kept(PREFIX, opening=opening)]
 
 
 def _tip_among(
@@ -360,25 +354,6 @@ def _tip_among(
         best, _, is_whole = _most_in_common(at_a_time, at_any_time(messages))
     # A memory that went on otherwise is forked, and the fork is cut by the engine.
     return Tip(best.agent_id, 0, is_whole) if best is not None else None
-
-
-async def _stored_maker_of_calls(chain: Chain, records: AgentRecords) -> str:
-    """Of the agents that were used last, and none of which begins as this conversation, the one that made a
-    call of it; else nothing.
-    """
-    calls = {call for point in chain.points for call in point.call_ids}
-    try:
-        kept = await records.kept(PREFIX) if calls else []
-    except KvasirError:
-        return ""
-    if any(each.opening == chain.opening or each.agent_id.startswith(f"{PREFIX}{chain.opening}/") for each in kept):
-        return ""
-    kept = sorted((each for each in kept if not each.is_copy), key=lambda agent: agent.used_at, reverse=True)
-    for agent in kept[:_MAX_LOOKED_AT]:
-        said = await records.messages(agent.agent_id)
-        if any(call.id in calls for message in said for call in message.tool_calls):
-            return agent.agent_id
-    return ""
 
 
 def _most_in_common(

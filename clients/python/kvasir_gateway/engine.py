@@ -21,8 +21,8 @@ from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.server.wellness import Ailment, Wellness
 
-from kvasir_gateway.conversations import PREFIX, Beside, Kept, Made
 from kvasir_gateway.models import unknown_alias
+from kvasir_gateway.reading.records import PREFIX, Beside, Kept, Made
 from kvasir_gateway.reading.volatile import Rules
 from kvasir_gateway.turn import Place, Said, ToolUse, Turn
 

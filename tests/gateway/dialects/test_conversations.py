@@ -18,9 +18,10 @@ from kvasir.formats.digest import Digest
 from kvasir_gateway import conversations as module
 from kvasir_gateway.__main__ import _key
 from kvasir_gateway.answering import Memory
-from kvasir_gateway.conversations import PREFIX, Conversations, Kept, Made
+from kvasir_gateway.conversations import Conversations
 from kvasir_gateway.engine import CallerAtEngine
 from kvasir_gateway.page import looking
+from kvasir_gateway.reading.records import PREFIX, Kept, Made
 from kvasir_gateway.turn import Place, Said, ToolUse
 
 from tests.made_models.synthetic import SMALL

@@ -3,19 +3,23 @@ place goes on in the same agent."""
 
 import asyncio
 import base64
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 from blake3 import blake3
+from kvasir.clients import Reply
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.options.gateway import SIDE_CALLS
+from kvasir_gateway import answering
 from kvasir_gateway.reading.compaction import Summaries
 from kvasir_gateway.reading.side_calls import SIDE_RULES, side_call_of, side_rules_of
 from kvasir_gateway.turn import Said, ToolUse, Turn
 
+from cachestore_svc.facts.limits import check_labels
+from inference_svc.text.replies.reply_parts import call_id
 from tests.gateway.conftest import Front
 from tests.gateway.dialects.test_conversations import Records, Talk, conversations, reply, user
 from tests.gateway.serving import MODEL, running_gateway
@@ -128,11 +132,62 @@ def test_a_summarys_label_has_no_text_and_a_strange_one_is_ignored() -> None:
 
 
 def test_of_many_summaries_in_the_store_the_last_are_known() -> None:
-    known, lines = Summaries(bytes(32)), [f"{number}: {'x' * 40}" for number in range(1002)]
+    known, lines = Summaries(bytes(32)), [f"{number}: {'x' * 40}" for number in range(102)]
     labels = {line: Summaries(bytes(32)).add("n", line, bytes(32), (), line) for line in lines}
     known.read("n", labels)
     found = [asyncio.run(known.agent_of("n", bytes(32), (user(line),))) for line in (*lines[:3], lines[-1])]
     assert found == ["", "", lines[2], lines[-1]]
+
+
+def test_labels_of_a_namespace_push_out_no_summary_of_another_nor_a_newer_one() -> None:
+    known, line = Summaries(bytes(32)), "x" * 40
+    label = known.add("other", "theirs", bytes(32), (), line)
+    known.add("n", "newest", bytes(32), (), line)
+    known.read("n", {str(number): label for number in range(1002)})
+    found = [asyncio.run(known.agent_of(namespace, bytes(32), (user(line),))) for namespace in ("other", "n")]
+    assert found == ["theirs", "newest"]
+
+
+def test_a_long_summarys_label_fits_the_store_and_knows_lines_of_all_its_parts() -> None:
+    known, lines = Summaries(bytes(32)), [f"{number}: {'x' * 40}" for number in range(200)]
+    for count in (1, 23, 24, 40, 200):
+        label = known.add("n", "a", bytes(32), (), "\n".join(lines[:count]))
+        check_labels({"conversation.summary": label})
+        assert label == Summaries(bytes(32)).add("n", "a", bytes(32), (), "\n".join(lines[:count])), "text order"
+        restarted = Summaries(bytes(32))
+        restarted.read("n", {"a": label})
+        for part in (lines[:count][:10], lines[:count][-10:]):
+            assert asyncio.run(restarted.agent_of("n", bytes(32), [user(line) for line in part])) == "a"
+
+
+def test_a_summary_that_the_store_refuses_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    talk = Talk(conversations(), Records())
+    first = talk.turn(user("Hello"), answer="Hi", hint="session")
+    talk.records.is_down = True
+    summarized(talk, first, SUMMARY)
+    assert "conversations.summary_not_kept error=" in caplog.text
+    assert SUMMARY.splitlines()[1] not in caplog.text
+
+
+def test_a_store_that_hangs_holds_up_the_end_of_a_summary_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hanging(Records):
+        async def keep_summary(self, agent_id: str, summary: str) -> None:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(answering, "_KEEPING_S", 0.02, raising=False)
+    talk = Talk(conversations(), Hanging())
+    first = talk.turn(user("Hello"), answer="Hi")
+    turn = Turn(model="", messages=(user("Hello"), reply("Hi"), *SUMMARIES[0][1:]))
+    ready = replace(answering.Turns(talk.known).ready(turn), side_call="summary")
+    memory = answering.SideMemory(first, talk.known, "n", ready, talk.records)  # type: ignore[arg-type]
+    told = Reply()
+    told.add(pb.GenerateResponse(delta=pb.Delta(text=SUMMARY)))
+
+    async def answered() -> None:
+        await asyncio.wait_for(memory.answered(told), 5)
+
+    asyncio.run(answered())
+    assert compacted(talk, COMPACTED, "") == first, "it is known in RAM"
 
 
 def test_while_the_store_is_down_a_summary_is_known_in_ram_and_read_later() -> None:
@@ -150,17 +205,56 @@ def test_while_the_store_is_down_a_summary_is_known_in_ram_and_read_later() -> N
     assert compacted(talk, COMPACTED) == first
 
 
+MADE_ID = call_id("a reply", 0)
+MADE = Said("assistant", "", tool_calls=(ToolUse(MADE_ID, "look", "{}"),))
+DONE = Said("tool", "done", tool_call_id=MADE_ID)
+
+
 @pytest.mark.parametrize("is_restarted", [False, True])
 def test_calls_of_an_agent_behind_another_beginning_are_its_compacted_conversation(is_restarted: bool) -> None:
     """pi lets another request sum up, and keeps the newest messages."""
     talk = Talk(conversations(), Records())
-    made = Said("assistant", "", tool_calls=(ToolUse("c1", "look", "{}"),))
-    first = talk.turn(user("Hello"), said=made)
-    done = Said("tool", "done", tool_call_id="c1")
+    first = talk.turn(user("Hello"), said=MADE)
     if is_restarted:
         talk.known = conversations()
-    assert compacted(talk, (user("Hello"), made, done), "") == "", "it goes on"
-    assert compacted(talk, (user("A summary of it."), made, done), "") == first
+    assert compacted(talk, (user("Hello"), MADE, DONE), "") == "", "it goes on"
+    assert compacted(talk, (user("A summary of it."), MADE, DONE), "") == first
+
+
+@pytest.mark.parametrize(("made", "hint"), [("call_0", "anna"), ("call_0", "bob"), (MADE_ID, "bob")])
+def test_an_equal_calls_id_that_the_client_made_or_of_another_session_makes_no_conversation_another_agents(
+    made: str, hint: str
+) -> None:
+    """Examples, a prefetched call, and the history of another provider are in many conversations."""
+    talk = Talk(conversations(), Records())
+    calls = (Said("assistant", "", tool_calls=(ToolUse(made, "look", "{}"),)), Said("tool", "x", tool_call_id=made))
+    anna = talk.turn(user("Task of Anna."), *calls, answer="Done.", hint="anna")
+    for known in (talk.known, conversations()):
+        talk.known = known
+        assert compacted(talk, (user("Task of Bob."), *calls), hint) == ""
+    talk.known = conversations()
+    assert (compacted(talk, (user("Task of Anna, in short."), *calls), "anna") == anna) == (made == MADE_ID)
+
+
+def test_memories_are_read_for_calls_once_and_for_no_calls_of_other_engines() -> None:
+    class Counted(Records):
+        read = 0
+
+        async def messages(self, agent_id: str) -> Sequence[Said]:
+            self.read += 1
+            return await super().messages(agent_id)
+
+    records = Counted()
+    talk = Talk(conversations(), records)
+    talk.turn(Said("system", "It is 10:30."), user("Hello"), said=MADE)
+    talk.known = conversations()
+    for number in range(3):
+        compacted(talk, (user(f"Task {number}."), Said("assistant", "", tool_calls=(ToolUse("c", "look", "{}"),))), "")
+    assert records.read == 0
+    other = Said("assistant", "", tool_calls=(ToolUse(call_id("other", 0), "look", "{}"),))
+    for number in range(3):
+        compacted(talk, (user(f"Task {number}."), other), "")
+    assert records.read == 1
 
 
 def test_a_side_call_that_has_an_agents_calls_behind_another_beginning_takes_nothing_of_its_memory() -> None:

@@ -15,7 +15,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 256  # of a head, and of trailers: each takes thirty times as much room as its shortest line
-# Requests behind one that is not answered yet, and their bytes: they are read, because an end is seen by reading only.
+# Requests behind one that is not answered yet: they are read, because an end is seen by reading only. More are refused,
+# and more bytes are read later.
 _MAX_WAITING, _MAX_WAITING_BYTES = 16, 64 << 10
 _HEAD_S = 30.0  # for a whole head, from the connection or from the answer before
 _READING_S = 60.0  # in which the reader of an answer takes some of it
@@ -127,8 +128,9 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._unread_bytes += len(data)
         super().data_received(data)
-        if len(self.pipeline) > _MAX_WAITING or sum(map(_waiting_bytes, self.pipeline)) > _MAX_WAITING_BYTES:
+        if len(self.pipeline) > _MAX_WAITING:
             self.transport.abort()
+        self._pause_if_much_waits()
         if self._unread_bytes <= _MAX_HEAD_BYTES or self.transport.is_closing():
             return
         if self._is_answered:
@@ -166,10 +168,16 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._unanswered.popleft()
         super().on_response_complete()
+        self._pause_if_much_waits()
         if self._is_answered:  # else the next request is here already
             self._await_head()
             if not self.transport.is_closing():
                 self._connections.rests(self)
+
+    def _pause_if_much_waits(self) -> None:
+        """Until the next answer; that its reader leaves is seen by writing only."""
+        if sum(map(_waiting_bytes, self.pipeline)) > _MAX_WAITING_BYTES and not self.transport.is_closing():
+            self.flow.pause_reading()
 
     @property
     def _is_answered(self) -> bool:

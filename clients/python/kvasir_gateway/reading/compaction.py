@@ -8,7 +8,6 @@ summary that is not known any more costs an agent, not a memory.
 import asyncio
 import base64
 import contextlib
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,11 +15,12 @@ from blake3 import blake3
 
 from kvasir_gateway.turn import Said
 
-_MAX_SUMMARIES = 1000  # of all namespaces; the oldest is dropped
-_MAX_LINES = 64
+_MAX_SUMMARIES = 100  # of a namespace; the oldest is dropped
+_MAX_LABEL_CHARS = 256  # as the store takes
 # Clients write a text of theirs around a summary, and may strip tags. Shorter lines are headings, equal in many.
 _LEAST_CHARS = 40
 _DIGEST_BYTES = 8
+_MAX_LINES = (_MAX_LABEL_CHARS * 3 // 4 - _DIGEST_BYTES) // _DIGEST_BYTES  # the label has the session's digest, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Summaries:
 
     def __init__(self, key: bytes) -> None:
         self._key = key
-        self._summaries: OrderedDict[tuple[str, str], _Summary] = OrderedDict()
+        self._summaries: dict[str, dict[str, _Summary]] = {}
         self._read: set[str] = set()
 
     def is_read(self, namespace: str) -> bool:
@@ -43,41 +43,46 @@ class Summaries:
         return namespace in self._read
 
     def read(self, namespace: str, labels: Mapping[str, str]) -> None:
-        """What `add` returned, by agent; of an agent of which there is a newer summary it is ignored."""
+        """What `add` returned, by agent, the oldest first; of an agent that has a newer summary it is ignored."""
         if namespace in self._read:
             return
         self._read.add(namespace)
+        newer = self._summaries.pop(namespace, {})
         for agent_id, label in labels.items():
             with contextlib.suppress(ValueError):  # labels are their callers', too
                 data = base64.b64decode(label)
                 session, *lines = (data[at : at + _DIGEST_BYTES] for at in range(0, len(data), _DIGEST_BYTES))
-                self._summaries.setdefault((namespace, agent_id), _Summary(agent_id, session, frozenset(lines)))
-        self._drop_oldest()
+                self._keep(namespace, _Summary(agent_id, session, frozenset(lines)))
+        for summary in newer.values():
+            self._keep(namespace, summary)
 
     def add(self, namespace: str, agent_id: str, session: bytes, messages: Sequence[Said], text: str) -> str:
         """`messages`: what it is a summary of. Their own lines, as a project's rules, may begin any conversation.
         Returns the agent's label; empty: nothing of it is a summary's own.
         """
-        lines = frozenset(self._lines(text)[:_MAX_LINES]) - self._lines_of(messages)
+        others = self._lines_of(messages)
+        lines = [line for line in dict.fromkeys(self._lines(text)) if line not in others]
         if not lines:
             return ""
-        self._summaries.pop((namespace, agent_id), None)
-        self._summaries[namespace, agent_id] = _Summary(agent_id, session[:_DIGEST_BYTES], lines)
-        self._drop_oldest()
+        lines = lines[:: -(-len(lines) // _MAX_LINES)]  # of all parts: clients leave some out
+        self._keep(namespace, _Summary(agent_id, session[:_DIGEST_BYTES], frozenset(lines)))
         return base64.b64encode(session[:_DIGEST_BYTES] + b"".join(lines)).decode()
 
-    def _drop_oldest(self) -> None:
-        while len(self._summaries) > _MAX_SUMMARIES:
-            self._summaries.popitem(last=False)
+    def _keep(self, namespace: str, summary: _Summary) -> None:
+        known = self._summaries.setdefault(namespace, {})
+        known.pop(summary.agent_id, None)
+        known[summary.agent_id] = summary
+        if len(known) > _MAX_SUMMARIES:
+            del known[next(iter(known))]
 
     def used(self, namespace: str, agent_id: str) -> None:
         """A conversation went on from it: another that repeats a line of it does not."""
-        self._summaries.pop((namespace, agent_id), None)
+        self._summaries.get(namespace, {}).pop(agent_id, None)
 
     async def agent_of(self, namespace: str, session: bytes, messages: Sequence[Said]) -> str:
         """The agent whose summary these messages repeat, a line of it at least; else nothing."""
-        of_session = ((space, each) for (space, _), each in self._summaries.items() if session.startswith(each.session))
-        known = [each for space, each in of_session if space == namespace]
+        summaries = self._summaries.get(namespace, {}).values()
+        known = [each for each in summaries if session.startswith(each.session)]
         if not known:
             return ""
         said = await asyncio.to_thread(self._lines_of, messages)  # of a long conversation it takes its time

@@ -1,0 +1,35 @@
+"""Calls that agents made before the gateway started: by their ids, a compacted conversation is known again."""
+
+import re
+from collections.abc import Collection, Sequence
+
+from kvasir_gateway.reading.records import PREFIX, AgentRecords, Kept
+from kvasir_gateway.turn import Said
+
+_MAX_AGENTS = 8  # of a namespace, those that were used last
+_MAX_CALLS = 64  # of an agent, its newest
+# As the engine writes ids. Clients send others' calls, too: examples, and the history of another provider.
+_ENGINES_ID = re.compile("[A-Z2-7]{9}")
+
+
+class MadeCalls:
+    """Of each namespace the calls in its agents' memories, which are read once."""
+
+    def __init__(self) -> None:
+        self._agents: dict[str, list[tuple[Kept, frozenset[str]]]] = {}
+
+    async def makers(self, namespace: str, call_ids: Collection[str], records: AgentRecords) -> list[Kept]:
+        """The agents that made one of these calls, the last used one first. Raises KvasirError."""
+        engines = [call for call in call_ids if _ENGINES_ID.fullmatch(call)]
+        if not engines:
+            return []
+        if namespace not in self._agents:
+            kept = sorted(await records.kept(PREFIX), key=lambda agent: agent.used_at, reverse=True)
+            kept = [agent for agent in kept if not agent.is_copy][:_MAX_AGENTS]
+            self._agents[namespace] = [(agent, _newest_calls(await records.messages(agent.agent_id))) for agent in kept]
+        return [agent for agent, calls in self._agents[namespace] if not calls.isdisjoint(engines)]
+
+
+def _newest_calls(said: Sequence[Said]) -> frozenset[str]:
+    calls = [call.id for message in said for call in message.tool_calls if _ENGINES_ID.fullmatch(call.id)]
+    return frozenset(calls[-_MAX_CALLS:])

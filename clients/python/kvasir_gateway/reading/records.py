@@ -1,0 +1,51 @@
+"""A caller's agents in the store, as far as conversations need them."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Protocol, TypeVar
+
+from kvasir_gateway.turn import Said
+
+Made = TypeVar("Made")
+PREFIX = "conversation/"  # of the names of agents that no caller named
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """An agent of the store, as far as conversations need it."""
+
+    agent_id: str
+    used_at: datetime
+    is_copy: bool = False  # an archive or a copy of another store's brought it
+    opening: str = ""  # of a compacted conversation the newest
+    summary: str = ""  # that its client was given, as `compaction.Summaries` writes it
+
+
+class Beside(Protocol):
+    """Does work that would hold up the event loop."""
+
+    def __call__(self, make: Callable[[], Made]) -> Awaitable[Made]: ...
+
+
+class AgentRecords(Protocol):
+    """What the store knows about a caller's agents."""
+
+    async def kept(self, name_prefix: str, opening: str = "") -> list[Kept]: ...
+
+    async def open_anew(self, agent_id: str, opening: str) -> None: ...
+
+    async def keep_summary(self, agent_id: str, summary: str) -> None: ...
+
+    async def messages(self, agent_id: str) -> Sequence[Said]: ...
+
+    async def fork(self, source: str, name: str, version: int | None) -> int:
+        """Returns the fork's newest version."""
+
+    async def drop_fork(self, agent_id: str, version: int) -> None:
+        """Delete a fork whose newest version is still this one."""
+
+    async def delete(self, agent_id: str) -> None: ...
+
+    @property
+    def beside(self) -> Beside: ...
