@@ -63,9 +63,9 @@ grep -q '"success":true' rpc.out"""
 _CLINE = """id=$(cline history --json | python3 -c 'import json, sys; print(json.load(sys.stdin)[0]["sessionId"])')
 replies() {{ grep -o {done} ~/.cline/data/sessions/$id/*.messages.json | wc -l; }}
 before=$(replies)
-(for each in $(seq 240); do grep -q done tty.out && break; sleep 0.5; done
-sleep 2; printf %s {question}; sleep 1; printf '\\r'
-for each in $(seq 600); do test $(replies) -gt $before && break; sleep 0.5; done
+(for each in $(seq 120); do grep -q done tty.out && break; sleep 0.5; done; sleep 2
+for each in $(seq 8); do printf %s {question}; sleep 1; printf '\\r'  # again, where it did not listen yet
+for wait in $(seq 80); do test $(replies) -gt $before && break 2; sleep 0.5; done; done
 for each in 1 2 3; do sleep 1; printf '\\003'; done) |
   TERM=xterm-256color script -qfc "stty cols 120 rows 40; {start} --id $id" tty.out > /dev/null
 test $(replies) -gt $before"""
