@@ -157,7 +157,8 @@ class Commit:
         self._stands(self._standing.sending(digest))
         try:
             async with self._in_time():
-                self._stands(self._standing.committed(await self._send(digest)))
+                sent = await self._send(digest)  # which may move the standing to another lease
+                self._stands(self._standing.committed(sent))
         except errors.Conflict:
             # This commit, or one before it whose answer was lost, may have taken effect after all.
             found = self._standing.found(await self._newest())

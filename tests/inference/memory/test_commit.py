@@ -1,0 +1,37 @@
+"""One commit of a line against a store that is here, and a lease that was taken anew before it was sent."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock, MagicMock
+
+from kvasir.formats.digest import Digest
+
+from inference_svc.memory.lines.commit import Commit
+from inference_svc.memory.lines.line_states import Lease, Standing, Use
+from inference_svc.memory.store.answers import Head
+
+
+def test_a_commit_that_moves_to_a_new_lease_stands_under_it() -> None:
+    """Else the hot memory could not be used while the store is away, though the lease holds."""
+    first, second = (Head(number, Digest.of(bytes([number])), number - 1) for number in (1, 2))
+    lease = SimpleNamespace(held=Lease.granted(2, first.identity, 0.0))
+    publication = SimpleNamespace(standing=Standing(first, generation=1))
+    memory: Any = SimpleNamespace(publication=publication, is_brought=False)
+    store, files, parts = (MagicMock() for _ in range(3))
+    store.commit = AsyncMock(return_value=second)
+    store.was_taken_back = AsyncMock(return_value=False)
+    store.write_manifest = files.named = files.all_stored = AsyncMock()
+    files.sent_bytes, parts.limits.timeout_s, parts.owner = 0, 5, "engine"
+    agent: Any = SimpleNamespace(agent_id="a")
+
+    class Made(Commit):
+        async def _manifest(self, _stored: object) -> tuple[bytes, Digest]:
+            assert second.manifest is not None
+            return b"manifest", second.manifest
+
+    commit: Any = Made(agent, memory, files, store, lease, parts, frozenset())  # type: ignore[arg-type]
+    asyncio.run(commit._commit())
+    assert store.commit.call_args.kwargs["lease"] == ("engine", 2)
+    assert publication.standing.generation == 2
+    assert publication.standing.use(None, lease.held, 1.0) is Use.YES
