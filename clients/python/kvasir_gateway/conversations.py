@@ -256,7 +256,8 @@ class Conversations:
         """The agent whose summary these messages repeat; else nothing."""
         if not self._summaries.is_read(namespace):
             with contextlib.suppress(KvasirError):
-                kept = [each for each in await records.kept(PREFIX) if each.summary and not each.is_copy]
+                kept = sorted(await records.kept(PREFIX), key=lambda agent: agent.used_at)
+                kept = [each for each in kept if each.summary and not each.is_copy]
                 self._summaries.read(namespace, {each.agent_id: each.summary for each in kept})
         return await self._summaries.agent_of(namespace, chain.session, messages)
 

@@ -257,6 +257,22 @@ def test_memories_are_read_for_calls_once_and_for_no_calls_of_other_engines() ->
     assert records.read == 1
 
 
+def test_memories_that_a_store_could_not_give_are_asked_for_again() -> None:
+    class Late(Records):
+        is_late = False
+
+        async def messages(self, agent_id: str) -> Sequence[Said]:
+            return () if self.is_late else await super().messages(agent_id)
+
+    records = Late()
+    talk = Talk(conversations(), records)
+    anna = talk.turn(user("Task of Anna."), said=MADE, hint="anna")
+    talk.known, records.is_late = conversations(), True
+    compacted(talk, (user("Task of Anna, in short."), MADE), "anna")
+    records.is_late = False
+    assert compacted(talk, (user("Task of Anna, in short."), MADE), "anna") == anna
+
+
 def test_a_side_call_that_has_an_agents_calls_behind_another_beginning_takes_nothing_of_its_memory() -> None:
     talk = Talk(conversations(), Records())
     made = Said("assistant", "", tool_calls=(ToolUse("c1", "look", "{}"),))

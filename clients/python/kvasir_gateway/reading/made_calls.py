@@ -23,11 +23,15 @@ class MadeCalls:
         engines = [call for call in call_ids if _ENGINES_ID.fullmatch(call)]
         if not engines:
             return []
-        if namespace not in self._agents:
+        found = self._agents.get(namespace)
+        if found is None:
             kept = sorted(await records.kept(PREFIX), key=lambda agent: agent.used_at, reverse=True)
             kept = [agent for agent in kept if not agent.is_copy][:_MAX_AGENTS]
-            self._agents[namespace] = [(agent, _newest_calls(await records.messages(agent.agent_id))) for agent in kept]
-        return [agent for agent, calls in self._agents[namespace] if not calls.isdisjoint(engines)]
+            read = [(agent, await records.messages(agent.agent_id)) for agent in kept]
+            found = [(agent, _newest_calls(said)) for agent, said in read]
+            if all(said for _, said in read):  # else the store did not answer, and is asked again
+                self._agents[namespace] = found
+        return [agent for agent, calls in found if not calls.isdisjoint(engines)]
 
 
 def _newest_calls(said: Sequence[Said]) -> frozenset[str]:
