@@ -178,6 +178,10 @@ def test_a_load_of_turns_is_measured_at_the_running_engine(cli: Cli) -> None:
     assert found["gap_s"]["count"] > 0
     assert found["tokens_per_s"] > 0
     assert found["failures"] == {}
+    crowd = cli.done("bench", "load", "--at-once", "3", "--seconds", "1", *options[-4:], "--json").value
+    assert crowd["in_flight_at_end"] == 3
+    assert crowd["phases"]["steady"] == crowd["first_token_s"]["count"] >= 3
+    assert crowd["offered_tokens_per_s"] is None
     nobody = Cli(cli.home)("--engine", "unix:/tmp/kv-nobody", "bench", "load", "--seconds", "1", "--json")
     assert nobody.code == 3
 

@@ -30,9 +30,13 @@ RateOption = Annotated[
 TokensRateOption = Annotated[
     float | None, typer.Option(min=0.001, help="Instead: as many turns as ask for so many tokens a second.")
 ]
+AtOnceOption = Annotated[
+    int | None, typer.Option(min=1, help="Instead: so many callers, each of which asks when its last turn has ended.")
+]
 SecondsOption = Annotated[float, typer.Option(min=1, help="How long turns arrive.")]
 RampOption = Annotated[
-    float | None, typer.Option(min=0, help="Seconds at the start that do not count. Left out: a fifth.")
+    float | None,
+    typer.Option(min=0, help="Seconds at the start that do not count. Left out: a fifth; none with --at-once."),
 ]
 PromptTokensOption = Annotated[int, typer.Option(min=1, help="Of each turn, about.")]
 ReplyTokensOption = Annotated[int, typer.Option(min=1, help="Of each turn at most: a model may end earlier.")]
@@ -45,6 +49,7 @@ def load(
     context: typer.Context,
     rate: RateOption = None,
     tokens_per_s: TokensRateOption = None,
+    at_once: AtOnceOption = None,
     seconds: SecondsOption = 60.0,
     ramp: RampOption = None,
     prompt_tokens: PromptTokensOption = 512,
@@ -58,21 +63,23 @@ def load(
 ) -> None:
     """Let turns arrive at a running engine at a rate of their own, and show what they saw: p50, p95, p99.
 
-    Turns arrive whether or not earlier ones have ended, as people do. The engine is that of the home, or --engine; with
-    --http, any server of OpenAI's chat completions. There the wait for a first token has HTTP's share in it.
+    Turns arrive whether or not earlier ones have ended, as people do, unless --at-once keeps so many in flight. The
+    engine is that of the home, or --engine; with --http, any server of OpenAI's chat completions. There the wait for a
+    first token has HTTP's share in it.
     """
-    if rate is not None and tokens_per_s is not None:
-        raise InvalidArgument("rate: expected --rate or --tokens-per-s, got both", field="rate")
+    if sum(given is not None for given in (rate, tokens_per_s, at_once)) > 1:
+        raise InvalidArgument("rate: expected --rate, --tokens-per-s or --at-once, got more than one", field="rate")
     if (http is None) != (model is None) or (http is None and api_key_file is not None):
         raise InvalidArgument("--http and --model belong together, and --api-key-file to them", field="http")
     caller = caller_of(context, as_json)
     scope = run.LoadScope(
         rate_per_s=rate or (tokens_per_s / reply_tokens if tokens_per_s else 1.0),
         seconds=seconds,
-        ramp_s=seconds / 5 if ramp is None else ramp,
+        ramp_s=ramp if ramp is not None else 0.0 if at_once else seconds / 5,
         prompt_tokens=prompt_tokens,
         reply_tokens=reply_tokens,
         seed=seed,
+        at_once=at_once,
     )
     with progress(caller, f"turns arrive for {seconds:.0f} s") as say:
         if http is not None and model is not None:

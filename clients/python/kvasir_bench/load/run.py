@@ -1,4 +1,4 @@
-"""`kvasir bench load`: turns arrive at a running engine at a rate of their own, however fast it answers.
+"""`kvasir bench load`: turns arrive at a running engine at a rate of their own, or so many are always in flight.
 
 The client is one asynchronous process. Each turn is cold, has its own text, and is not remembered. Over gRPC all turns
 share one connection; over HTTP (`load_http`) each has one while it runs.
@@ -27,7 +27,8 @@ KEYS = """Names in the JSON stay. `settings` are the options. `phases` are the t
 steady state, and the seconds from the last arrival until all had ended (`tail_s`). `first_token_s` and `end_to_end_s`,
 counted from the moment that a turn was due, are those of turns that arrived in the steady state; `gap_s`, between two
 messages of a turn, and `tokens_per_s` are those of the steady state, whoever's. Each has `count`, `mean`, `p50`, `p95`,
-`p99`, `largest`. `offered_tokens_per_s` is what the arrivals of the steady state asked for. `in_flight_at_start` and
+`p99`, `largest`. `offered_tokens_per_s` is what the arrivals of the steady state asked for; with `settings.at_once`
+turns arrive when others end, and nothing is offered. `in_flight_at_start` and
 `in_flight_at_end` of the steady state: an engine that falls behind has more at its end. `failures` by reason, of HTTP
 by status. `tokens_counted_by` says of how many turns tokens were counted by their ids, by usage, or by events: where a
 server gives no usage, each event counts one. Prompts are `settings.prompt_tokens` long as the server counts; where it
@@ -36,7 +37,9 @@ does not (`prompt_tokens_are_guessed`), they are guessed."""
 
 @dataclass(frozen=True, slots=True)
 class LoadScope:
-    """What arrives. `rate_per_s`: turns per second on average, with Poisson arrivals from `seed` for `seconds`."""
+    """What arrives. `rate_per_s`: turns per second on average, with Poisson arrivals from `seed` for `seconds`. With
+    `at_once` instead so many callers ask for `seconds`, each when its last turn has ended.
+    """
 
     rate_per_s: float
     seconds: float
@@ -44,6 +47,7 @@ class LoadScope:
     prompt_tokens: int
     reply_tokens: int
     seed: int = 0
+    at_once: int | None = None
 
     @property
     def window(self) -> Window:
@@ -101,15 +105,24 @@ async def run(
     tokens_per_word = await target.tokens_per_word(next(_texts(scope.seed, _WORDS)))
     prompts = _texts(scope.seed, max(1, round(scope.prompt_tokens / (tokens_per_word or _GUESSED_TOKENS_PER_WORD))))
     turns = [LoadTurn(due_s) for due_s in arrivals(scope.rate_per_s, scope.seconds, scope.seed)]
+    if scope.at_once is not None:
+        turns = []
     began_s = clock()
 
     def now() -> float:
         return clock() - began_s
 
+    async def ask() -> None:
+        while now() < scope.seconds:
+            turns.append(LoadTurn(now()))
+            await _send(target, scope, turns[-1], next(prompts), now)
+
     reporting = asyncio.create_task(_report(turns, say, now))
     try:
         async with asyncio.TaskGroup() as sending:
-            for turn, prompt in zip(turns, prompts, strict=False):
+            for _ in range(scope.at_once or 0):
+                sending.create_task(ask())
+            for turn, prompt in zip([*turns], prompts, strict=False):
                 await asyncio.sleep(max(0.0, turn.due_s - now()))
                 sending.create_task(_send(target, scope, turn, prompt, now))
     finally:
@@ -117,7 +130,7 @@ async def run(
     steady = sum(turn.due_s in window for turn in turns)
     return {
         "settings": asdict(scope),
-        "offered_tokens_per_s": steady * scope.reply_tokens / window.length_s,
+        "offered_tokens_per_s": None if scope.at_once else steady * scope.reply_tokens / window.length_s,
         **findings(turns, window),
         "tokens_counted_by": _counted_by(turns, target.counts),
         "prompt_tokens_are_guessed": tokens_per_word is None,
@@ -157,8 +170,11 @@ async def _report(turns: list[LoadTurn], say: Callable[[str], None], now: Callab
 def lines(results: Mapping[str, Any]) -> Iterator[str]:
     """The results as plain text."""
     settings, phases = results["settings"], results["phases"]
+    arriving = f"{settings['rate_per_s']:.3g} turns a second"
+    if settings["at_once"]:
+        arriving = f"{settings['at_once']} turns at once"
     yield (
-        f"{settings['rate_per_s']:.3g} turns a second for {settings['seconds']:.0f} s, prompts of about "
+        f"{arriving} for {settings['seconds']:.0f} s, prompts of about "
         f"{settings['prompt_tokens']} tokens, replies of up to {settings['reply_tokens']}, seed {settings['seed']}"
     )
     yield (
@@ -170,8 +186,9 @@ def lines(results: Mapping[str, Any]) -> Iterator[str]:
         found = results[name]
         values = ("–" if found[key] is None else _seconds(found[key]) for key in _COLUMNS)
         yield f"{title:>12}  {found['count']:>7,}  " + "  ".join(f"{value:>9}" for value in values)
+    offered = f", of {results['offered_tokens_per_s']:.1f} that were asked for" if not settings["at_once"] else ""
     yield (
-        f"{results['tokens_per_s']:.1f} tokens a second, of {results['offered_tokens_per_s']:.1f} that were asked for; "
+        f"{results['tokens_per_s']:.1f} tokens a second{offered}; "
         f"in flight: {results['in_flight_at_start']} at the start of the steady state, "
         f"{results['in_flight_at_end']} at its end"
     )
