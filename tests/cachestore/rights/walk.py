@@ -131,7 +131,7 @@ class Walk:
         await self._judged(mac, [name], Verb.OFFER, self._offer(peer, (mac.name, name), move_id, 0))
         await self._judged(mac, [name], Verb.UNDO, peer.undo_move(name, move_id))
         await self._allow(mac, gives="read")
-        generation = mac.store.ownership(NS, name).generation
+        generation = mac.store.owners.of(NS, name).generation
         await self._judged(mac, [name], Verb.FENCE, peer.fence_agent(name, generation + 1, timeout_s=5))
         self.counts["offers in vain"] += 1
 

@@ -157,7 +157,7 @@ OF_THE_HOUSE = {
     *("set_fact", "written", "remove_unused_schemas", "journal_position", "set_journal_position", "state"),
     *("state_anyway", "namespaces_anyway", "incarnation", "begin_incarnation", "forget_incarnation", "has_tables"),
     *("is_too_new", "wrong_indexes", "integrity_problems", "dangling_rows"),
-    *("apply_changes", "fence_changes", "hold_version"),
+    *("apply_changes", "fence_changes", "hold_version", "hashes_of"),
 }
 
 

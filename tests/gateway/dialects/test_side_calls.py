@@ -257,7 +257,7 @@ def test_memories_are_read_for_calls_once_and_for_no_calls_of_other_engines() ->
     assert records.read == 1
 
 
-def test_memories_that_a_store_could_not_give_are_asked_for_again() -> None:
+def test_memories_that_a_store_could_not_give_are_read_later() -> None:
     class Late(Records):
         is_late = False
 

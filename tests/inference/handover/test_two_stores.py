@@ -419,7 +419,7 @@ def test_a_turn_waits_for_its_store_that_is_away_when_it_is_given(
             assert [event async for event in b.resume(resume_token)][-1].HasField("finished")
 
     asyncio.run(asyncio.wait_for(work(), 60))
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + 60
     while turns_of(studio, agent) != ["handed over by laptop"]:
         assert time.monotonic() < give_up
         time.sleep(0.05)
@@ -435,7 +435,7 @@ def turns_of(mac: Mac, agent: str) -> list[str]:
 def _refused(engine: Service, agent: str) -> str:
     """Why the audit says that a turn of the agent was refused: a stream that is cut may not say so itself."""
     file = engine.log_file.with_name("audit")
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + 60
     while True:
         lines = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
         for line in lines:
