@@ -1,5 +1,6 @@
 """What `kvasir bench load` makes of the times of its turns: with fixed numbers, so that a wrong share is found."""
 
+import dataclasses
 from itertools import pairwise
 from statistics import mean
 
@@ -80,7 +81,7 @@ def test_a_turn_is_in_flight_from_its_due_time_until_its_end() -> None:
 
 
 def test_a_load_in_which_nothing_came_is_shown_all_the_same() -> None:
-    scope = {"rate_per_s": 1.0, "seconds": 20.0, "prompt_tokens": 8, "reply_tokens": 4, "seed": 0}
+    scope = dataclasses.asdict(LoadScope(1.0, 20.0, 0.0, 8, 4))
     known = {"settings": scope, "offered_tokens_per_s": 4.0, "tokens_counted_by": {}, "prompt_tokens_are_guessed": True}
     shown = "\n".join(lines({**known, **findings(TURNS[3:], WINDOW)}))
     assert "–" in shown

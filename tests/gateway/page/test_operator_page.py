@@ -175,7 +175,7 @@ def test_the_history_names_the_peer_that_handed_a_turn_over(lived: Front, ada: B
 def test_messages_are_shown_when_they_are_asked_for_and_not_before(ada: Browser) -> None:
     page = ada.get("agent", id=BRANCHED)
     assert "Anna" not in page.text
-    rows = [row for row in ada.get().all("tr") if BRANCHED in row.text]
+    rows = [row for row in ada.get("", prefix=BRANCHED).all("tr") if BRANCHED in row.text]
     assert rows
     assert not [row for row in rows if "Anna" in row.text]
     reads = [each.attributes["href"] for each in page.all("a") if each.text.startswith("Read")]
@@ -246,7 +246,9 @@ def test_a_key_sees_nothing_of_another_namespace(lived: Front, ada: Browser, eve
     assert overview.all("header")[0].text.split()[-3:] == ["second", "Sign", "out"]
     engines = lived.keys["engine-first"], lived.keys["engine-second"]
     with lived.house.store_client(engines[0]) as first, lived.house.store_client(engines[1]) as second:
-        of_ada, of_eve = ({agent.agent_id for agent in store.list_agents().agents} for store in (first, second))
+        of_ada, of_eve = (
+            {agent.agent_id for agent in store.list_agents(page_size=1000).agents} for store in (first, second)
+        )
     assert BRANCHED in of_ada
     assert not [agent for agent in of_ada - of_eve if agent in overview.text]
     token = overview.all("input", name="form_token")[0].attributes["value"]
