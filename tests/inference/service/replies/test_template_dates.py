@@ -15,7 +15,8 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from tests.made_models.dated_model import date_of, dated
 from tests.running.system_fixtures import House, running_house
 
-GREEDY = {"max_tokens": 24}
+# Random weights say special words, which come back as plain text: none here, so that all of a reply is reused.
+GREEDY = {"max_tokens": 24, "logit_bias": dict.fromkeys((0, 1, 2, 1022, 1023), -100.0)}
 TALK = (
     "Remember this: the blue key opens the third door, and Marla keeps it in the tin box. " * 4,
     "Who keeps the key? Answer with a name, and say where it is kept. " * 6,
