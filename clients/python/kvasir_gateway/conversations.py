@@ -111,7 +111,7 @@ class Conversations:
         self._dropping: set[asyncio.Task[None]] = set()
         self._tidied: dict[str, datetime] = {}
         self._summaries = Summaries(key)
-        self._made_calls = MadeCalls()
+        self._made_calls = MadeCalls(now())
 
     def chain(self, messages: Sequence[Said], hint: str, *, is_exact: bool = False) -> Chain:
         """For the other calls. Reads every message; changes nothing, and may run in any thread. `is_exact`: what is

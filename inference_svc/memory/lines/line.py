@@ -32,7 +32,6 @@ from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.store.remote_cache import RemoteCache
 
 _LOG = structlog.get_logger(__name__)
-_MOST_OWN = 16
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
 _UNSTORED_PAUSE_S = 0.02
 
@@ -40,14 +39,14 @@ _UNSTORED_PAUSE_S = 0.02
 class Line:
     """It lives while the agent's memory is hot or the line is used (`Lines.beat`)."""
 
-    def __init__(self, key: AgentKey, store: RemoteCache, parts: LineParts, spawn: Spawn) -> None:
+    def __init__(self, key: AgentKey, store: RemoteCache, parts: LineParts, spawn: Spawn, own: deque[Digest]) -> None:
         self.key = key
         self.store = store
+        self.own = own  # manifests that were stored last
         self.lease = LineLease(key, store, parts, spawn)
         self.publications: list[PublicationTask] = []  # that run, in the order of their turns
         self._parts = parts
         self._users = 0  # running turns and publications
-        self._own: deque[Digest] = deque(maxlen=_MOST_OWN)  # manifests that were stored last
         self._retrying: tuple[AgentMemory, asyncio.Task[None]] | None = None
         self._hurry = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -163,7 +162,7 @@ class Line:
     def _ended(self, task: PublicationTask) -> None:
         self.publications.remove(task)
         if not task.cancelled() and (manifest := task.result().manifest) is not None:
-            self._own.append(manifest)
+            self.own.append(manifest)
 
     async def _publish(
         self,
@@ -194,8 +193,7 @@ class Line:
                     files.sent_bytes = stream.sent_bytes
                 if (stored := _stored(publication)) is not None:  # by an earlier try
                     return stored
-                own = frozenset(self._own)
-                commit = Commit(self.key, memory, files, self.store, self.lease, parts, own)
+                commit = Commit(self.key, memory, files, self.store, self.lease, parts, frozenset(self.own))
                 return self._committed(memory, await commit.until_committed(), began_s)
             except Exception as error:  # noqa: BLE001 - it has no reader but the log
                 reason = self._reason(memory, error)

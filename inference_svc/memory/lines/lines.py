@@ -6,10 +6,12 @@ it.
 """
 
 import asyncio
+from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Mapping
 
 import structlog
 from kvasir import errors
+from kvasir.formats.digest import Digest
 
 from inference_svc.engine.api import AgentKey
 from inference_svc.engine.engine import Engine
@@ -32,6 +34,7 @@ _LOG = structlog.get_logger(__name__)
 _BEAT_S = LEASE_TTL_S / 3
 _BEAT_TIMEOUT_S = 1.0
 _MAX_PER_BEAT = 10_000
+_MOST_OWN, _MOST_AGENTS = 16, 4_096
 _WATCH_PAUSE_S, _LONGEST_WATCH_PAUSE_S = 0.2, 5.0
 _CLOSING_S = 1.0
 _LOOK_S = 0.5  # how often it is looked whether bulk data still moves
@@ -46,13 +49,19 @@ class Lines:
         self.store = store
         self._parts = parts
         self._lines: dict[str, Line] = {}
+        # By agent its manifests that were stored last, which outlive its line: the store reports them as turns.
+        self._own: OrderedDict[str, deque[Digest]] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def line(self, agent_id: str) -> Line:
         """The agent's line. Get it for each use, or keep it in use: a line that nobody uses is forgotten."""
         if (line := self._lines.get(agent_id)) is None:
             key = AgentKey(self.namespace, agent_id)
-            line = self._lines[agent_id] = Line(key, self.store, self._parts, self._spawn)
+            own = self._own.setdefault(agent_id, deque(maxlen=_MOST_OWN))
+            self._own.move_to_end(agent_id)
+            if len(self._own) > _MOST_AGENTS:
+                self._own.popitem(last=False)
+            line = self._lines[agent_id] = Line(key, self.store, self._parts, self._spawn, own)
         return line
 
     def start(self) -> None:

@@ -5,6 +5,7 @@ import asyncio
 import base64
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import httpx2 as httpx
@@ -21,7 +22,7 @@ from kvasir_gateway.turn import Said, ToolUse, Turn
 from cachestore_svc.facts.limits import check_labels
 from inference_svc.text.replies.reply_parts import call_id
 from tests.gateway.conftest import Front
-from tests.gateway.dialects.test_conversations import Records, Talk, conversations, reply, user
+from tests.gateway.dialects.test_conversations import START, Records, Talk, conversations, reply, user
 from tests.gateway.serving import MODEL, running_gateway
 
 # As clients ask; the words are ours.
@@ -255,6 +256,16 @@ def test_memories_are_read_for_calls_once_and_for_no_calls_of_other_engines() ->
     for number in range(3):
         compacted(talk, (user(f"Task {number}."), other), "")
     assert records.read == 1
+
+
+def test_chats_after_a_restart_push_out_no_calls_from_before_it() -> None:
+    talk = Talk(conversations(), Records())
+    first = talk.turn(user("Task of Anna."), said=MADE)
+    talk.known = conversations(now=lambda: START + timedelta(hours=1))
+    for number in range(20):
+        later = talk.turn(user(f"Chat {number}."))
+        talk.records.used[later] = START + timedelta(hours=2)
+    assert compacted(talk, (user("Task of Anna, in short."), MADE, DONE), "") == first
 
 
 def test_memories_that_a_store_could_not_give_are_read_later() -> None:

@@ -16,6 +16,7 @@ from inference_svc.memory.agent_memory import AgentMemory, Publication
 from inference_svc.memory.lines.line import Line
 from inference_svc.memory.lines.line_states import LEASE_MARGIN_S, Stage, Standing, Use
 from inference_svc.memory.lines.lines import Lines
+from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
 from inference_svc.memory.store.answers import (
     LEASE_TTL_S,
     NO_HEAD,
@@ -406,6 +407,23 @@ def test_a_commit_moves_on_what_its_own_lease_calls_newest_and_never_back(
         lease.committed(committed, generation)
         assert lease.newest == (committed if expected else HEAD).identity
         assert (Standing(committed, Stage.STORED).use(None, lease, lab.now) is Use.YES) is expected
+
+    run(scenario)
+
+
+def test_what_a_forgotten_line_stored_stays_this_engines_own() -> None:
+    """Else a turn that could not ask for the newest version, behind a cut watch, takes its engine for another."""
+
+    async def scenario(lab: Lab) -> None:
+        line = lab.line("a")
+        stored = asyncio.create_task(asyncio.sleep(0, SnapshotOutcome(SnapshotState.COMMITTED, 3, "", HEAD.manifest)))
+        line.publications.append(stored)
+        stored.add_done_callback(line._ended)
+        await settle()
+        await lab.lines.beat()
+        assert lab.line("a") is not line, "it is forgotten"
+        assert list(lab.line("a").own) == [HEAD.manifest]
+        assert not lab.line("b").own
 
     run(scenario)
 

@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Collection, Sequence
+from datetime import datetime
 
 from kvasir_gateway.reading.records import PREFIX, AgentRecords, Kept
 from kvasir_gateway.turn import Said
 
-_MAX_AGENTS = 8  # of a namespace, those that were used last
+_MAX_AGENTS = 8  # of a namespace, those that were used last before the gateway started, and as many since
 _MAX_CALLS = 64  # of an agent, its newest
 # As the engine writes ids. Clients send others' calls, too: examples, and the history of another provider.
 _ENGINES_ID = re.compile("[A-Z2-7]{9}")
@@ -15,7 +16,8 @@ _ENGINES_ID = re.compile("[A-Z2-7]{9}")
 class MadeCalls:
     """Of each namespace the calls in its agents' memories, which are read once."""
 
-    def __init__(self) -> None:
+    def __init__(self, started: datetime) -> None:
+        self._started = started
         self._agents: dict[str, list[tuple[Kept, frozenset[str]]]] = {}
 
     async def makers(self, namespace: str, call_ids: Collection[str], records: AgentRecords) -> list[Kept]:
@@ -26,7 +28,12 @@ class MadeCalls:
         found = self._agents.get(namespace)
         if found is None:
             kept = sorted(await records.kept(PREFIX), key=lambda agent: agent.used_at, reverse=True)
-            kept = [agent for agent in kept if not agent.is_copy][:_MAX_AGENTS]
+            # Chats since then, whose calls are known, must not push out those before.
+            since, before = (
+                [agent for agent in kept if not agent.is_copy and (agent.used_at >= self._started) is is_since]
+                for is_since in (True, False)
+            )
+            kept = since[:_MAX_AGENTS] + before[:_MAX_AGENTS]
             read = [(agent, await records.messages(agent.agent_id)) for agent in kept]
             found = [(agent, _newest_calls(said)) for agent, said in read]
             if all(said for _, said in read):  # else the store did not answer, and is asked again
