@@ -260,6 +260,21 @@ def test_a_key_sees_nothing_of_another_namespace(lived: Front, ada: Browser, eve
     assert version(ada.get("agent", id=BRANCHED), 6).endswith(":6")
 
 
+def turns_of_the_hour(browser: Browser) -> int:
+    page = browser.get()
+    figure = page.all("figure")[0]
+    counts = [int(each.text.replace(",", "")) for each in page.inside(figure, "strong")]
+    assert ("No turns in the last hour." in figure.text) == (not any(counts))
+    return sum(counts)
+
+
+def test_the_hours_turns_are_the_own_namespaces(lived: Front, ada: Browser, eve: Browser) -> None:
+    before = turns_of_the_hour(ada), turns_of_the_hour(eve)
+    with lived.house.client(lived.keys["ada"]) as client:
+        client.reply(prompt="Hello.", sampling={"max_tokens": 1})
+    assert (turns_of_the_hour(ada), turns_of_the_hour(eve)) == (before[0] + 1, before[1])
+
+
 @pytest.mark.parametrize("action", WRITES)
 def test_a_write_is_a_form_of_our_own(lived: Front, ada: Browser, action: str) -> None:
     page = ada.get("agent", id=BRANCHED)
