@@ -197,6 +197,31 @@ def test_without_keys_only_a_loopback_name_is_served() -> None:
 
 
 @pytest.mark.parametrize(
+    "host",
+    [
+        *("[::1]evil.example", "[127.0.0.1]", "[localhost]", "[::1]@evil.example", "localhost@evil.example", "[::1"),
+        *(
+            "127.0.0.1.evil.example",
+            "127.0.0.1:x",
+            "localhost:8642:1",
+            "localhost/evil.example",
+            "evil.example#localhost",
+        ),
+        *("2130706433", "0x7f.1", "localhost evil.example", "localhost\\evil.example", "[::1]:8642evil.example", ""),
+    ],
+)
+def test_a_host_that_only_begins_or_ends_like_ours_is_none(host: str) -> None:
+    gate = Gate(None, hosts=["kvasir.example"])
+    for headers in ({"host": host}, {"host": "localhost", "origin": f"http://{host}"}):
+        with pytest.raises(PermissionDenied):
+            gate.check_site(headers)
+    for ours in ("[::1]:8642", "127.0.0.1", "LOCALHOST:1", "kvasir.example:443"):
+        gate.check_site({"host": ours, "origin": f"https://{ours}"})
+        with pytest.raises(PermissionDenied):  # another program's page
+            gate.check_site({"host": ours, "origin": "http://localhost:3000"})
+
+
+@pytest.mark.parametrize(
     ("origin", "token"),
     [
         (None, "t"),
