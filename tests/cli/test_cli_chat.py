@@ -227,6 +227,24 @@ def test_a_script_says_one_thing_and_gets_the_reply_alone(cli: Cli, options: tup
         assert cli(*options, "chat", "zoe", "--once", nothing).code == 2
 
 
+@pytest.mark.long(3)
+def test_a_script_is_told_when_nothing_was_kept(house: House, cli: Cli, options: tuple[str, ...]) -> None:
+    """The store takes nothing more."""
+    house.store.kill()
+    house.store.options += ["--free-disk-reserve-bytes", str(1 << 60)]
+    house.store.start()
+    house.repair()
+    try:
+        said = cli(*options, "chat", "ned", "--once", "Hello.", "--max-tokens", "4")
+        assert (said.code, "not stored: ResourceExhausted: disk" in said.err) == (1, True), said.err
+        assert said.out.strip()
+    finally:
+        house.store.kill()
+        del house.store.options[-2:]
+        house.store.start()
+        house.repair()
+
+
 def test_a_model_is_asked_to_think_or_not(cli: Cli, options: tuple[str, ...]) -> None:
     """kvasir-tiny does not, so that a budget has no effect and is refused."""
     said = cli.done(*options, "chat", "off", "--once", "Hello.", "--max-tokens", "4", "--think", "off", "--json")

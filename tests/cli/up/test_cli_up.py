@@ -358,8 +358,11 @@ def test_a_home_of_the_background_is_taken_over_after_a_kill_and_goes_down() -> 
         killed = cli("doctor", "--json")
         assert (killed.code, killed.value["engine"]["state"]) == (1, "ready")
         assert "was killed here" in killed.value["problems"][0]
+        full = home / "full.toml"
+        full.write_text(f"[store]\nfree-disk-reserve-bytes = {1 << 60}\n")
         with _usual_http_port_taken():
-            assert "http:   none: 127.0.0.1:8642 is in use; for" in (up := cli.done("up", "--detach").out)
+            up = cli.done("up", "--detach", "--config", str(full)).out
+            assert "http:   none: 127.0.0.1:8642 is in use; for" in up
             assert f"`kvasir --home {home} down` stops it" in up
         assert "no HTTP: 127.0.0.1:8642 is in use" in cli.done("status").out
         assert not set(orphans) & set(holders(Home(home).services_lock_file)), "two groups would share a home"
@@ -369,7 +372,10 @@ def test_a_home_of_the_background_is_taken_over_after_a_kill_and_goes_down() -> 
         assert re.search(
             r"engine is ready \(pid \d+, [\d.]+ s: import [\d.]+, weights .*, probing .*, kernels .*, store ", log
         )
-        ended = cli.done("down", "--json").value["ended"]
+        assert cli("chat", "ada", "--once", "Hello.", "--max-tokens", "4").code == 1
+        down = cli("down", "--json")
+        assert (down.code, down.value["not_stored"]) == (1, 1)
+        ended = down.value["ended"]
         assert ended == [ended[0]], "it ends its services itself"
         assert holders(Home(home).services_lock_file) == []
         assert cli("status").code == 3

@@ -1,5 +1,6 @@
 """`kvasir up` before anything starts: options that are wrong, addresses that are taken, files that others can read."""
 
+import os
 import shutil
 import socket
 import tempfile
@@ -59,6 +60,19 @@ def test_a_wrong_option_is_wrong_usage_before_anything_is_made(options: tuple[st
     assert (refused.code, refused.value["error"]["reason"]) == (2, "WRONG_USAGE")
     assert refused.value["error"]["field"] in options
     assert not (tmp_path / "home").exists()
+
+
+def test_a_home_of_another_user_or_that_others_write_in_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir(mode=0o700)
+    with monkeypatch.context() as another_user:
+        another_user.setattr(os, "geteuid", lambda: 54_321)
+        refused = in_process("--home", home, "up", "--json")
+        assert (refused.code, "belongs to another user" in refused.value["error"]["message"]) == (4, True)
+    home.chmod(0o777)
+    assert "others can write there" in in_process("--home", home, "up", "--json").value["error"]["message"]
 
 
 def test_credentials_appear_only_after_their_tokens(tmp_path: Path) -> None:

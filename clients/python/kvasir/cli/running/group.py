@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import time
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvasir.cli.caller import Caller, JsonOption, caller_of
-from kvasir.cli.failures import UNREACHABLE, WrongUsage
+from kvasir.cli.failures import PROBLEMS, UNREACHABLE, WrongUsage
 from kvasir.cli.rows import scrub_text, size, stats_row
 from kvasir.cli.running.health import (
     ENGINE_SERVICE,
@@ -32,6 +33,8 @@ from kvasir.errors import KvasirError, NotFound
 _SERVICES = {"store": STORE_SERVICE, "engine": ENGINE_SERVICE}
 _LOGS = (*_SERVICES, "http", "up")
 _FOLLOW_S = 0.2
+# As an engine's log, in either form, tells how many hot memories went with a model that it unloaded.
+_DROPPED = re.compile(r"model\.unloaded\b.*\bdropped\"?[=:] ?(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +80,21 @@ def _state(name: str, endpoint: Endpoint, home: Home, running: Running | None, a
 
 
 def down(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Stop what `kvasir up` runs in this home, or what a killed `kvasir up` left. Its own processes only."""
+    """Stop what `kvasir up` runs in this home, or what a killed `kvasir up` left. Its own processes only. Ends with 1
+    when the store did not take all newest turns."""
     caller = caller_of(context, as_json)
+    log = GrowingLog(caller.home.logs / "engine.log")
     with caller.busy("stopping"):
         ended = end_group(caller.home, caller.say)
+    dropped = sum(int(told[1]) for line in log.new_lines() if (told := _DROPPED.search(line)))
     if not is_led(caller.home):  # a new `kvasir up` may have begun meanwhile
         caller.home.running_file.unlink(missing_ok=True)
     root = caller.home.root
     text = f"stopped; what agents remember is in {root}" if ended else f"nothing runs in {root}"
-    caller.result({"home": str(root), "ended": ended}, lambda out: out.print(text))
+    text += f", but for the newest turns of {dropped} agents: the store did not take them" if dropped else ""
+    caller.result({"home": str(root), "ended": ended, "not_stored": dropped}, lambda out: out.print(text))
+    if dropped:
+        raise typer.Exit(PROBLEMS)
 
 
 def status(context: typer.Context, as_json: JsonOption = False) -> None:

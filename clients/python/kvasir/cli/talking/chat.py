@@ -54,7 +54,10 @@ def chat(
     ] = "me",
     once: Annotated[
         str | None,
-        typer.Option(help="Say this, print the reply, and end. -: what standard input holds.", metavar="TEXT"),
+        typer.Option(
+            help="Say this, print the reply, and end: with 1 if it was not stored. -: what standard input holds.",
+            metavar="TEXT",
+        ),
     ] = None,
     system: Annotated[str, typer.Option(help="The system message of a new agent.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest reply.")] = 512,
@@ -88,10 +91,10 @@ def chat(
     with engine, failures.naming("engine", caller):
         conversation = Conversation(caller, engine, agent, system, options)
         conversation.meet()
-        if text is not None:
-            conversation.say(text)
-        else:
+        if text is None:
             conversation.run()
+        elif conversation.say(text).snapshot_state == "failed":
+            raise typer.Exit(failures.PROBLEMS)
 
 
 def _thinking(asked: str | None) -> inference_pb2.Thinking | None:
@@ -151,11 +154,13 @@ class Conversation:
                 sys.stdout.write("\n")
                 self.caller.say("stopped; the agent remembers what it had said so far")
 
-    def say(self, text: str) -> None:
+    def say(self, text: str) -> TurnResult:
         """One turn, shown."""
         asked = message("user", text)
-        self._show_reuse(self._begun(asked) if self.system else self._run_turn(append=[asked]))
+        self._newest = result = self._begun(asked) if self.system else self._run_turn(append=[asked])
+        self._show_reuse(result)
         self.system = ""
+        return result
 
     def _begun(self, asked: message_pb2.Message) -> TurnResult:
         """The first turn of a new agent, with its system message."""
@@ -230,7 +235,6 @@ class Conversation:
 
     def _show_reuse(self, result: TurnResult) -> None:
         """Show dimly what the turn reused. A script gets the whole turn as one line of JSON."""
-        self._newest = result
         if self.caller.as_json:
             self.caller.line(
                 {
