@@ -9,7 +9,7 @@ import httpx2 as httpx
 
 from tests.campaigns.fairness.attacker import Attacker
 
-_SILENT = 2_500
+_SILENT = 5_000
 _CALLERS = 24
 _BODY_BYTES = (8 << 20) - 2_000
 

@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import resource
 import socket
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2 as httpx
+import psutil
 import pytest
 import uvicorn
 from kvasir_gateway.door import connections
@@ -224,10 +226,19 @@ def test_a_process_with_few_files_keeps_some_for_each_kind_of_connection() -> No
     assert many == ConnectionLimits()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no other process's limits are shown")
+def test_no_service_leaves_a_core_dump_and_each_may_open_many_files(front: Front) -> None:
+    for service in (front.house.store, front.house.engine, front.gateway):
+        process = psutil.Process(service.pid)
+        assert process.rlimit(psutil.RLIMIT_CORE) == (0, 0)
+        soft, hard = process.rlimit(psutil.RLIMIT_NOFILE)
+        assert soft >= 10_240 or soft == hard
+
+
 @pytest.mark.long(15)
-@pytest.mark.parametrize("files", [256, 4096])
+@pytest.mark.parametrize(("files", "connections"), [(256, 2500), (4096, 5000)])
 def test_thousands_of_silent_connections_change_nothing_for_a_key_holder(
-    front: Front, files: int, monkeypatch: pytest.MonkeyPatch
+    front: Front, files: int, connections: int
 ) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
@@ -237,7 +248,7 @@ def test_thousands_of_silent_connections_change_nothing_for_a_key_holder(
     try:
         gateway.start(files=files)
         silent = []
-        for number in range(2500):
+        for number in range(connections):
             with contextlib.suppress(OSError):  # its backlog is full for a moment
                 silent.append(socket.create_connection(("127.0.0.1", gateway.port), timeout=1))
             if number % 500 == 499:
