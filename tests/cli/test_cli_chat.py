@@ -228,7 +228,7 @@ def test_a_script_says_one_thing_and_gets_the_reply_alone(cli: Cli, options: tup
 
 
 @pytest.mark.long(3)
-def test_a_script_is_told_when_nothing_was_kept(house: House, cli: Cli, options: tuple[str, ...]) -> None:
+def test_a_script_ends_with_1_when_its_turn_is_not_stored(house: House, cli: Cli, options: tuple[str, ...]) -> None:
     """The store takes nothing more."""
     house.store.kill()
     house.store.options += ["--free-disk-reserve-bytes", str(1 << 60)]

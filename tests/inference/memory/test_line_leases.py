@@ -411,7 +411,7 @@ def test_a_commit_moves_on_what_its_own_lease_calls_newest_and_never_back(
     run(scenario)
 
 
-def test_what_a_forgotten_line_stored_stays_this_engines_own() -> None:
+def test_manifests_of_a_forgotten_line_stay_this_engines_own() -> None:
     """Else a turn that could not ask for the newest version, behind a cut watch, takes its engine for another."""
 
     async def scenario(lab: Lab) -> None:
