@@ -126,7 +126,7 @@ hammer: install ## Many agents at once, each turn compared with the same turn al
 mutants: install ## Break the code once per mutant, see which test notices, write the tables; goes on where it was ended
 	$(BIN)/python -m tests.campaigns.mutation $(MUTANTS)
 
-.PHONY: bench-http test-http-clients test-agents test-page test-smg
+.PHONY: bench-http test-http-clients test-agents test-page test-smg test-templates
 bench-http: install ## 200 streams through the gateway, then 500 readers who leave
 	$(BIN)/python -m tests.gateway.http_load $(HTTP)
 
@@ -135,6 +135,9 @@ test-http-clients: install ## LangChain, LiteLLM, Ollama's client, the AI SDK an
 
 test-agents: install ## Claude Code, Codex, opencode, pi, Cline and frameworks, unmodified, before a gateway: minutes each; installs them into out/. AGENTS="claude --whole" for one, with all its tools
 	$(BIN)/python -m tests.gateway.agents out/agents $(AGENTS)
+
+test-templates: install ## Chat templates as their makers published them: thoughts and calls of sixteen models; downloads them into out/
+	$(BIN)/python -m tests.inference.text.templates.published_templates out/templates
 
 test-smg: install ## SMG, the neighbour's own gateway, before an engine with --neighbour; installs it into out/
 	$(BIN)/python -m tests.gateway.smg out/smg

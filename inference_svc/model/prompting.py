@@ -201,10 +201,12 @@ class Prompting:
         return ReasoningLimit(0, start, ends, spacing, closing, spaced, starts[0] if len(starts) == 1 else None)
 
     def _reply_spacing(self) -> Spacing:
-        """The white space that the template writes around reasoning, where it reads any."""
-        if self._marks.thinking is None or not self._tokenizer.has_chat_template:
+        """The white space that the template writes around the parts of a reply."""
+        if not self._tokenizer.has_chat_template:
             return NO_SPACING
-        return spacing_of(lambda messages: self.template(messages, None, False), self.tool_start)
+        return spacing_of(
+            lambda messages, is_prompt: self.template(messages, None, is_prompt), self.tool_start, self._marks.call_end
+        )
 
     def tokenize(self, text: str, last: int | None = None) -> Tokenized:
         """Tokens of exactly this text, with nothing before or behind it. Only spellings without a guard become special
@@ -304,6 +306,7 @@ class Prompting:
             marks.call_state if begins_with else "reasoning" if is_thinking else marks.initial,
             self._spacing,
             prompt[len(prompt.rstrip()) :] if is_thinking else "",
+            self._spacing.before if prompt.endswith(self._spacing.prompt_end) else "",
         )
         return ReplyReader(markup, reply_id, begins_with)
 

@@ -1,4 +1,5 @@
-"""Chat templates that reason, in our own words: each keeps, drops and reads thoughts as its family's is known to.
+"""Chat templates in our own words: each keeps, drops and reads thoughts as its family's, which `make test-templates`
+tries as published.
 
 They write ChatML around it and calls as JSON, so that one tokenizer and one model serve all of them.
 """
@@ -57,9 +58,11 @@ QWEN3 = f"""{_CALLS}{_LAST_QUESTION}
 {{%- endif -%}}
 """
 # The same; older replies show that they had thoughts. `enable_thinking` false is also said behind the question, and
-# `clear_thinking` false keeps all thoughts.
+# `clear_thinking` false keeps all thoughts. No prompt has the line's end before the thoughts, and what ends a reply is
+# the next message's.
 GLM = f"""{_CALLS}{_LAST_QUESTION}
 {{%- for message in messages -%}}
+{{%- if loop.previtem is defined and loop.previtem.role == 'assistant' -%}}{{{{- '<|im_end|>\\n' -}}}}{{%- endif -%}}
 {{%- if message.role != 'assistant' -%}}
 {{{{- '<|im_start|>' + message.role + '\\n' + message.content -}}}}
 {{%- if message.role == 'user' and enable_thinking is false -%}}{{{{- '/nothink' -}}}}{{%- endif -%}}
@@ -67,12 +70,39 @@ GLM = f"""{_CALLS}{_LAST_QUESTION}
 {{%- else -%}}{_SPLIT}
 {{%- set is_kept = loop.index0 > place.question or (clear_thinking is defined and not clear_thinking) -%}}
 {{{{- '<|im_start|>assistant\\n<think>' + (thoughts.strip() if is_kept else '') + '</think>' -}}}}
-{{{{- ('\\n' + answer.strip() if answer.strip() else '') + calls(message, true) + '<|im_end|>\\n' -}}}}
+{{{{- ('\\n' + answer.strip() if answer.strip() else '') + calls(message, true) -}}}}
 {{%- endif -%}}
 {{%- endfor -%}}
 {{%- if add_generation_prompt -%}}
-{{{{- '<|im_start|>assistant\\n' + ('<think></think>' if enable_thinking is false else '') -}}}}
+{{{{- '<|im_start|>assistant' + ('\\n<think></think>' if enable_thinking is false else '') -}}}}
 {{%- endif -%}}
+"""
+# As MiniMax's, and a line ends behind the calls, too.
+NEMOTRON = f"""{_CALLS}{_LAST_QUESTION}
+{{%- for message in messages -%}}
+{{%- if message.role != 'assistant' -%}}{{{{ other(message) }}}}
+{{%- else -%}}{_SPLIT}
+{{{{- '<|im_start|>assistant\\n' -}}}}
+{{%- set is_kept = thoughts and loop.index0 > place.question -%}}
+{{{{- '<think>\\n' + thoughts + '\\n</think>\\n' if is_kept else '<think></think>' -}}}}
+{{{{- answer.strip() + calls(message, answer.strip()) + ('\\n' if message.tool_calls else '') + '<|im_end|>\\n' -}}}}
+{{%- endif -%}}
+{{%- endfor -%}}
+{{%- if add_generation_prompt -%}}{{{{- '<|im_start|>assistant\\n<think>\\n' -}}}}{{%- endif -%}}
+"""
+# Keeps thoughts before calls alone, behind the last question.
+GEMMA = f"""{_CALLS}{_LAST_QUESTION}
+{{%- for message in messages -%}}
+{{%- if message.role != 'assistant' -%}}{{{{ other(message) }}}}
+{{%- else -%}}
+{{{{- '<|im_start|>assistant\\n' -}}}}
+{{%- if message.reasoning and message.tool_calls and loop.index0 > place.question -%}}
+{{{{- '<think>\\n' + message.reasoning + '\\n</think>' -}}}}
+{{%- endif -%}}
+{{{{- calls(message, false) + message.content.split('</think>')[-1] + '<|im_end|>\\n' -}}}}
+{{%- endif -%}}
+{{%- endfor -%}}
+{{%- if add_generation_prompt -%}}{{{{- '<|im_start|>assistant\\n' -}}}}{{%- endif -%}}
 """
 # Always thinks: the prompt opens the thoughts. Those behind the last question stay.
 MINIMAX = f"""{_CALLS}{_LAST_QUESTION}
@@ -129,6 +159,18 @@ DEEPSEEK_V32 = f"""{_CALLS}{_LAST_QUESTION}
 {{{{- '<|im_start|>assistant\n' + ('</think>' if thinking is defined and not thinking else '<think>') -}}}}
 {{%- endif -%}}
 """
+# Knows no thoughts.
+QWEN25 = f"""{_CALLS}
+{{%- for message in messages -%}}
+{{%- if message.role != 'assistant' -%}}{{{{ other(message) }}}}
+{{%- else -%}}
+{{{{- '<|im_start|>assistant\\n' + message.content + calls(message, message.content) + '<|im_end|>\\n' -}}}}
+{{%- endif -%}}
+{{%- endfor -%}}
+{{%- if add_generation_prompt -%}}{{{{- '<|im_start|>assistant\\n' -}}}}{{%- endif -%}}
+"""
+# An empty line before calls, and the end of a line between them.
+QWEN3_CODER = QWEN25.replace("message.content + calls", "message.content + ('\\n' if message.content else '') + calls")
 # Harmony: thoughts are messages of a channel, and stay before calls until an answer came. Both thoughts and text before
 # a call are refused, and so are channels inside of texts. `reasoning_effort` is printed.
 GPT_OSS = """
@@ -171,9 +213,13 @@ TEMPLATES = {
     "qwen3": QWEN3,
     "glm": GLM,
     "minimax": MINIMAX,
+    "nemotron": NEMOTRON,
+    "gemma": GEMMA,
     "deepseek-r1": DEEPSEEK_R1,
     "deepseek-v3.1": DEEPSEEK_V31,
     "deepseek-v3.2": DEEPSEEK_V32,
+    "qwen2.5": QWEN25,
+    "qwen3-coder": QWEN3_CODER,
     "gpt-oss": GPT_OSS,
 }
 _THINK = ("<think>", "</think>")

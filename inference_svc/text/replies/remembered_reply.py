@@ -17,15 +17,15 @@ class Said:
 
     reply: str
     tool_calls: Sequence[manifest_pb2.ToolCall] = ()
-    has_reasoned: bool = False  # it has reasoning, which may be empty, or heads of messages
+    is_apart: bool = False  # it has calls, reasoning, which may be empty, or heads of messages: its parts follow
     answer: str = ""
     reasoning: str = ""
 
     def behind(self, begun: str, reasoning: str) -> "Said":
         """The same behind what its caller had begun: one message."""
-        has_reasoned = self.has_reasoned or bool(reasoning)
-        answer = begun + (self.answer if self.has_reasoned else self.reply)
-        return Said(begun + self.reply, self.tool_calls, has_reasoned, answer, reasoning + self.reasoning)
+        is_apart = self.is_apart or bool(reasoning)
+        answer = begun + (self.answer if self.is_apart else self.reply)
+        return Said(begun + self.reply, self.tool_calls, is_apart, answer, reasoning + self.reasoning)
 
 
 def reply_message(
@@ -60,6 +60,9 @@ def reply_message(
     for form, known in zip(forms, rendered, strict=True):
         if _begins_with(template, known, rendered_text):
             return form
+        # Some templates write what ends a call with its result.
+        if said.tool_calls and _begins_with(template, _with_results(known, said.tool_calls), rendered_text):
+            return form
     goes_on = _goes_on(template, rendered[0], said.tool_calls)
     if not said.tool_calls:
         return forms[0] if goes_on else plain
@@ -70,7 +73,7 @@ def reply_message(
 def _apart(plain: manifest_pb2.Message, said: Said, tool_start: str) -> Iterator[manifest_pb2.Message]:
     """The reply with parts in fields of their own: all of them, or its calls alone."""
     more: dict[str, Any] = {"role": "assistant", "tool_calls": said.tool_calls, "is_reply": plain.is_reply}
-    if said.has_reasoned:
+    if said.is_apart:
         whole = manifest_pb2.Message(content=said.answer, reasoning=said.reasoning, **more)
         yield whole if plain.is_reply else unclaimed(whole)
     if said.tool_calls:
@@ -86,10 +89,15 @@ def _begins_with(template: ChatTemplate, conversation: Dialogue, text: str) -> b
 
 def _goes_on(template: ChatTemplate, called: Dialogue, tool_calls: Sequence[manifest_pb2.ToolCall]) -> bool:
     """Whether the template takes the results of calls, an answer and a question behind a conversation."""
-    results = [
-        manifest_pb2.Message(role="tool", content="x", name=call.name, tool_call_id=call.id) for call in tool_calls
-    ]
+    called = _with_results(called, tool_calls)
     answers = [manifest_pb2.Message(role="assistant", content="x")] if tool_calls else []
-    for message in (*results, *answers, manifest_pb2.Message(role="user", content="x")):
+    for message in (*answers, manifest_pb2.Message(role="user", content="x")):
         called = called.with_message(message, GivenJson())
     return _begins_with(template, called, "")
+
+
+def _with_results(called: Dialogue, tool_calls: Sequence[manifest_pb2.ToolCall]) -> Dialogue:
+    for call in tool_calls:
+        result = manifest_pb2.Message(role="tool", content="x", name=call.name, tool_call_id=call.id)
+        called = called.with_message(result, GivenJson())
+    return called

@@ -42,6 +42,7 @@ class Markup:
     initial: str = _ANSWER
     spacing: Spacing = NO_SPACING
     opened: str = ""  # white space behind the marker that opens reasoning, where the prompt ends with both
+    before: str = ""  # white space that the template writes between this prompt and the reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,8 @@ class ReplyReader:
         # A part of it is reasoning, which may be empty, or the head of a message.
         self.has_reasoned = markup is not None and markup.initial != _ANSWER
         self._part = Trimmed("") if markup is None else self._begun(markup.initial, opened=markup.opened)
+        if markup is not None and markup.initial == _ANSWER:
+            self._part = Trimmed(markup.before, markup.spacing.call)
         self._aside = ""  # of a call or of what stands before a part, with the marker that opened it
         self._inner = ""  # of a call, between its markers
 
@@ -132,13 +135,14 @@ class ReplyReader:
             self._inner += text
 
     def _cross(self, state: str, following: str, marker: str) -> None:
-        if state == _TOOL:
-            self._close_call(marker)
+        behind = state
+        if state == _TOOL and not self._close_call(marker):
+            behind = ""
         is_dropped = self._part.has_closed and (state == _REASONING or following == _TOOL)
         space = self._part.end() if is_dropped else ""
         if not is_dropped:
             self._end_part(state)
-        self._part = self._begun(following, state)
+        self._part = self._begun(following, behind)
         self.has_reasoned |= following == _REASONING
         self._aside = space + marker if following == _TOOL else ""
         self._inner = ""
@@ -149,6 +153,8 @@ class ReplyReader:
         spacing = self._markup.spacing
         if state == _REASONING:
             return Trimmed(spacing.opening.removeprefix(opened), spacing.closing)
+        if (behind, state) == (_TOOL, _ANSWER):
+            return Trimmed(spacing.behind, spacing.between)
         return Trimmed(spacing.answer if (behind, state) == (_REASONING, _ANSWER) else "", spacing.call)
 
     def _end_part(self, state: str) -> None:
@@ -157,7 +163,8 @@ class ReplyReader:
         else:
             self._answer += self._part.end()
 
-    def _close_call(self, marker: str) -> None:
+    def _close_call(self, marker: str) -> bool:
+        """Whether it was one."""
         assert self._markup is not None
         calls = tool_calls(self._inner, self._markup.parse, self._reply_id, len(self.calls))
         if calls:
@@ -165,6 +172,7 @@ class ReplyReader:
         else:
             self._answer += self._aside + marker
         self._aside = self._inner = ""
+        return bool(calls)
 
     def _take(self) -> ReplyPart:
         part = ReplyPart(self._answer, self._reasoning)

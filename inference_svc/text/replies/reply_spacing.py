@@ -5,7 +5,7 @@ twice.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from inference_svc.text.template_names import REASONING
@@ -15,40 +15,72 @@ _THOUGHT, _ANSWER = "kvasirthought", "kvasiranswer"
 
 @dataclass(frozen=True, slots=True)
 class Spacing:
-    """What stands behind the marker that opens reasoning, before the one that ends it, before the answer behind that,
-    and between an answer and a call.
+    """What stands behind a prompt's end and before a reply, behind the marker that opens reasoning, before the one that
+    ends it, before the answer behind that, between an answer and a call, between calls, and behind the last one.
     """
 
+    prompt_end: str = ""
+    before: str = ""
     opening: str = ""
     closing: str = ""
     answer: str = ""
     call: str = ""
+    between: str = ""
+    behind: str = ""
 
 
 NO_SPACING = Spacing()
+Render = Callable[[list[dict[str, Any]], bool], str]
 
 
-def spacing_of(render: Callable[[list[dict[str, Any]]], str], tool_start: str) -> Spacing:
-    """`render`: a template's text of a conversation whose reply is there. `tool_start`: what stands before calls. A
-    template that renders no reasoning has none.
+def spacing_of(render: Render, tool_start: str, tool_end: str) -> Spacing:
+    """`render`: a template's text of messages, or of the prompt that they are. `tool_start`, `tool_end`: what stands
+    around calls.
     """
-    reply = {"role": "assistant", "content": _ANSWER, REASONING: _THOUGHT}
-    before, _, behind = _rendered(render, reply).partition(_THOUGHT)
-    between, answer, _ = behind.partition(_ANSWER)
-    if not answer or not between.strip():
-        return NO_SPACING
     call = {"type": "function", "id": "000000000", "function": {"name": "x", "arguments": {}}}
-    _, _, behind = _rendered(render, {**reply, "tool_calls": [call]}).partition(_ANSWER)
-    space, start, _ = behind.partition(tool_start)
-    is_space = bool(start) and not space.strip()
-    return Spacing(_end(before), between[: len(between) - len(between.lstrip())], _end(between), space * is_space)
+    reply = {"role": "assistant", "content": _ANSWER, REASONING: _THOUGHT}
+    called = [_rendered(render, {**reply, "tool_calls": [call] * count}) for count in (2, 1)]
+    calls = _around_calls(called[0] or called[1], tool_start, tool_end)
+    head, _, between = _rendered(render, reply).partition(_THOUGHT)
+    between, answer, _ = between.partition(_ANSWER)
+    if not answer:  # reasoning may be kept before calls alone
+        head, _, between = _rendered(render, {**reply, "content": "", "tool_calls": [call]}).partition(_THOUGHT)
+        between, answer, _ = between.partition(tool_start)
+    if not answer or not between.strip():
+        return calls
+    asked, prompt = _rendered(render), _rendered(render, is_prompt=True)
+    return replace(
+        calls,
+        prompt_end=prompt.removeprefix(asked),
+        before=_beginning(head.removeprefix(prompt)) if asked and head.startswith(prompt) else "",
+        opening=_end(head),
+        closing=_beginning(between),
+        answer=_end(between) if answer == _ANSWER else "",
+    )
 
 
-def _rendered(render: Callable[[list[dict[str, Any]]], str], reply: dict[str, Any]) -> str:
+def _around_calls(text: str, tool_start: str, tool_end: str) -> Spacing:
+    """Of a reply with an answer and two calls, or one where the template takes no more."""
+    space, start, behind = text.partition(_ANSWER)[2].partition(tool_start)
+    if not start or space.strip():
+        return NO_SPACING
+    if not tool_end or tool_end not in behind:
+        return Spacing(call=space)
+    *inner, behind = behind.split(tool_end)
+    between = inner[1].partition(tool_start)[0] if len(inner) == 2 else ""
+    return Spacing(call=space, between="" if between.strip() else between, behind=_beginning(behind))
+
+
+def _rendered(render: Render, *reply: dict[str, Any], is_prompt: bool = False) -> str:
+    """A question, with a reply."""
     try:
-        return render([{"role": "user", "content": "x"}, reply])
+        return render([{"role": "user", "content": "x"}, *reply], is_prompt)
     except Exception:  # noqa: BLE001 - a template is a program from outside and may raise anything
         return ""
+
+
+def _beginning(text: str) -> str:
+    return text[: len(text) - len(text.lstrip())]
 
 
 def _end(text: str) -> str:

@@ -30,8 +30,8 @@ def remembered_reply(prompting: Prompting, ran: Ran) -> tuple[RememberedReply, t
     said = prompting.remembered_reply(prompt, ended.prompt_tokens, ended.generated_text, ended.text, ended.state)
     if prompted.dialogue is None:
         return said, ()
-    told = Said(said.reply, ran.calls)
-    if ran.has_reasoned:
+    told = Said(said.reply)
+    if ran.has_reasoned or ran.calls:
         stop_text = ended.generated_text.removeprefix(ended.text)
         part = reply_reader(prompted.request, prompting, prompt).whole(said.reply, stop_text)
         told = Said(said.reply, ran.calls, True, part.answer, part.reasoning)

@@ -23,11 +23,14 @@ WEATHER = Tool("weather", "Tells the weather", '{"type": "object", "properties":
 CALL = manifest_pb2.ToolCall(id="AAAAAAAAA", name="weather", arguments_json='{"place": "Oslo"}')
 ASKED = Message(role="user", content="Shall I take an umbrella?")
 RESULT = Message(role="tool", content="rain", name="weather", tool_call_id=CALL.id)
-KEEPING = ["qwen3", "glm", "minimax", "deepseek-v3.2"]
+PLAIN = ("qwen2.5", "qwen3-coder")
+NEVER = ("gpt-oss", *PLAIN)  # have thoughts between these markers
+KEEPING = ["qwen3", "glm", "minimax", "nemotron", "deepseek-v3.2"]
+CALLS = [CALL, manifest_pb2.ToolCall(id="B", name="weather", arguments_json="{}")]
 PARTS = [
     pytest.param("I look it up.", "", [CALL], id="thoughts and a call"),
     pytest.param("I look it up.\n\nIn Oslo.", "Let me see.", [CALL], id="thoughts, text and a call"),
-    pytest.param("Both.", "", [CALL, manifest_pb2.ToolCall(id="B", name="weather", arguments_json="{}")], id="two"),
+    pytest.param("Both.", "", CALLS, id="two"),
     pytest.param("It rains.", "Yes,\n\ndo.", [], id="thoughts and an answer"),
 ]
 
@@ -67,7 +70,8 @@ def replied(prompting: Prompting, raw: str, end: str = "<|im_end|>") -> tuple[Me
     reply = raw.removesuffix(end)
     reader = prompting.reader(prompt, [], "r")
     part = reader.whole(reply, raw[len(reply) :])
-    said = Said(reply, reader.calls, reader.has_reasoned, part.answer, part.reasoning)
+    is_apart = reader.has_reasoned or bool(reader.calls)
+    said = Said(reply, reader.calls, is_apart, part.answer, part.reasoning)
     remembered = reply_message(
         prompting.template,
         told(prompting, ASKED),
@@ -83,7 +87,7 @@ def replied(prompting: Prompting, raw: str, end: str = "<|im_end|>") -> tuple[Me
     [
         *((name, [3]) for name in KEEPING),
         *((name, []) for name in ("deepseek-r1", "deepseek-v3.1")),
-        ("gpt-oss", [3]),
+        *((name, [3]) for name in ("gpt-oss", "gemma")),
     ],
 )
 def test_a_template_is_given_the_thoughts_that_it_reads(
@@ -112,15 +116,21 @@ def test_a_loop_keeps_its_thoughts_in_harmony_until_it_has_an_answer(family: Cal
     assert not any(word in answered for word in ("FIRST", "SECOND", "THIRD"))
 
 
-@pytest.mark.parametrize(("reasoning", "content", "calls"), PARTS)
-@pytest.mark.parametrize("name", KEEPING)
+@pytest.mark.parametrize(
+    ("name", "reasoning", "content", "calls"),
+    [
+        *(pytest.param(name, *each.values, id=f"{name}-{each.id}") for name in KEEPING for each in PARTS),
+        *((name, "", content, calls) for name in PLAIN for content in ("", "Let me see.") for calls in ([CALL], CALLS)),
+    ],
+)
 def test_a_reply_that_comes_back_with_its_thoughts_extends_the_memory_as_one_that_never_left(
     name: str, reasoning: str, content: str, calls: Any, family: Callable[[str], Prompting]
 ) -> None:
     """In a tool loop, nothing is computed twice; the parts are told without the template's own white space."""
     prompting = family(name)
     prompt, whole = text_of(prompting, ASKED), assistant(content, reasoning, calls)
-    raw = text_of(prompting, ASKED, whole, asks=False).removeprefix(prompt).removesuffix("\n")
+    raw = text_of(prompting, ASKED, whole, asks=False).removeprefix(prompt)
+    raw = raw.removesuffix("\n").removesuffix("<|im_end|>") + "<|im_end|>"  # some templates write it with what follows
     remembered, sent_back = replied(prompting, raw)
     assert remembered.is_reply
     for found in (remembered, sent_back):
@@ -134,7 +144,20 @@ def test_a_reply_that_comes_back_with_its_thoughts_extends_the_memory_as_one_tha
         assert following[0].startswith(prompt + raw)
 
 
-@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "gpt-oss"])
+def test_where_a_template_keeps_thoughts_before_calls_alone_they_come_back_without_its_white_space(
+    family: Callable[[str], Prompting],
+) -> None:
+    prompting = family("gemma")
+    raw = (
+        '<think>\nI look it up.\n</think><tool_call>\n{"name": "weather", "arguments": {"place": "Oslo"}}\n</tool_call>'
+    )
+    remembered, sent_back = replied(prompting, raw)
+    for found in (remembered, sent_back):
+        assert (found.content, found.reasoning) == ("", "I look it up.")
+        assert text_of(prompting, ASKED, found, RESULT).startswith(text_of(prompting, ASKED) + raw)
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in NEVER])
 def test_where_thoughts_are_dropped_the_prompt_is_that_of_a_history_without(
     name: str, family: Callable[[str], Prompting]
 ) -> None:
@@ -144,6 +167,15 @@ def test_where_thoughts_are_dropped_the_prompt_is_that_of_a_history_without(
     texts.add(text_of(prompting, ASKED, assistant(sent_back.content), after))
     assert len(texts) == 1
     assert "It rains." not in texts.pop()
+
+
+def test_white_space_of_the_replys_own_is_sent(family: Callable[[str], Prompting]) -> None:
+    glm, nemotron = family("glm"), family("nemotron")
+    prompt = text_of(glm, ASKED)
+    begun = [glm.reader(prompt + text, [], "r").whole("\nYes.", "").answer for text in ("", "Well,")]
+    assert begun == ["Yes.", "\nYes."]
+    no_call = "<tool_call>\n{no\n</tool_call>\n"
+    assert nemotron.reader(text_of(nemotron, ASKED), [], "r").whole(f"</think>{no_call}", "").answer == no_call
 
 
 def test_thoughts_that_were_cut_are_remembered_as_thoughts(family: Callable[[str], Prompting]) -> None:
