@@ -26,6 +26,7 @@ from kvasir.server.serving import EdgeServer, RefusedToStart, give_memory_back, 
 from kvasir.server.shared_room import SharedRoom
 from kvasir.server.traces import Traces
 from kvasir.server.wellness import Ailment, Wellness
+from kvasir.uptime import uptime_s
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.commands import care, pairing, seal_keys
@@ -243,11 +244,6 @@ def _page(store: Store, threads: StoreThreads, rpcs: RpcCounts, audit: Audit, re
 
     asked = asked_of_loop(asyncio.get_running_loop(), wellness)
     return OperatorPage(About("store", _PROTOCOL), StoreNumbers(store, rpcs, audit).metrics, asked)
-
-
-def uptime_s() -> float:
-    """Seconds that the machine runs, sleep included: on macOS CLOCK_MONOTONIC counts them, on Linux CLOCK_BOOTTIME."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 async def collect_regularly(store: Store, threads: StoreThreads, interval_s: float) -> None:

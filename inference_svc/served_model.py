@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from kvasir.uptime import uptime_s
+
 from inference_svc.config import EngineSettings
 from inference_svc.embedding.turn_embedder import TurnEmbedder
 from inference_svc.engine.engine import Engine
@@ -115,7 +117,8 @@ async def open_served(
     await asyncio.gather(asyncio.to_thread(warm_up, engine), warm_up_text(prompting))
 
     copies = Copies(engine, admission.publishing)
-    line_parts = LineParts(engine, copies, settings.publishing, stats, lease_owner, clock, now_ms)
+    # A laptop that wakes must not believe in a lease that ended elsewhere while it slept.
+    line_parts = LineParts(engine, copies, settings.publishing, stats, lease_owner, uptime_s, now_ms)
     lines = {namespace: Lines(namespace, store, line_parts) for namespace, store in stores.items()}
     parts = EngineParts(
         engine,
