@@ -12,8 +12,8 @@ def sync(descriptor: int) -> None:
         try:
             fcntl.fcntl(descriptor, full_sync)
         except OSError as error:
-            # A file system without it (a network share) has fsync only; SQLite does the same.
-            if error.errno not in (errno.ENOTSUP, errno.EINVAL):
+            # A file system without it (a network share, some volumes of others) has fsync only; SQLite does the same.
+            if error.errno not in (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY):
                 raise
         else:
             return

@@ -16,7 +16,10 @@ from cachestore_svc.blobs.disk import Disk
 F_FULLFSYNC = 51  # its number on macOS
 
 
-@pytest.mark.parametrize(("error", "falls_back"), [(None, False), (errno.ENOTSUP, True), (errno.EINVAL, True)])
+@pytest.mark.parametrize(
+    ("error", "falls_back"),
+    [(None, False), (errno.ENOTSUP, True), (errno.EINVAL, True), (errno.ENOTTY, True)],
+)
 def test_a_sync_is_f_fullfsync_where_it_exists_and_fsync_where_a_file_system_lacks_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int | None, falls_back: bool
 ) -> None:
