@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: test test-whole test-clients test-gpu check demo demo-agent try-wheel bench lint check-generated generate install campaigns campaign-fairness campaign-history campaign-moves campaign-sizes bench-moves campaign-handover hammer mutants fresh help
 
 help:            ## Show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
+	@awk -F ':.*## ?' '/^[a-z-]+:.*##/ {printf "%-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # Three workers for two cores: a test often waits for a service, a process or a timeout. Four used nine tenths of both
 # cores from the first minute on, and each takes 13 s of CPU to begin: more would only share what there is.

@@ -1,4 +1,8 @@
 // Runs the lanes of a block as fibers, one at a time; those of a warp, and of a block, wait for each other where they meet.
+#ifdef __APPLE__
+#define _XOPEN_SOURCE 700  // without it Apple's <ucontext.h> refuses to be included
+#define _DARWIN_C_SOURCE   // with it alone the rest of the C library is hidden
+#endif
 #include <array>
 #include <cmath>
 #include <cstdint>
