@@ -1,0 +1,148 @@
+"""Every kernel's text for Metal, as MLX writes it, is free of errors of names, types and address spaces. No Mac has run
+these kernels: this, and the emulation of the same text, is how far a machine without Metal can see.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import mlx.core as mx
+import pytest
+
+from inference_svc.kv.attention import fused
+from inference_svc.kv.attention.geometry import why_not
+from inference_svc.kv.attention.in_place import append_rows, gathered_values, store_pages
+from inference_svc.kv.attention.kernels import Dialect
+from inference_svc.kv.page import PAGE_TOKENS, PageFormat
+from tests.emulation.metal_text import faults, printing_compiler, texts
+from tests.inference.kv.attention.scenes import BF16, FP16, page_format
+
+METAL = Dialect.METAL
+TYPES = (mx.float32, mx.float16, mx.bfloat16)
+POLICIES = ("q4", "q4-rotated", "q8", "k8v4", "exact")
+DIMENSIONS = (64, 80, 96, 128, 192, 256)
+# MLX hands arrays of less than eight elements over in another address space: tables and lengths of both kinds.
+BATCHES = ((1, 1), (2, 5), (9, 1))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape of pages, and what is asked of it."""
+
+    format: PageFormat
+    dtype: mx.Dtype
+    batch: int
+    blocks: int
+    queries: int
+    has_sinks: bool
+    soft_cap: float | None
+
+    def pages(self) -> mx.array:
+        return mx.zeros((self.batch * self.blocks + 1, self.format.units), mx.uint16)
+
+    def table(self) -> mx.array:
+        return mx.zeros((self.batch, self.blocks), mx.int32)
+
+
+def cases() -> Iterator[Case]:
+    """Policies, dimensions, groups, types, sizes of tables, and numbers of queries; of options each with some."""
+    shapes = product(POLICIES, DIMENSIONS, (32, 64, 128), (BF16, FP16), TYPES, BATCHES)
+    for number, (policy, dim, group, scale_type, dtype, (batch, blocks)) in enumerate(shapes):
+        if (policy == "exact" and group != 64) or (policy != "exact" and dim % group):
+            continue
+        if policy == "q4-rotated" and dim & (dim - 1):
+            continue
+        made = page_format(policy, 1 + number % 2, dim, group, scale_type)
+        if not why_not(made):
+            yield Case(made, dtype, batch, blocks, (1, 4, 2)[number % 3], number % 4 == 0, (None, 5.0)[number % 5 == 0])
+
+
+CASES = list(cases())
+
+
+@pytest.fixture(autouse=True)
+def _printing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(fused.COMPILERS, METAL, printing_compiler)
+
+
+def texts_of(case: Case) -> dict[str, str]:
+    """Of a step and of a cell: rows are written, attended to, read back as values, and pages are filled from a file."""
+    key, value = case.format.key, case.format.value
+    rows = [mx.zeros((case.batch, key.kv_heads, case.queries, width), case.dtype) for width in (key.dim, value.dim)]
+    queries = mx.zeros((case.batch, 2 * key.kv_heads, case.queries, key.dim), case.dtype)
+    sinks = mx.zeros(2 * key.kv_heads, case.dtype) if case.has_sinks else None
+    options = {"scale": 0.1, "sinks": sinks, "soft_cap": case.soft_cap, "window": 300 if case.batch == 2 else None}
+
+    def recorded(pages: mx.array, table: mx.array, places: mx.array, lengths: mx.array) -> list[mx.array]:
+        stored = append_rows(*rows, pages, case.format, table, places, METAL)
+        mixed = fused.fused_attention(queries, pages, case.format, table, lengths, **options, dialect=METAL)
+        read = gathered_values(pages, case.format, table[0], 0, PAGE_TOKENS, stored, case.dtype, METAL)
+        content = mx.zeros((1, case.format.units), mx.uint16)
+        filled = store_pages(pages, content, mx.zeros(1, mx.int32), mx.zeros(1, mx.int32), 0, case.format.units, METAL)
+        return [stored, mixed, *read, filled]
+
+    places, lengths = mx.zeros((case.batch, case.queries), mx.int32), mx.zeros(case.batch, mx.int32)
+    return texts(recorded, case.pages(), case.table(), places, lengths)
+
+
+def names(found: dict[str, str]) -> set[str]:
+    return {name.split("_")[1] for name in found}
+
+
+def test_a_sample_of_all_texts_has_no_fault() -> None:
+    for case in CASES[::29]:
+        found = texts_of(case)
+        assert names(found) == {"append", "split", "reduce", "gather", "store"}
+        assert not {name: wrong for name, text in found.items() if (wrong := faults(text))}, case
+
+
+@pytest.mark.long(25)
+def test_all_texts_have_no_fault() -> None:
+    checked = set[str]()
+    for case in CASES:
+        found = texts_of(case)
+        checked.update(found.values())
+        assert not {name: wrong for name, text in found.items() if (wrong := faults(text))}, case
+    assert len(checked) > 900
+
+
+# Each is one slip of the pen, by what it replaces; in the kernel itself or in the functions that it calls.
+PLANTED = {
+    "a pointer of a block into the device's memory": (r"KV_GLOBAL (?=[\w ]+\*)", "KV_SHARED "),
+    "a pointer of the device into a block": (r"KV_SHARED (?=float\*)", "KV_GLOBAL "),
+    "a pointer without its space": (r"(?<=[(,] )?KV_GLOBAL const (?=\w+\*)", "const "),
+    "an input in a thread's memory": (r"const device (?=uint16_t\* pages)", "const thread "),
+    "an output that is read only": (r"\n  device (?=\w+\* )", "\n  const device "),
+    "a shared array elsewhere": (r"threadgroup float4 kv_shared_bytes", "device float4 kv_shared_bytes"),
+    "a name of CUDA": (r"threadgroup_position_in_grid\.x", "blockIdx.x"),
+    "a built-in that Metal lacks": (r"simd_shuffle_xor\(value", "__shfl_xor_sync(~0u, value"),
+    "a function of C": (r"metal::exp2\(x\)", "exp2f(x)"),
+    "a size that differs": (r"as_type<uint>\(x\)", "as_type<ushort>(x)"),
+    "a name that is not there": (r"kv_lane(?=[ ,;)])", "kv_lanes"),
+    "a forgotten argument": (r"kv_warp, kv_lane", "kv_warp"),
+    "a forgotten semicolon": (r";\n\n}\n\ntemplate", "\n\n}\n\ntemplate"),
+    "a parameter of another type": (r"const constant int\* (?=\w+_shape)", "const constant float4* "),
+    "a template's value that is none": (r"(?<=\d), (\d+)>;", r", kv_none>;"),
+}
+
+
+@pytest.fixture(scope="module")
+def one_of_each() -> dict[str, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(fused.COMPILERS, METAL, printing_compiler)
+        case = next(each for each in CASES if each.queries > 1 and each.dtype == mx.bfloat16 and each.has_sinks)
+        return texts_of(case)
+
+
+@pytest.mark.parametrize("slip", PLANTED)
+def test_a_slip_of_the_pen_is_found(one_of_each: dict[str, str], slip: str) -> None:
+    old, new = PLANTED[slip]
+    wrong = {name: made for name, text in one_of_each.items() if (made := last_replaced(old, new, text)) != text}
+    assert wrong
+    assert not [name for name, text in wrong.items() if not faults(text)]
+
+
+def last_replaced(old: str, new: str, text: str) -> str:
+    found = list(re.finditer(old, text))
+    return text[: found[-1].start()] + found[-1].expand(new) + text[found[-1].end() :] if found else text
