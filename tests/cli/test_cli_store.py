@@ -91,6 +91,28 @@ def test_ls_shows_people_a_table_and_scripts_json(cli: Cli, ada: SyntheticAgent)
     assert set(rows[0]["lines"][0]) == SNAPSHOT_KEYS
 
 
+def test_ls_begins_with_the_last_used_and_leaves_out_agents_without_names(
+    cli: Cli, client: StoreClient, ada: SyntheticAgent
+) -> None:
+    for agent in ("conversation/0ed/1", "tokens/2", "bo"):
+        client.fork_agent("ada", agent)
+    publish(client, "bo", SyntheticAgent(seed=2).turn(700), 1)
+
+    def names(*options: str) -> list[str]:
+        return [row["agent_id"] for row in cli.done("agents", "ls", *options, "--json").value]
+
+    assert names() == ["bo", "ada"]
+    assert names("--sort", "name") == ["ada", "bo"]
+    assert names("--limit", "1", "--sort", "size") == ["bo"]
+    assert sorted(names("--all")) == ["ada", "bo", "conversation/0ed/1", "tokens/2"]
+    assert names("--prefix", "tokens/") == ["tokens/2"]
+    said = cli.done("agents", "ls", "--limit", "1").out
+    assert "2 more that their callers did not name: --all lists them." in said
+    assert "1 more by this order: --limit." in said
+    assert cli("agents", "ls", "--sort", "age").code == 2
+    assert cli("agents", "ls", "--limit", "0").code == 2
+
+
 def test_ls_finds_by_prefix_and_label(cli: Cli, ada: SyntheticAgent) -> None:
     cli.done("agents", "fork", "ada", "bo")
     cli.done("agents", "label", "bo", "team=red", "for=tests")

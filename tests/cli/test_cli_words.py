@@ -104,7 +104,7 @@ def test_libraries_older_than_the_messages_are_told_in_a_line_and_not_by_a_trace
     (tmp_path / "sitecustomize.py").write_text(old)
     found = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     ended = subprocess.run(
-        [sys.executable, "-m", "kvasir.cli", "--help"],
+        [sys.executable, "-m", "kvasir", "--help"],
         capture_output=True,
         text=True,
         timeout=60,
@@ -124,7 +124,7 @@ def test_a_script_that_asks_for_one_log_is_told_whose_it_is(tmp_path: Path) -> N
 def test_letters_that_the_output_lacks_are_shown_as_escapes_and_end_nothing(tmp_path: Path) -> None:
     text = "Małgorzata, café, 😀"
     _write_log(tmp_path, text)
-    command = [sys.executable, "-m", "kvasir.cli", "--home", str(tmp_path), "logs", "store"]
+    command = [sys.executable, "-m", "kvasir", "--home", str(tmp_path), "logs", "store"]
     env = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     for_people = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
     for_scripts = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, env=env)
@@ -157,7 +157,7 @@ def test_a_file_of_results_is_not_looked_for_in_the_store(tmp_path: Path) -> Non
 @pytest.mark.parametrize("as_json", [(), ("--json",)])
 def test_a_full_disk_is_named_with_what_to_do(tmp_path: Path, as_json: tuple[str, ...]) -> None:
     _write_log(tmp_path, "a line")
-    command = [sys.executable, "-m", "kvasir.cli", "--home", str(tmp_path), "logs", "store", *as_json]
+    command = [sys.executable, "-m", "kvasir", "--home", str(tmp_path), "logs", "store", *as_json]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=env)

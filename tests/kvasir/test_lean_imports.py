@@ -68,8 +68,8 @@ def _run(env: dict[str, str], *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("module", "words", "allowed"),
     [
-        ("kvasir.cli", ("--help",), _CALLS | _SHOWS | _CHECKS | {"kvasir_bench"}),
-        ("kvasir.cli", ("--home", "/nowhere", "agents", "ls"), _CALLS | _SHOWS | _CHECKS | {"kvasir_bench"}),
+        ("kvasir", ("--help",), _CALLS | _SHOWS | _CHECKS | {"kvasir_bench"}),
+        ("kvasir", ("--home", "/nowhere", "agents", "ls"), _CALLS | _SHOWS | _CHECKS | {"kvasir_bench"}),
         ("cachestore_svc", ("--help",), _CALLS | _SHOWS | _CHECKS | _SERVES | _STORE),
         ("kvasir_gateway", ("--help",), _CALLS | _CHECKS | _SERVES | _GATEWAY | {"click"}),
     ],

@@ -58,7 +58,7 @@ def test_an_installed_wheel_runs_without_the_checkout(wheel: Path, tmp_path: Pat
 
     def run(*arguments: str) -> str:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        command = [tmp_path / "env" / "bin" / "python", "-m", "kvasir.cli", "--home", tmp_path / "home", *arguments]
+        command = [tmp_path / "env" / "bin" / "python", "-m", "kvasir", "--home", tmp_path / "home", *arguments]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
         assert done.returncode in (0, 1), done.stderr
         return done.stdout

@@ -11,8 +11,10 @@ from kvasir.errors import InvalidArgument
 
 MAX_NAME_BYTES = 256
 MAX_REQUEST_ID_CHARS = 128
-# Of agents that Kvasir names itself: the gateway's and the engine's for conversations that name none, a recovery's.
-RESERVED_PREFIXES = ("conversation/", "tokens/", "recovered-")
+# Of conversations for which the gateway's callers and the engine's neighbours name no agent.
+UNNAMED_PREFIXES = ("conversation/", "tokens/")
+# Of agents that Kvasir names itself: these, and a recovery's.
+RESERVED_PREFIXES = (*UNNAMED_PREFIXES, "recovered-")
 
 # Control, format (zero-width, bidi), surrogate; line and paragraph separators.
 _REFUSED_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})

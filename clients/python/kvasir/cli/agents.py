@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,8 +34,23 @@ from kvasir.cli.rows import (
 from kvasir.clients import InferenceClient, StoreClient
 from kvasir.clients.archive_file import pieces_of
 from kvasir.errors import KvasirError
+from kvasir.names import UNNAMED_PREFIXES
+
+
+class Order(StrEnum):
+    """Of a list of agents."""
+
+    USED = "used"
+    NAME = "name"
+    SIZE = "size"
+
 
 app = typer.Typer(help="Look after agents' memories.", no_args_is_help=True)
+_ORDERS: dict[Order, Callable[[pb.Agent], Any]] = {
+    Order.USED: lambda agent: (-agent.used_at.ToNanoseconds(), agent.agent_id),
+    Order.NAME: lambda agent: agent.agent_id,
+    Order.SIZE: lambda agent: (-agent.lines[0].total_bytes if agent.lines else 0, agent.agent_id),
+}
 MOST_VERSION = (1 << 63) - 1  # of the contract's int64
 _OWN, _SETTINGS = (
     "kvasir.",
@@ -117,13 +133,33 @@ def ls(
     label: Annotated[
         list[str] | None, typer.Option(help="Only agents with this label; may be repeated.", metavar="KEY=VALUE")
     ] = None,
+    sort: Annotated[Order, typer.Option(help="By when they were last used, by name, or by the newest's bytes.")] = (
+        Order.USED
+    ),
+    limit: Annotated[int | None, typer.Option(min=1, help="Only so many, the first of the order.", metavar="N")] = None,
+    has_all: Annotated[
+        bool, typer.Option("--all", help="Conversations too whose callers named no agent. So does --prefix.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List agents by name. Labels that Kvasir gives for itself are in --json and in `kvasir agents show`."""
+    """List agents that have names, the last used first.
+
+    Labels that Kvasir gives for itself are in --json and in `kvasir agents show`.
+    """
     caller = caller_of(context, as_json)
     with store_client(caller) as client:
-        agents = list(all_agents(client, prefix, labels_of(label or [])))
-    caller.result([agent_row(agent) for agent in agents], lambda out: out.print(_agents_table(agents)))
+        found = list(all_agents(client, prefix, labels_of(label or [])))
+    listed = [agent for agent in found if has_all or prefix or not agent.agent_id.startswith(UNNAMED_PREFIXES)]
+    shown = sorted(listed, key=_ORDERS[sort])[:limit]
+
+    def show(out: Console) -> None:
+        out.print(_agents_table(shown))
+        if unnamed := len(found) - len(listed):
+            out.print(f"{unnamed} more that their callers did not name: --all lists them.", style="dim")
+        if cut := len(listed) - len(shown):
+            out.print(f"{cut} more by this order: --limit.", style="dim")
+
+    caller.result([agent_row(agent) for agent in shown], show)
 
 
 @app.command("show")

@@ -93,7 +93,7 @@ def _detached(caller: Caller) -> None:
     with log.open("ab") as err:
         log.chmod(0o600)
         child = subprocess.Popen(
-            [sys.executable, "-m", "kvasir.cli", "--json", *arguments],
+            [sys.executable, "-m", "kvasir", "--json", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=err,

@@ -1,6 +1,0 @@
-"""`python -m kvasir.cli`: the command line, wherever its program lies."""
-
-from kvasir.cli.main import main
-
-if __name__ == "__main__":
-    main()
