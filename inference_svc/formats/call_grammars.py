@@ -119,7 +119,11 @@ def call_rules(format_name: str, tools: Sequence[Mapping[str, Any]], spelling: S
         if not form.name.fullmatch(tool["name"]):
             raise writing.refused(f"its name {tool['name'][:80]!r}")
         schema = {"type": "object", **as_schema(tool["parameters"] or {})}
-        yield form.call(tool["name"], schema if tool.get("strict", True) else _any_arguments(form, schema), writing)
+        if not tool.get("strict", True):
+            schema = _any_arguments(form, schema)
+        if schema["type"] not in ("object", ["object"]):
+            raise writing.refused("parameters that are no object")
+        yield form.call(tool["name"], schema, writing)
 
 
 def _any_arguments(form: CallFormat, schema: Schema) -> Schema:

@@ -82,4 +82,4 @@ def test_a_prompt_that_is_none_or_several_is_refused_by_name(front: Front, promp
 
 def test_a_token_that_the_model_does_not_have_is_refused(front: Front) -> None:
     answer = post(front, prompt=[1, 1 << 20])
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_token_ids")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")

@@ -1,6 +1,7 @@
 """What clients send unasked is ignored and reported; what would change the reply's meaning is refused all the same."""
 
 import json
+import re
 import time
 from typing import Any
 
@@ -24,6 +25,19 @@ CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messag
 FUNCTION: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
 COMPLETIONS, COUNT = "/v1/completions", "/v1/messages/count_tokens"
 HELLO: list[Any] = [{"role": "user", "content": "Hello."}]
+# Another server ran a search in it.
+SEARCHED: list[Any] = [
+    *HELLO,
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "server_tool_use", "id": "w", "name": "web_search", "input": {"query": "ships"}},
+            {"type": "web_search_tool_result", "tool_use_id": "w", "content": []},
+            {"type": "text", "text": "Two ships."},
+        ],
+    },
+    *HELLO,
+]
 # The least that each API wants.
 LEAST: dict[str, dict[str, Any]] = {
     CHAT: {"model": MODEL, "messages": HELLO},
@@ -33,6 +47,7 @@ LEAST: dict[str, dict[str, Any]] = {
     COUNT: {"model": MODEL, "messages": HELLO},
 }
 LONGEST = {CHAT: "max_completion_tokens", COMPLETIONS: "max_tokens", RESPONSES: "max_output_tokens"}
+NUMBER = re.compile(r"\[\d+\]")
 KWARGS = "chat_template_kwargs.(unnamed), chat_template_kwargs.a, chat_template_kwargs.d"
 BILLING = "x-anthropic-billing-header: cc_version=2.1.{n}.abc; cc_entrypoint=cli; cch={n:05x};"
 
@@ -69,6 +84,8 @@ def ask(front: Front, path: str, **change: Any) -> httpx.Response:
         (MESSAGES, {"tools": [{"name": "f", "defer_loading": True}]}, "tools[0].defer_loading"),
         (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "w", "max_uses": 5}]}, "tools[0]"),
         (COUNT, {"magic": 1}, "magic"),
+        (RESPONSES, {"input": [{"type": "web_search_call", "id": "w"}, *HELLO]}, "input[0]"),
+        (MESSAGES, {"messages": SEARCHED}, "messages[1].content[0], messages[1].content[1]"),
     ],
 )
 def test_a_field_that_changes_no_meaning_is_ignored_and_reported(
@@ -80,7 +97,7 @@ def test_a_field_that_changes_no_meaning_is_ignored_and_reported(
     again = ask(front, path, **change)
     assert again.headers.get("x-kvasir-ignored") == ignored
     for name in (ignored or "").split(", "):
-        line = f"request.ignored path={path} field={name.replace('[0]', '[]')}\n"
+        line = f"request.ignored path={path} field={NUMBER.sub('[]', name)}\n"
         assert front.gateway.log.count(line) == bool(name), "once a field"
 
 
@@ -100,6 +117,8 @@ def test_a_field_that_changes_no_meaning_is_ignored_and_reported(
         (COMPLETIONS, {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
         (CHAT, {"frequency_penalty": 2.5}, "frequency_penalty"),
         (COMPLETIONS, {"guided_regex": "a+"}, "guided_regex"),
+        (COMPLETIONS, {"response_format": {"type": "json_object"}}, "response_format"),
+        (RESPONSES, {"response_format": {"type": "json_object"}}, "response_format"),
         (RESPONSES, {"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
         (RESPONSES, {"truncation": "auto"}, "truncation"),
         (RESPONSES, {"tools": [{"type": "mcp", "server_url": "https://a.example"}]}, "tools[0].type"),
@@ -292,6 +311,15 @@ def test_more_fields_than_anybody_sends_are_refused_at_once(front: Front) -> Non
 def test_a_field_that_says_what_the_reply_is_to_be_is_refused(front: Front, field: str) -> None:
     answer = ask(front, CHAT, **{field: "You answer in French."})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+
+
+def test_a_schema_where_the_api_had_it_before_is_applied(front: Front) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": "b"}}, "required": ["a"], "additionalProperties": False}
+    asked = {"output_format": {"type": "json_schema", "schema": schema}, "max_tokens": 32}
+    told = ask(front, MESSAGES, **asked)
+    assert json.loads(told.json()["content"][0]["text"]) == {"a": "b"}
+    twice = ask(front, MESSAGES, **asked, output_config={"format": asked["output_format"]})
+    assert twice.json()["error"]["message"].startswith("output_format: ")
 
 
 def test_a_schema_where_another_server_has_it_is_refused(front: Front) -> None:

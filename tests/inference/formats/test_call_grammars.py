@@ -190,6 +190,7 @@ def test_a_format_without_a_grammar_is_refused_by_name(name: str) -> None:
         ("pythonic", "f", {"properties": {"class": {"type": "string"}}}),
         ("pythonic", "f-g", {}),
         ("json_tools", "f g", {}),
+        *((name, "f", {"type": "array"}) for name in ("json_tools", "mistral", "kimi_k2", "qwen3_coder")),
         ("json_tools", "f", {"properties": {"a": {"enum": ["</tool_call>"]}}}),
     ],
 )
