@@ -97,6 +97,7 @@ class CountedMessages(Body):
     tool_choice: AnthropicToolChoice | None = Field(None, description="auto, none, any, or tool with its name.")
     thinking: ThinkingSetting | None = Field(None, description="adaptive: as the model's template has it.")
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = Field(None, description="An older place of output_config.format.")
     cache_control: Block | None = _HINT
     context_management: Block | None = Field(None, description="Ignored.")
     mcp_servers: list[Block] | None = Field(None, description="Refused.")
@@ -109,8 +110,7 @@ class CountedMessages(Body):
         opening = (Said("system", system),) if system else ()
         tools = tuple(self._tools(reading))
         tool_choice = self._calls(tools)
-        config = self.output_config
-        schema = json.dumps(config.format.schema_) if config is not None and config.format is not None else None
+        schema = self._schema()
         messages, begun = (*opening, *said(self.messages, reading)), None
         if self.messages[-1].role == "assistant":
             messages, begun = begun_reply(messages)
@@ -123,6 +123,13 @@ class CountedMessages(Body):
             thinking=self._thinking(reading),
             json_schema=format_of_text(schema, tool_choice),
         )
+
+    def _schema(self) -> str | None:
+        newer = self.output_config.format if self.output_config is not None else None
+        if newer is not None:
+            refuse_unless((), {"output_format": self.output_format})
+        asked = newer or self.output_format
+        return json.dumps(asked.schema_) if asked is not None else None
 
     def _thinking(self, reading: Reading) -> Thinking | None:
         asked, effort = self.thinking or ThinkingSetting(type="adaptive"), ""
@@ -204,12 +211,22 @@ def said(messages: Sequence[AnthropicMessage], reading: Reading) -> Iterator[Sai
             yield Said(message.role, message.content)
         elif message.role == "assistant":
             uses = [block for block in message.content if block.get("type") == "tool_use"]
-            texts = [block for block in message.content if block.get("type") not in ("tool_use", *_THOUGHTS)]
+            texts = list(_own_blocks(message.content, where, reading))
             calls = tuple(_use(use, where) for use in uses)
             thoughts = "".join(_thoughts(message.content, where, reading))
             yield Said(message.role, _text(texts, where), tool_calls=calls, reasoning=thoughts)
         else:
             yield from _user_said(message.content, where)
+
+
+def _own_blocks(blocks: Sequence[Block], where: str, reading: Reading) -> Iterator[Block]:
+    """Blocks of text. What another server's tools did is none of this conversation's."""
+    for number, block in enumerate(blocks):
+        kind = block.get("type")
+        if kind == "server_tool_use" or (isinstance(kind, str) and kind.endswith("_tool_result")):
+            reading.skip(f"{where}[{number}]")
+        elif kind not in ("tool_use", *_THOUGHTS):
+            yield block
 
 
 def _thoughts(blocks: Sequence[Block], where: str, reading: Reading) -> Iterator[str]:

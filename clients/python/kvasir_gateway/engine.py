@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -24,7 +25,7 @@ from kvasir.server.wellness import Ailment, Wellness
 from kvasir_gateway.models import unknown_alias
 from kvasir_gateway.reading.records import PREFIX, Beside, Kept, Made
 from kvasir_gateway.reading.volatile import Rules
-from kvasir_gateway.turn import Place, Said, ToolUse, Turn
+from kvasir_gateway.turn import Place, Said, ToolUse, Turn, renamed
 
 _PAGE = 1000
 # An engine allows 320 calls on a connection, and the gateway has many callers. Idle ones are not opened.
@@ -36,6 +37,7 @@ _SUMMARY = "conversation.summary"  # of one whose client has asked for a summary
 _COPIED = (cachestore_pb2.ORIGIN_IMPORT, cachestore_pb2.ORIGIN_PULL)
 _AGENTS_AT_ONCE = 8  # of which one request reads the memory
 _MAX_MESSAGES = 10_000  # as the engine takes
+_ARGUMENTS = re.compile(r"messages\.messages\[(\d+)\]\.tool_calls\[(\d+)\]\.arguments_json")
 
 SentMessages = Sequence[message_pb2.Message]
 
@@ -295,8 +297,8 @@ def _taken_instead(turn: Turn, error: KvasirError) -> Turn:
     """The turn that is asked for instead of one that was refused: of the loaded model, or with tools whose calls are
     not bound. Raises the refusal if there is none.
     """
-    if turn.thinking is not None and isinstance(error, InvalidArgument):
-        error = turn.thinking.refused(error)
+    if isinstance(error, InvalidArgument):
+        error = _as_written(turn, error if turn.thinking is None else turn.thinking.refused(error))
     is_unknown = error.reason == "MODEL_NOT_FOUND"
     if is_unknown and turn.alias:
         raise unknown_alias(turn) from None
@@ -308,6 +310,15 @@ def _taken_instead(turn: Turn, error: KvasirError) -> Turn:
     turn.ignore("tools.strict")
     tools = [pb.Tool(name=t.name, description=t.description, parameters_json=t.parameters_json) for t in turn.tools]
     return replace(turn, tools=tuple(tools), ignore=None)
+
+
+def _as_written(turn: Turn, error: InvalidArgument) -> InvalidArgument:
+    """The refusal of a call's arguments, where the request has them."""
+    place = _ARGUMENTS.fullmatch(error.field or "")
+    if place is None:
+        return error
+    call = turn.messages[int(place[1])].tool_calls[int(place[2])]
+    return renamed(error, call.place) if call.place else error
 
 
 def sent_messages(turn: Turn) -> SentMessages:

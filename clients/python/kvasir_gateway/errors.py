@@ -1,6 +1,7 @@
 """Refusals in each API's shape: status, body and headers. Of a request they repeat field names and nothing else."""
 
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvasir_gateway.turn import json_line, sse
+from kvasir_gateway.turn import json_line, renamed, sse
 
 _log = logging.getLogger(__name__)
 _strangers = StrangersLines(time.monotonic)
@@ -74,7 +75,7 @@ def openai(error: KvasirError, request_id: str) -> Refusal:
         code = "context_length_exceeded"
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    body = {"error": {"message": error.message, "type": kind, "param": param(error), "code": code}}
+    body = {"error": {"message": error.message, "type": kind, "param": error.field, "code": code}}
     return Refusal(status, body, {"x-request-id": request_id, **_retry_after(error)})
 
 
@@ -136,19 +137,43 @@ def ollama_event(error: KvasirError, request_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """How one API tells errors, as an answer and inside a stream, and what its streams are."""
+    """How one API tells errors, as an answer and inside a stream, and what its streams are. `names`: its fields for the
+    engine's, of whose settings it has `options` before them; None: the names are the engine's.
+    """
 
     shape: Shape
     error_event: Callable[[KvasirError, str], str]
+    names: Mapping[str, str] | None
+    options: str = ""
     stream_type: str = "text/event-stream; charset=utf-8"
 
+    def in_its_words(self, error: KvasirError) -> KvasirError:
+        """The refusal of a field of the engine's."""
+        found = _ENGINES_FIELD.fullmatch(error.field or "")
+        if found is None or self.names is None or not isinstance(error, InvalidArgument):
+            return error
+        setting, name, more = found.groups()
+        if setting is None and name not in self.names:
+            return error
+        return renamed(error, f"{self.options if setting else ''}{self.names.get(name, name)}{more}")
 
+
+_ENGINES_FIELD = re.compile(r"(sampling\.)?([a-z_]+)(.*)")
+_CHAT = {"json_schema": "response_format.json_schema.schema", "prompt_token_ids": "prompt"}
+_RESPONSES = {"json_schema": "text.format.schema", "max_tokens": "max_output_tokens", "messages": "input"}
+_MESSAGES = {"json_schema": "output_config.format.schema", "stop": "stop_sequences"}
+_OLLAMA = {
+    "json_schema": "format",
+    "max_tokens": "num_predict",
+    "repetition_penalty": "repeat_penalty",
+    "repetition_tokens": "repeat_last_n",
+}
 _APIS = (
-    ("/v1/messages", Api(anthropic, anthropic_event)),
-    ("/v1/responses", Api(openai, responses_event)),
-    ("/v1/agents", Api(kvasir, kvasir_event)),
-    ("/api/", Api(ollama, ollama_event, "application/x-ndjson")),
-    ("", Api(openai, openai_event)),
+    ("/v1/messages", Api(anthropic, anthropic_event, _MESSAGES)),
+    ("/v1/responses", Api(openai, responses_event, _RESPONSES)),
+    ("/v1/agents", Api(kvasir, kvasir_event, None)),
+    ("/api/", Api(ollama, ollama_event, _OLLAMA, "options.", "application/x-ndjson")),
+    ("", Api(openai, openai_event, _CHAT)),
 )
 
 
@@ -158,7 +183,8 @@ def api_of(path: str) -> Api:
 
 def refused(request: Request, error: KvasirError, request_id: str) -> Response:
     """The refusal in the shape of the API that was asked. `request_id`: empty for what no route has admitted."""
-    refusal = api_of(request.url.path).shape(error, request_id)
+    api = api_of(request.url.path)
+    refusal = api.shape(api.in_its_words(error), request_id)
     is_of_stranger = not request_id or isinstance(error, Unauthenticated | PermissionDenied)
     what = f"request.refused request_id={request_id or 'none'}"
     log_refusal(what, refusal.status, error, is_of_stranger=is_of_stranger)
@@ -177,11 +203,6 @@ def log_refusal(what: str, status: int, error: KvasirError, *, is_of_stranger: b
     if left_out is not None:
         unheard = f" left_out={left_out}" if left_out else ""
         _log.info("%s status=%d reason=%s%s", what, status, error.reason, unheard)
-
-
-def param(error: KvasirError) -> str | None:
-    """The field as HTTP's callers know it."""
-    return error.field.removeprefix("sampling.") if error.field is not None else None
 
 
 def malformed(error: ValidationError) -> InvalidArgument:

@@ -1,7 +1,7 @@
 """OpenAI's chat completions: the request as a turn, and the turn's events as a completion or as its chunks."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -236,14 +236,18 @@ def said(messages: Sequence[ChatMessage], reading: Reading, field: str = "messag
             role=(role := _ROLES[message.role]),
             content=reading.content(role, texts_of(message.content, f"{field}[{number}].content")),
             name=message.name or "",
-            tool_calls=tuple(
-                ToolUse(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()
-            ),
+            tool_calls=tuple(_made_calls(message.tool_calls or (), f"{field}[{number}].tool_calls")),
             tool_call_id=message.tool_call_id or "",
             reasoning=_thoughts(message),
         )
         for number, message in enumerate(messages)
     )
+
+
+def _made_calls(calls: Sequence[MadeCall], where: str) -> Iterator[ToolUse]:
+    for number, call in enumerate(calls):
+        place = f"{where}[{number}].function.arguments"
+        yield ToolUse(call.id, call.function.name, call.function.arguments, place)
 
 
 def _thoughts(message: ChatMessage) -> str:

@@ -38,6 +38,11 @@ _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant"
 _ID = re.compile(r"(resp_[01]|msg_|rs_|fc_)([0-9A-Za-z_-]{1,600})(?:\.([0-9]{1,3}))?")
 _SUMMARY = ("summary", "generate_summary")
 _REASONING = ("effort", "summary", "generate_summary", "context")
+# What another server's tools did.
+_SERVED = (
+    *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
+    *("mcp_list_tools", "mcp_call", "tool_search_call", "tool_search_output"),
+)
 MAX_REFERENCES = 256  # in one request
 
 Item = dict[str, Any]
@@ -288,7 +293,7 @@ def said(items: Sequence[Item], reading: Reading) -> tuple[Said, ...]:
             name = _text(item, "name", where)
             if item.get("namespace") is not None:
                 name = flat_name(_text(item, "namespace", where), name)
-            call = ToolUse(_text(item, "call_id", where), name, _text(item, "arguments", where))
+            call = ToolUse(_text(item, "call_id", where), name, _text(item, "arguments", where), f"{where}.arguments")
             if not messages or messages[-1].role != "assistant":
                 messages.append(Said("assistant", ""))
             messages[-1] = replace(messages[-1], tool_calls=(*messages[-1].tool_calls, call))
@@ -299,6 +304,8 @@ def said(items: Sequence[Item], reading: Reading) -> tuple[Said, ...]:
         elif kind == "reasoning":
             if thoughts := _thoughts(item, where, reading):
                 messages.append(Said("assistant", "", reasoning=thoughts))
+        elif kind in _SERVED:
+            reading.skip(where)
         else:
             shown = repr(kind[:40]) if isinstance(kind, str) else "another value"
             raise InvalidArgument(

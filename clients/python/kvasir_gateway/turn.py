@@ -21,6 +21,7 @@ class ToolUse:
     id: str
     name: str
     arguments_json: str
+    place: str = field(default="", compare=False)  # of its arguments in the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +214,14 @@ def function_tool(
     schema = parameters if parameters is not None else {"type": "object", "properties": {}}
     text = json.dumps(schema)
     return pb.Tool(name=name, description=description or "", parameters_json=text, strict=bool(strict))
+
+
+def renamed(error: InvalidArgument, name: str) -> InvalidArgument:
+    """The same refusal, of a field by another name."""
+    known, text = error.field, error.message
+    if known and text.startswith(known):
+        text = name + text.removeprefix(known)
+    return type(error)(text, reason=error.reason, field=name, metadata=error.metadata)
 
 
 def refuse_unless(neutral: Iterable[object], given: Mapping[str, object]) -> None:

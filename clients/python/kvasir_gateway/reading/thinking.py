@@ -9,6 +9,7 @@ from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from kvasir_gateway.reading.tolerance import Reading
+from kvasir_gateway.turn import renamed
 
 MODE, BUDGET, EFFORT, SETTINGS = "thinking.mode", "thinking.budget_tokens", "thinking.effort", "template_settings."
 _EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
@@ -49,10 +50,7 @@ class Thinking:
     def refused(self, error: InvalidArgument) -> InvalidArgument:
         """The engine's refusal in the API's words."""
         engines = error.field or ""
-        if (name := self.name(engines)) == engines:
-            return error
-        text = f"{name}{error.message.removeprefix(engines)}"
-        return InvalidArgument(text, reason=error.reason, field=name, metadata=error.metadata)
+        return error if (name := self.name(engines)) == engines else renamed(error, name)
 
 
 def effort_of(effort: str | None, name: str, reading: Reading) -> tuple[bool | None, str]:

@@ -21,7 +21,7 @@ MEANINGFUL = frozenset(
     {
         *("functions", "function_call", "thread", "system", "instructions", "prompt", "extra_body"),
         *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "grammar"),
-        *("regex", "ebnf", "structural_tag", "json_schema", "response_format.schema"),
+        *("regex", "ebnf", "structural_tag", "json_schema", "response_format", "response_format.schema"),
         *("stop", "stop_sequences", "max_output_tokens", "num_predict", "enable_thinking", "thinking"),
         *("echo", "suffix", "best_of"),
         *("chat_template", "chat_template_kwargs", "continue_final_message", "documents", "images"),
