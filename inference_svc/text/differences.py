@@ -18,7 +18,8 @@ from inference_svc.text.template_names import REASONING
 
 SHOWN_CHARS = 20
 _WORD_CHARS = 10  # of a word before the first character that differs; a longer beginning is not shown
-TOOLS, TEMPLATE = "tools", "template"
+TOOLS, TEMPLATE, THOUGHTS = "tools", "template", "thoughts"
+_TEXTS = ("role", "content", "reasoning")  # of a message
 # Messages' texts give way to these, so that what the template itself prints shows.
 _MARK = "\ue000{}\ue001"
 
@@ -32,7 +33,7 @@ class Difference:
     given: str
     role: str = ""
     message: int | None = None
-    what: str = ""  # if they differ in nothing else in this message: "date", "clock", "date and clock"; or "order"
+    what: str = ""  # if nothing else in this message differs: "date", "clock", "date and clock", "thoughts"; or "order"
     rules: tuple[str, ...] = ()  # that would have helped
 
 
@@ -71,16 +72,34 @@ def explained(
     systems' texts there are any.
     """
     index = found.message
+    if index is None and found.role == TEMPLATE:  # where it prints thoughts, too
+        pairs = enumerate(zip(remembered, given, strict=False))
+        index = next((number for number, (known, said) in pairs if not _are_same(known, said)), None)
     if index is None or index >= min(len(remembered), len(given)):
         return found
     known, said = remembered[index], given[index]
     if known.role != said.role:
+        return found
+    if _are_same(known, said, but_for="reasoning"):
+        return replace(found, message=index, role=said.role, what=THOUGHTS)
+    if found.message is None or _are_same(known, said, but_for="tool_calls"):
         return found
     for what, rules, without in TIMES:
         if without(known.content) == without(said.content):
             helps = sorted(rules - in_force) if said.role == "system" else ()
             return replace(found, what=what, rules=tuple(helps))
     return found
+
+
+def _are_same(known: manifest_pb2.Message, said: manifest_pb2.Message, but_for: str = "") -> bool:
+    """But for this field, the ids of calls, and the space around texts."""
+    return all(_read(known, name) == _read(said, name) for name in (*_TEXTS, "tool_calls") if name != but_for)
+
+
+def _read(message: manifest_pb2.Message, name: str) -> object:
+    if name == "tool_calls":
+        return [(call.name, call.arguments_json) for call in message.tool_calls]
+    return without_guards(getattr(message, name)).strip()
 
 
 def _message_at(text: str, at: int, conversation: Dialogue, template: ChatTemplate) -> int | None:

@@ -240,6 +240,36 @@ def test_a_tool_loop_of_a_model_that_thinks_computes_nothing_twice(thinking: Fro
     assert counts(path, after.json())[1] >= prompt + reply - 4
 
 
+def without_thoughts(path: str, answer: dict[str, Any]) -> list[dict[str, Any]]:
+    """The loop of a client that strips them."""
+    if path == CHAT:
+        message, result = loop_of(path, answer)
+        return [{key: value for key, value in message.items() if key != "reasoning_content"}, result]
+    if path == RESPONSES:
+        text = [item for item in answer["output"] if item["type"] != "reasoning"] or [
+            {"role": "assistant", "content": ""}
+        ]
+        return [*text, loop_of(path, answer)[-1]]
+    message, result = loop_of(path, answer)
+    return [{**message, "content": [each for each in message["content"] if each["type"] != "thinking"]}, result]
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+def test_stripped_thoughts_cost_what_follows_them_and_leave_one_memory_also_after_a_restart(
+    thinking: Front, path: str
+) -> None:
+    said = [{"role": "user", "content": f"{path}, stripped: {QUESTION}"}]
+    first = ask(thinking, path, turns_of(path, said))
+    thinking.gateway.kill()
+    thinking.gateway.start()
+    after = ask(thinking, path, turns_of(path, [*said, *without_thoughts(path, first.json())]))
+    assert after.headers["x-agent-id"] == first.headers["x-agent-id"]
+    assert after.headers["x-agent-memory"] == "extended"
+    assert counts(path, after.json())[1] >= counts(path, first.json())[0] - 1
+    place = json.loads(after.headers["x-kvasir-miss"])
+    assert (place["message"], place["role"], place["what"]) == (1, "assistant", "thoughts")
+
+
 @pytest.mark.parametrize(
     ("path", "change"),
     [

@@ -91,8 +91,19 @@ def test_a_call_is_its_messages(name: str, family: Callable[[str], Prompting]) -
     said[2] = Message(role="assistant", content="I look.")
     said[2].tool_calls.append(manifest_pb2.ToolCall(id=CALL.id, name="weather", arguments_json='{"place": "Rome"}'))
     place = found(family(name), TALK, said)
-    assert (place.message, place.role) == (2, "assistant")
+    assert (place.message, place.role, place.what) == (2, "assistant", "")
     assert "Oslo" in place.remembered
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm", "minimax", "deepseek-v3.2"])
+def test_thoughts_that_a_caller_left_out_or_changed_are_named(name: str, family: Callable[[str], Prompting]) -> None:
+    loops = [
+        [*TALK[:2], Message(role="assistant", reasoning=thoughts, tool_calls=[CALL]), TALK[3]]
+        for thoughts in ("I look it up.", "", "I look.")
+    ]
+    for said in loops[1:]:
+        place = found(family(name), loops[0], said)
+        assert (place.message, place.role, place.what) == (2, "assistant", "thoughts")
 
 
 def test_what_differs_is_said_in_twenty_characters_from_the_words_beginning_on(

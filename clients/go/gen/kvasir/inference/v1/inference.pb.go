@@ -2319,7 +2319,7 @@ type Difference struct {
 	// The message in which it lies, from 0, and its role ("system", …). Absent and "tools", or "template": it lies in what the template prints of tools, or by itself.
 	Message *int32 `protobuf:"varint,4,opt,name=message,proto3,oneof" json:"message,omitempty"`
 	Role    string `protobuf:"bytes,5,opt,name=role,proto3" json:"role,omitempty"`
-	// If nothing else differs in the message: "date", "clock", "date and clock". "order" of tools; "date" of a template.
+	// If nothing else differs in the message: "date", "clock", "date and clock", "thoughts". "order" of tools; "date" of a template.
 	What string `protobuf:"bytes,6,opt,name=what,proto3" json:"what,omitempty"`
 	// The rules of VolatileRules that would have kept what the memory has.
 	Rules         []string `protobuf:"bytes,7,rep,name=rules,proto3" json:"rules,omitempty"`
