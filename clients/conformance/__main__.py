@@ -19,6 +19,7 @@ from clients.conformance.world import World, world
 
 BUILD_WITHIN_S = 1800
 EXAMPLE_WITHIN_S = 60
+ANSWERS_WITHIN_S = 60
 
 
 def say(text: str) -> None:
@@ -55,7 +56,15 @@ def main() -> int:
 
 
 def missing_tools(language: Language) -> list[str]:
-    return [tool for tool in language.tools if shutil.which(tool) is None]
+    return [tool for tool in language.tools if not answers(tool)]
+
+
+def answers(tool: str) -> bool:
+    """Whether the tool is there. macOS has a `java` that only says that there is none."""
+    if shutil.which(tool) is None:
+        return False
+    asked = [tool, {"go": "version", "java": "-version"}.get(tool, "--version")]
+    return subprocess.run(asked, capture_output=True, timeout=ANSWERS_WITHIN_S, check=False).returncode == 0
 
 
 def attempt(what: Callable[[Language], None], language: Language) -> str:
