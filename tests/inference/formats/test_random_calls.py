@@ -2,12 +2,14 @@
 
 import importlib
 import json
+import pkgutil
 import random
 from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
 import mlx.core as mx
+import mlx_lm.tool_parsers
 import mlx_lm.utils
 import numpy as np
 import pytest
@@ -40,8 +42,9 @@ def said(grammars: Grammars, tokenizer: Any, constraint: Constraint, seed: int) 
     return str(tokenizer.decode(ids))
 
 
-def test_every_format_has_a_model_that_calls() -> None:
-    assert set(MARKERS) == set(FORMATS)
+def test_every_parser_of_mlx_lms_has_a_grammar_and_a_model_that_calls() -> None:
+    parsers = {module.name for module in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__)}
+    assert set(MARKERS) == set(FORMATS) == parsers
 
 
 @pytest.mark.long(4)

@@ -17,6 +17,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.volatile import LABEL, SYSTEM_CLOCK, SYSTEM_DATE, TOOLS_ORDER
 
 from tests.inference.service.replies.test_moved_tools import TOOLS, moved
+from tests.made_models.sampling import sampled
 from tests.running.system_fixtures import House, running_house
 
 GREEDY = {"max_tokens": 8}
@@ -193,7 +194,7 @@ TIMES = st.sampled_from(["10:30", "10:31", "23:59 on 2026-11-24", "0:00 on 2026-
 TURNS = st.lists(st.tuples(TIMES, st.booleans(), st.sampled_from(["", "rewind"])), min_size=2, max_size=4)
 
 
-@settings(max_examples=3)
+@settings(max_examples=sampled(3, of=100))
 @given(TURNS, st.randoms())
 def test_reuse_with_rules_is_a_cold_prompt_with_the_same_rules(
     exact_house: House, turns: list[tuple[str, bool, str]], chance: Any
