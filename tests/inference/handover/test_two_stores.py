@@ -23,7 +23,7 @@ from kvasir.inference.v1 import inference_pb2
 from inference_svc.model import kvasir_tiny
 from tests.cachestore.moving.two_stores import Mac, macs
 from tests.cachestore.service.running import make_credentials
-from tests.cli.running import Cli, Ended
+from tests.cli.running import Cli, Ended, in_process
 from tests.inference.handover.cases import ON, STORY
 from tests.inference.handover.test_taking import PROMPT, opened, opening_for, stand
 from tests.inference.handover.two_engines import hear
@@ -149,26 +149,36 @@ def test_a_hand_over_that_is_refused_leaves_nothing_at_the_peer(pair: Macs) -> N
             there.get_agent("stayed")
 
 
-@pytest.mark.long(17)
-def test_the_command_takes_the_turn_along(pair: Macs, tmp_path: Path) -> None:
-    """Agents that speak their first turn and their second, one that is silent, and one whose engine is not asked. They
-    speak for longer than a command takes to begin.
-    """
+TELL: dict[str, Any] = {"messages": [{"role": "user", "content": STORY}]}
+AND_THEN: dict[str, Any] = {"append_messages": [{"role": "user", "content": "And then?"}]}
+
+
+def move_command(pair: Macs, agent: str) -> list[str]:
+    (laptop, _), (studio, _) = pair
+    return ["--address", laptop.home.socket, "agents", "move", agent, "--to", studio.name]
+
+
+def state_of(mac: Mac, agent: str) -> int:
+    with mac.client() as store:
+        return store.get_agent(agent).ownership.state
+
+
+@pytest.mark.long(6)
+def test_the_command_takes_the_turn_along(pair: Macs) -> None:
+    """Agents that decode their first turn and their second, and one without a turn."""
     (laptop, engine), (studio, other) = pair
 
-    def move(agent: str, *asked: str) -> Ended:
-        return Cli(tmp_path)(
-            "--address", laptop.home.socket, *asked, "agents", "move", agent, "--to", studio.name, "--json"
-        )
+    def move(agent: str) -> Ended:
+        return in_process("--engine", engine.address, *move_command(pair, agent), "--json")
 
-    async def moved(a: AioInferenceClient, agent: str, *asked: str, **turn: Any) -> tuple[bool, Ended]:
-        """Move an agent once its turn speaks, and read until the command ends: whether the turn moved, and its end."""
+    async def moved(a: AioInferenceClient, agent: str, **turn: Any) -> tuple[bool, Ended]:
+        """Move an agent once its turn decodes, and read until the command ends: whether the turn moved, and its end."""
         command, kinds = None, set[str]()
         async with aclosing(a.generate(agent_id=agent, **turn)) as events:
             async for event in events:
                 kinds.add(event.WhichOneof("event"))
                 if "delta" in kinds and command is None:
-                    command = asyncio.create_task(asyncio.to_thread(move, agent, *asked))
+                    command = asyncio.create_task(asyncio.to_thread(move, agent))
                 if command is not None and command.done():
                     break
         assert command is not None
@@ -177,23 +187,40 @@ def test_the_command_takes_the_turn_along(pair: Macs, tmp_path: Path) -> None:
     async def work() -> None:
         async with AioInferenceClient.connect(engine.address) as a, AioInferenceClient.connect(other.address) as b:
             a.peers[studio.name] = b
-            first = {"messages": [{"role": "user", "content": STORY}], "sampling": {**ON, "max_tokens": 1_500}}
-            more = {"append_messages": [{"role": "user", "content": "And then?"}], "sampling": first["sampling"]}
-            for agent in ("second", "waits", "silent"):
-                await hear(a, agent_id=agent, **{**first, "sampling": {"max_tokens": 4}})
-            has_moved, ended = await moved(a, "second", "--engine", engine.address, **more)
+            sampling = {**ON, "max_tokens": 150}  # longer than a command takes to begin
+            for agent in ("second", "silent"):
+                await hear(a, agent_id=agent, **TELL, sampling={"max_tokens": 4})
+            has_moved, ended = await moved(a, "second", **AND_THEN, sampling=sampling)
             assert (ended.code, has_moved, ended.value.get("turn")) == (0, True, "handed_over"), ended
-            has_moved, ended = await moved(a, "first", "--engine", engine.address, **first)
+            has_moved, ended = await moved(a, "first", **TELL, sampling=sampling)
             assert (ended.code, has_moved, ended.value.get("turn")) == (0, False, "waited_for"), ended
-            has_moved, ended = await moved(a, "waits", **more)
-            assert (ended.code, has_moved, ended.value.get("turn")) == (0, False, "waited_for"), ended
-            ended = await asyncio.to_thread(move, "silent", "--engine", engine.address)
+            ended = await asyncio.to_thread(move, "silent")
             assert (ended.code, ended.value.get("turn", "")) == (0, None), ended
 
     asyncio.run(asyncio.wait_for(work(), 120))
-    with laptop.client() as here:
-        for agent in ("first", "second", "waits", "silent"):
-            assert here.get_agent(agent).ownership.state == cachestore_pb2.OWNER_STATE_MOVED
+    for agent in ("first", "second", "silent"):
+        assert state_of(laptop, agent) == cachestore_pb2.OWNER_STATE_MOVED
+
+
+@pytest.mark.long(7)
+def test_the_command_waits_for_the_turn_of_an_engine_that_it_does_not_ask(pair: Macs, tmp_path: Path) -> None:
+    """The turn is left once the command reports that it waits, and would go on for much longer."""
+    (laptop, engine), _ = pair
+
+    async def work() -> Ended:
+        async with AioInferenceClient.connect(engine.address) as a:
+            await hear(a, agent_id="waits", **TELL, sampling={"max_tokens": 4})
+            with Cli(tmp_path).running(*move_command(pair, "waits")) as command:
+                turn = {**AND_THEN, "sampling": {**ON, "max_tokens": 1_500}}
+                async with aclosing(a.generate(agent_id="waits", **turn)) as events:
+                    async for _ in events:
+                        if "waiting until the engine" in command.err:
+                            break
+                return Ended(await asyncio.to_thread(command.process.wait, 60), command.out, command.err)
+
+    ended = asyncio.run(asyncio.wait_for(work(), 120))
+    assert "waits has moved to studio after the end of its turn" in ended.out, ended
+    assert state_of(laptop, "waits") == cachestore_pb2.OWNER_STATE_MOVED
 
 
 @pytest.mark.parametrize("peer", ["thief", "reader"])
