@@ -11,13 +11,22 @@ from hypothesis import HealthCheck, settings
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # two tests at a time: a second thread of BLAS would wait for the other's
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+# No test trusts a public authority, and to read all of them takes each HTTP client 30 ms.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 
 import inference_svc  # noqa: F401  it loads an optimized BLAS, which must come before any test imports MLX
 from tests import long_tests
+from tests.made_models.sampling import sampled
 from tests.on_gpu import gpu, skip_with_reasons
 from tests.running import own_notes  # noqa: F401
 
-settings.register_profile("a busy machine is no failure", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "a busy machine is no failure",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=sampled(40, of=100),
+)
 settings.load_profile("a busy machine is no failure")
 
 
@@ -40,13 +49,17 @@ LONGEST_S = 12
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """A quarter of a collection was garbage collection; and what is there by its end stays to the last test."""
+    """A quarter of a collection was garbage collection; and what is there by its end stays to the last test.
+
+    The tests make more garbage than a program does: looking for it less often saves a fifth of the pure ones.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.enable()
         gc.freeze()
+        gc.set_threshold(20_000, 50, 100)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

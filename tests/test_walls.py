@@ -5,6 +5,7 @@ A row says what is walled in, who may hold it, and why. Lazy imports and those u
 
 import ast
 import fnmatch
+import gc
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -204,10 +205,15 @@ def names_match(name: str, patterns: tuple[str, ...]) -> bool:
 def modules() -> dict[str, ast.Module]:
     """Every module of ours that is not generated, by its path from the root."""
     found: dict[str, ast.Module] = {}
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            if not matches(path.name, GENERATED):
-                found[path.relative_to(ROOT).as_posix()] = ast.parse(path.read_text(), str(path))
+    gc.disable()  # two thirds of the time would go into looking for garbage among nodes that stay
+    try:
+        for package in PACKAGES:
+            for path in sorted((ROOT / package).rglob("*.py")):
+                if not matches(path.name, GENERATED):
+                    found[path.relative_to(ROOT).as_posix()] = ast.parse(path.read_text(), str(path))
+    finally:
+        gc.enable()
+        gc.freeze()
     return found
 
 

@@ -5,20 +5,22 @@ Read from the sources with `ast`: a new reason, code or number of an error is na
 
 import ast
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from kvasir import errors
 from kvasir.common.v1 import error_reason_pb2
 from kvasir.status import ANSWERS
 
+from tests.test_walls import modules
+
 ROOT = Path(__file__).parents[2]
 PROTO = (ROOT / "proto/kvasir/common/v1/error_reason.proto").read_text()
 _VALUE = re.compile(r"  // (?P<comment>[^\n]*(?:\n  // [^\n]*)*)\n  ERROR_REASON_(?P<name>\w+) = \d+;")
 _KINDS = {kind.__name__: answer.code.name for kind, answer in ANSWERS.items()}
 # Programs that run at the caller's side: their reasons are for their own users, and no service sends them.
-_SOURCES = ("inference_svc", "cachestore_svc", "clients/python/kvasir", "clients/python/kvasir_gateway")
+_SOURCES = ("inference_svc/", "cachestore_svc/", "clients/python/kvasir/", "clients/python/kvasir_gateway/")
 _LOCAL = tuple(f"clients/python/kvasir/{each}" for each in ("cli/", "clients/archive_file.py", "formats/seed_file.py"))
 
 
@@ -51,15 +53,14 @@ def promises() -> dict[str, Promise]:
     return found
 
 
-def raised() -> Iterator[Raised]:
-    for folder in _SOURCES:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            name = path.relative_to(ROOT).as_posix()
-            if name.startswith(_LOCAL):
-                continue
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Call) and (found := _made(node, name)):
-                    yield found
+@cache
+def raised() -> list[Raised]:
+    made = []
+    for path, tree in modules().items():
+        if path.startswith(_SOURCES) and not path.startswith(_LOCAL):
+            calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+            made += [found for call in calls if (found := _made(call, path))]
+    return made
 
 
 def _made(call: ast.Call, path: str) -> Raised | None:
@@ -84,7 +85,7 @@ def test_every_reason_has_a_code() -> None:
 
 
 def test_no_error_has_a_reason_a_code_or_metadata_that_the_contract_does_not_name() -> None:
-    found, known = list(raised()), promises()
+    found, known = raised(), promises()
     assert len(found) > 200
     assert [each for each in found if each.reason not in known] == []
     assert [each for each in found if each.code not in known[each.reason].codes] == []

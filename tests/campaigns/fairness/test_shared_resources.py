@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.campaigns.fairness.shared_resources import OWN, SHARED, Shared, markdown
+from tests.test_walls import modules
 
 ROOT = Path(__file__).parents[3]
-PACKAGES = ("inference_svc", "cachestore_svc", "clients/python/kvasir", "clients/python/kvasir_gateway")
+PACKAGES = ("inference_svc/", "cachestore_svc/", "clients/python/kvasir/", "clients/python/kvasir_gateway/")
 # What a caller could fill or use up, by the name of what makes it. A thread pool is behind one of these.
 MAKERS = {
     "Shares",
@@ -37,11 +38,8 @@ def value_of(name: str) -> object:
     return found
 
 
-@functools.cache
-def sources() -> tuple[tuple[str, ast.Module], ...]:
-    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-    ours = [path for path in paths if not path.name.endswith(("_pb2.py", "_pb2_grpc.py")) and "bench" not in path.parts]
-    return tuple((str(path.relative_to(ROOT)), ast.parse(path.read_text())) for path in ours)
+def sources() -> list[tuple[str, ast.Module]]:
+    return [(path, tree) for path, tree in modules().items() if path.startswith(PACKAGES)]
 
 
 @functools.cache

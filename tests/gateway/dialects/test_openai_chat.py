@@ -95,7 +95,7 @@ def test_log_probabilities_spell_the_answer(front: Front) -> None:
 @pytest.mark.parametrize("penalty", ["frequency_penalty", "presence_penalty"])
 def test_penalties_are_applied(front: Front, openai: Any, penalty: str) -> None:
     client, said = front.openai(), [{"role": "user", "content": "Say the colours of the house, the door and the roof."}]
-    on = {"logit_bias": dict.fromkeys(map(str, range(70, 130)), 60), "max_tokens": 20}  # it says nothing else
+    on = {"logit_bias": dict.fromkeys(map(str, range(70, 130)), 60), "max_tokens": 10}  # it says nothing else
     chats = [client.chat.completions.create(model=MODEL, messages=said, **on, **{penalty: p}) for p in (0, 2)]
     assert chats[0].choices[0].message.content != chats[1].choices[0].message.content
     texts = [client.completions.create(model=MODEL, prompt="a a a a", **on, **{penalty: p}) for p in (0, 2)]

@@ -38,12 +38,12 @@ SEARCHED: list[Any] = [
     },
     *HELLO,
 ]
-# The least that each API wants.
+# A short request of each API.
 LEAST: dict[str, dict[str, Any]] = {
-    CHAT: {"model": MODEL, "messages": HELLO},
+    CHAT: {"model": MODEL, "messages": HELLO, "max_completion_tokens": 2},
     COMPLETIONS: {"model": MODEL, "prompt": "Hello", "stop": [" ", "e"]},
-    RESPONSES: {"model": MODEL, "input": "Hello."},
-    MESSAGES: {"model": MODEL, "messages": HELLO, "max_tokens": 4},
+    RESPONSES: {"model": MODEL, "input": "Hello.", "max_output_tokens": 2},
+    MESSAGES: {"model": MODEL, "messages": HELLO, "max_tokens": 2},
     COUNT: {"model": MODEL, "messages": HELLO},
 }
 LONGEST = {CHAT: "max_completion_tokens", COMPLETIONS: "max_tokens", RESPONSES: "max_output_tokens"}
@@ -294,7 +294,7 @@ def test_two_tools_of_one_name_are_refused() -> None:
 
 def test_a_flood_of_fields_fills_neither_the_header_nor_the_log(front: Front) -> None:
     for number in range(3):
-        answer = ask(front, CHAT, max_tokens=1, **{f"flood_{number}_{each}": each for each in range(300)})
+        answer = ask(front, CHAT, **{f"flood_{number}_{each}": each for each in range(300)})
         assert answer.status_code == 200, answer.text
         assert len(answer.headers["x-kvasir-ignored"]) < 1000
     assert front.gateway.log.count("request.ignored") <= 256
@@ -302,7 +302,7 @@ def test_a_flood_of_fields_fills_neither_the_header_nor_the_log(front: Front) ->
 
 def test_more_fields_than_anybody_sends_are_refused_at_once(front: Front) -> None:
     began = time.monotonic()
-    answer = ask(front, CHAT, max_tokens=1, **{f"flood_{each}": each for each in range(20_000)})
+    answer = ask(front, CHAT, **{f"flood_{each}": each for each in range(20_000)})
     assert answer.status_code == 400, answer.text
     assert time.monotonic() - began < 10, "each name is looked up, and not compared with all others"
 

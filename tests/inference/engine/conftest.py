@@ -6,7 +6,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_worker import EngineWorker
@@ -15,10 +14,6 @@ from tests.inference.engine.driving import Driver
 from tests.inference.engine.families import ALL, BUDGET, write_family
 from tests.inference.engine.tiny_models import LLAMA, write_model
 from tests.on_gpu import gpu
-
-# A busy machine is no failure.
-settings.register_profile("unhurried", deadline=None)
-settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="session")

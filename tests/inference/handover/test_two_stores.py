@@ -99,12 +99,14 @@ def test_the_agent_has_one_owner_and_its_reader_heard_nothing_of_it(pair: Macs) 
         assert line.version == 3
 
 
+@pytest.mark.long(2)
 def test_a_moved_agent_goes_on_token_for_token_where_its_reply_holds_special_tokens(pair: Macs) -> None:
     (laptop, engine), (studio, other) = pair
     says = {"max_tokens": 6, "temperature": 0.0, "logit_bias": {0: 100.0}}  # <|endoftext|>, six times
+    few = {**ON, "max_tokens": 12}
 
     def go_on(client: InferenceClient, agent: str) -> tuple[int, list[int]]:
-        reply = client.reply(agent_id=agent, append_messages=[{"role": "user", "content": "go on"}], sampling=ON)
+        reply = client.reply(agent_id=agent, append_messages=[{"role": "user", "content": "go on"}], sampling=few)
         return reply.started.prompt_tokens, list(reply.token_ids)
 
     with InferenceClient.connect(engine.address) as a, InferenceClient.connect(other.address) as b:
@@ -223,6 +225,7 @@ def test_the_command_waits_for_the_turn_of_an_engine_that_it_does_not_ask(pair: 
     assert state_of(laptop, "waits") == cachestore_pb2.OWNER_STATE_MOVED
 
 
+@pytest.mark.long(4)
 @pytest.mark.parametrize("peer", ["thief", "reader"])
 def test_a_peer_writes_into_no_agent_that_it_did_not_move_here(pair: Macs, peer: str) -> None:
     """It has a copy, goes on with it, and gives that turn away as if both engines had one store."""

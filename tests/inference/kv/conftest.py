@@ -5,7 +5,6 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from hypothesis import settings
 
 from inference_svc.kv import row_exact
 from inference_svc.kv.row_exact import make_row_exact
@@ -13,10 +12,6 @@ from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.loading import load
 from tests.inference.engine.tiny_models import LLAMA, write_model
 from tests.inference.kv.sequences import full, pool_of
-
-# A busy machine is no failure.
-settings.register_profile("unhurried", deadline=None)
-settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="session")

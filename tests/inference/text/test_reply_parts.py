@@ -28,8 +28,6 @@ NO_MARKERS: dict[str, Any] = {
 }
 THINKING = {"has_thinking": True, "think_start": "<think>", "think_end": "</think>"}
 FIRST, SECOND = (call_id("r", number) for number in range(2))
-settings.register_profile("a busy machine is no failure", deadline=None)
-settings.load_profile("a busy machine is no failure")
 PARSERS = [module.name for module in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__) if module.name != "laguna"]
 PIECES = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool", "_call>", "</", "think", "<", ">", "{", "}"]
 REPLIES = st.lists(st.sampled_from([*PIECES, CALL, '{"name": "x"}', "ab\n", "é漢"]), max_size=12).map("".join)

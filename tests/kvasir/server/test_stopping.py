@@ -27,11 +27,11 @@ def address(tmp_path: Path) -> str:
 
 
 @contextlib.asynccontextmanager
-async def served(address: str) -> AsyncIterator[tuple[EdgeServer, "asyncio.Task[None]"]]:
+async def served(address: str, grace_s: float = GRACE_S) -> AsyncIterator[tuple[EdgeServer, "asyncio.Task[None]"]]:
     """A service, and its task, which ends when the service is stopped."""
     edge = EdgeServer(Listening(address), [NAME], {}, new_request_id=lambda: "x")
     await edge.start()
-    running = asyncio.create_task(edge.run_until_stopped(GRACE_S))
+    running = asyncio.create_task(edge.run_until_stopped(grace_s))
     await asyncio.sleep(0)
     try:
         yield edge, running
@@ -86,14 +86,14 @@ def test_a_watch_that_reads_nothing_keeps_no_service_from_stopping(address: str)
     message = frame(_DATA, _END_STREAM, 1, b"\x00" + len(asked).to_bytes(4) + asked)
 
     async def test() -> None:
-        async with served(address) as (edge, running):
+        async with served(address, grace_s=1.0) as (edge, running):
             with socket.socket(socket.AF_UNIX) as silent:
                 silent.connect(address.removeprefix("unix:"))
                 silent.sendall(_PREFACE + no_window + call + message)
                 await asyncio.sleep(0.5)
                 edge.set_ready(True)
                 edge.stop()
-                async with asyncio.timeout(2 * GRACE_S):
+                async with asyncio.timeout(GRACE_S):
                     await asyncio.shield(running)
 
     asyncio.run(test())

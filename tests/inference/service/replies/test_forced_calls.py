@@ -33,7 +33,7 @@ def forced(engine: InferenceClient, seed: int, choice: pb.ToolChoice = REQUIRED,
 
 
 def test_any_logits_become_one_call_beside_others_as_alone(client: InferenceClient) -> None:
-    seeds = range(sampled(12, of=1000))
+    seeds = range(sampled(8, of=1000))
     with ThreadPoolExecutor(4) as pool:
         beside = list(pool.map(lambda seed: forced(client, seed), seeds))
     for seed, reply in zip(seeds, beside, strict=True):
@@ -69,9 +69,10 @@ def begun(engine: InferenceClient, seed: int, choice: pb.ToolChoice | None, **op
     return engine.reply(messages=said, tool_choice=choice, sampling=sampling, **options)
 
 
+@pytest.mark.long(3)
 def test_a_call_is_bound_once_it_begins_and_is_the_last_where_only_one_may_be(client: InferenceClient) -> None:
     strict = [pb.Tool(name=tool.name, parameters_json=tool.parameters_json, strict=True) for tool in TOOLS]
-    for seed in range(sampled(4, of=200)):
+    for seed in range(sampled(2, of=200)):
         (call,) = begun(client, seed, pb.ToolChoice(one_call=True), tools=strict).finished.tool_calls
         jsonschema_rs.validate(SCHEMA, json.loads(call.arguments_json))
         several = begun(client, seed, None, tools=strict)
@@ -83,10 +84,11 @@ def test_a_call_is_bound_once_it_begins_and_is_the_last_where_only_one_may_be(cl
         assert not begun(client, seed, None, tools=TOOLS).finished.tool_calls, "they are as the model writes them"
 
 
+@pytest.mark.long(2)
 def test_beside_a_format_a_reply_is_calls_or_its_text(client: InferenceClient) -> None:
     format_: dict[str, Any] = {"type": "object", "properties": {"n": {"enum": [1, 20]}}, "required": ["n"]}
     format_["additionalProperties"] = False
-    seeds, kinds = range(sampled(12, of=1000)), set()
+    seeds, kinds = range(sampled(8, of=1000)), set()
 
     def asked(seed: int) -> Reply:
         said = [{"role": "user", "content": f"Where is key {seed}?"}]

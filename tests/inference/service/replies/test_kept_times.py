@@ -194,6 +194,7 @@ TIMES = st.sampled_from(["10:30", "10:31", "23:59 on 2026-11-24", "0:00 on 2026-
 TURNS = st.lists(st.tuples(TIMES, st.booleans(), st.sampled_from(["", "rewind"])), min_size=2, max_size=4)
 
 
+@pytest.mark.long(3)
 @settings(max_examples=sampled(3, of=100))
 @given(TURNS, st.randoms())
 def test_reuse_with_rules_is_a_cold_prompt_with_the_same_rules(

@@ -63,6 +63,7 @@ def goes_on_whole(before: Reply, reply: Reply) -> None:
     assert list(started.kept) == ["template-date"]
 
 
+@pytest.mark.long(3)
 def test_a_talk_over_midnights_is_reused_whole_and_equals_one_whose_clock_never_moved(
     dated_model: Path, model: Path, tmp_path: Path
 ) -> None:
@@ -143,6 +144,7 @@ def test_prompts_and_templates_without_a_date_leave_none(ada: InferenceClient, c
     assert not say(client, "dateless", TALK[1]).started.kept
 
 
+@pytest.mark.long(3)
 def test_a_shortened_conversation_keeps_its_date(dated_model: Path, tmp_path: Path) -> None:
     drop = pb.OnFull(policy=pb.ON_FULL_POLICY_DROP_OLDEST)
     options = ("--context-tokens", "512")
