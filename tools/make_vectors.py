@@ -281,20 +281,6 @@ def window_blocks() -> dict[str, Any]:
                     "digest": {"hash": digest.hash, "size_bytes": digest.size_bytes},
                 }
             )
-    windowed = manifest_pb2.WindowBlocks(
-        window=300, first_block=1, blocks=[named[300][0].to_proto()], tail=named[300][1].to_proto()
-    )
-    data = manifest.build(
-        kv_identity=kv,
-        token_ids=ids,
-        text="x" * 600,
-        token_chars=[1] * 600,
-        blocks=named[0][:2],
-        tail=named[0][2],
-        windows=[windowed],
-        shareable_tokens=590,
-        created_unix_ms=1_700_000_000_000,
-    )
     return {
         "about": "Blocks of window layers. A window's block hash is H('kvasir.window_block.v1', block hash, window). "
         "Files hold the pattern, with the highest exponent bit of 16-bit numbers cleared.",
@@ -312,8 +298,25 @@ def window_blocks() -> dict[str, Any]:
         "first_token": 1,
         "token_count": 600,
         "files": headers,
-        "manifest_base64": b64(data),
+        "manifest_base64": b64(windowed_manifest(kv, ids, named)),
     }
+
+
+def windowed_manifest(kv: Any, ids: list[int], named: dict[int, list[Digest]]) -> bytes:
+    windowed = manifest_pb2.WindowBlocks(
+        window=300, first_block=1, blocks=[named[300][0].to_proto()], tail=named[300][1].to_proto()
+    )
+    return manifest.build(
+        kv_identity=kv,
+        token_ids=ids,
+        text="x" * 600,
+        token_chars=[1] * 600,
+        blocks=named[0][:2],
+        tail=named[0][2],
+        windows=[windowed],
+        shareable_tokens=590,
+        created_unix_ms=1_700_000_000_000,
+    )
 
 
 MAKERS = {

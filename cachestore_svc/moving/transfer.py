@@ -20,7 +20,7 @@ from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 from cachestore_svc.facts.ownership import OwnerState, are_two, check_takes_copy, owned_here
 from cachestore_svc.facts.records import BlobKind, Origin, SnapshotVersion
 from cachestore_svc.moving.bringing import Bringing
-from cachestore_svc.moving.copying import LineCopies, LineOrder, Progress, came_from
+from cachestore_svc.moving.copying import LineCopies, LineOrder, Offered, Progress, came_from
 from cachestore_svc.moving.inbound import BlobIntake
 from cachestore_svc.moving.lease_waiting import once_free
 from cachestore_svc.moving.manifest_room import ManifestRoom
@@ -102,10 +102,7 @@ class Transfers:
             if order.is_given:
                 self._bringing.check(Verb.COPY, order.namespace, order.peer, order.local_agent_id, here)
             is_copy = here.state is OwnerState.MOVED and (here.peer == order.peer or not order.is_given)
-            is_renewed = is_copy and order.local_agent_id == order.agent_id
-            if is_renewed and are_two(await self._labels(order.namespace, order.agent_id), there.labels):
-                raise owned_here(order.agent_id)
-            given_by = int(there.ownership.generation) if is_renewed else None
+            given_by = await self._given_by(order, there, is_copy)
             check_takes_copy(order.local_agent_id, here, given_by)
             async with self.manifests.parsing(order.namespace, MAX_MANIFEST_BYTES):
                 offered = await self.copies.take_offer(remote, line, room)
@@ -119,10 +116,8 @@ class Transfers:
                 return
             # What this store handed over is what the owner's memory grew out of, also where that is not kept any more.
             is_grown = is_copy and bool(here.move_id)
-            # And what nobody has extended here, that is, a copy of an earlier version, may be renewed likewise.
-            is_grown = is_grown or (newest is not None and self._gave(order.peer, newest, order.agent_id))
-            if newest is not None and not is_grown and newest.manifest.hash != offered.parent_manifest:
-                await self.copies.check_ancestor(remote, line, newest)
+            if newest is not None and not is_grown:
+                await self._check_ancestor(order, remote, line, newest, offered)
             await room.enter_async_context(self.copies.kept(order.namespace, offered.everything))
             coming = room.enter_context(self._bringing.counted(order.namespace, order.peer, order.local_agent_id))
             async with aclosing(self.copies.fetch(remote, line, offered.digests)) as steps:
@@ -145,6 +140,22 @@ class Transfers:
             f"{order.peer}/{order.agent_id}@{offered.version}",
             given_by,
         )
+
+    async def _given_by(self, order: PullOrder, there: Any, is_copy: bool) -> int | None:
+        """The generation of the owner whose copy here is renewed; None if the copy has another name."""
+        if not is_copy or order.local_agent_id != order.agent_id:
+            return None
+        if are_two(await self._labels(order.namespace, order.agent_id), there.labels):
+            raise owned_here(order.agent_id)
+        return int(there.ownership.generation)
+
+    async def _check_ancestor(
+        self, order: PullOrder, remote: AioStoreClient, line: LineOrder, newest: SnapshotVersion, offered: Offered
+    ) -> None:
+        """A copy of an earlier version, which nobody has extended here, may be renewed as an ancestor is."""
+        is_ancestor = newest.manifest.hash == offered.parent_manifest
+        if not is_ancestor and not self._gave(order.peer, newest, order.agent_id):
+            await self.copies.check_ancestor(remote, line, newest)
 
     def _gave(self, peer: str, line: SnapshotVersion, agent_id: str = "") -> bool:
         return came_from(line, self._peers.all_names(peer), agent_id)

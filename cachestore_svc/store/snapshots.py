@@ -83,10 +83,15 @@ class Snapshots:
             parent_manifest,
             owner_generation,
         )
-        if origin is Origin.TURN:
+        return self._committed(asked)
+
+    def _committed(self, asked: Commit) -> SnapshotVersion:
+        namespace = asked.line.namespace
+        if asked.origin is Origin.TURN:
             done = self._core.catalog.write(namespace, lambda change: self._commit(change, asked))
         else:
-            done = self._leases.taking_back(LineQuery(namespace, agent_id), lambda change: self._commit(change, asked))
+            query = LineQuery(namespace, asked.line.agent_id)
+            done = self._leases.taking_back(query, lambda change: self._commit(change, asked))
         self._core.counters.add(namespace, "commits" if done.is_new else "commits_repeated")
         return done.snapshot
 

@@ -75,20 +75,8 @@ def read_opening(message: pb.TurnOpening, peer: str) -> Opening:
     """`peer`: the caller, if it is an engine of another store; empty: one of this store's, which is believed. Raises
     InvalidArgument that names the field.
     """
-    if message.format != FORMAT:
-        raise InvalidArgument(f"opening.format: expected {FORMAT}, got {message.format}", field="opening.format")
-    theirs = message.surroundings
+    _check_opening(message)
     caller = check_agent_id(message.caller, "opening.caller")  # names of credentials are no freer
-    if message.max_tokens < 1:
-        raise InvalidArgument("opening.max_tokens: expected 1 or more", field="opening.max_tokens")
-    if len(message.prompt_token_ids) != len(message.prompt_token_chars):
-        field = "opening.prompt_token_chars"
-        raise InvalidArgument(f"{field}: expected one for each token", field=field)
-    if any(said.role not in _ROLES for said in message.messages):
-        raise InvalidArgument("opening.messages: expected the roles of messages", field="opening.messages")
-    if not 0 <= message.template_time_ms <= MAX_TEMPLATE_TIME_MS:
-        field = "opening.template_time_ms"
-        raise InvalidArgument(f"{field}: expected 0 to {MAX_TEMPLATE_TIME_MS}", field=field)
     begun = BegunTurn(
         seed=message.seed,
         max_tokens=message.max_tokens,
@@ -110,6 +98,7 @@ def read_opening(message: pb.TurnOpening, peer: str) -> Opening:
         age_s=_seconds(message.age),
         first_token_s=_seconds(message.first_token) if message.HasField("first_token") else None,
     )
+    theirs = message.surroundings
     surroundings = Surroundings(
         theirs.kv_identity_hash,
         theirs.tokenizer_digest,
@@ -122,6 +111,21 @@ def read_opening(message: pb.TurnOpening, peer: str) -> Opening:
     )
     request_id = check_request_id(message.request_id)
     return Opening(surroundings, message.request, request_id, caller, begun, tuple(message.choices))
+
+
+def _check_opening(message: pb.TurnOpening) -> None:
+    if message.format != FORMAT:
+        raise InvalidArgument(f"opening.format: expected {FORMAT}, got {message.format}", field="opening.format")
+    if message.max_tokens < 1:
+        raise InvalidArgument("opening.max_tokens: expected 1 or more", field="opening.max_tokens")
+    if len(message.prompt_token_ids) != len(message.prompt_token_chars):
+        field = "opening.prompt_token_chars"
+        raise InvalidArgument(f"{field}: expected one for each token", field=field)
+    if any(said.role not in _ROLES for said in message.messages):
+        raise InvalidArgument("opening.messages: expected the roles of messages", field="opening.messages")
+    if not 0 <= message.template_time_ms <= MAX_TEMPLATE_TIME_MS:
+        field = "opening.template_time_ms"
+        raise InvalidArgument(f"{field}: expected 0 to {MAX_TEMPLATE_TIME_MS}", field=field)
 
 
 def read_request(opening: Opening, namespace: str, max_prompt_bytes: int) -> TurnRequest:

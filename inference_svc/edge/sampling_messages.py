@@ -1,8 +1,9 @@
 """Sampling settings from the wire: every field is checked, and is part of the input's digest."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
@@ -17,13 +18,46 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_BIASES = 300
 MAX_BIAS = 100.0
-MAX_PENALTY = 2.0
+MAX_PENALTY = 2
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 8
 MAX_REPETITION_TOKENS = 4096
 MAX_FORMAT_BYTES = {ConstraintKind.JSON_SCHEMA: 64 << 10, ConstraintKind.REGEX: 16 << 10}
 _MAX_TOKENS = 1 << 24
 _DEFAULT_MAX_TOKENS = 512
+
+
+class _Range(NamedTuple):
+    """The values that a setting may have. NaN is in no range: every comparison with it is false."""
+
+    low: float
+    high: float = math.inf
+    is_open: bool = False  # `low` itself is too low
+
+    def has(self, value: float) -> bool:
+        return (self.low < value if self.is_open else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        if self.is_open:
+            return f"above {self.low}, at most {self.high}"
+        return f"{self.low} or more" if self.high == math.inf else f"{self.low} to {self.high}"
+
+
+_PENALTIES = _Range(-MAX_PENALTY, MAX_PENALTY)
+_RANGES = {
+    "max_tokens": _Range(1, _MAX_TOKENS),
+    "temperature": _Range(0, 2),
+    "top_p": _Range(0, 1, is_open=True),
+    "top_k": _Range(0),
+    "min_p": _Range(0, 1),
+    "repetition_penalty": _Range(0, 2, is_open=True),
+    "repetition_tokens": _Range(1, MAX_REPETITION_TOKENS),
+    "frequency_penalty": _PENALTIES,
+    "presence_penalty": _PENALTIES,
+    "top_logprobs": _Range(0, MAX_TOP_LOGPROBS),
+}
+# How many there may be of each.
+_MOST = {"stop": MAX_STOPS, "stop_token_ids": MAX_STOP_TOKEN_IDS, "logit_bias": MAX_BIASES}
 
 
 def sampling_params(request: pb.GenerateRequest, new_seed: Callable[[], int]) -> SamplingParams:
@@ -103,50 +137,13 @@ def settings(request: pb.GenerateRequest) -> list[tuple[str, str]]:
 
 
 def _check_ranges(given: pb.Sampling, params: SamplingParams) -> None:
-    # NaN is in no range: every comparison with it is false.
-    ranges = (
-        ("max_tokens", 1 <= params.max_tokens <= _MAX_TOKENS, f"1 to {_MAX_TOKENS}", params.max_tokens),
-        ("temperature", 0 <= params.temperature <= 2, "0 to 2", params.temperature),
-        ("top_p", 0 < params.top_p <= 1, "above 0, at most 1", params.top_p),
-        ("top_k", params.top_k >= 0, "0 or more", params.top_k),
-        ("min_p", 0 <= params.min_p <= 1, "0 to 1", params.min_p),
-        ("stop", len(params.stop) <= MAX_STOPS, f"at most {MAX_STOPS}", len(params.stop)),
-        (
-            "stop_token_ids",
-            len(params.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
-            f"at most {MAX_STOP_TOKEN_IDS}",
-            len(params.stop_token_ids),
-        ),
-        ("repetition_penalty", 0 < params.repetition_penalty <= 2, "above 0, at most 2", params.repetition_penalty),
-        (
-            "repetition_tokens",
-            1 <= params.repetition_tokens <= MAX_REPETITION_TOKENS,
-            f"1 to {MAX_REPETITION_TOKENS}",
-            params.repetition_tokens,
-        ),
-        (
-            "frequency_penalty",
-            -MAX_PENALTY <= params.frequency_penalty <= MAX_PENALTY,
-            f"{-MAX_PENALTY:g} to {MAX_PENALTY:g}",
-            params.frequency_penalty,
-        ),
-        (
-            "presence_penalty",
-            -MAX_PENALTY <= params.presence_penalty <= MAX_PENALTY,
-            f"{-MAX_PENALTY:g} to {MAX_PENALTY:g}",
-            params.presence_penalty,
-        ),
-        ("logit_bias", len(params.logit_bias) <= MAX_BIASES, f"at most {MAX_BIASES}", len(params.logit_bias)),
-        (
-            "top_logprobs",
-            0 <= given.top_logprobs <= MAX_TOP_LOGPROBS,
-            f"0 to {MAX_TOP_LOGPROBS}",
-            given.top_logprobs,
-        ),
-    )
-    for name, is_right, expected, got in ranges:
-        if not is_right:
-            raise _refused(name, expected, got)
+    for name, allowed in _RANGES.items():
+        got = given.top_logprobs if name == "top_logprobs" else getattr(params, name)
+        if not allowed.has(got):
+            raise _refused(name, str(allowed), got)
+    for name, most in _MOST.items():
+        if (count := len(getattr(params, name))) > most:
+            raise _refused(name, f"at most {most}", count)
     for index, stop in enumerate(params.stop):
         if not 1 <= len(stop) <= MAX_STOP_CHARS:
             raise _refused(f"stop[{index}]", f"1 to {MAX_STOP_CHARS} characters", len(stop))

@@ -166,12 +166,8 @@ class ReusePlanner:
             miss = miss or no_point
         if candidate.windows and candidate.source is not Source.HOT:  # the engine knows how far a hot one can go back
             lengths = _lengths(candidate, self._engine.model.has_states) if avoid.has_windows else []
-            if lengths[:1] != [candidate.keep]:
-                what = f"the windows of {candidate.keep} tokens are not stored"
-                miss = miss or Miss(MissReason.NO_STATE_POINT, what)
-                keep = max(lengths, default=0)
-                nothing = _Candidate(candidate.tokens, 0, Source.COLD, candidate.match)
-                candidate = replace(candidate, keep=keep) if keep else nothing
+            candidate, no_windows = _with_stored_windows(candidate, lengths)
+            miss = miss or no_windows
         if store is not None and avoid.files is None and avoid.has_windows and not self._engine.model.has_states:
             candidate, shared_miss = await self._by_block_hashes(store, candidate, text, given, namespace, budget)
             miss = miss or shared_miss
@@ -407,6 +403,16 @@ def _beside_blocks(candidate: _Candidate, keep: int, has_states: bool) -> list[D
     seen = [(stored, blocks_seen(window, keep)) for window, stored in candidate.windows.items()]
     named = [stored.files[block] for stored, blocks in seen for block in blocks]
     return [*named, candidate.states[keep]] if has_states else named
+
+
+def _with_stored_windows(candidate: _Candidate, lengths: Sequence[int]) -> tuple[_Candidate, Miss | None]:
+    """The longest part of a candidate whose windows are stored (at these lengths alone), and a miss if it is less."""
+    if lengths[:1] == [candidate.keep]:
+        return candidate, None
+    miss = Miss(MissReason.NO_STATE_POINT, f"the windows of {candidate.keep} tokens are not stored")
+    keep = max(lengths, default=0)
+    nothing = _Candidate(candidate.tokens, 0, Source.COLD, candidate.match)
+    return (replace(candidate, keep=keep) if keep else nothing), miss
 
 
 def _at_rewind_point(

@@ -205,7 +205,7 @@ def test_the_command_takes_the_turn_along(pair: Macs) -> None:
 
 
 @pytest.mark.long(7)
-def test_the_command_waits_for_the_turn_of_an_engine_that_it_does_not_ask(pair: Macs, tmp_path: Path) -> None:
+def test_the_command_waits_for_the_turn_of_an_engine_that_it_does_not_call(pair: Macs, tmp_path: Path) -> None:
     """The turn is left once the command reports that it waits, and would go on for much longer."""
     (laptop, engine), _ = pair
 

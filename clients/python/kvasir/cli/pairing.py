@@ -50,28 +50,30 @@ AnnounceOption = Annotated[
         help="While it waits, let `kvasir peers find` list this Mac in the network (mDNS). Needs kvasir\\[lan].",
     ),
 ]
+CodeArgument = Annotated[
+    str,
+    typer.Argument(
+        help="The code or the line that the other Mac shows. Left out: show one here, and wait.", metavar="CODE"
+    ),
+]
+AtOption = Annotated[
+    str, typer.Option(help="HOST:PORT that the other Mac shows; the line has it, and on one machine it is known.")
+]
+ListenOption = Annotated[
+    str,
+    typer.Option(
+        help="This Mac's own name or address in the network, as studio.local, where paired Macs may reach its "
+        "store. Left out: 127.0.0.1, so that nobody beyond this machine can.",
+        metavar="HOST[:PORT]",
+    ),
+]
 
 
 def pair(
     context: typer.Context,
-    code: Annotated[
-        str,
-        typer.Argument(
-            help="The code or the line that the other Mac shows. Left out: show one here, and wait.", metavar="CODE"
-        ),
-    ] = "",
-    at: Annotated[
-        str,
-        typer.Option(help="HOST:PORT that the other Mac shows; the line has it, and on one machine it is known."),
-    ] = "",
-    listen: Annotated[
-        str,
-        typer.Option(
-            help="This Mac's own name or address in the network, as studio.local, where paired Macs may reach its "
-            "store. Left out: 127.0.0.1, so that nobody beyond this machine can.",
-            metavar="HOST[:PORT]",
-        ),
-    ] = "",
+    code: CodeArgument = "",
+    at: AtOption = "",
+    listen: ListenOption = "",
     name: Annotated[str, typer.Option(help="What this Mac calls itself. Left out: its host name.")] = "",
     as_: Annotated[
         str, typer.Option("--as", help="What the other Mac is called here. Left out: what it calls itself.")
