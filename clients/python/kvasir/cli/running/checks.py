@@ -265,6 +265,15 @@ def check_free(text: str, option: str) -> None:
             raise FailedPrecondition(what, reason="ADDRESS_IN_USE", field=_field(option)) from None
 
 
+def is_free(text: str, option: str) -> bool:
+    """Whether nothing listens on this host and port."""
+    try:
+        check_free(text, option)
+    except FailedPrecondition:
+        return False
+    return True
+
+
 def check_socket_free(path: Path) -> None:
     """Raise FailedPrecondition if a program listens on this Unix socket. A socket that a dead one left is no harm."""
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe, contextlib.suppress(OSError):

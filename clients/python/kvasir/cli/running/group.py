@@ -106,7 +106,7 @@ def status(context: typer.Context, as_json: JsonOption = False) -> None:
         "home": str(home.root),
         "pid": next(iter(holders(home.up_lock_file)), 0),
         "services": [asdict(each) for each in states],
-        "no_http": running.no_http if running is not None else "",
+        "http_remark": running.http_remark if running is not None else "",
         "token_file": running.token_file if running is not None else "",
         "logs": str(home.logs),
         "disk": _disk(caller) if _is_ready("store", states) else {},
@@ -200,8 +200,8 @@ def _show_status(out: Console, value: dict[str, Any]) -> None:
     for row in value["services"]:
         for problem in row["problems"]:
             out.print(f"{row['name']}: {problem}")
-    if value["pid"] and value["no_http"]:
-        out.print(f"no HTTP: {value['no_http']}")
+    if value["pid"] and value["http_remark"]:
+        out.print(f"HTTP: {value['http_remark']}")
     if value["owed"].get("memories"):
         owed = value["owed"]
         out.print(f"owed: {owed['memories']} memories, {size(owed['bytes'])}, are not in the store yet")

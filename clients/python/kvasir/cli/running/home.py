@@ -48,7 +48,7 @@ class Running:
     is_ready: bool = False  # all services were ready once
     http: str = ""  # HOST:PORT; empty without a gateway
     http_pid: int = 0
-    no_http: str = ""  # why there is no gateway though nobody said --no-http
+    http_remark: str = ""  # why there is no gateway, or not at its usual port, though nobody said so
     store_metrics: str = ""  # HOST:PORT of each one's metrics and /healthz; empty without
     engine_metrics: str = ""
     http_metrics: str = ""

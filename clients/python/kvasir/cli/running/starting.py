@@ -14,8 +14,8 @@ from kvasir.cli.running.plan import Plan
 from kvasir.cli.running.supervisor import Supervisor
 
 
-async def run_group(caller: Caller, plan: Plan, descriptor: int, no_http: str) -> None:
-    """Until SIGINT, SIGTERM or a terminal that closes. The services inherit `descriptor`, a lock. `no_http`: why no
+async def run_group(caller: Caller, plan: Plan, descriptor: int, http_remark: str) -> None:
+    """Until SIGINT, SIGTERM or a terminal that closes. The services inherit `descriptor`, a lock. `http_remark`: why no
     gateway starts."""
     home = caller.home
     supervisor = Supervisor(
@@ -28,13 +28,13 @@ async def run_group(caller: Caller, plan: Plan, descriptor: int, no_http: str) -
     was_ready = False
 
     def tell_others() -> None:
-        home.write_running(_facts(home, plan, supervisor, was_ready, no_http))
+        home.write_running(_facts(home, plan, supervisor, was_ready, http_remark))
 
     def tell_that_all_is_ready() -> None:
         nonlocal was_ready
         was_ready = True
         tell_others()
-        facts = _facts(home, plan, supervisor, was_ready, no_http)
+        facts = _facts(home, plan, supervisor, was_ready, http_remark)
         answer = asdict(facts) | {"home": str(home.root), "logs": str(home.logs)}
         if caller.as_json:
             caller.line(answer)
@@ -55,7 +55,7 @@ def _stop_at_signals(supervisor: Supervisor) -> None:
         asyncio.get_running_loop().add_signal_handler(number, supervisor.stop)
 
 
-def _facts(home: Home, plan: Plan, supervisor: Supervisor, is_ready: bool, no_http: str) -> Running:
+def _facts(home: Home, plan: Plan, supervisor: Supervisor, is_ready: bool, http_remark: str) -> Running:
     store, engine, gateway = plan.store, plan.engine, plan.gateway
     has_token = engine.options.get("credentials_file") is not None
     return Running(
@@ -69,7 +69,7 @@ def _facts(home: Home, plan: Plan, supervisor: Supervisor, is_ready: bool, no_ht
         is_ready=is_ready,
         http=gateway.listen if gateway else "",
         http_pid=supervisor.pid("http") if gateway else 0,
-        no_http=no_http,
+        http_remark=http_remark,
         store_metrics=str(store.options.get("metrics_listen", "")),
         engine_metrics=str(engine.options.get("metrics_listen", "")),
         http_metrics=str(gateway.options.get("metrics_listen", "")) if gateway else "",
@@ -82,8 +82,8 @@ def greet(say: Callable[[str], object], home: Home, answer: dict[str, Any], how_
     say(f"store:  {answer['store']}")
     if answer["http"]:
         say(f"http:   http://{answer['http']}/v1 (the key is the token)")
-    elif answer["no_http"]:
-        say(f"http:   none: {answer['no_http']}")
+    if answer["http_remark"]:
+        say(f"        {answer['http_remark']}")
     if answer["token_file"]:
         say(f"token:  {answer['token_file']} (commands with this home find it; others say --token-file)")
     say(f"Talk to an agent with `{home.command('chat ada')}`; {how_to_stop}.")

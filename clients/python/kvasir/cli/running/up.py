@@ -20,7 +20,6 @@ from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.failures import relayed
 from kvasir.cli.hub import fetch
 from kvasir.cli.running import checks
-from kvasir.cli.running.home import Home
 from kvasir.cli.running.locks import led, locked
 from kvasir.cli.running.logs import rotate_log
 from kvasir.cli.running.plan import make_credentials, plan_of
@@ -28,8 +27,9 @@ from kvasir.cli.running.starting import greet, run_group
 from kvasir.cli.settings.asked import asked_of
 from kvasir.cli.settings.flags import ConfigOption, given_flags, with_flags
 from kvasir.cli.settings.showing import write_settings
-from kvasir.errors import KvasirError
 from kvasir.options.gateway import DEFAULT_LISTEN
+
+_TRIED_PORTS = 10  # from the usual one on
 
 
 @with_flags
@@ -61,28 +61,28 @@ def up(
         if not detach:
             make_credentials(home)
             is_said = bool(asked.up.http) or asked.up.no_http
-            http, why_none = (asked.up.http, "") if is_said else _usual_http(home, asked.addresses)
+            http, remark = (asked.up.http, "") if is_said else _usual_http(asked.addresses)
             asked = replace(asked, up=replace(asked.up, http=http))
             plan = plan_of(asked)
             write_settings(asked, plan)
-            asyncio.run(run_group(caller, plan, descriptor, why_none))
+            asyncio.run(run_group(caller, plan, descriptor, remark))
             return
     _detached(caller)
 
 
-def _usual_http(home: Home, addresses: Mapping[str, str]) -> tuple[str, str]:
-    """The gateway's usual address, or none and the reason: nobody has asked for it."""
+def _usual_http(addresses: Mapping[str, str]) -> tuple[str, str]:
+    """The gateway's usual address, or the next port that is free, or none; and a remark unless it is the usual one."""
     if not checks.has_gateway():
-        return "", "its packages are not installed (kvasir[gateway])"
-    usual = parse_address(DEFAULT_LISTEN)
-    try:
-        if usual.port not in {parse_address(address).port for address in addresses.values()}:
-            checks.check_free(DEFAULT_LISTEN, "--http")
-            return DEFAULT_LISTEN, ""
-    except KvasirError:
-        pass
-    again = f"`{home.command('down')}`, then `{home.command('up --http 127.0.0.1:PORT')}`"
-    return "", f"{DEFAULT_LISTEN} is in use; for another port: {again}"
+        return "", "none: its packages are not installed (kvasir[gateway])"
+    usual, given = parse_address(DEFAULT_LISTEN), {parse_address(address).port for address in addresses.values()}
+    last = usual.port + _TRIED_PORTS - 1
+    for port in range(usual.port, last + 1):
+        listen = f"{usual.host}:{port}"
+        if port in given or not checks.is_free(listen, "--http"):
+            continue
+        is_usual = port == usual.port
+        return listen, "" if is_usual else f"{DEFAULT_LISTEN} is in use; `--http {listen}` keeps this one"
+    return "", f"none: ports {usual.port} to {last} are in use; name another with --http 127.0.0.1:PORT"
 
 
 def _detached(caller: Caller) -> None:
