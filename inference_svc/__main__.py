@@ -28,7 +28,7 @@ from kvasir.server.serving import EdgeServer, RefusedToStart, run
 from kvasir.server.traces import Traces
 
 from inference_svc import BEGAN_S
-from inference_svc.config import ConfigError, EngineSettings, read_settings
+from inference_svc.config import GIB, ConfigError, EngineSettings, read_settings
 from inference_svc.edge.agent_service import (
     AGENT_ROLES,
     AGENT_SERVICE_NAME,
@@ -58,6 +58,7 @@ from inference_svc.memory.lines.lines import Lines
 from inference_svc.memory.service_stats import ServiceStats, ServiceStatus
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.token_lines import TokenLines
+from inference_svc.model.device_memory import device_bytes
 from inference_svc.model.embedding.pooling import Pooling
 from inference_svc.model.model_host import ModelHost
 from inference_svc.served_model import ServedModel, open_served
@@ -95,6 +96,7 @@ def serve_as_told(arguments: Sequence[str], open_engine: Callable[..., Engine]) 
 async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) -> None:
     """Load, be ready, serve until a signal comes, let turns and publications end, store hot memories, and exit."""
     phases = StartPhases("import", BEGAN_S, time.monotonic)
+    _check_memory(settings.memory_gib, device_bytes() / GIB)
     neighbour = _neighbour() if settings.neighbour else None
     async with Parts() as parts:
         audit = parts.closing(_audit(settings))
@@ -259,6 +261,13 @@ class _Service:
                 is_stopping=is_stopping,
                 clock=time.monotonic,
             )
+
+
+def _check_memory(asked_gib: float, has_gib: float) -> None:
+    """Raises RefusedToStart: memory that is not there is missed only when agents fill it."""
+    if asked_gib > has_gib:
+        doctor = f"`kvasir doctor --memory-gib {has_gib / 2:.0f}` says how many agents fit beside a model's weights"
+        raise RefusedToStart(f"--memory-gib {asked_gib:g}: the device has {has_gib:.1f} GiB in all; {doctor}")
 
 
 def _audit(settings: EngineSettings) -> Audit:

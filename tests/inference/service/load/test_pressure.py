@@ -2,6 +2,7 @@
 
 import http.client
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -292,3 +293,9 @@ def test_metrics_are_for_this_machine_only(address: str) -> None:
     assert ended.returncode == 78
     assert "--metrics-listen" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_more_memory_than_the_device_has_is_refused_with_numbers() -> None:
+    ended = run("inference_svc", "serve", "--listen", "unix:/tmp/kv-none/s", "--memory-gib", "65536")
+    assert ended.returncode == 78
+    assert re.search(r"--memory-gib 65536: the device has [\d.]+ GiB in all; `kvasir doctor ", ended.stderr)
