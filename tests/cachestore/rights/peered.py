@@ -1,8 +1,10 @@
 """Stores that serve each other as peers in this process, over Unix sockets, with all their real parts."""
 
 import asyncio
+import inspect
 import secrets
 import tempfile
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -41,17 +43,17 @@ from tests.made_models.synthetic import SyntheticSnapshot
 class Lines:
     """An audit's file, in RAM."""
 
-    all: list[Mapping[str, Any]] = field(default_factory=list)
+    by_caller: dict[str, list[Mapping[str, Any]]] = field(default_factory=lambda: defaultdict(list))
     written = lost = 0
 
     def put(self, line: Mapping[str, Any]) -> None:
-        self.all.append(line)
+        self.by_caller[str(line["who"])].append(line)
 
     def close(self) -> None:
         """Nothing waits."""
 
     def of(self, who: str) -> list[Mapping[str, Any]]:
-        return [line for line in self.all if line["who"] == who]
+        return self.by_caller[who]
 
 
 @dataclass
@@ -95,6 +97,9 @@ class _Late:
     service: Any
 
     def __getattr__(self, name: str) -> Any:
+        if inspect.isasyncgenfunction(method := getattr(self.service, name)):
+            return method
+
         async def call(request: Any, context: Any) -> Any:
             return await getattr(self.service, name)(request, context)
 
