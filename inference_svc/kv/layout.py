@@ -1,12 +1,11 @@
-"""What each layer of a model keeps. mlx-lm's own caches show the kind, a probe shows shapes and types.
+"""What each layer of a model keeps. mlx-lm's own caches show the kind, a pass shows shapes and types.
 
 A layout has an entry for each memory, not for each layer: a layer with two kinds of memory (a recurrent state beside
-attention) has two entries, and a layer without memory has none. The layout is tried before it is used: two sequences of
-different lengths go through a batch of our own caches and must give the logits that mlx-lm's caches give.
+attention) has two entries, and a layer without memory has none. It is tried before it is used: see `layout_trial`.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -16,22 +15,13 @@ from kvasir.errors import FailedPrecondition, InvalidArgument
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
-from inference_svc.kv import attention_hook
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.batch.batch_state import BatchStateKV
-from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.codec import layer_codecs
 from inference_svc.kv.pages.pool import KvPool, page_dialect
-from inference_svc.kv.policy import Rung, policy_of
-from inference_svc.kv.prefill_layer import commit, prefill_layers
-from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.state_kv import StateKV
 
 PROBE_TOKENS = (0, 1, 2)
-_SHORTER, _NEXT = PROBE_TOKENS[:2], (2, 1)
-# Exact rows are stored in 16 bits: their rounding stays far below this share of the largest logit.
-_TOLERANCE = 0.05
-_ANY_AMOUNT = 1 << 40  # of bytes or values: a probe is short
 
 _STATE_TYPES = {
     mx.float32: identity_pb2.TENSOR_TYPE_FLOAT32,
@@ -63,11 +53,21 @@ class Layout:
 
     def forward(self, model: Any, tokens: mx.array, layers: Sequence[Any]) -> mx.array:
         """Logits of tokens [rows, n], not evaluated. The layers or batches take in the tokens' KV."""
-        logits: mx.array = model(tokens, cache=_in_caches(self.by_cache, layers))
+        logits: mx.array = model(tokens, cache=in_caches(self.by_cache, layers))
         for layer in layers:
             if isinstance(layer, StateKV | BatchStateKV):
                 layer.advanced(tokens.shape[1])
         return logits
+
+    def entries_of(self, place: int) -> tuple[identity_pb2.LayerLayout, ...]:
+        """Those of one of the model's caches."""
+        held = self.by_cache[place]
+        return tuple(self.entries[index] for index in ((held,) if isinstance(held, int) else held))
+
+    def first(self, count: int) -> "Layout":
+        """That of the model's first caches alone."""
+        entries = sum(len(self.entries_of(place)) for place in range(count))
+        return replace(self, entries=self.entries[:entries], by_cache=self.by_cache[:count])
 
     def check_policy(self, model: Module, policy: identity_pb2.KvPolicy) -> None:
         """Raise InvalidArgument for a policy that does not exist, FailedPrecondition if a layer cannot be stored so."""
@@ -84,32 +84,35 @@ class Layout:
                     raise not_kept(model, _owner(self.by_cache, index), why)
 
 
-def probed_layout(model: Module) -> Layout:
-    """A model's layout. Raises FailedPrecondition, reason LAYER_NOT_KEPT, with the first layer that cannot be kept."""
+def shown_layout(model: Module) -> Layout:
+    """A model's layout, as a pass shows it that is not computed: MLX knows shapes and types before it evaluates. Raises
+    FailedPrecondition, reason LAYER_NOT_KEPT, with the first layer that cannot be kept.
+    """
     caches, by_cache = _own_caches(model)
     owners = [_owner(by_cache, index) for index in range(len(caches))]
     _refuse_unknown(model, owners, caches)
+    own = in_caches(by_cache, caches)
+    with loadable():
+        last_logits(model, own, [PROBE_TOKENS])
+        entries = tuple(_entry(model, owner, cache) for owner, cache in zip(owners, caches, strict=True))
+        with_keys = [cache.keys.dtype for cache in caches if not isinstance(cache, ArraysCache)]
+        kv_type = with_keys[0] if with_keys else caches[0].cache[0].dtype
+        last_logits(model, own, [PROBE_TOKENS[:1]])
+    for owner, cache, entry in zip(owners, caches, entries, strict=True):
+        if _entry(model, owner, cache) != entry:
+            raise not_kept(model, owner, "its memory changes its shape from token to token")
+    return Layout(entries, by_cache, kv_type)
+
+
+@contextlib.contextmanager
+def loadable() -> Iterator[None]:
+    """Raises FailedPrecondition for what MLX raises."""
     try:
-        mx.eval(_logits(model, _in_caches(by_cache, caches), [PROBE_TOKENS]))
+        yield
     except RuntimeError as error:
         raise FailedPrecondition(
             f"model: mlx-lm cannot compute it here: {error}", reason="MODEL_NOT_LOADABLE", field="model"
         ) from error
-    entries = tuple(_entry(model, owner, cache) for owner, cache in zip(owners, caches, strict=True))
-    with_keys = [cache.keys.dtype for cache in caches if not isinstance(cache, ArraysCache)]
-    kv_type = with_keys[0] if with_keys else caches[0].cache[0].dtype
-    mx.eval(_logits(model, _in_caches(by_cache, caches), [_NEXT[:1]]))
-    for owner, cache, entry in zip(owners, caches, entries, strict=True):
-        if _entry(model, owner, cache) != entry:
-            raise not_kept(model, owner, "its memory changes its shape from token to token")
-    return _tried(model, Layout(entries, by_cache, kv_type))
-
-
-def own_keys(model: Module, token_ids: Sequence[int]) -> list[mx.array | None]:
-    """The keys of the first few tokens as mlx-lm's own caches hold them, by entry; None for a recurrent state."""
-    caches, by_cache = _own_caches(model)
-    mx.eval(_logits(model, _in_caches(by_cache, caches), [token_ids]))
-    return [None if isinstance(cache, ArraysCache) else cache.keys[..., : len(token_ids), :] for cache in caches]
 
 
 def not_kept(model: Module, index: int, why: str) -> FailedPrecondition:
@@ -168,7 +171,7 @@ def _owner(by_cache: EntriesByCache, index: int) -> int:
     return list(holds).index(True)
 
 
-def _in_caches(by_cache: EntriesByCache, memories: Sequence[Any]) -> list[Any]:
+def in_caches(by_cache: EntriesByCache, memories: Sequence[Any]) -> list[Any]:
     """The memories of all entries as the model takes them: where a cache has several, in a list of mlx-lm's."""
     make_list: Any = CacheList
     return [memories[one] if isinstance(one, int) else make_list(*(memories[each] for each in one)) for one in by_cache]
@@ -184,64 +187,7 @@ def _refuse_unknown(model: Module, owners: Sequence[int], caches: Sequence[Any])
         raise not_kept(model, 0, "the model has no memory at all")
 
 
-def _logits(model: Any, caches: list[Any], tokens: Sequence[Sequence[int]]) -> mx.array:
+def last_logits(model: Any, caches: list[Any], tokens: Sequence[Sequence[int]]) -> mx.array:
+    """Of the last position [rows, vocabulary], not evaluated."""
     logits: mx.array = model(mx.array([list(row) for row in tokens], dtype=mx.uint32), cache=caches)[:, -1]
     return logits
-
-
-def _tried(model: Module, layout: Layout) -> Layout:
-    """The layout, with what a batch of two sequences of different lengths shows beside mlx-lm's own caches: over pages
-    if there are kernels for it, else over de-quantized copies. Raises as `probed_layout` does.
-    """
-    prompts = (PROBE_TOKENS, _SHORTER)
-    exact = mx.concatenate([_alone(model, prompt, token) for prompt, token in zip(prompts, _NEXT, strict=True)])
-    if page_dialect(_exact_identity(layout)) is not None:
-        attention_hook.install()
-        over_pages = replace(layout, reads_pages=True)
-        with contextlib.suppress(Exception):  # whatever a model raises that computes attention in its own way
-            if _is_near(_batched(model, over_pages, prompts), exact):
-                return over_pages
-    try:
-        found = _batched(model, layout, prompts)
-    except Exception as error:  # whatever a model raises over caches that are not mlx-lm's
-        raise not_kept(model, _suspect(model, layout), f"in a batch it fails ({type(error).__name__})") from error
-    if not _is_near(found, exact):
-        raise not_kept(model, _suspect(model, layout), "in a batch it computes something else than alone")
-    return layout
-
-
-def _is_near(found: mx.array, exact: mx.array) -> bool:
-    # False for NaN, with which every comparison is false.
-    return bool((mx.abs(found - exact).max() <= _TOLERANCE * mx.abs(exact).max()).item())
-
-
-def _suspect(model: Module, layout: Layout) -> int:
-    """The layer to name when the fault is not known: the first without memory of its own, else 0."""
-    return len(layout.by_cache) if len(layout.by_cache) < len(model.layers) else 0
-
-
-def _alone(model: Module, prompt: Sequence[int], token: int) -> mx.array:
-    caches = make_prompt_cache(model)
-    mx.eval(_logits(model, caches, [prompt]))
-    logits = _logits(model, caches, [[token]])
-    mx.eval(logits)
-    return logits
-
-
-def _batched(model: Module, layout: Layout, prompts: Sequence[Sequence[int]]) -> mx.array:
-    pool = layout.new_pool(_exact_identity(layout), _ANY_AMOUNT)
-    batch = DecodeBatch(pool, lambda tokens, layers: layout.forward(model, tokens, layers), _ANY_AMOUNT)
-    for prompt in prompts:
-        kv = SequenceKV(pool)
-        layers = prefill_layers(kv)
-        mx.eval(layout.forward(model, mx.array([prompt], dtype=mx.uint32), layers))
-        commit(kv, layers, len(prompt))
-        batch.join(kv)
-    logits = batch.step(_NEXT)
-    mx.eval(logits)
-    return logits
-
-
-def _exact_identity(layout: Layout) -> identity_pb2.KvIdentity:
-    policy = policy_of(Rung.FP, "bfloat16" if layout.kv_type == mx.bfloat16 else "float16")
-    return identity_pb2.KvIdentity(layers=layout.entries, policy=policy)

@@ -15,12 +15,13 @@ from inference_svc.kv import attention_hook
 from inference_svc.kv.applied import is_stored_as_said
 from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.batch.short_pass import ShortPass, most_kept_tokens
-from inference_svc.kv.layout import PROBE_TOKENS, own_keys, probed_layout
+from inference_svc.kv.layout import PROBE_TOKENS, Layout, shown_layout
 from inference_svc.kv.page import PAGE_TOKENS
 from inference_svc.kv.pages.pool import KvPool
-from inference_svc.kv.prefill_layer import AnyLayer, abandon, commit, prefill_layers
+from inference_svc.kv.prefill_layer import AnyLayer, PrefillLayer, abandon, commit, prefill_layers
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.state_kv import StateKV
+from inference_svc.model.layout_trial import tried_layout
 from inference_svc.model.probe_memory import Probed
 
 _RELEASE_STEPS = 256
@@ -211,11 +212,15 @@ class ModelRunner:
             mx.clear_cache()
 
     def applied_layers(self, identity: identity_pb2.KvIdentity) -> int:
-        """Layers with K and V whose live KV, after a probe, is stored exactly as the identity's policy says."""
+        """Layers with K and V that store rows exactly as the identity's policy says: they are given some."""
         kv = SequenceKV(self.new_pool(identity.policy))
-        self.prefill(kv, PROBE_TOKENS)
-        keys = own_keys(self._model, PROBE_TOKENS)
-        return sum(is_stored_as_said(kv, index, identity, own) for index, own in enumerate(keys))
+        layers, keys = prefill_layers(kv, self.compute_type), {}
+        for index, layer in enumerate(layers):
+            if isinstance(layer, PrefillLayer):
+                keys[index], values = _some_rows(self._layout, index)
+                layer.update_and_fetch(keys[index], values)
+        commit(kv, layers, len(PROBE_TOKENS))
+        return sum(is_stored_as_said(kv, index, identity, given) for index, given in keys.items())
 
 
 def _computed(layer: AnyLayer) -> Any:
@@ -223,49 +228,69 @@ def _computed(layer: AnyLayer) -> Any:
     return layer.state if isinstance(layer, StateKV) else layer.new_rows
 
 
-def _probe_tokens() -> mx.array:
-    return mx.array([PROBE_TOKENS], dtype=mx.uint32)
+def _some_rows(layout: Layout, index: int) -> tuple[mx.array, mx.array]:
+    """K and V as a layer of this entry gives them for a few tokens."""
+    entry = layout.entries[index]
+    keys, values = (
+        mx.random.normal((1, entry.kv_heads, len(PROBE_TOKENS), dim), layout.kv_type, key=mx.random.key(index))
+        for dim in (entry.key_dim, entry.value_dim)
+    )
+    return keys, values
 
 
-def _probed(model: Module) -> Probed:
+def _probed(model: Any) -> Probed:
     """Find a model's facts, and make it as they say."""
-    layout = probed_layout(model)
-    logits, is_narrowed = _computes_last_position_only(model)
-    trunk: Any = getattr(model, "model", None)
-    width = int(trunk(_probe_tokens(), cache=make_prompt_cache(model)).shape[-1]) if is_narrowed else 0
-    return Probed(layout, int(logits.shape[-1]), is_narrowed, width)
+    layout = shown_layout(model)
+    vocabulary_size, width = _computes_last_position_only(model)
+    trunk = model.model if width else None
+    return Probed(tried_layout(model, layout, trunk), vocabulary_size, width)
 
 
 def _take_probed(model: Any, known: Probed) -> None:
     """Make the model as it was left by the probe that showed these facts."""
     if known.layout.reads_pages:
         attention_hook.install()
-    if known.is_narrowed:
+    if known.width:
         _narrow(model.model)
 
 
-def _computes_last_position_only(model: Module) -> tuple[mx.array, bool]:
-    """Make the model apply its head to the last position only, if that is possible; returns the probe's logits, and
-    whether it was.
+def _computes_last_position_only(model: Any) -> tuple[int, int]:
+    """Make the model apply its head to the last position only, if that is possible; returns the size of its vocabulary,
+    and the width of the rows that its head gets, 0 if it was not possible.
 
     mlx-lm's models are a trunk, `model.model`, and a head over all its positions: a prompt's cell would pay for the
     vocabulary 256 times. The trunk's class is replaced by one that returns its last position only. It is put back if
-    that changes the model's logits.
+    the model then makes something else of the trunk's rows; any rows show that, so none are computed here.
     """
-    before: mx.array = model(_probe_tokens(), cache=make_prompt_cache(model))[:, -1:]
+    logits = _two_logits(model)
     trunk = getattr(model, "model", None)
     if not isinstance(trunk, Module):
-        return before, False
-    whole = type(trunk)
-    _narrow(trunk)
+        return int(logits.shape[-1]), 0
+    whole: Any = type(trunk)
     try:
-        after = model(_probe_tokens(), cache=make_prompt_cache(model))
+        shown = whole.__call__(trunk, _two_tokens(), cache=make_prompt_cache(model))
+        rows = mx.random.normal(shown.shape, shown.dtype, key=mx.random.key(0))
+        trunk.__class__ = type(f"Rows{whole.__name__}", (whole,), {"__call__": lambda *_, **__: rows})
+        before = _two_logits(model)[:, -1:]
+        _narrow(trunk)
+        after = _two_logits(model)
         is_same = after.shape == before.shape and bool(mx.allclose(after, before, rtol=1e-2, atol=1e-2).item())
     except (TypeError, ValueError, AttributeError):
         is_same = False
-    if not is_same:
-        trunk.__class__ = whole
-    return before, is_same
+    trunk.__class__ = whole
+    if is_same:
+        _narrow(trunk)
+    return int(logits.shape[-1]), int(shown.shape[-1]) if is_same else 0
+
+
+def _two_logits(model: Any) -> mx.array:
+    """Of two positions, or of the last one; not evaluated."""
+    logits: mx.array = model(_two_tokens(), cache=make_prompt_cache(model))
+    return logits
+
+
+def _two_tokens() -> mx.array:
+    return mx.array([PROBE_TOKENS[:2]], dtype=mx.uint32)
 
 
 def _narrow(trunk: Module) -> None:

@@ -4,7 +4,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from inference_svc.model.loading import LoadedModel, device, find_model, load, s
 from inference_svc.model.model_identity import kv_identity, template_digest, tokenizer_digest, weights_digest
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
-from inference_svc.model.probe_memory import Probed, ProbeMemory
+from inference_svc.model.probe_memory import ProbeMemory
 from inference_svc.model.quality import exam
 from inference_svc.model.quality.conversations import Conversations
 from inference_svc.model.weights.weight_files import check_unchanged
@@ -73,6 +73,8 @@ def open_model(
     probes = ProbeMemory(cache_dir, digest, compute_type)
     known = probes.read()
     runner = ModelRunner(loaded.model, batch_invariant=batch_invariant, known=known)
+    if known is None:
+        probes.write(runner.probed)
     if isinstance(policy, identity_pb2.KvPolicy):
         chosen = ChosenPolicy(policy, "asked for")
     else:
@@ -97,7 +99,7 @@ def open_model(
             if layer.kind in (identity_pb2.LAYER_KIND_FULL, identity_pb2.LAYER_KIND_LATENT)
         ),
         layer_count=sum(layer.kind != identity_pb2.LAYER_KIND_STATE for layer in identity.layers),
-        policy_applied_layers=_applied_layers(runner, identity, probes, known),
+        policy_applied_layers=runner.applied_layers(identity),
         has_states=has_recurrent_layers(identity),
         embedding_width=runner.probed.width,
         state_bytes=sum(tensor.size_bytes for tensor in expected_state_tensors(identity)),
@@ -124,18 +126,6 @@ def open_model(
         directory=directory,
     )
     return opened, runner
-
-
-def _applied_layers(
-    runner: ModelRunner, identity: identity_pb2.KvIdentity, probes: ProbeMemory, known: Probed | None
-) -> int:
-    """As an earlier start found them, or as a probe finds them now, which is then kept with the rest."""
-    policy, before = identity.policy.SerializeToString(deterministic=True).hex(), known.applied if known else {}
-    if policy in before:
-        return before[policy]
-    found = runner.applied_layers(identity)
-    probes.write(replace(runner.probed, applied={**before, policy: found}))
-    return found
 
 
 def _shown_name(name: str | Path, directory: Path) -> str:

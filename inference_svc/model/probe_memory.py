@@ -1,4 +1,4 @@
-"""What probing a model has shown, kept in the state directory: a probe computes a dozen passes over all weights.
+"""What probing a model has shown, kept in the state directory: a probe computes some layers of it, and its head.
 
 One file for each model under its conditions: weights, the type and device that compute, the system and its driver, MLX,
 mlx-lm, and our own code of KV and models. Only a shortcut: if it cannot be read or has other conditions, the model is
@@ -8,7 +8,7 @@ probed again.
 import contextlib
 import json
 import platform
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
 from importlib.metadata import version
@@ -31,15 +31,13 @@ _TYPE_NAMES = {kind: name for name, kind in _TYPES.items()}
 
 @dataclass(frozen=True)
 class Probed:
-    """The facts of a model that only its computation shows. `is_narrowed`: its head may be applied to the last position
-    only. `applied`: by policy, serialized, the layers that are stored as it says.
+    """The facts of a model that only its computation shows. `width`: of the rows that its head gets, if it may be
+    applied to the last position only; else 0.
     """
 
     layout: Layout
     vocabulary_size: int
-    is_narrowed: bool
-    width: int = 0  # of a hidden row that the head gets; 0 if the model is not narrowed
-    applied: dict[str, int] = field(default_factory=dict)
+    width: int
 
 
 class ProbeMemory:
@@ -76,9 +74,7 @@ def _as_json(probed: Probed) -> dict[str, Any]:
         "kv_type": _TYPE_NAMES[layout.kv_type],
         "reads_pages": layout.reads_pages,
         "vocabulary_size": probed.vocabulary_size,
-        "is_narrowed": probed.is_narrowed,
         "width": probed.width,
-        "applied": probed.applied,
     }
 
 
@@ -86,8 +82,7 @@ def _probed(kept: dict[str, Any]) -> Probed:
     entries = tuple(identity_pb2.LayerLayout.FromString(bytes.fromhex(entry)) for entry in kept["entries"])
     by_cache = tuple(tuple(each) if isinstance(each, list) else int(each) for each in kept["by_cache"])
     layout = Layout(entries, by_cache, _TYPES[kept["kv_type"]], bool(kept["reads_pages"]))
-    applied = {str(policy): int(count) for policy, count in kept["applied"].items()}
-    return Probed(layout, int(kept["vocabulary_size"]), bool(kept["is_narrowed"]), int(kept["width"]), applied)
+    return Probed(layout, int(kept["vocabulary_size"]), int(kept["width"]))
 
 
 def _driver() -> str:

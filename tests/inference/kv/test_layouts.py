@@ -8,16 +8,21 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import FailedPrecondition
+from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from inference_svc.kv.batch.decode_batch import DecodeBatch
-from inference_svc.kv.layout import Layout, probed_layout
+from inference_svc.kv.layout import Layout, shown_layout
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.prefill_layer import commit, prefill_layers
 from inference_svc.kv.row_exact import make_row_exact
 from inference_svc.kv.sequence_kv import SequenceKV
+from inference_svc.model import layout_trial
+from inference_svc.model.layout_trial import layer_kinds, tried_count, tried_layout
 from inference_svc.model.loading import load
 from tests.inference.engine.families import (
     DEEPSEEK_V3,
@@ -48,13 +53,17 @@ KINDS = {
 }
 
 
+def found_layout(model: Any) -> Layout:
+    return tried_layout(model, shown_layout(model), None)
+
+
 class Family:
     """A tiny model of a family, and its layout."""
 
     def __init__(self, directory: Path, config: dict[str, Any]) -> None:
         self.model: Any = load(write_family(directory, config, seed=1), "float32").model
         make_row_exact(self.model)
-        self.layout: Layout = probed_layout(self.model)
+        self.layout: Layout = found_layout(self.model)
 
     def pool(self) -> KvPool:
         return pool_of(self.layout.entries)
@@ -168,7 +177,7 @@ def test_another_window_gives_another_reply(config: dict[str, Any], tmp_path: Pa
 
 def refused(model: Any, said: str, layer: str) -> None:
     with pytest.raises(FailedPrecondition, match=said) as error:
-        probed_layout(model)
+        found_layout(model)
     assert error.value.reason == "LAYER_NOT_KEPT"
     assert error.value.metadata["layer"] == layer
 
@@ -225,3 +234,105 @@ def test_mlx_lms_own_batches_run_on_windows_unmodified(name: str, family: Callab
         [(expected, _)] = judge.run(tiny.model, new_layers, [prompt], [limit])
         assert said == expected
         assert [layer.offset for layer in cache] == [len(prompt) + limit] * len(cache)
+
+
+# --- what of a model is tried ---
+
+DEEP = {**FAMILIES["llama3.1"], "num_hidden_layers": 6}
+
+
+@given(kinds=st.lists(st.integers(0, 3), min_size=1, max_size=12))
+def test_the_fewest_first_layers_that_have_every_kind_are_tried_and_two_where_there_are_two(kinds: list[int]) -> None:
+    count = tried_count(kinds)
+    assert set(kinds[:count]) == set(kinds)
+    assert count >= min(2, len(kinds))
+    assert count <= 2 or set(kinds[: count - 1]) != set(kinds)
+
+
+def deep_model(directory: Path, changed: int = -1, **names: Any) -> Any:
+    """Six equal layers, the attention of one of which is of another class."""
+    model: Any = load(write_family(directory, DEEP, seed=1), "float32").model
+    if names:
+        attention = model.model.layers[changed].self_attn
+        attention.__class__ = type("Changed", (type(attention),), names)
+    return model
+
+
+def test_a_trial_computes_no_layer_that_is_like_one_before_it(tmp_path: Path) -> None:
+    """Whoever computed the last four would find NaN."""
+    model = deep_model(tmp_path / "m")
+    for layer in model.model.layers[2:]:
+        layer.mlp.down_proj.weight = layer.mlp.down_proj.weight * mx.nan
+    layout = shown_layout(model)
+    assert tried_count(layer_kinds(model.layers, layout)) == 2
+    assert tried_layout(model, layout, trunk=None) == tried_layout(model, layout, model.model) == layout
+    model.model.layers[1].mlp.down_proj.weight = model.model.layers[2].mlp.down_proj.weight
+    refused(model, "something else", "0")
+
+
+def test_a_layer_of_a_kind_of_its_own_is_tried_however_deep_it_lies(tmp_path: Path) -> None:
+    def doubled(self: Any, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        out: mx.array = type(self).__base__.__call__(self, x, *args, **kwargs)
+        return out * 2 if out.shape[0] > 1 else out
+
+    refused(deep_model(tmp_path / "m", __call__=doubled), "something else", "0")
+
+
+@pytest.mark.parametrize("where", ["a setting", "a shape", "an object", "a window"])
+def test_layers_differ_by(where: str, tmp_path: Path) -> None:
+    model = deep_model(tmp_path / "m")
+    attention = model.model.layers[4].self_attn
+    layout = shown_layout(model)
+    assert tried_count(layer_kinds(model.layers, layout)) == 2
+    if where == "a setting":
+        attention.scale *= 2
+    elif where == "a shape":
+        attention.k_proj.weight = mx.concatenate([attention.k_proj.weight] * 2)
+    elif where == "an object":
+        attention.chooses = object()
+    else:
+        model.make_cache = lambda: [RotatingKVCache(96) if place == 4 else KVCache() for place in range(6)]
+        layout = shown_layout(model)
+    assert tried_count(layer_kinds(model.layers, layout)) == 5
+
+
+def test_a_layers_own_number_is_no_difference(tmp_path: Path) -> None:
+    model = deep_model(tmp_path / "m")
+    for place, layer in enumerate(model.layers):
+        layer.self_attn.place = place
+    assert tried_count(layer_kinds(model.layers, shown_layout(model))) == 2
+
+
+def test_a_model_whose_layers_do_not_hand_on_rows_is_tried_as_it_is(tmp_path: Path) -> None:
+    model = deep_model(tmp_path / "m")
+    layers, whole = model.model.layers, type(model.model.layers[0])
+
+    def in_a_tuple(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (whole.__call__(self, *args, **kwargs),)
+
+    trunk = type(model.model)
+
+    def unpacking(self: Any, tokens: mx.array, cache: Any, *_: Any) -> mx.array:
+        h = self.embed_tokens(tokens)
+        mask = create_attention_mask(h, cache[0])
+        for layer, each in zip(self.layers, cache, strict=True):
+            (h,) = layer(h, mask, cache=each)
+        out: mx.array = self.norm(h)
+        return out
+
+    in_tuples = type("InTuples", (whole,), {"__call__": in_a_tuple})
+    for layer in layers:
+        layer.__class__ = in_tuples
+    model.model.__class__ = type("Unpacking", (trunk,), {"__call__": unpacking})
+    assert found_layout(model) == shown_layout(model)
+    layers[-1].mlp.down_proj.weight = layers[-1].mlp.down_proj.weight * mx.nan
+    refused(model, "something else", "0")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_first_layers_of_a_family_show_what_all_of_them_show(
+    name: str, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = family(name)
+    monkeypatch.setattr(layout_trial, "tried_count", len)
+    assert found_layout(tiny.model) == tiny.layout

@@ -48,8 +48,8 @@ def test_the_second_start_of_a_model_probes_nothing(tmp_path: Path, monkeypatch:
     first = opened(directory, tmp_path)
     first.close()
     probes = []
-    monkeypatch.setattr(model_runner, "probed_layout", probes.append)
-    monkeypatch.setattr(model_runner, "own_keys", probes.append)
+    monkeypatch.setattr(model_runner, "shown_layout", probes.append)
+    monkeypatch.setattr(model_runner, "tried_layout", probes.append)
     second = opened(directory, tmp_path)
     second.close()
     assert second.model == first.model
@@ -58,7 +58,7 @@ def test_the_second_start_of_a_model_probes_nothing(tmp_path: Path, monkeypatch:
 
 def test_other_weights_are_probed_again(tmp_path: Path) -> None:
     one = ProbeMemory(tmp_path, "one", "float32")
-    one.write(Probed(ModelRunner(load(write_family(tmp_path / "m", LLAMA31), "float32").model).probed.layout, 7, False))
+    one.write(Probed(ModelRunner(load(write_family(tmp_path / "m", LLAMA31), "float32").model).probed.layout, 7, 0))
     assert one.read() is not None
     assert ProbeMemory(tmp_path, "another", "float32").read() is None
     assert ProbeMemory(tmp_path, "one", "bfloat16").read() is None

@@ -1,0 +1,177 @@
+"""Tries a layout before it is used: two sequences of different lengths go through a batch of our own caches, and must
+give what mlx-lm's caches give.
+
+Layers of one kind treat their KV alike, whatever their weights are. So the first layers compute, up to one of each
+kind, and the others hand on what they are given: a trial reads the weights of two layers of a large model instead of
+all. A model that does not work so is tried as it is.
+"""
+
+import contextlib
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+from kvasir.cachestore.v1 import identity_pb2
+from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import make_prompt_cache
+
+from inference_svc.kv import attention_hook
+from inference_svc.kv.batch.decode_batch import DecodeBatch
+from inference_svc.kv.layout import PROBE_TOKENS, Layout, last_logits, loadable, not_kept
+from inference_svc.kv.pages.pool import page_dialect
+from inference_svc.kv.policy import Rung, policy_of
+from inference_svc.kv.prefill_layer import commit, prefill_layers
+from inference_svc.kv.sequence_kv import SequenceKV
+
+_PROMPTS, _NEXT = (PROBE_TOKENS, PROBE_TOKENS[:2]), (2, 1)
+_FEWEST_LAYERS = 2  # one reads what another wrote
+# Exact rows are stored in 16 bits: their rounding stays far below this share of the largest logit. A few values of a
+# trunk may be far larger than the rest, so there the mean counts.
+_TOLERANCE = 0.05
+_ANY_AMOUNT = 1 << 40  # of bytes or values: a trial is short
+_PLAIN = (bool, int, float, str, type(None))
+
+Kind = Hashable
+
+
+def tried_layout(model: Module, layout: Layout, trunk: Module | None) -> Layout:
+    """The layout, with what a batch shows beside mlx-lm's own caches: over pages if there are kernels for it, else over
+    de-quantized copies. `trunk`: of the model, without its vocabulary, if it is known to have one. Raises
+    FailedPrecondition, reason LAYER_NOT_KEPT.
+    """
+    count = tried_count(layer_kinds(model.layers, layout))
+    if count < len(layout.by_cache):
+        with contextlib.suppress(Exception), _only_first_compute(model, count):  # whatever a model raises
+            short = _Trial(model, layout.first(count), trunk or model)
+            return replace(layout, reads_pages=short.reads_pages())
+    return replace(layout, reads_pages=_Trial(model, layout, model).reads_pages())
+
+
+def tried_count(kinds: Sequence[Kind]) -> int:
+    """How many first layers have all kinds among them, and are two if there are two."""
+    last_new = max((kinds.index(kind) for kind in set(kinds)), default=0)
+    return min(max(last_new + 1, _FEWEST_LAYERS), len(kinds))
+
+
+def layer_kinds(layers: Sequence[Module], layout: Layout) -> list[Kind]:
+    """What tells layers apart, but for their weights: modules, shapes, settings, memories. A setting that is each
+    layer's own number tells nothing.
+    """
+    facts = [dict(_facts(layer)) for layer in layers]
+    if len(layout.by_cache) != len(facts):  # memories that are not the layers' own
+        return list(range(len(facts)))
+    numbers = {name for name in facts[0] if all(each.get(name) == place for place, each in enumerate(facts))}
+    return [
+        (
+            frozenset((name, shown) for name, shown in each.items() if name not in numbers),
+            tuple(entry.SerializeToString(deterministic=True) for entry in layout.entries_of(place)),
+        )
+        for place, each in enumerate(facts)
+    ]
+
+
+def _facts(layer: Module) -> Iterator[tuple[str, Any]]:
+    modules: Any = layer.named_modules()  # type: ignore[no-untyped-call]
+    for path, module in modules:
+        yield path, type(module)
+        for name, value in (*vars(module).items(), *module.items()):
+            if name != "_no_grad":
+                yield f"{path}.{name}", _shown(value)
+
+
+def _shown(value: Any) -> Hashable:
+    """A value, or what two layers of one kind have in common of it."""
+    if isinstance(value, mx.array):
+        return tuple(value.shape), str(value.dtype)
+    if isinstance(value, Module):
+        return type(value)
+    if isinstance(value, dict):
+        return tuple((name, _shown(each)) for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(_shown, value))
+    # Of other objects each may mean something else.
+    return value if isinstance(value, _PLAIN) else id(value)
+
+
+@contextlib.contextmanager
+def _only_first_compute(model: Any, count: int) -> Iterator[None]:
+    """Meanwhile, layers behind so many give what they are given."""
+    idle = [(layer, type(layer)) for layer in model.layers[count:]]
+    try:
+        for layer, kind in idle:
+            layer.__class__ = type(f"Idle{kind.__name__}", (kind,), {"__call__": _given})
+        yield
+    finally:
+        for layer, kind in idle:
+            layer.__class__ = kind
+
+
+def _given(_layer: Module, rows: mx.array, *_: Any, **__: Any) -> mx.array:
+    return rows
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Of a layout, which may be that of the first layers. `computing`: the model, or its trunk."""
+
+    model: Module
+    layout: Layout
+    computing: Any
+
+    def reads_pages(self) -> bool:
+        """Whether the kernels over pages serve the model. Raises as `tried_layout` does."""
+        with loadable():
+            exact = mx.concatenate([self._alone(*given) for given in zip(_PROMPTS, _NEXT, strict=True)])
+            mx.eval(exact)
+        if page_dialect(_exact_identity(self.layout)) is not None:
+            attention_hook.install()
+            with contextlib.suppress(Exception):  # whatever a model raises that computes attention in its own way
+                if self._is_near(self._batched(replace(self.layout, reads_pages=True)), exact):
+                    return True
+        try:
+            found = self._batched(self.layout)
+        except Exception as error:  # whatever a model raises over caches that are not mlx-lm's
+            raise not_kept(self.model, self._suspect, f"in a batch it fails ({type(error).__name__})") from error
+        if not self._is_near(found, exact):
+            raise not_kept(self.model, self._suspect, "in a batch it computes something else than alone")
+        return False
+
+    def _is_near(self, found: mx.array, exact: mx.array) -> bool:
+        # False for NaN, with which every comparison is false.
+        most = mx.max if self.computing is self.model else mx.mean
+        return bool((most(mx.abs(found - exact)) <= _TOLERANCE * most(mx.abs(exact))).item())
+
+    @property
+    def _suspect(self) -> int:
+        """The layer to name when the fault is not known: the first without memory of its own, else 0."""
+        count = len(self.layout.by_cache)
+        return count if count < len(self.model.layers) else 0
+
+    def _alone(self, prompt: Sequence[int], token: int) -> mx.array:
+        caches = make_prompt_cache(self.model)
+        last_logits(self.computing, caches, [prompt])
+        return last_logits(self.computing, caches, [[token]])
+
+    def _batched(self, layout: Layout) -> mx.array:
+        pool = layout.new_pool(_exact_identity(layout), _ANY_AMOUNT)
+        of_idle = make_prompt_cache(self.model)[len(layout.by_cache) :]
+
+        def forward(tokens: mx.array, layers: Sequence[Any]) -> mx.array:
+            return layout.forward(lambda given, cache: self.computing(given, cache=[*cache, *of_idle]), tokens, layers)
+
+        batch = DecodeBatch(pool, forward, _ANY_AMOUNT)
+        for prompt in _PROMPTS:
+            kv = SequenceKV(pool)
+            layers = prefill_layers(kv)
+            forward(mx.array([prompt], dtype=mx.uint32), layers)
+            commit(kv, layers, len(prompt))
+            batch.join(kv)
+        rows = batch.step(_NEXT)
+        mx.eval(rows)
+        return rows
+
+
+def _exact_identity(layout: Layout) -> identity_pb2.KvIdentity:
+    policy = policy_of(Rung.FP, "bfloat16" if layout.kv_type == mx.bfloat16 else "float16")
+    return identity_pb2.KvIdentity(layers=layout.entries, policy=policy)
