@@ -8,6 +8,7 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -50,20 +51,21 @@ class TokenText:
         decoder = _decoder_parts(content.get("decoder"))
         kinds = [part["type"] for part in decoder]
         if kinds == ["ByteLevel"]:
-            return cls.of_pieces(_pieces(content, _byte_level_piece))
+            return cls.of_bytes(_spelled(content, _byte_level_piece))
         if kinds in (["Metaspace"], ["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"]):
-            pieces = _pieces(content, _sentencepiece_piece)
-            return cls.of_pieces(pieces, strips_leading_space=_strips_leading_space(decoder[-1]))
+            spelled = _spelled(content, _sentencepiece_piece)
+            return cls.of_bytes(spelled, strips_leading_space=_strips_leading_space(decoder[-1]))
         return cls(lambda: _WindowStream(decode), bytes_of=lambda token_id: decode([token_id]).encode())
 
     @classmethod
-    def of_pieces(cls, pieces: Sequence[bytes], strips_leading_space: bool = False) -> "TokenText":
-        """From each token's bytes. A token id beyond them spells nothing (vocabularies are padded)."""
-        return cls(
-            lambda: _PieceStream(pieces),
-            strips_leading_space,
-            bytes_of=lambda token_id: pieces[token_id] if token_id < len(pieces) else b"",
-        )
+    def of_pieces(cls, pieces: Sequence[bytes]) -> "TokenText":
+        """From each token's bytes."""
+        return cls.of_bytes(lambda token_id: pieces[token_id] if token_id < len(pieces) else b"")
+
+    @classmethod
+    def of_bytes(cls, bytes_of: Callable[[int], bytes], strips_leading_space: bool = False) -> "TokenText":
+        """From a function of token ids. An id that is no token's spells nothing (vocabularies are padded)."""
+        return cls(lambda: _PieceStream(bytes_of), strips_leading_space, bytes_of=bytes_of)
 
     def spell(self, token_ids: Sequence[int], *, is_behind: bool = False) -> tuple[str, list[int]]:
         """Text of the tokens, special ones spelled, and the code points that each completes (manifest.proto
@@ -83,12 +85,12 @@ class TokenText:
 
 
 class _PieceStream:
-    def __init__(self, pieces: Sequence[bytes]) -> None:
-        self._pieces = pieces
+    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
+        self._bytes_of = bytes_of
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
-        return self._decoder.decode(self._pieces[token_id]) if token_id < len(self._pieces) else ""
+        return self._decoder.decode(self._bytes_of(token_id))
 
     @property
     def is_whole(self) -> bool:
@@ -131,14 +133,21 @@ def _strips_leading_space(decoder: Mapping[str, Any]) -> bool:
     return bool(decoder["type"] == "Strip" and decoder.get("start", 0) > 0)
 
 
-def _pieces(content: Mapping[str, Any], spell: Callable[[str], bytes]) -> list[bytes]:
-    """Bytes by token id. Added tokens are spelled as they stand."""
+def _spelled(content: Mapping[str, Any], spell: Callable[[str], bytes]) -> Callable[[int], bytes]:
+    """Bytes by token id. Added tokens are spelled as they stand, the others when they are first asked for: to spell a
+    vocabulary takes a start a quarter of a second.
+    """
     vocabulary = content["model"]["vocab"]
     if isinstance(vocabulary, list):  # Unigram: [token, score] by id
         vocabulary = {entry[0]: token_id for token_id, entry in enumerate(vocabulary)}
-    pieces = {token_id: spell(token) for token, token_id in vocabulary.items()}
-    pieces |= {token["id"]: token["content"].encode() for token in content.get("added_tokens", ())}
-    return [pieces.get(token_id, b"") for token_id in range(max(pieces, default=-1) + 1)]
+    tokens = {token_id: token for token, token_id in vocabulary.items()}
+    added = {token["id"]: token["content"].encode() for token in content.get("added_tokens", ())}
+
+    @cache
+    def bytes_of(token_id: int) -> bytes:
+        return added[token_id] if token_id in added else spell(tokens.get(token_id, ""))
+
+    return bytes_of
 
 
 def _sentencepiece_piece(token: str) -> bytes:
