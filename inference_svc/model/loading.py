@@ -3,7 +3,9 @@
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,27 +98,43 @@ def load(directory: Path, compute_type: str | None, *, copies_weights: bool = Fa
         nonlocal placement
         placement = place_weights(files, weights, may_map=not copies_weights)
 
-    try:
-        model, config = mlx_lm.utils.load_model(
-            directory, lazy=True, get_model_classes=lambda config: _classes(config, take)
-        )
+    with ThreadPoolExecutor(1, "tokenizer") as beside:  # it takes Python as long as weights take MLX
+        with _loadable():
+            model, config = mlx_lm.utils.load_model(
+                directory, lazy=True, get_model_classes=lambda config: _classes(config, take)
+            )
         model.__dict__.pop("sanitize", None)
         load_tokenizer: Any = mlx_lm.utils.load_tokenizer
-        tokenizer = load_tokenizer(directory, eos_token_ids=config.get("eos_token_id"))
-    except Exception as error:  # of any kind: a configuration can provoke every error in mlx-lm or transformers
-        raise FailedPrecondition(f"model: mlx-lm cannot load it: {error}", reason="MODEL_NOT_LOADABLE") from error
-    if compute_type is None and device() == "cpu":
-        compute_type = "float32"
-    if compute_type is not None:
-        placement = placement.without(_converted_bytes(model, COMPUTE_TYPES[compute_type]), compute_type)
-        model.set_dtype(COMPUTE_TYPES[compute_type])
+        reading = beside.submit(load_tokenizer, directory, eos_token_ids=config.get("eos_token_id"))
+        if compute_type is None and device() == "cpu":
+            compute_type = "float32"
+        if compute_type is not None:
+            placement = placement.without(_converted_bytes(model, COMPUTE_TYPES[compute_type]), compute_type)
+            model.set_dtype(COMPUTE_TYPES[compute_type])
+        _take_own_operations(model)
+        mx.eval(model.parameters())
+        with _loadable():
+            tokenizer = reading.result()
+    return LoadedModel(model, tokenizer, config, placement, files)
+
+
+def _take_own_operations(model: Module) -> None:
     take_plain_norms(model)
     if device() == "cpu":
         make_row_exact(model)
     elif device() == "cuda":
         take_few_rows(model)
-    mx.eval(model.parameters())
-    return LoadedModel(model, tokenizer, config, placement, files)
+
+
+@contextmanager
+def _loadable() -> Iterator[None]:
+    """Raises FailedPrecondition for whatever is raised: a configuration can provoke every error in mlx-lm or
+    transformers.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise FailedPrecondition(f"model: mlx-lm cannot load it: {error}", reason="MODEL_NOT_LOADABLE") from error
 
 
 def _classes(config: dict[str, Any], take: Callable[[Tensors], None]) -> tuple[Any, Any]:
