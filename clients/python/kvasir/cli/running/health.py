@@ -31,6 +31,9 @@ class Health(enum.StrEnum):
 
 async def health(endpoint: Endpoint, service: str, timeout_s: float = 1.0) -> Health:
     """How a service is."""
+    # gRPC has the same word for "nobody listens" and for "nobody says hello", and takes longer.
+    if not await asyncio.to_thread(_accepts, endpoint.address):
+        return Health.STOPPED
     async with aio_channel(endpoint.address, endpoint.tls, ()) as channel:
         try:
             answer = await health_pb2_grpc.HealthStub(channel).Check(
@@ -39,7 +42,6 @@ async def health(endpoint: Endpoint, service: str, timeout_s: float = 1.0) -> He
         except grpc.aio.AioRpcError as error:
             if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 return Health.NOT_READY
-            # gRPC has the same word for "nobody listens" and for "nobody says hello".
             return Health.SILENT if await asyncio.to_thread(_accepts, endpoint.address) else Health.STOPPED
     return Health.READY if answer.status == health_pb2.HealthCheckResponse.SERVING else Health.NOT_READY
 

@@ -18,7 +18,7 @@ from kvasir.cli.running.holding import GRACE_S, Patience
 from kvasir.cli.running.logs import GrowingLog, is_important, last_lines, rotate_log
 from kvasir.errors import Unavailable
 
-_POLL_S = 0.1
+_POLL_S = 0.02
 _LOG_POLL_S = 0.5
 
 
