@@ -275,6 +275,7 @@ def test_many_streams_at_once_end_well_and_many_that_are_left_leave_nothing(fron
     wait_until_idle(front)
 
 
+@pytest.mark.long(5)
 def test_a_stopped_engine_is_not_well_and_said_so(own_front: Front) -> None:
     front = own_front
     assert httpx.get(f"{front.gateway.url}/healthz").status_code == 200

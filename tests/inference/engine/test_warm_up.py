@@ -24,6 +24,7 @@ _OF_A_CPU = pytest.mark.cpu_only("how long a pass takes decides there whether a 
 _DRAWN = {"temperature": 1.0, "seed": 7}
 
 
+@pytest.mark.long(3)
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=_OF_A_CPU), "any other"])
 @pytest.mark.parametrize("name", ["llama3.1", "gemma3", "falcon_h1"])
 def test_a_warm_engine_has_computed_and_holds_nothing(

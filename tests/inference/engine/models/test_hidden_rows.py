@@ -33,6 +33,7 @@ def embedded(engine: Engine, tokens: Sequence[int], pooling: Pooling = Pooling.M
     return begin(engine, tokens, pooling).end().embedding
 
 
+@pytest.mark.long(2)
 @pytest.mark.batch_as_alone
 @pytest.mark.parametrize("pooling", [Pooling.MEAN, Pooling.LAST])
 def test_an_embedding_beside_others_and_beside_streams_is_the_one_alone(

@@ -194,6 +194,7 @@ def test_a_plan_that_restores_less_than_anothers_memory_has_begins_with_that_mem
     assert taken.state == cold.state
 
 
+@pytest.mark.long(2)
 @pytest.mark.cells_of_a_block
 @pytest.mark.parametrize("beside", [768, 1_024])
 def test_a_restored_memory_shares_the_pages_that_another_memory_has_of_it(driver: Driver, beside: int) -> None:
@@ -244,6 +245,7 @@ def test_a_damaged_file_behind_a_shared_prefix_is_named_and_leaves_no_page(drive
     assert driver.engine._thread.post(lambda worker: worker.memories.ledger.used_pages).result(60) == used
 
 
+@pytest.mark.long(4)
 @pytest.mark.cells_of_a_block
 @pytest.mark.parametrize(("came", "cached"), [(1, 768), (4, 1_024)])
 def test_where_files_stop_coming_a_shared_prefix_stays(driver: Driver, came: int, cached: int) -> None:

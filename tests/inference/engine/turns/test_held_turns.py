@@ -202,6 +202,7 @@ def test_files_that_do_not_arrive_are_computed_again_and_no_token_is_another(
     assert [token_id for event in events for token_id in event.ids] == expected.told[0]
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize("name", ["greedy", "sampled"])
 def test_a_held_turn_that_is_released_goes_on_as_if_nothing_had_been(
     two: Two, stayed: Callable[[str], Turn], name: str

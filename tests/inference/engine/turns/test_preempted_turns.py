@@ -233,6 +233,7 @@ def arriving(files: Sequence[bytes], expected: int) -> Incoming:
     return incoming
 
 
+@pytest.mark.long(3)
 @pytest.mark.parametrize("brought", ["all", "one block", "not numbers"])
 def test_files_that_come_while_others_become_kv_bring_back_as_much(
     small: Driver, brought: str, undisturbed: Callable[[str], Undisturbed]
