@@ -124,9 +124,7 @@ async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) ->
         answering = service.until_stores_answer()
         parts.callback(answering.cancel)
         await host.load(host.names[0])
-        beside = await _embedding_model(settings, phases)
-        if beside is not None:
-            parts.closing(beside)
+        beside = await _embedding_model(settings, phases, parts)
         # Connected before the first turn, whose budget for the store is better spent on reading.
         phases.begin("store")
         await answering
@@ -295,13 +293,14 @@ async def _drain(server: EdgeServer, host: ModelHost[ServedModel], peer: str) ->
         await host.served.giver.give_all(host.served.turns, peer)
 
 
-async def _embedding_model(settings: EngineSettings, phases: StartPhases) -> EmbeddingModel | None:
+async def _embedding_model(settings: EngineSettings, phases: StartPhases, parts: Parts) -> EmbeddingModel | None:
     """Raises NotFound, FailedPrecondition."""
     if settings.embedding_model is None:
         return None
     phases.begin("embeddings")
     name, path = settings.embedding_model
-    return await asyncio.to_thread(EmbeddingModel.open, name, path, Pooling(settings.embedding_pooling))
+    pooling = Pooling(settings.embedding_pooling)
+    return parts.closing(await asyncio.to_thread(EmbeddingModel.open, name, path, pooling))
 
 
 def _neighbour() -> ModuleType:

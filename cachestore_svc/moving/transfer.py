@@ -19,7 +19,7 @@ from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 
 from cachestore_svc.facts.ownership import OwnerState, are_two, check_takes_copy, owned_here
 from cachestore_svc.facts.records import BlobKind, Origin, SnapshotVersion
-from cachestore_svc.moving.bringing import Bringing
+from cachestore_svc.moving.bringing import Bringing, Coming
 from cachestore_svc.moving.copying import LineCopies, LineOrder, Offered, Progress, came_from
 from cachestore_svc.moving.inbound import BlobIntake
 from cachestore_svc.moving.lease_waiting import once_free
@@ -109,9 +109,8 @@ class Transfers:
             ours, newest = await self._heads(order.namespace, order.local_agent_id, offered.kv_identity_hash)
             if ours is not None and order.is_given and not is_copy and not self._gave(order.peer, ours):
                 raise owned_here(order.local_agent_id)
-            newest_there = max(there.lines, key=lambda each: int(each.version), default=None)  # a peer may name none
-            is_newest = newest_there is None or newest_there.manifest.hash == offered.manifest.hash
-            if ours is not None and ours.manifest == offered.manifest and (ours == newest or not is_newest):
+            is_here = ours is not None and ours.manifest == offered.manifest
+            if ours is not None and is_here and (ours == newest or not _is_newest(there, offered)):
                 yield ours
                 return
             # What this store handed over is what the owner's memory grew out of, also where that is not kept any more.
@@ -120,26 +119,16 @@ class Transfers:
                 await self._check_ancestor(order, remote, line, newest, offered)
             await room.enter_async_context(self.copies.kept(order.namespace, offered.everything))
             coming = room.enter_context(self._bringing.counted(order.namespace, order.peer, order.local_agent_id))
-            async with aclosing(self.copies.fetch(remote, line, offered.digests)) as steps:
+            async with aclosing(self._fetched(order, remote, line, offered, coming)) as steps:
                 async for progress in steps:
-                    if order.is_given:
-                        about = coming, offered.kv_identity_hash, offered.manifest, progress
-                        await self._bringing.check_room(*about, is_dry_run=order.is_dry_run)
                     yield progress
                     if order.is_dry_run:
                         return
             coming.has_come = order.is_given and not order.only_bytes
         if order.only_bytes:
             return
-        yield await self._commit(
-            order.namespace,
-            order.local_agent_id,
-            offered.manifest,
-            newest,
-            Origin.PULL,
-            f"{order.peer}/{order.agent_id}@{offered.version}",
-            given_by,
-        )
+        about = order.namespace, order.local_agent_id, offered.manifest, newest, Origin.PULL
+        yield await self._commit(*about, f"{order.peer}/{order.agent_id}@{offered.version}", given_by)
 
     async def _given_by(self, order: PullOrder, there: Any, is_copy: bool) -> int | None:
         """The generation of the owner whose copy here is renewed; None if the copy has another name."""
@@ -156,6 +145,17 @@ class Transfers:
         is_ancestor = newest.manifest.hash == offered.parent_manifest
         if not is_ancestor and not self._gave(order.peer, newest, order.agent_id):
             await self.copies.check_ancestor(remote, line, newest)
+
+    async def _fetched(
+        self, order: PullOrder, remote: AioStoreClient, line: LineOrder, offered: Offered, coming: Coming
+    ) -> AsyncGenerator[Progress, None]:
+        """Of an agent that a peer gives, what comes is counted."""
+        async with aclosing(self.copies.fetch(remote, line, offered.digests)) as steps:
+            async for progress in steps:
+                if order.is_given:
+                    about = coming, offered.kv_identity_hash, offered.manifest, progress
+                    await self._bringing.check_room(*about, is_dry_run=order.is_dry_run)
+                yield progress
 
     def _gave(self, peer: str, line: SnapshotVersion, agent_id: str = "") -> bool:
         return came_from(line, self._peers.all_names(peer), agent_id)
@@ -293,6 +293,12 @@ class Transfers:
                 reason="AGENT_EXISTS",
                 metadata={"agent_id": agent_id},
             )
+
+
+def _is_newest(there: Any, offered: Offered) -> bool:
+    """Whether the peer offers the newest version of the agent. It may list no line."""
+    newest = max(there.lines, key=lambda each: int(each.version), default=None)
+    return newest is None or newest.manifest.hash == offered.manifest.hash
 
 
 async def _owners_agent(remote: AioStoreClient, order: PullOrder) -> Any:

@@ -192,14 +192,12 @@ class Engine:
         """Start the MLX thread and load a model on it; blocks until it can serve.
 
         `model`: a directory that mlx-lm can load, or a Hugging Face repository name. `cache_dir` keeps weights digests
-        by file identity, and the choices of `auto` by weights digest. `memory_budget_bytes` bounds all KV, hot and
-        running. `policy`: None for the default (4 bits, groups of 64); a request for `auto` measures the model first,
-        unless its choice is known, and asks it from `conversations_file` if that is written for its tokenizer.
-        `compute_type`: None for float32 on a CPU, else the model's own. `longest_gap_s`: see `Rules`. `name`: the
-        model's name for callers; empty: the name in its path. `batch_invariant`: see `ModelRunner`. `opener`: loads the
-        model. `copies_weights`: see `load`. `begin_phase` is called with the name of each part of the work, on the MLX
-        thread.
-        Raises NotFound (no such model), FailedPrecondition (reason LAYER_NOT_KEPT, the layer and its class named;
+        by file identity, and the choices of `auto` by weights digest. `memory_budget_bytes` bounds all KV. `policy`:
+        None for 4 bits, groups of 64; a request for `auto` measures the model first, unless its choice is known, and
+        asks it from `conversations_file` if that is written for its tokenizer. `compute_type`: None for float32 on a
+        CPU, else the model's own. `name`: for callers; empty: the name in the model's path. `begin_phase` is called on
+        the MLX thread with the name of each part of the work. See `Rules`, `ModelRunner` and `load` for the rest.
+        Raises NotFound (no such model), FailedPrecondition (LAYER_NOT_KEPT, which names the layer and its class;
         MODEL_NOT_LOADABLE), InvalidArgument (policy, compute type).
         """
         load_optimized_blas()
@@ -221,8 +219,7 @@ class Engine:
             )
             begin_phase("pool")
             opened = replace(opened, info=replace(opened.info, name=name or opened.info.name))
-            least_tokens = None if batch_invariant else runner.least_cell_tokens(opened.info.kv_identity.policy)
-            rules = _rules(opened.info, longest_gap_s, least_tokens)
+            rules = _rules(opened.info, longest_gap_s, None if batch_invariant else runner)
             decoded_bytes = memory_budget_bytes // _DECODED_PART
             worker = EngineWorker(runner, opened.info, memory_budget_bytes, decoded_bytes, rules, time.monotonic)
             return worker
@@ -432,8 +429,9 @@ def _nothing(_worker: EngineWorker) -> None:
     """A letter that only wakes the thread."""
 
 
-def _rules(model: ModelInfo, longest_gap_s: float, least_tokens: int | None) -> Rules:
-    """`least_tokens`: to which cells are cut; None: they are not."""
+def _rules(model: ModelInfo, longest_gap_s: float, runner: ModelRunner | None) -> Rules:
+    """`runner`: which cells may be cut to how many tokens; None: none may."""
+    least_tokens = runner.least_cell_tokens(model.kv_identity.policy) if runner is not None else None
     least_tokens = least_tokens or model.cell_tokens
     rules = Rules(cell_tokens=model.cell_tokens, least_tokens=least_tokens, longest_gap_s=longest_gap_s)
     # Recurrent layers share no rows, and windows may have gone on: a turn would wait for its sibling in vain.

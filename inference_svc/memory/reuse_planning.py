@@ -152,22 +152,11 @@ class ReusePlanner:
         """
         if recollection.kv_from is Source.HOT and recollection.memory is not None:
             recollection = replace(recollection, memory=as_hot(recollection.memory))
-        candidate = await self._by_text(namespace, recollection, text, given, generates)
-        if recollection.base is not None:
-            older = await self._by_text(namespace, recollection.base, text, given, generates)
-            if older.keep > candidate.keep:
-                recollection, candidate = recollection.base, older
-        if recollection.own_line is not None:
-            recollection, candidate = await self._with_own_line(namespace, recollection, candidate, text, generates)
+        recollection, candidate = await self._best(namespace, recollection, text, given, generates)
         miss = recollection.miss or _text_miss(recollection, candidate.match, text)
         store = self._stores.get(namespace)
-        if self._engine.model.has_states:
-            candidate, no_point = _at_rewind_point(candidate, recollection.memory, avoid.last_rewind_point)
-            miss = miss or no_point
-        if candidate.windows and candidate.source is not Source.HOT:  # the engine knows how far a hot one can go back
-            lengths = _lengths(candidate, self._engine.model.has_states) if avoid.has_windows else []
-            candidate, no_windows = _with_stored_windows(candidate, lengths)
-            miss = miss or no_windows
+        candidate, unstored = self._restorable(candidate, recollection, avoid)
+        miss = miss or unstored
         if store is not None and avoid.files is None and avoid.has_windows and not self._engine.model.has_states:
             candidate, shared_miss = await self._by_block_hashes(store, candidate, text, given, namespace, budget)
             miss = miss or shared_miss
@@ -189,6 +178,37 @@ class ReusePlanner:
             shareable_tokens=candidate.shareable_tokens,
             reading=reading,
         )
+
+    async def _best(
+        self, namespace: str, recollection: Recollection, text: str, given: Tokenized | None, generates: bool
+    ) -> tuple[Recollection, _Candidate]:
+        """Of the newest memory, an older one and this KV identity's own line, the one that has most of the prompt. The
+        own line has the KV of the same tokens, up to where the newest memory parts from it.
+        """
+        candidate = await self._by_text(namespace, recollection, text, given, generates)
+        if recollection.base is not None:
+            older = await self._by_text(namespace, recollection.base, text, given, generates)
+            if older.keep > candidate.keep:
+                recollection, candidate = recollection.base, older
+        if (own_line := recollection.own_line) is not None:
+            found = await self._by_text(namespace, own_line, text, candidate.tokens, generates)
+            if found.keep > candidate.keep:
+                return own_line, replace(found, match=candidate.match)
+        return recollection, candidate
+
+    def _restorable(
+        self, candidate: _Candidate, recollection: Recollection, avoid: Avoid
+    ) -> tuple[_Candidate, Miss | None]:
+        """The part of a candidate to which states and windows can be restored, and why, if it is less."""
+        miss: Miss | None = None
+        has_states = self._engine.model.has_states
+        if has_states:
+            candidate, miss = _at_rewind_point(candidate, recollection.memory, avoid.last_rewind_point)
+        if candidate.windows and candidate.source is not Source.HOT:  # the engine knows how far a hot one can go back
+            lengths = _lengths(candidate, has_states) if avoid.has_windows else []
+            candidate, no_windows = _with_stored_windows(candidate, lengths)
+            miss = miss or no_windows
+        return candidate, miss
 
     async def _by_text(
         self, namespace: str, recollection: Recollection, text: str, given: Tokenized | None, generates: bool
@@ -230,17 +250,6 @@ class ReusePlanner:
             files.states,
             files.windows,
         )
-
-    async def _with_own_line(
-        self, namespace: str, recollection: Recollection, candidate: _Candidate, text: str, generates: bool
-    ) -> tuple[Recollection, _Candidate]:
-        """The same tokens with the KV of this KV identity's own line, up to where the newest memory parts from it."""
-        own_line = recollection.own_line
-        assert own_line is not None
-        found = await self._by_text(namespace, own_line, text, candidate.tokens, generates)
-        if found.keep <= candidate.keep:
-            return recollection, candidate
-        return own_line, replace(found, match=candidate.match)
 
     async def _by_block_hashes(
         self,
