@@ -159,8 +159,9 @@ class Gateway:
     async def responses(self, call: Call) -> Answer:
         asked = await self._body(call, openai_responses.ResponsesRequest)
         before = await unless_left(call.request.receive, self._earlier(call, asked))
-        whole = partial(openai_response_answers.whole, request=asked, seals=call.reading.seals)
-        chunks = partial(openai_response_answers.ResponseEvents, request=asked, seals=call.reading.seals)
+        repeated = asked.model_copy(update={"input": "", "client_metadata": None})
+        whole = partial(openai_response_answers.whole, request=repeated, seals=call.reading.seals)
+        chunks = partial(openai_response_answers.ResponseEvents, request=repeated, seals=call.reading.seals)
         return await self._answer(call, partial(asked.turn, call.reading, before), whole, chunks)
 
     async def _earlier(self, call: Call, asked: openai_responses.ResponsesRequest) -> Sequence[Said]:

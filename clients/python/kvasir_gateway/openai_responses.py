@@ -23,6 +23,7 @@ from kvasir_gateway.turn import (
     Body,
     FreeObject,
     Place,
+    RepeatedObject,
     Said,
     TokenCount,
     ToolUse,
@@ -129,7 +130,7 @@ class ResponsesRequest(Body):
     top_logprobs: int | None = Field(None, description="0 alone.")
     include: list[str] | None = None
     store: bool | None = None
-    metadata: FreeObject | None = None
+    metadata: RepeatedObject | None = None
     service_tier: str | None = None
     user: str | None = None
     prompt_cache_key: str | None = None

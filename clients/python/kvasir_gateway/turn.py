@@ -133,6 +133,13 @@ def _finite(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+def _small(value: dict[str, Any]) -> dict[str, Any]:
+    if len(json.dumps(value)) > _MOST_REPEATED:
+        raise ValueError(f"expected at most {_MOST_REPEATED} characters of JSON")
+    return value
+
+
+_MOST_REPEATED = 16 << 10
 MAX_INT32 = (1 << 31) - 1
 # Beyond these bounds the contract has no number, and its refusal no field's name.
 TokenCount = Annotated[int, Ge(1), Le(MAX_INT32)]
@@ -140,6 +147,8 @@ TokenBudget = Annotated[int, Ge(0), Le(MAX_INT32)]
 TopK = Annotated[int, Ge(0), Le(MAX_INT32)]
 # An object of the caller's own: a schema, arguments, metadata.
 FreeObject = Annotated[dict[str, Any], AfterValidator(_finite)]
+# One that the answer repeats, in each event of a stream.
+RepeatedObject = Annotated[FreeObject, AfterValidator(_small)]
 
 
 class Body(BaseModel):

@@ -130,6 +130,15 @@ def test_a_strict_gateway_refuses_by_name_what_is_not_applied(
     assert answer.json()["error"]["message"].startswith(f"{field}: ")
 
 
+@pytest.mark.parametrize("field", ["metadata", "tool_choice"])
+def test_an_object_that_the_answer_repeats_is_small(front: Front, field: str) -> None:
+    """Each event of a stream may have it."""
+    asked = {"model": MODEL, "input": "?", "stream": True, field: {"a": [["x"] * 9] * 9_000}}
+    answer = post(front, PATHS[2], json.dumps(asked).encode())
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"].startswith(f"{field}")
+
+
 def test_pages_of_a_named_origin_may_ask_what_they_may_send_and_read_the_answer(front: Front) -> None:
     asks = {"origin": ORIGIN, "access-control-request-method": "POST", "access-control-request-headers": "x-api-key"}
     may = httpx.options(front.gateway.url + PATHS[0], headers=asks)
