@@ -56,6 +56,14 @@ def test_a_run_that_sigterm_ends_says_how_to_go_on(tmp_path: Path) -> None:
         assert "stopped after 0 turns; run it again, without --fresh, to go on" in run.err
 
 
+def test_a_run_names_agents_by_id_before_it_speaks_with_them(tmp_path: Path) -> None:
+    file = tmp_path / "talk.yaml"
+    file.write_text(RIGHT.replace("name: Dan", "id: ada"))
+    run = in_process("--home", tmp_path / "home", "scenario", "run", file, "--retries", "0")
+    assert (run.code, "ada goes on with what it remembers" in run.err) == (3, True)
+    assert "marco goes on" not in run.err
+
+
 def test_a_damaged_journal_is_said_and_fresh_begins_beside_it(tmp_path: Path) -> None:
     home = tmp_path / "home"
     damaged = home / "scenarios" / "gossip.1.jsonl"

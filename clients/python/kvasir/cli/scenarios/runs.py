@@ -85,6 +85,8 @@ async def run(
 ) -> bool:
     """Run it to its end; whether all outcomes are met."""
     endpoint, conversation = caller.engine, ShownRun(caller, scenario)
+    for agent_id in _named(scenario):
+        caller.say(f"{agent_id} goes on with what it remembers: the file names it by its id, and it may be your own")
     done = RunDone(0, 0, (), 0, 0)
     async with AioInferenceClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls) as client:
         memory = EngineMemory(client, {name: client.with_token(token) for name, token in tokens.items()})
@@ -103,6 +105,11 @@ async def run(
     return done.outcomes_met == done.outcomes
 
 
+def _named(scenario: Scenario) -> list[str]:
+    """The agents that no scenario made."""
+    return [agent.id for agent in scenario.agents.values() if agent.id]
+
+
 async def _forget_earlier(caller: Caller, scenario: Scenario, memory: EngineMemory, journal: Journal) -> None:
     """Delete the permanent agents, and the ephemeral ones of runs that were never finished."""
     for path in _journals(caller, scenario):
@@ -115,8 +122,6 @@ async def _forget_earlier(caller: Caller, scenario: Scenario, memory: EngineMemo
             await forget(scenario, memory, before.run_id, permanent=False)
     for agent_id in await forget(scenario, memory, journal.run_id, permanent=True):
         caller.say(f"{agent_id} remembers nothing now")
-    for agent_id in [agent.id for agent in scenario.agents.values() if agent.id]:
-        caller.say(f"{agent_id} keeps its memory: the file names it by its id, and it may be somebody's own")
 
 
 def write_report(caller: Caller, file: str, out: Path) -> None:
