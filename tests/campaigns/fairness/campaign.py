@@ -31,8 +31,8 @@ from tests.running.system_fixtures import ROOT
 
 RATIO = 3.0
 # Seconds below which a ratio is not held against a row. A call of the store: two fifths of the 250 ms after which an
-# engine goes on without it. A turn: half a second is no wait. A gap: four words a second are still read.
-FLOORS_S = {"turn": 0.5, "formed": 0.5, "gap": 0.25}
+# engine goes on without it. A turn, or a page: half a second is no wait. A gap: four words a second are still read.
+FLOORS_S = {"turn": 0.5, "formed": 0.5, "health": 0.5, "page": 0.5, "gap": 0.25}
 _FLOOR_S = 0.1
 _ROUNDS = 2
 

@@ -11,7 +11,7 @@ from tests.campaigns.fairness.campaign import FLOORS_S, Verdict, try_row
 from tests.campaigns.fairness.rows import ROWS
 from tests.campaigns.fairness.worker import GIVES_UP_S, Worked
 
-WORK = {"http", "look", "read", "ask", "write", "fork", "turn", "formed", "delete", "gap"}
+WORK = {"http", "health", "page", "look", "read", "ask", "write", "fork", "turn", "formed", "delete", "gap"}
 
 
 def row(name: str) -> Verdict:

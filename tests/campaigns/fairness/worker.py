@@ -1,8 +1,8 @@
 """Namespace `b`, which does ordinary work and counts how long it takes.
 
-One round is what a day consists of: it asks the gateway for its models, looks at an agent, asks for blobs and writes
-one, forks an agent, and lets the fork, whose memory only the store has, take a turn. Whoever waits for this waits for
-the store and the engine both.
+One round is what a day consists of: it asks the gateway for its models, its health and its page, looks at an agent,
+asks for blobs and writes one, forks an agent, and lets the fork, whose memory only the store has, take a turn. Whoever
+waits for this waits for the store and the engine both.
 """
 
 import asyncio
@@ -25,6 +25,8 @@ from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 GIVES_UP_S = 10.0
 _PAUSE_S = 0.01
+# The operator's page asks engine and store for all that it shows.
+_HTTP = {"http": "/v1/models", "health": "/healthz", "page": "/"}
 _SEED = "the seed"
 _STORY = "The market was full of people this morning. We cooked too much and gave the rest away. " * 24
 _TOKENS = 8
@@ -89,8 +91,9 @@ class Worker:
         return worked
 
     async def _round(self, worked: Worked) -> None:
-        with worked.timed("http"):
-            await self._ask_gateway()
+        for what, path in _HTTP.items():
+            with worked.timed(what):
+                await self._ask_gateway(path)
         with worked.timed("look"):
             await self._store.get_agent(_SEED)
         with worked.timed("read"):
@@ -110,14 +113,14 @@ class Worker:
         with worked.timed("delete"):
             await self._store.delete_agent(name)
 
-    async def _ask_gateway(self) -> None:
+    async def _ask_gateway(self, path: str) -> None:
         """Raises KvasirError for what is no answer."""
         try:
-            answer = await self._gateway.get("/v1/models")
+            answer = await self._gateway.get(path, headers={"accept": "text/html" if path == "/" else "*/*"})
         except httpx.HTTPError as error:
             raise Unavailable(type(error).__name__, reason=type(error).__name__.upper()) from None
         if answer.status_code != 200:
-            raise Unavailable("no models", reason=f"HTTP_{answer.status_code}")
+            raise Unavailable("no answer", reason=f"HTTP_{answer.status_code}")
 
     async def _turn(self, name: str, worked: Worked, *, has_format: bool) -> None:
         last: float | None = None

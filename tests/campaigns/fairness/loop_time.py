@@ -1,0 +1,91 @@
+"""How long a body of 8 MiB keeps the gateway's event loop: `python -m tests.campaigns.fairness.loop_time` (Linux).
+
+CPU time of the thread on which the loop runs, of each path and kind of body, as answered by real services.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+
+from tests.gateway.conftest import running_front
+
+MOST_MS = 20.0
+_BODY_BYTES = (8 << 20) - 2_000
+_TIMES = 3
+_LETTER = {"role": "user", "content": "a"}
+_CHATS = ("/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/api/chat", "/v1/agents/a/generate")
+_TEXTS = {"/v1/completions": "prompt", "/api/generate": "prompt", "/v1/responses": "input"}
+_EMBEDDINGS = ("/v1/embeddings", "/api/embed")
+
+
+def _nested() -> Mapping[str, Any]:
+    return {"x": [["a" * 25] * 7] * 31_000}
+
+
+def bodies() -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """A path, what is large in its body, and the body."""
+    for path in _CHATS:
+        yield path, "one text", {"messages": [{"role": "user", "content": "a" * _BODY_BYTES}]}
+        yield path, "9,999 texts", {"messages": [{"role": "user", "content": "a" * 780}] * 9_999}
+        yield path, "letters", {"messages": [_LETTER] * (_BODY_BYTES // 36)}
+        yield path, "a field", {"messages": [_LETTER], "metadata": _nested(), "client_metadata": _nested()}
+        yield path, "tools", {"messages": [_LETTER], "tools": [_tool()]}
+    for path, name in _TEXTS.items():
+        yield path, "one text", {name: "a" * _BODY_BYTES}
+        yield path, "a field", {name: "a", "metadata": _nested()}
+    yield "/v1/completions", "token ids", {"prompt": [77] * 200_000}
+    yield "/v1/responses", "9,999 items", {"input": [{"role": "user", "content": "a" * 780}] * 9_999}
+    yield "/v1/responses", "a stream of a field", {"input": "a", "stream": True, "metadata": _nested()}
+    yield "/v1/responses", "a choice", {"input": "a", "tools": [_tool(10)], "tool_choice": _chosen()}
+    for path in _EMBEDDINGS:
+        yield path, "one text", {"input": "a" * _BODY_BYTES}
+        yield path, "2,000 texts", {"input": ["a" * 4_000] * 2_000}
+        yield path, "token ids", {"input": [[77] * 100] * 2_000}
+
+
+def _tool(size: int = 31_000) -> Mapping[str, Any]:
+    schema = {"type": "object", "properties": {"a": {"enum": [["a" * 25] * 7] * size}}}
+    return {
+        "type": "function",
+        "name": "f",
+        "input_schema": schema,
+        "parameters": schema,
+        "function": {"name": "f", "parameters": schema} if size < 20_000 else {"name": "f"},
+    }
+
+
+def _chosen() -> Mapping[str, Any]:
+    return {"type": "function", "name": "f", **_nested()}
+
+
+def on_loop_s(pid: int) -> float:
+    """CPU seconds of a process's first thread."""
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
+
+
+def main() -> int:
+    slow = 0
+    with tempfile.TemporaryDirectory(prefix="loop") as directory, running_front(Path(directory)) as front:
+        with httpx.Client(base_url=front.gateway.url, headers=front.bearer(), timeout=120) as client:
+            for path, what, asked in bodies():
+                data = json.dumps({"model": "m", "max_tokens": 1, **asked}).encode()[: 8 << 20]
+                took_ms = []
+                for _ in range(_TIMES):
+                    before = on_loop_s(front.gateway.pid)
+                    status = client.post(path, content=data).status_code
+                    took_ms.append((on_loop_s(front.gateway.pid) - before) * 1000)
+                median = statistics.median(took_ms)
+                slow += median > MOST_MS
+                print(f"{path:28s} {what:20s} {len(data) >> 10:5d} KiB {status} {median:7.1f} ms", flush=True)
+    print(f"{slow} take more than {MOST_MS:.0f} ms")
+    return 1 if slow else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
