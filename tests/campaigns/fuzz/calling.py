@@ -3,7 +3,9 @@
 import contextlib
 import re
 import threading
+import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import grpc
@@ -21,7 +23,9 @@ _CALLERS_OWN = {"DEADLINE_EXCEEDED", "CANCELLED"}
 _TOO_LARGE = re.compile(r"message larger than max|Received message larger", re.IGNORECASE)
 # Turns take as long as they take, and what takes a memory back waits for its lease to end.
 _MAY_LAST = {"Generate", "Warm", "DeleteAgent", "RollbackAgent", "ForkAgent", "ImportAgent", "PullAgent"}
-_MAY_LAST |= {"OfferAgent", "FenceAgent"}
+_MAY_LAST |= {"MoveAgent", "OfferAgent", "FenceAgent"}
+_MOST_BESIDE = 3
+_BEGINS_S = 0.05  # for a call beside which others are made
 _OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1), ("grpc.enable_retries", 0))
 
 
@@ -56,12 +60,23 @@ def sending(requests: Requests, addresses: Mapping[str, str], seed: int) -> Iter
     with contextlib.ExitStack() as stack:
         channels = {name: stack.enter_context(open_channel(address)) for name, address in addresses.items()}
 
+        beside = stack.enter_context(ThreadPoolExecutor(_MOST_BESIDE))
+
+        def asked(call: Call) -> Outcome:
+            answer = ask(channels[call.rpc.path.split("/")[1]], call)
+            problem = what_is_wrong(call, answer) or _late(call, answer)
+            did_it = answer.status == "OK" or answer.responses > 0
+            return Outcome(call.rpc.name, answer.status, did_it, problem, str(call))
+
         def send(number: int) -> Iterator[Outcome]:
+            running = []
             for call in requests.of(seed, number):
-                answer = ask(channels[call.rpc.path.split("/")[1]], call)
-                problem = what_is_wrong(call, answer) or _late(call, answer)
-                did_it = answer.status == "OK" or answer.responses > 0
-                yield Outcome(call.rpc.name, answer.status, did_it, problem, str(call))
+                if call.is_beside:
+                    running.append(beside.submit(asked, call))
+                    time.sleep(_BEGINS_S)
+                else:
+                    yield asked(call)
+            yield from (each.result() for each in running)
 
         yield send
 

@@ -4,7 +4,8 @@ So a request can be made again alone, and does not depend on what others did; on
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from google.protobuf.message import Message
 
@@ -31,6 +32,8 @@ class Call:
     takes: int | None = None
     # It never says that it has sent all.
     is_left_open: bool = False
+    # The calls behind it are made while it runs.
+    is_beside: bool = False
 
     def __str__(self) -> str:
         shown = [message[:160].hex() + ("…" if len(message) > 160 else "") for message in self.messages[:4]]
@@ -41,8 +44,16 @@ class Call:
         )
 
 
+class Step(NamedTuple):
+    """One call of a scenario, before it is known how its caller behaves."""
+
+    rpc: Rpc
+    messages: Sequence[bytes]
+    is_beside: bool = False
+
+
 # Makes the requests of one RPC, which may be more than one call: what is written first is committed next.
-Scenario = Callable[[Dice], Sequence[tuple[Rpc, Sequence[bytes]]]]
+Scenario = Callable[[Dice], Sequence[Step]]
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,8 @@ class Requests:
     scenarios: Mapping[str, Scenario]
     usual_token: str
     usual_timeout_s: float = 10.0
+    # Of RPCs that another caller usually makes.
+    tokens_of: Mapping[str, str] = field(default_factory=dict)
     # What ends everybody's turns is asked for seldom.
     seldom: frozenset[str] = frozenset()
 
@@ -68,8 +81,8 @@ class Requests:
         if dice.chance(_SCENARIO_OF_RPC if related else _SCENARIO):
             made = dice.pick(related or list(self.scenarios.values()))(dice)
         else:
-            made = [(self.rpcs[name], [self.message(self.rpcs[name], dice)])]
-        return [self._called(rpc, list(messages), dice) for rpc, messages in made]
+            made = [Step(self.rpcs[name], [self.message(self.rpcs[name], dice)])]
+        return [self._called(step, dice) for step in made]
 
     def message(self, rpc: Rpc, dice: Dice) -> bytes:
         """One request message: sometimes valid, mostly mutated, sometimes no message at all."""
@@ -85,9 +98,11 @@ class Requests:
         data = break_texts(message.SerializeToString(deterministic=True), dice)
         return damage(data, dice) if how > 0.8 else data
 
-    def _called(self, rpc: Rpc, messages: list[bytes], dice: Dice) -> Call:
+    def _called(self, step: Step, dice: Dice) -> Call:
         # A stream that has no end of its own ends by its deadline.
-        call = Call(rpc, tuple(messages), f"Bearer {self.tokens[self.usual_token]}", self.usual_timeout_s)
+        rpc, messages = step.rpc, step.messages
+        token = self.tokens[self.tokens_of.get(rpc.name, self.usual_token)]
+        call = Call(rpc, tuple(messages), f"Bearer {token}", self.usual_timeout_s, is_beside=step.is_beside)
         if rpc.name.startswith("Watch"):
             call = replace(call, timeout_s=0.02 + 0.2 * dice.random())
         if dice.chance(0.15):

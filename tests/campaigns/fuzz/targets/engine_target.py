@@ -15,7 +15,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.campaigns.fuzz import files
 from tests.campaigns.fuzz.calling import sending
-from tests.campaigns.fuzz.calls import Requests, Scenario
+from tests.campaigns.fuzz.calls import Requests, Scenario, Step
 from tests.campaigns.fuzz.campaign import Send
 from tests.campaigns.fuzz.contract import Rpc, engine_rpcs, store_rpcs
 from tests.campaigns.fuzz.mutations import Known
@@ -160,22 +160,49 @@ class _Memories:
         self._manifest = manifest
 
     def all(self) -> Mapping[str, Scenario]:
-        return {"Generate over a mutated memory": self._turn, "Warm of a mutated memory": self._warm}
+        return {
+            "Generate over a mutated memory": self._turn,
+            "Warm of a mutated memory": self._warm,
+            "CancelTurn of a turn that runs": self._cancel,
+        }
 
-    def _turn(self, dice: Dice) -> Sequence[tuple[Rpc, Sequence[bytes]]]:
+    def _cancel(self, dice: Dice) -> Sequence[Step]:
+        """A turn, others that wait for it, and an end of one of them."""
+        names = [f"cancelled {dice.below(10**9)}" for _ in range(dice.between(1, 3))]
+        turns = [
+            pb.GenerateRequest(
+                agent_id=dice.pick(("", names[0])),
+                request_id=name,
+                prompt=_PROMPT[: dice.pick((60, 1000))],
+                sampling=pb.Sampling(max_tokens=600),
+                keep_partial=dice.chance(0.5),
+            )
+            for name in names
+        ]
+        ended = pb.CancelTurnRequest(request_id=dice.pick(names))
+        return [
+            *(Step(self._rpcs["Generate"], [turn.SerializeToString()], is_beside=True) for turn in turns),
+            Step(self._rpcs["CancelTurn"], [ended.SerializeToString()]),
+            *(
+                Step(self._rpcs["CancelTurn"], [pb.CancelTurnRequest(request_id=name).SerializeToString()])
+                for name in names
+            ),
+        ]
+
+    def _turn(self, dice: Dice) -> Sequence[Step]:
         name, calls = self._kept(dice)
         request = pb.GenerateRequest(agent_id=name, sampling=pb.Sampling(max_tokens=2))
         if dice.chance(0.3):
             request.append_messages.messages.append(message("user", "And then?"))
         else:
             request.prompt = _PROMPT + "And then?"
-        return [*calls, (self._rpcs["Generate"], [request.SerializeToString()])]
+        return [*calls, Step(self._rpcs["Generate"], [request.SerializeToString()])]
 
-    def _warm(self, dice: Dice) -> Sequence[tuple[Rpc, Sequence[bytes]]]:
+    def _warm(self, dice: Dice) -> Sequence[Step]:
         name, calls = self._kept(dice)
-        return [*calls, (self._rpcs["Warm"], [pb.WarmRequest(agent_id=name).SerializeToString()])]
+        return [*calls, Step(self._rpcs["Warm"], [pb.WarmRequest(agent_id=name).SerializeToString()])]
 
-    def _kept(self, dice: Dice) -> tuple[str, Sequence[tuple[Rpc, Sequence[bytes]]]]:
+    def _kept(self, dice: Dice) -> tuple[str, Sequence[Step]]:
         """A new agent's name, and what makes a mutated manifest its memory, if the store takes it."""
         change = files.unproven if dice.chance(0.8) else files.manifest
         content = change(self._manifest, dice, _known())
@@ -183,6 +210,6 @@ class _Memories:
         frames = files.frames(digest, content, dice, store_pb.BLOB_KIND_MANIFEST)
         commit = store_pb.CommitSnapshotRequest(agent_id=name, manifest=digest.to_proto())
         return name, [
-            (self._store["WriteBlobs"], [frame.SerializeToString() for frame in frames]),
-            (self._store["CommitSnapshot"], [commit.SerializeToString()]),
+            Step(self._store["WriteBlobs"], [frame.SerializeToString() for frame in frames]),
+            Step(self._store["CommitSnapshot"], [commit.SerializeToString()]),
         ]
