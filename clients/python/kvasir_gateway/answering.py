@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -122,7 +122,7 @@ class Turns:
     def ready(self, turn: Turn, side_rules: Sequence[SideRule] = (), *, is_exact: bool = False) -> Ready:
         """May run in any thread. `is_exact`: another time makes another conversation. Raises InvalidArgument."""
         chain = self._conversations.chain(turn.messages, turn.hint, is_exact=is_exact)
-        digest = self.digest_of(turn.messages)
+        digest = self._conversations.digest_of(turn.messages)
         return Ready(turn, chain, digest, sent_messages(turn), side_call_of(turn, side_rules))
 
     async def memory(self, ready: Ready, caller: CallerAtEngine, namespace: str, agent_id: str) -> Memory:
@@ -143,8 +143,8 @@ class Turns:
         found = await known.agent_for(namespace, chain, turn.messages, caller)
         return Memory(found, known, namespace, chain, begun=turn.begun)
 
-    def digest_of(self, messages: Sequence[Said]) -> str:
-        return self._conversations.digest_of(messages)
+    def digests_of(self, messages: Iterable[Said]) -> Iterator[str]:
+        return self._conversations.digests_of(messages)
 
     async def events(self, ready: Ready, caller: CallerAtEngine, memory: Memory, request_id: str) -> Events:
         """A turn's events. Closing the generator cancels the turn."""

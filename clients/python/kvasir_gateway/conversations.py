@@ -17,7 +17,7 @@ import contextlib
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -231,10 +231,16 @@ class Conversations:
 
     def digest_of(self, messages: Sequence[Said]) -> str:
         """A short digest of what was said, keyed: who has it cannot guess the text."""
+        *_, digest = self.digests_of(messages)
+        return digest
+
+    def digests_of(self, messages: Iterable[Said]) -> Iterator[str]:
+        """The digests of all beginnings of what was said, from that of nothing on."""
         hashed = blake3(key=self._key)
+        yield hashed.hexdigest(6)
         for message in messages:
             hashed.update(_canonical(message))
-        return hashed.hexdigest(6)
+            yield hashed.hexdigest(6)
 
     async def tidy(self, namespace: str, records: AgentRecords, every: timedelta = timedelta(minutes=10)) -> int:
         """Delete what is expired or too much, now and then; returns the number of agents deleted."""

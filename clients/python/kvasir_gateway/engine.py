@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from datetime import UTC
@@ -40,6 +40,7 @@ _MAX_MESSAGES = 10_000  # as the engine takes
 _ARGUMENTS = re.compile(r"messages\.messages\[(\d+)\]\.tool_calls\[(\d+)\]\.arguments_json")
 
 SentMessages = Sequence[message_pb2.Message]
+DigestsOf = Callable[[Iterable[Said]], Iterator[str]]  # of all beginnings of what was said, from that of nothing on
 
 
 async def _at_once(make: Callable[[], Made]) -> Made:
@@ -151,16 +152,14 @@ class CallerAtEngine:
         except KvasirError:
             return ()
 
-    async def said_until(
-        self, places: Collection[Place], digest_of: Callable[[Sequence[Said]], str]
-    ) -> dict[Place, Sequence[Said]]:
+    async def said_until(self, places: Collection[Place], digests_of: DigestsOf) -> dict[Place, Sequence[Said]]:
         """What was said until each of these replies, and the reply; without those that nobody remembers any more.
         Each agent is read once, and a few at a time."""
         few = asyncio.Semaphore(_AGENTS_AT_ONCE)
 
         async def one(agent_id: str) -> dict[Place, Sequence[Said]]:
             async with few:
-                return await self._said_by(agent_id, [each for each in places if each.agent_id == agent_id], digest_of)
+                return await self._said_by(agent_id, [each for each in places if each.agent_id == agent_id], digests_of)
 
         reading = [asyncio.create_task(one(agent_id)) for agent_id in {place.agent_id for place in places}]
         try:
@@ -171,7 +170,7 @@ class CallerAtEngine:
         return {place: said for each in found for place, said in each.items()}
 
     async def _said_by(
-        self, agent_id: str, places: Sequence[Place], digest_of: Callable[[Sequence[Said]], str]
+        self, agent_id: str, places: Sequence[Place], digests_of: DigestsOf
     ) -> dict[Place, Sequence[Said]]:
         """Versions that are kept name their turns. A reply of an older turn is found in an agent of a conversation,
         which keeps all its messages, behind the same messages."""
@@ -192,7 +191,7 @@ class CallerAtEngine:
                 return found
         if not agent_id.startswith(PREFIX):
             return found
-        return found | await self.beside(lambda: _replies_behind(newest, {*places} - {*found}, digest_of))
+        return found | await self.beside(lambda: _replies_behind(newest, {*places} - {*found}, digests_of))
 
     async def rules_of(self, agent_id: str, rules: Rules) -> Rules:
         """The rules that an agent's label names, else these."""
@@ -344,16 +343,17 @@ def _turn_of(manifest_bytes: bytes) -> tuple[str, Sequence[Said]]:
 
 
 def _replies_behind(
-    said: Sequence[Said], places: Iterable[Place], digest_of: Callable[[Sequence[Said]], str]
+    said: Sequence[Said], places: Iterable[Place], digests_of: DigestsOf
 ) -> dict[Place, Sequence[Said]]:
     """The messages of a memory until the replies at these places, where those before are the same."""
-    found = {}
-    for place in places:
-        until = said[: place.number + 1]
-        is_reply = len(until) > place.number and until[-1].role == "assistant"
-        if is_reply and digest_of(until[:-1]) == place.digest:
-            found[place] = until
-    return found
+    digests = list(digests_of(said))
+    return {
+        place: said[: place.number + 1]
+        for place in places
+        if 0 <= place.number < len(said)
+        and said[place.number].role == "assistant"
+        and digests[place.number] == place.digest
+    }
 
 
 def _newest(agent: cachestore_pb2.Agent) -> int:

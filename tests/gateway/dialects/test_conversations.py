@@ -19,7 +19,7 @@ from kvasir_gateway import conversations as module
 from kvasir_gateway.__main__ import _key
 from kvasir_gateway.answering import Memory
 from kvasir_gateway.conversations import Conversations
-from kvasir_gateway.engine import CallerAtEngine
+from kvasir_gateway.engine import CallerAtEngine, _replies_behind
 from kvasir_gateway.page import looking
 from kvasir_gateway.reading.records import PREFIX, Kept, Made
 from kvasir_gateway.turn import Place, Said, ToolUse
@@ -412,9 +412,9 @@ def test_ids_of_many_agents_are_looked_up_a_few_at_a_time_and_no_longer_than_som
     places = [Place(f"agent {number % 20}", f"turn {number}", 1, "") for number in range(60)]
 
     async def look_up() -> None:
-        assert await caller.said_until(places, str) == {}
+        assert await caller.said_until(places, iter) == {}
         assert (slow.calls, slow.most) == (20, 8)
-        leaving = asyncio.create_task(caller.said_until(places, str))
+        leaving = asyncio.create_task(caller.said_until(places, iter))
         await asyncio.sleep(0.005)
         assert slow.open == 8
         leaving.cancel()
@@ -422,6 +422,17 @@ def test_ids_of_many_agents_are_looked_up_a_few_at_a_time_and_no_longer_than_som
         assert (slow.calls, slow.open) == (28, 0)
 
     asyncio.run(look_up())
+
+
+def test_many_ids_of_one_agent_cost_one_walk_through_its_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = [make(str(number)) for number in range(100) for make in (user, reply)]
+    known, digested, plain = conversations(), list[Said](), module._canonical
+    places = [Place("a", "", number, known.digest_of(said[:number])) for number in range(200)]
+    others = [Place("a", "", number, places[7].digest) for number in (1, 9, -193, 200, 1000)]
+    monkeypatch.setattr(module, "_canonical", lambda one: (digested.append(one), plain(one))[1])
+    found = _replies_behind(said, [*places, *others], known.digests_of)
+    assert found == {place: said[: place.number + 1] for place in places[1::2]}
+    assert digested == said
 
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 99), st.booleans()), min_size=1, max_size=12))
