@@ -265,7 +265,7 @@ class Conversations:
                 kept = sorted(await records.kept(PREFIX), key=lambda agent: agent.used_at)
                 kept = [each for each in kept if each.summary and not each.is_copy]
                 self._summaries.read(namespace, {each.agent_id: each.summary for each in kept})
-        return await self._summaries.agent_of(namespace, chain.session, messages)
+        return await self._summaries.agent_of(namespace, chain.session, messages, records.beside)
 
     def _maker_of_calls(self, namespace: str, chain: Chain) -> str:
         """The agent that made the newest of the conversation's calls; else nothing."""

@@ -267,6 +267,25 @@ def test_memories_are_compared_beside_the_event_loop(monkeypatch: pytest.MonkeyP
     assert threading.main_thread() not in threads
 
 
+def test_lines_are_looked_for_in_their_namespaces_turn() -> None:
+    """A thread for each caller would leave the event loop a small part of the interpreter."""
+
+    class Noted(Records):
+        asked = 0
+
+        async def beside(self, make: Callable[[], Made]) -> Made:
+            self.asked += 1
+            return make()
+
+    talk, threads = Talk(conversations(), Noted()), threading.active_count()
+    first = talk.turn(user("Hello"))
+    line = "A line of a summary that is long enough to be its own."
+    asyncio.run(talk.known.summarized(("n", first), talk.known.chain((), ""), (), line, talk.records))
+    again = (user(line), user("more"))
+    assert asyncio.run(talk.known.compacted("n", talk.known.chain(again, ""), again, talk.records)) == first
+    assert (talk.records.asked, threading.active_count()) == (1, threads)
+
+
 def test_a_turn_that_has_left_twice_leaves_the_next_one_busy() -> None:
     talk = Talk(conversations(), Records())
     first = talk.turn(user("Hello"), answer="Hi")

@@ -49,6 +49,7 @@ TURNS = [
     (user("Generate a title for this conversation"), reply("Builds"), Said("tool", "a summary of the conversation")),
 ]
 TOOL = pb.Tool(name="look")
+BESIDE = Records().beside
 
 
 def found(messages: tuple[Said, ...], **fields: Any) -> str:
@@ -136,7 +137,7 @@ def test_of_many_summaries_in_the_store_the_last_are_known() -> None:
     known, lines = Summaries(bytes(32)), [f"{number}: {'x' * 40}" for number in range(102)]
     labels = {line: Summaries(bytes(32)).add("n", line, bytes(32), (), line) for line in lines}
     known.read("n", labels)
-    found = [asyncio.run(known.agent_of("n", bytes(32), (user(line),))) for line in (*lines[:3], lines[-1])]
+    found = [asyncio.run(known.agent_of("n", bytes(32), (user(line),), BESIDE)) for line in (*lines[:3], lines[-1])]
     assert found == ["", "", lines[2], lines[-1]]
 
 
@@ -145,7 +146,7 @@ def test_labels_of_a_namespace_push_out_no_summary_of_another_nor_a_newer_one() 
     label = known.add("other", "theirs", bytes(32), (), line)
     known.add("n", "newest", bytes(32), (), line)
     known.read("n", {str(number): label for number in range(1002)})
-    found = [asyncio.run(known.agent_of(namespace, bytes(32), (user(line),))) for namespace in ("other", "n")]
+    found = [asyncio.run(known.agent_of(namespace, bytes(32), (user(line),), BESIDE)) for namespace in ("other", "n")]
     assert found == ["theirs", "newest"]
 
 
@@ -158,7 +159,7 @@ def test_a_long_summarys_label_fits_the_store_and_knows_lines_of_all_its_parts()
         restarted = Summaries(bytes(32))
         restarted.read("n", {"a": label})
         for part in (lines[:count][:10], lines[:count][-10:]):
-            assert asyncio.run(restarted.agent_of("n", bytes(32), [user(line) for line in part])) == "a"
+            assert asyncio.run(restarted.agent_of("n", bytes(32), [user(line) for line in part], BESIDE)) == "a"
 
 
 def test_a_summary_that_the_store_refuses_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,14 +5,15 @@ They are in RAM, and as labels of their agents, which a gateway reads once: dige
 summary that is not known any more costs an agent, not a memory.
 """
 
-import asyncio
 import base64
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from blake3 import blake3
 
+from kvasir_gateway.reading.records import Beside
 from kvasir_gateway.turn import Said
 
 _MAX_SUMMARIES = 100  # of a namespace; the oldest is dropped
@@ -79,13 +80,13 @@ class Summaries:
         """A conversation went on from it: another that repeats a line of it does not."""
         self._summaries.get(namespace, {}).pop(agent_id, None)
 
-    async def agent_of(self, namespace: str, session: bytes, messages: Sequence[Said]) -> str:
+    async def agent_of(self, namespace: str, session: bytes, messages: Sequence[Said], beside: Beside) -> str:
         """The agent whose summary these messages repeat, a line of it at least; else nothing."""
         summaries = self._summaries.get(namespace, {}).values()
         known = [each for each in summaries if session.startswith(each.session)]
         if not known:
             return ""
-        said = await asyncio.to_thread(self._lines_of, messages)  # of a long conversation it takes its time
+        said = await beside(partial(self._lines_of, messages))  # of a long conversation it takes its time
         best = max(reversed(known), key=lambda each: len(each.lines & said))
         return best.agent_id if best.lines & said else ""
 
