@@ -32,7 +32,10 @@ def bodies() -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """A path, what is large in its body, and the body."""
     for path in _CHATS:
         yield path, "one text", {"messages": [{"role": "user", "content": "a" * _BODY_BYTES}]}
-        yield path, "9,999 texts", {"messages": [{"role": "user", "content": "a" * 780}] * 9_999}
+        said = [
+            {"role": role, "content": f"{number} " * 130} for number in range(5_000) for role in ("user", "assistant")
+        ]
+        yield path, "9,999 texts", {"messages": said[:-1]}
         yield path, "letters", {"messages": [_LETTER] * (_BODY_BYTES // 36)}
         yield path, "a field", {"messages": [_LETTER], "metadata": _nested(), "client_metadata": _nested()}
         yield path, "tools", {"messages": [_LETTER], "tools": [_tool()]}
