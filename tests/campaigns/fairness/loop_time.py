@@ -37,7 +37,7 @@ def bodies() -> Iterator[tuple[str, str, Mapping[str, Any]]]:
         ]
         yield path, "9,999 texts", {"messages": said[:-1]}
         yield path, "letters", {"messages": [_LETTER] * (_BODY_BYTES // 36)}
-        yield path, "a field", {"messages": [_LETTER], "metadata": _nested(), "client_metadata": _nested()}
+        yield path, "a field", {"messages": [_LETTER], "metadata": _nested()}
         yield path, "tools", {"messages": [_LETTER], "tools": [_tool()]}
     for path, name in _TEXTS.items():
         yield path, "one text", {name: "a" * _BODY_BYTES}
@@ -52,15 +52,11 @@ def bodies() -> Iterator[tuple[str, str, Mapping[str, Any]]]:
         yield path, "token ids", {"input": [[77] * 100] * 2_000}
 
 
-def _tool(size: int = 31_000) -> Mapping[str, Any]:
+def _tool(size: int = 10_000) -> Mapping[str, Any]:
+    """A tool in the words of each API."""
     schema = {"type": "object", "properties": {"a": {"enum": [["a" * 25] * 7] * size}}}
-    return {
-        "type": "function",
-        "name": "f",
-        "input_schema": schema,
-        "parameters": schema,
-        "function": {"name": "f", "parameters": schema} if size < 20_000 else {"name": "f"},
-    }
+    function = {"name": "f", "parameters": schema}
+    return {"type": "function", **function, "input_schema": schema, "function": function}
 
 
 def _chosen() -> Mapping[str, Any]:
