@@ -50,3 +50,32 @@ def test_a_reader_who_leaves_before_the_answer_writes_nothing_into_the_log(capfd
         thread.join(10)
     stop()
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET /he", b"GET /healthz HTTP/1.0\r\n\r\n"], ids=["nothing", "a part", "a request"]
+)
+def test_a_crowd_takes_a_bounded_part_of_the_service_and_shuts_nobody_out(sent: bytes) -> None:
+    """Each connection had a thread and a file of the store's process, for as long as its other end liked."""
+    port, let_go = free_port(), threading.Event()
+
+    def wellness() -> Wellness:
+        let_go.wait(20)
+        return Wellness([])
+
+    stop = OperatorPage(About("store", "kvasir.test.v1"), tuple, wellness).serve(f"127.0.0.1:{port}")
+    crowd = []
+    try:
+        for _ in range(300):
+            crowd.append(socket.create_connection(("127.0.0.1", port), timeout=5))
+            crowd[-1].sendall(sent)
+        assert sum("process_request_thread" in each.name for each in threading.enumerate()) < 100
+        let_go.set()
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.request("GET", "/metrics")
+        assert connection.getresponse().status == 200
+    finally:
+        let_go.set()
+        for each in crowd:
+            each.close()
+        stop()

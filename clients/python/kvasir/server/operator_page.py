@@ -5,10 +5,13 @@ so names no agent and no namespace: labels are words of this program and names o
 """
 
 import asyncio
+import contextlib
 import json
+import socket
 import subprocess
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,6 +28,7 @@ from kvasir.server.audit import Audit
 from kvasir.server.durations import Durations, RpcCounts
 from kvasir.server.wellness import Ailment, Wellness
 
+MOST_READERS = 32  # that have asked, and as many that have not
 _READER_S = 10.0
 _LOOP_S = 3.0
 _INFINITE = float("inf")
@@ -88,7 +92,9 @@ class OperatorPage(Collector):
 
             def do_GET(self) -> None:
                 path = self.path.partition("?")[0]
-                if not _is_local(self.headers.get("host", "localhost")):
+                if not cast("_Server", self.server).asks(self.connection):
+                    self._answer(503, "text/plain", b"others ask for too much at once\n")
+                elif not _is_local(self.headers.get("host", "localhost")):
                     self._answer(403, "text/plain", b"this machine alone: ask for 127.0.0.1\n")
                 elif path == "/metrics":
                     self._answer(200, CONTENT_TYPE_LATEST, generate_latest(registry))
@@ -115,7 +121,40 @@ class OperatorPage(Collector):
 
 
 class _Server(ThreadingHTTPServer):
+    """Each connection has a thread, so their number is bounded: anybody on this machine may open one."""
+
     daemon_threads = True
+    request_queue_size = 128  # of few, a crowd's connections would make others wait for a second
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._lock = threading.Lock()
+        self._silent: OrderedDict[socket.socket, None] = OrderedDict()
+        self._asking: set[socket.socket] = set()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """The oldest connection that has not asked makes way for the newest."""
+        with self._lock:
+            self._silent[request] = None
+            oldest = self._silent.popitem(last=False)[0] if len(self._silent) > MOST_READERS else None
+        if oldest is not None:
+            with contextlib.suppress(OSError):  # its other end is gone
+                oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def asks(self, request: socket.socket) -> bool:
+        """Whether a connection whose whole request came has a place."""
+        with self._lock:
+            is_silent = self._silent.pop(request, request) is None  # else another took its place
+            if is_silent and len(self._asking) < MOST_READERS:
+                self._asking.add(request)
+        return request in self._asking
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._silent.pop(request, None)
+            self._asking.discard(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A reader who leaves before its answer is no fault of the service's."""
