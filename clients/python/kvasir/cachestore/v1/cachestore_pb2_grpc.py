@@ -130,22 +130,24 @@ class AgentServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UpdateAgent(self, request, context):
-        """Changes the fields of an agent that update_mask names. Errors: NOT_FOUND, INVALID_ARGUMENT (update_mask, labels, retained_versions).
+        """Changes the fields of an agent that update_mask names. Errors: NOT_FOUND, INVALID_ARGUMENT (update_mask, labels, retained_versions),
+        FAILED_PRECONDITION (AGENT_MOVED, AGENT_MOVING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ForkAgent(self, request, context):
-        """Starts a new agent whose first version is another's. Copies no blob. Errors: NOT_FOUND, ALREADY_EXISTS, UNAVAILABLE (LEASE_HELD).
+        """Starts a new agent whose first version is another's. Copies no blob. Errors: NOT_FOUND, ALREADY_EXISTS, FAILED_PRECONDITION (AGENT_MOVED, AGENT_MOVING:
+        the new name is another store's), UNAVAILABLE (LEASE_HELD).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RollbackAgent(self, request, context):
-        """Makes an old version the newest again, as a new version; nothing is removed. Errors: NOT_FOUND, ABORTED (head moved), UNAVAILABLE (LEASE_HELD: an
-        engine had not let go of the lease within the caller's time; retry).
+        """Makes an old version the newest again, as a new version; nothing is removed. Errors: NOT_FOUND, ABORTED (head moved), FAILED_PRECONDITION
+        (AGENT_MOVED, AGENT_MOVING), UNAVAILABLE (LEASE_HELD: an engine had not let go of the lease within the caller's time; retry).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -55,12 +55,14 @@ type AgentServiceClient interface {
 	ListAgents(ctx context.Context, in *ListAgentsRequest, opts ...grpc.CallOption) (*ListAgentsResponse, error)
 	// Returns one agent and its lines. No side effect. Errors: NOT_FOUND.
 	GetAgent(ctx context.Context, in *GetAgentRequest, opts ...grpc.CallOption) (*GetAgentResponse, error)
-	// Changes the fields of an agent that update_mask names. Errors: NOT_FOUND, INVALID_ARGUMENT (update_mask, labels, retained_versions).
+	// Changes the fields of an agent that update_mask names. Errors: NOT_FOUND, INVALID_ARGUMENT (update_mask, labels, retained_versions),
+	// FAILED_PRECONDITION (AGENT_MOVED, AGENT_MOVING).
 	UpdateAgent(ctx context.Context, in *UpdateAgentRequest, opts ...grpc.CallOption) (*UpdateAgentResponse, error)
-	// Starts a new agent whose first version is another's. Copies no blob. Errors: NOT_FOUND, ALREADY_EXISTS, UNAVAILABLE (LEASE_HELD).
+	// Starts a new agent whose first version is another's. Copies no blob. Errors: NOT_FOUND, ALREADY_EXISTS, FAILED_PRECONDITION (AGENT_MOVED, AGENT_MOVING:
+	// the new name is another store's), UNAVAILABLE (LEASE_HELD).
 	ForkAgent(ctx context.Context, in *ForkAgentRequest, opts ...grpc.CallOption) (*ForkAgentResponse, error)
-	// Makes an old version the newest again, as a new version; nothing is removed. Errors: NOT_FOUND, ABORTED (head moved), UNAVAILABLE (LEASE_HELD: an
-	// engine had not let go of the lease within the caller's time; retry).
+	// Makes an old version the newest again, as a new version; nothing is removed. Errors: NOT_FOUND, ABORTED (head moved), FAILED_PRECONDITION
+	// (AGENT_MOVED, AGENT_MOVING), UNAVAILABLE (LEASE_HELD: an engine had not let go of the lease within the caller's time; retry).
 	RollbackAgent(ctx context.Context, in *RollbackAgentRequest, opts ...grpc.CallOption) (*RollbackAgentResponse, error)
 	// Forgets an agent: all its lines and versions at once; bytes that nothing else uses go after the grace period,
 	// at the time answered. Errors: NOT_FOUND, FAILED_PRECONDITION (pinned), UNAVAILABLE (LEASE_HELD).
@@ -287,12 +289,14 @@ type AgentServiceServer interface {
 	ListAgents(context.Context, *ListAgentsRequest) (*ListAgentsResponse, error)
 	// Returns one agent and its lines. No side effect. Errors: NOT_FOUND.
 	GetAgent(context.Context, *GetAgentRequest) (*GetAgentResponse, error)
-	// Changes the fields of an agent that update_mask names. Errors: NOT_FOUND, INVALID_ARGUMENT (update_mask, labels, retained_versions).
+	// Changes the fields of an agent that update_mask names. Errors: NOT_FOUND, INVALID_ARGUMENT (update_mask, labels, retained_versions),
+	// FAILED_PRECONDITION (AGENT_MOVED, AGENT_MOVING).
 	UpdateAgent(context.Context, *UpdateAgentRequest) (*UpdateAgentResponse, error)
-	// Starts a new agent whose first version is another's. Copies no blob. Errors: NOT_FOUND, ALREADY_EXISTS, UNAVAILABLE (LEASE_HELD).
+	// Starts a new agent whose first version is another's. Copies no blob. Errors: NOT_FOUND, ALREADY_EXISTS, FAILED_PRECONDITION (AGENT_MOVED, AGENT_MOVING:
+	// the new name is another store's), UNAVAILABLE (LEASE_HELD).
 	ForkAgent(context.Context, *ForkAgentRequest) (*ForkAgentResponse, error)
-	// Makes an old version the newest again, as a new version; nothing is removed. Errors: NOT_FOUND, ABORTED (head moved), UNAVAILABLE (LEASE_HELD: an
-	// engine had not let go of the lease within the caller's time; retry).
+	// Makes an old version the newest again, as a new version; nothing is removed. Errors: NOT_FOUND, ABORTED (head moved), FAILED_PRECONDITION
+	// (AGENT_MOVED, AGENT_MOVING), UNAVAILABLE (LEASE_HELD: an engine had not let go of the lease within the caller's time; retry).
 	RollbackAgent(context.Context, *RollbackAgentRequest) (*RollbackAgentResponse, error)
 	// Forgets an agent: all its lines and versions at once; bytes that nothing else uses go after the grace period,
 	// at the time answered. Errors: NOT_FOUND, FAILED_PRECONDITION (pinned), UNAVAILABLE (LEASE_HELD).
