@@ -309,14 +309,20 @@ class Conversations:
         """The longest known prefix that ends with a reply; if there is none, one of the same at another time. The
         opening is none: equal ones are different talks.
         """
-        latest = list(reversed(points[1:]))
-        digests = [each for point in latest for each in (point.digest, *self._made(namespace, point, points[0]))]
-        digests += [self._alike.get((namespace, point.alike), "") for point in latest]
-        for digest in digests:
+        for digest in self._digests(namespace, points):
             if (answer := self._answers.get((namespace, digest))) is not None:
                 agent_id, version = answer
                 return Tip(agent_id, version, self._newest.get((namespace, agent_id)) == digest)
         return None
+
+    def _digests(self, namespace: str, points: Sequence[Point]) -> Iterator[str]:
+        """Of the answers that a prefix may end with, those of the longest first."""
+        for point in reversed(points[1:]):
+            yield point.digest
+            if point.call_ids:
+                yield from self._made(namespace, point, points[0])
+        for point in reversed(points[1:]):
+            yield self._alike.get((namespace, point.alike), "")
 
     def _made(self, namespace: str, point: Point, opening: Point) -> Iterator[str]:
         """The answers that made a prefix's calls, of agents with this opening."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import re
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
@@ -244,12 +245,15 @@ class EngineLink:
         }
         return cls([AioInferenceClient.connect(address, token=token, tls=tls) for _ in range(_CONNECTIONS)], others)
 
-    def of(self, token: str | None, beside: Beside = _at_once) -> CallerAtEngine:
-        """The engine for the caller with this token; None: for the gateway itself."""
+    def of(self, token: str | None, beside: Beside = _at_once, making: Beside = _at_once) -> CallerAtEngine:
+        """The engine for the caller with this token; None: for the gateway itself. `making`: makes its requests."""
         client = next(self._next)
         if token is None:
-            return CallerAtEngine(client, beside)
+            own = copy.copy(client)
+            own.making = making
+            return CallerAtEngine(own, beside)
         callers = client.with_token(token)
+        callers.making = making
         theirs = {name: peer.with_token(token) for name, peer in self._peers.items()}
         for each in (callers, *theirs.values()):
             each.peers |= theirs

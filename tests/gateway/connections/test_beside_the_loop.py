@@ -3,11 +3,14 @@
 import asyncio
 import json
 import threading
+from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kvasir.errors import Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.server.audit import Audit
 from kvasir.server.traces import Traces
@@ -16,7 +19,7 @@ from kvasir_gateway.app import Gateway, GatewayLimits, Surroundings
 from kvasir_gateway.conversations import Conversations
 from kvasir_gateway.door.security import Gate
 from kvasir_gateway.embedding.bodies import EmbeddingsRequest
-from kvasir_gateway.engine import CallerAtEngine
+from kvasir_gateway.engine import CallerAtEngine, EngineLink
 from kvasir_gateway.metrics import GatewayNumbers
 from kvasir_gateway.models import Aliases
 from kvasir_gateway.reading.seals import ThoughtSeals
@@ -45,7 +48,7 @@ class PlayedEngine:
 
 def app_before(engine: PlayedEngine, limits: GatewayLimits = GatewayLimits()) -> Any:
     around = Surroundings(
-        engine=SimpleNamespace(of=lambda _token, beside: CallerAtEngine(engine, beside)),  # type: ignore[arg-type]
+        engine=SimpleNamespace(of=lambda _token, beside, _making: CallerAtEngine(engine, beside)),  # type: ignore[arg-type]
         gate=Gate(None, hosts=(), origins=(), audit=Audit("http", None)),
         turns=Turns(Conversations(_KEY, new_name=lambda: "name", now=lambda: datetime.now(UTC))),
         limits=limits,
@@ -114,3 +117,27 @@ def test_a_large_answer_of_embeddings_is_made_beside_the_loop_within_the_room_of
     assert threads
     assert threading.main_thread() not in threads
     assert asyncio.run(ask(GatewayLimits(max_bodies_bytes=1 << 20)))[0] == 429
+
+
+@pytest.mark.parametrize("token", [None, "a-token"])
+def test_requests_with_prompts_are_made_where_the_gateway_says(token: str | None, tmp_path: Path) -> None:
+    made = list[bytes]()
+
+    async def making(make: Callable[[], bytes]) -> bytes:
+        made.append(await asyncio.to_thread(make))
+        return made[-1]
+
+    async def ask() -> None:
+        link = EngineLink.connect(f"unix:{tmp_path}/nobody")
+        client = link.of(token, making=making).client  # type: ignore[arg-type]  # of bytes alone
+        for asked in (client.reply(prompt="one"), client.count_tokens(prompt="two"), client.embed(["three"])):
+            with pytest.raises(Unavailable):
+                await asked
+        with pytest.raises(Unavailable):
+            await link.of(token).client.count_tokens(prompt="four")
+        await link.close()
+
+    asyncio.run(ask())
+    requests = (pb.GenerateRequest, pb.CountTokensRequest, pb.EmbedRequest)
+    texts = [str(kind.FromString(each)) for kind, each in zip(requests, made, strict=True)]
+    assert [word in text for word, text in zip(("one", "two", "three"), texts, strict=True)] == [True] * 3

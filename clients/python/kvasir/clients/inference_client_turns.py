@@ -263,22 +263,22 @@ class KnownVersions:
         elif response.finished.snapshot.state == pb.SNAPSHOT_STATE_COMMITTED:
             self._set(agent_id, response.finished.snapshot.version)
 
-    def explained(self, error: KvasirError, request: pb.GenerateRequest) -> KvasirError:
+    def explained(self, error: KvasirError, agent_id: str, request_id: str) -> KvasirError:
         """The error; if it broke an agent's turn, with the version that the agent remembers."""
-        if not request.agent_id or not isinstance(error, _BREAKS):
+        if not agent_id or not isinstance(error, _BREAKS):
             return error
-        version = self._versions.get(request.agent_id)
+        version = self._versions.get(agent_id)
         known = _KNOWN.get(version, f"version {version} is kept")
         return type(error)(
-            f"{error.message} (agent {request.agent_id!r}: {known}; the broken turn was not acknowledged. Asked again "
+            f"{error.message} (agent {agent_id!r}: {known}; the broken turn was not acknowledged. Asked again "
             "with its request_id, it is not done twice)",
             reason=error.reason,
             field=error.field,
             retry_after_s=error.retry_after_s,
             metadata={
                 **error.metadata,
-                "agent_id": request.agent_id,
-                "request_id": request.request_id,
+                "agent_id": agent_id,
+                "request_id": request_id,
                 "remembered_version": "" if version is None else str(version),
             },
         )

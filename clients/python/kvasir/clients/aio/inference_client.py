@@ -8,12 +8,15 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Self, Unpack
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Self, Unpack
 
 import grpc
 import grpc.aio
 
 from kvasir.clients.aio.agent_client import AioAgentClient
+from kvasir.clients.aio.service_client import Making, at_once
 from kvasir.clients.channel import Tls, aio_channel, both, with_agents
 from kvasir.clients.generate_options import GenerateOptions, OptionArguments, merged_options
 from kvasir.clients.inference_client_turns import (
@@ -44,8 +47,11 @@ class AioInferenceClient(AioAgentClient):
     def __init__(self, channel: grpc.aio.Channel, *, token: str | None = None, timeout_s: float = 10.0) -> None:
         turns = inference_pb2_grpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
         moves = handover_pb2_grpc.HandOverServiceStub(channel)  # type: ignore[no-untyped-call]
-        super().__init__(channel, with_agents(both(turns, moves), channel), token, timeout_s)
+        calls = SimpleNamespace(**{**vars(both(turns, moves)), **_written_calls(channel)})
+        super().__init__(channel, with_agents(calls, channel), token, timeout_s)
         self._known = KnownVersions()
+        self.making: Making = at_once
+        """Makes requests with prompts, and their bytes. A server sets one that does it beside its event loop."""
         self.peers: dict[str, AioInferenceClient] = {}
         """Clients of other engines, by the names that this engine's configuration gives them. A turn that moves to one
         of them is followed there; addresses come from here alone, never from an engine.
@@ -87,16 +93,16 @@ class AioInferenceClient(AioAgentClient):
         remembered_version.
         """
         options = merged_options(options, named)
-        request = turn_request(
-            Input(prompt, messages, append_messages), options, options.request_id or str(uuid.uuid4())
-        )
+        request_id = options.request_id or str(uuid.uuid4())
+        make = partial(turn_request, Input(prompt, messages, append_messages), options, request_id)
+        written = await self.making(lambda: make().SerializeToString())
         try:
-            async with aclosing(self._turn(request, timeout_s)) as responses:
+            async with aclosing(self._turn(written, timeout_s)) as responses:
                 async for response in responses:
-                    self._known.note(request.agent_id, response)
+                    self._known.note(options.agent_id, response)
                     yield response
         except KvasirError as error:
-            raise self._known.explained(error, request) from None
+            raise self._known.explained(error, options.agent_id, request_id) from None
 
     async def resume(
         self, resume_token: str, *, timeout_s: float | None = None
@@ -104,20 +110,18 @@ class AioInferenceClient(AioAgentClient):
         """The rest of a reply that another engine began and gave to this one: the events after `moved`. Raises NotFound
         (RESUME_TOKEN_UNKNOWN).
         """
-        request = pb.GenerateRequest(resume_token=resume_token)
-        async with aclosing(self._turn(request, timeout_s)) as responses:
+        written = pb.GenerateRequest(resume_token=resume_token).SerializeToString()
+        async with aclosing(self._turn(written, timeout_s)) as responses:
             async for response in responses:
                 yield response
 
-    async def _turn(
-        self, request: pb.GenerateRequest, timeout_s: float | None
-    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+    async def _turn(self, written: bytes, timeout_s: float | None) -> AsyncGenerator[pb.GenerateResponse, None]:
         """A turn's events, wherever it goes."""
         ends_s = None if timeout_s is None else time.monotonic() + timeout_s
         moved: Moved | None = None
         lost: Unavailable | None = None
         try:
-            async with aclosing(self._responses(self._stub.Generate, request, timeout_s)) as responses:
+            async with aclosing(self._responses(self._stub.Generate, written, timeout_s)) as responses:
                 async for response in responses:
                     yield response
                     moved = moved_by(response)
@@ -222,8 +226,9 @@ class AioInferenceClient(AioAgentClient):
     ) -> int:
         """Tokens of a prompt, or of messages after the chat template."""
         given = Input(prompt, messages, None)
-        request = count_request(given, tools=tools, model=model, continue_final_message=continue_final_message, **named)
-        return (await self._call(pb.CountTokensResponse, request)).tokens
+        make = partial(count_request, continue_final_message=continue_final_message, **named)
+        written = await self.making(lambda: make(given, tools=tools, model=model).SerializeToString())
+        return (await self._call(pb.CountTokensResponse, written)).tokens
 
     async def embed(
         self,
@@ -236,8 +241,9 @@ class AioInferenceClient(AioAgentClient):
         timeout_s: float | None = None,
     ) -> pb.EmbedResponse:
         """Embeddings of texts, or of their tokens. Without a model's name: by the embedding model if there is one."""
-        request = embed_request(texts, model=model, dimensions=dimensions, truncate=truncate, priority=priority)
-        return await self._call(pb.EmbedResponse, request, timeout_s, has_deadline=False)
+        make = partial(embed_request, dimensions=dimensions, truncate=truncate, priority=priority)
+        written = await self.making(lambda: make(texts, model=model).SerializeToString())
+        return await self._call(pb.EmbedResponse, written, timeout_s, has_deadline=False)
 
     async def list_models(self) -> Sequence[pb.Model]:
         """The models that the engine may load; one at most is loaded."""
@@ -285,3 +291,15 @@ class AioInferenceClient(AioAgentClient):
     async def get_stats(self) -> pb.GetStatsResponse:
         """Counters since the start, what is under way, and whether the store answers."""
         return await self._call(pb.GetStatsResponse, pb.GetStatsRequest())
+
+
+def _written_calls(channel: Any) -> dict[str, Any]:
+    """The calls that take prompts: they are given requests' bytes."""
+    path = f"/{pb.DESCRIPTOR.services_by_name['InferenceService'].full_name}"
+    whole: dict[str, Any] = {"CountTokens": pb.CountTokensResponse, "Embed": pb.EmbedResponse}
+    calls = {
+        name: channel.unary_unary(f"{path}/{name}", response_deserializer=response.FromString)
+        for name, response in whole.items()
+    }
+    generate = channel.unary_stream(f"{path}/Generate", response_deserializer=pb.GenerateResponse.FromString)
+    return {**calls, "Generate": generate}

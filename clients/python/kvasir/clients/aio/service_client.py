@@ -1,10 +1,10 @@
 """A caller of one service over one channel: the token, the deadline and the errors of its calls, asynchronously."""
 
 import copy
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Protocol, Self, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -15,6 +15,17 @@ from kvasir.errors import KvasirError, Unavailable
 from kvasir.status import from_rpc_error
 
 _Response = TypeVar("_Response")
+_Made = TypeVar("_Made")
+
+
+class Making(Protocol):
+    """Does work that may take its time: where it does, at once or beside an event loop."""
+
+    def __call__(self, make: Callable[[], _Made]) -> Awaitable[_Made]: ...
+
+
+async def at_once(make: Callable[[], _Made]) -> _Made:
+    return make()
 
 
 class AioServiceClient:
