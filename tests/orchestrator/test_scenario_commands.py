@@ -56,7 +56,7 @@ def test_a_run_that_sigterm_ends_says_how_to_go_on(tmp_path: Path) -> None:
         assert "stopped after 0 turns; run it again, without --fresh, to go on" in run.err
 
 
-def test_a_run_names_agents_by_id_before_it_speaks_with_them(tmp_path: Path) -> None:
+def test_a_run_names_agents_by_id_before_their_first_turn(tmp_path: Path) -> None:
     file = tmp_path / "talk.yaml"
     file.write_text(RIGHT.replace("name: Dan", "id: ada"))
     run = in_process("--home", tmp_path / "home", "scenario", "run", file, "--retries", "0")

@@ -120,7 +120,7 @@ def test_a_large_answer_of_embeddings_is_made_beside_the_loop_within_the_room_of
 
 
 @pytest.mark.parametrize("token", [None, "a-token"])
-def test_requests_with_prompts_are_made_where_the_gateway_says(token: str | None, tmp_path: Path) -> None:
+def test_requests_with_prompts_are_made_beside_the_loop(token: str | None, tmp_path: Path) -> None:
     made = list[bytes]()
 
     async def making(make: Callable[[], bytes]) -> bytes:
