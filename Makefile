@@ -106,6 +106,7 @@ campaigns: install ## The long forms of sampled tests (tests/CAMPAIGNS.md); hour
 
 campaign-fairness: install ## One namespace does its worst while another works, for every shared resource; an hour
 	$(BIN)/python -m tests.campaigns.fairness.campaign $(FAIRNESS)
+	$(BIN)/python -m tests.campaigns.fairness.loop_time
 
 campaign-history: install ## Random lives over two engines and one store: no turn knows what was taken back
 	$(BIN)/python -m pytest --timeout 7200 -m campaign -s tests/campaigns/history

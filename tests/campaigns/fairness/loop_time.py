@@ -48,8 +48,8 @@ def bodies() -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     yield "/v1/responses", "a choice", {"input": "a", "tools": [_tool(10)], "tool_choice": _chosen()}
     for path in _EMBEDDINGS:
         yield path, "one text", {"input": "a" * _BODY_BYTES}
-        yield path, "2,000 texts", {"input": ["a" * 4_000] * 2_000}
-        yield path, "token ids", {"input": [[77] * 100] * 2_000}
+        yield path, "9,999 texts", {"input": ["a" * 780] * 9_999}
+        yield path, "token ids", {"input": [[77] * 10] * 9_999}
 
 
 def _tool(size: int = 10_000) -> Mapping[str, Any]:

@@ -119,6 +119,15 @@ SHARED = (
         WAITS,
     ),
     Shared(
+        "connections to the page of numbers (`--metrics-listen`)",
+        "both",
+        "clients/python/kvasir/server/operator_page.py: _asking",
+        ("kvasir.server.operator_page:MOST_READERS", 32),
+        "none: nobody shows a key there",
+        "of those that have not asked, the oldest makes room for the newest",
+        "503",
+    ),
+    Shared(
         "requests that name more than 500 things",
         "store",
         "cachestore_svc/store/threads.py: long_calls",
@@ -416,7 +425,7 @@ SHARED = (
         "PROMPTS_TOO_LARGE",
     ),
     Shared(
-        "the thread that reads bodies, compares memories and makes answers, from 16 KiB on",
+        "the thread that reads bodies, makes requests of them, compares memories and makes answers, from 16 KiB on",
         "gateway",
         "clients/python/kvasir_gateway/door/bodies.py: reading",
         ("", 1),
