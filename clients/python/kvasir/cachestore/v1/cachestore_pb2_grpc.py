@@ -1072,7 +1072,7 @@ class CacheStoreServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RenewLease(self, request, context):
-        """Prolongs a lease. Errors: ABORTED (fenced by a higher generation), NOT_FOUND.
+        """Prolongs a lease. Errors: ABORTED (fenced by a higher generation), NOT_FOUND, FAILED_PRECONDITION (LEASE_HELD: a change of the agent waits for it).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -991,7 +991,7 @@ type CacheStoreServiceClient interface {
 	// it. Time is counted on a clock that nobody sets; after a restart of the store each lease has its whole time again. The owner must count from
 	// before it asked. Roles: engine. Errors: FAILED_PRECONDITION (held; "owner" and "left_ms" in ErrorInfo).
 	AcquireLease(ctx context.Context, in *AcquireLeaseRequest, opts ...grpc.CallOption) (*AcquireLeaseResponse, error)
-	// Prolongs a lease. Errors: ABORTED (fenced by a higher generation), NOT_FOUND.
+	// Prolongs a lease. Errors: ABORTED (fenced by a higher generation), NOT_FOUND, FAILED_PRECONDITION (LEASE_HELD: a change of the agent waits for it).
 	RenewLease(ctx context.Context, in *RenewLeaseRequest, opts ...grpc.CallOption) (*RenewLeaseResponse, error)
 	// Prolongs many live leases of one owner at once; writes nothing to disk. What ended, was fenced or is taken back is not prolonged and answered
 	// as lost. Roles: engine. Errors: INVALID_ARGUMENT (more than 10,000).
@@ -1236,7 +1236,7 @@ type CacheStoreServiceServer interface {
 	// it. Time is counted on a clock that nobody sets; after a restart of the store each lease has its whole time again. The owner must count from
 	// before it asked. Roles: engine. Errors: FAILED_PRECONDITION (held; "owner" and "left_ms" in ErrorInfo).
 	AcquireLease(context.Context, *AcquireLeaseRequest) (*AcquireLeaseResponse, error)
-	// Prolongs a lease. Errors: ABORTED (fenced by a higher generation), NOT_FOUND.
+	// Prolongs a lease. Errors: ABORTED (fenced by a higher generation), NOT_FOUND, FAILED_PRECONDITION (LEASE_HELD: a change of the agent waits for it).
 	RenewLease(context.Context, *RenewLeaseRequest) (*RenewLeaseResponse, error)
 	// Prolongs many live leases of one owner at once; writes nothing to disk. What ended, was fenced or is taken back is not prolonged and answered
 	// as lost. Roles: engine. Errors: INVALID_ARGUMENT (more than 10,000).
