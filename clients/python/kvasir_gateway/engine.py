@@ -39,6 +39,7 @@ _COPIED = (cachestore_pb2.ORIGIN_IMPORT, cachestore_pb2.ORIGIN_PULL)
 _AGENTS_AT_ONCE = 8  # of which one request reads the memory
 _MAX_MESSAGES = 10_000  # as the engine takes
 _ARGUMENTS = re.compile(r"messages\.messages\[(\d+)\]\.tool_calls\[(\d+)\]\.arguments_json")
+_LARGE_CHARS = 64 << 10  # of a prompt: to ask for its model costs less than to send it twice
 
 SentMessages = Sequence[message_pb2.Message]
 DigestsOf = Callable[[Iterable[Said]], Iterator[str]]  # of all beginnings of what was said, from that of nothing on
@@ -60,6 +61,7 @@ class CallerAtEngine:
         self, turn: Turn, messages: SentMessages, agent_id: str, request_id: str
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """A turn's events, wherever it moves. Closing the generator cancels the turn."""
+        turn = await self._named(turn)
         has_begun, tried, ignore = False, None, turn.ignore
         while turn is not tried:
             tried = turn
@@ -101,7 +103,20 @@ class CallerAtEngine:
                 if not event.HasField("moved"):  # it is followed here: its token is used up
                     yield event
 
+    async def _named(self, turn: Turn) -> Turn:
+        """The turn, without a model's name that the engine does not know, if it is too large to be sent twice."""
+        if not turn.any_model or turn.alias or not turn.model:
+            return turn
+        if len(turn.prompt) + sum(len(message.content) for message in turn.messages) < _LARGE_CHARS:
+            return turn
+        try:
+            await self.client.get_model(turn.model)
+        except NotFound:
+            return replace(turn, model="", any_model=False)
+        return turn
+
     async def count(self, turn: Turn, messages: SentMessages) -> int:
+        turn = await self._named(turn)
         count = partial(
             self.client.count_tokens,
             messages=messages,

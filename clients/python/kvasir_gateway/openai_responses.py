@@ -114,7 +114,7 @@ class ResponsesRequest(Body):
     temperature: Annotated[float, Ge(0), Le(2)] | None = None
     top_p: Annotated[float, Ge(0), Le(1)] | None = None
     tools: Annotated[list[ResponseTool], MaxLen(128)] | None = None
-    tool_choice: str | FreeObject | None = Field(
+    tool_choice: str | RepeatedObject | None = Field(
         None, description='"auto", "none", "required", the function to call, or allowed_tools.'
     )
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call, which ends the reply.")

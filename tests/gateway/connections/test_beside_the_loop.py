@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvasir.errors import Unavailable
+from kvasir.errors import NotFound, Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.server.audit import Audit
 from kvasir.server.traces import Traces
@@ -24,6 +24,7 @@ from kvasir_gateway.metrics import GatewayNumbers
 from kvasir_gateway.models import Aliases
 from kvasir_gateway.reading.seals import ThoughtSeals
 from kvasir_gateway.reading.tolerance import Tolerance
+from kvasir_gateway.turn import Said, Turn
 
 _KEY = bytes(32)
 
@@ -141,3 +142,22 @@ def test_requests_with_prompts_are_made_beside_the_loop(token: str | None, tmp_p
     requests = (pb.GenerateRequest, pb.CountTokensRequest, pb.EmbedRequest)
     texts = [str(kind.FromString(each)) for kind, each in zip(requests, made, strict=True)]
     assert [word in text for word, text in zip(("one", "two", "three"), texts, strict=True)] == [True] * 3
+
+
+@pytest.mark.parametrize(("length", "counted"), [(100, ["theirs", ""]), (100_000, [""])])
+def test_a_large_prompt_is_sent_once_whatever_model_it_names(length: int, counted: list[str]) -> None:
+    sent = list[str]()
+
+    class OneModel:
+        async def get_model(self, _name: str) -> None:
+            raise NotFound("no such model", reason="MODEL_NOT_FOUND")
+
+        async def count_tokens(self, *, model: str = "", **_asked: object) -> int:
+            sent.append(model)
+            if model:
+                await self.get_model(model)
+            return 7
+
+    turn = Turn(model="theirs", any_model=True, messages=(Said("user", "a" * length),))
+    assert asyncio.run(CallerAtEngine(OneModel()).count(turn, ())) == 7  # type: ignore[arg-type]
+    assert sent == counted

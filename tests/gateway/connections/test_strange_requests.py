@@ -133,7 +133,9 @@ def test_a_strict_gateway_refuses_by_name_what_is_not_applied(
 @pytest.mark.parametrize("field", ["metadata", "tool_choice"])
 def test_an_object_that_the_answer_repeats_is_small(front: Front, field: str) -> None:
     """Each event of a stream may have it."""
-    asked = {"model": MODEL, "input": "?", "stream": True, field: {"a": [["x"] * 9] * 9_000}}
+    large = {"type": "function", "name": "f", "a": [["x"] * 9] * 9_000}
+    tools = [{"type": "function", "name": "f", "parameters": {}}]
+    asked = {"model": MODEL, "input": "?", "stream": True, "tools": tools, field: large}
     answer = post(front, PATHS[2], json.dumps(asked).encode())
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"].startswith(f"{field}")
