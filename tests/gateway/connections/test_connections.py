@@ -224,6 +224,7 @@ def test_a_process_with_few_files_keeps_some_for_each_kind_of_connection() -> No
     assert 2 * Connections(few).at_once <= few.strangers, "a crowd that is accepted at once leaves files"
     assert min(few.strangers, few.resting, few.requests) >= 32
     assert many == ConnectionLimits()
+    assert Connections(many).at_once <= 16, "nor does the loop accept for long"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no other process's limits are shown")

@@ -18,6 +18,7 @@ _MAX_HEADERS = 256  # of a head, and of trailers: each takes thirty times as muc
 # Requests behind one that is not answered yet: they are read, because an end is seen by reading only. More are refused,
 # and more bytes are read later.
 _MAX_WAITING, _MAX_WAITING_BYTES = 16, 64 << 10
+_MOST_AT_ONCE = 16  # connections accepted in one turn of the loop: a crowd's would keep it for long
 _HEAD_S = 30.0  # for a whole head, from the connection or from the answer before
 _READING_S = 60.0  # in which the reader of an answer takes some of it
 _CONNECTION = "kvasir.connection"  # in an ASGI scope
@@ -49,8 +50,8 @@ class Connections:
 
     @property
     def at_once(self) -> int:
-        """How many may be accepted before the oldest is closed."""
-        return max(1, self._limits.strangers // 2)
+        """How many may be accepted before the oldest is closed, and before others' requests are read."""
+        return max(1, min(_MOST_AT_ONCE, self._limits.strangers // 2))
 
     def opened(self, connection: "Connection") -> None:
         self._keep(self._strangers, connection, self._limits.strangers)
