@@ -19,7 +19,7 @@ from inference_svc.text.template_names import REASONING
 SHOWN_CHARS = 20
 _WORD_CHARS = 10  # of a word before the first character that differs; a longer beginning is not shown
 TOOLS, TEMPLATE, THOUGHTS = "tools", "template", "thoughts"
-_TEXTS = ("role", "content", "reasoning")  # of a message
+_FIELDS = ("role", "content", "reasoning", "tool_calls")  # of a message
 # Messages' texts give way to these, so that what the template itself prints shows.
 _MARK = "\ue000{}\ue001"
 
@@ -74,15 +74,14 @@ def explained(
     index = found.message
     if index is None and found.role == TEMPLATE:  # where it prints thoughts, too
         pairs = enumerate(zip(remembered, given, strict=False))
-        index = next((number for number, (known, said) in pairs if not _are_same(known, said)), None)
+        index = next((number for number, (known, said) in pairs if _differing(known, said)), None)
     if index is None or index >= min(len(remembered), len(given)):
         return found
     known, said = remembered[index], given[index]
-    if known.role != said.role:
-        return found
-    if _are_same(known, said, but_for="reasoning"):
+    differing = _differing(known, said)
+    if differing == ["reasoning"]:
         return replace(found, message=index, role=said.role, what=THOUGHTS)
-    if found.message is None or _are_same(known, said, but_for="tool_calls"):
+    if found.message is None or differing != ["content"]:
         return found
     for what, rules, without in TIMES:
         if without(known.content) == without(said.content):
@@ -91,9 +90,9 @@ def explained(
     return found
 
 
-def _are_same(known: manifest_pb2.Message, said: manifest_pb2.Message, but_for: str = "") -> bool:
-    """But for this field, the ids of calls, and the space around texts."""
-    return all(_read(known, name) == _read(said, name) for name in (*_TEXTS, "tool_calls") if name != but_for)
+def _differing(known: manifest_pb2.Message, said: manifest_pb2.Message) -> list[str]:
+    """Fields that differ in more than the ids of calls and the space around texts."""
+    return [name for name in _FIELDS if _read(known, name) != _read(said, name)]
 
 
 def _read(message: manifest_pb2.Message, name: str) -> object:

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from kvasir_gateway.conversations import Chain, Conversations
 from kvasir_gateway.engine import CallerAtEngine, sent_messages
 from kvasir_gateway.metrics import GatewayNumbers
+from kvasir_gateway.reading.quoting import Quoted
 from kvasir_gateway.reading.side_calls import SUMMARY, SideRule, side_call_of
 from kvasir_gateway.turn import Chunks, Said, ToolUse, Turn
 
@@ -76,18 +77,26 @@ class SideMemory(Memory):
     """What a side call reads: the memory of the conversation that it follows, if there is one. It changes nothing."""
 
     def __init__(
-        self, agent_id: str, conversations: Conversations, namespace: str, ready: "Ready", caller: CallerAtEngine
+        self,
+        agent_id: str,
+        conversations: Conversations,
+        namespace: str,
+        ready: "Ready",
+        caller: CallerAtEngine,
+        quoted: Quoted,
     ) -> None:
+        """`quoted`: the conversation that a summary is of, where the turn does not follow it."""
         mode = pb.MEMORY_MODE_READ_ONLY if agent_id else pb.MEMORY_MODE_NONE
         super().__init__(agent_id, conversations, namespace, ready.chain, {"memory_mode": mode})
         self.side_call = ready.side_call
-        self._messages = ready.turn.messages if ready.side_call == SUMMARY else ()
+        self._messages = (*ready.turn.messages, *quoted.messages) if ready.side_call == SUMMARY else ()
         self._caller = caller
+        self._summarized = agent_id or quoted.agent_id
 
     async def answered(self, reply: Reply) -> None:
         """A summary may take the place of its conversation's history."""
-        if self.side_call == SUMMARY and self.agent_id and self._conversations is not None:
-            place, known = (self._namespace, self.agent_id), self._conversations
+        if self.side_call == SUMMARY and self._summarized and self._conversations is not None:
+            place, known = (self._namespace, self._summarized), self._conversations
             try:
                 async with asyncio.timeout(_KEEPING_S):
                     await known.summarized(place, self._chain, self._messages, reply.text, self._caller)
@@ -139,7 +148,9 @@ class Turns:
             return Memory(compacted, known, namespace, chain, {"replace_memory": True}, turn.begun)
         if ready.side_call:
             read = await known.agent_behind(namespace, chain, turn.messages, caller)
-            return SideMemory(read, known, namespace, ready, caller)
+            asks_aside = ready.side_call == SUMMARY and not read
+            quoted = await known.quoted_by(chain, turn.messages, caller) if asks_aside else Quoted()
+            return SideMemory(read, known, namespace, ready, caller, quoted)
         found = await known.agent_for(namespace, chain, turn.messages, caller)
         return Memory(found, known, namespace, chain, begun=turn.begun)
 

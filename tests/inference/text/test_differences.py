@@ -106,6 +106,11 @@ def test_thoughts_that_a_caller_left_out_or_changed_are_named(name: str, family:
         assert (place.message, place.role, place.what) == (2, "assistant", "thoughts")
 
 
+def test_space_around_a_text_is_named_as_nothing_else(family: Callable[[str], Prompting]) -> None:
+    place = found(family("kvasir-tiny"), TALK, changed(1, f"{TALK[1].content} "))
+    assert (place.message, place.role, place.what) == (1, "user", "")
+
+
 def test_what_differs_is_said_in_twenty_characters_from_the_words_beginning_on(
     family: Callable[[str], Prompting],
 ) -> None:
