@@ -28,6 +28,7 @@ from kvasir.errors import KvasirError
 
 from kvasir_gateway.reading.compaction import Summaries
 from kvasir_gateway.reading.made_calls import MadeCalls
+from kvasir_gateway.reading.quoting import Quoted, lines_in_common, newest
 from kvasir_gateway.reading.records import PREFIX, AgentRecords, Kept
 from kvasir_gateway.turn import Said
 
@@ -150,6 +151,25 @@ class Conversations:
             return maker
         found = found or await self._stored_tip(chain, messages, records)
         return found.agent_id if found is not None else ""
+
+    async def quoted_by(self, chain: Chain, messages: Sequence[Said], records: AgentRecords) -> Quoted:
+        """The agent of this session whose conversation these messages quote in texts of their own."""
+        try:
+            known = await newest(records)
+        except KvasirError:
+            return Quoted()
+        return await records.beside(lambda: self._most_quoted(known, chain, messages))
+
+    def _most_quoted(
+        self, known: Sequence[tuple[Kept, Sequence[Said]]], chain: Chain, messages: Sequence[Said]
+    ) -> Quoted:
+        """In any thread."""
+        counts = [(lines_in_common(said, messages), agent, said) for agent, said in known]
+        ours = [each for each in counts if each[0] and self._is_of(*each[1:], chain)]
+        if not ours:
+            return Quoted()
+        _, agent, said = max(ours, key=lambda each: each[0])  # of equal ones the newest
+        return Quoted(agent.agent_id, said)
 
     async def compacted(
         self,
@@ -283,19 +303,18 @@ class Conversations:
         except KvasirError:
             return ""
         for maker in makers:
-            opening_of = partial(self._opening_of, await records.messages(maker.agent_id), chain)
-            opening = await records.beside(opening_of)
-            if opening == maker.opening or maker.agent_id.startswith(f"{PREFIX}{opening}/"):
+            if await records.beside(partial(self._is_of, maker, await records.messages(maker.agent_id), chain)):
                 return maker.agent_id
         return ""
 
-    def _opening_of(self, said: Sequence[Said], chain: Chain) -> str:
-        """The opening of these messages if they are of the chain's session. In any thread."""
+    def _is_of(self, agent: Kept, said: Sequence[Said], chain: Chain) -> bool:
+        """Whether the agent, which remembers this, is of the chain's session. In any thread."""
         first = next((index for index, message in enumerate(said) if message.role != "system"), len(said))
         head, digest = said[: first + 1], chain.session
         for message in head if chain.is_exact else at_any_time(head):
             digest = self._next(digest, message)
-        return digest.hex()[:_DIGEST_CHARS]
+        opening = digest.hex()[:_DIGEST_CHARS]
+        return opening == agent.opening or agent.agent_id.startswith(f"{PREFIX}{opening}/")
 
     def _forget(self, place: tuple[str, str]) -> None:
         agent_id, _ = self._answers.pop(place, ("", 0))

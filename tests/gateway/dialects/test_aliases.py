@@ -6,6 +6,7 @@ from typing import Any
 import httpx2 as httpx
 import kvasir_gateway.__main__
 import pytest
+from kvasir import volatile
 from kvasir.errors import InvalidArgument, NotFound
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir_gateway.engine import CallerAtEngine
@@ -75,3 +76,25 @@ def test_a_name_that_stands_for_nothing_stays_unknown(strict: Front) -> None:
     asked = {"model": "gpt-4", "messages": HELLO}
     answer = httpx.post(f"{strict.gateway.url}/v1/chat/completions", json=asked, headers=strict.bearer())
     assert answer.status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("options", "answers_for_any", "side_calls", "rules"),
+    [
+        ((), True, ["title", "summary", "probe"], volatile.DEFAULT),
+        (("--host", "mac.local"), False, ["title", "summary", "probe"], volatile.DEFAULT),
+        (("--host", "mac.local", "--any-model"), True, ["title", "summary", "probe"], volatile.DEFAULT),
+        (("--no-any-model", "--side-calls", "none"), False, [], volatile.DEFAULT),
+        (("--strict", "--side-calls", "probe,title"), False, ["probe", "title"], volatile.DEFAULT),
+        (("--volatile", "none"), True, ["title", "summary", "probe"], frozenset()),
+    ],
+)
+def test_switches_choose_how_requests_are_read(
+    options: tuple[str, ...], answers_for_any: bool, side_calls: list[str], rules: frozenset[str]
+) -> None:
+    needed = ("--listen", "127.0.0.1:9", "--engine", "unix:/tmp/none.sock", "--state-dir", "/tmp/none", "--no-keys")
+    settings = kvasir_gateway.__main__._settings((*needed, *options))
+    reading = kvasir_gateway.__main__._tolerance(settings, bytes(32)).reading(None)
+    assert (reading.any_model, reading.is_strict) == (answers_for_any, "--strict" in options)
+    assert [rule.name for rule in reading.side_rules] == side_calls
+    assert reading.rules.names == rules

@@ -130,11 +130,13 @@ def varied(talk: Replay, turn: int, random_of: random.Random) -> Any:
     return change
 
 
-def long_talk(front: Front, recording: Path, session: str, kills: Any = None) -> Replay:
+def long_talk(front: Front, recording: Path, session: str, kills: Any = None, *, is_timed: bool = False) -> Replay:
     """The recording up to its compaction, then questions up to 200 turns, with side calls between. Texts are as long as
     the client's own: in shorter prompts what is new would be a larger share than it is.
     """
     talk, random_of = Replay(front, recording, session, shorter=1), random.Random(session)
+    if is_timed:
+        talk.volatile, talk.clock = f"{TIMES},tools-order", late
     asides = [number for number, line in enumerate(talk.lines) if line["side_call"] == "title"]
     first = next(line["agent"] for line in talk.lines if not line["side_call"])
     ended = [line["memory"] == "replaced" or line["side_call"] == "summary" for line in talk.lines]
@@ -159,14 +161,19 @@ def check(talk: Replay) -> None:
 
 
 @pytest.mark.campaign
+@pytest.mark.parametrize("is_timed", [False, True], ids=["", "with a clock over midnight"])
 @pytest.mark.parametrize("recording", RECORDINGS, ids=lambda path: path.stem)
-def test_200_turns_compute_nothing_twice_with_kills_between_any_two(agents_front: Front, recording: Path) -> None:
+def test_200_turns_compute_nothing_twice_with_kills_between_any_two(
+    agents_front: Front, recording: Path, is_timed: bool
+) -> None:
     def kill(_turn: int, random_of: random.Random) -> None:
         if random_of.random() < 0.05:
             agents_front.house.restart()
 
     Replay(agents_front, recording).decide()
-    check(long_talk(agents_front, recording, "alone", kill))
+    talk = long_talk(agents_front, recording, f"alone {is_timed}", kill, is_timed=is_timed)
+    check(talk)
+    assert len({each.headers["x-agent-id"] for each in talk.exchanges[-100:] if goes_on(each)}) == 1
 
 
 @pytest.mark.campaign

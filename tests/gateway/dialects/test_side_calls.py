@@ -16,6 +16,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.options.gateway import SIDE_CALLS
 from kvasir_gateway import answering
 from kvasir_gateway.reading.compaction import Summaries
+from kvasir_gateway.reading.quoting import Quoted
 from kvasir_gateway.reading.side_calls import SIDE_RULES, side_call_of, side_rules_of
 from kvasir_gateway.turn import Said, ToolUse, Turn
 
@@ -181,7 +182,7 @@ def test_a_store_that_hangs_holds_up_the_end_of_a_summary_for_a_moment(monkeypat
     first = talk.turn(user("Hello"), answer="Hi")
     turn = Turn(model="", messages=(user("Hello"), reply("Hi"), *SUMMARIES[0][1:]))
     ready = replace(answering.Turns(talk.known).ready(turn), side_call="summary")
-    memory = answering.SideMemory(first, talk.known, "n", ready, talk.records)  # type: ignore[arg-type]
+    memory = answering.SideMemory(first, talk.known, "n", ready, talk.records, Quoted())  # type: ignore[arg-type]
     told = Reply()
     told.add(pb.GenerateResponse(delta=pb.Delta(text=SUMMARY)))
 
@@ -322,6 +323,35 @@ def test_a_summary_of_another_caller_or_session_or_only_its_headings_is_none(
     assert compacted(talk, (user(text),), hint, namespace) == ""
 
 
+TASK = user("Find out why the library does not build with the new compiler.")
+FOUND = "- the header of the reader is included twice, and once without its guard"
+TRANSCRIPT = (
+    Said("system", "You summarize conversations."),
+    user(
+        f"[User]: {TASK.content}\n[Tool]: {FOUND}\n[Assistant]: The reader's header lost its guard in the last change."
+    ),
+)
+
+
+def quoted(talk: Talk, messages: tuple[Said, ...], hint: str = "session") -> str:
+    return asyncio.run(talk.known.quoted_by(talk.known.chain(messages, hint), messages, talk.records)).agent_id
+
+
+def test_the_conversation_that_a_request_quotes_in_its_own_text_is_the_one_with_most_of_its_lines() -> None:
+    talk = Talk(conversations(), Records())
+    talk.turn(user("Look for includes."), answer=FOUND, hint="session")
+    talk.turn(TASK, answer="Another session asked the same.", hint="other")
+    agent = talk.turn(TASK, hint="session", answer="I have it looked for.")
+    known = (TASK, reply("I have it looked for."), Said("tool", FOUND))
+    assert talk.turn(*known, answer="The reader's header lost its guard in the last change.", hint="session") == agent
+    talk.known = conversations()  # a restart of the gateway
+    assert quoted(talk, TRANSCRIPT) == agent
+    assert quoted(talk, (TRANSCRIPT[0], user("[User]: Hello.\n[Assistant]: Hi."))) == ""
+    assert quoted(talk, TRANSCRIPT, "third") == ""
+    talk.records.is_down = True
+    assert quoted(talk, TRANSCRIPT) == ""
+
+
 def test_a_summary_of_an_agent_that_is_gone_begins_another() -> None:
     talk = Talk(conversations(), Records())
     first = talk.turn(user("Hello"), answer="Hi")
@@ -428,3 +458,20 @@ def test_a_turn_taken_for_a_side_call_becomes_a_memory_when_it_goes_on(front: Fr
     assert on.headers["x-agent-memory"] == "new"
     more = chat.ask(asked, reply(text(guessed)), user("What is my name?"), reply(text(on)), user("And yours?"))
     assert (more.headers["x-agent-id"], more.headers["x-agent-memory"]) == (on.headers["x-agent-id"], "extended")
+
+
+def test_a_summary_asked_for_in_another_text_is_of_the_conversation_that_this_quotes(mortal: Front) -> None:
+    chat = Chat(mortal, "bob")
+    before = chat.agents()
+    asked = user("My name is Anna, and I live by the sea with my three sisters.")
+    opening = (Said("system", "You live in a large town. " * 40), asked)
+    first = chat.ask(*opening)
+    agent = first.headers["x-agent-id"]
+    transcript = user(f"[User]: {asked.content}\n[Assistant]: {text(first)}")
+    summary = chat.ask(TRANSCRIPT[0], transcript, max_tokens=128, response_format=LONG_LINE)
+    assert (summary.headers["x-kvasir-side-call"], summary.headers["x-agent-memory"]) == ("summary", "none")
+    mortal.gateway.kill()
+    mortal.gateway.start()
+    begun = chat.ask(opening[0], user("What did we do so far?"), reply(text(summary)), user("Go on."))
+    assert (begun.headers["x-agent-id"], begun.headers["x-agent-memory"]) == (agent, "replaced")
+    assert chat.agents() - before == {agent}

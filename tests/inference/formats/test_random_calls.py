@@ -54,7 +54,7 @@ def test_random_logits_call_one_tool_with_arguments_that_fit(name: str, tmp_path
     tokenizer = load(write_model_that_calls(tmp_path / "model", name))
     assert tokenizer.tool_parser is importlib.import_module(f"mlx_lm.tool_parsers.{name}").parse_tool_call
     grammars, schemas = Grammars.of_tokenizer(tokenizer, VOCABULARY + 16, [_STOP]), schemas_of(name)
-    for case in range(sampled(2, of=200)):
+    for case in range(sampled(2, of=1000)):
         names = random.Random(f"{name} {case}").sample(sorted(schemas), 3)
         tools = [
             {"place": place, "name": each, "parameters": json.dumps(schemas[each])} for place, each in enumerate(names)
