@@ -64,6 +64,7 @@ def write_opening(opening: Opening) -> pb.TakeTurnRequest:
             tools_order=begun.prompt.tools_order,
             move_id=begun.move_id,
             is_text_own=begun.is_text_own,
+            handed_over_by=begun.handed_over_by,
             age=messages.duration(begun.age_s),
             first_token=None if begun.first_token_s is None else messages.duration(begun.first_token_s),
             choices=opening.choices,
@@ -95,6 +96,7 @@ def read_opening(message: pb.TurnOpening, peer: str) -> Opening:
         move_id=message.move_id,
         peer=peer,
         is_text_own=message.is_text_own,
+        handed_over_by=_peer_before(message) if not peer else "",
         age_s=_seconds(message.age),
         first_token_s=_seconds(message.first_token) if message.HasField("first_token") else None,
     )
@@ -212,6 +214,10 @@ class ArrivingFile:
         if Digest.of(data) != self.digest:
             raise InvalidArgument("frame: these bytes have another digest", field="frame")
         return data
+
+
+def _peer_before(message: pb.TurnOpening) -> str:
+    return check_agent_id(message.handed_over_by, "opening.handed_over_by") if message.handed_over_by else ""
 
 
 def _continuation(given: int) -> Continuation | None:

@@ -100,7 +100,7 @@ class TurnGiver:
         if self._other_store(speaking[0], peer) is not None:
             if begun.parent_manifest is None:
                 raise _not_now("it is its agent's first, whose store has nothing yet that could move")
-            begun = replace(begun, move_id=self.new_move_id())
+            begun = replace(begun, move_id=self.new_move_id(), handed_over_by="")
         async with self.links(peer, speaking[0].request.namespace) as link:
             async with _within(_AHEAD_S, "what goes ahead"):
                 await self._copy_agent(speaking[0], peer)
@@ -173,6 +173,7 @@ class TurnGiver:
             parent_manifest=head.manifest if head is not None else None,
             is_brought=planned.has_brought_kv,
             is_text_own=planned.is_text_own and recollection.is_text_own,
+            handed_over_by=planned.handed_over_by,
             continuation=recalled.continuation,
             shortened=recalled.shortened,
             shortening=planned.prompted.shortening,

@@ -188,6 +188,7 @@ class BegunTurn:
     move_id: str = ""  # by which the agent comes to this engine's store before the turn is this engine's
     peer: str = ""  # that gives the turn: the name of another store; empty: an engine of this store gives it
     is_text_own: bool = False  # its reply counts as the model's own
+    handed_over_by: str = ""  # the peer that gave it before to an engine of this store
 
     @property
     def has_other_store(self) -> bool:

@@ -116,8 +116,15 @@ class TakenTurns:
             self._plans.plan(made, prepared), carried=carried, rewind_point_tokens=begun.prompt.rewind_point_tokens
         )
         plan = replace(plan, sampling=replace(plan.sampling, max_tokens=begun.max_tokens))
-        is_brought, is_text_own = begun.is_brought, begun.is_text_own
-        return Planned(made, made.recalled.recollection, prepared, plan, is_brought=is_brought, is_text_own=is_text_own)
+        return Planned(
+            made,
+            made.recalled.recollection,
+            prepared,
+            plan,
+            is_brought=begun.is_brought,
+            is_text_own=begun.is_text_own,
+            handed_over_by=begun.handed_over_by,
+        )
 
     async def own(self, turn: Progress) -> None:
         """The other engine has given a ready turn away: take its agent's line, and let it compute. Raises Unavailable

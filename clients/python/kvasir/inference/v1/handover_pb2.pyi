@@ -24,7 +24,7 @@ class TakeTurnRequest(_message.Message):
     def __init__(self, opening: _Optional[_Union[TurnOpening, _Mapping]] = ..., file: _Optional[_Union[TurnFile, _Mapping]] = ..., frame: _Optional[bytes] = ..., stand: _Optional[_Union[TurnStand, _Mapping]] = ..., commit: _Optional[_Union[TurnCommit, _Mapping]] = ...) -> None: ...
 
 class TurnOpening(_message.Message):
-    __slots__ = ("format", "surroundings", "request", "request_id", "seed", "max_tokens", "caller", "messages", "prompt_token_ids", "prompt_token_chars", "rewind_point_tokens", "parent_manifest", "is_brought", "continuation", "shortened", "shortening", "age", "first_token", "choices", "template_time_ms", "tools_order", "move_id", "is_text_own")
+    __slots__ = ("format", "surroundings", "request", "request_id", "seed", "max_tokens", "caller", "messages", "prompt_token_ids", "prompt_token_chars", "rewind_point_tokens", "parent_manifest", "is_brought", "continuation", "shortened", "shortening", "age", "first_token", "choices", "template_time_ms", "tools_order", "move_id", "is_text_own", "handed_over_by")
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     SURROUNDINGS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class TurnOpening(_message.Message):
     TOOLS_ORDER_FIELD_NUMBER: _ClassVar[int]
     MOVE_ID_FIELD_NUMBER: _ClassVar[int]
     IS_TEXT_OWN_FIELD_NUMBER: _ClassVar[int]
+    HANDED_OVER_BY_FIELD_NUMBER: _ClassVar[int]
     format: int
     surroundings: TurnSurroundings
     request: _inference_pb2.GenerateRequest
@@ -71,7 +72,8 @@ class TurnOpening(_message.Message):
     tools_order: _manifest_pb2.ToolsOrder
     move_id: str
     is_text_own: bool
-    def __init__(self, format: _Optional[int] = ..., surroundings: _Optional[_Union[TurnSurroundings, _Mapping]] = ..., request: _Optional[_Union[_inference_pb2.GenerateRequest, _Mapping]] = ..., request_id: _Optional[str] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., caller: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[_manifest_pb2.Message, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prompt_token_chars: _Optional[_Iterable[int]] = ..., rewind_point_tokens: _Optional[int] = ..., parent_manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., is_brought: bool = ..., continuation: _Optional[_Union[_inference_pb2.Continuation, str]] = ..., shortened: _Optional[_Union[_manifest_pb2.Shortened, _Mapping]] = ..., shortening: _Optional[_Union[_inference_pb2.Shortening, _Mapping]] = ..., age: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., first_token: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., choices: _Optional[_Iterable[int]] = ..., template_time_ms: _Optional[int] = ..., tools_order: _Optional[_Union[_manifest_pb2.ToolsOrder, _Mapping]] = ..., move_id: _Optional[str] = ..., is_text_own: bool = ...) -> None: ...
+    handed_over_by: str
+    def __init__(self, format: _Optional[int] = ..., surroundings: _Optional[_Union[TurnSurroundings, _Mapping]] = ..., request: _Optional[_Union[_inference_pb2.GenerateRequest, _Mapping]] = ..., request_id: _Optional[str] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., caller: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[_manifest_pb2.Message, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prompt_token_chars: _Optional[_Iterable[int]] = ..., rewind_point_tokens: _Optional[int] = ..., parent_manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., is_brought: bool = ..., continuation: _Optional[_Union[_inference_pb2.Continuation, str]] = ..., shortened: _Optional[_Union[_manifest_pb2.Shortened, _Mapping]] = ..., shortening: _Optional[_Union[_inference_pb2.Shortening, _Mapping]] = ..., age: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., first_token: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., choices: _Optional[_Iterable[int]] = ..., template_time_ms: _Optional[int] = ..., tools_order: _Optional[_Union[_manifest_pb2.ToolsOrder, _Mapping]] = ..., move_id: _Optional[str] = ..., is_text_own: bool = ..., handed_over_by: _Optional[str] = ...) -> None: ...
 
 class TurnSurroundings(_message.Message):
     __slots__ = ("kv_identity_hash", "tokenizer_digest", "template_digest", "device", "compute_type", "cell_tokens", "version", "sampling_defaults")

@@ -201,7 +201,10 @@ type TurnOpening struct {
 	// engines have one store, or the turn leaves no memory.
 	MoveId string `protobuf:"bytes,24,opt,name=move_id,json=moveId,proto3" json:"move_id,omitempty"`
 	// The reply counts as the model's own, not as a text that came by an archive or a copy.
-	IsTextOwn     bool `protobuf:"varint,23,opt,name=is_text_own,json=isTextOwn,proto3" json:"is_text_own,omitempty"`
+	IsTextOwn bool `protobuf:"varint,23,opt,name=is_text_own,json=isTextOwn,proto3" json:"is_text_own,omitempty"`
+	// The peer that gave the turn last to an engine of this store, as the store names it; empty: the turn was begun at this store. Read from engines of
+	// this store alone: of those of another, the caller is that peer.
+	HandedOverBy  string `protobuf:"bytes,25,opt,name=handed_over_by,json=handedOverBy,proto3" json:"handed_over_by,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -395,6 +398,13 @@ func (x *TurnOpening) GetIsTextOwn() bool {
 		return x.IsTextOwn
 	}
 	return false
+}
+
+func (x *TurnOpening) GetHandedOverBy() string {
+	if x != nil {
+		return x.HandedOverBy
+	}
+	return ""
 }
 
 // TurnSurroundings says where a turn was computed.
@@ -1168,7 +1178,7 @@ const file_kvasir_inference_v1_handover_proto_rawDesc = "" +
 	"\x05frame\x18\x03 \x01(\fH\x00R\x05frame\x126\n" +
 	"\x05stand\x18\x04 \x01(\v2\x1e.kvasir.inference.v1.TurnStandH\x00R\x05stand\x129\n" +
 	"\x06commit\x18\x05 \x01(\v2\x1f.kvasir.inference.v1.TurnCommitH\x00R\x06commitB\x06\n" +
-	"\x04part\"\xd6\b\n" +
+	"\x04part\"\xfc\b\n" +
 	"\vTurnOpening\x12\x16\n" +
 	"\x06format\x18\x01 \x01(\x05R\x06format\x12I\n" +
 	"\fsurroundings\x18\x02 \x01(\v2%.kvasir.inference.v1.TurnSurroundingsR\fsurroundings\x12>\n" +
@@ -1200,7 +1210,8 @@ const file_kvasir_inference_v1_handover_proto_rawDesc = "" +
 	"\vtools_order\x18\x15 \x01(\v2 .kvasir.cachestore.v1.ToolsOrderR\n" +
 	"toolsOrder\x12\x17\n" +
 	"\amove_id\x18\x18 \x01(\tR\x06moveId\x12\x1e\n" +
-	"\vis_text_own\x18\x17 \x01(\bR\tisTextOwnB\x16\n" +
+	"\vis_text_own\x18\x17 \x01(\bR\tisTextOwn\x12$\n" +
+	"\x0ehanded_over_by\x18\x19 \x01(\tR\fhandedOverByB\x16\n" +
 	"\x14_rewind_point_tokensJ\x04\b\x16\x10\x17\"\xb3\x02\n" +
 	"\x10TurnSurroundings\x12(\n" +
 	"\x10kv_identity_hash\x18\x01 \x01(\tR\x0ekvIdentityHash\x12)\n" +
