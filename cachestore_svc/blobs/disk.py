@@ -78,7 +78,7 @@ class Disk:
 
     def rename(self, source: Path, target: Path) -> None:
         """Give a file its other name, replacing what had it."""
-        source.replace(target)
+        os.replace(source, target)  # noqa: PTH105  its result is not made into another path
 
     def fsync_directory(self, path: Path) -> None:
         """The directory's names survive a loss of power on return."""

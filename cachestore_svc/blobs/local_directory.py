@@ -72,6 +72,7 @@ class LocalBlobs:
         self._disk = disk
         self._durable_directories: set[Path] = set()
         self._durable_shelves: set[str] = set()
+        self._shelf_paths: dict[str, Path] = {}  # making a path from its text takes as long as to open a file
         self._locks: dict[int, threading.Lock] = {}  # made when first asked for: most namespaces only rest
 
     @property
@@ -113,7 +114,7 @@ class LocalBlobs:
         for hash_ in hashes:
             self._disk.rename(self._part_path(hash_), self._path(hash_))
         for shelf in sorted({hash_[:2] for hash_ in hashes}):
-            self._disk.fsync_directory(self._shelves / shelf)
+            self._disk.fsync_directory(self._shelf_path(shelf))
 
     def read(self, digest: Digest) -> memoryview:
         data = self.bytes_of(digest.hash, digest.size_bytes + 1)
@@ -163,8 +164,11 @@ class LocalBlobs:
             if _SHELF_NAME.fullmatch(shelf) is None:
                 listing.strange.append(shelf)
                 continue
-            for name in self._disk.names(self._shelves / shelf):
-                self._list_file(listing, shelf, name)
+            for name in self._disk.names(self._shelf_path(shelf)):
+                if name[:2] == shelf and _BLOB_NAME.fullmatch(name):
+                    listing.blobs.add(name)
+                else:
+                    self._list_other(listing, shelf, name)
         return listing
 
     @contextmanager
@@ -183,7 +187,7 @@ class LocalBlobs:
     def _make_shelf(self, hash_: str) -> None:
         """Make the directory in which the blob lies."""
         if hash_[:2] not in self._durable_shelves:
-            self._make_durable(self._shelves, self._shelves / hash_[:2])
+            self._make_durable(self._shelves, self._shelf_path(hash_[:2]))
             self._durable_shelves.add(hash_[:2])
 
     def _make_durable(self, *directories: Path) -> None:
@@ -201,20 +205,22 @@ class LocalBlobs:
         return None
 
     def _path(self, hash_: str) -> Path:
-        return Path(f"{self._shelves}/{hash_[:2]}/{hash_}")
+        return self._shelf_path(hash_[:2]) / hash_
 
     def _part_path(self, hash_: str) -> Path:
-        return Path(f"{self._shelves}/{hash_[:2]}/{hash_}{PART_SUFFIX}")
+        return self._shelf_path(hash_[:2]) / (hash_ + PART_SUFFIX)
+
+    def _shelf_path(self, shelf: str) -> Path:
+        if (path := self._shelf_paths.get(shelf)) is None:
+            path = self._shelf_paths[shelf] = self._shelves / shelf
+        return path
 
     def _asides(self, hash_: str) -> builtins.list[Aside]:
         names = self._disk.names(self._path(hash_).parent)
         found = [_ASIDE_NAME.fullmatch(name) for name in names if name.startswith(f"{hash_}.")]
         return [Aside(self.place, hash_, int(match[2])) for match in found if match]
 
-    def _list_file(self, listing: Listing, shelf: str, name: str) -> None:
-        if name[:2] == shelf and _BLOB_NAME.fullmatch(name):
-            listing.blobs.add(name)
-            return
+    def _list_other(self, listing: Listing, shelf: str, name: str) -> None:
         hash_ = name.removesuffix(PART_SUFFIX)
         if (aside := _ASIDE_NAME.fullmatch(name)) and name[:2] == shelf:
             listing.asides.add(Aside(self.place, aside[1], int(aside[2])))

@@ -1,6 +1,7 @@
 """Where a blob lies below a store's data directory: no name from outside becomes part of a path but a digest."""
 
 import re
+from functools import lru_cache
 from pathlib import Path
 
 from blake3 import blake3
@@ -10,6 +11,7 @@ HANDED = "handed"
 _TOKEN = re.compile(r"[0-9a-f]{32}")
 
 
+@lru_cache(1024)
 def namespace_place(namespace: str) -> str:
     """The name of a namespace's directory: 32 hex digits."""
     return blake3(namespace.encode()).hexdigest()[:32]
