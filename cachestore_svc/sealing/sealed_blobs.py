@@ -13,6 +13,7 @@ from cachestore_svc.blobs.backend import Aside, BlobBackend, Damaged, Listing, N
 from cachestore_svc.sealing.keys import NamespaceKey, sealed_error
 from cachestore_svc.sealing.sealed_form import (
     HEADER_BYTES,
+    OVERHEAD,
     SEALED_SEGMENT_BYTES,
     SEGMENT_BYTES,
     DoesNotOpen,
@@ -239,10 +240,15 @@ class SealedPart:
 
     def _write(self, segments: Sequence[tuple[bytes | memoryview, bool]]) -> None:
         """Append segments, all in one effect."""
-        sealed = bytearray() if self._has_header else bytearray(self._seal.header(self._hash, self._random_bytes))
+        header = b"" if self._has_header else self._seal.header(self._hash, self._random_bytes)
+        sealed = memoryview(bytearray(len(header) + sum(len(plain) + OVERHEAD for plain, _ in segments)))
+        sealed[: len(header)] = header
+        at = len(header)
         for number, (plain, is_last) in enumerate(segments, start=self._segments):
-            sealed += self._seal.seal(plain, number, is_last, self._random_bytes)
-        self._part.append(memoryview(sealed))
+            end = at + len(plain) + OVERHEAD
+            self._seal.seal(plain, number, is_last, sealed[at:end], self._random_bytes)
+            at = end
+        self._part.append(sealed)
         self._has_header = True
 
     def _cut(self) -> None:

@@ -19,10 +19,10 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 SEGMENT_BYTES = 256 << 10
 MAGIC = b"kvseal\x00\x01"
 _SALT_BYTES, _NONCE_BYTES, _TAG_BYTES, _DIGEST_BYTES = 32, 12, 16, 32
-_OVERHEAD = _NONCE_BYTES + _TAG_BYTES
+OVERHEAD = _NONCE_BYTES + _TAG_BYTES  # of a segment
 _SALT_END = len(MAGIC) + _SALT_BYTES
-HEADER_BYTES = _SALT_END + _DIGEST_BYTES + _OVERHEAD
-SEALED_SEGMENT_BYTES = SEGMENT_BYTES + _OVERHEAD
+HEADER_BYTES = _SALT_END + _DIGEST_BYTES + OVERHEAD
+SEALED_SEGMENT_BYTES = SEGMENT_BYTES + OVERHEAD
 
 RandomBytes = Callable[[int], bytes]
 
@@ -34,13 +34,13 @@ class DoesNotOpen(Exception):
 def sealed_size(plain_bytes: int) -> int:
     """Bytes of the file of so many plain bytes."""
     segments = max(1, -(-plain_bytes // SEGMENT_BYTES))
-    return HEADER_BYTES + segments * _OVERHEAD + plain_bytes
+    return HEADER_BYTES + segments * OVERHEAD + plain_bytes
 
 
 def plain_size(sealed_bytes: int) -> int:
     """Plain bytes of a file of so many; 0 for one that is too short. Needs no key."""
     body = sealed_bytes - HEADER_BYTES
-    return max(0, body - -(-body // SEALED_SEGMENT_BYTES) * _OVERHEAD)
+    return max(0, body - -(-body // SEALED_SEGMENT_BYTES) * OVERHEAD)
 
 
 class FileSeal:
@@ -80,17 +80,15 @@ class FileSeal:
         return beginning + nonce + self._aead.encrypt(nonce, bytes.fromhex(hash_), beginning)
 
     def seal(
-        self, plain: bytes | bytearray | memoryview, number: int, is_last: bool, random_bytes: RandomBytes
-    ) -> bytearray:
-        """A segment's bytes in the file. `plain`: SEGMENT_BYTES, or fewer in the last."""
-        sealed = bytearray(len(plain) + _OVERHEAD)
-        nonce = sealed[:_NONCE_BYTES] = random_bytes(_NONCE_BYTES)
-        self._aead.encrypt_into(nonce, plain, _place(number, is_last), memoryview(sealed)[_NONCE_BYTES:])
-        return sealed
+        self, plain: bytes | memoryview, number: int, is_last: bool, into: memoryview, random_bytes: RandomBytes
+    ) -> None:
+        """Write a segment's bytes in the file, OVERHEAD more than `plain`: SEGMENT_BYTES, or fewer in the last."""
+        nonce = into[:_NONCE_BYTES] = random_bytes(_NONCE_BYTES)
+        self._aead.encrypt_into(nonce, plain, _place(number, is_last), into[_NONCE_BYTES:])
 
     def open(self, sealed: bytes | memoryview, number: int, is_last: bool, into: memoryview) -> None:
         """Write a segment's plain bytes, which are exactly as many as fit. Raises DoesNotOpen."""
-        if len(sealed) - _OVERHEAD != len(into):
+        if len(sealed) - OVERHEAD != len(into):
             raise DoesNotOpen("it is cut")
         view = memoryview(sealed)
         try:
@@ -100,7 +98,7 @@ class FileSeal:
 
     def open_piece(self, sealed: bytes, number: int) -> bytes:
         """The plain bytes of a segment that is not the last, of a file that is not whole yet. Raises DoesNotOpen."""
-        plain = bytearray(max(0, len(sealed) - _OVERHEAD))
+        plain = bytearray(max(0, len(sealed) - OVERHEAD))
         self.open(sealed, number, False, memoryview(plain))
         return bytes(plain)
 

@@ -8,6 +8,7 @@ from blake3 import blake3
 from cachestore_svc.sealing.sealed_form import (
     HEADER_BYTES,
     MAGIC,
+    OVERHEAD,
     SEALED_SEGMENT_BYTES,
     SEGMENT_BYTES,
     DoesNotOpen,
@@ -28,7 +29,10 @@ def sealed(data: bytes, key: bytes = KEY) -> bytearray:
     starts = range(0, max(1, len(data)), SEGMENT_BYTES)
     for number, start in enumerate(starts):
         is_last = number == len(starts) - 1
-        file += seal.seal(data[start : start + SEGMENT_BYTES], number, is_last, secrets.token_bytes)
+        plain = data[start : start + SEGMENT_BYTES]
+        segment = memoryview(bytearray(len(plain) + OVERHEAD))
+        seal.seal(plain, number, is_last, segment, secrets.token_bytes)
+        file += segment
     return file
 
 
