@@ -12,6 +12,7 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import InvalidArgument
 from kvasir.formats.blob_place import is_token
 from kvasir.formats.digest import Digest, is_hash
+from kvasir.formats.frame_messages import Carrier
 from kvasir.names import check_agent_id, check_owner
 
 from cachestore_svc.facts import records
@@ -24,6 +25,7 @@ from cachestore_svc.facts.records import (
     BlobKind,
 )
 from cachestore_svc.moving.copying import Progress
+from cachestore_svc.moving.outbound import Piece
 
 _KINDS = {pb.BLOB_KIND_TENSORS: BlobKind.TENSORS, pb.BLOB_KIND_MANIFEST: BlobKind.MANIFEST}
 
@@ -55,10 +57,12 @@ def read_kind(kind: int) -> BlobKind:
     return found
 
 
-def read_handed(request: pb.WriteBlobsRequest) -> str:
+def read_handed(request: Carrier) -> str:
     """The token of the file in which the request's blob lies; "" if its bytes come."""
-    if request.handed and (not is_token(request.handed) or request.frame.data or request.frame.offset):
-        raise InvalidArgument("handed: expected 32 lower-case hex digits, and a frame without data", field="handed")
+    first = request.frames[0]
+    is_alone = len(request.frames) == 1 and not first.data and not first.offset
+    if request.handed and (not is_token(request.handed) or not is_alone):
+        raise InvalidArgument("handed: expected 32 lower-case hex digits, and one frame without data", field="handed")
     return request.handed
 
 
@@ -78,6 +82,11 @@ def read_block_hashes(texts: Sequence[str]) -> list[str]:
             f"block_hashes: expected at most {MAX_BLOCK_HASHES_PER_REQUEST}, got {len(texts)}", field="block_hashes"
         )
     return [read_kv_hash(text, f"block_hashes[{index}]") for index, text in enumerate(texts)]
+
+
+def write_frame(piece: Piece) -> tuple[pb.BlobFrame, memoryview]:
+    """The frame without its data, and these."""
+    return pb.BlobFrame(offset=piece.offset, digest=piece.digest.to_proto() if piece.is_first else None), piece.data
 
 
 def write_prefix(found: records.FoundPrefix) -> pb.FindPrefixResponse:

@@ -15,21 +15,22 @@ from kvasir import __version__
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.credentials import ADMIN, ENGINE
-from kvasir.errors import InvalidArgument, PermissionDenied, ResourceExhausted, Unavailable
-from kvasir.formats.frame_messages import Carrier, carrier_bytes, carrier_reader
+from kvasir.errors import InvalidArgument, ResourceExhausted, Unavailable
+from kvasir.formats.frame_messages import MAX_FRAMES, Carrier, carrier_bytes, carrier_reader
 from kvasir.names import check_agent_id, check_owner
 from kvasir.server.interceptors import current_principal
 
 from cachestore_svc.edge import messages
 from cachestore_svc.edge.roles import PEOPLE
 from cachestore_svc.edge.store_calls import StoreCalls, caller_namespace
+from cachestore_svc.edge.uploading import Uploading
 from cachestore_svc.facts.records import (
     BLOCK_TOKENS,
     MANIFEST_FORMAT,
     MAX_DIGESTS_PER_REQUEST,
     MAX_FRAME_BYTES,
 )
-from cachestore_svc.moving.inbound import BlobIntake, Stored
+from cachestore_svc.moving.inbound import BlobIntake
 from cachestore_svc.moving.outbound import BlobReader
 from cachestore_svc.moving.peers import Peers
 from cachestore_svc.moving.repairing import Repairs
@@ -77,45 +78,22 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
         namespace = caller_namespace()
 
         def answer() -> pb.FindMissingBlobsResponse:
-            missing = self._store.blobs.find_missing(namespace, messages.read_digests(request.digests))
-            return pb.FindMissingBlobsResponse(missing=[digest.to_proto() for digest in missing])
+            asked = dict(zip(messages.read_digests(request.digests), request.digests, strict=True))
+            missing = self._store.blobs.find_missing(namespace, list(asked))
+            return pb.FindMissingBlobsResponse(missing=[asked[digest] for digest in missing])
 
         return await self._looked_up(len(request.digests), answer)
 
     async def WriteBlobs(self, request_iterator: AsyncIterator[Carrier], context: Any) -> None:
-        intake = BlobIntake(self._store, self._threads, caller_namespace())
-        receiving = asyncio.create_task(self._receive(intake, request_iterator))
+        uploading = Uploading(BlobIntake(self._store, self._threads, caller_namespace()))
+        receiving = asyncio.create_task(uploading.receive(self._streams.unstalled(request_iterator)))
         try:
-            while (outcome := await intake.outcomes.get()) is not None:
-                if not isinstance(outcome, Stored):
-                    raise outcome
-                response = pb.WriteBlobsResponse(digest=outcome.digest.to_proto(), existed=outcome.existed)
-                await self._streams.send(context, response)
+            async with aclosing(uploading.answers()) as answers:
+                async for response in answers:
+                    await self._streams.send(context, response)
         finally:
             receiving.cancel()
             await asyncio.gather(receiving, return_exceptions=True)
-
-    async def _receive(self, intake: BlobIntake, requests: AsyncIterator[Carrier]) -> None:
-        """Take every frame; the last outcome is None, or why no more are taken."""
-        failure: Exception | None = None
-        try:
-            async with intake, aclosing(self._streams.unstalled(requests)) as arriving:
-                async for request in arriving:
-                    frame = request.frame
-                    if not frame.HasField("digest"):
-                        await intake.write(frame.offset, frame.data)
-                        continue
-                    digest = messages.read_digest(frame.digest, "frame.digest")
-                    kind = messages.read_kind(frame.kind)
-                    if token := messages.read_handed(request):
-                        _check_may_hand()
-                        await intake.take(digest, kind, token)
-                    else:
-                        await intake.begin(digest, kind, frame.offset, frame.data)
-                await intake.end()
-        except Exception as error:  # noqa: BLE001  raised where the RPC is answered
-            failure = error
-        await intake.outcomes.put(failure)
 
     async def QueryWriteStatus(self, request: pb.QueryWriteStatusRequest, context: Any) -> pb.QueryWriteStatusResponse:
         digest = messages.read_digest(request.digest, "digest")
@@ -131,10 +109,9 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
                 field="first_offset",
             )
         async with self._reader.open(caller_namespace(), digests, request.first_offset) as source:
-            while (piece := await source.next_piece()) is not None:
-                head = pb.BlobFrame(offset=piece.offset, digest=piece.digest.to_proto() if piece.is_first else None)
-                message = carrier_bytes(head, piece.data)
-                del piece  # a slow reader keeps the message alone
+            while pieces := await source.next_pieces(MAX_FRAMES if request.takes_several else 1):
+                message = carrier_bytes(map(messages.write_frame, pieces))
+                pieces.clear()  # a slow reader keeps the message alone
                 await self._streams.send(context, message, source)
 
     # --- snapshots ---
@@ -271,7 +248,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
 
     async def GetCapabilities(self, request: pb.GetCapabilitiesRequest, context: Any) -> pb.GetCapabilitiesResponse:
         caller = current_principal()
-        features = ["sealed"] if self._store.is_sealed(caller.namespace) else []
+        features = ["several", *(["sealed"] if self._store.is_sealed(caller.namespace) else [])]
         if ENGINE in caller.roles and await self._receives_files(caller.namespace):
             features.append("handed")
         return pb.GetCapabilitiesResponse(
@@ -326,9 +303,3 @@ def add_to_server(service: CacheStoreService, server: Any) -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, moving_blobs),))  # of these the first
     cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     server.add_registered_method_handlers(name, moving_blobs)  # of these the last, and before all of the others
-
-
-def _check_may_hand() -> None:
-    """Raises PermissionDenied for a caller that is no engine: it shares no directory with this store."""
-    if ENGINE not in current_principal().roles:
-        raise PermissionDenied("handed: only an engine hands files over", field="handed")

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvasir.clients import AioStoreClient
+from kvasir.clients.aio.side_by_side import side_by_side
+from kvasir.clients.store_client_transfers import striped
 from kvasir.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument, KvasirError, Unavailable
 from kvasir.formats import manifest as manifests
 from kvasir.formats.block_hash import kv_identity_hash
@@ -137,8 +139,9 @@ class LineCopies:
         cuts, others = 0, _OtherWriters(self._stall_timeout_s)
         while missing:
             batch = missing[:MAX_DIGESTS_PER_REQUEST]
+            streams = [self._receive(remote, order, some, progress) for some in striped(batch)]
             try:
-                async with aclosing(self._receive(remote, order, batch, progress)) as stored:
+                async with aclosing(side_by_side(streams)) as stored:
                     async for some in stored:
                         cuts = 0
                         progress.blobs_done += len(some)
@@ -198,19 +201,20 @@ class LineCopies:
         async with BlobIntake(self._store, self._threads, order.namespace) as intake:
             # Opened before the peer is asked: no other writer can change now what has arrived of it.
             offset = await intake.resume(missing[0], BlobKind.TENSORS)
-            frames = remote.read_frames(missing, offset)
-            async with aclosing(self._unstalled(frames, order.peer)) as arriving:
+            messages = remote.read_frames(missing, offset)
+            async with aclosing(self._unstalled(messages, order.peer)) as arriving:
                 is_first = True
-                async for frame in arriving:
-                    progress.bytes_came += len(frame.data)
-                    begins = None
-                    if is_first or frame.HasField("digest"):
-                        digest = next(expected, None)
-                        if digest is None or frame.digest.hash != digest.hash:
-                            raise DataLoss(f"peer {order.peer} sent a blob that was not asked for")
-                        begins = None if is_first else digest
-                        is_first = False
-                    await _take_peers(intake, order.peer, begins, frame.offset, frame.data)
+                async for frames in arriving:
+                    for frame in frames:
+                        progress.bytes_came += len(frame.data)
+                        begins = None
+                        if is_first or frame.HasField("digest"):
+                            digest = next(expected, None)
+                            if digest is None or frame.digest.hash != digest.hash:
+                                raise DataLoss(f"peer {order.peer} sent a blob that was not asked for")
+                            begins = None if is_first else digest
+                            is_first = False
+                        await _take_peers(intake, order.peer, begins, frame.offset, frame.data)
                     if stored := _stored_so_far(intake, order.peer):
                         yield stored
             is_whole = next(expected, None) is None
@@ -242,16 +246,16 @@ class LineCopies:
                 return True
         return False
 
-    async def _unstalled(self, frames: AsyncIterator[T], peer: str) -> AsyncGenerator[T, None]:
+    async def _unstalled(self, messages: AsyncIterator[T], peer: str) -> AsyncGenerator[T, None]:
         """The same, but a peer that is silent for too long is unavailable."""
         with errors_of_peer(peer):
             try:
                 while True:
                     async with asyncio.timeout(self._stall_timeout_s):
-                        frame = await anext(frames, None)
-                    if frame is None:
+                        message = await anext(messages, None)
+                    if message is None:
                         return
-                    yield frame
+                    yield message
             except TimeoutError:
                 raise Unavailable(f"silent for {self._stall_timeout_s:g} s") from None
 

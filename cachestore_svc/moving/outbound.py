@@ -1,4 +1,5 @@
-"""Blobs on their way out: each is verified before its first byte leaves, and the next are read while one is sent.
+"""Blobs on their way out: each is verified before its first byte leaves, and the next are read while one is sent. A
+thread reads several small ones at once, and a message takes them together.
 
 All readers together hold at most a budget of bytes, of which each namespace has its share. A stalled reader drops its
 buffered blobs when another reader needs the memory, and keeps only the piece being sent. Otherwise it keeps the blobs,
@@ -22,8 +23,10 @@ from cachestore_svc.index.catalog import SLICE
 from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads
 
-# What one reader has read, or is reading, behind the blob that is sent: one blob, and more while they are small.
-_AHEAD, _AHEAD_BYTES = 8, 4 << 20
+# What is read at once: one blob, and more while all are at most this; and what one reader has read, or is reading,
+# behind that: one group, and more while they are small.
+_GROUP_BLOBS, _GROUP_BYTES = 16, MAX_FRAME_BYTES
+_AHEAD, _AHEAD_BYTES = 4, 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,15 @@ class Piece:
     offset: int
     data: memoryview
     is_first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Blobs that a thread reads at once: the bytes of each, or why there are none, which ends the group."""
+
+    digests: Sequence[Digest]
+    size_bytes: int
+    reading: asyncio.Task[list[memoryview | Exception]]
 
 
 class BlobReader:
@@ -50,7 +62,7 @@ class BlobReader:
 
 
 class BlobSource:
-    """One reader's blobs. It holds the one that is being sent and, when there is room, the next few."""
+    """One reader's blobs. It holds those that are being sent and, when there is room, the next few."""
 
     def __init__(
         self,
@@ -70,8 +82,8 @@ class BlobSource:
         self._found: deque[bool] = deque()
         self._offset = first_offset
         self._is_first = True
-        self._data: memoryview | None = None
-        self._ahead: deque[asyncio.Task[memoryview]] = deque()
+        self._read: deque[memoryview | Exception] = deque()  # of the first that wait
+        self._ahead: deque[_Group] = deque()
         self._held_bytes = 0
 
     async def next_piece(self) -> Piece | None:
@@ -79,19 +91,37 @@ class BlobSource:
         if not self._waiting:
             return None
         digest = self._waiting[0]
-        if self._data is None:
-            self._data = await self._load(digest)
-        data = memoryview(self._data)[self._offset : self._offset + MAX_FRAME_BYTES]
+        if not self._read:
+            await self._load()
+        whole = self._read[0]
+        if isinstance(whole, Exception):
+            raise whole
+        data = memoryview(whole)[self._offset : self._offset + MAX_FRAME_BYTES]
         piece = Piece(digest, self._offset, data, self._is_first)
         self._offset += len(data)
         self._is_first = self._offset >= digest.size_bytes
         if self._is_first:
-            self._waiting.popleft()
-            self._found.popleft()
+            for row in (self._waiting, self._found, self._read):
+                row.popleft()
             self._offset = 0
-            self._data = None
             self._give_back(digest.size_bytes)
         return piece
+
+    async def next_pieces(self, most: int) -> list[Piece]:
+        """The next piece, and what is read behind it and fits into a message with it; at most so many pieces. None
+        after the last. Raises as `next_piece`."""
+        pieces: list[Piece] = []
+        left_bytes = MAX_FRAME_BYTES
+        while len(pieces) < most and (not pieces or self._fits(left_bytes)):
+            if (piece := await self.next_piece()) is None:
+                break
+            pieces.append(piece)
+            left_bytes -= len(piece.data)
+        return pieces
+
+    def _fits(self, left_bytes: int) -> bool:
+        """Whether the first that waits is read, and all of it has so few bytes."""
+        return bool(self._read) and isinstance(self._read[0], memoryview) and len(self._read[0]) <= left_bytes
 
     async def wanted(self) -> None:
         """Return when another waits for bytes that this reader may hold."""
@@ -99,11 +129,11 @@ class BlobSource:
 
     async def let_go(self) -> None:
         """Hold nothing. What is needed later is read, and verified, again."""
-        self._data = None
+        self._read.clear()
         ahead, self._ahead = self._ahead, deque()
-        for reading in ahead:
-            reading.cancel()
-        await asyncio.gather(*ahead, return_exceptions=True)
+        for group in ahead:
+            group.reading.cancel()
+        await asyncio.gather(*(group.reading for group in ahead), return_exceptions=True)
         self._give_back(self._held_bytes)
 
     async def __aenter__(self) -> Self:
@@ -114,38 +144,67 @@ class BlobSource:
     ) -> None:
         await self.let_go()
 
-    async def _load(self, digest: Digest) -> memoryview:
-        """The blob's bytes; begins to read those behind it. Raises NotFound, DataLoss."""
+    async def _load(self) -> None:
+        """Have the first that wait read; begins to read those behind them. Raises NotFound, DataLoss."""
         if not self._found:
             some = [*islice(self._waiting, SLICE)]
             self._found += await self._threads.run(
                 self._namespace, self._store.blobs.leading_stored, self._namespace, some
             )
         if self._ahead:
-            reading = self._ahead.popleft()
+            group = self._ahead.popleft()
         else:
-            await self._budget.wait_for(self._namespace, digest.size_bytes)
-            self._held_bytes += digest.size_bytes
-            reading = asyncio.create_task(self._read(digest, self._found[0]))
-        self._read_ahead()
-        return await reading
+            digests = self._group_from(0)
+            await self._budget.wait_for(self._namespace, _size_of(digests))
+            group = self._begin(0, digests)
+        self._read_ahead(len(group.digests))
+        self._read += await group.reading
 
-    def _read_ahead(self) -> None:
-        """Begin to read the blobs behind the present one, while the budget has room now."""
-        behind = list(islice(zip(self._waiting, self._found, strict=False), 1, _AHEAD + 1))
-        known = sum(digest.size_bytes for digest, _ in behind[: len(self._ahead)])
-        for digest, is_whole in behind[len(self._ahead) :]:
-            known += digest.size_bytes
+    def _read_ahead(self, first: int) -> None:
+        """Begin to read what waits from here on, while the budget has room now."""
+        first += sum(len(group.digests) for group in self._ahead)
+        while len(self._ahead) < _AHEAD and (digests := self._group_from(first)):
+            size_bytes = _size_of(digests)
+            known = size_bytes + sum(group.size_bytes for group in self._ahead)
             is_much = self._ahead and known > _AHEAD_BYTES
-            if is_much or not self._budget.take_if_fits(self._namespace, digest.size_bytes):
+            if is_much or not self._budget.take_if_fits(self._namespace, size_bytes):
                 return
-            self._held_bytes += digest.size_bytes
-            self._ahead.append(asyncio.create_task(self._read(digest, is_whole)))
+            self._ahead.append(self._begin(first, digests))
+            first += len(digests)
 
-    async def _read(self, digest: Digest, is_whole: bool) -> memoryview:
-        read = self._store.blobs.read_found if is_whole else self._store.blobs.read
-        return await self._threads.run(self._namespace, read, self._namespace, digest)
+    def _group_from(self, first: int) -> list[Digest]:
+        """What is read at once of those that wait, and were found, from here on."""
+        digests: list[Digest] = []
+        size_bytes = 0
+        for digest in islice(self._waiting, first, min(first + _GROUP_BLOBS, len(self._found))):
+            size_bytes += digest.size_bytes
+            if digests and size_bytes > _GROUP_BYTES:
+                break
+            digests.append(digest)
+        return digests
+
+    def _begin(self, first: int, digests: Sequence[Digest]) -> _Group:
+        """Read these, whose bytes have their room."""
+        size_bytes = _size_of(digests)
+        self._held_bytes += size_bytes
+        found = list(zip(digests, islice(self._found, first, None), strict=False))
+        reading = asyncio.create_task(self._threads.run(self._namespace, self._read_all, found))
+        return _Group(digests, size_bytes, reading)
+
+    def _read_all(self, found: Sequence[tuple[Digest, bool]]) -> list[memoryview | Exception]:
+        read: list[memoryview | Exception] = []
+        blobs = self._store.blobs
+        for digest, is_whole in found:
+            try:
+                read.append((blobs.read_found if is_whole else blobs.read)(self._namespace, digest))
+            except Exception as error:  # noqa: BLE001  it is raised when it is this blob's turn
+                return [*read, error]
+        return read
 
     def _give_back(self, count: int) -> None:
         self._held_bytes -= count
         self._budget.give_back(self._namespace, count)
+
+
+def _size_of(digests: Sequence[Digest]) -> int:
+    return sum(digest.size_bytes for digest in digests)

@@ -65,10 +65,11 @@ class Repairs:
                 raise Unavailable("it was silent for too long") from None
 
     async def _write_frames(self, remote: AioStoreClient, namespace: str, digest: Digest, writer: BlobWriter) -> None:
-        async with contextlib.aclosing(remote.read_frames([digest], writer.received_bytes)) as frames:
+        async with contextlib.aclosing(remote.read_frames([digest], writer.received_bytes)) as messages:
             while True:
                 async with asyncio.timeout(self._stall_timeout_s):
-                    frame = await anext(frames, None)
-                if frame is None:
+                    frames = await anext(messages, None)
+                if frames is None:
                     return
-                await self._threads.run(namespace, writer.write, frame.offset, frame.data)
+                for frame in frames:
+                    await self._threads.run(namespace, writer.write, frame.offset, frame.data)

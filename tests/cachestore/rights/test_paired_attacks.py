@@ -343,7 +343,7 @@ def test_bytes_of_a_cut_transfer_count_as_long_as_it_lasts(tmp_path: Path, verb:
             """Send the first blob and half of the second, then nothing."""
             for digest, part in ((turns[0].digests[0], 1), (cut_at, 2)):
                 data = turns[0].new_blobs[digest][: digest.size_bytes // part]
-                await context.write(carrier_bytes(pb.BlobFrame(digest=digest.to_proto()), memoryview(data)))
+                await context.write(carrier_bytes([(pb.BlobFrame(digest=digest.to_proto()), memoryview(data))]))
             reached.set()
             await asyncio.Event().wait()
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.formats.digest import Digest
-from kvasir.formats.frame_messages import carrier_bytes, carrier_reader
-from kvasir.formats.frames import frame_messages
+from kvasir.formats.frame_messages import LEAST_KEPT_BYTES, MAX_FRAMES, Carrier, carrier_bytes, carrier_reader
+from kvasir.formats.frames import FRAME_BYTES, FrameAssembler, frame_messages, frames_of, joined_messages
 
 READS = {kind: carrier_reader(kind) for kind in (pb.WriteBlobsRequest, pb.ReadBlobsResponse)}
 NUMBERS = st.integers(-(1 << 63), (1 << 63) - 1)
@@ -21,6 +21,7 @@ HEADS = st.builds(
     offset=NUMBERS,
 )
 SIZES = st.sampled_from((0, 1, 127, 128, 16_383, 16_384, 300_000))
+SIZES_IN_ORDER = (300_000, 300_000, 300_000, 300_000, 0, 5, (2 << 20) + 1, 300_000)
 
 
 def fields_of(read: Any, message: bytes) -> Any:
@@ -29,30 +30,35 @@ def fields_of(read: Any, message: bytes) -> Any:
         found = read(message)
     except DecodeError:
         return DecodeError
-    frame = found.frame
-    has_digest = frame.HasField("digest")
-    return has_digest, frame.digest, frame.kind, frame.offset, bytes(frame.data), getattr(found, "handed", "")
+    frames = found.frames if isinstance(found, Carrier) else (found.frame, *found.more)
+    fields = [(each.HasField("digest"), each.digest, each.kind, each.offset, bytes(each.data)) for each in frames]
+    return fields, getattr(found, "handed", "")
 
 
-@given(HEADS, SIZES)
+@given(st.lists(st.tuples(HEADS, SIZES), min_size=1, max_size=4))
 def test_a_message_has_the_bytes_that_protobuf_makes_and_its_data_are_not_copied_again(
-    head: pb.BlobFrame, size: int
+    frames: list[tuple[pb.BlobFrame, int]],
 ) -> None:
-    data = bytes(range(256)) * (size // 256) + bytes(size % 256)
-    message = carrier_bytes(head, memoryview(data))
-    head.data = data
+    data = [bytes(range(256)) * (size // 256) + bytes(size % 256) for _, size in frames]
+    message = carrier_bytes((head, memoryview(each)) for (head, _), each in zip(frames, data, strict=True))
+    for (head, _), each in zip(frames, data, strict=True):
+        head.data = each
+    first, *more = [head for head, _ in frames]
     for kind, read in READS.items():
-        assert message == kind(frame=head).SerializeToString(deterministic=True)
-        found = read(message).frame.data
+        assert message == kind(frame=first, more=more).SerializeToString(deterministic=True)
+        found = [frame.data for frame in read(message).frames]
         assert found == data
-        assert not size or found.obj is message
+        if all(data):  # else protobuf reads it
+            least = LEAST_KEPT_BYTES if len(data) > 1 else 0
+            assert [isinstance(each, memoryview) for each in found] == [len(each) >= least for each in data]
+            assert all(each.obj is message for each in found if isinstance(each, memoryview))
 
 
-@given(HEADS, st.binary(max_size=300), st.data())
+@given(st.lists(st.tuples(HEADS, st.binary(max_size=300)), min_size=1, max_size=3), st.data())
 def test_a_message_of_any_other_form_is_read_as_protobuf_reads_it(
-    head: pb.BlobFrame, data: bytes, draw: st.DataObject
+    frames: list[tuple[pb.BlobFrame, bytes]], draw: st.DataObject
 ) -> None:
-    message = bytearray(carrier_bytes(head, memoryview(data)))
+    message = bytearray(carrier_bytes((head, memoryview(data)) for head, data in frames))
     for _ in range(draw.draw(st.integers(0, 3))):
         at = draw.draw(st.integers(0, len(message)))
         message[at : at + draw.draw(st.integers(0, 3))] = draw.draw(st.binary(max_size=3))
@@ -73,6 +79,10 @@ ONE = b"\x22\x01x"
         (b"\x18" + b"\xff" * 9 + b"\x7f" + ONE, b""),  # a number of more than 64 bits
         (ONE, b"\x0a\x02\x18\x07"),  # two frames
         (b"\x18\x05", b"\x12\x20" + b"a" * 32),  # a handed file
+        (ONE, b"\x1a\x03" + ONE),  # a further frame
+        (ONE, b"\x1a\x02\x18\x07\x1a\x03" + ONE),  # one without data
+        (ONE, b"\x1a\x03" + ONE + b"\x0a\x02\x18\x07"),  # the first frame goes on behind it
+        (ONE, b"\x1a\x05\x0a\x03\x22\x01x" + ONE),  # a digest that ends where its frame does
         (b"", b""),
     ],
 )
@@ -84,8 +94,39 @@ def test_a_message_in_an_unusual_order_is_read_as_protobuf_reads_it(frame: bytes
         assert fields_of(READS[pb.WriteBlobsRequest], cut) == fields_of(pb.WriteBlobsRequest.FromString, cut)
 
 
+def test_a_message_of_more_frames_than_may_be_is_refused() -> None:
+    some = [pb.BlobFrame(offset=number, data=b"x") for number in range(MAX_FRAMES)]
+    for kind, read in READS.items():
+        assert len(read(kind(frame=some[0], more=some[1:]).SerializeToString()).frames) == MAX_FRAMES
+        for empty in (pb.BlobFrame(), some[0]):
+            with pytest.raises(DecodeError):
+                read(kind(frame=some[0], more=[*some[1:], empty]).SerializeToString())
+
+
+def test_small_blobs_share_messages_of_a_mebibyte_and_large_ones_do_not() -> None:
+    blobs = {Digest.of(data): data for data in (bytes((n,)) * size for n, size in enumerate(SIZES_IN_ORDER))}
+    digests = list(blobs)
+    found = [READS[pb.WriteBlobsRequest](each).frames for each in joined_messages(digests, blobs, 1, 7)]
+    assert [[len(frame.data) for frame in frames] for frames in found] == [
+        [300_000 - 7, 300_000, 300_000],
+        [300_000, 0, 5],
+        [FRAME_BYTES],
+        [FRAME_BYTES],
+        [1, 300_000],
+    ]
+    assembler = FrameAssembler(digests)
+    named = [frame.digest.hash for frames in found for frame in frames if frame.HasField("digest")]
+    assert named == [digest.hash for digest in digests]
+    rest = [frame for frames in found for frame in frames][1:]
+    whole = frames_of(digests[0], blobs[digests[0]], 1)
+    assert [bytes(blob[1]) for frame in (*whole, *rest) if (blob := assembler.add(frame))] == list(blobs.values())
+    tiny = {Digest.of(bytes((n,))): bytes((n,)) for n in range(MAX_FRAMES + 1)}
+    many = [READS[pb.WriteBlobsRequest](each).frames for each in joined_messages(tiny, tiny, 1)]
+    assert [len(frames) for frames in many] == [MAX_FRAMES, 1]
+
+
 def test_a_blobs_frames_copy_its_bytes_once() -> None:
     data = bytes(3 << 20)
     [*messages] = frame_messages(Digest.of(data), data, pb.BLOB_KIND_TENSORS, 5)
     assert sum(map(len, messages)) < len(data) + 200
-    assert b"".join(READS[pb.WriteBlobsRequest](each).frame.data for each in messages) == data[5:]
+    assert b"".join(READS[pb.WriteBlobsRequest](each).frames[0].data for each in messages) == data[5:]

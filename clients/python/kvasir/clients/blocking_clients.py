@@ -19,6 +19,8 @@ from kvasir.clients.store_client_transfers import READS as STORE_READS
 class _AioStore(AioStoreClient):
     """The asynchronous client of a store whose channel blocks."""
 
+    _streams = 1
+
     async def _pause(self, seconds: float) -> None:
         time.sleep(seconds)  # noqa: ASYNC251
 

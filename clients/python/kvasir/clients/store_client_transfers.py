@@ -6,7 +6,8 @@ from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.clients.channel import repeatable
 from kvasir.errors import DataLoss, InvalidArgument
 from kvasir.formats.digest import Buffer, Digest
-from kvasir.formats.frames import FRAME_BYTES, frame_messages
+from kvasir.formats.frame_messages import MAX_FRAMES
+from kvasir.formats.frames import FRAME_BYTES, joined_messages
 from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 
 OnProgress = Callable[[pb.TransferProgress], None]
@@ -14,6 +15,10 @@ OnProgress = Callable[[pb.TransferProgress], None]
 _SERVICES = pb.DESCRIPTOR.services_by_name
 READS = repeatable(_SERVICES["AgentService"], _SERVICES["CacheStoreService"])
 MAX_DIGESTS = 10_000
+# A service's feature: it takes several frames in a message.
+SEVERAL = "several"
+# One stream's steps do not overlap: each message is copied, crosses, and is copied again. Those of two streams do.
+STREAMS, _LEAST_STREAM_BYTES = 2, 8 << 20
 
 
 class Upload:
@@ -39,31 +44,40 @@ class Upload:
         self.progress.bytes_done = self.progress.bytes_total - sum(digest.size_bytes for digest in self._pending)
         self._report()
 
-    @property
-    def may_resume(self) -> bool:
-        """Whether the store may have bytes of the first blob, so that it is asked for their number."""
-        return self.pending[0].size_bytes > FRAME_BYTES  # of a smaller one all has arrived, or nothing
+    def may_resume(self, digest: Digest) -> bool:
+        """Whether the store may have bytes of a stream's first blob, so that it is asked for their number."""
+        return digest.size_bytes > FRAME_BYTES  # of a smaller one all has arrived, or nothing
 
     @property
     def pending(self) -> Sequence[Digest]:
         """Blobs without an acknowledgement, in the order in which they are sent."""
         return tuple(self._pending)
 
-    def requests(self, first_offset: int) -> Iterator[bytes]:
-        """The requests, serialized, that send all pending blobs, the first blob from `first_offset` on."""
-        for digest in self.pending:
-            yield from frame_messages(digest, self._blobs[digest], self._kind, first_offset)
-            first_offset = 0
+    @property
+    def has_small(self) -> bool:
+        """Whether some of the blobs fit into a message together."""
+        return sum(2 * digest.size_bytes <= FRAME_BYTES for digest in self._pending) > 1
+
+    def parts(self, streams: int) -> Sequence[Sequence[Digest]]:
+        """The pending blobs, by the streams that send them side by side: at most so many."""
+        return striped(self.pending, streams)
+
+    def requests(self, part: Sequence[Digest], first_offset: int, *, in_groups: bool) -> Iterator[bytes]:
+        """The requests, serialized, that send these blobs, the first from `first_offset` on. `in_groups`: several in
+        one where they are small."""
+        most_frames = MAX_FRAMES if in_groups else 1
+        return joined_messages(part, self._blobs, self._kind, first_offset, most_frames=most_frames)
 
     def acknowledge(self, response: pb.WriteBlobsResponse) -> None:
-        """Note that the store has a blob durably."""
-        digest = Digest.from_proto(response.digest)
-        if digest in self._pending:
-            del self._pending[digest]
-            self.progress.blobs_done += 1
-            self.progress.blobs_skipped += response.existed
-            self.progress.bytes_done += digest.size_bytes
-            self._report()
+        """Note that the store has some blobs durably."""
+        for named in (response.digest, *response.more):
+            digest = Digest.from_proto(named)
+            if digest in self._pending:
+                del self._pending[digest]
+                self.progress.blobs_done += 1
+                self.progress.blobs_skipped += response.existed
+                self.progress.bytes_done += digest.size_bytes
+                self._report()
 
     def goes_on_after(self, error: InvalidArgument) -> bool:
         """Whether the next stream may succeed. The store may drop a part for other callers' blobs after it reported the
@@ -73,6 +87,13 @@ class Upload:
     def _report(self) -> None:
         if self._on_progress is not None:
             self._on_progress(self.progress)
+
+
+def striped(digests: Sequence[Digest], most: int = STREAMS) -> Sequence[Sequence[Digest]]:
+    """The blobs, by the streams that move them side by side: at most so many, and fewer where there are few bytes."""
+    size_bytes = sum(digest.size_bytes for digest in digests)
+    streams = max(1, min(most, len(digests), size_bytes // _LEAST_STREAM_BYTES))
+    return [digests[first::streams] for first in range(streams)]
 
 
 def import_requests(agent_id: str, replace: bool, archive: Iterable[bytes]) -> Iterator[pb.ImportAgentRequest]:

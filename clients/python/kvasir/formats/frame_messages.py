@@ -1,20 +1,27 @@
-"""The messages that carry one frame, WriteBlobsRequest and ReadBlobsResponse: to bytes with one copy of its data, and
+"""The messages that carry frames, WriteBlobsRequest and ReadBlobsResponse: to bytes with one copy of their data, and
 back with none.
 
-Both have the frame as field 1, and a frame has its data as its last field. Protobuf's own code copies the data seven
-times from one process to the other. What it would read in another way than this file is left to it.
+Both have a frame as field 1 and further frames as field 3, and a frame has its data as its last field. Protobuf's own
+code copies the data seven times from one process to the other. What it would read in another way than this file is left
+to it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+from google.protobuf.message import DecodeError
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 
-_FRAME, _DIGEST, _KIND, _OFFSET, _DATA = 0x0A, 0x0A, 0x10, 0x18, 0x22  # tags: a field's number and wire type
+# Of one message. Many empty frames take a lot more memory than bytes of a message.
+MAX_FRAMES = 64
+# Smaller data that came with others are copied: whoever keeps them would keep the whole message.
+LEAST_KEPT_BYTES = 256 << 10
+_FRAME, _MORE, _DIGEST, _KIND, _OFFSET, _DATA = 0x0A, 0x1A, 0x0A, 0x10, 0x18, 0x22  # tags: a field's number and type
 
 
 class CarriedFrame:
-    """A BlobFrame whose data was not copied."""
+    """A BlobFrame whose data was not copied again."""
 
     __slots__ = ("_head", "data")
 
@@ -27,25 +34,29 @@ class CarriedFrame:
 
 
 class Carrier:
-    """A message with its frame; `handed` as in WriteBlobsRequest."""
+    """A message with its frames, one at least; `handed` as in WriteBlobsRequest."""
 
-    __slots__ = ("frame", "handed")
+    __slots__ = ("frames", "handed")
 
-    def __init__(self, frame: CarriedFrame, handed: str = "") -> None:
-        self.frame = frame
+    def __init__(self, frames: Sequence[CarriedFrame], handed: str = "") -> None:
+        self.frames = frames
         self.handed = handed
 
 
-def carrier_bytes(head: pb.BlobFrame, data: memoryview) -> bytes:
-    """The message, serialized, whose frame is `head` with these data."""
-    start = head.SerializeToString()
-    if data.nbytes:
-        start += bytes((_DATA,)) + _varint(data.nbytes)
-    return b"".join((bytes((_FRAME,)), _varint(len(start) + data.nbytes), start, data))
+def carrier_bytes(frames: Iterable[tuple[pb.BlobFrame, memoryview]]) -> bytes:
+    """The message, serialized, whose frames are these heads with these data."""
+    parts: list[bytes | memoryview] = []
+    for head, data in frames:
+        start = head.SerializeToString()
+        if data.nbytes:
+            start += bytes((_DATA,)) + _varint(data.nbytes)
+        parts += (bytes((_MORE if parts else _FRAME,)) + _varint(len(start) + data.nbytes) + start, data)
+    return b"".join(parts)
 
 
 def carrier_reader(message_type: type[Any]) -> Callable[[bytes], Carrier]:
-    """What parses a serialized message of this type. It raises DecodeError as the type's FromString does."""
+    """What parses a serialized message of this type. It raises DecodeError as the type's FromString does, and for more
+    than MAX_FRAMES frames."""
 
     def read(message: bytes) -> Carrier:
         try:
@@ -53,22 +64,44 @@ def carrier_reader(message_type: type[Any]) -> Callable[[bytes], Carrier]:
         except IndexError:  # it ends within a number
             places = None
         if places is None:
-            whole = message_type.FromString(message)
-            return Carrier(CarriedFrame(whole.frame, whole.frame.data), getattr(whole, "handed", ""))
-        begin, end, data = places
-        return Carrier(CarriedFrame(pb.BlobFrame.FromString(message[begin:end]), memoryview(message)[data:]))
+            return _of_protobuf(message_type.FromString(message))
+        view, least = memoryview(message), LEAST_KEPT_BYTES if len(places) > 1 else 0
+        return Carrier(
+            [
+                CarriedFrame(pb.BlobFrame.FromString(message[a:b]), view[c:d] if d - c >= least else message[c:d])
+                for a, b, c, d in places
+            ]
+        )
 
     return read
 
 
-def _places(message: bytes) -> tuple[int, int, int] | None:
-    """Where the frame's other fields begin and end, and where its data begin; None for a message that is anything but
-    one frame that ends with data."""
-    if message[0] != _FRAME:
-        return None
-    size, begin = _read_varint(message, 1)
-    if begin + size != len(message):
-        return None
+def _of_protobuf(whole: Any) -> Carrier:
+    if len(whole.more) >= MAX_FRAMES:
+        raise DecodeError(f"expected at most {MAX_FRAMES} frames")
+    frames = [CarriedFrame(frame, frame.data) for frame in (whole.frame, *whole.more)]
+    return Carrier(frames, getattr(whole, "handed", ""))
+
+
+def _places(message: bytes) -> list[tuple[int, int, int, int]] | None:
+    """Where each frame's other fields begin and end, and where its data do; None for a message that is anything but
+    frames that end with data."""
+    places: list[tuple[int, int, int, int]] = []
+    at, tag = 0, _FRAME
+    while at < len(message) or not places:
+        if message[at] != tag or len(places) == MAX_FRAMES:
+            return None
+        size, begin = _read_varint(message, at + 1)
+        end = begin + size
+        if (found := _data_of(message, begin, end)) is None:
+            return None
+        places.append((begin, *found, end))
+        at, tag = end, _MORE
+    return places
+
+
+def _data_of(message: bytes, begin: int, end: int) -> tuple[int, int] | None:
+    """Where the fields before a frame's data end, and where its data begin, which end with the frame."""
     at = begin
     while message[at] != _DATA:
         tag = message[at]
@@ -77,7 +110,7 @@ def _places(message: bytes) -> tuple[int, int, int] | None:
         value, at = _read_varint(message, at + 1)
         at += value if tag == _DIGEST else 0
     size, data = _read_varint(message, at + 1)
-    return (begin, at, data) if data + size == len(message) else None
+    return (at, data) if data + size == end <= len(message) else None
 
 
 def _varint(value: int) -> bytes:

@@ -4,12 +4,12 @@ A default gRPC peer refuses a message of 4 MiB, and 1 MiB was the fastest size m
 as pieces of 1 MiB, and an interrupted transfer continues at the offset where it stopped.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.errors import DataLoss
 from kvasir.formats.digest import Buffer, Digest, Hasher
-from kvasir.formats.frame_messages import CarriedFrame, carrier_bytes
+from kvasir.formats.frame_messages import MAX_FRAMES, CarriedFrame, carrier_bytes
 
 FRAME_BYTES = 1 << 20
 
@@ -19,18 +19,45 @@ def frame_messages(
 ) -> Iterator[bytes]:
     """The frames of one blob from `first_offset` on, each a serialized WriteBlobsRequest (or ReadBlobsResponse, which
     has the same bytes). Digest and kind are in the first; there is always a first."""
+    return joined_messages([digest], {digest: data}, kind, first_offset, most_frames=1)
+
+
+def joined_messages(
+    digests: Iterable[Digest],
+    blobs: Mapping[Digest, Buffer],
+    kind: int = pb.BLOB_KIND_UNSPECIFIED,
+    first_offset: int = 0,
+    *,
+    most_frames: int = MAX_FRAMES,
+) -> Iterator[bytes]:
+    """The frames of these blobs, several in a message where they are small; the first blob's from `first_offset` on."""
+    waiting: list[tuple[pb.BlobFrame, memoryview]] = []
+    waiting_bytes = 0
+    for digest in digests:
+        for head, data in _frames(digest, blobs[digest], kind, first_offset):
+            if waiting and (len(waiting) == most_frames or waiting_bytes + len(data) > FRAME_BYTES):
+                yield carrier_bytes(waiting)
+                waiting, waiting_bytes = [], 0
+            waiting.append((head, data))
+            waiting_bytes += len(data)
+        first_offset = 0
+    if waiting:
+        yield carrier_bytes(waiting)
+
+
+def _frames(digest: Digest, data: Buffer, kind: int, first_offset: int) -> Iterator[tuple[pb.BlobFrame, memoryview]]:
     view = memoryview(data).cast("B")
     first = pb.BlobFrame(digest=digest.to_proto(), offset=first_offset)
     first.kind = kind  # type: ignore[assignment]
-    yield carrier_bytes(first, view[first_offset : first_offset + FRAME_BYTES])
+    yield first, view[first_offset : first_offset + FRAME_BYTES]
     for offset in range(first_offset + FRAME_BYTES, len(view), FRAME_BYTES):
-        yield carrier_bytes(pb.BlobFrame(offset=offset), view[offset : offset + FRAME_BYTES])
+        yield pb.BlobFrame(offset=offset), view[offset : offset + FRAME_BYTES]
 
 
 def frames_of(
     digest: Digest, data: Buffer, kind: int = pb.BLOB_KIND_UNSPECIFIED, first_offset: int = 0
 ) -> Iterator[pb.BlobFrame]:
-    """The same frames, parsed."""
+    """The frames of one blob, parsed."""
     for message in frame_messages(digest, data, kind, first_offset):
         yield pb.WriteBlobsRequest.FromString(message).frame
 

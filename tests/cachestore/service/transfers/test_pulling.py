@@ -181,13 +181,13 @@ def test_a_peer_killed_in_the_middle_leaves_nothing_visible(
     turn = SyntheticAgent(LARGE, 8).turn(256 * 4)
     with there.client() as theirs:
         publish(theirs, "ada", turn, 0)
-    here = start_here(home, tmp_path, there.address)
 
     def kill_at_one(progress: pb.TransferProgress) -> None:
         if progress.blobs_done == 1:
             there.kill()
 
-    with here.client() as ours:
+    with proxy_to(there.address) as proxy, start_here(home, tmp_path, proxy.address).client() as ours:
+        proxy.pause_s = 1.0 / (sum(digest.size_bytes for digest in turn.digests) >> 14)  # longer than a kill takes
         with pytest.raises(Unavailable):
             ours.pull_agent("mac", "ada", on_progress=kill_at_one, timeout_s=60)
         with pytest.raises(NotFound):

@@ -36,6 +36,7 @@ from tests.made_models.synthetic import SMALL, SyntheticAgent, full_layers, kv_i
 
 MIB = 1 << 20
 WIDE = kv_identity("wide", full_layers(16, 8, 128))  # its block is 4.7 MB: five frames
+PAIRED = kv_identity("paired", full_layers(11, 2, 64))  # two of its blocks fit into a message
 
 
 class CountingDisk(Disk):
@@ -121,8 +122,8 @@ class MeetingDisk(Disk):
         return super().read(path, max_bytes)
 
 
-def test_small_blobs_are_read_ahead_side_by_side(tmp_path: Path) -> None:
-    turn = SyntheticAgent(SMALL, 6).turn(256 * 6)
+def test_groups_of_small_blobs_are_read_ahead_side_by_side(tmp_path: Path) -> None:
+    turn = SyntheticAgent(PAIRED, 6).turn(256 * 6)
 
     async def test(store: Store) -> None:
         async with served(tmp_path, store, 16 * MIB) as stub:

@@ -158,7 +158,7 @@ def test_a_stream_that_another_took_the_place_of_hands_nothing_more(
     upload = HandedUpload(NEW.new_blobs, list(NEW.new_blobs), HandedFiles(tmp_path, "default"), None)
 
     async def test() -> None:
-        before, behind = upload.requests(0), upload.requests(0)
+        before, behind = (upload.requests(upload.pending, 0, in_groups=False) for _ in range(2))
         first = pb.WriteBlobsRequest.FromString(await anext(before))
         waiting = asyncio.ensure_future(anext(before, None))
         await asyncio.sleep(0)

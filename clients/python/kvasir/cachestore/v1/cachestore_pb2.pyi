@@ -75,20 +75,24 @@ class FindMissingBlobsResponse(_message.Message):
     def __init__(self, missing: _Optional[_Iterable[_Union[_manifest_pb2.Digest, _Mapping]]] = ...) -> None: ...
 
 class WriteBlobsRequest(_message.Message):
-    __slots__ = ("frame", "handed")
+    __slots__ = ("frame", "handed", "more")
     FRAME_FIELD_NUMBER: _ClassVar[int]
     HANDED_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     frame: BlobFrame
     handed: str
-    def __init__(self, frame: _Optional[_Union[BlobFrame, _Mapping]] = ..., handed: _Optional[str] = ...) -> None: ...
+    more: _containers.RepeatedCompositeFieldContainer[BlobFrame]
+    def __init__(self, frame: _Optional[_Union[BlobFrame, _Mapping]] = ..., handed: _Optional[str] = ..., more: _Optional[_Iterable[_Union[BlobFrame, _Mapping]]] = ...) -> None: ...
 
 class WriteBlobsResponse(_message.Message):
-    __slots__ = ("digest", "existed")
+    __slots__ = ("digest", "existed", "more")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     EXISTED_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     digest: _manifest_pb2.Digest
     existed: bool
-    def __init__(self, digest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., existed: bool = ...) -> None: ...
+    more: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.Digest]
+    def __init__(self, digest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., existed: bool = ..., more: _Optional[_Iterable[_Union[_manifest_pb2.Digest, _Mapping]]] = ...) -> None: ...
 
 class QueryWriteStatusRequest(_message.Message):
     __slots__ = ("digest",)
@@ -105,18 +109,22 @@ class QueryWriteStatusResponse(_message.Message):
     def __init__(self, received_bytes: _Optional[int] = ..., is_complete: bool = ...) -> None: ...
 
 class ReadBlobsRequest(_message.Message):
-    __slots__ = ("digests", "first_offset")
+    __slots__ = ("digests", "first_offset", "takes_several")
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     FIRST_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    TAKES_SEVERAL_FIELD_NUMBER: _ClassVar[int]
     digests: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.Digest]
     first_offset: int
-    def __init__(self, digests: _Optional[_Iterable[_Union[_manifest_pb2.Digest, _Mapping]]] = ..., first_offset: _Optional[int] = ...) -> None: ...
+    takes_several: bool
+    def __init__(self, digests: _Optional[_Iterable[_Union[_manifest_pb2.Digest, _Mapping]]] = ..., first_offset: _Optional[int] = ..., takes_several: bool = ...) -> None: ...
 
 class ReadBlobsResponse(_message.Message):
-    __slots__ = ("frame",)
+    __slots__ = ("frame", "more")
     FRAME_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     frame: BlobFrame
-    def __init__(self, frame: _Optional[_Union[BlobFrame, _Mapping]] = ...) -> None: ...
+    more: _containers.RepeatedCompositeFieldContainer[BlobFrame]
+    def __init__(self, frame: _Optional[_Union[BlobFrame, _Mapping]] = ..., more: _Optional[_Iterable[_Union[BlobFrame, _Mapping]]] = ...) -> None: ...
 
 class SnapshotVersion(_message.Message):
     __slots__ = ("agent_id", "kv_identity_hash", "version", "manifest", "parent_version", "token_count", "created_at", "total_bytes", "origin", "origin_detail", "request_id", "is_brought", "base_version", "context_tokens", "is_text_own")

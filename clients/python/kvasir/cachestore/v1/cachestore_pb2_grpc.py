@@ -1013,7 +1013,7 @@ class CacheStoreServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WriteBlobs(self, request_iterator, context):
-        """Stores blobs, many in one stream, each as frames of at most 1 MiB in offset order. Answers once per blob when it is durable. A
+        """Stores blobs, many in one stream, each as frames of at most 1 MiB in offset order. Answers for each blob when it is durable. A
         blob that is already stored is answered at once; its further frames are skipped. A stream that ends early leaves the last
         blob's bytes for resumption (QueryWriteStatus). Roles: engine, client (import). Errors: INVALID_ARGUMENT (digest malformed,
         offset unexpected, bytes do not match the digest, tensor header refused), RESOURCE_EXHAUSTED (quota or disk),

@@ -10,8 +10,9 @@ import grpc.aio
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.clients.aio.service_client import AioServiceClient
+from kvasir.clients.aio.side_by_side import side_by_side
 from kvasir.clients.aio.stall_limit import AioStallLimit
-from kvasir.clients.store_client_transfers import OnProgress, Upload, batches
+from kvasir.clients.store_client_transfers import SEVERAL, STREAMS, OnProgress, Upload, batches
 from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from kvasir.formats.digest import Buffer, Digest
 from kvasir.formats.frame_messages import CarriedFrame
@@ -26,17 +27,22 @@ _WAIT_S, _MAX_WAITS = 0.25, 240
 class AioBlobTransfers(AioServiceClient):
     """The part of a store's client that moves blobs."""
 
+    _streams = STREAMS
+
     def __init__(
         self, channel: grpc.aio.Channel, stub: Any, token: str | None, timeout_s: float, max_cuts: int
     ) -> None:
         super().__init__(channel, stub, token, timeout_s)
         self._max_cuts = max_cuts
+        self._takes_groups: bool | None = None  # whether the store takes several frames in a message, if it was asked
 
     async def find_missing(self, digests: Sequence[Digest], *, timeout_s: float | None = None) -> list[Digest]:
         """The blobs that the store lacks, in the order asked. Extends the lifetime of the others."""
         missing: list[Digest] = []
         for batch in batches(digests):
-            request = pb.FindMissingBlobsRequest(digests=[digest.to_proto() for digest in batch])
+            request = pb.FindMissingBlobsRequest()
+            for digest in batch:
+                request.digests.add(hash=digest.hash, size_bytes=digest.size_bytes)
             response = await self._call(pb.FindMissingBlobsResponse, request, timeout_s)
             asked = {digest.hash: digest for digest in batch}
             missing += [asked.get(digest.hash) or Digest.from_proto(digest) for digest in response.missing]
@@ -69,6 +75,7 @@ class AioBlobTransfers(AioServiceClient):
             except (Unavailable, InvalidArgument) as error:
                 if isinstance(error, InvalidArgument) and not upload.goes_on_after(error):
                     raise
+                self._takes_groups = None  # an older store may have taken its place
                 cuts = cuts + 1 if len(upload.pending) == before else 0
                 if cuts >= self._max_cuts:
                     raise
@@ -122,28 +129,43 @@ class AioBlobTransfers(AioServiceClient):
 
     async def read_frames(
         self, digests: Sequence[Digest], first_offset: int = 0, *, timeout_s: float | None = None
-    ) -> AsyncGenerator[CarriedFrame, None]:
-        """One stream of frames as they come, unverified, for a caller that passes them on: at most 10,000 blobs."""
-        request = pb.ReadBlobsRequest(digests=[digest.to_proto() for digest in digests], first_offset=first_offset)
+    ) -> AsyncGenerator[Sequence[CarriedFrame], None]:
+        """One stream of frames as they come, those of a message together, unverified, for a caller that passes them on:
+        at most 10,000 blobs."""
+        named = [digest.to_proto() for digest in digests]
+        request = pb.ReadBlobsRequest(digests=named, first_offset=first_offset, takes_several=True)
         async with aclosing(self._responses(self._stub.ReadBlobs, request, timeout_s)) as responses:
             async for response in responses:
-                yield response.frame
+                yield response.frames
 
     async def _send(self, upload: Upload, stall_timeout_s: float | None) -> None:
-        """Send the pending blobs in one stream. Raises when it is cut; acknowledged blobs are not pending any more."""
-        first, first_offset = upload.pending[0], 0
-        if upload.may_resume:
-            status = await self.write_status(first)
-            first_offset = 0 if status.is_complete else status.received_bytes
-        requests = upload.requests(first_offset)
+        """Send the pending blobs, in one stream or in several. Raises when one is cut; acknowledged blobs are not
+        pending any more."""
+        in_groups = upload.has_small and await self._has_groups()
+        parts = [(part, await self._arrived(upload, part[0])) for part in upload.parts(self._streams)]
         async with self._stall_limit(stall_timeout_s) as limit:
             write = limit.watched(self._stub.WriteBlobs)
-            async with aclosing(self._responses(write, limit.counting(requests), None)) as responses:
+            requests = [upload.requests(*part, in_groups=in_groups) for part in parts]
+            streams = [self._responses(write, limit.counting(each), None) for each in requests]
+            async with aclosing(side_by_side(streams)) as responses:
                 async for response in responses:
                     limit.progress()
                     upload.acknowledge(response)
         if upload.pending:
             raise Unavailable("the store ended the stream before every blob was stored")
+
+    async def _arrived(self, upload: Upload, digest: Digest) -> int:
+        """Where the first blob of a stream goes on."""
+        if not upload.may_resume(digest):
+            return 0
+        status = await self.write_status(digest)
+        return 0 if status.is_complete else status.received_bytes
+
+    async def _has_groups(self) -> bool:
+        if self._takes_groups is None:
+            capabilities = await self._call(pb.GetCapabilitiesResponse, pb.GetCapabilitiesRequest())
+            self._takes_groups = SEVERAL in capabilities.features
+        return self._takes_groups
 
     async def _pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -156,12 +178,12 @@ class AioBlobTransfers(AioServiceClient):
     ) -> AsyncGenerator[tuple[Digest, memoryview], None]:
         """Read the remaining blobs in one stream. Raises when it is cut; the assembler keeps the bytes that arrived."""
         wanted = next(batches(assembler.remaining))
-        frames = self.read_frames(wanted, assembler.received_bytes, timeout_s=timeout_s)
+        messages = self.read_frames(wanted, assembler.received_bytes, timeout_s=timeout_s)
         assembler.resume()
         received = 0
-        async with aclosing(frames):
-            async for frame in frames:
-                if blob := assembler.add(frame):
+        async with aclosing(messages):
+            async for frames in messages:
+                for blob in filter(None, map(assembler.add, frames)):
                     received += 1
                     yield blob
         if received < len(wanted):

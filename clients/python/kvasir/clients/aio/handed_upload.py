@@ -1,7 +1,7 @@
 """An upload to a store on this host: blobs are handed over as files, and what cannot be is sent."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.clients.aio.blob_transfers import AioBlobTransfers
@@ -9,13 +9,13 @@ from kvasir.clients.handed_files import HandedFiles
 from kvasir.clients.store_client_transfers import OnProgress, Upload
 from kvasir.errors import InvalidArgument
 from kvasir.formats.digest import Buffer, Digest
-from kvasir.formats.frames import frame_messages
+from kvasir.formats.frames import FRAME_BYTES
 
 # A store takes them only for an engine, and where nothing has to be encrypted.
 FEATURE = "handed"
 # Handed over and not acknowledged, of one upload.
 _MAX_HANDED_BYTES = 64 << 20
-_LEAST_BYTES = 64 << 10  # a smaller one is sent as fast
+_LEAST_BYTES = FRAME_BYTES // 2  # smaller ones are sent as fast, several in a message
 
 
 class HandedUpload(Upload):
@@ -36,33 +36,39 @@ class HandedUpload(Upload):
         self._answered = asyncio.Event()
         self._stream = 0  # gRPC does not end the requests of a stream that the store has ended
 
-    @property
-    def may_resume(self) -> bool:
+    def may_resume(self, digest: Digest) -> bool:
         """The file replaces bytes that an earlier upload left."""
-        return self._stream > 0 and super().may_resume
+        return self._stream > 0 and super().may_resume(digest)
 
-    async def requests(self, first_offset: int) -> AsyncIterator[bytes]:  # type: ignore[override]
-        """The requests, serialized, that hand all pending blobs over. A blob of which bytes have arrived is sent from
-        there on."""
+    def parts(self, streams: int) -> Sequence[Sequence[Digest]]:  # noqa: ARG002
+        """The bytes do not go through a stream: one is enough."""
+        return [self.pending]
+
+    async def requests(  # type: ignore[override]
+        self, part: Sequence[Digest], first_offset: int, *, in_groups: bool
+    ) -> AsyncIterator[bytes]:
+        """The requests, serialized, that hand these blobs over, and then those that send the others. A blob of which
+        bytes have arrived is sent from there on."""
         self._stream += 1
         stream = self._stream
         await self.take_back()
-        for digest in self.pending:
-            data = self._blobs[digest]
-            token = "" if first_offset else await self._hand(digest, data, stream)
+        others = [*part[:1]] if first_offset else []
+        for digest in part[len(others) :]:
+            token = await self._hand(digest, self._blobs[digest], stream)
             if stream != self._stream:
                 return
             if token:
                 frame = pb.BlobFrame(digest=digest.to_proto(), kind=self._kind)
                 yield pb.WriteBlobsRequest(frame=frame, handed=token).SerializeToString()
             else:
-                for message in frame_messages(digest, data, self._kind, first_offset):
-                    yield message
-            first_offset = 0
+                others.append(digest)
+        for message in super().requests(others, first_offset, in_groups=in_groups):
+            yield message
 
     def acknowledge(self, response: pb.WriteBlobsResponse) -> None:
         super().acknowledge(response)
-        self._forget(Digest.from_proto(response.digest))
+        for named in (response.digest, *response.more):
+            self._forget(Digest.from_proto(named))
         self._answered.set()
 
     def goes_on_after(self, error: InvalidArgument) -> bool:

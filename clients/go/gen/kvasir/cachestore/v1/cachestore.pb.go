@@ -369,7 +369,10 @@ type WriteBlobsRequest struct {
 	// Set with a frame that has a digest and no data: the blob lies, whole, in the file of this name (32 lower-case hex digits) that an engine on the store's
 	// own host, of its own user, wrote (mode 0600) into the directory `handed` of the namespace. The store takes, verifies and publishes the file. Only where
 	// GetCapabilities.features has `handed`. Errors: INVALID_ARGUMENT (no such file, or not as promised): then send the bytes.
-	Handed        string `protobuf:"bytes,2,opt,name=handed,proto3" json:"handed,omitempty"`
+	Handed string `protobuf:"bytes,2,opt,name=handed,proto3" json:"handed,omitempty"`
+	// Further frames, as if each came next in a message of its own: at most 63, and the data of all frames of a message are at most 1 MiB. None beside
+	// `handed`. Only where GetCapabilities.features has `several`.
+	More          []*BlobFrame `protobuf:"bytes,3,rep,name=more,proto3" json:"more,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -418,11 +421,20 @@ func (x *WriteBlobsRequest) GetHanded() string {
 	return ""
 }
 
+func (x *WriteBlobsRequest) GetMore() []*BlobFrame {
+	if x != nil {
+		return x.More
+	}
+	return nil
+}
+
 type WriteBlobsResponse struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	Digest *Digest                `protobuf:"bytes,1,opt,name=digest,proto3" json:"digest,omitempty"`
 	// True when the store had it before this stream wrote it.
-	Existed       bool `protobuf:"varint,2,opt,name=existed,proto3" json:"existed,omitempty"`
+	Existed bool `protobuf:"varint,2,opt,name=existed,proto3" json:"existed,omitempty"`
+	// Further blobs with the same answer. Only once a request of this stream had `more`.
+	More          []*Digest `protobuf:"bytes,3,rep,name=more,proto3" json:"more,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -469,6 +481,13 @@ func (x *WriteBlobsResponse) GetExisted() bool {
 		return x.Existed
 	}
 	return false
+}
+
+func (x *WriteBlobsResponse) GetMore() []*Digest {
+	if x != nil {
+		return x.More
+	}
+	return nil
 }
 
 type QueryWriteStatusRequest struct {
@@ -571,7 +590,9 @@ type ReadBlobsRequest struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
 	Digests []*Digest              `protobuf:"bytes,1,rep,name=digests,proto3" json:"digests,omitempty"`
 	// Where to start in the first blob: resumes an interrupted read.
-	FirstOffset   int64 `protobuf:"varint,2,opt,name=first_offset,json=firstOffset,proto3" json:"first_offset,omitempty"`
+	FirstOffset int64 `protobuf:"varint,2,opt,name=first_offset,json=firstOffset,proto3" json:"first_offset,omitempty"`
+	// The caller reads `more` of the responses. Without it each has one frame.
+	TakesSeveral  bool `protobuf:"varint,3,opt,name=takes_several,json=takesSeveral,proto3" json:"takes_several,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -620,9 +641,18 @@ func (x *ReadBlobsRequest) GetFirstOffset() int64 {
 	return 0
 }
 
+func (x *ReadBlobsRequest) GetTakesSeveral() bool {
+	if x != nil {
+		return x.TakesSeveral
+	}
+	return false
+}
+
 type ReadBlobsResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Frame         *BlobFrame             `protobuf:"bytes,1,opt,name=frame,proto3" json:"frame,omitempty"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Frame *BlobFrame             `protobuf:"bytes,1,opt,name=frame,proto3" json:"frame,omitempty"`
+	// Further frames, as if each came next in a response of its own: at most 63, and the data of all frames of a response are at most 1 MiB.
+	More          []*BlobFrame `protobuf:"bytes,3,rep,name=more,proto3" json:"more,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -660,6 +690,13 @@ func (*ReadBlobsResponse) Descriptor() ([]byte, []int) {
 func (x *ReadBlobsResponse) GetFrame() *BlobFrame {
 	if x != nil {
 		return x.Frame
+	}
+	return nil
+}
+
+func (x *ReadBlobsResponse) GetMore() []*BlobFrame {
+	if x != nil {
+		return x.More
 	}
 	return nil
 }
@@ -5040,8 +5077,8 @@ type GetCapabilitiesResponse struct {
 	Roles     []string `protobuf:"bytes,8,rep,name=roles,proto3" json:"roles,omitempty"`
 	// Peers that PullAgent accepts.
 	Peers []string `protobuf:"bytes,9,rep,name=peers,proto3" json:"peers,omitempty"`
-	// What this store does beyond the first release of the contract, `sealed` where what it keeps of the caller's namespace is encrypted, and `handed` for
-	// an engine from which it takes files (WriteBlobsRequest). A client of a newer contract asks here.
+	// What this store does beyond the first release of the contract, `sealed` where what it keeps of the caller's namespace is encrypted, `handed` for
+	// an engine from which it takes files, and `several` where it takes several frames in a message (WriteBlobsRequest). A client of a newer contract asks here.
 	Features      []string `protobuf:"bytes,10,rep,name=features,proto3" json:"features,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -5448,24 +5485,28 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"\x17FindMissingBlobsRequest\x126\n" +
 	"\adigests\x18\x01 \x03(\v2\x1c.kvasir.cachestore.v1.DigestR\adigests\"R\n" +
 	"\x18FindMissingBlobsResponse\x126\n" +
-	"\amissing\x18\x01 \x03(\v2\x1c.kvasir.cachestore.v1.DigestR\amissing\"b\n" +
+	"\amissing\x18\x01 \x03(\v2\x1c.kvasir.cachestore.v1.DigestR\amissing\"\x97\x01\n" +
 	"\x11WriteBlobsRequest\x125\n" +
 	"\x05frame\x18\x01 \x01(\v2\x1f.kvasir.cachestore.v1.BlobFrameR\x05frame\x12\x16\n" +
-	"\x06handed\x18\x02 \x01(\tR\x06handed\"d\n" +
+	"\x06handed\x18\x02 \x01(\tR\x06handed\x123\n" +
+	"\x04more\x18\x03 \x03(\v2\x1f.kvasir.cachestore.v1.BlobFrameR\x04more\"\x96\x01\n" +
 	"\x12WriteBlobsResponse\x124\n" +
 	"\x06digest\x18\x01 \x01(\v2\x1c.kvasir.cachestore.v1.DigestR\x06digest\x12\x18\n" +
-	"\aexisted\x18\x02 \x01(\bR\aexisted\"O\n" +
+	"\aexisted\x18\x02 \x01(\bR\aexisted\x120\n" +
+	"\x04more\x18\x03 \x03(\v2\x1c.kvasir.cachestore.v1.DigestR\x04more\"O\n" +
 	"\x17QueryWriteStatusRequest\x124\n" +
 	"\x06digest\x18\x01 \x01(\v2\x1c.kvasir.cachestore.v1.DigestR\x06digest\"b\n" +
 	"\x18QueryWriteStatusResponse\x12%\n" +
 	"\x0ereceived_bytes\x18\x01 \x01(\x03R\rreceivedBytes\x12\x1f\n" +
 	"\vis_complete\x18\x02 \x01(\bR\n" +
-	"isComplete\"m\n" +
+	"isComplete\"\x92\x01\n" +
 	"\x10ReadBlobsRequest\x126\n" +
 	"\adigests\x18\x01 \x03(\v2\x1c.kvasir.cachestore.v1.DigestR\adigests\x12!\n" +
-	"\ffirst_offset\x18\x02 \x01(\x03R\vfirstOffset\"J\n" +
+	"\ffirst_offset\x18\x02 \x01(\x03R\vfirstOffset\x12#\n" +
+	"\rtakes_several\x18\x03 \x01(\bR\ftakesSeveral\"\x7f\n" +
 	"\x11ReadBlobsResponse\x125\n" +
-	"\x05frame\x18\x01 \x01(\v2\x1f.kvasir.cachestore.v1.BlobFrameR\x05frame\"\xd1\x04\n" +
+	"\x05frame\x18\x01 \x01(\v2\x1f.kvasir.cachestore.v1.BlobFrameR\x05frame\x123\n" +
+	"\x04more\x18\x03 \x03(\v2\x1f.kvasir.cachestore.v1.BlobFrameR\x04more\"\xd1\x04\n" +
 	"\x0fSnapshotVersion\x12\x19\n" +
 	"\bagent_id\x18\x01 \x01(\tR\aagentId\x12(\n" +
 	"\x10kv_identity_hash\x18\x02 \x01(\tR\x0ekvIdentityHash\x12\x18\n" +
@@ -6018,147 +6059,150 @@ var file_kvasir_cachestore_v1_cachestore_proto_depIdxs = []int32{
 	89,  // 2: kvasir.cachestore.v1.FindMissingBlobsRequest.digests:type_name -> kvasir.cachestore.v1.Digest
 	89,  // 3: kvasir.cachestore.v1.FindMissingBlobsResponse.missing:type_name -> kvasir.cachestore.v1.Digest
 	3,   // 4: kvasir.cachestore.v1.WriteBlobsRequest.frame:type_name -> kvasir.cachestore.v1.BlobFrame
-	89,  // 5: kvasir.cachestore.v1.WriteBlobsResponse.digest:type_name -> kvasir.cachestore.v1.Digest
-	89,  // 6: kvasir.cachestore.v1.QueryWriteStatusRequest.digest:type_name -> kvasir.cachestore.v1.Digest
-	89,  // 7: kvasir.cachestore.v1.ReadBlobsRequest.digests:type_name -> kvasir.cachestore.v1.Digest
-	3,   // 8: kvasir.cachestore.v1.ReadBlobsResponse.frame:type_name -> kvasir.cachestore.v1.BlobFrame
-	89,  // 9: kvasir.cachestore.v1.SnapshotVersion.manifest:type_name -> kvasir.cachestore.v1.Digest
-	90,  // 10: kvasir.cachestore.v1.SnapshotVersion.created_at:type_name -> google.protobuf.Timestamp
-	1,   // 11: kvasir.cachestore.v1.SnapshotVersion.origin:type_name -> kvasir.cachestore.v1.Origin
-	89,  // 12: kvasir.cachestore.v1.CommitSnapshotRequest.manifest:type_name -> kvasir.cachestore.v1.Digest
-	37,  // 13: kvasir.cachestore.v1.CommitSnapshotRequest.lease:type_name -> kvasir.cachestore.v1.LeaseToken
-	89,  // 14: kvasir.cachestore.v1.CommitSnapshotRequest.parent_manifest:type_name -> kvasir.cachestore.v1.Digest
-	12,  // 15: kvasir.cachestore.v1.CommitSnapshotResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	12,  // 16: kvasir.cachestore.v1.GetSnapshotResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	12,  // 17: kvasir.cachestore.v1.ListSnapshotsResponse.snapshots:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	86,  // 18: kvasir.cachestore.v1.Agent.labels:type_name -> kvasir.cachestore.v1.Agent.LabelsEntry
-	90,  // 19: kvasir.cachestore.v1.Agent.created_at:type_name -> google.protobuf.Timestamp
-	90,  // 20: kvasir.cachestore.v1.Agent.used_at:type_name -> google.protobuf.Timestamp
-	12,  // 21: kvasir.cachestore.v1.Agent.lines:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	90,  // 22: kvasir.cachestore.v1.Agent.expires_at:type_name -> google.protobuf.Timestamp
-	20,  // 23: kvasir.cachestore.v1.Agent.ownership:type_name -> kvasir.cachestore.v1.Ownership
-	2,   // 24: kvasir.cachestore.v1.Ownership.state:type_name -> kvasir.cachestore.v1.OwnerState
-	90,  // 25: kvasir.cachestore.v1.Ownership.since:type_name -> google.protobuf.Timestamp
-	87,  // 26: kvasir.cachestore.v1.ListAgentsRequest.labels:type_name -> kvasir.cachestore.v1.ListAgentsRequest.LabelsEntry
-	19,  // 27: kvasir.cachestore.v1.ListAgentsResponse.agents:type_name -> kvasir.cachestore.v1.Agent
-	19,  // 28: kvasir.cachestore.v1.GetAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
-	19,  // 29: kvasir.cachestore.v1.UpdateAgentRequest.agent:type_name -> kvasir.cachestore.v1.Agent
-	91,  // 30: kvasir.cachestore.v1.UpdateAgentRequest.update_mask:type_name -> google.protobuf.FieldMask
-	19,  // 31: kvasir.cachestore.v1.UpdateAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
-	19,  // 32: kvasir.cachestore.v1.ForkAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
-	12,  // 33: kvasir.cachestore.v1.RollbackAgentResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	90,  // 34: kvasir.cachestore.v1.DeleteAgentResponse.bytes_gone_by:type_name -> google.protobuf.Timestamp
-	89,  // 35: kvasir.cachestore.v1.FindPrefixResponse.blocks:type_name -> kvasir.cachestore.v1.Digest
-	92,  // 36: kvasir.cachestore.v1.FindPrefixResponse.windows:type_name -> kvasir.cachestore.v1.WindowBlocks
-	93,  // 37: kvasir.cachestore.v1.AcquireLeaseRequest.ttl:type_name -> google.protobuf.Duration
-	37,  // 38: kvasir.cachestore.v1.AcquireLeaseResponse.lease:type_name -> kvasir.cachestore.v1.LeaseToken
-	90,  // 39: kvasir.cachestore.v1.AcquireLeaseResponse.expires_at:type_name -> google.protobuf.Timestamp
-	12,  // 40: kvasir.cachestore.v1.AcquireLeaseResponse.head:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	37,  // 41: kvasir.cachestore.v1.RenewLeaseRequest.lease:type_name -> kvasir.cachestore.v1.LeaseToken
-	93,  // 42: kvasir.cachestore.v1.RenewLeaseRequest.ttl:type_name -> google.protobuf.Duration
-	90,  // 43: kvasir.cachestore.v1.RenewLeaseResponse.expires_at:type_name -> google.protobuf.Timestamp
-	42,  // 44: kvasir.cachestore.v1.RenewLeasesRequest.leases:type_name -> kvasir.cachestore.v1.HeldLease
-	93,  // 45: kvasir.cachestore.v1.RenewLeasesRequest.ttl:type_name -> google.protobuf.Duration
-	42,  // 46: kvasir.cachestore.v1.RenewLeasesResponse.lost:type_name -> kvasir.cachestore.v1.HeldLease
-	42,  // 47: kvasir.cachestore.v1.RenewLeasesResponse.wanted:type_name -> kvasir.cachestore.v1.HeldLease
-	37,  // 48: kvasir.cachestore.v1.ReleaseLeaseRequest.lease:type_name -> kvasir.cachestore.v1.LeaseToken
-	62,  // 49: kvasir.cachestore.v1.PullAgentResponse.progress:type_name -> kvasir.cachestore.v1.TransferProgress
-	12,  // 50: kvasir.cachestore.v1.PullAgentResponse.done:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	62,  // 51: kvasir.cachestore.v1.MoveAgentResponse.progress:type_name -> kvasir.cachestore.v1.TransferProgress
-	51,  // 52: kvasir.cachestore.v1.MoveAgentResponse.waiting:type_name -> kvasir.cachestore.v1.MoveWaiting
-	19,  // 53: kvasir.cachestore.v1.MoveAgentResponse.done:type_name -> kvasir.cachestore.v1.Agent
-	19,  // 54: kvasir.cachestore.v1.ClaimAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
-	19,  // 55: kvasir.cachestore.v1.OfferAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
-	66,  // 56: kvasir.cachestore.v1.ImportAgentRequest.header:type_name -> kvasir.cachestore.v1.ImportAgentHeader
-	12,  // 57: kvasir.cachestore.v1.ImportAgentResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	68,  // 58: kvasir.cachestore.v1.WatchEventsRequest.after:type_name -> kvasir.cachestore.v1.EventCursor
-	68,  // 59: kvasir.cachestore.v1.WatchEventsResponse.cursor:type_name -> kvasir.cachestore.v1.EventCursor
-	90,  // 60: kvasir.cachestore.v1.WatchEventsResponse.at:type_name -> google.protobuf.Timestamp
-	12,  // 61: kvasir.cachestore.v1.WatchEventsResponse.committed:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	71,  // 62: kvasir.cachestore.v1.WatchEventsResponse.agent_deleted:type_name -> kvasir.cachestore.v1.AgentDeleted
-	74,  // 63: kvasir.cachestore.v1.WatchEventsResponse.blob_damaged:type_name -> kvasir.cachestore.v1.BlobDamaged
-	75,  // 64: kvasir.cachestore.v1.WatchEventsResponse.lost:type_name -> kvasir.cachestore.v1.EventsLost
-	72,  // 65: kvasir.cachestore.v1.WatchEventsResponse.agent_updated:type_name -> kvasir.cachestore.v1.AgentUpdated
-	76,  // 66: kvasir.cachestore.v1.WatchEventsResponse.started:type_name -> kvasir.cachestore.v1.WatchStarted
-	73,  // 67: kvasir.cachestore.v1.WatchEventsResponse.lease_wanted:type_name -> kvasir.cachestore.v1.LeaseWanted
-	89,  // 68: kvasir.cachestore.v1.BlobDamaged.digest:type_name -> kvasir.cachestore.v1.Digest
-	89,  // 69: kvasir.cachestore.v1.VerifyBlobsResponse.damaged:type_name -> kvasir.cachestore.v1.Digest
-	89,  // 70: kvasir.cachestore.v1.VerifyBlobsResponse.repaired:type_name -> kvasir.cachestore.v1.Digest
-	88,  // 71: kvasir.cachestore.v1.GetStatsResponse.counters:type_name -> kvasir.cachestore.v1.GetStatsResponse.CountersEntry
-	85,  // 72: kvasir.cachestore.v1.GetStatsResponse.scrub:type_name -> kvasir.cachestore.v1.ScrubStatus
-	90,  // 73: kvasir.cachestore.v1.ScrubStatus.began_at:type_name -> google.protobuf.Timestamp
-	90,  // 74: kvasir.cachestore.v1.ScrubStatus.ended_at:type_name -> google.protobuf.Timestamp
-	21,  // 75: kvasir.cachestore.v1.AgentService.ListAgents:input_type -> kvasir.cachestore.v1.ListAgentsRequest
-	23,  // 76: kvasir.cachestore.v1.AgentService.GetAgent:input_type -> kvasir.cachestore.v1.GetAgentRequest
-	25,  // 77: kvasir.cachestore.v1.AgentService.UpdateAgent:input_type -> kvasir.cachestore.v1.UpdateAgentRequest
-	27,  // 78: kvasir.cachestore.v1.AgentService.ForkAgent:input_type -> kvasir.cachestore.v1.ForkAgentRequest
-	29,  // 79: kvasir.cachestore.v1.AgentService.RollbackAgent:input_type -> kvasir.cachestore.v1.RollbackAgentRequest
-	31,  // 80: kvasir.cachestore.v1.AgentService.DeleteAgent:input_type -> kvasir.cachestore.v1.DeleteAgentRequest
-	17,  // 81: kvasir.cachestore.v1.AgentService.ListSnapshots:input_type -> kvasir.cachestore.v1.ListSnapshotsRequest
-	15,  // 82: kvasir.cachestore.v1.AgentService.GetSnapshot:input_type -> kvasir.cachestore.v1.GetSnapshotRequest
-	33,  // 83: kvasir.cachestore.v1.AgentService.GetUsage:input_type -> kvasir.cachestore.v1.GetUsageRequest
-	47,  // 84: kvasir.cachestore.v1.AgentService.PullAgent:input_type -> kvasir.cachestore.v1.PullAgentRequest
-	49,  // 85: kvasir.cachestore.v1.AgentService.MoveAgent:input_type -> kvasir.cachestore.v1.MoveAgentRequest
-	52,  // 86: kvasir.cachestore.v1.AgentService.ClaimAgent:input_type -> kvasir.cachestore.v1.ClaimAgentRequest
-	63,  // 87: kvasir.cachestore.v1.AgentService.ExportAgent:input_type -> kvasir.cachestore.v1.ExportAgentRequest
-	65,  // 88: kvasir.cachestore.v1.AgentService.ImportAgent:input_type -> kvasir.cachestore.v1.ImportAgentRequest
-	54,  // 89: kvasir.cachestore.v1.MovingService.OfferAgent:input_type -> kvasir.cachestore.v1.OfferAgentRequest
-	56,  // 90: kvasir.cachestore.v1.MovingService.HandOverAgent:input_type -> kvasir.cachestore.v1.HandOverAgentRequest
-	58,  // 91: kvasir.cachestore.v1.MovingService.UndoMove:input_type -> kvasir.cachestore.v1.UndoMoveRequest
-	60,  // 92: kvasir.cachestore.v1.MovingService.FenceAgent:input_type -> kvasir.cachestore.v1.FenceAgentRequest
-	4,   // 93: kvasir.cachestore.v1.CacheStoreService.FindMissingBlobs:input_type -> kvasir.cachestore.v1.FindMissingBlobsRequest
-	6,   // 94: kvasir.cachestore.v1.CacheStoreService.WriteBlobs:input_type -> kvasir.cachestore.v1.WriteBlobsRequest
-	8,   // 95: kvasir.cachestore.v1.CacheStoreService.QueryWriteStatus:input_type -> kvasir.cachestore.v1.QueryWriteStatusRequest
-	10,  // 96: kvasir.cachestore.v1.CacheStoreService.ReadBlobs:input_type -> kvasir.cachestore.v1.ReadBlobsRequest
-	13,  // 97: kvasir.cachestore.v1.CacheStoreService.CommitSnapshot:input_type -> kvasir.cachestore.v1.CommitSnapshotRequest
-	35,  // 98: kvasir.cachestore.v1.CacheStoreService.FindPrefix:input_type -> kvasir.cachestore.v1.FindPrefixRequest
-	38,  // 99: kvasir.cachestore.v1.CacheStoreService.AcquireLease:input_type -> kvasir.cachestore.v1.AcquireLeaseRequest
-	40,  // 100: kvasir.cachestore.v1.CacheStoreService.RenewLease:input_type -> kvasir.cachestore.v1.RenewLeaseRequest
-	43,  // 101: kvasir.cachestore.v1.CacheStoreService.RenewLeases:input_type -> kvasir.cachestore.v1.RenewLeasesRequest
-	45,  // 102: kvasir.cachestore.v1.CacheStoreService.ReleaseLease:input_type -> kvasir.cachestore.v1.ReleaseLeaseRequest
-	69,  // 103: kvasir.cachestore.v1.CacheStoreService.WatchEvents:input_type -> kvasir.cachestore.v1.WatchEventsRequest
-	77,  // 104: kvasir.cachestore.v1.CacheStoreService.VerifyBlobs:input_type -> kvasir.cachestore.v1.VerifyBlobsRequest
-	79,  // 105: kvasir.cachestore.v1.CacheStoreService.CollectGarbage:input_type -> kvasir.cachestore.v1.CollectGarbageRequest
-	81,  // 106: kvasir.cachestore.v1.CacheStoreService.GetCapabilities:input_type -> kvasir.cachestore.v1.GetCapabilitiesRequest
-	83,  // 107: kvasir.cachestore.v1.CacheStoreService.GetStats:input_type -> kvasir.cachestore.v1.GetStatsRequest
-	22,  // 108: kvasir.cachestore.v1.AgentService.ListAgents:output_type -> kvasir.cachestore.v1.ListAgentsResponse
-	24,  // 109: kvasir.cachestore.v1.AgentService.GetAgent:output_type -> kvasir.cachestore.v1.GetAgentResponse
-	26,  // 110: kvasir.cachestore.v1.AgentService.UpdateAgent:output_type -> kvasir.cachestore.v1.UpdateAgentResponse
-	28,  // 111: kvasir.cachestore.v1.AgentService.ForkAgent:output_type -> kvasir.cachestore.v1.ForkAgentResponse
-	30,  // 112: kvasir.cachestore.v1.AgentService.RollbackAgent:output_type -> kvasir.cachestore.v1.RollbackAgentResponse
-	32,  // 113: kvasir.cachestore.v1.AgentService.DeleteAgent:output_type -> kvasir.cachestore.v1.DeleteAgentResponse
-	18,  // 114: kvasir.cachestore.v1.AgentService.ListSnapshots:output_type -> kvasir.cachestore.v1.ListSnapshotsResponse
-	16,  // 115: kvasir.cachestore.v1.AgentService.GetSnapshot:output_type -> kvasir.cachestore.v1.GetSnapshotResponse
-	34,  // 116: kvasir.cachestore.v1.AgentService.GetUsage:output_type -> kvasir.cachestore.v1.GetUsageResponse
-	48,  // 117: kvasir.cachestore.v1.AgentService.PullAgent:output_type -> kvasir.cachestore.v1.PullAgentResponse
-	50,  // 118: kvasir.cachestore.v1.AgentService.MoveAgent:output_type -> kvasir.cachestore.v1.MoveAgentResponse
-	53,  // 119: kvasir.cachestore.v1.AgentService.ClaimAgent:output_type -> kvasir.cachestore.v1.ClaimAgentResponse
-	64,  // 120: kvasir.cachestore.v1.AgentService.ExportAgent:output_type -> kvasir.cachestore.v1.ExportAgentResponse
-	67,  // 121: kvasir.cachestore.v1.AgentService.ImportAgent:output_type -> kvasir.cachestore.v1.ImportAgentResponse
-	55,  // 122: kvasir.cachestore.v1.MovingService.OfferAgent:output_type -> kvasir.cachestore.v1.OfferAgentResponse
-	57,  // 123: kvasir.cachestore.v1.MovingService.HandOverAgent:output_type -> kvasir.cachestore.v1.HandOverAgentResponse
-	59,  // 124: kvasir.cachestore.v1.MovingService.UndoMove:output_type -> kvasir.cachestore.v1.UndoMoveResponse
-	61,  // 125: kvasir.cachestore.v1.MovingService.FenceAgent:output_type -> kvasir.cachestore.v1.FenceAgentResponse
-	5,   // 126: kvasir.cachestore.v1.CacheStoreService.FindMissingBlobs:output_type -> kvasir.cachestore.v1.FindMissingBlobsResponse
-	7,   // 127: kvasir.cachestore.v1.CacheStoreService.WriteBlobs:output_type -> kvasir.cachestore.v1.WriteBlobsResponse
-	9,   // 128: kvasir.cachestore.v1.CacheStoreService.QueryWriteStatus:output_type -> kvasir.cachestore.v1.QueryWriteStatusResponse
-	11,  // 129: kvasir.cachestore.v1.CacheStoreService.ReadBlobs:output_type -> kvasir.cachestore.v1.ReadBlobsResponse
-	14,  // 130: kvasir.cachestore.v1.CacheStoreService.CommitSnapshot:output_type -> kvasir.cachestore.v1.CommitSnapshotResponse
-	36,  // 131: kvasir.cachestore.v1.CacheStoreService.FindPrefix:output_type -> kvasir.cachestore.v1.FindPrefixResponse
-	39,  // 132: kvasir.cachestore.v1.CacheStoreService.AcquireLease:output_type -> kvasir.cachestore.v1.AcquireLeaseResponse
-	41,  // 133: kvasir.cachestore.v1.CacheStoreService.RenewLease:output_type -> kvasir.cachestore.v1.RenewLeaseResponse
-	44,  // 134: kvasir.cachestore.v1.CacheStoreService.RenewLeases:output_type -> kvasir.cachestore.v1.RenewLeasesResponse
-	46,  // 135: kvasir.cachestore.v1.CacheStoreService.ReleaseLease:output_type -> kvasir.cachestore.v1.ReleaseLeaseResponse
-	70,  // 136: kvasir.cachestore.v1.CacheStoreService.WatchEvents:output_type -> kvasir.cachestore.v1.WatchEventsResponse
-	78,  // 137: kvasir.cachestore.v1.CacheStoreService.VerifyBlobs:output_type -> kvasir.cachestore.v1.VerifyBlobsResponse
-	80,  // 138: kvasir.cachestore.v1.CacheStoreService.CollectGarbage:output_type -> kvasir.cachestore.v1.CollectGarbageResponse
-	82,  // 139: kvasir.cachestore.v1.CacheStoreService.GetCapabilities:output_type -> kvasir.cachestore.v1.GetCapabilitiesResponse
-	84,  // 140: kvasir.cachestore.v1.CacheStoreService.GetStats:output_type -> kvasir.cachestore.v1.GetStatsResponse
-	108, // [108:141] is the sub-list for method output_type
-	75,  // [75:108] is the sub-list for method input_type
-	75,  // [75:75] is the sub-list for extension type_name
-	75,  // [75:75] is the sub-list for extension extendee
-	0,   // [0:75] is the sub-list for field type_name
+	3,   // 5: kvasir.cachestore.v1.WriteBlobsRequest.more:type_name -> kvasir.cachestore.v1.BlobFrame
+	89,  // 6: kvasir.cachestore.v1.WriteBlobsResponse.digest:type_name -> kvasir.cachestore.v1.Digest
+	89,  // 7: kvasir.cachestore.v1.WriteBlobsResponse.more:type_name -> kvasir.cachestore.v1.Digest
+	89,  // 8: kvasir.cachestore.v1.QueryWriteStatusRequest.digest:type_name -> kvasir.cachestore.v1.Digest
+	89,  // 9: kvasir.cachestore.v1.ReadBlobsRequest.digests:type_name -> kvasir.cachestore.v1.Digest
+	3,   // 10: kvasir.cachestore.v1.ReadBlobsResponse.frame:type_name -> kvasir.cachestore.v1.BlobFrame
+	3,   // 11: kvasir.cachestore.v1.ReadBlobsResponse.more:type_name -> kvasir.cachestore.v1.BlobFrame
+	89,  // 12: kvasir.cachestore.v1.SnapshotVersion.manifest:type_name -> kvasir.cachestore.v1.Digest
+	90,  // 13: kvasir.cachestore.v1.SnapshotVersion.created_at:type_name -> google.protobuf.Timestamp
+	1,   // 14: kvasir.cachestore.v1.SnapshotVersion.origin:type_name -> kvasir.cachestore.v1.Origin
+	89,  // 15: kvasir.cachestore.v1.CommitSnapshotRequest.manifest:type_name -> kvasir.cachestore.v1.Digest
+	37,  // 16: kvasir.cachestore.v1.CommitSnapshotRequest.lease:type_name -> kvasir.cachestore.v1.LeaseToken
+	89,  // 17: kvasir.cachestore.v1.CommitSnapshotRequest.parent_manifest:type_name -> kvasir.cachestore.v1.Digest
+	12,  // 18: kvasir.cachestore.v1.CommitSnapshotResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	12,  // 19: kvasir.cachestore.v1.GetSnapshotResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	12,  // 20: kvasir.cachestore.v1.ListSnapshotsResponse.snapshots:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	86,  // 21: kvasir.cachestore.v1.Agent.labels:type_name -> kvasir.cachestore.v1.Agent.LabelsEntry
+	90,  // 22: kvasir.cachestore.v1.Agent.created_at:type_name -> google.protobuf.Timestamp
+	90,  // 23: kvasir.cachestore.v1.Agent.used_at:type_name -> google.protobuf.Timestamp
+	12,  // 24: kvasir.cachestore.v1.Agent.lines:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	90,  // 25: kvasir.cachestore.v1.Agent.expires_at:type_name -> google.protobuf.Timestamp
+	20,  // 26: kvasir.cachestore.v1.Agent.ownership:type_name -> kvasir.cachestore.v1.Ownership
+	2,   // 27: kvasir.cachestore.v1.Ownership.state:type_name -> kvasir.cachestore.v1.OwnerState
+	90,  // 28: kvasir.cachestore.v1.Ownership.since:type_name -> google.protobuf.Timestamp
+	87,  // 29: kvasir.cachestore.v1.ListAgentsRequest.labels:type_name -> kvasir.cachestore.v1.ListAgentsRequest.LabelsEntry
+	19,  // 30: kvasir.cachestore.v1.ListAgentsResponse.agents:type_name -> kvasir.cachestore.v1.Agent
+	19,  // 31: kvasir.cachestore.v1.GetAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
+	19,  // 32: kvasir.cachestore.v1.UpdateAgentRequest.agent:type_name -> kvasir.cachestore.v1.Agent
+	91,  // 33: kvasir.cachestore.v1.UpdateAgentRequest.update_mask:type_name -> google.protobuf.FieldMask
+	19,  // 34: kvasir.cachestore.v1.UpdateAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
+	19,  // 35: kvasir.cachestore.v1.ForkAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
+	12,  // 36: kvasir.cachestore.v1.RollbackAgentResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	90,  // 37: kvasir.cachestore.v1.DeleteAgentResponse.bytes_gone_by:type_name -> google.protobuf.Timestamp
+	89,  // 38: kvasir.cachestore.v1.FindPrefixResponse.blocks:type_name -> kvasir.cachestore.v1.Digest
+	92,  // 39: kvasir.cachestore.v1.FindPrefixResponse.windows:type_name -> kvasir.cachestore.v1.WindowBlocks
+	93,  // 40: kvasir.cachestore.v1.AcquireLeaseRequest.ttl:type_name -> google.protobuf.Duration
+	37,  // 41: kvasir.cachestore.v1.AcquireLeaseResponse.lease:type_name -> kvasir.cachestore.v1.LeaseToken
+	90,  // 42: kvasir.cachestore.v1.AcquireLeaseResponse.expires_at:type_name -> google.protobuf.Timestamp
+	12,  // 43: kvasir.cachestore.v1.AcquireLeaseResponse.head:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	37,  // 44: kvasir.cachestore.v1.RenewLeaseRequest.lease:type_name -> kvasir.cachestore.v1.LeaseToken
+	93,  // 45: kvasir.cachestore.v1.RenewLeaseRequest.ttl:type_name -> google.protobuf.Duration
+	90,  // 46: kvasir.cachestore.v1.RenewLeaseResponse.expires_at:type_name -> google.protobuf.Timestamp
+	42,  // 47: kvasir.cachestore.v1.RenewLeasesRequest.leases:type_name -> kvasir.cachestore.v1.HeldLease
+	93,  // 48: kvasir.cachestore.v1.RenewLeasesRequest.ttl:type_name -> google.protobuf.Duration
+	42,  // 49: kvasir.cachestore.v1.RenewLeasesResponse.lost:type_name -> kvasir.cachestore.v1.HeldLease
+	42,  // 50: kvasir.cachestore.v1.RenewLeasesResponse.wanted:type_name -> kvasir.cachestore.v1.HeldLease
+	37,  // 51: kvasir.cachestore.v1.ReleaseLeaseRequest.lease:type_name -> kvasir.cachestore.v1.LeaseToken
+	62,  // 52: kvasir.cachestore.v1.PullAgentResponse.progress:type_name -> kvasir.cachestore.v1.TransferProgress
+	12,  // 53: kvasir.cachestore.v1.PullAgentResponse.done:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	62,  // 54: kvasir.cachestore.v1.MoveAgentResponse.progress:type_name -> kvasir.cachestore.v1.TransferProgress
+	51,  // 55: kvasir.cachestore.v1.MoveAgentResponse.waiting:type_name -> kvasir.cachestore.v1.MoveWaiting
+	19,  // 56: kvasir.cachestore.v1.MoveAgentResponse.done:type_name -> kvasir.cachestore.v1.Agent
+	19,  // 57: kvasir.cachestore.v1.ClaimAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
+	19,  // 58: kvasir.cachestore.v1.OfferAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
+	66,  // 59: kvasir.cachestore.v1.ImportAgentRequest.header:type_name -> kvasir.cachestore.v1.ImportAgentHeader
+	12,  // 60: kvasir.cachestore.v1.ImportAgentResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	68,  // 61: kvasir.cachestore.v1.WatchEventsRequest.after:type_name -> kvasir.cachestore.v1.EventCursor
+	68,  // 62: kvasir.cachestore.v1.WatchEventsResponse.cursor:type_name -> kvasir.cachestore.v1.EventCursor
+	90,  // 63: kvasir.cachestore.v1.WatchEventsResponse.at:type_name -> google.protobuf.Timestamp
+	12,  // 64: kvasir.cachestore.v1.WatchEventsResponse.committed:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	71,  // 65: kvasir.cachestore.v1.WatchEventsResponse.agent_deleted:type_name -> kvasir.cachestore.v1.AgentDeleted
+	74,  // 66: kvasir.cachestore.v1.WatchEventsResponse.blob_damaged:type_name -> kvasir.cachestore.v1.BlobDamaged
+	75,  // 67: kvasir.cachestore.v1.WatchEventsResponse.lost:type_name -> kvasir.cachestore.v1.EventsLost
+	72,  // 68: kvasir.cachestore.v1.WatchEventsResponse.agent_updated:type_name -> kvasir.cachestore.v1.AgentUpdated
+	76,  // 69: kvasir.cachestore.v1.WatchEventsResponse.started:type_name -> kvasir.cachestore.v1.WatchStarted
+	73,  // 70: kvasir.cachestore.v1.WatchEventsResponse.lease_wanted:type_name -> kvasir.cachestore.v1.LeaseWanted
+	89,  // 71: kvasir.cachestore.v1.BlobDamaged.digest:type_name -> kvasir.cachestore.v1.Digest
+	89,  // 72: kvasir.cachestore.v1.VerifyBlobsResponse.damaged:type_name -> kvasir.cachestore.v1.Digest
+	89,  // 73: kvasir.cachestore.v1.VerifyBlobsResponse.repaired:type_name -> kvasir.cachestore.v1.Digest
+	88,  // 74: kvasir.cachestore.v1.GetStatsResponse.counters:type_name -> kvasir.cachestore.v1.GetStatsResponse.CountersEntry
+	85,  // 75: kvasir.cachestore.v1.GetStatsResponse.scrub:type_name -> kvasir.cachestore.v1.ScrubStatus
+	90,  // 76: kvasir.cachestore.v1.ScrubStatus.began_at:type_name -> google.protobuf.Timestamp
+	90,  // 77: kvasir.cachestore.v1.ScrubStatus.ended_at:type_name -> google.protobuf.Timestamp
+	21,  // 78: kvasir.cachestore.v1.AgentService.ListAgents:input_type -> kvasir.cachestore.v1.ListAgentsRequest
+	23,  // 79: kvasir.cachestore.v1.AgentService.GetAgent:input_type -> kvasir.cachestore.v1.GetAgentRequest
+	25,  // 80: kvasir.cachestore.v1.AgentService.UpdateAgent:input_type -> kvasir.cachestore.v1.UpdateAgentRequest
+	27,  // 81: kvasir.cachestore.v1.AgentService.ForkAgent:input_type -> kvasir.cachestore.v1.ForkAgentRequest
+	29,  // 82: kvasir.cachestore.v1.AgentService.RollbackAgent:input_type -> kvasir.cachestore.v1.RollbackAgentRequest
+	31,  // 83: kvasir.cachestore.v1.AgentService.DeleteAgent:input_type -> kvasir.cachestore.v1.DeleteAgentRequest
+	17,  // 84: kvasir.cachestore.v1.AgentService.ListSnapshots:input_type -> kvasir.cachestore.v1.ListSnapshotsRequest
+	15,  // 85: kvasir.cachestore.v1.AgentService.GetSnapshot:input_type -> kvasir.cachestore.v1.GetSnapshotRequest
+	33,  // 86: kvasir.cachestore.v1.AgentService.GetUsage:input_type -> kvasir.cachestore.v1.GetUsageRequest
+	47,  // 87: kvasir.cachestore.v1.AgentService.PullAgent:input_type -> kvasir.cachestore.v1.PullAgentRequest
+	49,  // 88: kvasir.cachestore.v1.AgentService.MoveAgent:input_type -> kvasir.cachestore.v1.MoveAgentRequest
+	52,  // 89: kvasir.cachestore.v1.AgentService.ClaimAgent:input_type -> kvasir.cachestore.v1.ClaimAgentRequest
+	63,  // 90: kvasir.cachestore.v1.AgentService.ExportAgent:input_type -> kvasir.cachestore.v1.ExportAgentRequest
+	65,  // 91: kvasir.cachestore.v1.AgentService.ImportAgent:input_type -> kvasir.cachestore.v1.ImportAgentRequest
+	54,  // 92: kvasir.cachestore.v1.MovingService.OfferAgent:input_type -> kvasir.cachestore.v1.OfferAgentRequest
+	56,  // 93: kvasir.cachestore.v1.MovingService.HandOverAgent:input_type -> kvasir.cachestore.v1.HandOverAgentRequest
+	58,  // 94: kvasir.cachestore.v1.MovingService.UndoMove:input_type -> kvasir.cachestore.v1.UndoMoveRequest
+	60,  // 95: kvasir.cachestore.v1.MovingService.FenceAgent:input_type -> kvasir.cachestore.v1.FenceAgentRequest
+	4,   // 96: kvasir.cachestore.v1.CacheStoreService.FindMissingBlobs:input_type -> kvasir.cachestore.v1.FindMissingBlobsRequest
+	6,   // 97: kvasir.cachestore.v1.CacheStoreService.WriteBlobs:input_type -> kvasir.cachestore.v1.WriteBlobsRequest
+	8,   // 98: kvasir.cachestore.v1.CacheStoreService.QueryWriteStatus:input_type -> kvasir.cachestore.v1.QueryWriteStatusRequest
+	10,  // 99: kvasir.cachestore.v1.CacheStoreService.ReadBlobs:input_type -> kvasir.cachestore.v1.ReadBlobsRequest
+	13,  // 100: kvasir.cachestore.v1.CacheStoreService.CommitSnapshot:input_type -> kvasir.cachestore.v1.CommitSnapshotRequest
+	35,  // 101: kvasir.cachestore.v1.CacheStoreService.FindPrefix:input_type -> kvasir.cachestore.v1.FindPrefixRequest
+	38,  // 102: kvasir.cachestore.v1.CacheStoreService.AcquireLease:input_type -> kvasir.cachestore.v1.AcquireLeaseRequest
+	40,  // 103: kvasir.cachestore.v1.CacheStoreService.RenewLease:input_type -> kvasir.cachestore.v1.RenewLeaseRequest
+	43,  // 104: kvasir.cachestore.v1.CacheStoreService.RenewLeases:input_type -> kvasir.cachestore.v1.RenewLeasesRequest
+	45,  // 105: kvasir.cachestore.v1.CacheStoreService.ReleaseLease:input_type -> kvasir.cachestore.v1.ReleaseLeaseRequest
+	69,  // 106: kvasir.cachestore.v1.CacheStoreService.WatchEvents:input_type -> kvasir.cachestore.v1.WatchEventsRequest
+	77,  // 107: kvasir.cachestore.v1.CacheStoreService.VerifyBlobs:input_type -> kvasir.cachestore.v1.VerifyBlobsRequest
+	79,  // 108: kvasir.cachestore.v1.CacheStoreService.CollectGarbage:input_type -> kvasir.cachestore.v1.CollectGarbageRequest
+	81,  // 109: kvasir.cachestore.v1.CacheStoreService.GetCapabilities:input_type -> kvasir.cachestore.v1.GetCapabilitiesRequest
+	83,  // 110: kvasir.cachestore.v1.CacheStoreService.GetStats:input_type -> kvasir.cachestore.v1.GetStatsRequest
+	22,  // 111: kvasir.cachestore.v1.AgentService.ListAgents:output_type -> kvasir.cachestore.v1.ListAgentsResponse
+	24,  // 112: kvasir.cachestore.v1.AgentService.GetAgent:output_type -> kvasir.cachestore.v1.GetAgentResponse
+	26,  // 113: kvasir.cachestore.v1.AgentService.UpdateAgent:output_type -> kvasir.cachestore.v1.UpdateAgentResponse
+	28,  // 114: kvasir.cachestore.v1.AgentService.ForkAgent:output_type -> kvasir.cachestore.v1.ForkAgentResponse
+	30,  // 115: kvasir.cachestore.v1.AgentService.RollbackAgent:output_type -> kvasir.cachestore.v1.RollbackAgentResponse
+	32,  // 116: kvasir.cachestore.v1.AgentService.DeleteAgent:output_type -> kvasir.cachestore.v1.DeleteAgentResponse
+	18,  // 117: kvasir.cachestore.v1.AgentService.ListSnapshots:output_type -> kvasir.cachestore.v1.ListSnapshotsResponse
+	16,  // 118: kvasir.cachestore.v1.AgentService.GetSnapshot:output_type -> kvasir.cachestore.v1.GetSnapshotResponse
+	34,  // 119: kvasir.cachestore.v1.AgentService.GetUsage:output_type -> kvasir.cachestore.v1.GetUsageResponse
+	48,  // 120: kvasir.cachestore.v1.AgentService.PullAgent:output_type -> kvasir.cachestore.v1.PullAgentResponse
+	50,  // 121: kvasir.cachestore.v1.AgentService.MoveAgent:output_type -> kvasir.cachestore.v1.MoveAgentResponse
+	53,  // 122: kvasir.cachestore.v1.AgentService.ClaimAgent:output_type -> kvasir.cachestore.v1.ClaimAgentResponse
+	64,  // 123: kvasir.cachestore.v1.AgentService.ExportAgent:output_type -> kvasir.cachestore.v1.ExportAgentResponse
+	67,  // 124: kvasir.cachestore.v1.AgentService.ImportAgent:output_type -> kvasir.cachestore.v1.ImportAgentResponse
+	55,  // 125: kvasir.cachestore.v1.MovingService.OfferAgent:output_type -> kvasir.cachestore.v1.OfferAgentResponse
+	57,  // 126: kvasir.cachestore.v1.MovingService.HandOverAgent:output_type -> kvasir.cachestore.v1.HandOverAgentResponse
+	59,  // 127: kvasir.cachestore.v1.MovingService.UndoMove:output_type -> kvasir.cachestore.v1.UndoMoveResponse
+	61,  // 128: kvasir.cachestore.v1.MovingService.FenceAgent:output_type -> kvasir.cachestore.v1.FenceAgentResponse
+	5,   // 129: kvasir.cachestore.v1.CacheStoreService.FindMissingBlobs:output_type -> kvasir.cachestore.v1.FindMissingBlobsResponse
+	7,   // 130: kvasir.cachestore.v1.CacheStoreService.WriteBlobs:output_type -> kvasir.cachestore.v1.WriteBlobsResponse
+	9,   // 131: kvasir.cachestore.v1.CacheStoreService.QueryWriteStatus:output_type -> kvasir.cachestore.v1.QueryWriteStatusResponse
+	11,  // 132: kvasir.cachestore.v1.CacheStoreService.ReadBlobs:output_type -> kvasir.cachestore.v1.ReadBlobsResponse
+	14,  // 133: kvasir.cachestore.v1.CacheStoreService.CommitSnapshot:output_type -> kvasir.cachestore.v1.CommitSnapshotResponse
+	36,  // 134: kvasir.cachestore.v1.CacheStoreService.FindPrefix:output_type -> kvasir.cachestore.v1.FindPrefixResponse
+	39,  // 135: kvasir.cachestore.v1.CacheStoreService.AcquireLease:output_type -> kvasir.cachestore.v1.AcquireLeaseResponse
+	41,  // 136: kvasir.cachestore.v1.CacheStoreService.RenewLease:output_type -> kvasir.cachestore.v1.RenewLeaseResponse
+	44,  // 137: kvasir.cachestore.v1.CacheStoreService.RenewLeases:output_type -> kvasir.cachestore.v1.RenewLeasesResponse
+	46,  // 138: kvasir.cachestore.v1.CacheStoreService.ReleaseLease:output_type -> kvasir.cachestore.v1.ReleaseLeaseResponse
+	70,  // 139: kvasir.cachestore.v1.CacheStoreService.WatchEvents:output_type -> kvasir.cachestore.v1.WatchEventsResponse
+	78,  // 140: kvasir.cachestore.v1.CacheStoreService.VerifyBlobs:output_type -> kvasir.cachestore.v1.VerifyBlobsResponse
+	80,  // 141: kvasir.cachestore.v1.CacheStoreService.CollectGarbage:output_type -> kvasir.cachestore.v1.CollectGarbageResponse
+	82,  // 142: kvasir.cachestore.v1.CacheStoreService.GetCapabilities:output_type -> kvasir.cachestore.v1.GetCapabilitiesResponse
+	84,  // 143: kvasir.cachestore.v1.CacheStoreService.GetStats:output_type -> kvasir.cachestore.v1.GetStatsResponse
+	111, // [111:144] is the sub-list for method output_type
+	78,  // [78:111] is the sub-list for method input_type
+	78,  // [78:78] is the sub-list for extension type_name
+	78,  // [78:78] is the sub-list for extension extendee
+	0,   // [0:78] is the sub-list for field type_name
 }
 
 func init() { file_kvasir_cachestore_v1_cachestore_proto_init() }

@@ -962,7 +962,7 @@ type CacheStoreServiceClient interface {
 	// Says which of the digests the store lacks. Extends the lifetime of those it has by the grace period, so that a
 	// commit soon after finds them. Errors: INVALID_ARGUMENT (malformed digest, more than 10,000 of them).
 	FindMissingBlobs(ctx context.Context, in *FindMissingBlobsRequest, opts ...grpc.CallOption) (*FindMissingBlobsResponse, error)
-	// Stores blobs, many in one stream, each as frames of at most 1 MiB in offset order. Answers once per blob when it is durable. A
+	// Stores blobs, many in one stream, each as frames of at most 1 MiB in offset order. Answers for each blob when it is durable. A
 	// blob that is already stored is answered at once; its further frames are skipped. A stream that ends early leaves the last
 	// blob's bytes for resumption (QueryWriteStatus). Roles: engine, client (import). Errors: INVALID_ARGUMENT (digest malformed,
 	// offset unexpected, bytes do not match the digest, tensor header refused), RESOURCE_EXHAUSTED (quota or disk),
@@ -1207,7 +1207,7 @@ type CacheStoreServiceServer interface {
 	// Says which of the digests the store lacks. Extends the lifetime of those it has by the grace period, so that a
 	// commit soon after finds them. Errors: INVALID_ARGUMENT (malformed digest, more than 10,000 of them).
 	FindMissingBlobs(context.Context, *FindMissingBlobsRequest) (*FindMissingBlobsResponse, error)
-	// Stores blobs, many in one stream, each as frames of at most 1 MiB in offset order. Answers once per blob when it is durable. A
+	// Stores blobs, many in one stream, each as frames of at most 1 MiB in offset order. Answers for each blob when it is durable. A
 	// blob that is already stored is answered at once; its further frames are skipped. A stream that ends early leaves the last
 	// blob's bytes for resumption (QueryWriteStatus). Roles: engine, client (import). Errors: INVALID_ARGUMENT (digest malformed,
 	// offset unexpected, bytes do not match the digest, tensor header refused), RESOURCE_EXHAUSTED (quota or disk),

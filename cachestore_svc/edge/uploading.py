@@ -1,0 +1,72 @@
+"""One call of WriteBlobs: its frames on their way in, and the answers about blobs that became durable."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from itertools import groupby
+
+from kvasir.cachestore.v1 import cachestore_pb2 as pb
+from kvasir.credentials import ENGINE
+from kvasir.errors import PermissionDenied
+from kvasir.formats.frame_messages import CarriedFrame, Carrier
+from kvasir.server.interceptors import current_principal
+
+from cachestore_svc.edge import messages
+from cachestore_svc.moving.inbound import BlobIntake, Stored
+
+
+class Uploading:
+    """Takes a caller's requests, and says what to answer. `receive` runs beside the reader of `answers`."""
+
+    def __init__(self, intake: BlobIntake) -> None:
+        self._intake = intake
+        self._takes_groups = False  # whether the caller reads answers about several blobs
+
+    async def receive(self, requests: AsyncGenerator[Carrier, None]) -> None:
+        """Take every frame; the last outcome is None, or why no more are taken."""
+        failure: Exception | None = None
+        try:
+            async with self._intake, aclosing(requests) as arriving:
+                async for request in arriving:
+                    token = messages.read_handed(request)
+                    self._takes_groups = self._takes_groups or len(request.frames) > 1
+                    for frame in request.frames:
+                        await self._take(frame, token)
+                await self._intake.end()
+        except Exception as error:  # noqa: BLE001  raised where the RPC is answered
+            failure = error
+        await self._intake.outcomes.put(failure)
+
+    async def answers(self) -> AsyncGenerator[pb.WriteBlobsResponse, None]:
+        """An answer for each blob that became durable, or for several of them; ends with the requests. Raises why no
+        more are taken, or why a blob is refused."""
+        outcomes = self._intake.outcomes
+        while True:
+            coming = [await outcomes.get()]
+            while self._takes_groups and isinstance(coming[-1], Stored) and not outcomes.empty():
+                coming.append(outcomes.get_nowait())
+            stored = [each for each in coming if isinstance(each, Stored)]
+            for existed, same in groupby(stored, lambda each: each.existed):
+                first, *more = [each.digest.to_proto() for each in same]
+                yield pb.WriteBlobsResponse(digest=first, existed=existed, more=more)
+            if not isinstance(last := coming[-1], Stored):
+                if last is not None:
+                    raise last
+                return
+
+    async def _take(self, frame: CarriedFrame, token: str) -> None:
+        if not frame.HasField("digest"):
+            await self._intake.write(frame.offset, frame.data)
+            return
+        digest = messages.read_digest(frame.digest, "frame.digest")
+        kind = messages.read_kind(frame.kind)
+        if token:
+            _check_may_hand()
+            await self._intake.take(digest, kind, token)
+        else:
+            await self._intake.begin(digest, kind, frame.offset, frame.data)
+
+
+def _check_may_hand() -> None:
+    """Raises PermissionDenied for a caller that is no engine: it shares no directory with this store."""
+    if ENGINE not in current_principal().roles:
+        raise PermissionDenied("handed: only an engine hands files over", field="handed")
