@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from inference_svc.model.reply_machine import reply_marks
 from inference_svc.text.replies.reply_parts import Markup, ReplyReader, ToolParser, call_id
+from inference_svc.text.replies.reply_spacing import NO_SPACING, Spacing
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"place": "Oslo"}}</tool_call>'
 NO_MARKERS: dict[str, Any] = {
@@ -33,10 +34,17 @@ PIECES = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool", "_call>
 REPLIES = st.lists(st.sampled_from([*PIECES, CALL, '{"name": "x"}', "ab\n", "é漢"]), max_size=12).map("".join)
 
 
-def reader(parse: ToolParser = json.loads, initial: str = "normal", tool_end: str = "", **markers: Any) -> ReplyReader:
+def reader(
+    parse: ToolParser = json.loads,
+    initial: str = "normal",
+    tool_end: str = "",
+    spacing: Spacing = NO_SPACING,
+    **markers: Any,
+) -> ReplyReader:
     machine = reply_marks(SimpleNamespace(**{**NO_MARKERS, **markers})).machine
     known_end = markers.get("tool_call_end", "</tool_call>")
-    return ReplyReader(Markup(machine, parse, tool_end or known_end, initial), "r")
+    markup = Markup(machine, parse, tool_end or known_end, initial, spacing, before=spacing.before)
+    return ReplyReader(markup, "r")
 
 
 def read(
@@ -190,3 +198,20 @@ def test_every_parser_of_mlx_lm_gets_anything_and_nothing_is_lost(name: str, rep
 
 def test_without_markup_all_is_answer() -> None:
     assert read(ReplyReader(), ["<think>x", CALL]) == (f"<think>x{CALL}", "", [])
+
+
+LINES = st.sampled_from(["", "\n", "\n\n", " "])
+SPACED = st.lists(st.sampled_from([*PIECES, CALL, "\n", "\n\n", " ", "a", "é"]), max_size=14).map("".join)
+
+
+@given(SPACED, st.lists(LINES, min_size=7, max_size=7), st.sampled_from(["normal", "reasoning"]), st.data())
+def test_white_space_alone_is_dropped_and_the_same_wherever_tokens_end(
+    text: str, lines: list[str], initial: str, data: Any
+) -> None:
+    spacing = Spacing("", *lines)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
+    whole, plain = (read(reader(initial=initial, spacing=each, **THINKING), [text]) for each in (spacing, NO_SPACING))
+    assert read(reader(initial=initial, spacing=spacing, **THINKING), pieces) == whole
+    assert ["".join(part.split()) for part in whole[:2]] == ["".join(part.split()) for part in plain[:2]]
+    assert whole[2] == plain[2]
