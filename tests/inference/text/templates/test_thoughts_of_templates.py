@@ -13,6 +13,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from inference_svc.model.prompting import Prompting
 from inference_svc.text.conversation import Dialogue, Tool, dialogue, json_of_messages, json_of_tools, render
 from inference_svc.text.given_json import GivenJson
+from inference_svc.text.replies.reasoning_limit import ReasoningWatch
 from inference_svc.text.replies.remembered_reply import Said, reply_message
 from inference_svc.text.template_settings import AskedThinking
 from inference_svc.text.token_text import TokenText
@@ -245,6 +246,30 @@ def test_an_answer_in_harmony_is_told_and_remembered_by_its_parts(family: Callab
         assert remembered.is_reply
         following = {text_of(prompting, ASKED, found, ASKED) for found in (remembered, sent_back)}
         assert len(following) == 1
+
+
+@pytest.mark.parametrize("most", [0, 3])
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in PLAIN])
+def test_a_spent_budget_ends_thoughts_by_the_familys_own_marker(
+    name: str, most: int, family: Callable[[str], Prompting]
+) -> None:
+    prompting = family(name)
+    limit = prompting.reasoning_limit(most, text_of(prompting, ASKED))
+    assert limit is not None
+    watch = ReasoningWatch(limit, prompting._token_text)
+    wanted = iter(prompting.tokenize("" if limit.is_open else limit.start).ids)
+    text = iter(prompting.tokenize("I look it up, and think of it.").ids)
+    thoughts, forced = 0, list[int]()
+    while watch.forced is None:
+        token = next(wanted, None)
+        thoughts += token is None
+        watch.accept(next(text) if token is None else token)
+    while watch.forced is not None:
+        forced.append(watch.forced)
+        watch.accept(watch.forced)
+    end = "<|end|>" if name == "gpt-oss" else "</think>"
+    assert thoughts == most
+    assert prompting._special_ids[end] in forced
 
 
 def test_a_setting_spells_no_special_token(family: Callable[[str], Prompting]) -> None:
