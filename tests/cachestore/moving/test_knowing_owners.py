@@ -58,6 +58,7 @@ def test_an_owner_that_was_away_asks_whether_it_still_is_one(pair: tuple[Mac, Ma
     laptop.cables["studio"].heal()
 
 
+@pytest.mark.long(6)
 def test_an_owner_that_slept_asks_at_once_whether_it_still_is_one(pair: tuple[Mac, Mac]) -> None:
     """Its process lived on, and the new owner cannot tell it."""
     laptop, studio = pair
@@ -131,6 +132,7 @@ def test_a_caller_does_not_make_an_agent_another_one(pair: tuple[Mac, Mac]) -> N
         assert client.update_agent("itself", labels={"team": "red"}).labels == {**labels, "team": "red"}
 
 
+@pytest.mark.long(6)
 def test_a_forced_claim_is_told_to_a_peer_that_could_not_be_asked(pair: tuple[Mac, Mac]) -> None:
     """If it knows of moves of that agent; one of its own that has the same name stays its own."""
     laptop, studio = pair

@@ -420,6 +420,7 @@ def mortal(front: Front) -> Iterator[Front]:
         yield replace(front, gateway=gateway)
 
 
+@pytest.mark.long(3)
 def test_side_calls_leave_no_memory_and_a_compacted_conversation_goes_on_in_its_agent_also_after_a_kill(
     mortal: Front,
 ) -> None:

@@ -92,6 +92,7 @@ def _tell_apart_again(talks: list[Talk]) -> None:
     assert all(len(set(talk.agents)) == 1 for talk in talks)
 
 
+@pytest.mark.long(5)
 def test_conversations_with_the_same_instructions_hold_them_once_and_are_told_apart(front: Front) -> None:
     tell_apart(front, count=5, rules=26, least_tokens=640, kills=False)
 

@@ -147,6 +147,7 @@ def test_nobody_but_the_engine_says_what_it_said(own_house: House, new_agent: Ca
         assert after.started.prompt_tokens == client.count_tokens(messages=expected)
 
 
+@pytest.mark.long(3)
 @pytest.mark.parametrize("has_other_weights", [True, False])
 def test_what_a_model_with_other_special_tokens_said_is_letters(
     model: Path, tmp_path: Path, has_other_weights: bool
