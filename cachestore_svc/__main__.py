@@ -22,7 +22,7 @@ from kvasir.server.logs import configure_logs
 from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
 from kvasir.server.parts import Parts
 from kvasir.server.reloading import Reloading
-from kvasir.server.serving import EdgeServer, RefusedToStart, give_memory_back, run
+from kvasir.server.serving import EdgeServer, RefusedToStart, Reports, give_memory_back, run
 from kvasir.server.shared_room import SharedRoom
 from kvasir.server.traces import Traces
 from kvasir.server.wellness import Ailment, Wellness
@@ -46,6 +46,7 @@ from cachestore_svc.edge.roles import (
 )
 from cachestore_svc.edge.service import CacheStoreService, add_to_server
 from cachestore_svc.index.catalog import HOUSE
+from cachestore_svc.moving.arrivals import Receiving
 from cachestore_svc.moving.bringing import Bringing
 from cachestore_svc.moving.claim_polling import ClaimPolling
 from cachestore_svc.moving.handing_over import HandingOver
@@ -171,9 +172,7 @@ def _edge(settings: StoreSettings, peers: Peers, traces: Traces, audit: Audit) -
         settings.listening(),
         [SERVICE_NAME, AGENT_SERVICE_NAME, PEER_SERVICE_NAME, MOVING_SERVICE_NAME],
         ALLOWED_ROLES,
-        new_request_id=lambda: secrets.token_hex(8),
-        traces=traces,
-        audit=audit,
+        Reports(lambda: secrets.token_hex(8), traces, audit),
         caller_of_certificate=peers.principal_of,
     )
 
@@ -226,7 +225,8 @@ def make_services(
     )
     patience_s = settings.move_patience_s
     handing_over = HandingOver(store, threads, peers, limits, patience_s=patience_s, steady=time.monotonic)
-    moves = Moves(store, threads, transfers.copies, peers, handing_over, bringing, secrets.token_hex)
+    receiving = Receiving(store, threads, transfers.copies, bringing)
+    moves = Moves(receiving, peers, handing_over, secrets.token_hex)
     agents = AgentService(store, threads, transfers, moves, stall_timeout_s=settings.stall_timeout_s)
     claims = ClaimPolling(store, threads, peers, handing_over, uptime_s)
     return Services(service, agents, MovingService(handing_over), moves, claims)

@@ -24,7 +24,7 @@ from kvasir.server.logs import configure_logs
 from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
 from kvasir.server.parts import Parts
 from kvasir.server.reloading import Reloading
-from kvasir.server.serving import EdgeServer, RefusedToStart, run
+from kvasir.server.serving import EdgeServer, RefusedToStart, Reports, run
 from kvasir.server.traces import Traces
 
 from inference_svc import BEGAN_S
@@ -279,10 +279,8 @@ def _server(settings: EngineSettings, neighbour: ModuleType | None, traces: Trac
         settings.listening,
         [*names, *([neighbour.MLX_ENGINE_NAME] if neighbour else [])],
         {**ALLOWED_ROLES, **HANDOVER_ROLES, **AGENT_ROLES, **(neighbour.MLX_ENGINE_ROLES if neighbour else {})},
-        new_request_id=new_request_id,
+        Reports(new_request_id, traces, audit),
         max_message_bytes=settings.max_request_bytes,
-        traces=traces,
-        audit=audit,
     )
 
 

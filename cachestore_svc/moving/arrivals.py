@@ -75,6 +75,26 @@ class MoveOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class MoveAttempt:
+    """One try of a move to here."""
+
+    order: MoveOrder
+    known: Ownership  # of the agent's owner, at this store; nobody else changes it meanwhile
+    move_id: str
+    giver: Sequence[str]  # the peer's names, the earlier ones too
+
+
+@dataclass(frozen=True, slots=True)
+class Receiving:
+    """The parts of this store that an agent's move to here works with."""
+
+    store: Store
+    threads: StoreThreads
+    copies: LineCopies
+    bringing: Bringing
+
+
+@dataclass(frozen=True, slots=True)
 class Waiting:
     """An engine of the source has the agent's lease."""
 
@@ -85,36 +105,25 @@ class Arrival:
     """One try. A failure before `receive` undoes the move at its source."""
 
     def __init__(
-        self,
-        store: Store,
-        threads: StoreThreads,
-        copies: LineCopies,
-        remote: AioStoreClient,
-        order: MoveOrder,
-        known: Ownership,
-        move_id: str,
-        room: AsyncExitStack,
-        giver: Sequence[str],
-        bringing: Bringing,
+        self, receiving: Receiving, remote: AioStoreClient, attempt: MoveAttempt, room: AsyncExitStack
     ) -> None:
-        """`known`: what this store knows of the agent's owner, which nobody else changes now. `room` has what the lists
-        of blobs take. `giver`: the peer's names, the earlier ones too."""
-        self._store = store
-        self._threads = threads
-        self._copies = copies
+        """`room` has what the lists of blobs take."""
+        self._store = receiving.store
+        self._threads = receiving.threads
+        self._copies = receiving.copies
+        self._bringing = receiving.bringing
         self._remote = remote
-        self._order = order
-        self._known = known
-        self._move_id = move_id
+        self._order = order = attempt.order
+        self._known = attempt.known
+        self._move_id = attempt.move_id
+        self._giver = attempt.giver
         self._room = room
-        self._giver = giver
-        self._bringing = bringing
         self._heads: dict[str, SnapshotVersion] = {}
         self._labels: Mapping[str, str] = {}
         self._offered: dict[str, Offered] = {}
         self._named: list[Digest] = []  # by what was offered; nothing here names it yet
         self._progress: dict[str, Progress] = {}
-        self._coming = room.enter_context(bringing.counted(order.namespace, order.peer, order.agent_id))
+        self._coming = room.enter_context(self._bringing.counted(order.namespace, order.peer, order.agent_id))
 
     async def steps(self) -> AsyncGenerator[Progress | Waiting, None]:
         """Copy, have the source stop, copy the rest, receive. A dry run ends with its first progress."""

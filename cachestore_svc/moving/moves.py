@@ -22,15 +22,12 @@ from cachestore_svc.facts import ownership
 from cachestore_svc.facts.ownership import Ownership, OwnerState
 from cachestore_svc.facts.records import AgentRecord
 from cachestore_svc.index.catalog import HOUSE
-from cachestore_svc.moving.arrivals import Arrival, MoveOrder, Waiting, answers_of_peer
-from cachestore_svc.moving.bringing import Bringing
-from cachestore_svc.moving.copying import LineCopies, Progress
+from cachestore_svc.moving.arrivals import Arrival, MoveAttempt, MoveOrder, Receiving, Waiting, answers_of_peer
+from cachestore_svc.moving.copying import Progress
 from cachestore_svc.moving.handing_over import HandingOver
 from cachestore_svc.moving.lease_waiting import once_free
 from cachestore_svc.moving.peers import Peers, errors_of_peer
 from cachestore_svc.pairing.rights import Verb
-from cachestore_svc.store.store import Store
-from cachestore_svc.store.threads import StoreThreads
 
 _LOG = structlog.get_logger("moves")
 _Unfinished = tuple[str, str, Ownership]  # namespace, agent, and what is known of its owner
@@ -43,21 +40,13 @@ class Moves:
     """The moves to and from one store. On one event loop."""
 
     def __init__(
-        self,
-        store: Store,
-        threads: StoreThreads,
-        copies: LineCopies,
-        peers: Peers,
-        handing_over: HandingOver,
-        bringing: Bringing,
-        token_hex: Callable[[int], str],
+        self, receiving: Receiving, peers: Peers, handing_over: HandingOver, token_hex: Callable[[int], str]
     ) -> None:
-        self._store = store
-        self._threads = threads
-        self._copies = copies
+        self._receiving = receiving
+        self._store = receiving.store
+        self._threads = receiving.threads
         self._peers = peers
         self._handing_over = handing_over
-        self._bringing = bringing
         self._token_hex = token_hex
         self._locks: dict[tuple[str, str], asyncio.Lock] = {}
         self._wanted: Counter[tuple[str, str]] = Counter()
@@ -74,15 +63,14 @@ class Moves:
         async with self._one_at_a_time(namespace, agent_id), self._peers.connect(order.peer, namespace) as remote:
             known = await self._finished(namespace, agent_id)
             if order.is_given:
-                self._bringing.check(Verb.MOVE, namespace, order.peer, agent_id, known)
+                self._receiving.bringing.check(Verb.MOVE, namespace, order.peer, agent_id, known)
             if known.state is OwnerState.MOVING:
                 ownership.check_writable(agent_id, known)
             if not (known.is_owned and known.move_id and await self._has_left(remote, order, known)):
                 move_id = order.move_id or self._token_hex(_MOVE_ID_BYTES)
                 async with AsyncExitStack() as room:
-                    names = self._peers.all_names(order.peer)
-                    parts = self._store, self._threads, self._copies, remote
-                    arrival = Arrival(*parts, order, known, move_id, room, names, self._bringing)
+                    attempt = MoveAttempt(order, known, move_id, self._peers.all_names(order.peer))
+                    arrival = Arrival(self._receiving, remote, attempt, room)
                     async with aclosing(arrival.steps()) as steps:
                         async for step in steps:
                             yield step

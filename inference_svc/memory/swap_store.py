@@ -41,6 +41,19 @@ class SwapLimits:
     """Files that are hashed and sent at a time."""
 
 
+@dataclass(frozen=True, slots=True)
+class SwapRooms:
+    """The rooms in which a namespace's swapped files are counted. A turn does not wait for room in either: it had the
+    bytes before, or has reserved their room.
+    """
+
+    namespace: str
+    publishing: SharedRoom
+    """Files that wait for the store."""
+    restoring: SharedRoom
+    """Files that came back and are not KV yet."""
+
+
 def may_be_preempted(store: RemoteCache | None, memory: AgentMemory | None, reuse: Reuse) -> bool:
     """Whether the engine may preempt a turn: there is a store for its KV, and the hot memory that it extends, which
     would go with it, is whole there.
@@ -59,21 +72,14 @@ class SwapStore:
         self,
         handle: TurnHandle,
         store: RemoteCache,
-        namespace: str,
-        publishing: SharedRoom,
-        restoring: SharedRoom,
+        rooms: SwapRooms,
         counters: NamespaceCounters,
         limits: SwapLimits,
         clock: Callable[[], float],
     ) -> None:
-        """`publishing` counts files that wait for the store, `restoring` files that came back and are not KV yet. A
-        turn does not wait for room in either: it had the bytes before, or has reserved their room.
-        """
         self._handle = handle
         self._store = store
-        self._namespace = namespace
-        self._publishing = publishing
-        self._restoring = restoring
+        self._rooms = rooms
         self._counters = counters
         self._limits = limits
         self._clock = clock
@@ -87,7 +93,7 @@ class SwapStore:
         match event:
             case Preempted(files):
                 self._files = files
-                self._hold(self._publishing, sum(map(len, files)))
+                self._hold(self._rooms.publishing, sum(map(len, files)))
                 self._begin(self._keep(files))
             case Wanted():
                 self._begin(self._bring_back())
@@ -137,7 +143,7 @@ class SwapStore:
 
         self._handle.resume(incoming)
         try:
-            self._hold(self._restoring, sum(digest.size_bytes for digest in self._digests))
+            self._hold(self._rooms.restoring, sum(digest.size_bytes for digest in self._digests))
             budget = Budget(self._limits.read_budget_s, self._limits.min_bytes_per_s, self._clock)
             self._miss = await self._store.give_blobs(self._digests, budget, take)
         except Exception:  # noqa: BLE001 - whatever failed, the turn holds room and must go on
@@ -158,11 +164,11 @@ class SwapStore:
 
     def _hold(self, held: SharedRoom, size_bytes: int) -> None:
         self._let_go()
-        held.take(self._namespace, size_bytes)
+        held.take(self._rooms.namespace, size_bytes)
         self._held = (held, size_bytes)
 
     def _let_go(self) -> None:
         if self._held is not None:
             held, size_bytes = self._held
-            held.give_back(self._namespace, size_bytes)
+            held.give_back(self._rooms.namespace, size_bytes)
             self._held = None

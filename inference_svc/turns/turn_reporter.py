@@ -24,7 +24,7 @@ from inference_svc.memory.publishing.block_stream import BlockStream
 from inference_svc.memory.publishing.copies import Pinning
 from inference_svc.memory.reuse_planning import Prepared
 from inference_svc.memory.service_stats import NamespaceCounters
-from inference_svc.memory.swap_store import SwapStore
+from inference_svc.memory.swap_store import SwapRooms, SwapStore
 from inference_svc.text.replies.reply_parts import ReplyPart
 from inference_svc.text.token_ids import NO_TOKENS
 from inference_svc.turns.engine_parts import EngineParts
@@ -152,11 +152,9 @@ class TurnReporter:
         if taken is not None:
             self._swap, taken.handle = taken, handle
         elif store is not None:
-            copies, restoring = parts.copies, parts.admission.restoring
-            limits = parts.limits.swap(copies.piece_blocks)
-            self._swap = SwapStore(
-                handle, store, namespace, copies.held, restoring, self._counters, limits, parts.clock
-            )
+            rooms = SwapRooms(namespace, parts.copies.held, parts.admission.restoring)
+            limits = parts.limits.swap(parts.copies.piece_blocks)
+            self._swap = SwapStore(handle, store, rooms, self._counters, limits, parts.clock)
 
     def abandon(self) -> None:
         """The turn failed: no manifest will name its blocks."""

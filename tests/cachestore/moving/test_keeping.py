@@ -11,6 +11,7 @@ import pytest
 from kvasir.server.shared_room import SharedRoom
 from structlog.testing import capture_logs
 
+from cachestore_svc.moving.arrivals import Receiving
 from cachestore_svc.moving.bringing import Bringing
 from cachestore_svc.moving.handing_over import HandingOver
 from cachestore_svc.moving.moves import Moves
@@ -51,7 +52,8 @@ async def kept(
     bringing = Bringing(store, threads, peers, limits)
     copies = Transfers(store, threads, BlobReader(store, threads, SharedRoom(1)), peers, bringing, 5.0).copies
     handing_over = HandingOver(store, threads, peers, limits, patience_s=0.2, steady=time.monotonic)
-    task = asyncio.create_task(Moves(store, threads, copies, peers, handing_over, bringing, lab.chance).keep())
+    receiving = Receiving(store, threads, copies, bringing)
+    task = asyncio.create_task(Moves(receiving, peers, handing_over, lab.chance).keep())
     async with asyncio.timeout(within_s):
         while not until():  # noqa: ASYNC110  what it waits for is in the store
             await asyncio.sleep(0.02)

@@ -22,7 +22,7 @@ from kvasir.errors import (
     Unauthenticated,
     Unavailable,
 )
-from kvasir.server.serving import EdgeServer, Listening
+from kvasir.server.serving import EdgeServer, Listening, Reports
 
 from cachestore_svc.edge.peer_service import PeerService
 from cachestore_svc.moving.peers import Peers
@@ -410,7 +410,7 @@ def test_after_two_reloads_at_once_the_door_is_where_the_last_book_says(tmp_path
     books = iter([PeerBook({"b": peer}, door, own) for door in doors])
 
     async def opened() -> str:
-        edge = EdgeServer(Listening(f"unix:{tmp_path}/s"), ["x"], {}, new_request_id=lambda: "x")
+        edge = EdgeServer(Listening(f"unix:{tmp_path}/s"), ["x"], {}, Reports(lambda: "x"))
         service = PeerService(Peers(lambda: next(books)), edge)
         service.reloaded = lambda: asyncio.sleep(0)
         await edge.start()

@@ -14,6 +14,7 @@ from kvasir.clients.aio.turn_peer import AioTurnPeer
 from kvasir.credentials import HANDOVER, Principal, write_private_text
 from kvasir.server.audit import Audit
 from kvasir.server.parts import Parts
+from kvasir.server.traces import Traces
 
 from inference_svc.__main__ import PRIVILEGED, _peers, _server, _Service
 from inference_svc.config import read_settings
@@ -112,7 +113,7 @@ async def _player(place: Place, options: Sequence[str], tokens: Mapping[str, str
     settings, lines = read_settings(options), Lines()
     async with Parts() as parts:
         audit = Audit("engine", lines, {*PRIVILEGED, *PRIVILEGED_OF_AGENTS})  # type: ignore[arg-type]
-        server = parts.closing(_server(settings, None, None, audit))
+        server = parts.closing(_server(settings, None, Traces(), audit))
         stores = open_stores(settings)
         for store in stores.values():
             parts.closing(store)

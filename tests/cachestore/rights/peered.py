@@ -15,7 +15,7 @@ from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.clients import AioStoreClient
 from kvasir.credentials import PEER, Principal, write_private_text
 from kvasir.server.audit import Audit
-from kvasir.server.serving import EdgeServer, Listening
+from kvasir.server.serving import EdgeServer, Listening, Reports
 
 from cachestore_svc.__main__ import Services, make_services
 from cachestore_svc.config import read_settings
@@ -139,8 +139,7 @@ async def _mac(
         Listening(f"unix:{sockets / name}", root / "credentials.toml"),
         [SERVICE_NAME, AGENT_SERVICE_NAME, MOVING_SERVICE_NAME],
         ALLOWED_ROLES,
-        new_request_id=lambda: secrets.token_hex(8),
-        audit=Audit("store", audit, PRIVILEGED),  # type: ignore[arg-type]
+        Reports(lambda: secrets.token_hex(8), audit=Audit("store", audit, PRIVILEGED)),  # type: ignore[arg-type]
     )
     lab = Lab(root / "data")
     store = lab.open()

@@ -317,7 +317,7 @@ def test_a_peer_brings_so_many_agents_and_bytes_and_no_more(tmp_path: Path) -> N
         assert "nobody here has extended (2)" in told.message
         await ada.owner.delete_agent("two")
         await ada.publish("one", SyntheticAgent(SMALL, 8).turn(30), 1)  # ada's own from here on
-        ada.services.moves._bringing._brought.clear()  # it is looked at again after a minute
+        ada.services.moves._receiving.bringing._brought.clear()  # it is looked at again after a minute
         await drained(peer.pulling_agent("", "hers", local_agent_id="three"))
         ada.allow("mallory", takes="copy", max_bytes=2 * size_bytes - 1)
         told = await refused(drained(peer.pulling_agent("", "hers", local_agent_id="four")), "PEER_LIMIT")
@@ -356,7 +356,7 @@ def test_bytes_of_a_cut_transfer_count_as_long_as_it_lasts(tmp_path: Path, verb:
         steps = sending("hers")
         cutting = asyncio.create_task(drained(steps))
         await reached.wait()
-        bringing = ada.services.moves._bringing
+        bringing = ada.services.moves._receiving.bringing
         assert sum((await bringing._of(NS, "mallory")).values()) == size_bytes
         cutting.cancel()
         await asyncio.gather(cutting, return_exceptions=True)

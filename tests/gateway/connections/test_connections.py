@@ -246,18 +246,17 @@ def test_thousands_of_silent_connections_change_nothing_for_a_key_holder(
     gateway = GatewayProcess(
         front.house, "--credentials", str(front.house.root / "credentials.toml"), name=f"files-{files}"
     )
+    silent = contextlib.ExitStack()
     try:
         gateway.start(files=files)
-        silent = []
         for number in range(connections):
             with contextlib.suppress(OSError):  # its backlog is full for a moment
-                silent.append(socket.create_connection(("127.0.0.1", gateway.port), timeout=1))
+                silent.enter_context(socket.create_connection(("127.0.0.1", gateway.port), timeout=1))
             if number % 500 == 499:
                 for path in ("/v1/models", "/healthz", "/openapi.json"):
                     assert httpx.get(gateway.url + path, headers=front.bearer(), timeout=5).status_code == 200
-        for each in silent:
-            each.close()
     finally:
+        silent.close()
         gateway.kill()
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 

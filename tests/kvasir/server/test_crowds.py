@@ -20,7 +20,7 @@ from kvasir.errors import InvalidArgument
 from kvasir.server import arriving, interceptors, serving
 from kvasir.server.arriving import MAX_WAITING_CHECKS
 from kvasir.server.interceptors import MAX_CALLS, MAX_RPCS_PER_PRINCIPAL, current_principal
-from kvasir.server.serving import EdgeServer, Listening
+from kvasir.server.serving import EdgeServer, Listening, Reports
 from kvasir.status import from_rpc_error
 
 NAME = "kvasir.cachestore.v1.CacheStoreService"
@@ -84,7 +84,7 @@ async def served(root: Path) -> AsyncIterator[Served]:
         Listening("127.0.0.1:0", credentials_file=root / "c.toml"),
         [NAME],
         {row: frozenset({"client"}) for row in (f"/{NAME}/GetCapabilities", f"/{NAME}/WatchEvents", IMPORT)},
-        new_request_id=lambda: "r",
+        Reports(lambda: "r"),
     )
     cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server(Service(), edge.grpc)  # type: ignore[no-untyped-call]
     cachestore_pb2_grpc.add_AgentServiceServicer_to_server(Service(), edge.grpc)  # type: ignore[no-untyped-call]
@@ -268,7 +268,7 @@ def test_a_call_at_the_second_address_waits_behind_no_crowd_at_the_first(tmp_pat
             Listening(first, second_address=second),
             [NAME],
             {f"/{NAME}/GetCapabilities": frozenset({"client"})},
-            new_request_id=lambda: "r",
+            Reports(lambda: "r"),
         )
         service = SlowService()
         edge.add(cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server, service)
@@ -305,9 +305,7 @@ async def _awaited(call: Any) -> Any:
 def test_a_second_address_that_cannot_be_is_refused(tmp_path: Path, address: str) -> None:
     first = tmp_path / "first"
     with pytest.raises(serving.RefusedToStart):
-        EdgeServer(
-            Listening(f"unix:{first}", second_address=address.format(first=first)), [NAME], {}, new_request_id=str
-        )
+        EdgeServer(Listening(f"unix:{first}", second_address=address.format(first=first)), [NAME], {}, Reports(str))
 
 
 def test_a_service_that_cannot_have_its_second_address_leaves_the_first(tmp_path: Path) -> None:
@@ -316,7 +314,7 @@ def test_a_service_that_cannot_have_its_second_address_leaves_the_first(tmp_path
     listening = Listening(f"unix:{tmp_path}/first", second_address=f"unix:{tmp_path}/open/second")
 
     async def test() -> None:
-        edge = EdgeServer(listening, [NAME], {}, new_request_id=lambda: "r")
+        edge = EdgeServer(listening, [NAME], {}, Reports(lambda: "r"))
         with pytest.raises(serving.RefusedToStart):
             await edge.start()
 
@@ -339,7 +337,7 @@ def test_a_handler_is_wrapped_once_for_both_addresses(tmp_path: Path, monkeypatc
             Listening(addresses[0], second_address=addresses[1]),
             [NAME],
             {method: frozenset({"client"})},
-            new_request_id=lambda: "r",
+            Reports(lambda: "r"),
         )
         edge.add(cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server, Service())
         await edge.start()

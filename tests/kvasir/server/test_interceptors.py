@@ -21,7 +21,7 @@ from kvasir.credentials import Principal, write_credentials
 from kvasir.errors import Internal, InvalidArgument, PermissionDenied, Unauthenticated
 from kvasir.server import interceptors
 from kvasir.server.interceptors import MAX_RPCS_PER_PRINCIPAL, current_principal
-from kvasir.server.serving import EdgeServer, Listening
+from kvasir.server.serving import EdgeServer, Listening, Reports
 from kvasir.status import from_rpc_error
 
 NAME = "kvasir.cachestore.v1.CacheStoreService"
@@ -120,7 +120,7 @@ async def served(root: Path, service: Service | None = None) -> AsyncIterator[tu
         Listening(f"unix:{root}/s"),
         [NAME],
         {row: frozenset({"client"}) for row in ROWS},
-        new_request_id=lambda: "request-42",
+        Reports(lambda: "request-42"),
     )
     cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server(service, edge.grpc)  # type: ignore[no-untyped-call]
     cachestore_pb2_grpc.add_AgentServiceServicer_to_server(service, edge.grpc)  # type: ignore[no-untyped-call]
@@ -260,7 +260,7 @@ async def served_over_tcp(root: Path) -> AsyncIterator[tuple[EdgeServer, Service
         Listening("127.0.0.1:0", credentials_file=root / "credentials.toml"),
         [NAME],
         {row: frozenset({"client"}) for row in ROWS},
-        new_request_id=lambda: "request-42",
+        Reports(lambda: "request-42"),
     )
     cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server(service, edge.grpc)  # type: ignore[no-untyped-call]
     cachestore_pb2_grpc.add_AgentServiceServicer_to_server(service, edge.grpc)  # type: ignore[no-untyped-call]

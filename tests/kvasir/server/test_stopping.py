@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kvasir.server.serving import EdgeServer, Listening
+from kvasir.server.serving import EdgeServer, Listening, Reports
 
 NAME = "kvasir.cachestore.v1.CacheStoreService"
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -29,7 +29,7 @@ def address(tmp_path: Path) -> str:
 @contextlib.asynccontextmanager
 async def served(address: str, grace_s: float = GRACE_S) -> AsyncIterator[tuple[EdgeServer, "asyncio.Task[None]"]]:
     """A service, and its task, which ends when the service is stopped."""
-    edge = EdgeServer(Listening(address), [NAME], {}, new_request_id=lambda: "x")
+    edge = EdgeServer(Listening(address), [NAME], {}, Reports(lambda: "x"))
     await edge.start()
     running = asyncio.create_task(edge.run_until_stopped(grace_s))
     await asyncio.sleep(0)

@@ -18,7 +18,7 @@ import signal
 import socket
 import stat
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,15 @@ class MutualTls:
     clients: Callable[[], bytes]
 
 
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """Where a service reports its calls, and the names under which it does."""
+
+    new_request_id: Callable[[], str]
+    traces: Traces = field(default_factory=Traces)
+    audit: Audit = field(default_factory=Audit)
+
+
 class EdgeServer:
     """A service under Kvasir's rules: add() its servicer, then start() and run_until_stopped().
 
@@ -120,11 +129,9 @@ class EdgeServer:
         listening: Listening,
         service_names: Sequence[str],
         allowed_roles: Mapping[str, frozenset[str]],
+        reports: Reports,
         *,
-        new_request_id: Callable[[], str],
         max_message_bytes: int = MAX_MESSAGE_BYTES,
-        traces: Traces | None = None,
-        audit: Audit | None = None,
         caller_of_certificate: CallerOfCertificate | None = None,
     ) -> None:
         """Raises RefusedToStart when `listening` is not allowed. Made inside the event loop that will run it.
@@ -138,7 +145,7 @@ class EdgeServer:
         self._second_path = _second_path(listening, self._address)
         self.authentication = Authentication(credentials, allowed_roles, max_message_bytes, caller_of_certificate)
         self.rpcs = RpcCounts()
-        self._errors = Errors(new_request_id, self.rpcs, traces or Traces(), audit or Audit())
+        self._errors = Errors(reports.new_request_id, self.rpcs, reports.traces, reports.audit)
         self._max_message_bytes = max_message_bytes
         self._services: list[tuple[Callable[[Any, grpc.aio.Server], None], Any]] = []
         self._servers = [self._new_server() for _ in range(1 if self._second_path is None else 2)]

@@ -15,7 +15,7 @@ from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.errors import NotFound
 from kvasir.formats.digest import Digest
-from kvasir.server.serving import EdgeServer, Listening
+from kvasir.server.serving import EdgeServer, Listening, Reports
 from kvasir.server.shared_room import SharedRoom
 from kvasir.status import from_rpc_error
 
@@ -59,7 +59,7 @@ def _private(tmp_path: Path) -> None:
 async def served(root: Path, store: Store, budget_bytes: int, window_bytes: int = 65536) -> AsyncIterator[Any]:
     """Its stub, over a connection that buffers next to nothing."""
     threads = StoreThreads()
-    edge = EdgeServer(Listening(f"unix:{root}/s"), [SERVICE_NAME], ALLOWED_ROLES, new_request_id=lambda: "r")
+    edge = EdgeServer(Listening(f"unix:{root}/s"), [SERVICE_NAME], ALLOWED_ROLES, Reports(lambda: "r"))
     reader, peers = BlobReader(store, threads, SharedRoom(budget_bytes)), Peers(PeerBook)
     service = CacheStoreService(
         store,

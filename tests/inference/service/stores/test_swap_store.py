@@ -23,7 +23,7 @@ from inference_svc.memory.service_stats import NamespaceCounters
 from inference_svc.memory.store.answers import NO_HEAD
 from inference_svc.memory.store.connection import StoreClients
 from inference_svc.memory.store.remote_cache import RemoteCache
-from inference_svc.memory.swap_store import SwapLimits, SwapStore, may_be_preempted
+from inference_svc.memory.swap_store import SwapLimits, SwapRooms, SwapStore, may_be_preempted
 from tests.made_models.synthetic import SMALL
 from tests.running.system_fixtures import House
 
@@ -73,9 +73,8 @@ class Scene:
         self.publishing, self.restoring = SharedRoom(1 << 20), SharedRoom(1 << 20)
         self.counters = NamespaceCounters()
         handle = cast("Any", self.handle)
-        self.swap = SwapStore(
-            handle, self.store, "ns", self.publishing, self.restoring, self.counters, limits, time.monotonic
-        )
+        rooms = SwapRooms("ns", self.publishing, self.restoring)
+        self.swap = SwapStore(handle, self.store, rooms, self.counters, limits, time.monotonic)
 
     async def begin(self) -> None:
         await self.store.answers()
