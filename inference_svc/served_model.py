@@ -117,8 +117,8 @@ async def open_served(
     await asyncio.gather(asyncio.to_thread(warm_up, engine), warm_up_text(prompting))
 
     copies = Copies(engine, admission.publishing)
-    # A laptop that wakes must not believe in a lease that ended elsewhere while it slept.
-    line_parts = LineParts(engine, copies, settings.publishing, stats, lease_owner, uptime_s, now_ms)
+    # A laptop that wakes must not believe in a lease that ended elsewhere while it slept, nor give a publication up.
+    line_parts = LineParts(engine, copies, settings.publishing, stats, lease_owner, clock, uptime_s, now_ms)
     lines = {namespace: Lines(namespace, store, line_parts) for namespace, store in stores.items()}
     parts = EngineParts(
         engine,

@@ -81,14 +81,14 @@ class Line:
             return False
         if standing.itself != newest:
             await self.lease.answered(budget)
-        use = standing.use(newest, self.lease.held, self._parts.clock())
+        use = standing.use(newest, self.lease.held, self._parts.lease_clock())
         if use is not Use.UNLESS_TAKEN_BACK:
             return use is Use.YES
         return not await self.store.was_taken_back_within(budget, self.key.agent_id, standing.event_cursor)
 
     def proves(self, standing: Standing) -> bool:
         """Whether the lease alone proves that a turn may use the memory."""
-        return standing.use(None, self.lease.held, self._parts.clock()) is Use.YES
+        return standing.use(None, self.lease.held, self._parts.lease_clock()) is Use.YES
 
     # --- news from the store ---
 

@@ -56,7 +56,7 @@ class LineLease:
         return self._failure is not None and self._failure.reason in (_HELD, *MOVED)
 
     def _counting(self) -> Lease | None:
-        return self.held if self.held is not None and self.held.counts(self._parts.clock()) else None
+        return self.held if self.held is not None and self.held.counts(self._parts.lease_clock()) else None
 
     def request(self) -> None:
         """Request it, unless this engine has it. The turn does not wait for the answer."""
@@ -128,7 +128,7 @@ class LineLease:
             )
 
     async def _acquire(self) -> None:
-        asked_at, epoch = self._parts.clock(), self._epoch
+        asked_at, epoch = self._parts.lease_clock(), self._epoch
         try:
             granted = await self._store.acquire_lease(
                 self._key.agent_id,

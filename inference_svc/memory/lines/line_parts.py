@@ -31,5 +31,7 @@ class LineParts:
     owner: str
     """The name under which the engine holds leases."""
     clock: Callable[[], float]
-    """Seconds, monotonic."""
+    """Seconds, monotonic: of patience, which does not end while the machine sleeps."""
+    lease_clock: Callable[[], float]
+    """Seconds, monotonic, sleep included: leases end meanwhile."""
     now_ms: Callable[[], int]

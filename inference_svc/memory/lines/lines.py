@@ -107,7 +107,7 @@ class Lines:
             await self._prolong({agent: kept[agent] for agent in agents[first : first + _MAX_PER_BEAT]})
 
     async def _prolong(self, leases: dict[str, Lease]) -> None:
-        asked_at = self._parts.clock()
+        asked_at = self._parts.lease_clock()
         generations = {agent_id: lease.generation for agent_id, lease in leases.items()}
         renewed = await self.store.renew_leases(
             self._parts.owner, self._parts.engine.model.kv_identity_hash, generations, _BEAT_TIMEOUT_S
@@ -120,7 +120,7 @@ class Lines:
                 lease.prolonged(asked_at)
                 continue
             # A lease that had not ended was taken back. The event that says so may come later, or not at all.
-            if not lease.has_ended(self._parts.clock()):
+            if not lease.has_ended(self._parts.lease_clock()):
                 line.wanted(takes_back=True)
             line.lease.held = None
         for agent_id in renewed.wanted:

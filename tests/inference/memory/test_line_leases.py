@@ -74,6 +74,9 @@ class Store:
             raise errors.DeadlineExceeded("a busy store")
         self.released.append((agent, generation))
 
+    def has_moved_within(self, _seconds: float) -> bool:
+        return False
+
     async def watch(self) -> AsyncGenerator[StoreEvent, None]:
         await asyncio.Event().wait()
         yield EventsLost()
@@ -98,10 +101,11 @@ class Engine:
 
 class Lab:
     def __init__(self) -> None:
-        self.now = 100.0
+        self.now, self.slept_s = 100.0, 0.0
         self.store, self.engine = Store(), Engine()
         store: Any = self.store
-        self.lines = Lines("default", store, line_parts(engine=self.engine, clock=lambda: self.now))
+        clocks = {"clock": lambda: self.now - self.slept_s, "lease_clock": lambda: self.now}
+        self.lines = Lines("default", store, line_parts(engine=self.engine, **clocks))
 
     def remember(self, agent: str, *, is_safe: bool = True) -> None:
         publication = Publication(Standing(HEAD, Stage.STORED if is_safe else Stage.MADE))
@@ -424,6 +428,23 @@ def test_manifests_of_a_forgotten_line_stay_this_engines_own() -> None:
         assert lab.line("a") is not line, "it is forgotten"
         assert list(lab.line("a").own) == [HEAD.manifest]
         assert not lab.line("b").own
+
+    run(scenario)
+
+
+def test_sleep_ends_leases_and_no_patience() -> None:
+    """A memory that was on its way to the store when the lid closed must not be dropped once it opens."""
+
+    async def scenario(lab: Lab) -> None:
+        lab.remember("a", is_safe=False)
+        await lab.held("a")
+        owed = lab.engine.hot["a"].publication
+        lab.line("a")._owe(owed)
+        lab.now, lab.slept_s = lab.now + 3_600, 3_600
+        assert not lab.counts("a")
+        assert owed.is_awaited
+        lab.now += 60
+        assert not owed.is_awaited
 
     run(scenario)
 

@@ -291,7 +291,7 @@ class Store:
 
 
 def recall_of(engine: Any, store: Any) -> tuple[Recall, Line]:
-    lines = Lines("default", store, line_parts(engine=engine, clock=lambda: 1.0))
+    lines = Lines("default", store, line_parts(engine=engine, lease_clock=lambda: 1.0))
     return Recall(engine, {"default": lines}), lines.line(KEY.agent_id)
 
 

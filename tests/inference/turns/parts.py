@@ -16,4 +16,5 @@ def parts_of(**given: Any) -> EngineParts:
 def line_parts(**given: Any) -> LineParts:
     """The same for the lines of an engine."""
     nothing: dict[str, Any] = {field.name: None for field in fields(LineParts)}
-    return LineParts(**(nothing | {"owner": "engine-1", "clock": lambda: 0.0} | given))
+    clocks = dict.fromkeys(("clock", "lease_clock"), lambda: 0.0)
+    return LineParts(**(nothing | {"owner": "engine-1"} | clocks | given))
