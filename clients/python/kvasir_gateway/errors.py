@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvasir_gateway.turn import json_line, renamed, sse
+from kvasir_gateway.turn import AsWritten, json_line, renamed, sse
 
 _log = logging.getLogger(__name__)
 _strangers = StrangersLines(time.monotonic)
@@ -149,8 +149,10 @@ class Api:
 
     def in_its_words(self, error: KvasirError) -> KvasirError:
         """The refusal of a field of the engine's."""
+        if isinstance(error, AsWritten) or not isinstance(error, InvalidArgument):
+            return error
         found = _ENGINES_FIELD.fullmatch(error.field or "")
-        if found is None or self.names is None or not isinstance(error, InvalidArgument):
+        if found is None or self.names is None:
             return error
         setting, name, more = found.groups()
         if setting is None and name not in self.names:

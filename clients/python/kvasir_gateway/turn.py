@@ -225,6 +225,10 @@ def function_tool(
     return pb.Tool(name=name, description=description or "", parameters_json=text, strict=bool(strict))
 
 
+class AsWritten(InvalidArgument):
+    """`field` is a name that the caller wrote: here it may mean another field, to the engine too."""
+
+
 def renamed(error: InvalidArgument, name: str) -> InvalidArgument:
     """The same refusal, of a field by another name."""
     known, text = error.field, error.message
@@ -238,7 +242,7 @@ def refuse_unless(neutral: Iterable[object], given: Mapping[str, object]) -> Non
     allowed = list(neutral)
     for name, value in given.items():
         if value is not None and value not in allowed:
-            raise InvalidArgument(f"{name}: this engine cannot apply it; leave it out", field=name)
+            raise AsWritten(f"{name}: this engine cannot apply it; leave it out", field=name)
 
 
 def forced_calls(name: str | None, *, one_call: bool, names: Sequence[str] = ()) -> pb.ToolChoice:

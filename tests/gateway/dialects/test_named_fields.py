@@ -4,6 +4,13 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from kvasir.errors import InvalidArgument
+from kvasir_gateway.anthropic_messages import MessagesRequest
+from kvasir_gateway.errors import api_of
+from kvasir_gateway.openai_chat import ChatRequest
+from kvasir_gateway.openai_responses import ResponsesRequest
+from kvasir_gateway.reading.tolerance import Reading
+from kvasir_gateway.turn import Body
 
 from tests.gateway.conftest import Front
 from tests.gateway.dialects.test_tolerance import CHAT, COMPLETIONS, HELLO, LEAST, MESSAGES, RESPONSES
@@ -58,3 +65,21 @@ def test_an_engines_refusal_names_the_field_that_the_caller_wrote(
     if path in (CHAT, COMPLETIONS, RESPONSES):
         assert error["param"] == field
     assert CUT not in front.gateway.log + front.house.engine.log
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "field"),
+    [
+        (MESSAGES, MessagesRequest, "stop"),
+        (CHAT, ChatRequest, "json_schema"),
+        (RESPONSES, ResponsesRequest, "max_tokens"),
+    ],
+)
+def test_a_field_that_an_api_lacks_is_refused_by_the_name_that_the_caller_wrote(
+    path: str, kind: type[Body], field: str
+) -> None:
+    """The engine has a field of that name, which the API has under another one."""
+    with pytest.raises(InvalidArgument) as refused:
+        Reading(is_strict=True).check(kind.model_validate({**LEAST[path], field: ["x"]}))
+    shown = api_of(path).in_its_words(refused.value)
+    assert (shown.field, shown.message.partition(":")[0]) == (field, field)

@@ -14,7 +14,7 @@ from kvasir.volatile import BILLING_LINE, DEFAULT
 from kvasir_gateway.reading.seals import ThoughtSeals
 from kvasir_gateway.reading.side_calls import SIDE_RULES, SideRule
 from kvasir_gateway.reading.volatile import HEADER, NO_RULES, Rules, asked
-from kvasir_gateway.turn import Body, refuse_unless
+from kvasir_gateway.turn import AsWritten, Body, refuse_unless
 
 # Fields of peers' servers and of older APIs that say what the reply is to be: without them it would be another one.
 MEANINGFUL = frozenset(
@@ -117,7 +117,7 @@ class Reading:
 
     def _ignore(self, name: str, why: str, reason: str | None = None) -> None:
         if self.is_strict:
-            raise InvalidArgument(f"{name}: {why}", reason=reason, field=name)
+            raise AsWritten(f"{name}: {why}", reason=reason, field=name)
         self._note(name)
 
     def _note(self, name: str) -> None:
