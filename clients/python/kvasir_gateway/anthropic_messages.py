@@ -223,7 +223,7 @@ def _own_blocks(blocks: Sequence[Block], where: str, reading: Reading) -> Iterat
     """Blocks of text. What another server's tools did is none of this conversation's."""
     for number, block in enumerate(blocks):
         kind = block.get("type")
-        if kind == "server_tool_use" or (isinstance(kind, str) and kind.endswith("_tool_result")):
+        if kind in ("server_tool_use", "mcp_tool_use") or (isinstance(kind, str) and kind.endswith("_tool_result")):
             reading.skip(f"{where}[{number}]")
         elif kind not in ("tool_use", *_THOUGHTS):
             yield block
