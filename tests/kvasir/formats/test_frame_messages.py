@@ -94,6 +94,14 @@ def test_a_message_in_an_unusual_order_is_read_as_protobuf_reads_it(frame: bytes
         assert fields_of(READS[pb.WriteBlobsRequest], cut) == fields_of(pb.WriteBlobsRequest.FromString, cut)
 
 
+def test_a_number_of_more_bytes_than_numbers_have_is_refused() -> None:
+    """To add up a mebibyte of them would keep the event loop for half a minute."""
+    for read in READS.values():
+        for size in (b"\x83" + b"\x80" * 10 + b"\x00", b"\xff" * (1 << 20)):
+            with pytest.raises(DecodeError):
+                read(b"\x0a" + size + ONE)
+
+
 def test_a_message_of_more_frames_than_may_be_is_refused() -> None:
     some = [pb.BlobFrame(offset=number, data=b"x") for number in range(MAX_FRAMES)]
     for kind, read in READS.items():

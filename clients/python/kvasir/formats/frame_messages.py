@@ -17,6 +17,7 @@ from kvasir.cachestore.v1 import cachestore_pb2 as pb
 MAX_FRAMES = 64
 # Smaller data that came with others are copied: whoever keeps them would keep the whole message.
 LEAST_KEPT_BYTES = 256 << 10
+_MOST_SHIFT = 63  # of the last of a number's ten bytes
 _FRAME, _MORE, _DIGEST, _KIND, _OFFSET, _DATA = 0x0A, 0x1A, 0x0A, 0x10, 0x18, 0x22  # tags: a field's number and type
 
 
@@ -61,7 +62,7 @@ def carrier_reader(message_type: type[Any]) -> Callable[[bytes], Carrier]:
     def read(message: bytes) -> Carrier:
         try:
             places = _places(message)
-        except IndexError:  # it ends within a number
+        except IndexError:  # it ends within a number, or that does not end
             places = None
         if places is None:
             return _of_protobuf(message_type.FromString(message))
@@ -123,9 +124,13 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(message: bytes, at: int) -> tuple[int, int]:
-    """The number there, and where it ends. Raises IndexError behind the message's end."""
+    """The number there, and where it ends. Raises IndexError behind the message's end, and for more bytes than a number
+    has: of a mebibyte of them the sum would take a minute.
+    """
     value = shift = 0
     while message[at] > 0x7F:
+        if shift == _MOST_SHIFT:
+            raise IndexError
         value |= (message[at] & 0x7F) << shift
         shift += 7
         at += 1
