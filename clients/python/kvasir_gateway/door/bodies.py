@@ -73,19 +73,20 @@ class RequestRoom:
         length = request.headers.get("content-length", "")
         if length.isdigit() and int(length) > max_bytes:
             raise too_large
-        data = bytearray()
+        pieces, size = list[bytes](), 0
         try:
             async with asyncio.timeout(_SENDING_S):
                 async for piece in request.stream():
-                    if len(data) + len(piece) > max_bytes:
+                    size += len(piece)
+                    if size > max_bytes:
                         raise too_large
                     self._take(len(piece))
-                    data += piece
+                    pieces.append(piece)
         except TimeoutError:
             text = f"the body did not come within {_SENDING_S:.0f} s"
             raise DeadlineExceeded(text, reason="SENDER_STALLED") from None
-        self._is_large = len(data) > _SMALL_BYTES
-        return bytes(data)
+        self._is_large = size > _SMALL_BYTES
+        return await self.made(lambda: b"".join(pieces))
 
     async def parsed(self, data: bytes, parse: Callable[[bytes], _Made]) -> _Made:
         """What `parse` makes of a body that is not too much. Raises InvalidArgument, ResourceExhausted."""
