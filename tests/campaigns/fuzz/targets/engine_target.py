@@ -158,13 +158,19 @@ class _Memories:
         self._rpcs = rpcs
         self._store = store
         self._manifest = manifest
+        self._breaker = Requests(rpcs, _known(), {"": ""}, {}, "")
 
     def all(self) -> Mapping[str, Scenario]:
         return {
             "Generate over a mutated memory": self._turn,
             "Warm of a mutated memory": self._warm,
             "CancelTurn of a turn that runs": self._cancel,
+            "CountTokens of a text": self._count,
         }
+
+    def _count(self, dice: Dice) -> Sequence[Step]:
+        request = pb.CountTokensRequest(prompt=_PROMPT[: dice.below(len(_PROMPT))])
+        return [Step(self._rpcs["CountTokens"], [self._breaker.broken(request, dice)])]
 
     def _cancel(self, dice: Dice) -> Sequence[Step]:
         """A turn, others that wait for it, and an end of one of them."""
