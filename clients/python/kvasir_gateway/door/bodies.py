@@ -73,20 +73,19 @@ class RequestRoom:
         length = request.headers.get("content-length", "")
         if length.isdigit() and int(length) > max_bytes:
             raise too_large
-        pieces, size = list[bytes](), 0
+        data = bytearray()  # of pieces, each a small allocation, the process would keep much of the room
         try:
             async with asyncio.timeout(_SENDING_S):
                 async for piece in request.stream():
-                    size += len(piece)
-                    if size > max_bytes:
+                    if len(data) + len(piece) > max_bytes:
                         raise too_large
                     self._take(len(piece))
-                    pieces.append(piece)
+                    data += piece
         except TimeoutError:
             text = f"the body did not come within {_SENDING_S:.0f} s"
             raise DeadlineExceeded(text, reason="SENDER_STALLED") from None
-        self._is_large = size > _SMALL_BYTES
-        return await self.made(lambda: b"".join(pieces))
+        self._is_large = len(data) > _SMALL_BYTES
+        return await self.made(lambda: bytes(data))
 
     async def parsed(self, data: bytes, parse: Callable[[bytes], _Made]) -> _Made:
         """What `parse` makes of a body that is not too much. Raises InvalidArgument, ResourceExhausted."""
