@@ -102,6 +102,14 @@ def test_a_number_of_more_bytes_than_numbers_have_is_refused() -> None:
                 read(b"\x0a" + size + ONE)
 
 
+def test_a_field_that_repeats_for_long_is_read_by_protobuf() -> None:
+    """To walk through a mebibyte of them would keep the event loop for a third of a second."""
+    message = b"\x0a\xd3\x0f" + b"\x18\x05" * 1000 + ONE
+    for kind, read in READS.items():
+        assert fields_of(read, message) == fields_of(kind.FromString, message)
+        assert isinstance(read(message).frames[0].data, bytes)
+
+
 def test_a_message_of_more_frames_than_may_be_is_refused() -> None:
     some = [pb.BlobFrame(offset=number, data=b"x") for number in range(MAX_FRAMES)]
     for kind, read in READS.items():

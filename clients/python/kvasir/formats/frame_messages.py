@@ -18,6 +18,7 @@ MAX_FRAMES = 64
 # Smaller data that came with others are copied: whoever keeps them would keep the whole message.
 LEAST_KEPT_BYTES = 256 << 10
 _MOST_SHIFT = 63  # of the last of a number's ten bytes
+_MOST_HEAD_BYTES = 256  # the fields before the data have a hundred
 _FRAME, _MORE, _DIGEST, _KIND, _OFFSET, _DATA = 0x0A, 0x1A, 0x0A, 0x10, 0x18, 0x22  # tags: a field's number and type
 
 
@@ -106,7 +107,7 @@ def _data_of(message: bytes, begin: int, end: int) -> tuple[int, int] | None:
     at = begin
     while message[at] != _DATA:
         tag = message[at]
-        if tag not in (_DIGEST, _KIND, _OFFSET):
+        if tag not in (_DIGEST, _KIND, _OFFSET) or at - begin > _MOST_HEAD_BYTES:
             return None
         value, at = _read_varint(message, at + 1)
         at += value if tag == _DIGEST else 0
