@@ -10,7 +10,7 @@ from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import ConfigDict, Field
 
-from kvasir_gateway.openai_chat import ChatMessage, ChatTool, said
+from kvasir_gateway.openai.chat import ChatMessage, ChatTool, said
 from kvasir_gateway.reading.thinking import Thinking, settings_of
 from kvasir_gateway.reading.tolerance import Reading
 from kvasir_gateway.turn import (

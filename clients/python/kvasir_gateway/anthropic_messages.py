@@ -11,7 +11,7 @@ from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import Field, StringConstraints
 
-from kvasir_gateway.openai_chat import ThinkingSetting
+from kvasir_gateway.openai.chat import ThinkingSetting
 from kvasir_gateway.reading.seals import ThoughtSeals
 from kvasir_gateway.reading.thinking import EFFORT, MODE, Thinking, effort_of
 from kvasir_gateway.reading.tolerance import Reading

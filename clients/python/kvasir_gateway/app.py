@@ -21,17 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvasir_gateway import (
-    agents,
-    anthropic_messages,
-    errors,
-    models,
-    openai_chat,
-    openai_completions,
-    openai_response_answers,
-    openai_responses,
-    openapi,
-)
+from kvasir_gateway import agents, anthropic_messages, errors, models, openapi
 from kvasir_gateway.answering import ClientLeft, EventStream, Ready, Turns, gather, unless_left
 from kvasir_gateway.door.bodies import RequestRoom, Rooms
 from kvasir_gateway.door.connections import show_key
@@ -43,6 +33,10 @@ from kvasir_gateway.errors import api_of, refused
 from kvasir_gateway.metrics import CountedApp, GatewayNumbers, is_at, route_of
 from kvasir_gateway.ollama import models as ollama_models
 from kvasir_gateway.ollama import turns as ollama_turns
+from kvasir_gateway.openai import chat as openai_chat
+from kvasir_gateway.openai import completions as openai_completions
+from kvasir_gateway.openai import response_answers as openai_response_answers
+from kvasir_gateway.openai import responses as openai_responses
 from kvasir_gateway.page.routes import GatewayPage
 from kvasir_gateway.reading import heads
 from kvasir_gateway.reading.tolerance import Reading, Tolerance

@@ -13,9 +13,9 @@ from kvasir_gateway.embedding.bodies import EmbeddingsRequest, OllamaEmbed, Olla
 from kvasir_gateway.errors import api_of
 from kvasir_gateway.ollama.models import ShowRequest
 from kvasir_gateway.ollama.turns import OllamaChat, OllamaGenerate
-from kvasir_gateway.openai_chat import ChatRequest
-from kvasir_gateway.openai_completions import CompletionRequest
-from kvasir_gateway.openai_responses import ResponsesRequest
+from kvasir_gateway.openai.chat import ChatRequest
+from kvasir_gateway.openai.completions import CompletionRequest
+from kvasir_gateway.openai.responses import ResponsesRequest
 
 Json = dict[str, Any]
 

@@ -14,7 +14,8 @@ from kvasir.clients import Reply
 from kvasir.common.v1.message_pb2 import ToolCall
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
-from kvasir_gateway import openai_response_answers, openai_responses
+from kvasir_gateway.openai import response_answers as openai_response_answers
+from kvasir_gateway.openai import responses as openai_responses
 from kvasir_gateway.reading.tolerance import Reading, Tolerance
 from kvasir_gateway.turn import Asked
 

@@ -12,7 +12,9 @@ from kvasir.credentials import write_private_text
 from kvasir.errors import Cancelled, NotFound
 from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
-from kvasir_gateway import anthropic_messages, openai_response_answers, openai_responses
+from kvasir_gateway import anthropic_messages
+from kvasir_gateway.openai import response_answers as openai_response_answers
+from kvasir_gateway.openai import responses as openai_responses
 from kvasir_gateway.turn import Asked
 
 from tests.gateway.conftest import Front

@@ -8,8 +8,11 @@ import httpx2 as httpx
 import pytest
 from kvasir.clients import Reply
 from kvasir.inference.v1 import inference_pb2 as pb
-from kvasir_gateway import anthropic_messages, openai_chat, openai_response_answers, openai_responses
+from kvasir_gateway import anthropic_messages
 from kvasir_gateway.ollama import turns as ollama
+from kvasir_gateway.openai import chat as openai_chat
+from kvasir_gateway.openai import response_answers as openai_response_answers
+from kvasir_gateway.openai import responses as openai_responses
 from kvasir_gateway.reading.seals import ThoughtSeals
 from kvasir_gateway.reading.tolerance import Reading
 from kvasir_gateway.turn import Asked, Said

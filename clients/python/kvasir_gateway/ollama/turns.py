@@ -12,7 +12,7 @@ from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import Field
 
-from kvasir_gateway.openai_chat import schema_text, spelled
+from kvasir_gateway.openai.chat import schema_text, spelled
 from kvasir_gateway.reading.thinking import EFFORT, MODE, Thinking, effort_of
 from kvasir_gateway.reading.tolerance import Reading
 from kvasir_gateway.turn import (

@@ -7,7 +7,7 @@ from kvasir.clients import Reply
 from kvasir.common.v1.message_pb2 import ToolCall
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from kvasir_gateway.openai_responses import Item, ResponsesRequest
+from kvasir_gateway.openai.responses import Item, ResponsesRequest
 from kvasir_gateway.reading.seals import ThoughtSeals
 from kvasir_gateway.turn import Asked, finish_reason, sse
 

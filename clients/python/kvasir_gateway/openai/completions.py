@@ -10,7 +10,7 @@ from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import Field
 
-from kvasir_gateway.openai_chat import DONE, SamplingFields, token_ids, usage
+from kvasir_gateway.openai.chat import DONE, SamplingFields, token_ids, usage
 from kvasir_gateway.reading.tolerance import Reading
 from kvasir_gateway.turn import Asked, Turn, comment, finish_reason, given, refuse_unless, sse
 

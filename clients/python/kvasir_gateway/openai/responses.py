@@ -1,4 +1,4 @@
-"""OpenAI's responses: the request as a turn. The answer is in `openai_response_answers.py`.
+"""OpenAI's responses: the request as a turn. The answer is in `response_answers.py`.
 
 The ids of a response and of its items name its agent and its turn. So `previous_response_id` and references to items
 need no memory of the gateway's own: the store knows what was said, also after a restart of everything.
@@ -16,7 +16,7 @@ from kvasir.errors import InvalidArgument, NotFound
 from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import Field
 
-from kvasir_gateway.openai_chat import StreamOptions, offered, schema_text
+from kvasir_gateway.openai.chat import StreamOptions, offered, schema_text
 from kvasir_gateway.reading.thinking import EFFORT, MODE, Thinking, effort_of
 from kvasir_gateway.reading.tolerance import Reading
 from kvasir_gateway.turn import (
