@@ -254,7 +254,7 @@ def forced_calls(name: str | None, *, one_call: bool, names: Sequence[str] = ())
 
 def begun_reply(messages: tuple[Said, ...], field_name: str = "messages") -> tuple[tuple[Said, ...], Said]:
     """The messages before a reply that the caller has begun, and that. Raises InvalidArgument for one without text."""
-    *before, last = messages
+    *before, last = messages or (Said("", ""),)
     if last.role != "assistant" or not last.content.strip() or last.tool_calls or not before:
         text = f"{field_name}: expected a text of the assistant's behind other messages, to go on from"
         raise InvalidArgument(text, field=field_name)

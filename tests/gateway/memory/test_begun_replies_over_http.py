@@ -62,11 +62,12 @@ def test_a_count_of_tokens_counts_what_is_begun(front: Front) -> None:
     ("path", "body", "field"),
     [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "?"}], "continue_final_message": True}, ""),
+        ("/v1/agents/a/generate", {"prompt": "?", "continue_final_message": True}, "continue_final_message"),
         ("/v1/messages", {"messages": [{"role": "assistant", "content": "It"}], "max_tokens": 4}, "messages"),
         ("/v1/messages", {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": []}]}, ""),
     ],
 )
 def test_what_cannot_go_on_is_refused(front: Front, path: str, body: dict[str, Any], field: str) -> None:
-    answer = post(front, path, **{"max_tokens": 4, **body})
+    answer = post(front, path, **({} if "prompt" in body else {"max_tokens": 4}) | body)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith(field or "messages")
