@@ -254,7 +254,8 @@ class ModelHost(Generic[ServedT]):
         del served
         await asyncio.to_thread(device_memory.give_back)
         facts = {"stored": left.stored, "dropped": left.unstored, "left_bytes": device_memory.active_bytes()}
-        _LOG.info("model.unloaded", model=name, **facts)
+        log = _LOG.error if left.unstored else _LOG.info  # `kvasir down` reads it, at every log level
+        log("model.unloaded", model=name, **facts)
         return left
 
     async def _open_as(self, name: str) -> None:

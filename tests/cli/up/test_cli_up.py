@@ -359,7 +359,8 @@ def test_a_home_of_the_background_is_taken_over_after_a_kill_and_goes_down() -> 
         assert (killed.code, killed.value["engine"]["state"]) == (1, "ready")
         assert "was killed here" in killed.value["problems"][0]
         full = home / "full.toml"
-        full.write_text(f"[store]\nfree-disk-reserve-bytes = {1 << 60}\n")
+        logs = 'log-format = "json"\nlog-level = "error"\n'
+        full.write_text(f"{logs}[store]\nfree-disk-reserve-bytes = {1 << 60}\n")
         with _usual_http_port_taken():
             up = cli.done("up", "--detach", "--config", str(full)).out
             assert re.search(r"http:   http://127.0.0.1:86(4[3-9]|5[01])/v1", up), "the next free port"

@@ -34,7 +34,7 @@ _SERVICES = {"store": STORE_SERVICE, "engine": ENGINE_SERVICE}
 _LOGS = (*_SERVICES, "http", "up")
 _FOLLOW_S = 0.2
 # As an engine's log, in either form, tells how many hot memories went with a model that it unloaded.
-_DROPPED = re.compile(r"model\.unloaded\b.*\bdropped\"?[=:] ?(\d+)")
+_DROPPED = re.compile(r"(?=.*\bmodel\.unloaded\b).*\bdropped\"?[=:] ?(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
