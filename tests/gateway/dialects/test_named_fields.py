@@ -7,8 +7,8 @@ import pytest
 from kvasir.errors import InvalidArgument
 from kvasir_gateway.anthropic_messages import MessagesRequest
 from kvasir_gateway.errors import api_of
-from kvasir_gateway.openai_chat import ChatRequest
-from kvasir_gateway.openai_responses import ResponsesRequest
+from kvasir_gateway.openai.chat import ChatRequest
+from kvasir_gateway.openai.responses import ResponsesRequest
 from kvasir_gateway.reading.tolerance import Reading
 from kvasir_gateway.turn import Body
 
