@@ -325,8 +325,8 @@ class Conversations:
             del self._newest[newest], self._openings[newest]
 
     def _tip(self, namespace: str, points: Sequence[Point]) -> Tip | None:
-        """The longest known prefix that ends with a reply; if there is none, one of the same at another time. The
-        opening is none: equal ones are different talks.
+        """The longest known prefix that ends with a reply; of equal ones one of this time. The opening is none: equal
+        openings are different talks.
         """
         for digest in self._digests(namespace, points):
             if (answer := self._answers.get((namespace, digest))) is not None:
@@ -340,7 +340,6 @@ class Conversations:
             yield point.digest
             if point.call_ids:
                 yield from self._made(namespace, point, points[0])
-        for point in reversed(points[1:]):
             yield self._alike.get((namespace, point.alike), "")
 
     def _made(self, namespace: str, point: Point, opening: Point) -> Iterator[str]:

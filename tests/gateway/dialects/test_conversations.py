@@ -181,6 +181,21 @@ def test_without_rules_another_time_is_another_conversation() -> None:
     assert chains[0].opening == chains[2].opening
 
 
+def test_answers_behind_a_call_are_found_at_another_time_too() -> None:
+    """A call is known by its id: it stands before the newest answer, and is no reason to begin there again."""
+    talk, said = Talk(conversations(), Records()), [user("Look at it.")]
+    agents = []
+    for number in range(4):
+        clock = Said("system", f"Be brief. It is 10:{30 + number}.")
+        answer = reply(f"That is done, {number}.")
+        if number == 0:
+            answer = Said("assistant", "", tool_calls=(ToolUse("AAAAAAAAA", "look", "{}"),))
+        agents.append(talk.turn(clock, *said, said=answer))
+        said += [answer, Said("tool", "It is there.", tool_call_id="AAAAAAAAA") if number == 0 else user("Go on.")]
+    assert len(set(agents)) == 1
+    assert talk.records.forks == []
+
+
 def test_a_call_that_its_client_completed_is_the_same_reply_also_after_a_restart() -> None:
     """Claude Code adds a default to the arguments of a call."""
     talk = Talk(conversations(), Records())
