@@ -62,7 +62,7 @@ IMPORTS = (
         "streams belong to the MLX thread; everything else, the scheduling too, must be testable without MLX",
         but_not=("inference_svc/engine/scheduling/*",),
     ),
-    Wall(("sqlite3",), ("cachestore_svc/index/sqlite/*",), "one connection owns the database"),
+    Wall(("sqlite3", "sqlite_utils"), ("cachestore_svc/index/sqlite/*",), "one connection owns the database"),
     Wall(
         ("cachestore_svc.index.sqlite",),
         ("cachestore_svc/index/sqlite/*", "cachestore_svc/recovery/*"),
@@ -310,7 +310,7 @@ def test_clock_and_randomness_are_passed_in(trees: dict[str, ast.Module]) -> Non
             "mlx",
         ),
         ("cachestore_svc/store/store.py", "import sqlite3", "sqlite3"),
-        ("cachestore_svc/store/store.py", "from sqlite3 import Connection", "sqlite3"),
+        ("cachestore_svc/store/store.py", "from sqlite_utils import Database", "sqlite3"),
         (
             "cachestore_svc/store/store.py",
             "from cachestore_svc.index.sqlite import rows",

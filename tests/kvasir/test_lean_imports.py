@@ -42,7 +42,7 @@ _SHOWS = {"annotated_doc", "click", "markdown_it", "mdurl", "pygments", "rich", 
 _CHECKS = {"annotated_types", "pydantic", "pydantic_core", "typing_inspection"}
 _SMALL = {"cython_runtime", "sysconfigdata", "typing_extensions"}
 _SERVES = {"prometheus_client", "structlog", "uvloop"}
-_STORE = {"cachestore_svc", "cryptography", "spake2"}
+_STORE = {"cachestore_svc", "cryptography", "dateutil", "pluggy", "spake2", "sqlite_fts4", "sqlite_utils"}
 _GATEWAY = {"anyio", "h11", "httptools", "jinja2", "kvasir_gateway", "markupsafe", "sniffio", "starlette", "uvicorn"}
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from sqlite3 import Connection
 
 from kvasir.errors import FailedPrecondition
+from sqlite_utils import Database
 
 from cachestore_svc.facts.ownership import had_before
 from cachestore_svc.facts.records import Origin
@@ -245,8 +246,10 @@ def migrate(connection: Connection, now_unix_ms: int) -> bool:
 
     The connection must be in autocommit mode: transactions are begun and ended here.
     """
-    connection.execute("CREATE TABLE IF NOT EXISTS migrations (number INTEGER PRIMARY KEY, applied_unix_ms INTEGER)")
-    applied = {int(number) for (number,) in connection.execute("SELECT number FROM migrations")}
+    table = Database(connection).table("migrations")
+    if not table.exists():
+        table.create({"number": int, "applied_unix_ms": int}, pk="number")
+    applied = {int(row["number"]) for row in table.rows}
     if unknown := applied - set(range(1, len(MIGRATIONS) + 1)):
         raise FailedPrecondition(
             f"the data directory is of a newer Kvasir: its database has step {max(unknown)}, "

@@ -32,7 +32,7 @@ from kvasir.clients import InferenceClient
 from kvasir.errors import KvasirError
 from kvasir.options.engine import KvPolicy
 
-_PACKAGES = ("mlx", "mlx-lm", "grpcio", "protobuf", "safetensors", "mkl")
+_PACKAGES = ("mlx", "mlx-lm", "grpcio", "protobuf", "safetensors", "sqlite-utils", "mkl")
 GIB = 1 << 30
 _LITTLE_DISK_BYTES = 2 << 30
 _FASTER = (
