@@ -12,6 +12,7 @@ from kvasir.server.operator_page import About, OperatorPage
 from kvasir.server.wellness import Wellness
 from prometheus_client.core import Metric
 
+from tests.cli.running import eventually
 from tests.running.scraping import free_port
 
 
@@ -52,9 +53,7 @@ def test_a_reader_who_leaves_before_the_answer_writes_nothing_into_the_log(capfd
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    "sent", [b"", b"GET /he", b"GET /healthz HTTP/1.0\r\n\r\n"], ids=["nothing", "a part", "a request"]
-)
+@pytest.mark.parametrize("sent", [b"GET /he", b"GET /healthz HTTP/1.0\r\n\r\n"], ids=["a part", "a request"])
 def test_a_crowd_takes_a_bounded_part_of_the_service_and_shuts_nobody_out(sent: bytes) -> None:
     """Each connection had a thread and a file of the store's process, for as long as its other end liked."""
     port, let_go = free_port(), threading.Event()
@@ -63,17 +62,21 @@ def test_a_crowd_takes_a_bounded_part_of_the_service_and_shuts_nobody_out(sent: 
         let_go.wait(20)
         return Wellness([])
 
+    def status() -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.request("GET", "/metrics")
+        return connection.getresponse().status
+
     stop = OperatorPage(About("store", "kvasir.test.v1"), tuple, wellness).serve(f"127.0.0.1:{port}")
     crowd = []
     try:
-        for _ in range(300):
+        for _ in range(120):
             crowd.append(socket.create_connection(("127.0.0.1", port), timeout=5))
             crowd[-1].sendall(sent)
-        assert sum("process_request_thread" in each.name for each in threading.enumerate()) < 100
+        assert status() in (200, 503)  # all that came before have been accepted
+        assert sum("process_request_thread" in each.name for each in threading.enumerate()) < 80
         let_go.set()
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-        connection.request("GET", "/metrics")
-        assert connection.getresponse().status == 200
+        eventually(lambda: status() == 200)
     finally:
         let_go.set()
         for each in crowd:
