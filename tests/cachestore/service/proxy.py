@@ -21,6 +21,7 @@ class Proxy:
     silent_after_received: int | None = None
     pause_s: float = 0.0  # before each 16 KiB
     cuts: int = 0
+    heard: list[bytearray] | None = None  # a list: what is sent towards the store is kept, for each connection
     _listener: socket.socket = field(default_factory=lambda: socket.create_server(("127.0.0.1", 0)))
     _pairs: list[tuple[socket.socket, socket.socket]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -67,8 +68,13 @@ class Proxy:
 
     def _forward(self, pair: tuple[socket.socket, socket.socket], is_sending: bool) -> None:
         source, target = pair if is_sending else pair[::-1]
+        heard = bytearray()
+        if is_sending and self.heard is not None:
+            self.heard.append(heard)
         with contextlib.suppress(OSError):
             while data := source.recv(16 << 10):
+                if is_sending and self.heard is not None:
+                    heard += data
                 if self._is_silent():
                     continue
                 time.sleep(self.pause_s)
