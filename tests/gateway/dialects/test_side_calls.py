@@ -352,6 +352,21 @@ def test_the_conversation_that_a_request_quotes_in_its_own_text_is_the_one_with_
     assert quoted(talk, TRANSCRIPT) == ""
 
 
+def test_a_conversation_that_read_the_same_file_is_not_the_quoted_one() -> None:
+    talk = Talk(conversations(), Records())
+    readme = "This library keeps what agents know, and gives it back to them whole."
+    other = user(
+        f"Write a poem of the sea for my sister's wedding.\n{readme}\nIt is to have fourteen lines, all of them long."
+    )
+    agent = talk.turn(other, answer="The waves come in, the waves go out, and all the gulls are here.", hint="session")
+    read = (user("Look into the file."), reply("I look into it."), Said("tool", TASK.content))
+    talk.turn(*read, answer="It says why the library does not build, in the second chapter.", hint="session")
+    transcript = (TRANSCRIPT[0], user(f"[User]: {TASK.content}\n[Tool]: {readme}\n[Assistant]: It builds again."))
+    assert quoted(talk, transcript) == ""
+    whole = f"[User]: {other.content}\n[Assistant]: The waves come in, the waves go out, and all the gulls are here."
+    assert quoted(talk, (TRANSCRIPT[0], user(whole))) == agent
+
+
 def test_a_summary_of_an_agent_that_is_gone_begins_another() -> None:
     talk = Talk(conversations(), Records())
     first = talk.turn(user("Hello"), answer="Hi")

@@ -27,10 +27,15 @@ async def newest(records: AgentRecords) -> list[tuple[Kept, Sequence[Said]]]:
 
 
 def lines_in_common(said: Sequence[Said], quoting: Sequence[Said]) -> int:
-    return len(set(_ends(said)) & set(_ends(quoting)))
+    """How many lines of a conversation a request quotes; 0 for fewer than half of them: two conversations that read one
+    file have its lines in common.
+    """
+    known = set(_ends(said, "user", "assistant"))
+    common = len(known.intersection(_ends(quoting, "user", "assistant", "tool")))
+    return common if 2 * common >= len(known) else 0
 
 
-def _ends(messages: Sequence[Said]) -> Iterator[str]:
+def _ends(messages: Sequence[Said], *roles: str) -> Iterator[str]:
     for message in messages:
-        lines = message.content.splitlines() if message.role != "system" else ()
+        lines = message.content.splitlines() if message.role in roles else ()
         yield from (end for line in lines if len(end := line.strip()[-_END_CHARS:]) == _END_CHARS)
