@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,3 +99,18 @@ def _socket_path(text: str) -> Path:
             f"unix:{text}: {size_bytes} bytes; a socket may have {MAX_SOCKET_PATH_BYTES}: choose a shorter path"
         )
     return Path(text)
+
+
+def accepts(text: str) -> bool:
+    """Whether something listens at an address. The system answers for a process that is frozen."""
+    address = parse_address(text)
+    try:
+        if address.socket_path is not None:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.settimeout(1.0)
+                probe.connect(str(address.socket_path))
+        else:
+            socket.create_connection((address.host, address.port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True

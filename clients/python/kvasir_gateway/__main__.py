@@ -8,12 +8,12 @@ import secrets
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from kvasir.address import AddressError, AddressTaken
+from kvasir.address import AddressError, AddressTaken, accepts
 from kvasir.clients import Tls
 from kvasir.credentials import (
     CredentialFileError,
@@ -53,6 +53,7 @@ from kvasir_gateway.reading.side_calls import side_rules_of
 from kvasir_gateway.reading.tolerance import Tolerance
 
 _log = logging.getLogger("kvasir_gateway")
+_LOOK_S = 0.02
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,6 +105,7 @@ async def serve(settings: GatewayTable) -> None:
         history = History(time.time)
         sessions = Sessions(gate, now=time.time, new_secret=partial(secrets.token_urlsafe, 32))
         key = _key(settings.state_dir)
+        await until_it_listens(settings.engine, settings.engine_wait_s, time.monotonic)
         aliases = await _aliases(settings, engine)
         around = Surroundings(
             engine=engine,
@@ -147,6 +149,15 @@ def _engine(settings: GatewayTable) -> EngineLink:
 
 def _credentials(settings: GatewayTable) -> Credentials | None:
     return read_credentials(settings.credentials) if settings.credentials is not None else None
+
+
+async def until_it_listens(address: str, most_s: float, clock: Callable[[], float]) -> None:
+    """The first call to an engine that is not there yet would delay the next ones by seconds."""
+    give_up_at = clock() + most_s
+    while True:
+        if clock() >= give_up_at or await asyncio.to_thread(accepts, address):
+            return
+        await asyncio.sleep(_LOOK_S)
 
 
 async def _aliases(settings: GatewayTable, engine: EngineLink) -> Aliases:

@@ -46,6 +46,12 @@ class GatewayTable(ServiceTable):
 
     listen: str = option(DEFAULT_LISTEN, "A loopback address.", metavar="HOST:PORT", of_home=True)
     engine: str = option("", "The engine.", metavar="unix:/path|HOST:PORT", of_home=True, needed=True)
+    engine_wait_s: float = option(
+        0.0,
+        "How long the start waits for an engine that is being started beside it. Then it goes on without.",
+        least=0,
+        of_home=True,
+    )
     state_dir: Path = option(
         Path(), "Where the key of conversations' names and thoughts is kept.", of_home=True, needed=True
     )

@@ -4,12 +4,11 @@ import asyncio
 import enum
 import http.client
 import json
-import socket
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvasir.address import parse_address
+from kvasir.address import accepts, parse_address
 from kvasir.cli.running.home import Endpoint
 from kvasir.clients.channel import aio_channel
 
@@ -32,7 +31,7 @@ class Health(enum.StrEnum):
 async def health(endpoint: Endpoint, service: str, timeout_s: float = 1.0) -> Health:
     """How a service is."""
     # gRPC has the same word for "nobody listens" and for "nobody says hello", and takes longer.
-    if not await asyncio.to_thread(_accepts, endpoint.address):
+    if not await asyncio.to_thread(accepts, endpoint.address):
         return Health.STOPPED
     async with aio_channel(endpoint.address, endpoint.tls, ()) as channel:
         try:
@@ -42,7 +41,7 @@ async def health(endpoint: Endpoint, service: str, timeout_s: float = 1.0) -> He
         except grpc.aio.AioRpcError as error:
             if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 return Health.NOT_READY
-            return Health.SILENT if await asyncio.to_thread(_accepts, endpoint.address) else Health.STOPPED
+            return Health.SILENT if await asyncio.to_thread(accepts, endpoint.address) else Health.STOPPED
     return Health.READY if answer.status == health_pb2.HealthCheckResponse.SERVING else Health.NOT_READY
 
 
@@ -79,21 +78,6 @@ def _healthz(text: str, timeout_s: float) -> tuple[int, bytes]:
         return answer.status, answer.read(_MAX_BODY_BYTES)
     finally:
         connection.close()
-
-
-def _accepts(text: str) -> bool:
-    """Whether something listens at an address. The system answers for a process that is frozen."""
-    address = parse_address(text)
-    try:
-        if address.socket_path is not None:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-                probe.settimeout(1.0)
-                probe.connect(str(address.socket_path))
-        else:
-            socket.create_connection((address.host, address.port), timeout=1.0).close()
-    except OSError:
-        return False
-    return True
 
 
 async def is_ready(endpoint: Endpoint, service: str, timeout_s: float = 1.0) -> bool:

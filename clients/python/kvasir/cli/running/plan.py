@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from kvasir.address import parse_address
 from kvasir.cli.running.home import Endpoint, Home
 from kvasir.cli.running.locks import tokens_locked
-from kvasir.cli.running.processes import ENGINE_WAITS_S, EngineProcess, GatewayProcess, StoreProcess
+from kvasir.cli.running.processes import (
+    ENGINE_READY_WITHIN_S,
+    ENGINE_WAITS_S,
+    EngineProcess,
+    GatewayProcess,
+    StoreProcess,
+)
 from kvasir.cli.settings.asked import Asked
 from kvasir.credentials import (
     ADMIN,
@@ -106,6 +112,7 @@ def _of_gateway(asked: Asked, _has_credentials: bool) -> dict[str, object]:
     home = asked.home
     return {
         "listen": asked.up.http,
+        "engine_wait_s": ENGINE_READY_WITHIN_S,
         "state_dir": home.gateway_state,
         "credentials": home.credentials_file,
         "audit_file": home.audit_file("http"),

@@ -86,8 +86,7 @@ class GatewayProcess:
             # It says that it is unwell as long as its engine is away, and lives.
             return await http_health(self.listen) in (Health.READY, Health.NOT_READY)
 
-        # Behind the engine: it would wait seconds before it tries again to connect to one that is not there.
-        return Service("http", self.argv(), self.log_file, answers, GATEWAY_READY_WITHIN_S, wave=1)
+        return Service("http", self.argv(), self.log_file, answers, ENGINE_READY_WITHIN_S + GATEWAY_READY_WITHIN_S)
 
 
 def _phases(state_dir: Path) -> str:

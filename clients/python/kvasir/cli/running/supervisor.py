@@ -1,4 +1,4 @@
-"""Keeps services running as one group: started in waves, restarted when they crash, stopped together in reverse order.
+"""Keeps services running as one group: started together, restarted when they crash, stopped together in reverse order.
 
 A service that crashes too often ends the group, because endless restarts would hide the reason. Services write their
 log files themselves, so that no log is lost when the supervisor is killed.
@@ -6,7 +6,6 @@ log files themselves, so that no log is lost when the supervisor is killed.
 
 import asyncio
 import contextlib
-import itertools
 import os
 import signal
 from collections import deque
@@ -31,8 +30,6 @@ class Service:
     log_file: Path
     is_ready: Callable[[], Awaitable[bool]]
     ready_within_s: float
-    wave: int = 0
-    """Services of one wave start together, each importing for seconds, once all of the wave before are ready."""
     start_in_words: Callable[[], str] = lambda: ""
     """What its start took, asked once it is ready."""
 
@@ -97,7 +94,7 @@ class Supervisor:
         self._stopping.set()
 
     async def run(self, started: Callable[[], None], changed: Callable[[], None]) -> None:
-        """Start all services, in their order, call `started` when all are ready, and keep them running until stop().
+        """Start all services, call `started` when all are ready, and keep them running until stop().
 
         `changed` is called after each start of a process, which has a new pid, and again while it raises OSError. If a
         service does not start or crashes too often, the others are stopped, and run() raises Unavailable with the last
@@ -106,8 +103,7 @@ class Supervisor:
         self._changed = changed
         watching = asyncio.create_task(self._watch_logs())
         try:
-            for _, wave in itertools.groupby(self._children, key=lambda child: child.service.wave):
-                await self._until_stopped(self._start_together(list(wave)))
+            await self._until_stopped(self._start_together())
             if not self._stopping.is_set():
                 started()
             async with asyncio.TaskGroup() as watchers:
@@ -161,13 +157,14 @@ class Supervisor:
                 pending.cancel()
             await asyncio.gather(task, stop, return_exceptions=True)  # waits for their ends, not for our own cancel
 
-    async def _start_together(self, wave: Sequence[_Child]) -> None:
-        for child in wave:
+    async def _start_together(self) -> None:
+        """Each imports for a second or more; who needs another waits for it."""
+        for child in self._children:
             if self._stopping.is_set():
                 return
             await self._begin(child)
         async with asyncio.TaskGroup() as waiting:  # the first that cannot start is told, however slow the others are
-            for child in wave:
+            for child in self._children:
                 waiting.create_task(self._until_ready(child))
 
     async def _begin(self, child: _Child) -> None:
