@@ -59,12 +59,13 @@ class Lives:
             name = deed.__name__.removeprefix("_")
             self.agents[name] = SyntheticAgent(SMALL, len(self.agents) + 1)
             await self._extended(ada, name, 0)
-            if cuts:
-                self.wires[NEW, OLD].proxy.cut_after_received = self.wires[NEW, OLD].proxy.received_bytes + 4000
             for wire in self.wires.values():
                 wire.calls.clear()
+            if cuts and deed == self._gone:
+                self._cut_blobs()
             await deed(name)
             self.calls[name] = [call for wire in self.wires.values() for call in wire.calls]
+        assert sum(wire.proxy.cuts for wire in self.wires.values()) == cuts
         self.heard = {by: [bytes(each) for each in wire.proxy.heard or ()] for (by, _), wire in self.wires.items()}
 
     async def _work(self, name: str) -> None:
@@ -79,6 +80,11 @@ class Lives:
         ada, ben = self.pair
         await self._moved(ada, ben, name)
         await self._extended(ben, name, 1)
+
+    def _cut_blobs(self) -> None:
+        """In the midst of the next agent's blobs, of which there are 50 KB behind 6 KB of manifest."""
+        proxy = self.wires[NEW, OLD].proxy
+        proxy.cut_after_received = proxy.received_bytes + 20_000
 
     async def _undone(self, name: str) -> None:
         """The source hears of it, its answer is lost, and whoever ordered it gives up."""
@@ -188,10 +194,10 @@ def held(mac: Mac) -> dict[str, int]:
     return {
         "reserved bytes": mac.store._core.space.reserved_bytes(NS),
         "parts": len([*mac.store._core.config.data_dir.glob("namespaces/*/blobs/??/*.part")]),
-        "manifests": moves._copies.manifests.room.held_units,
+        "manifests": moves._receiving.copies.manifests.room.held_units,
         "blobs being read": mac.services.store._reader._budget.held_units,
         "links": len(mac.peers._links),
-        "agents that come": len(moves._bringing._coming),
+        "agents that come": len(moves._receiving.bringing._coming),
         "moves": len(moves._locks) + len(moves._handing_over._ordered),
     }
 
