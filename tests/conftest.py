@@ -49,17 +49,13 @@ LONGEST_S = 12
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """A quarter of a collection was garbage collection; and what is there by its end stays to the last test.
-
-    The tests make more garbage than a program does: looking for it less often saves a fifth of the pure ones.
-    """
+    """A quarter of a collection was garbage collection; and what is there by its end stays to the last test."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.enable()
         gc.freeze()
-        gc.set_threshold(20_000, 50, 100)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
