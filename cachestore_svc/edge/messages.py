@@ -223,17 +223,18 @@ def write_agent(agent: records.AgentRecord) -> pb.Agent:
         used_at=write_time(agent.used_unix_ms),
         lines=[write_snapshot(line) for line in agent.lines],
         expires_at=write_time(agent.expires_unix_ms) if agent.expires_unix_ms is not None else None,
-        ownership=None if agent.ownership == HERE else write_ownership(agent.ownership),
+        ownership=None if agent.ownership == HERE else _write_ownership(agent.ownership, agent.given_by),
     )
 
 
-def write_ownership(known: Ownership) -> pb.Ownership:
+def _write_ownership(known: Ownership, given_by: str) -> pb.Ownership:
     return pb.Ownership(
         state=known.state.value,  # type: ignore[arg-type]  # the numbers are the wire's
         generation=known.generation,
         peer=known.peer,
         since=write_time(known.since_unix_ms),
         move_id=known.move_id,
+        given_by=given_by,
     )
 
 

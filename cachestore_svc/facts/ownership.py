@@ -13,6 +13,7 @@ learns of it and has a lower one, and ends the bonds of all peers with the agent
 store has no fact is OWNED in generation 0. Facts outlive their agents.
 """
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -30,6 +31,8 @@ MAX_UNHEARD_CLAIMS = 64
 
 # After a peer's name in `had_by`: it was offered the agent, and never given it.
 _OFFERED = "?"
+# In `had_by`, how its last move brought the agent: its newest version then, and the peer that gave it.
+_CAME = re.compile(r"(=(\d+)=)(.+)")
 
 # The label that a first move gives an agent: that move's id. Moves carry it as they carry every label.
 FIRST_MOVE = "kvasir.first_move"
@@ -55,7 +58,7 @@ class Ownership:
     since_unix_ms: int = 0
     was_owned: bool = False  # ARRIVING: what it is again if the move is undone
     tells: tuple[str, ...] = ()  # peers that have yet to hear of this generation, sorted
-    had_by: tuple[str, ...] = ()  # peers that had it since the last claim here, or were offered it (`_OFFERED`), sorted
+    had_by: tuple[str, ...] = ()  # peers that had it since the last claim here, or were offered it, sorted; and `_CAME`
 
     @property
     def is_owned(self) -> bool:
@@ -70,6 +73,15 @@ class Ownership:
         """Whether one of these names had the agent since the last claim here, or, if it may still take it away, was
         offered it: the answer to its last word may have been lost."""
         return any(name in peers for name in (_name_of(each) if may_move else each for each in self.had_by))
+
+    @property
+    def came(self) -> tuple[str, int]:
+        """The peer that gave the agent by the last move, and its newest version then; ("", 0) of one that is not here
+        by a move."""
+        for each in self.had_by if self.is_owned and self.move_id else ():
+            if found := _CAME.fullmatch(each):
+                return found[3], int(found[2])
+        return "", 0
 
     @property
     def waits_for_claim(self) -> bool:
@@ -190,7 +202,7 @@ def offered(
         if not is_ordered:  # this store has been replaced, and is to be fenced first
             raise outranked_by(agent_id, known)
         _check_believable(agent_id, known, peer, generation)
-    had_by = _with(known.had_by, peer, is_only_offered=not is_ordered)
+    had_by = _with(gone(known).had_by, peer, is_only_offered=not is_ordered)
     return Ownership(
         OwnerState.MOVING,
         max(generation, known.generation) + 1,
@@ -253,6 +265,11 @@ def arriving(
     return Ownership(OwnerState.ARRIVING, generation, peer, move_id, now_unix_ms, was_owned, tells, had_by)
 
 
+def received(known: Ownership, version: int) -> Ownership:
+    """The fact of an arriving agent whose newest version is here. It may be an older one that the move brought back."""
+    return replace(known, had_by=_with(gone(known).had_by, f"={version}={known.peer}"))
+
+
 def arrived(agent_id: str, known: Ownership, move_id: str, now_unix_ms: int) -> Ownership:
     """The fact once the source has handed the agent over. Raises FailedPrecondition (MOVE_UNKNOWN) when this store gave
     the move up meanwhile, as when it was claimed or fenced."""
@@ -271,6 +288,11 @@ def did_not_arrive(known: Ownership, move_id: str, now_unix_ms: int) -> Ownershi
     state = OwnerState.OWNED if known.was_owned else OwnerState.MOVED
     peer = "" if known.was_owned else known.peer
     return replace(known, state=state, peer=peer, move_id="", was_owned=False, since_unix_ms=now_unix_ms)
+
+
+def gone(known: Ownership) -> Ownership:
+    """The fact once what came by the last move is not here any more."""
+    return replace(known, had_by=tuple(each for each in known.had_by if not _CAME.fullmatch(each)))
 
 
 # --- claims ---
@@ -323,8 +345,13 @@ def told(known: Ownership, peer: str, told_generation: int) -> Ownership:
 
 def renamed(known: Ownership, names: Mapping[str, str]) -> Ownership:
     """The fact with peers by their new names."""
-    today = {**names, **{old + _OFFERED: new + _OFFERED for old, new in names.items()}}
-    tells, had_by = (tuple(sorted({today.get(peer, peer) for peer in each})) for each in (known.tells, known.had_by))
+
+    def today(each: str) -> str:
+        came = found[1] if (found := _CAME.fullmatch(each)) else ""
+        peer = _name_of(each.removeprefix(came))
+        return came + names.get(peer, peer) + each.removeprefix(came + peer)
+
+    tells, had_by = (tuple(sorted({*map(today, each)})) for each in (known.tells, known.had_by))
     return replace(known, peer=names.get(known.peer, known.peer), tells=tells, had_by=had_by)
 
 

@@ -181,6 +181,12 @@ class AgentRecord:
     expires_unix_ms: int | None = None  # at the earliest; None: it stays
     ownership: Ownership = HERE
 
+    @property
+    def given_by(self) -> str:
+        """The peer whose move brought the agent as it is; empty where it went on since."""
+        peer, version = self.ownership.came
+        return peer if self.lines and max(line.version for line in self.lines) == version else ""
+
 
 @dataclass(frozen=True, slots=True)
 class AgentPage:

@@ -124,11 +124,12 @@ class MoveSteps:
                 now,
                 exists=exists,
             )
-            self._receive_lines(change, namespace, arriving.lines, commits, now)
+            newest = self._receive_lines(change, namespace, arriving.lines, commits, now)
             before = change.get_agent(namespace, agent_id, self._core.config.retained_versions)
             labels = {**dict.fromkeys(before.labels, ""), **arriving.labels}
             kept = arriving.retained_versions if arriving.retained_versions != before.retained_versions else None
             change.update_agent(namespace, agent_id, labels, arriving.is_pinned, kept)
+            known = ownership.received(known, newest)
             self._changes.note(change, namespace, agent_id, known)
             return known
 
@@ -153,8 +154,9 @@ class MoveSteps:
         lines: Sequence[ArrivingLine],
         commits: Sequence[Commit],
         now_unix_ms: int,
-    ) -> None:
-        """Commit lines in the order of their versions at the source, so that what is the newest there is so here."""
+    ) -> int:
+        """Commit lines in the order of their versions at the source, so that what is the newest there is so here; the
+        number of that one."""
         last = 0
         for line, asked in zip(lines, commits, strict=True):
             ours, newest = (change.newest_of(each) for each in (asked.line, LineQuery(*asked.line[:2])))
@@ -169,6 +171,7 @@ class MoveSteps:
             done = change.commit_version(asked, self._core.leases, now_unix_ms)
             self._core.report(change, namespace, [Committed(done.snapshot)])
             last = done.snapshot.version
+        return last
 
     def _check_room_of(self, peer: str, facts: int, open_moves: int) -> None:
         """Raises ResourceExhausted: PEER_LIMIT, DISK_FULL."""

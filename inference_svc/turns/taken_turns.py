@@ -203,13 +203,13 @@ class TakenTurns:
         last = await self._last_move(request)
         if not begun.move_id or begun.move_id == last.move_id:
             raise _not_moved("no move is named, or one that is over")
-        if begun.peer and last.is_owned and last.newest.version and last.given_by != begun.peer:
+        if begun.peer and last.is_owned and last.newest.version and last.brought_by != begun.peer:
             raise _not_moved("this store has an agent of that name")
 
     async def _moved(self, planned: Planned, begun: BegunTurn) -> Planned:
         """A peer's word counts for what it has just moved here, and for nothing else."""
         moved = await self._last_move(planned.request)
-        has_come = moved.move_id == begun.move_id and moved.is_owned and moved.is_moved
+        has_come = moved.move_id == begun.move_id and moved.is_owned and moved.given_by
         if not has_come or begun.peer not in ("", moved.given_by):
             raise _not_moved(f"it came by another move, from {moved.given_by or 'nobody'}, or went on since")
         _check_extends(begun, moved.newest.identity)

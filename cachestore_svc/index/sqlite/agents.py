@@ -8,13 +8,13 @@ from kvasir.errors import FailedPrecondition
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.facts.limits import check_all_labels
-from cachestore_svc.facts.ownership import FIRST_MOVE
+from cachestore_svc.facts.ownership import FIRST_MOVE, gone
 from cachestore_svc.facts.records import AgentRecord, AgentUsage
 from cachestore_svc.index.catalog import AgentFilter
 from cachestore_svc.index.refusals import no_agent
 from cachestore_svc.index.sqlite import garbage, versions
 from cachestore_svc.index.sqlite.blobs import find_namespace, make_namespace
-from cachestore_svc.index.sqlite.rights.owners import ownership_of
+from cachestore_svc.index.sqlite.rights.owners import ownership_of, set_ownership
 from cachestore_svc.index.sqlite.rows import AGENT, LABEL, PLAIN, VALUE, Parameter, Rows, Text
 
 
@@ -152,6 +152,7 @@ def forget_agent(rows: Rows, namespace: str, agent_id: str, force: bool, now_uni
         raise FailedPrecondition(
             f"agent {agent_id!r} is pinned", reason="AGENT_PINNED", metadata={"agent_id": agent_id}
         )
+    set_ownership(rows, namespace, agent_id, gone(ownership_of(rows, namespace, agent_id)))
     unheld = delete(rows, agent)
     garbage.mark(rows, unheld, now_unix_ms)
     return garbage.bytes_of(rows, unheld)

@@ -79,8 +79,8 @@ class LastMove:
 
     move_id: str  # of its last move, in or out; empty: it never moved
     is_owned: bool = False
-    given_by: str = ""  # the peer that gave its newest version; empty: it was made here
-    is_moved: bool = False  # by a move
+    given_by: str = ""  # the peer that gave it by that move, as it is; empty: it went on since, or is not owned here
+    brought_by: str = ""  # the peer that gave its newest version, by a move or a pull; empty: it was made here
     newest: Head = NO_HEAD
     settings: AgentSettings = NO_SETTINGS
 
@@ -153,14 +153,13 @@ def head_of(snapshot: cachestore_pb2.SnapshotVersion) -> Head:
 def last_move_of(agent: cachestore_pb2.Agent) -> LastMove:
     """From the store's answer."""
     newest = max(agent.lines, key=lambda line: int(line.version), default=cachestore_pb2.SnapshotVersion())
-    is_moved = newest.origin == cachestore_pb2.ORIGIN_MOVE
-    is_given = is_moved or newest.origin == cachestore_pb2.ORIGIN_PULL
+    is_brought = newest.origin in (cachestore_pb2.ORIGIN_MOVE, cachestore_pb2.ORIGIN_PULL)
     known = agent.ownership
     return LastMove(
         known.move_id,
         not agent.HasField("ownership") or known.state == cachestore_pb2.OWNER_STATE_OWNED,
-        newest.origin_detail.rpartition(f"/{agent.agent_id}@")[0] if is_given else "",
-        is_moved,
+        known.given_by,
+        newest.origin_detail.rpartition(f"/{agent.agent_id}@")[0] if is_brought else "",
         head_of(newest) if agent.lines else NO_HEAD,
         settings_of(agent),
     )

@@ -10,7 +10,7 @@ from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.limits import MAX_LABELS
-from cachestore_svc.facts.ownership import FIRST_MOVE, OwnerState
+from cachestore_svc.facts.ownership import FIRST_MOVE, OwnerState, gone
 from cachestore_svc.facts.records import RecoverReport
 from cachestore_svc.journal import journal
 from cachestore_svc.journal.journal_lines import parse, state_lines
@@ -19,7 +19,7 @@ from cachestore_svc.recovery.opening import DATABASE
 from cachestore_svc.store.move_steps import ArrivingAgent, ArrivingLine
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, anybody, publish, upload
-from tests.made_models.synthetic import SMALL, SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot
 
 
 def hand_over(store: Store, name: str) -> None:
@@ -82,7 +82,7 @@ def test_who_had_an_agent_before_that_was_noted_is_known_after_it(lab: Lab, is_l
             store.moves.receive(NS, ArrivingAgent(name, "ada", "a" * 16, 1, [line], {}, False, 0))
             store.moves.arrive(NS, name, "a" * 16)
         store.owners.claim(NS, "claimed", 1)
-        facts = {name: known for _, name, known in store.owners.known()}
+        facts = {name: gone(known) for _, name, known in store.owners.known()}
     assert {name: known.had_by for name, known in facts.items()} == {
         **dict.fromkeys(("moved", "moving"), ("studio",)),
         "came": ("ada",),
@@ -100,6 +100,52 @@ def test_who_had_an_agent_before_that_was_noted_is_known_after_it(lab: Lab, is_l
         assert store.care.check().is_clean
     with lab.open() as store:
         assert {name: known for _, name, known in store.owners.known()} == facts
+
+
+def receive(store: Store, content: SyntheticSnapshot, move_id: str) -> None:
+    """The agent comes from the studio, with no more than is here."""
+    generation = store.owners.of(NS, "ada").generation + 1
+    line = ArrivingLine(kv_identity_hash(SMALL), content.manifest_digest, "studio/ada@1", True, None)
+    store.moves.receive(NS, ArrivingAgent("ada", "studio", move_id, generation, [line], {}, False, 0))
+    store.moves.arrive(NS, "ada", move_id)
+
+
+@pytest.mark.parametrize(
+    "change", ["none", "a turn", "an undone move", "a lost move", "a claim", "made again", "expired and made again"]
+)
+def test_a_store_knows_who_gave_an_agent_until_it_changes(lab: Lab, change: str) -> None:
+    """The agent came back as it left. A restart and the loss of the index are no changes."""
+    content, one_more = SyntheticAgent(SMALL, 1).turn(300), SyntheticAgent(SMALL, 2).turn(300)
+    with lab.open() as store:
+        publish(store, "ada", content, 0)
+        hand_over(store, "ada")
+        receive(store, content, "n" * 16)
+        assert [len(store.agents.get(NS, "ada").lines), store.agents.get(NS, "ada").given_by] == [1, "studio"]
+        if change == "a turn":
+            publish(store, "ada", one_more, 1)
+        elif change == "an undone move":
+            store.moves.offer(NS, "ada", "studio", "o" * 16, 0, anybody)
+            store.moves.undo(NS, "ada", "studio", "o" * 16)
+        elif change == "a lost move":
+            line = ArrivingLine(kv_identity_hash(SMALL), content.manifest_digest, "attic/ada@1", True, None)
+            store.moves.receive(NS, ArrivingAgent("ada", "attic", "o" * 16, 9, [line], {}, False, 0))
+            assert store.agents.get(NS, "ada").given_by == ""
+            store.moves.did_not_arrive(NS, "ada", "o" * 16)
+        elif change == "a claim":
+            store.owners.claim(NS, "ada", 1)
+        elif change == "made again":
+            store.agents.delete(NS, "ada")
+            publish(store, "ada", content, 0)
+        elif change == "expired and made again":
+            store._core.catalog.write(NS, lambda catalog: catalog.forget_agent(NS, "ada", False, 0))
+            publish(store, "ada", content, 0)
+    expected = "studio" if change == "none" else ""
+    for is_lost in (False, True):
+        if is_lost:
+            lose_the_index(lab)
+            recover(lab)
+        with lab.open() as store:
+            assert store.agents.get(NS, "ada").given_by == expected
 
 
 def test_an_agent_keeps_the_id_of_its_first_move(lab: Lab) -> None:

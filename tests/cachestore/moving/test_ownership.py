@@ -207,6 +207,14 @@ def test_a_peer_that_was_offered_an_agent_has_a_part_in_it_for_good_once_it_was_
     assert (parts(again, "loft"), again.had_by) == ((True, True), ("loft",))
 
 
+def test_a_peer_that_gave_an_agent_is_known_by_its_new_name() -> None:
+    came = ownership.received(ownership.arriving("a", HERE, "studio", "m", 1, 0, exists=False), 3)
+    assert came.came == ("", 0)
+    here = ownership.arrived("a", came, "m", 0)
+    assert here.came == ("studio", 3)
+    assert ownership.renamed(here, {"studio": "loft"}).came == ("loft", 3)
+
+
 def test_a_store_that_knows_an_older_owner_neither_offers_nor_receives() -> None:
     with pytest.raises(FailedPrecondition, match="knows a newer owner"):
         ownership.offered("a", HERE, "studio", "m", 7, 0)

@@ -146,7 +146,7 @@ class TurnLies:
         before = self.judge.seen(store)[name]
         outcome = await beside.bring(store, name, move_id)
         now = self.judge.seen(store)[name]
-        has_come = outcome == "OK" and now.is_liars and now.versions != before.versions
+        has_come = outcome == "OK" and now.generation > before.generation
         is_right = lie.meanwhile == "its move" and lie.token == LIAR and lie.opening.request.agent_id == name
         return has_come and is_right and now.versions[0] == lie.opening.parent_manifest.hash
 

@@ -91,7 +91,9 @@ def _ended(finished: pb.Finished) -> tuple[object, ...]:
 async def hear(
     client: AioInferenceClient, moves: dict[int, tuple[AioInferenceClient, str]] | None = None, **turn: Any
 ) -> Heard:
-    """Read a turn to its end. `moves`: by tokens heard, the engine that has the turn then and the peer that gets it."""
+    """Read a turn to its end. `moves`: by tokens heard, the engine that has the turn then and the peer that gets it.
+    Each begins after the end of the one before it.
+    """
     heard, moves = Heard(), dict(moves or {})
     asked: list[asyncio.Task[object]] = []
     tokens, last_s, has_moved = 0, time.monotonic(), False
@@ -109,7 +111,8 @@ async def hear(
             heard.gaps_s.append(now_s - last_s)
         last_s, has_moved = now_s, False
         tokens += len(event.delta.token_ids)
-        for at in [at for at in moves if at <= tokens]:
+        are_over = len(heard.moves) + len(heard.not_moved) == len(asked)
+        for at in [at for at in moves if at <= tokens][:are_over]:
             engine, peer = moves.pop(at)
             asked.append(asyncio.create_task(_move(engine, peer, heard, heard.reply.started.request_id)))
     await asyncio.gather(*asked)

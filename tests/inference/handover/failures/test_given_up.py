@@ -243,6 +243,7 @@ def test_a_taken_turn_has_the_settings_with_which_its_agent_came(
     """When it was prepared, this store did not know the agent yet."""
     came = cachestore_pb2.Agent(agent_id="ada", labels={on_full.LABEL: "drop_oldest", volatile.LABEL: "none"})
     came.ownership.state, came.ownership.move_id = cachestore_pb2.OWNER_STATE_OWNED, "a move"
+    came.ownership.given_by = "laptop"
     line = came.lines.add(version=1, origin=cachestore_pb2.ORIGIN_MOVE, origin_detail="laptop/ada@1")
     line.manifest.hash, line.manifest.size_bytes = "0" * 64, 1
 

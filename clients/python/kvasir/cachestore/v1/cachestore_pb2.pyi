@@ -258,18 +258,20 @@ class Agent(_message.Message):
     def __init__(self, agent_id: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., is_pinned: bool = ..., retained_versions: _Optional[int] = ..., created_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., used_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., lines: _Optional[_Iterable[_Union[SnapshotVersion, _Mapping]]] = ..., expires_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., ownership: _Optional[_Union[Ownership, _Mapping]] = ...) -> None: ...
 
 class Ownership(_message.Message):
-    __slots__ = ("state", "generation", "peer", "since", "move_id")
+    __slots__ = ("state", "generation", "peer", "since", "move_id", "given_by")
     STATE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     SINCE_FIELD_NUMBER: _ClassVar[int]
     MOVE_ID_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_BY_FIELD_NUMBER: _ClassVar[int]
     state: OwnerState
     generation: int
     peer: str
     since: _timestamp_pb2.Timestamp
     move_id: str
-    def __init__(self, state: _Optional[_Union[OwnerState, str]] = ..., generation: _Optional[int] = ..., peer: _Optional[str] = ..., since: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., move_id: _Optional[str] = ...) -> None: ...
+    given_by: str
+    def __init__(self, state: _Optional[_Union[OwnerState, str]] = ..., generation: _Optional[int] = ..., peer: _Optional[str] = ..., since: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., move_id: _Optional[str] = ..., given_by: _Optional[str] = ...) -> None: ...
 
 class ListAgentsRequest(_message.Message):
     __slots__ = ("page_size", "page_token", "name_prefix", "labels")

@@ -1400,7 +1400,9 @@ type Ownership struct {
 	Peer  string                 `protobuf:"bytes,3,opt,name=peer,proto3" json:"peer,omitempty"`
 	Since *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=since,proto3" json:"since,omitempty"`
 	// Of the last move.
-	MoveId        string `protobuf:"bytes,5,opt,name=move_id,json=moveId,proto3" json:"move_id,omitempty"`
+	MoveId string `protobuf:"bytes,5,opt,name=move_id,json=moveId,proto3" json:"move_id,omitempty"`
+	// The peer that gave it by that move, as long as the agent is owned here as it came. Empty: it went on since, or was made here.
+	GivenBy       string `protobuf:"bytes,6,opt,name=given_by,json=givenBy,proto3" json:"given_by,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1466,6 +1468,13 @@ func (x *Ownership) GetSince() *timestamppb.Timestamp {
 func (x *Ownership) GetMoveId() string {
 	if x != nil {
 		return x.MoveId
+	}
+	return ""
+}
+
+func (x *Ownership) GetGivenBy() string {
+	if x != nil {
+		return x.GivenBy
 	}
 	return ""
 }
@@ -5575,7 +5584,7 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"\townership\x18\b \x01(\v2\x1f.kvasir.cachestore.v1.OwnershipR\townership\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xc2\x01\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xdd\x01\n" +
 	"\tOwnership\x126\n" +
 	"\x05state\x18\x01 \x01(\x0e2 .kvasir.cachestore.v1.OwnerStateR\x05state\x12\x1e\n" +
 	"\n" +
@@ -5583,7 +5592,8 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"generation\x12\x12\n" +
 	"\x04peer\x18\x03 \x01(\tR\x04peer\x120\n" +
 	"\x05since\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\x05since\x12\x17\n" +
-	"\amove_id\x18\x05 \x01(\tR\x06moveId\"\xf8\x01\n" +
+	"\amove_id\x18\x05 \x01(\tR\x06moveId\x12\x19\n" +
+	"\bgiven_by\x18\x06 \x01(\tR\agivenBy\"\xf8\x01\n" +
 	"\x11ListAgentsRequest\x12\x1b\n" +
 	"\tpage_size\x18\x01 \x01(\x05R\bpageSize\x12\x1d\n" +
 	"\n" +
