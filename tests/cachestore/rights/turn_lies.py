@@ -21,7 +21,8 @@ from tests.inference.handover.test_taking import PROMPT, TOKENS, stand
 
 Parts = list[pb.TakeTurnRequest]
 _KEPT = 20
-_HOW = ("of no move", "of an old move", "of an old move", "with its agent", "with its agent", "not kept", "replayed")
+_HOW = ("of no move", "of an old move", "with its agent", "with its agent", "after its agent", "not kept", "replayed")
+_GIFTS = {"with its agent": 3, "after its agent": 5}  # agents that nobody but the liar has at first
 
 
 class Listener(handover_pb2_grpc.HandOverServiceServicer):  # type: ignore[misc]
@@ -116,8 +117,8 @@ class TurnLies:
             await self._call(store, name)
             return
         how = self.chance.choice(_HOW)
-        if how == "with its agent" and self.chance.random() < 0.8:
-            name = self.judge.names[3]  # which nobody but the liar has at first
+        if how in _GIFTS and self.chance.random() < 0.8:
+            name = self.judge.names[_GIFTS[how]]
         lie = await self._made(store, name, how, beside)
         player, judge = self.judge.players[store], self.judge
         lines = len(player.audit.of(lie.token))
@@ -160,8 +161,14 @@ class TurnLies:
                 await beside.allow(store, takes="move")
             parent = self._parent(LIAR if self.chance.random() < 0.9 else store, name)
             parts = self._opened(store, name, parent, self._new_id())
-            meanwhile = self.chance.choice((*["its move"] * 5, "another move", "a deed", ""))
+            meanwhile = self.chance.choice((*["its move"] * 5, *["another move"] * 3, "a deed", ""))
             return Lie(how, parts, meanwhile, token)
+        if how == "after its agent":
+            self.move_ids.append(self._new_id())
+            await beside.have(name)
+            await beside.allow(store, takes="move")
+            await beside.bring(store, name, self.move_ids[-1])
+            return Lie(how, self._opened(store, name, self._parent(store, name), self.move_ids[-1]))
         is_old, parent = how == "of an old move", self._parent(store, name)
         move_id = self._known_id(store, name) if is_old else self._new_id()
         parts = self._opened(store, name, parent, move_id, **self._settings())

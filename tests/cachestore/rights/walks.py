@@ -67,7 +67,8 @@ async def walks(root: Path, numbers: Sequence[int], counts: Counter[str]) -> Non
         for number in numbers:
             for name in HONEST:  # a walk is about rights, not about how many words an hour has
                 stores[name].services.moving._handing_over._limits._buckets.clear()
-            names = [f"{number}-work", f"{number}-other", f"conversation/{number}", f"{number}-new", f"{number}-gift"]
+            names = [f"{number}-work", f"{number}-other", f"conversation/{number}"]
+            names += [f"{number}-{gift}" for gift in ("new", "gift", "brought")]
             judge, own = Judge(stores, engines, names, counts), random.Random(number)
             turns = TurnLies(judge, own, counts, listener, links, callers)
             try:
