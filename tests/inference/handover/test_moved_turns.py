@@ -166,7 +166,7 @@ def test_what_cannot_be_asked_is_refused_by_name(two: TwoEngines) -> None:
             await a.hand_over("b")
         request = pb.GenerateRequest(resume_token="x", prompt="y")
         with pytest.raises(InvalidArgument) as beside:
-            await anext(a.stream_rpc("Generate", request, 5.0))
+            await anext(a.stream_rpc("Generate", request.SerializeToString(), 5.0))
         assert beside.value.field == "resume_token"
         heard = await hear(a, {3: (a, "nowhere")}, prompt=STORY, sampling=ON)
         assert [error.reason for error in heard.not_moved] == ["PEER_UNKNOWN"]
