@@ -55,7 +55,7 @@ def tiny() -> Subject:
 
 @pytest.fixture(scope="module")
 def outliers(tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    return subject_of(write_outlier_model(tmp_path_factory.mktemp("outliers"), times=64))
+    return subject_of(write_outlier_model(tmp_path_factory.mktemp("outliers"), times=32))
 
 
 def test_low_bit_kv_that_breaks_tool_calls_fails_the_gate(outliers: Subject) -> None:
