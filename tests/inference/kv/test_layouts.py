@@ -278,6 +278,25 @@ def test_a_layer_of_a_kind_of_its_own_is_tried_however_deep_it_lies(tmp_path: Pa
     refused(deep_model(tmp_path / "m", __call__=doubled), "something else", "0")
 
 
+def test_first_layers_show_what_a_model_gets_wrong_in_a_batch(tmp_path: Path) -> None:
+    """Beside the embedding it is little: less than a hundredth of a row, and a sixth of the whole model's logits."""
+    model: Any = load(write_family(tmp_path / "m", {**GEMMA3, "num_hidden_layers": 6}, seed=1), "float32").model
+    ropes = [layer.self_attn.rope for layer in model.model.layers]
+
+    def of_one_length(self: Any, x: mx.array, offset: Any) -> mx.array:
+        longest = mx.broadcast_to(mx.max(mx.array(offset)), (x.shape[0],))
+        out: mx.array = type(self).__base__.__call__(self, x, offset=longest)
+        return out
+
+    kinds = {whole: type("OfOneLength", (whole,), {"__call__": of_one_length}) for whole in map(type, ropes)}
+    for rope in ropes:
+        rope.__class__ = kinds[type(rope)]
+    layout = shown_layout(model)
+    assert tried_count(layer_kinds(model.layers, layout)) == 2
+    with pytest.raises(FailedPrecondition, match="something else"):
+        tried_layout(model, layout, model.model)
+
+
 @pytest.mark.parametrize("where", ["a setting", "a shape", "an object", "a window"])
 def test_layers_differ_by(where: str, tmp_path: Path) -> None:
     model = deep_model(tmp_path / "m")
