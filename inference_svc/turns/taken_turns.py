@@ -47,13 +47,13 @@ class TakenTurns:
 
     @contextlib.contextmanager
     def before_arrivals(self, turn: Progress, key: AgentKey) -> Iterator[None]:
-        """While a turn waits in its agent's order or runs: a peer's turn makes way for the agent's own as long as the
-        agent has not come.
+        """While a turn waits in its agent's order or runs: a peer's turn makes way for the agent's next as long as the
+        agent has not come. For another peer's turn, which may be a lie, it does so after a while only.
         """
+        early = [each for each, awaited in self._early.items() if awaited == key]
         if turn.taken is not None and turn.taken.begun.peer:
             self._early[turn] = key
-        early = [each for each, awaited in self._early.items() if awaited == key and turn.taken is None]
-        ending = [asyncio.create_task(self._end_unless_coming(each)) for each in early]
+        ending = [asyncio.create_task(self._end_unless_coming(each, may_lie=turn in self._early)) for each in early]
         try:
             yield
         finally:
@@ -61,21 +61,21 @@ class TakenTurns:
                 each.cancel()
             self._early.pop(turn, None)
 
-    async def _end_unless_coming(self, turn: Progress) -> None:
-        """End a peer's turn whose agent does not come: a peer that keeps silent would keep the agent's own turns
-        waiting. While the store does not answer, they wait.
+    async def _end_unless_coming(self, turn: Progress, *, may_lie: bool) -> None:
+        """End a peer's turn whose agent does not come: a peer that keeps silent would keep the agent's next turns
+        waiting. While the store does not answer, they wait. `may_lie`: of the next one only a peer says that it is.
         """
         assert turn.taken is not None
         with contextlib.suppress(errors.Unavailable):
-            if not await self._is_coming(turn.request, turn.taken.begun) and turn in self._early:
-                turn.cancel(_not_moved("the agent had a turn here meanwhile"))
+            if not await self._is_coming(turn.request, turn.taken.begun, may_lie) and turn in self._early:
+                turn.cancel(_not_moved("another turn of the agent came meanwhile"))
 
-    async def _is_coming(self, request: TurnRequest, begun: BegunTurn) -> bool:
+    async def _is_coming(self, request: TurnRequest, begun: BegunTurn, waits: bool) -> bool:
         """Whether the agent of a peer's turn is here by the move that the turn names, or on its way. An agent that is
-        not this store's may take a while to come. Raises Unavailable (MEMORY_UNREADABLE).
+        not this store's may take a while to come; `waits`: any. Raises Unavailable (MEMORY_UNREADABLE).
         """
         last = await self._last_move(request)
-        if last.move_id != begun.move_id and not (last.is_owned and last.newest.version):
+        if last.move_id != begun.move_id and (waits or not (last.is_owned and last.newest.version)):
             await asyncio.sleep(_ARRIVAL_WAIT_S)
             last = await self._last_move(request)
         return last.move_id == begun.move_id

@@ -412,6 +412,36 @@ def test_a_peers_turn_with_a_made_up_move_makes_way_for_the_agents_own(
     assert turns_of(studio, agent) == [""]
 
 
+def test_a_peers_turn_with_a_made_up_move_makes_way_for_one_that_comes_with_its_agent(
+    pair: Macs, new_agent: Callable[[], str]
+) -> None:
+    """A third peer gave the made-up one, and keeps silent."""
+    (_, engine), (_, other) = pair
+    agent = new_agent()
+
+    async def work() -> None:
+        token = (other.log_file.parent / "attic.token").read_text()
+        async with (
+            AioInferenceClient.connect(engine.address) as a,
+            AioInferenceClient.connect(other.address) as b,
+            AioTurnPeer.connect(other.address, token=token) as peer,
+        ):
+            a.peers["b"] = b
+            await hear(a, agent_id=agent, prompt=PROMPT, sampling={"max_tokens": 2})
+            opening = opening_for(await b.get_model(), (await b.get_capabilities()).device)
+            sampling = inference_pb2.Sampling(**ON)
+            request = inference_pb2.GenerateRequest(prompt=PROMPT, agent_id=agent, sampling=sampling)
+            call = peer.take_turn()
+            await opened(call, opening, request=request, move_id=secrets.token_hex(16))
+            await call.send([pb.TakeTurnRequest(stand=stand())])
+            assert (await call.receive()).HasField("prepared")
+            more = {"prompt": PROMPT + " more", "sampling": {**ON, "max_tokens": 150}}
+            moved = await hear(a, {3: (a, "b")}, agent_id=agent, **more)
+            assert [move.peer for move in moved.moves] == ["b"], moved.not_moved
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
 @pytest.mark.parametrize("away_s", [0.0, pytest.param(7.0, marks=pytest.mark.long(9))])
 def test_a_turn_waits_for_its_store_that_is_away_when_it_is_given(
     pair: Macs, new_agent: Callable[[], str], away_s: float
