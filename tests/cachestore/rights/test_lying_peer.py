@@ -18,8 +18,8 @@ def test_a_word_of_a_lying_peer_has_the_effects_that_the_table_allows_and_each_r
     tmp_path: Path,
 ) -> None:
     counts = Counter[str]()
-    # Twice among them: a turn of another move, and a turn that begins after its agent has come.
-    asyncio.run(walks(tmp_path / "w", (0, 2, 6, 7), counts))
+    # Among them: a turn whose agent comes by another move, and turns that begin after their agent has come.
+    asyncio.run(walks(tmp_path / "w", (0, 1, 6, 34), counts))
     assert counts["walks"] == 4
     assert counts["lies about owners"] > 0 < counts["lies about newer owners"]
     assert counts["FENCE PEER_MAY_NOT"] > 0 < sum(counts[name] for name in counts if name.endswith("took effect"))
