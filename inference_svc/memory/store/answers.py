@@ -151,15 +151,19 @@ def head_of(snapshot: cachestore_pb2.SnapshotVersion) -> Head:
 
 
 def last_move_of(agent: cachestore_pb2.Agent) -> LastMove:
-    """From the store's answer."""
+    """From the store's answer. An older store names no giver, nor a newer one of an agent that came before it was
+    renewed: there the newest version does, if a move made it.
+    """
     newest = max(agent.lines, key=lambda line: int(line.version), default=cachestore_pb2.SnapshotVersion())
-    is_brought = newest.origin in (cachestore_pb2.ORIGIN_MOVE, cachestore_pb2.ORIGIN_PULL)
+    is_moved = newest.origin == cachestore_pb2.ORIGIN_MOVE
+    is_brought = is_moved or newest.origin == cachestore_pb2.ORIGIN_PULL
+    brought_by = newest.origin_detail.rpartition(f"/{agent.agent_id}@")[0] if is_brought else ""
     known = agent.ownership
     return LastMove(
         known.move_id,
         not agent.HasField("ownership") or known.state == cachestore_pb2.OWNER_STATE_OWNED,
-        known.given_by,
-        newest.origin_detail.rpartition(f"/{agent.agent_id}@")[0] if is_brought else "",
+        known.given_by or (brought_by if is_moved else ""),
+        brought_by,
         head_of(newest) if agent.lines else NO_HEAD,
         settings_of(agent),
     )

@@ -306,6 +306,24 @@ def test_a_peers_word_ends_no_other_peers_turn_whose_agent_is_about_to_come(
     run(tmp_path, work)
 
 
+@pytest.mark.parametrize(
+    ("named", "origin", "giver"),
+    [
+        ("desktop", cachestore_pb2.ORIGIN_MOVE, "desktop"),  # it came back as it left
+        ("", cachestore_pb2.ORIGIN_MOVE, "laptop"),
+        ("", cachestore_pb2.ORIGIN_PULL, ""),
+        ("", cachestore_pb2.ORIGIN_TURN, ""),
+    ],
+)
+def test_of_a_store_that_names_no_giver_the_move_of_the_newest_version_does(
+    named: str, origin: cachestore_pb2.Origin, giver: str
+) -> None:
+    came = cachestore_pb2.Agent(agent_id="ada")
+    came.ownership.given_by = named
+    came.lines.add(version=1, origin=origin, origin_detail="laptop/ada@1").manifest.hash = "0" * 64
+    assert last_move_of(came).given_by == giver
+
+
 @dataclass
 class LateStore:
     """A store whose answer to the move is lost, and what it says of the agent when it is asked then."""
