@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.formats.digest import Digest
-from kvasir.formats.frame_messages import LEAST_KEPT_BYTES, MAX_FRAMES, Carrier, carrier_bytes, carrier_reader
+from kvasir.formats.frame_messages import (
+    LEAST_KEPT_BYTES,
+    LEAST_KEPT_PART,
+    MAX_FRAMES,
+    Carrier,
+    carrier_bytes,
+    carrier_reader,
+)
 from kvasir.formats.frames import FRAME_BYTES, FrameAssembler, frame_messages, frames_of, joined_messages
 
 READS = {kind: carrier_reader(kind) for kind in (pb.WriteBlobsRequest, pb.ReadBlobsResponse)}
@@ -49,7 +56,7 @@ def test_a_message_has_the_bytes_that_protobuf_makes_and_its_data_are_not_copied
         found = [frame.data for frame in read(message).frames]
         assert found == data
         if all(data):  # else protobuf reads it
-            least = LEAST_KEPT_BYTES if len(data) > 1 else 0
+            least = max(LEAST_KEPT_BYTES, len(message) // LEAST_KEPT_PART) if len(data) > 1 else 0
             assert [isinstance(each, memoryview) for each in found] == [len(each) >= least for each in data]
             assert all(each.obj is message for each in found if isinstance(each, memoryview))
 
@@ -108,6 +115,14 @@ def test_a_field_that_repeats_for_long_is_read_by_protobuf() -> None:
     for kind, read in READS.items():
         assert fields_of(read, message) == fields_of(kind.FromString, message)
         assert isinstance(read(message).frames[0].data, bytes)
+
+
+def test_whoever_keeps_the_data_of_a_frame_keeps_at_most_four_times_as_much() -> None:
+    message = carrier_bytes((pb.BlobFrame(), memoryview(bytes(size))) for size in (LEAST_KEPT_BYTES, 7 << 18, 7 << 18))
+    for read in READS.values():
+        for frame in read(message).frames:
+            kept = frame.data.obj if isinstance(frame.data, memoryview) else frame.data
+            assert len(kept) <= 4 * len(frame.data)
 
 
 def test_a_message_of_more_frames_than_may_be_is_refused() -> None:

@@ -15,8 +15,9 @@ from kvasir.cachestore.v1 import cachestore_pb2 as pb
 
 # Of one message. Many empty frames take a lot more memory than bytes of a message.
 MAX_FRAMES = 64
-# Smaller data that came with others are copied: whoever keeps them would keep the whole message.
-LEAST_KEPT_BYTES = 256 << 10
+# Smaller data that came with others, or a smaller part of their message, are copied: whoever keeps them would keep the
+# whole message, which may have as many bytes as gRPC takes.
+LEAST_KEPT_BYTES, LEAST_KEPT_PART = 256 << 10, 4
 _MOST_SHIFT = 63  # of the last of a number's ten bytes
 _MOST_HEAD_BYTES = 256  # the fields before the data have a hundred
 _FRAME, _MORE, _DIGEST, _KIND, _OFFSET, _DATA = 0x0A, 0x1A, 0x0A, 0x10, 0x18, 0x22  # tags: a field's number and type
@@ -67,7 +68,8 @@ def carrier_reader(message_type: type[Any]) -> Callable[[bytes], Carrier]:
             places = None
         if places is None:
             return _of_protobuf(message_type.FromString(message))
-        view, least = memoryview(message), LEAST_KEPT_BYTES if len(places) > 1 else 0
+        least = max(LEAST_KEPT_BYTES, len(message) // LEAST_KEPT_PART) if len(places) > 1 else 0
+        view = memoryview(message)
         return Carrier(
             [
                 CarriedFrame(pb.BlobFrame.FromString(message[a:b]), view[c:d] if d - c >= least else message[c:d])
