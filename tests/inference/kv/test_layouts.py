@@ -278,7 +278,7 @@ def test_a_layer_of_a_kind_of_its_own_is_tried_however_deep_it_lies(tmp_path: Pa
     refused(deep_model(tmp_path / "m", __call__=doubled), "something else", "0")
 
 
-def test_first_layers_show_what_a_model_gets_wrong_in_a_batch(tmp_path: Path) -> None:
+def test_first_layers_show_a_models_mistake_in_a_batch(tmp_path: Path) -> None:
     """Beside the embedding it is little: less than a hundredth of a row, and a sixth of the whole model's logits."""
     model: Any = load(write_family(tmp_path / "m", {**GEMMA3, "num_hidden_layers": 6}, seed=1), "float32").model
     ropes = [layer.self_attn.rope for layer in model.model.layers]

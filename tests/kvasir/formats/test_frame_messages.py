@@ -117,7 +117,7 @@ def test_a_field_that_repeats_for_long_is_read_by_protobuf() -> None:
         assert isinstance(read(message).frames[0].data, bytes)
 
 
-def test_whoever_keeps_the_data_of_a_frame_keeps_at_most_four_times_as_much() -> None:
+def test_data_of_a_frame_keeps_at_most_four_times_as_much() -> None:
     message = carrier_bytes((pb.BlobFrame(), memoryview(bytes(size))) for size in (LEAST_KEPT_BYTES, 7 << 18, 7 << 18))
     for read in READS.values():
         for frame in read(message).frames:
