@@ -149,7 +149,8 @@ def test_no_word_leaves_an_agent_without_room_for_a_claim(tmp_path: Path, genera
         await refused(peer.offer_agent("work", 2 * MOVE, generation))
         assert ada.store.owners.of(NS, "work").is_owned
         words = ("FenceAgent", "OfferAgent")
-        assert audited(ada)[-2:] == [f"MovingService/{word} refused PEER_MAY_NOT" for word in words]
+        lines = [line for line in audited(ada) if "refused" in line]
+        assert lines[-2:] == [f"MovingService/{word} refused PEER_MAY_NOT" for word in words]
         mallory.allow("ada", takes="move")
         await ada.owner.move_agent("work", to_peer="mallory")
         assert mallory.store.owners.of(NS, "work").is_owned
@@ -358,6 +359,10 @@ def test_bytes_of_a_cut_transfer_count_as_long_as_it_lasts(tmp_path: Path, verb:
         await reached.wait()
         bringing = ada.services.moves._receiving.bringing
         assert sum((await bringing._of(NS, "mallory")).values()) == size_bytes
+        for _ in range(500):  # what is sent has not come yet
+            if ada.store.blobs.write_status(NS, cut_at).received_bytes:
+                break
+            await asyncio.sleep(0.01)
         cutting.cancel()
         await asyncio.gather(cutting, return_exceptions=True)
         for _ in range(500):

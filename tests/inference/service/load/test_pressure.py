@@ -137,14 +137,15 @@ def test_a_turn_that_waits_for_its_store_is_let_go_at_once(slow: House, client: 
         with grpc.insecure_channel(slow.engine.address) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
             request = pb.GenerateRequest(agent_id=agent, prompt=f"{agent} {PASSAGE} And?")
-            call = stub.Generate(request, timeout=0.6 if how == "deadline" else None)
-            time.sleep(0.3)
-            assert turns_under_way(client) == 1
+            call = stub.Generate(request, timeout=2.0 if how == "deadline" else None)
+            while turns_under_way(client) != 1 and call.is_active():
+                time.sleep(0.02)
+            assert call.is_active()
             if how == "cancel":
                 call.cancel()
             with pytest.raises(grpc.RpcError):
                 list(call)
-        assert until_free(client) < 1.0
+        assert until_free(client) < 2.5
         assert ends(client) == {"cancelled": 1}
     finally:
         slow.store.thaw()
