@@ -66,7 +66,9 @@ class Upload:
         """The requests, serialized, that send these blobs, the first from `first_offset` on. `in_groups`: several in
         one where they are small."""
         most_frames = MAX_FRAMES if in_groups else 1
-        return joined_messages(part, self._blobs, self._kind, first_offset, most_frames=most_frames)
+        for message in joined_messages(part, self._blobs, self._kind, first_offset, most_frames=most_frames):
+            yield message
+            self._report()  # it was taken: bytes move, though large blobs of two streams are acknowledged late
 
     def acknowledge(self, response: pb.WriteBlobsResponse) -> None:
         """Note that the store has some blobs durably."""
