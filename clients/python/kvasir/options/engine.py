@@ -6,16 +6,14 @@ from typing import ClassVar, Literal
 
 from kvasir.credentials import DEFAULT_NAMESPACE
 from kvasir.options.common import ListeningTable, seconds
-from kvasir.options.table import UpFlag, WrongOption, option
+from kvasir.options.table import Table, UpFlag, WrongOption, option
 
 KvPolicy = Literal["q4", "q4-rotated", "k8v4", "q8", "fp", "auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineTable(ListeningTable):
-    """Addresses and files, then what is kept, then limits."""
-
-    program: ClassVar[str] = "engine"
+class EngineFiles(Table):
+    """Addresses, files, and other services."""
 
     listen: str = option("", "Where it listens.", metavar="unix:/path|HOST:PORT", of_home=True, needed=True)
     model: tuple[str, ...] = option(
@@ -99,6 +97,11 @@ class EngineTable(ListeningTable):
         of_home=True,
     )
 
+
+@dataclass(frozen=True, kw_only=True)
+class EngineMemory(Table):
+    """Models, and what is kept of their turns."""
+
     memory_gib: float = option(
         4.0,
         "RAM for the KV of all agents, hot and running, in GiB; see `kvasir doctor`.",
@@ -167,6 +170,11 @@ class EngineTable(ListeningTable):
         up="neighbour",
     )
 
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLimits(Table):
+    """How long, and how much."""
+
     longest_gap_ms: float = option(
         50.0,
         "How long a stream that a person reads may wait for its next token while others' prompts are computed. More "
@@ -216,6 +224,11 @@ class EngineTable(ListeningTable):
         "long.",
         least=0,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineTable(EngineFiles, EngineMemory, EngineLimits, ListeningTable):
+    program: ClassVar[str] = "engine"
 
     def check(self) -> None:
         for name in ("store_token_file", "store_token_dir"):

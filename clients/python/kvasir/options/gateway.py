@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvasir.errors import InvalidArgument
 from kvasir.options.common import ServiceTable
-from kvasir.options.table import WrongOption, option
+from kvasir.options.table import Table, WrongOption, option
 from kvasir.volatile import DEFAULT, NONE, RULES, rules_of
 
 DEFAULT_LISTEN = "127.0.0.1:8642"
@@ -39,10 +39,8 @@ def _each(rules: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayTable(ServiceTable):
-    """Its addresses and keys, then how it reads requests."""
-
-    program: ClassVar[str] = "gateway"
+class GatewayFiles(Table):
+    """Addresses and keys."""
 
     listen: str = option(DEFAULT_LISTEN, "A loopback address.", metavar="HOST:PORT", of_home=True)
     engine: str = option("", "The engine.", metavar="unix:/path|HOST:PORT", of_home=True, needed=True)
@@ -71,6 +69,12 @@ class GatewayTable(ServiceTable):
     no_keys: bool = option(False, "Callers need no key and act as the gateway does.", of_home=True)
     host: tuple[str, ...] = option((), "A name of this server, beside loopback addresses.", metavar="NAME")
     origin: tuple[str, ...] = option((), "A site whose pages may call, as https://a.example.", metavar="URL")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayReading(Table):
+    """How requests are read."""
+
     max_body_mib: int = option(8, "A request with a larger body is refused.", above=0)
     strict: bool = option(
         False,
@@ -103,6 +107,11 @@ class GatewayTable(ServiceTable):
         metavar="RULE,…|none",
         check=side_calls_of,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayTable(GatewayFiles, GatewayReading, ServiceTable):
+    program: ClassVar[str] = "gateway"
 
     def check(self) -> None:
         if self.credentials is None and not self.no_keys:

@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from kvasir.options.common import MIB, ListeningTable, gib, seconds_until_expiry
-from kvasir.options.table import UpFlag, option
+from kvasir.options.table import Table, UpFlag, option
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreTable(ListeningTable):
-    """Peers come from a file of their own, because they are a list: `cachestore_svc/pairing/peers_file.py`."""
-
-    program: ClassVar[str] = "store"
+class StoreFiles(Table):
+    """Addresses and files."""
 
     data_dir: Path = option(
         Path(), "Where everything is kept. Made (0700) when it does not exist.", of_home=True, needed=True
@@ -56,6 +54,12 @@ class StoreTable(ListeningTable):
         "the newest from then on.",
         up="accept-older",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreRetention(Table):
+    """What is kept, and for how long."""
+
     quota_bytes: int | None = option(
         None,
         "Blob bytes that a namespace may hold. Left out: only the disk limits it.",
@@ -92,6 +96,12 @@ class StoreTable(ListeningTable):
     namespace_expires_after_s: dict[str, float | None] = option(
         {}, "The same of some namespaces, before the one of all; null for never.", least=60
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreLimits(Table):
+    """What the store does beside its calls, and how long it waits."""
+
     write_budget_bytes: int | None = option(
         None,
         "Bytes of blobs that may be written in a day (UTC), for the sake of an SSD; those of index and journal, one or "
@@ -124,3 +134,10 @@ class StoreTable(ListeningTable):
         above=0,
     )
     stop_grace_s: float = option(5.0, "How long running calls may go on after SIGTERM.", least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreTable(StoreFiles, StoreRetention, StoreLimits, ListeningTable):
+    """Peers come from a file of their own, because they are a list: `cachestore_svc/pairing/peers_file.py`."""
+
+    program: ClassVar[str] = "store"

@@ -130,11 +130,11 @@ def options_of(table: type[Table]) -> dict[str, Option]:
     """The options of a program by name: its own, then those that it shares."""
     if table not in _OPTIONS:
         hints, of_table = get_type_hints(table), {each.name: each for each in fields(table)}
-        parts = [{each.name for each in fields(part)} for part in table.__mro__ if is_dataclass(part)]
-        own_first = sorted(of_table, key=lambda name: sum(name in part for part in parts))
+        parts = [fields(part) for part in table.__mro__ if is_dataclass(part)]
+        place = {each.name: number for number, part in enumerate(parts) for each in part}  # of the class that has it
         _OPTIONS[table] = {
             name: Option(name, *_form(hints[name]), _default(of_table[name]), of_table[name].metadata[_ABOUT])
-            for name in own_first
+            for name in sorted(of_table, key=place.__getitem__)
         }
     return _OPTIONS[table]
 
