@@ -15,17 +15,17 @@ import structlog
 from kvasir.address import AddressError
 from kvasir.cachestore.v1 import cachestore_pb2_grpc, pairing_pb2_grpc
 from kvasir.errors import FailedPrecondition, KvasirError
-from kvasir.server.audit import Audit, AuditFile
-from kvasir.server.durations import RpcCounts
 from kvasir.server.interceptors import settle_garbage
-from kvasir.server.logs import configure_logs
-from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
+from kvasir.server.operating.audit import Audit, AuditFile
+from kvasir.server.operating.durations import RpcCounts
+from kvasir.server.operating.logs import configure_logs
+from kvasir.server.operating.operator_page import About, OperatorPage, asked_of_loop
+from kvasir.server.operating.traces import Traces
+from kvasir.server.operating.wellness import Ailment, Wellness
 from kvasir.server.parts import Parts
 from kvasir.server.reloading import Reloading
 from kvasir.server.serving import EdgeServer, RefusedToStart, Reports, give_memory_back, run
 from kvasir.server.shared_room import SharedRoom
-from kvasir.server.traces import Traces
-from kvasir.server.wellness import Ailment, Wellness
 from kvasir.uptime import uptime_s
 
 from cachestore_svc.blobs.disk import Disk
@@ -52,8 +52,8 @@ from cachestore_svc.moving.claim_polling import ClaimPolling
 from cachestore_svc.moving.handing_over import HandingOver
 from cachestore_svc.moving.moves import Moves
 from cachestore_svc.moving.outbound import BlobReader
-from cachestore_svc.moving.peer_limits import PeerLimits
-from cachestore_svc.moving.peers import Peers
+from cachestore_svc.moving.peering.peer_limits import PeerLimits
+from cachestore_svc.moving.peering.peers import Peers
 from cachestore_svc.moving.repairing import Repairs
 from cachestore_svc.moving.transfer import Transfers
 from cachestore_svc.pairing.peers_file import read_peers

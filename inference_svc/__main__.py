@@ -18,14 +18,14 @@ from kvasir.clients.aio.turn_peer import AioTurnPeer
 from kvasir.credentials import DEFAULT_NAMESPACE, CredentialFileError, read_token
 from kvasir.errors import KvasirError
 from kvasir.inference.v1 import handover_pb2_grpc, inference_pb2_grpc
-from kvasir.server.audit import Audit, AuditFile
 from kvasir.server.interceptors import settle_garbage
-from kvasir.server.logs import configure_logs
-from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
+from kvasir.server.operating.audit import Audit, AuditFile
+from kvasir.server.operating.logs import configure_logs
+from kvasir.server.operating.operator_page import About, OperatorPage, asked_of_loop
+from kvasir.server.operating.traces import Traces
 from kvasir.server.parts import Parts
 from kvasir.server.reloading import Reloading
 from kvasir.server.serving import EdgeServer, RefusedToStart, Reports, run
-from kvasir.server.traces import Traces
 
 from inference_svc import BEGAN_S
 from inference_svc.config import GIB, ConfigError, EngineSettings, read_settings

@@ -23,7 +23,7 @@ from inference_svc.kv.policy import PolicyRequest
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.blas import load_optimized_blas
 from inference_svc.model.model_info import ModelInfo
-from inference_svc.model.real_layouts import REAL_LAYOUTS, agent_bytes, byte_costs, window_bytes
+from inference_svc.model.probing.real_layouts import REAL_LAYOUTS, agent_bytes, byte_costs, window_bytes
 
 _PROBE_MEMORY_BYTES = 1 << 30
 _LENGTHS = (1024, 4096, 8192, 32768)

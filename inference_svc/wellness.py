@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Collection
 
+from kvasir.server.operating.wellness import Ailment, Wellness
 from kvasir.server.reloading import Reloading
-from kvasir.server.wellness import Ailment, Wellness
 
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model.model_host import ModelHost, ModelState

@@ -33,7 +33,7 @@ from kvasir.errors import (
     Unavailable,
 )
 from kvasir.options.texts import path_of
-from kvasir.server.audit import REFUSED, Audit, owners_deed
+from kvasir.server.operating.audit import REFUSED, Audit, owners_deed
 from kvasir.server.serving import RefusedToStart
 
 from cachestore_svc.config import ConfigError

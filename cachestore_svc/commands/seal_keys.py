@@ -8,7 +8,7 @@ from typing import Any
 
 from kvasir.errors import InvalidArgument
 from kvasir.options.texts import path_of
-from kvasir.server.audit import owners_deed
+from kvasir.server.operating.audit import owners_deed
 
 from cachestore_svc.config import StoreSettings
 from cachestore_svc.recovery.key_care import KeyCare, SealedNamespace

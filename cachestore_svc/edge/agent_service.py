@@ -16,7 +16,7 @@ from cachestore_svc.facts.records import MAX_PAGE_SIZE, AgentRecord
 from cachestore_svc.moving.arrivals import MoveOrder, Waiting
 from cachestore_svc.moving.copying import Progress
 from cachestore_svc.moving.moves import Moves
-from cachestore_svc.moving.peers import name_of
+from cachestore_svc.moving.peering.peers import name_of
 from cachestore_svc.moving.streams import Streams
 from cachestore_svc.moving.transfer import PullOrder, Transfers
 from cachestore_svc.store.store import Store

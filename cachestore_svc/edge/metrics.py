@@ -6,9 +6,9 @@ No agent and no namespace is named: how many series there are does not depend on
 import time
 from collections.abc import Callable, Iterator
 
-from kvasir.server.audit import Audit
-from kvasir.server.durations import RpcCounts
-from kvasir.server.operator_page import audit_metric, counter, gauge, rpc_metrics
+from kvasir.server.operating.audit import Audit
+from kvasir.server.operating.durations import RpcCounts
+from kvasir.server.operating.operator_page import audit_metric, counter, gauge, rpc_metrics
 from prometheus_client import Metric
 
 from cachestore_svc.facts.records import Totals

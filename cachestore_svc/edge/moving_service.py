@@ -10,7 +10,7 @@ from kvasir.server.interceptors import current_principal
 from cachestore_svc.edge import messages
 from cachestore_svc.edge.store_calls import caller_namespace
 from cachestore_svc.moving.handing_over import HandingOver
-from cachestore_svc.moving.peers import name_of
+from cachestore_svc.moving.peering.peers import name_of
 
 
 class MovingService(cachestore_pb2_grpc.MovingServiceServicer):

@@ -12,7 +12,7 @@ from kvasir.server.serving import EdgeServer, MutualTls, RefusedToStart
 
 from cachestore_svc.config import ConfigError
 from cachestore_svc.edge.store_calls import caller_namespace
-from cachestore_svc.moving.peers import Peers, name_of
+from cachestore_svc.moving.peering.peers import Peers, name_of
 
 _LOG = structlog.get_logger("cachestore")
 

@@ -32,7 +32,7 @@ from cachestore_svc.facts.records import (
 )
 from cachestore_svc.moving.inbound import BlobIntake
 from cachestore_svc.moving.outbound import BlobReader
-from cachestore_svc.moving.peers import Peers
+from cachestore_svc.moving.peering.peers import Peers
 from cachestore_svc.moving.repairing import Repairs
 from cachestore_svc.moving.streams import Streams
 from cachestore_svc.moving.transfer import Transfers

@@ -18,7 +18,7 @@ from cachestore_svc.facts.records import AgentRecord, SnapshotVersion
 from cachestore_svc.moving.bringing import Bringing
 from cachestore_svc.moving.copying import LineCopies, LineOrder, Offered, Progress, came_from
 from cachestore_svc.moving.lease_waiting import once_free
-from cachestore_svc.moving.peers import errors_of_peer
+from cachestore_svc.moving.peering.peers import errors_of_peer
 from cachestore_svc.store.move_steps import ArrivingAgent, ArrivingLine
 from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads

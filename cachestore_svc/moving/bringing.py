@@ -8,8 +8,8 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.facts.ownership import Ownership
 from cachestore_svc.facts.records import MAX_PAGE_SIZE
 from cachestore_svc.moving.copying import Progress, came_from
-from cachestore_svc.moving.peer_limits import PeerLimits
-from cachestore_svc.moving.peers import Peers
+from cachestore_svc.moving.peering.peer_limits import PeerLimits
+from cachestore_svc.moving.peering.peers import Peers
 from cachestore_svc.pairing.rights import Verb, over_limit
 from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads

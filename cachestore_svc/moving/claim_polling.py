@@ -16,7 +16,7 @@ from cachestore_svc.facts.ownership import Ownership, OwnerState
 from cachestore_svc.index.catalog import HOUSE
 from cachestore_svc.moving.arrivals import answers_of_peer
 from cachestore_svc.moving.handing_over import HandingOver
-from cachestore_svc.moving.peers import Peers
+from cachestore_svc.moving.peering.peers import Peers
 from cachestore_svc.pairing.rights import Verb
 from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads

@@ -23,7 +23,7 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.facts.records import MAX_DIGESTS_PER_REQUEST, MAX_PAGE_SIZE, BlobKind, Origin, SnapshotVersion
 from cachestore_svc.moving.inbound import BlobIntake, Stored
 from cachestore_svc.moving.manifest_room import ManifestRoom
-from cachestore_svc.moving.peers import errors_of_peer
+from cachestore_svc.moving.peering.peers import errors_of_peer
 from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads
 

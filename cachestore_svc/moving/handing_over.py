@@ -14,8 +14,8 @@ from kvasir.errors import FailedPrecondition, PermissionDenied
 from cachestore_svc.facts.ownership import Ownership, OwnerState
 from cachestore_svc.facts.records import AgentRecord
 from cachestore_svc.moving.lease_waiting import once_free
-from cachestore_svc.moving.peer_limits import PeerLimits
-from cachestore_svc.moving.peers import Peers
+from cachestore_svc.moving.peering.peer_limits import PeerLimits
+from cachestore_svc.moving.peering.peers import Peers
 from cachestore_svc.pairing.rights import Verb
 from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads

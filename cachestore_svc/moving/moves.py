@@ -26,7 +26,7 @@ from cachestore_svc.moving.arrivals import Arrival, MoveAttempt, MoveOrder, Rece
 from cachestore_svc.moving.copying import Progress
 from cachestore_svc.moving.handing_over import HandingOver
 from cachestore_svc.moving.lease_waiting import once_free
-from cachestore_svc.moving.peers import Peers, errors_of_peer
+from cachestore_svc.moving.peering.peers import Peers, errors_of_peer
 from cachestore_svc.pairing.rights import Verb
 
 _LOG = structlog.get_logger("moves")

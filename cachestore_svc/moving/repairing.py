@@ -9,7 +9,7 @@ from kvasir.errors import InvalidArgument, KvasirError, Unavailable
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.facts.records import BlobKind
-from cachestore_svc.moving.peers import Peers, errors_of_peer
+from cachestore_svc.moving.peering.peers import Peers, errors_of_peer
 from cachestore_svc.store.blobs import BlobWriter
 from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads

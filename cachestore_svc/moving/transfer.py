@@ -25,7 +25,7 @@ from cachestore_svc.moving.inbound import BlobIntake
 from cachestore_svc.moving.lease_waiting import once_free
 from cachestore_svc.moving.manifest_room import ManifestRoom
 from cachestore_svc.moving.outbound import BlobReader, BlobSource
-from cachestore_svc.moving.peers import Peers, errors_of_peer
+from cachestore_svc.moving.peering.peers import Peers, errors_of_peer
 from cachestore_svc.pairing.rights import Verb
 from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads

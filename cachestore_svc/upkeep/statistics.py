@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from kvasir.server.wellness import Ailment
+from kvasir.server.operating.wellness import Ailment
 
 from cachestore_svc.core import Core
 from cachestore_svc.facts.records import Stats, Totals

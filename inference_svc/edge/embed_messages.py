@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from inference_svc.edge.input_messages import check_size
+from inference_svc.edge.inputs.input_messages import check_size
 from inference_svc.edge.messages import priority_of
 from inference_svc.embedding.embedding_model import EmbeddingModel
 from inference_svc.engine.api import Priority

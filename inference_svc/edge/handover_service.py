@@ -10,15 +10,15 @@ from kvasir.credentials import ADMIN, CLIENT, ENGINE, HANDOVER, Principal
 from kvasir.errors import DeadlineExceeded, InvalidArgument, NotFound
 from kvasir.inference.v1 import handover_pb2 as pb
 from kvasir.inference.v1 import handover_pb2_grpc
-from kvasir.server.audit import current_deed
 from kvasir.server.interceptors import current_principal
+from kvasir.server.operating.audit import current_deed
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.edge import handover_messages as wire
-from inference_svc.edge.input_messages import check_known_tokens
-from inference_svc.edge.sampling_messages import with_defaults
+from inference_svc.edge.inputs.input_messages import check_known_tokens
+from inference_svc.edge.inputs.sampling_messages import with_defaults
+from inference_svc.edge.inputs.thinking_messages import with_thinking
 from inference_svc.edge.service import check_serves
-from inference_svc.edge.thinking_messages import with_thinking
 from inference_svc.formats.reply_formats import ReplyFormats
 from inference_svc.handover.resume_tokens import ResumeTokens
 from inference_svc.handover.taking import Taking

@@ -8,8 +8,8 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.names import check_agent_id, check_request_id
 from kvasir.on_full import DEFAULT_KEEP, OnFull, OnFullPolicy, checked_keep
 
-from inference_svc.edge.conversation_messages import write_calls
-from inference_svc.edge.input_messages import (
+from inference_svc.edge.inputs.conversation_messages import write_calls
+from inference_svc.edge.inputs.input_messages import (
     begun_reply,
     input_bytes,
     read_input,
@@ -17,9 +17,9 @@ from inference_svc.edge.input_messages import (
     read_tools,
     turn_input_digest,
 )
+from inference_svc.edge.inputs.sampling_messages import choice_count, clamps_max_tokens, sampling_params
+from inference_svc.edge.inputs.thinking_messages import read_thinking
 from inference_svc.edge.reuse_messages import MATCHES, SOURCES, read_rules, write_miss, write_started
-from inference_svc.edge.sampling_messages import choice_count, clamps_max_tokens, sampling_params
-from inference_svc.edge.thinking_messages import read_thinking
 from inference_svc.engine.api import Prefilled, Priority, SamplingParams, Timings, TokenLogprobs
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
 from inference_svc.model.model_info import ModelInfo

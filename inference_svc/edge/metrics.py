@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from kvasir.server.audit import Audit
-from kvasir.server.durations import RpcCounts
-from kvasir.server.operator_page import audit_metric, counter, gauge, histogram, rpc_metrics
+from kvasir.server.operating.audit import Audit
+from kvasir.server.operating.durations import RpcCounts
+from kvasir.server.operating.operator_page import audit_metric, counter, gauge, histogram, rpc_metrics
 from prometheus_client import Metric
 
 from inference_svc.memory.outcomes import MissReason, SnapshotState, Source

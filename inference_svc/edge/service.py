@@ -27,9 +27,9 @@ from kvasir.server.interceptors import current_principal
 
 from inference_svc.edge import messages, stats_messages
 from inference_svc.edge.embed_messages import check_dimensions, embed_response, embedding_model_message, read_embed
-from inference_svc.edge.input_messages import check_known_tokens
-from inference_svc.edge.sampling_messages import with_defaults
-from inference_svc.edge.thinking_messages import with_thinking
+from inference_svc.edge.inputs.input_messages import check_known_tokens
+from inference_svc.edge.inputs.sampling_messages import with_defaults
+from inference_svc.edge.inputs.thinking_messages import with_thinking
 from inference_svc.embedding.embedding_model import EmbeddingModel
 from inference_svc.embedding.turn_embedder import TurnEmbedder
 from inference_svc.engine.api import AgentKey

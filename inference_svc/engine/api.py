@@ -12,7 +12,7 @@ from kvasir.errors import FailedPrecondition, KvasirError
 from kvasir.formats.block_file import FileBytes, FileIdentity
 from kvasir.formats.block_hash import BLOCK_TOKENS
 
-from inference_svc.engine.incoming import Incoming
+from inference_svc.engine.files.incoming import Incoming
 from inference_svc.formats.constraint import Constraint
 from inference_svc.kv.damage import DamagedFile as DamagedFile
 from inference_svc.model.embedding.pooling import Pooling, Vector

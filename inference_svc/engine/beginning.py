@@ -12,7 +12,7 @@ from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
 from kvasir.formats.layer_groups import first_touched_block
 
 from inference_svc.engine.api import HotMemoryGone, Restored
-from inference_svc.engine.incoming import ArrivingFiles, Incoming
+from inference_svc.engine.files.incoming import ArrivingFiles, Incoming
 from inference_svc.engine.sampling import Sampler
 from inference_svc.engine.scheduling.hot_memories import ResidentMemory
 from inference_svc.engine.sequence import Sequence

@@ -30,14 +30,14 @@ from inference_svc.engine.api import (
 )
 from inference_svc.engine.context import check_fits
 from inference_svc.engine.engine_worker import EngineWorker
-from inference_svc.engine.held_turns import check_carried
-from inference_svc.engine.incoming import Incoming
+from inference_svc.engine.files.held_turns import check_carried
+from inference_svc.engine.files.incoming import Incoming
+from inference_svc.engine.files.snapshots import PendingFiles, memory_snapshot, when_there
 from inference_svc.engine.mlx_thread import Letter, MlxThread
 from inference_svc.engine.reply_text import ReplyText
 from inference_svc.engine.scheduling.hot_memories import Owed, ResidentMemory
 from inference_svc.engine.scheduling.schedulable import Rules
 from inference_svc.engine.sequence import Sequence
-from inference_svc.engine.snapshots import PendingFiles, memory_snapshot, when_there
 from inference_svc.formats.grammars import GrammarMatcher
 from inference_svc.kv.policy import PolicyRequest
 from inference_svc.model.blas import load_optimized_blas

@@ -16,8 +16,10 @@ from kvasir.formats.block_file import FileBytes
 from inference_svc.engine.api import AgentKey, HeldTurn, Snapshot
 from inference_svc.engine.beginning import begin, mark, memory_left
 from inference_svc.engine.decoding import Decoded, Decoder
-from inference_svc.engine.held_turns import held_turn, sampler_of_carried
-from inference_svc.engine.incoming import Incoming
+from inference_svc.engine.files.held_turns import held_turn, sampler_of_carried
+from inference_svc.engine.files.incoming import Incoming
+from inference_svc.engine.files.snapshots import PendingFiles, blocks_alone, memory_snapshot, running_snapshot
+from inference_svc.engine.files.swapping import SwapIn, swap_out
 from inference_svc.engine.room import KvRoom
 from inference_svc.engine.sampling import Draws
 from inference_svc.engine.scheduling.hot_memories import ResidentMemory
@@ -26,8 +28,6 @@ from inference_svc.engine.scheduling.schedulable import WITH_KV, Rules, Status
 from inference_svc.engine.scheduling.scheduler import Admit, Blocked, Preempt, Scheduler
 from inference_svc.engine.scheduling.step_schedule import Grant
 from inference_svc.engine.sequence import Sequence
-from inference_svc.engine.snapshots import PendingFiles, blocks_alone, memory_snapshot, running_snapshot
-from inference_svc.engine.swapping import SwapIn, swap_out
 from inference_svc.kv.attention.host_copy import drop_room
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner

@@ -11,11 +11,11 @@ from kvasir.formats.block_hash import BLOCK_TOKENS
 
 from inference_svc.engine.api import Hot, HotMemoryGone, Restored
 from inference_svc.engine.beginning import MOST_REWIND_POINTS, Reuse, forked_for, reuse_of_memory
+from inference_svc.engine.files.swapping import most_file_bytes
 from inference_svc.engine.scheduling.hot_memories import HotMemories
 from inference_svc.engine.scheduling.memory_ledger import Reservation
 from inference_svc.engine.scheduling.prefix_sharing import prefix_source_of
 from inference_svc.engine.sequence import Sequence
-from inference_svc.engine.swapping import most_file_bytes
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.model_info import ModelInfo

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 
-from kvasir.server.durations import Durations
+from kvasir.server.operating.durations import Durations
 
 from inference_svc.memory.outcomes import MissReason, SnapshotState, Source
 

@@ -17,7 +17,7 @@ from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import Event, Hot, Preempted, Resumed, Reuse, Wanted
 from inference_svc.engine.engine import TurnHandle
-from inference_svc.engine.incoming import Incoming
+from inference_svc.engine.files.incoming import Incoming
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.outcomes import Miss, MissReason
 from inference_svc.memory.service_stats import NamespaceCounters

@@ -16,9 +16,9 @@ from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
-from inference_svc.kv.few_rows import take_few_rows
-from inference_svc.kv.plain_norms import take_plain_norms
-from inference_svc.kv.row_exact import make_row_exact
+from inference_svc.kv.model_hooks.few_rows import take_few_rows
+from inference_svc.kv.model_hooks.plain_norms import take_plain_norms
+from inference_svc.kv.model_hooks.row_exact import make_row_exact
 from inference_svc.model.weights.placing import Placement, Tensors, place_weights
 from inference_svc.model.weights.weight_files import WeightFile, weight_files
 

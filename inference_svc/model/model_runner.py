@@ -11,18 +11,18 @@ from kvasir.errors import Cancelled, FailedPrecondition
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 
-from inference_svc.kv import attention_hook
 from inference_svc.kv.applied import is_stored_as_said
 from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.batch.short_pass import ShortPass, most_kept_tokens
 from inference_svc.kv.layout import PROBE_TOKENS, Layout, shown_layout
+from inference_svc.kv.model_hooks import attention_hook
 from inference_svc.kv.page import PAGE_TOKENS
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.prefill_layer import AnyLayer, PrefillLayer, abandon, commit, prefill_layers
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.state_kv import StateKV
-from inference_svc.model.layout_trial import tried_layout
-from inference_svc.model.probe_memory import Probed
+from inference_svc.model.probing.layout_trial import tried_layout
+from inference_svc.model.probing.probe_memory import Probed
 
 _RELEASE_STEPS = 256
 _NARROWED = "LastPositionOf"

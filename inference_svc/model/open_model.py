@@ -22,7 +22,7 @@ from inference_svc.model.loading import LoadedModel, device, find_model, load, s
 from inference_svc.model.model_identity import kv_identity, template_digest, tokenizer_digest, weights_digest
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
-from inference_svc.model.probe_memory import ProbeMemory
+from inference_svc.model.probing.probe_memory import ProbeMemory
 from inference_svc.model.quality import exam
 from inference_svc.model.quality.conversations import Conversations
 from inference_svc.model.weights.weight_files import check_unchanged

@@ -16,7 +16,7 @@ from kvasir.errors import InvalidArgument
 from inference_svc.text.given_json import GivenJson, JsonField
 from inference_svc.text.literal_text import Specials, utf8_bytes, without_guards
 from inference_svc.text.prefix_matching import common_prefix_length
-from inference_svc.text.template_names import REASONING
+from inference_svc.text.templates.template_names import REASONING
 
 _INPUT_TAG = b"kvasir.turn_input.v1"
 _MAX_MESSAGES = 10_000

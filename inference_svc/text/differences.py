@@ -13,8 +13,8 @@ from kvasir.cachestore.v1 import manifest_pb2
 from inference_svc.text.conversation import ChatTemplate, Dialogue, render
 from inference_svc.text.literal_text import without_guards
 from inference_svc.text.prefix_matching import common_prefix_length
-from inference_svc.text.system_values import TIMES
-from inference_svc.text.template_names import REASONING
+from inference_svc.text.templates.system_values import TIMES
+from inference_svc.text.templates.template_names import REASONING
 
 SHOWN_CHARS = 20
 _WORD_CHARS = 10  # of a word before the first character that differs; a longer beginning is not shown

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.on_full import DEFAULT_KEEP
 
-from inference_svc.text.system_values import without_notes
+from inference_svc.text.templates.system_values import without_notes
 
 FULL_SHARE = 0.8
 """A memory that fills more of its context is full."""

@@ -30,7 +30,7 @@ from inference_svc.model.prompting import Tokenized
 from inference_svc.text.conversation import Dialogue
 from inference_svc.text.differences import Difference
 from inference_svc.text.shortening import Shorter
-from inference_svc.text.template_clock import TemplateClock
+from inference_svc.text.templates.template_clock import TemplateClock
 from inference_svc.turns.outbox import Outbox
 from inference_svc.turns.turn_data import Continuation, Shortening, TurnEvent, TurnFinished, TurnRequest
 

@@ -14,7 +14,7 @@ from inference_svc.text.conversation import Tool
 from inference_svc.text.differences import Difference
 from inference_svc.text.given_json import GivenJson
 from inference_svc.text.prefix_matching import Outcome
-from inference_svc.text.template_settings import AskedThinking, Scalar
+from inference_svc.text.templates.template_settings import AskedThinking, Scalar
 from inference_svc.text.token_ids import NO_TOKENS, TokenIds
 
 

@@ -9,7 +9,7 @@ from functools import partial
 import structlog
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.formats.block_hash import BLOCK_TOKENS
-from kvasir.server.traces import told
+from kvasir.server.operating.traces import told
 
 from inference_svc.engine.api import AgentKey, FinishReason, Timings
 from inference_svc.memory.agent_memory import AgentMemory, Ahead, Publication, StoredFiles, nothing_yet

@@ -12,7 +12,7 @@ from kvasir_bench.engine.cases.decode import MIXED, contexts, fitting
 from kvasir_bench.engine.cases.decoding_bytes import exact_bytes
 from kvasir_bench.engine.lab import Lab, MeasuredEngine, Scope
 
-from inference_svc.model.real_layouts import REAL_LAYOUTS, byte_costs
+from inference_svc.model.probing.real_layouts import REAL_LAYOUTS, byte_costs
 from tests.inference.engine.families import FALCON_H1, GEMMA3, LLAMA31, write_family
 
 

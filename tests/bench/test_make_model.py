@@ -14,7 +14,7 @@ from mlx_lm.utils import _get_classes
 
 from inference_svc.engine.engine import Engine
 from inference_svc.model.loading import load
-from inference_svc.model.real_layouts import REAL_LAYOUTS
+from inference_svc.model.probing.real_layouts import REAL_LAYOUTS
 from tests.inference.engine.driving import Driver
 from tests.inference.engine.families import GEMMA3, GPT_OSS
 

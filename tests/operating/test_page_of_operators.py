@@ -4,8 +4,8 @@ import http.client
 from collections.abc import Iterator
 
 import pytest
-from kvasir.server.operator_page import About, OperatorPage, gauge
-from kvasir.server.wellness import Wellness
+from kvasir.server.operating.operator_page import About, OperatorPage, gauge
+from kvasir.server.operating.wellness import Wellness
 
 from tests.running.scraping import free_port
 

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Iterable
 
 import pytest
-from kvasir.server.operator_page import About, OperatorPage
-from kvasir.server.wellness import Wellness
+from kvasir.server.operating.operator_page import About, OperatorPage
+from kvasir.server.operating.wellness import Wellness
 from prometheus_client.core import Metric
 
 from tests.cli.running import eventually

@@ -8,7 +8,7 @@ import httpx2 as httpx
 import pytest
 from kvasir.address import AddressError, check_endpoint
 from kvasir.call_context import onward
-from kvasir.server.traces import Traces
+from kvasir.server.operating.traces import Traces
 
 from tests.gateway.conftest import Front, running_front
 from tests.gateway.serving import MODEL

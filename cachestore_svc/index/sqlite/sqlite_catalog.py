@@ -23,9 +23,9 @@ from cachestore_svc.blobs.ballast import Ballast
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.index.catalog import HOUSE, CatalogChange, CatalogView
 from cachestore_svc.index.damage import index_damaged
-from cachestore_svc.index.sqlite.failures import is_full, translated
+from cachestore_svc.index.sqlite.database.failures import is_full, translated
+from cachestore_svc.index.sqlite.database.migrations import migrate
 from cachestore_svc.index.sqlite.journaling.recording import Recorder
-from cachestore_svc.index.sqlite.migrations import migrate
 from cachestore_svc.index.sqlite.transaction import SqliteTransaction
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.sealing.sealed_names import PLAIN_NAMES, PlainNames

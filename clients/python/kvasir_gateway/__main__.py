@@ -26,14 +26,14 @@ from kvasir.credentials import (
 from kvasir.errors import InvalidArgument, KvasirError
 from kvasir.options.finding import ConfigError, add_options, read
 from kvasir.options.gateway import GatewayTable
-from kvasir.server.audit import Audit, AuditFile
-from kvasir.server.log_errors import JsonWithoutPayload, LineWithoutPayload
-from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
+from kvasir.server.operating.audit import Audit, AuditFile
+from kvasir.server.operating.log_errors import JsonWithoutPayload, LineWithoutPayload
+from kvasir.server.operating.operator_page import About, OperatorPage, asked_of_loop
+from kvasir.server.operating.traces import Traces
+from kvasir.server.operating.wellness import Wellness
 from kvasir.server.parts import Parts
 from kvasir.server.reloading import Reloading
 from kvasir.server.serving import give_memory_back, settle_limits
-from kvasir.server.traces import Traces
-from kvasir.server.wellness import Wellness
 from kvasir.volatile import rules_of
 
 from kvasir_gateway.answering import Turns

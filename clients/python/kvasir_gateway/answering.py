@@ -12,7 +12,7 @@ from kvasir.clients import Reply
 from kvasir.common.v1 import message_pb2
 from kvasir.errors import Cancelled, Internal, KvasirError
 from kvasir.inference.v1 import inference_pb2 as pb
-from kvasir.server.log_errors import places
+from kvasir.server.operating.log_errors import places
 from starlette.types import Receive, Scope, Send
 
 from kvasir_gateway.conversations import Chain, Conversations

@@ -11,8 +11,8 @@ from kvasir.call_context import TRACE_KEY, name_call
 from kvasir.errors import Internal, InvalidArgument, KvasirError, NotFound
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.names import check_agent_id
-from kvasir.server.log_errors import places
-from kvasir.server.traces import Traces
+from kvasir.server.operating.log_errors import places
+from kvasir.server.operating.traces import Traces
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException

@@ -21,7 +21,7 @@ from kvasir.common.v1 import message_pb2
 from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError, NotFound
 from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
-from kvasir.server.wellness import Ailment, Wellness
+from kvasir.server.operating.wellness import Ailment, Wellness
 
 from kvasir_gateway.models import unknown_alias
 from kvasir_gateway.reading.records import PREFIX, Beside, Kept, Made

@@ -16,7 +16,7 @@ from kvasir.errors import (
     Unauthenticated,
     Unavailable,
 )
-from kvasir.server.log_errors import StrangersLines
+from kvasir.server.operating.log_errors import StrangersLines
 from kvasir.status import answer_to, to_status
 from pydantic import ValidationError
 from starlette.requests import Request

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from kvasir.server.durations import SHORT_S, Durations
-from kvasir.server.operator_page import counter, gauge, histogram
+from kvasir.server.operating.durations import SHORT_S, Durations
+from kvasir.server.operating.operator_page import counter, gauge, histogram
 from prometheus_client import Metric
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 

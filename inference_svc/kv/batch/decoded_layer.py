@@ -12,9 +12,9 @@ import mlx.core as mx
 from inference_svc.kv.batch.decode_step import DecodeStep, RowPlaces
 from inference_svc.kv.batch.slot_arrays import SlotArrays
 from inference_svc.kv.codec import EncodedRows
+from inference_svc.kv.model_hooks.row_exact import attention_width
 from inference_svc.kv.pages.page_rows import UNIT
 from inference_svc.kv.pages.pool import KvPool
-from inference_svc.kv.row_exact import attention_width
 
 
 class DecodedLayer:

@@ -8,7 +8,7 @@ import structlog
 from kvasir.formats.block_file import FileBytes
 from kvasir.formats.digest import Digest
 
-from inference_svc.engine.incoming import Incoming
+from inference_svc.engine.files.incoming import Incoming
 from inference_svc.memory.outcomes import Miss, MissReason
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.store.remote_cache import RemoteCache

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from inference_svc.text.template_names import REASONING
+from inference_svc.text.templates.template_names import REASONING
 
 _THOUGHT, _ANSWER = "kvasirthought", "kvasiranswer"
 

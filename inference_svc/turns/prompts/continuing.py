@@ -13,7 +13,7 @@ from inference_svc.memory.outcomes import MissReason, Source
 from inference_svc.memory.recall import Recollection
 from inference_svc.text.prefix_matching import Outcome, common_prefix_length
 from inference_svc.text.shortening import as_remembered
-from inference_svc.text.system_values import without_notes
+from inference_svc.text.templates.system_values import without_notes
 from inference_svc.turns.turn_data import Continuation, MessagesInput, TurnRequest
 
 Messages = Sequence[manifest_pb2.Message]

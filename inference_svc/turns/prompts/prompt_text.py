@@ -15,14 +15,15 @@ from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.store.answers import EventCursor
 from inference_svc.model.prompting import Prompting
-from inference_svc.text import differences, tools_order
+from inference_svc.text import differences
 from inference_svc.text.conversation import Dialogue, dialogue, json_of_messages, lasting_chars, render
 from inference_svc.text.differences import Difference
 from inference_svc.text.literal_text import from_outside
 from inference_svc.text.prefix_matching import common_prefix_length
 from inference_svc.text.shortening import Messages, Shorter, shorter
-from inference_svc.text.system_values import kept_values, without_notes
-from inference_svc.text.template_clock import TemplateClock
+from inference_svc.text.templates import tools_order
+from inference_svc.text.templates.system_values import kept_values, without_notes
+from inference_svc.text.templates.template_clock import TemplateClock
 from inference_svc.turns.phases import Prompted, Recalled
 from inference_svc.turns.prompts.continuing import (
     as_its_agent_has_it,

@@ -8,7 +8,7 @@ from inference_svc.text.conversation import tool_fields
 from inference_svc.text.literal_text import without_guards
 from inference_svc.text.replies.remembered_reply import Said, reply_message
 from inference_svc.text.replies.reply_parts import ReplyPart, ReplyReader
-from inference_svc.text.template_names import REASONING
+from inference_svc.text.templates.template_names import REASONING
 from inference_svc.turns.phases import Ran
 from inference_svc.turns.turn_data import MessagesInput, TurnRequest
 

@@ -16,7 +16,7 @@ from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound, Unavail
 
 from cachestore_svc.facts.records import MAX_LEASE_TTL_S, AgentDeleted, AgentUpdated, BlobKind, Committed, EventCursor
 from cachestore_svc.index.catalog import HOUSE
-from cachestore_svc.index.sqlite import migrations
+from cachestore_svc.index.sqlite.database import migrations
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, publish, upload, write
 from tests.cachestore.core.start_up import fill

@@ -12,8 +12,8 @@ from structlog.testing import capture_logs
 from cachestore_svc.facts.ownership import OwnerState
 from cachestore_svc.moving.claim_polling import ClaimPolling
 from cachestore_svc.moving.handing_over import HandingOver
-from cachestore_svc.moving.peer_limits import PeerLimits
-from cachestore_svc.moving.peers import Peers
+from cachestore_svc.moving.peering.peer_limits import PeerLimits
+from cachestore_svc.moving.peering.peers import Peers
 from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings
 from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads

@@ -16,8 +16,8 @@ from cachestore_svc.moving.bringing import Bringing
 from cachestore_svc.moving.handing_over import HandingOver
 from cachestore_svc.moving.moves import Moves
 from cachestore_svc.moving.outbound import BlobReader
-from cachestore_svc.moving.peer_limits import PeerLimits
-from cachestore_svc.moving.peers import Peers
+from cachestore_svc.moving.peering.peer_limits import PeerLimits
+from cachestore_svc.moving.peering.peers import Peers
 from cachestore_svc.moving.transfer import Transfers
 from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings
 from cachestore_svc.store.store import Store

@@ -25,7 +25,7 @@ from kvasir.errors import (
 from kvasir.server.serving import EdgeServer, Listening, Reports
 
 from cachestore_svc.edge.peer_service import PeerService
-from cachestore_svc.moving.peers import Peers
+from cachestore_svc.moving.peering.peers import Peers
 from cachestore_svc.pairing.finding import WaitingMac, announced, find
 from cachestore_svc.pairing.identity import (
     SERVER_NAME,

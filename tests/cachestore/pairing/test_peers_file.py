@@ -11,7 +11,7 @@ from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound
 
 from cachestore_svc.commands import pairing
 from cachestore_svc.config import ConfigError
-from cachestore_svc.moving.peers import Peers, peer_name
+from cachestore_svc.moving.peering.peers import Peers, peer_name
 from cachestore_svc.pairing.exchange import Card
 from cachestore_svc.pairing.identity import identity_file, new_identity, read_identity, read_or_make_identity
 from cachestore_svc.pairing.peers_file import MAX_PEERS, PeerBook, PeerSettings, change_peers, read_peers

@@ -12,9 +12,9 @@ from pathlib import Path
 from kvasir.clients import AioInferenceClient
 from kvasir.clients.aio.turn_peer import AioTurnPeer
 from kvasir.credentials import HANDOVER, Principal, write_private_text
-from kvasir.server.audit import Audit
+from kvasir.server.operating.audit import Audit
+from kvasir.server.operating.traces import Traces
 from kvasir.server.parts import Parts
-from kvasir.server.traces import Traces
 
 from inference_svc.__main__ import PRIVILEGED, _peers, _server, _Service
 from inference_svc.config import read_settings

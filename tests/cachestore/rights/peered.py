@@ -14,7 +14,7 @@ from typing import Any
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.clients import AioStoreClient
 from kvasir.credentials import PEER, Principal, write_private_text
-from kvasir.server.audit import Audit
+from kvasir.server.operating.audit import Audit
 from kvasir.server.serving import EdgeServer, Listening, Reports
 
 from cachestore_svc.__main__ import Services, make_services
@@ -27,7 +27,7 @@ from cachestore_svc.edge.roles import (
     SERVICE_NAME,
 )
 from cachestore_svc.edge.service import add_to_server
-from cachestore_svc.moving.peers import Peers
+from cachestore_svc.moving.peering.peers import Peers
 from cachestore_svc.moving.repairing import Repairs
 from cachestore_svc.pairing.peers_file import PeerBook
 from cachestore_svc.pairing.peers_file import PeerSettings as Peer

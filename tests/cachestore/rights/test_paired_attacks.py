@@ -213,8 +213,8 @@ def test_an_agent_is_neither_taken_nor_given_back_changed(tmp_path: Path) -> Non
 def test_words_and_facts_of_a_peer_are_counted_and_stay_off_the_reserve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cachestore_svc.moving.peer_limits._WORDS", 50.0)
-    monkeypatch.setattr("cachestore_svc.moving.peer_limits._WORDS_PER_S", 0.0)  # a busy machine takes seconds
+    monkeypatch.setattr("cachestore_svc.moving.peering.peer_limits._WORDS", 50.0)
+    monkeypatch.setattr("cachestore_svc.moving.peering.peer_limits._WORDS_PER_S", 0.0)  # a busy machine takes seconds
 
     async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
         ada.allow("mallory", gives="move")

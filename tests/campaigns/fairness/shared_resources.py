@@ -121,8 +121,8 @@ SHARED = (
     Shared(
         "connections to the page of numbers (`--metrics-listen`)",
         "both",
-        "clients/python/kvasir/server/operator_page.py: _asking",
-        ("kvasir.server.operator_page:MOST_READERS", 32),
+        "clients/python/kvasir/server/operating/operator_page.py: _asking",
+        ("kvasir.server.operating.operator_page:MOST_READERS", 32),
         "none: nobody shows a key there",
         "of those that have not asked, the oldest makes room for the newest",
         "503",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvasir.cli.running import reload
+from kvasir.cli.callers import reload
 from kvasir.cli.running.home import Home, Running
 from kvasir.cli.running.plan import make_credentials
 

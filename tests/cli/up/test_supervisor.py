@@ -47,7 +47,7 @@ import pathlib, sys, time
 place = pathlib.Path(sys.argv[2])
 while not (place / "go").exists(): time.sleep(0.02)
 import asyncio
-from kvasir.server.audit import Audit
+from kvasir.server.operating.audit import Audit
 from kvasir.server.reloading import Reloading
 async def main():
     async def hear(): (place / "heard").touch(); return 0

@@ -15,7 +15,7 @@ from kvasir.common.v1 import message_pb2
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from inference_svc import __main__ as engine
-from inference_svc.edge import sampling_messages
+from inference_svc.edge.inputs import sampling_messages
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.formats.grammar_trial import GrammarTrial
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from kvasir.errors import NotFound, Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
-from kvasir.server.audit import Audit
-from kvasir.server.traces import Traces
+from kvasir.server.operating.audit import Audit
+from kvasir.server.operating.traces import Traces
 from kvasir_gateway.answering import Turns
 from kvasir_gateway.app import Gateway, GatewayLimits, Surroundings
 from kvasir_gateway.conversations import Conversations

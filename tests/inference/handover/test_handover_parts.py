@@ -14,7 +14,7 @@ from kvasir.inference.v1 import inference_pb2
 from inference_svc.config import ConfigError, EngineSettings, read_settings
 from inference_svc.edge import handover_messages as wire
 from inference_svc.engine.api import CarriedTurn, HeldTurn, SamplingParams, Timings, TurnPlan
-from inference_svc.engine.held_turns import check_carried
+from inference_svc.engine.files.held_turns import check_carried
 from inference_svc.handover.giving import TurnGiver
 from inference_svc.handover.passing import Opening, Stand, Surroundings
 from inference_svc.handover.resume_tokens import LIVES_S, ResumeTokens, WaitingReply

@@ -6,8 +6,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from inference_svc.kv import row_exact
-from inference_svc.kv.row_exact import make_row_exact
+from inference_svc.kv.model_hooks import row_exact
+from inference_svc.kv.model_hooks.row_exact import make_row_exact
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.loading import load
 from tests.inference.engine.tiny_models import LLAMA, write_model

@@ -13,9 +13,9 @@ from kvasir.cachestore.v1 import identity_pb2
 
 from inference_svc.kv.batch.decode_step import DecodeStep
 from inference_svc.kv.batch.decoded_layer import DecodedLayer
+from inference_svc.kv.model_hooks.row_exact import attention_width
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.prefill_layer import PrefillLayer
-from inference_svc.kv.row_exact import attention_width
 from inference_svc.kv.sequence_kv import SequenceKV
 from tests.inference.kv.sequences import ANY_BYTES, PoisonedPool, allocated_bytes
 

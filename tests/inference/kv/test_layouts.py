@@ -17,13 +17,13 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache, make_p
 
 from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.layout import Layout, shown_layout
+from inference_svc.kv.model_hooks.row_exact import make_row_exact
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.prefill_layer import commit, prefill_layers
-from inference_svc.kv.row_exact import make_row_exact
 from inference_svc.kv.sequence_kv import SequenceKV
-from inference_svc.model import layout_trial
-from inference_svc.model.layout_trial import layer_kinds, tried_count, tried_layout
 from inference_svc.model.loading import load
+from inference_svc.model.probing import layout_trial
+from inference_svc.model.probing.layout_trial import layer_kinds, tried_count, tried_layout
 from tests.inference.engine.families import (
     DEEPSEEK_V3,
     FALCON_H1,

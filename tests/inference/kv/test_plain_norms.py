@@ -11,7 +11,7 @@ from mlx.nn.layers.normalization import RMSNorm
 from mlx_lm.models import gemma3_text
 from mlx_lm.models.cache import make_prompt_cache
 
-from inference_svc.kv.plain_norms import take_plain_norms
+from inference_svc.kv.model_hooks.plain_norms import take_plain_norms
 from inference_svc.model.loading import load
 from tests.inference.engine.families import ALL, GEMMA3, write_family
 

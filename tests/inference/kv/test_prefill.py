@@ -7,9 +7,9 @@ import mlx.core as mx
 import pytest
 from kvasir.errors import Cancelled, ResourceExhausted
 
+from inference_svc.kv.model_hooks.row_exact import make_row_exact
 from inference_svc.kv.page import PAGE_TOKENS
 from inference_svc.kv.policy import Rung, policy_of
-from inference_svc.kv.row_exact import make_row_exact
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.loading import load
 from inference_svc.model.model_runner import ModelRunner

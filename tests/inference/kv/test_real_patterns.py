@@ -10,7 +10,7 @@ from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.policy import Rung, policy_of
 from inference_svc.kv.sequence_files import whole_blocks
 from inference_svc.kv.sequence_kv import PassRoom, SequenceKV
-from inference_svc.model.real_layouts import REAL_LAYOUTS
+from inference_svc.model.probing.real_layouts import REAL_LAYOUTS
 
 MODELS = ("Gemma 3 12B", "GPT-OSS 20B", "Llama 3.1 8B")
 PROMPT, TURN, AGENTS = 4096, 50, 200

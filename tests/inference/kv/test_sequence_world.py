@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 from kvasir.cachestore.v1 import identity_pb2
 
-from inference_svc.kv import row_exact
+from inference_svc.kv.model_hooks import row_exact
 from inference_svc.kv.policy import Rung, policy_of
 from tests.inference.kv.sequence_world import STATE_WIDTH, SequenceWorld
 from tests.inference.kv.sequences import four_bits, full, recurrent, windowed

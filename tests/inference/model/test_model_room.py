@@ -3,7 +3,7 @@
 import pytest
 from kvasir.cachestore.v1 import identity_pb2
 
-from inference_svc.model.real_layouts import REAL_LAYOUTS, agent_bytes
+from inference_svc.model.probing.real_layouts import REAL_LAYOUTS, agent_bytes
 
 POLICY = identity_pb2.KvPolicy(
     key_bits=4,

@@ -10,7 +10,7 @@ from inference_svc.engine.engine import Engine
 from inference_svc.model import model_runner
 from inference_svc.model.loading import load
 from inference_svc.model.model_runner import ModelRunner
-from inference_svc.model.probe_memory import Probed, ProbeMemory
+from inference_svc.model.probing.probe_memory import Probed, ProbeMemory
 from tests.inference.engine.families import ALL, BUDGET, LLAMA31, write_family
 
 TOKENS = list(range(1, 30))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from inference_svc.model.real_layouts import REAL_LAYOUTS, byte_costs
+from inference_svc.model.probing.real_layouts import REAL_LAYOUTS, byte_costs
 
 # 4 bits and two 16-bit numbers for each 64 values, against 16 bits.
 RATIO = (4 + 32 / 64) / 16

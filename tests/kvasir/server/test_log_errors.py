@@ -9,7 +9,7 @@ from kvasir.cli.running.logs import is_important
 
 FAILS = """
 import logging, structlog, sys
-from kvasir.server.logs import configure_logs
+from kvasir.server.operating.logs import configure_logs
 def fail_here(prompt, token):
     try:
         raise ValueError(prompt)
@@ -54,8 +54,8 @@ async def main():
 asyncio.run(main())
 """
 CONFIGURATIONS = {
-    "console": "from kvasir.server.logs import configure_logs; configure_logs('console')",
-    "json": "from kvasir.server.logs import configure_logs; configure_logs('json')",
+    "console": "from kvasir.server.operating.logs import configure_logs; configure_logs('console')",
+    "json": "from kvasir.server.operating.logs import configure_logs; configure_logs('json')",
     "gateway": "from kvasir_gateway.__main__ import configure_logs; configure_logs()",
 }
 

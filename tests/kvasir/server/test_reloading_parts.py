@@ -5,9 +5,9 @@ import logging
 from pathlib import Path
 
 import pytest
-from kvasir.cli.running.audit import lines_of
+from kvasir.cli.callers.audit import lines_of
 from kvasir.errors import ResourceExhausted
-from kvasir.server.audit import Audit, AuditFile
+from kvasir.server.operating.audit import Audit, AuditFile
 from kvasir.server.reloading import Reloading
 
 

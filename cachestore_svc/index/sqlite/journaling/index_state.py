@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from blake3 import blake3
 
 from cachestore_svc.index.damage import index_damaged
+from cachestore_svc.index.sqlite.database.failures import NO_TEXT
+from cachestore_svc.index.sqlite.database.migrations import MIGRATIONS
 from cachestore_svc.index.sqlite.events import fact, set_fact
-from cachestore_svc.index.sqlite.failures import NO_TEXT
-from cachestore_svc.index.sqlite.migrations import MIGRATIONS
 from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.journal.journal_lines import Position
 from cachestore_svc.journal.replay import Agent, Namespace, State, Version

@@ -11,8 +11,9 @@ import typer
 import kvasir
 from kvasir.cli import agents, doctor, engine, failures, keys, moving, pairing, store
 from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.callers import audit, reload, tokens
 from kvasir.cli.demo import demo
-from kvasir.cli.running import audit, group, reload, tokens, up
+from kvasir.cli.running import group, up
 from kvasir.cli.running.home import DEFAULT_HOME
 from kvasir.cli.scenarios import commands as scenarios
 from kvasir.cli.settings import showing

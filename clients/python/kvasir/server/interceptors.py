@@ -26,13 +26,13 @@ from kvasir import errors
 from kvasir.call_context import NAMESPACE_KEY, REQUEST_ID_KEY, TRACE_KEY, call_name, name_call
 from kvasir.credentials import DEFAULT_NAMESPACE, OWNER, Credentials, Principal
 from kvasir.server.arriving import UNREADABLE, Arriving, Doorstep, begun
-from kvasir.server.audit import Audit, current_deed
-from kvasir.server.durations import RpcCounts
 from kvasir.server.fair_shares import Shares
-from kvasir.server.log_errors import StrangersLines, places
+from kvasir.server.operating.audit import Audit, current_deed
+from kvasir.server.operating.durations import RpcCounts
+from kvasir.server.operating.log_errors import StrangersLines, places
+from kvasir.server.operating.traces import Traces
 from kvasir.server.running_calls import RunningCalls
 from kvasir.server.shared_room import Place, SharedRoom
-from kvasir.server.traces import Traces
 from kvasir.status import abort, answer_to
 
 _LOG = logging.getLogger("kvasir.rpc")

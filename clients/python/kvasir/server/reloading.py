@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from kvasir.credentials import OWNER
-from kvasir.server.audit import ALLOWED, REFUSED, Audit
-from kvasir.server.log_errors import places
+from kvasir.server.operating.audit import ALLOWED, REFUSED, Audit
+from kvasir.server.operating.log_errors import places
 
 _LOG = logging.getLogger("kvasir.reload")
 

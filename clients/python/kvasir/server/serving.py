@@ -30,10 +30,10 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from kvasir.address import Address, AddressError, parse_address
 from kvasir.credentials import CredentialFileError, Credentials, read_credentials, read_private_text
 from kvasir.server import health
-from kvasir.server.audit import Audit
-from kvasir.server.durations import RpcCounts
 from kvasir.server.interceptors import MAX_RPCS_PER_PRINCIPAL, Authentication, CallerOfCertificate, Errors
-from kvasir.server.traces import Traces
+from kvasir.server.operating.audit import Audit
+from kvasir.server.operating.durations import RpcCounts
+from kvasir.server.operating.traces import Traces
 
 _REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 # The store's largest request names 10,000 digests; a frame of a blob has 1 MiB.

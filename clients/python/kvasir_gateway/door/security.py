@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 from kvasir.credentials import ADMIN, CLIENT, OWNER, Credentials, Principal
 from kvasir.errors import KvasirError, PermissionDenied, Unauthenticated
-from kvasir.server.audit import REFUSED, Audit
-from kvasir.server.log_errors import StrangersLines
+from kvasir.server.operating.audit import REFUSED, Audit
+from kvasir.server.operating.log_errors import StrangersLines
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send

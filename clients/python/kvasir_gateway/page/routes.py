@@ -13,7 +13,7 @@ from kvasir.errors import Internal, InvalidArgument, KvasirError, Unauthenticate
 from kvasir.formats.digest import is_hash
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.names import check_agent_id, check_request_id
-from kvasir.server.log_errors import places
+from kvasir.server.operating.log_errors import places
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route

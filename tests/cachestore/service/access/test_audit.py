@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvasir.cli.running.audit import lines_of
+from kvasir.cli.callers.audit import lines_of
 from kvasir.errors import NotFound, PermissionDenied, Unauthenticated
-from kvasir.server.audit import AuditFile
+from kvasir.server.operating.audit import AuditFile
 
 from tests.cachestore.service.running import RunningStore, StoreHome, make_credentials, publish, store_home
 from tests.made_models.synthetic import SMALL, SyntheticAgent
@@ -154,7 +154,7 @@ def test_a_full_disk_loses_lines_and_then_goes_on(tmp_path: Path) -> None:
     program = f"""
 import resource, signal, time
 from pathlib import Path
-from kvasir.server.audit import AuditFile
+from kvasir.server.operating.audit import AuditFile
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 audit = AuditFile(Path({str(tmp_path / "a.jsonl")!r}))
 def put(number):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from kvasir.cli.running.audit import lines_of
+from kvasir.cli.callers.audit import lines_of
 from kvasir.credentials import CLIENT, ENGINE, PEER, Principal, replace_private_text, write_private_text
 from kvasir.errors import KvasirError, PermissionDenied, Unauthenticated
 

@@ -14,8 +14,8 @@ from kvasir.server.shared_room import SharedRoom
 from cachestore_svc.facts.records import BlobKind, SnapshotVersion
 from cachestore_svc.moving.bringing import Bringing
 from cachestore_svc.moving.outbound import BlobReader
-from cachestore_svc.moving.peer_limits import PeerLimits
-from cachestore_svc.moving.peers import Peers
+from cachestore_svc.moving.peering.peer_limits import PeerLimits
+from cachestore_svc.moving.peering.peers import Peers
 from cachestore_svc.moving.transfer import Progress, PullOrder, Transfers
 from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings
 from cachestore_svc.store.store import Store

@@ -24,8 +24,8 @@ from cachestore_svc.edge.roles import ALLOWED_ROLES, SERVICE_NAME
 from cachestore_svc.edge.service import CacheStoreService, add_to_server
 from cachestore_svc.moving.bringing import Bringing
 from cachestore_svc.moving.outbound import BlobReader
-from cachestore_svc.moving.peer_limits import PeerLimits
-from cachestore_svc.moving.peers import Peers
+from cachestore_svc.moving.peering.peer_limits import PeerLimits
+from cachestore_svc.moving.peering.peers import Peers
 from cachestore_svc.moving.repairing import Repairs
 from cachestore_svc.moving.transfer import Transfers
 from cachestore_svc.pairing.peers_file import PeerBook

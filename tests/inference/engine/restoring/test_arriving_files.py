@@ -9,7 +9,7 @@ from kvasir.errors import Cancelled, DataLoss
 
 from inference_svc.engine import mlx_thread
 from inference_svc.engine.api import AgentKey, Hot, Prefilled, Restored, Started, Tokens
-from inference_svc.engine.incoming import Incoming
+from inference_svc.engine.files.incoming import Incoming
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.engine.restoring.test_loading import used_pages
 

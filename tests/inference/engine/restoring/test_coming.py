@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 from kvasir.formats.block_file import FileBytes
 
-from inference_svc.engine.snapshots import PendingFiles, when_there
+from inference_svc.engine.files.snapshots import PendingFiles, when_there
 from inference_svc.kv.attention import failed_copies
 
 Begun = Future[PendingFiles[bytes] | None]

@@ -11,7 +11,7 @@ import pytest
 from kvasir.errors import DataLoss
 
 from inference_svc.engine.api import AgentKey, Hot, Restored, Tokens
-from inference_svc.engine.incoming import Incoming
+from inference_svc.engine.files.incoming import Incoming
 from inference_svc.text.token_ids import TokenIds
 from tests.inference.engine.driving import GENERATED, Driver, Listener, tokens_of
 

@@ -12,9 +12,9 @@ from mlx_lm.models import llama
 from inference_svc.engine.api import Ended, Event, Hot, Prefilled, Started, Tokens
 from inference_svc.engine.engine import Engine
 from inference_svc.formats.constraint import Constraint, ConstraintKind
-from inference_svc.kv import attention_hook
 from inference_svc.kv.attention import in_place, paged
 from inference_svc.kv.attention.paged import Implementation
+from inference_svc.kv.model_hooks import attention_hook
 from inference_svc.model.model_runner import ModelRunner
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.kv.attention.device.coming_files import PlayedDriver, play

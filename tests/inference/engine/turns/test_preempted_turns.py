@@ -27,7 +27,7 @@ from inference_svc.engine.api import (
     Wanted,
 )
 from inference_svc.engine.engine import Engine
-from inference_svc.engine.incoming import Incoming
+from inference_svc.engine.files.incoming import Incoming
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from tests.inference.engine.cells import cells_of
 from tests.inference.engine.driving import THOUGHTS, Driver, Listener, tokens_of

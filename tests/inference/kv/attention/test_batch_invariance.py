@@ -5,10 +5,10 @@ import pytest
 from mlx_lm.models import llama
 
 from inference_svc.config import read_settings
-from inference_svc.kv.few_rows import take_few_rows
+from inference_svc.kv.model_hooks.few_rows import take_few_rows
+from inference_svc.kv.model_hooks.row_exact import make_row_exact
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.policy import Rung, policy_of
-from inference_svc.kv.row_exact import make_row_exact
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.model_runner import ModelRunner
 

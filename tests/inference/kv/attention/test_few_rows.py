@@ -7,10 +7,10 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
-from inference_svc.kv import few_rows as module
 from inference_svc.kv.attention.fused import COMPILERS, compiled
 from inference_svc.kv.attention.kernels import Dialect
-from inference_svc.kv.few_rows import MAX_ROWS, few_rows, take_few_rows
+from inference_svc.kv.model_hooks import few_rows as module
+from inference_svc.kv.model_hooks.few_rows import MAX_ROWS, few_rows, take_few_rows
 from tests.emulation.emulator import cuda_emulator
 from tests.inference.kv.attention.emulators import needs_compiler
 

@@ -6,7 +6,7 @@ import mlx.core as mx
 from mlx_lm.models import base, gpt_oss, llama
 from mlx_lm.models.cache import KVCache
 
-from inference_svc.kv import attention_hook
+from inference_svc.kv.model_hooks import attention_hook
 
 
 def test_mlx_lm_computes_attention_through_the_function_whose_place_the_hook_takes() -> None:

@@ -15,7 +15,7 @@ from inference_svc.kv.attention.in_place import append_rows, gathered_values, st
 from inference_svc.kv.attention.kept_kernel import device_target
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.nvrtc import CompileError
-from inference_svc.kv.few_rows import few_rows
+from inference_svc.kv.model_hooks.few_rows import few_rows
 from tests.inference.kv.attention.scenes import BF16, FP16, Scene, page_format
 
 FORMATS = {

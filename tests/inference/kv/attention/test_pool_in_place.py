@@ -13,12 +13,13 @@ from kvasir.formats.block_hash import chain_hashes, kv_identity_hash
 from kvasir.formats.token_files import file_identities
 from mlx_lm.models import gemma3_text, llama
 
-from inference_svc.kv import attention_hook, prefill_layer
+from inference_svc.kv import prefill_layer
 from inference_svc.kv.attention import in_place, paged
 from inference_svc.kv.attention.geometry import MAX_QUERIES
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.paged import Implementation
 from inference_svc.kv.batch.short_pass import ShortPass, most_kept_tokens
+from inference_svc.kv.model_hooks import attention_hook
 from inference_svc.kv.pages import pool as pool_module
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.policy import Rung, policy_of

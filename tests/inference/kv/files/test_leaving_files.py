@@ -16,7 +16,7 @@ from kvasir.formats.block_hash import chain_hashes, kv_identity_hash
 from kvasir.formats.layer_groups import windows_of
 from kvasir.formats.token_files import file_identities
 
-from inference_svc.engine.snapshots import PendingFiles, when_there
+from inference_svc.engine.files.snapshots import PendingFiles, when_there
 from inference_svc.kv.attention import failed_copies, host_copy, in_place
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.page import PAGE_TOKENS

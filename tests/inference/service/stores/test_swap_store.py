@@ -15,7 +15,7 @@ from kvasir.formats.block_hash import chain_hash, kv_identity_hash
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import Cold, Hot, Preempted, Resumed, Wanted
-from inference_svc.engine.incoming import Incoming
+from inference_svc.engine.files.incoming import Incoming
 from inference_svc.memory.agent_memory import Publication
 from inference_svc.memory.lines.line_states import Stage, Standing
 from inference_svc.memory.outcomes import MissReason

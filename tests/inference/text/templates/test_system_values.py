@@ -9,7 +9,7 @@ from kvasir import clocks
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.volatile import SYSTEM_CLOCK, SYSTEM_DATE
 
-from inference_svc.text.system_values import kept_values, without_notes
+from inference_svc.text.templates.system_values import kept_values, without_notes
 
 Message = manifest_pb2.Message
 BOTH = (SYSTEM_DATE, SYSTEM_CLOCK)

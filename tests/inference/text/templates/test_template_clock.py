@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.prompting import Prompting
-from inference_svc.text.template_clock import TemplateClock, wall_clock_ms
+from inference_svc.text.templates.template_clock import TemplateClock, wall_clock_ms
 from inference_svc.text.token_text import TokenText
 
 # As Llama 3.2's and gpt-oss's templates ask.

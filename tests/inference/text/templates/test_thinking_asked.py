@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from kvasir.errors import InvalidArgument
 
 from inference_svc.text.replies.reasoning_limit import ReasoningLimit, ReasoningWatch
-from inference_svc.text.template_names import names_read
-from inference_svc.text.template_settings import AppliedThinking, AskedThinking, applied
+from inference_svc.text.templates.template_names import names_read
+from inference_svc.text.templates.template_settings import AppliedThinking, AskedThinking, applied
 from inference_svc.text.token_text import TokenText
 from tests.made_models.thinking_models import TEMPLATES
 

@@ -15,7 +15,7 @@ from inference_svc.text.conversation import Dialogue, Tool, dialogue, json_of_me
 from inference_svc.text.given_json import GivenJson
 from inference_svc.text.replies.reasoning_limit import ReasoningWatch
 from inference_svc.text.replies.remembered_reply import Said, reply_message
-from inference_svc.text.template_settings import AskedThinking
+from inference_svc.text.templates.template_settings import AskedThinking
 from inference_svc.text.token_text import TokenText
 from tests.made_models.thinking_models import TEMPLATES, write_tokenizer
 

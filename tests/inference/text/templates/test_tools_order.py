@@ -9,7 +9,7 @@ from kvasir.cachestore.v1 import manifest_pb2
 
 from inference_svc.text.conversation import Tool, json_of_tools
 from inference_svc.text.given_json import GivenJson
-from inference_svc.text.tools_order import in_order, order_of
+from inference_svc.text.templates.tools_order import in_order, order_of
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4)
 KEYS = st.text(max_size=3)

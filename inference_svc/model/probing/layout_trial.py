@@ -16,9 +16,9 @@ from kvasir.cachestore.v1 import identity_pb2
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 
-from inference_svc.kv import attention_hook
 from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.layout import PROBE_TOKENS, Layout, last_logits, loadable, not_kept
+from inference_svc.kv.model_hooks import attention_hook
 from inference_svc.kv.pages.pool import page_dialect
 from inference_svc.kv.policy import Rung, policy_of
 from inference_svc.kv.prefill_layer import commit, prefill_layers

@@ -15,7 +15,7 @@ from kvasir.formats.layer_groups import first_touched_block, row_groups
 from kvasir.formats.token_files import file_identities, state_identity
 
 from inference_svc.engine.beginning import MOST_REWIND_POINTS
-from inference_svc.engine.incoming import ArrivingFiles, Incoming
+from inference_svc.engine.files.incoming import ArrivingFiles, Incoming
 from inference_svc.engine.sequence import Sequence, SwappedOut
 from inference_svc.kv.damage import DamagedFile
 from inference_svc.kv.kv_load import KvLoad

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from inference_svc.edge.tool_calls import bound_calls
+from inference_svc.edge.inputs.tool_calls import bound_calls
 from inference_svc.engine.api import SamplingParams
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.turns.turn_data import TurnRequest

@@ -10,9 +10,9 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from inference_svc.edge.conversation_messages import read_messages
-from inference_svc.edge.sampling_messages import settings
-from inference_svc.edge.thinking_messages import thinking_settings
+from inference_svc.edge.inputs.conversation_messages import read_messages
+from inference_svc.edge.inputs.sampling_messages import settings
+from inference_svc.edge.inputs.thinking_messages import thinking_settings
 from inference_svc.text.conversation import (
     Tool,
     check_counts,

@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from kvasir.cli.caller import JsonOption, caller_of
-from kvasir.cli.running.audit import lines_of
+from kvasir.cli.callers.audit import lines_of
 from kvasir.cli.running.holding import holders
 from kvasir.cli.running.home import Home
 from kvasir.credentials import CredentialFileError, read_credentials

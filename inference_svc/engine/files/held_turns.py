@@ -5,9 +5,9 @@ from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.formats.layer_groups import row_groups
 
 from inference_svc.engine.api import CarriedTurn, HeldTurn, TurnPlan
+from inference_svc.engine.files.swapping import at_rest
 from inference_svc.engine.sampling import Sampler
 from inference_svc.engine.sequence import Sequence
-from inference_svc.engine.swapping import at_rest
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.model_info import ModelInfo
 

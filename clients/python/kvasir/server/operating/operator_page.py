@@ -24,9 +24,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from kvasir.address import Address, AddressTaken, parse_address
-from kvasir.server.audit import Audit
-from kvasir.server.durations import Durations, RpcCounts
-from kvasir.server.wellness import Ailment, Wellness
+from kvasir.server.operating.audit import Audit
+from kvasir.server.operating.durations import Durations, RpcCounts
+from kvasir.server.operating.wellness import Ailment, Wellness
 
 MOST_READERS = 32  # that have asked, and as many that have not
 _READER_S = 10.0
@@ -223,7 +223,7 @@ def _commit() -> str:
         told = json.loads(metadata.distribution(_PACKAGE).read_text("direct_url.json") or "{}")
     except ValueError:
         told = {}
-    return str(told.get("vcs_info", {}).get("commit_id", "")) or _of_checkout(Path(__file__).parents[4])
+    return str(told.get("vcs_info", {}).get("commit_id", "")) or _of_checkout(Path(__file__).parents[5])
 
 
 def _of_checkout(root: Path) -> str:

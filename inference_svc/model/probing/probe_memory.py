@@ -23,7 +23,7 @@ from inference_svc.kv.layout import Layout
 from inference_svc.model.device_memory import device_name
 
 _FOLDER = "probes"
-_OURS = Path(__file__).parent.parent
+_OURS = Path(__file__).parents[2]
 _DRIVER = Path("/proc/driver/nvidia/version")
 _TYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _TYPE_NAMES = {kind: name for name, kind in _TYPES.items()}

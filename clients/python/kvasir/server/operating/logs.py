@@ -9,7 +9,7 @@ from typing import Literal
 
 import structlog
 
-from kvasir.server.log_errors import without_payload
+from kvasir.server.operating.log_errors import without_payload
 
 
 def configure_logs(log_format: Literal["console", "json"], level: str = "info") -> None:

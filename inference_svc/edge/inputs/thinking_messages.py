@@ -9,7 +9,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 
 from inference_svc.model.prompting import Prompting
 from inference_svc.text.literal_text import from_outside
-from inference_svc.text.template_settings import EFFORTS, AskedThinking, Scalar
+from inference_svc.text.templates.template_settings import EFFORTS, AskedThinking, Scalar
 from inference_svc.turns.turn_data import TurnRequest
 
 Request = pb.GenerateRequest | pb.WarmRequest | pb.CountTokensRequest

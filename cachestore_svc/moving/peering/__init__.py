@@ -1,0 +1,1 @@
+"""The other stores: clients of them, and what each may do here."""

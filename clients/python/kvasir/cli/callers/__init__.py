@@ -1,0 +1,1 @@
+"""The commands about who may call, and who did what."""

@@ -1,0 +1,1 @@
+"""What a service shows its operators: logs, audit, numbers, traces, and how it is."""

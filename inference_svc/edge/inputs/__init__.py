@@ -1,0 +1,1 @@
+"""What a request for a turn says, checked and in our own values."""

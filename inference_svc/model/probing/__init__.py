@@ -1,0 +1,1 @@
+"""Layouts of models: tried before they are used, remembered, and what their KV costs."""
