@@ -44,7 +44,7 @@ from cachestore_svc.edge.roles import (
     PRIVILEGED,
     SERVICE_NAME,
 )
-from cachestore_svc.edge.service import CacheStoreService, add_to_server
+from cachestore_svc.edge.service import CacheStoreService, ServiceLimits, StoreParts, add_to_server
 from cachestore_svc.index.catalog import HOUSE
 from cachestore_svc.moving.arrivals import Receiving
 from cachestore_svc.moving.bringing import Bringing
@@ -211,18 +211,9 @@ def make_services(
     limits = PeerLimits(time.monotonic)
     bringing = Bringing(store, threads, peers, limits)
     transfers = Transfers(store, threads, reader, peers, bringing, settings.stall_timeout_s)
-    service = CacheStoreService(
-        store,
-        threads,
-        reader,
-        transfers,
-        peers,
-        repairs,
-        scrub_bytes_per_s=settings.scrub_bytes_per_s,
-        max_blob_bytes=settings.max_blob_bytes,
-        stall_timeout_s=settings.stall_timeout_s,
-        stopping=stopping,
-    )
+    parts = StoreParts(store, threads, reader, transfers, peers, repairs)
+    served = ServiceLimits(settings.scrub_bytes_per_s, settings.max_blob_bytes, settings.stall_timeout_s)
+    service = CacheStoreService(parts, served, stopping)
     patience_s = settings.move_patience_s
     handing_over = HandingOver(store, threads, peers, limits, patience_s=patience_s, steady=time.monotonic)
     receiving = Receiving(store, threads, transfers.copies, bringing)

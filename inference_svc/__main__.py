@@ -44,6 +44,7 @@ from inference_svc.edge.service import (
     SERVICE_NAME,
     InferenceService,
     ServiceLimits,
+    ServiceParts,
     new_request_id,
 )
 from inference_svc.embedding.embedding_model import EmbeddingModel
@@ -233,19 +234,9 @@ class _Service:
             max_prompt_bytes=settings.max_prompt_bytes,
             is_stopping=is_stopping,
         )
-        inference = InferenceService(
-            host,
-            self.stores,
-            formats,
-            self.stats,
-            partial(self.status, host),
-            limits=_limits(settings),
-            resumes=resumes,
-            is_stopping=is_stopping,
-            admission=self.admission,
-            embedding_model=beside,
-            service_admins=settings.service_admin,
-        )
+        status = partial(self.status, host)
+        parts = ServiceParts(host, self.stores, formats, self.stats, status, resumes, self.admission, beside)
+        inference = InferenceService(parts, _limits(settings), is_stopping, settings.service_admin)
         server.add(handover_pb2_grpc.add_HandOverServiceServicer_to_server, handing_over)
         server.add(inference_pb2_grpc.add_InferenceServiceServicer_to_server, inference)
         add_agent_service(self.stores, lambda: host.served, server.grpc)

@@ -8,6 +8,7 @@ The namespace comes from the caller's credential, never from a request. The work
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -42,31 +43,35 @@ from cachestore_svc.store.threads import StoreThreads
 _EVENTS_AT_ONCE = 500
 
 
+@dataclass(frozen=True, slots=True)
+class StoreParts:
+    """What the calls are served with."""
+
+    store: Store
+    threads: StoreThreads
+    reader: BlobReader
+    transfers: Transfers
+    peers: Peers
+    repairs: Repairs
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLimits:
+    """What the service's settings say of its calls."""
+
+    scrub_bytes_per_s: int
+    max_blob_bytes: int
+    stall_timeout_s: float
+
+
 class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceServicer):
     """Blobs, commits, leases, events and care. Made inside the event loop that serves it."""
 
-    def __init__(
-        self,
-        store: Store,
-        threads: StoreThreads,
-        reader: BlobReader,
-        transfers: Transfers,
-        peers: Peers,
-        repairs: Repairs,
-        *,
-        scrub_bytes_per_s: int,
-        max_blob_bytes: int,
-        stall_timeout_s: float,
-        stopping: asyncio.Event,
-    ) -> None:
-        super().__init__(store, threads)
-        self._reader = reader
-        self._transfers = transfers
-        self._peers = peers
-        self._repairs = repairs
-        self._scrub_bytes_per_s = scrub_bytes_per_s
-        self._max_blob_bytes = max_blob_bytes
-        self._streams = Streams(stall_timeout_s)
+    def __init__(self, parts: StoreParts, limits: ServiceLimits, stopping: asyncio.Event) -> None:
+        super().__init__(parts.store, parts.threads)
+        self._parts = parts
+        self._limits = limits
+        self._streams = Streams(limits.stall_timeout_s)
         self._stopping = stopping
         # Namespaces whose blobs are being read through: one caller at a time keeps a disk busy enough.
         self._verifying: set[str] = set()
@@ -108,7 +113,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
                 f"first_offset: expected 0 to {max(first_bytes - 1, 0)}, got {request.first_offset}",
                 field="first_offset",
             )
-        async with self._reader.open(caller_namespace(), digests, request.first_offset) as source:
+        async with self._parts.reader.open(caller_namespace(), digests, request.first_offset) as source:
             while pieces := await source.next_pieces(MAX_FRAMES if request.takes_several else 1):
                 message = carrier_bytes(map(messages.write_frame, pieces))
                 pieces.clear()  # a slow reader keeps the message alone
@@ -118,7 +123,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
 
     async def CommitSnapshot(self, request: pb.CommitSnapshotRequest, context: Any) -> pb.CommitSnapshotResponse:
         manifest = messages.read_digest(request.manifest, "manifest")
-        async with self._transfers.manifests.parsing(caller_namespace(), manifest.size_bytes):
+        async with self._parts.transfers.manifests.parsing(caller_namespace(), manifest.size_bytes):
             snapshot = await self._run(
                 self._store.snapshots.commit,
                 check_agent_id(request.agent_id),
@@ -229,7 +234,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
         try:
             steps = await self._run(self._store.care.verify, agent_id)
             while (step := await self._threads.run(namespace, next, steps, None)) is not None:
-                repaired = [digest for digest in step.damaged if await self._repairs.repair(namespace, digest)]
+                repaired = [digest for digest in step.damaged if await self._parts.repairs.repair(namespace, digest)]
                 response = pb.VerifyBlobsResponse(
                     repaired=[digest.to_proto() for digest in repaired],
                     blobs_checked=step.blobs_checked,
@@ -256,11 +261,11 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
             manifest_format=MANIFEST_FORMAT,
             block_tokens=BLOCK_TOKENS,
             max_frame_bytes=MAX_FRAME_BYTES,
-            max_blob_bytes=self._max_blob_bytes,
+            max_blob_bytes=self._limits.max_blob_bytes,
             max_digests_per_request=MAX_DIGESTS_PER_REQUEST,
             namespace=caller.namespace,
             roles=sorted(caller.roles),
-            peers=self._peers.names(caller.namespace) if caller.roles & PEOPLE else (),
+            peers=self._parts.peers.names(caller.namespace) if caller.roles & PEOPLE else (),
             features=features,
         )
 
@@ -276,7 +281,8 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
         is_admin = ADMIN in current_principal().roles
         answer = messages.write_stats(stats, shows_disk=is_admin)
         if is_admin:
-            answer.scrub.CopyFrom(messages.write_scrub(self._store.care.scrubbing.state, self._scrub_bytes_per_s))
+            state, rate = self._store.care.scrubbing.state, self._limits.scrub_bytes_per_s
+            answer.scrub.CopyFrom(messages.write_scrub(state, rate))
         return answer
 
     async def _wait_or_stop(self, happened: asyncio.Event) -> None:

@@ -20,6 +20,7 @@ from inference_svc.edge.inputs.sampling_messages import with_defaults
 from inference_svc.edge.inputs.thinking_messages import with_thinking
 from inference_svc.edge.service import check_serves
 from inference_svc.formats.reply_formats import ReplyFormats
+from inference_svc.handover.passing import Surroundings
 from inference_svc.handover.resume_tokens import ResumeTokens
 from inference_svc.handover.taking import Taking
 from inference_svc.model.model_host import ModelHost
@@ -90,7 +91,8 @@ class HandOverService(handover_pb2_grpc.HandOverServiceServicer):  # type: ignor
         request = with_defaults(request, served.engine.model.sampling_defaults)
         check_known_tokens(request, served.engine.vocabulary_size)
         request = await with_thinking(request, served.prompting)
-        return Taking(served.turns, served.engine, self._room, self._tokens, opening, request, served.giver.version)
+        Surroundings.of(served.engine, served.giver.version).check_alike(opening.surroundings)
+        return Taking(served.turns, served.engine, self._room, self._tokens, opening, request)
 
     async def HandOverTurn(self, request: pb.HandOverTurnRequest, context: Any) -> pb.HandOverTurnResponse:
         served = self._host.serving("")

@@ -94,37 +94,35 @@ def new_seed() -> int:
     return secrets.randbits(63)
 
 
+@dataclass(frozen=True, slots=True)
+class ServiceParts:
+    """What the calls are served with."""
+
+    host: ModelHost[ServedModel]
+    stores: Mapping[str, RemoteCache]
+    formats: ReplyFormats
+    stats: ServiceStats
+    status: Callable[[], ServiceStatus]
+    resumes: ResumeTokens
+    admission: Admission
+    embedding_model: EmbeddingModel | None
+
+
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ignore[misc]
     """The models of one host behind gRPC."""
 
     def __init__(
         self,
-        host: ModelHost[ServedModel],
-        stores: Mapping[str, RemoteCache],
-        formats: ReplyFormats,
-        stats: ServiceStats,
-        status: Callable[[], ServiceStatus],
-        *,
+        parts: ServiceParts,
         limits: ServiceLimits,
-        resumes: ResumeTokens,
         is_stopping: Callable[[], bool],
-        admission: Admission,
-        embedding_model: EmbeddingModel | None = None,
         service_admins: Collection[str] = (),
     ) -> None:
         """`service_admins`: names of credentials with role admin that act for all namespaces; else only the owner of
-        the Unix socket does.
-        """
-        self._host = host
-        self._stores = stores
-        self._formats = formats
-        self._stats = stats
-        self._status = status
+        the Unix socket does."""
+        self._parts = parts
         self._limits = limits
-        self._resumes = resumes
         self._is_stopping = is_stopping
-        self._admission = admission
-        self._embedding_model = embedding_model
         self._service_admins = frozenset(service_admins)
 
     async def Generate(
@@ -151,12 +149,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             new_seed=new_seed,
         )
         name_call(checked.request_id)
-        served, tried = await self._host.awake(request.model), None
+        served, tried = await self._parts.host.awake(request.model), None
         while served is not tried:  # models may change while a format is tried, and each has its own tokens
             tried = served
             given = checked.sampling.constraint
-            constraint = await self._formats.compiled(caller.namespace, given, served.engine.grammars)
-            served = await self._host.awake(request.model)
+            constraint = await self._parts.formats.compiled(caller.namespace, given, served.engine.grammars)
+            served = await self._parts.host.awake(request.model)
         checked = replace(checked, sampling=replace(checked.sampling, constraint=constraint))
         checked = with_defaults(checked, served.engine.model.sampling_defaults)
         check_known_tokens(checked, served.engine.vocabulary_size)
@@ -167,8 +165,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         """The rest of a reply that another engine began."""
         if request != pb.GenerateRequest(resume_token=request.resume_token):
             raise InvalidArgument("resume_token: expected nothing beside it", field="resume_token")
-        served = self._host.serving("")  # may raise, and the token is good once
-        reply = self._resumes.claim(request.resume_token, caller.namespace, caller.name)
+        served = self._parts.host.serving("")  # may raise, and the token is good once
+        reply = self._parts.resumes.claim(request.resume_token, caller.namespace, caller.name)
         name_call(reply.request_id)
         await self._tell(reply.choices, reply.request_id, served, context)
 
@@ -197,7 +195,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             new_request_id=_id_of_call,
         )
         name_call(checked.request_id)
-        served = await self._host.awake(request.model)
+        served = await self._parts.host.awake(request.model)
         checked = check_known_tokens(checked, served.engine.vocabulary_size)
         running = served.turns.begin(await with_thinking(checked, served.prompting))
         started: TurnStarted | None = None
@@ -213,19 +211,19 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         return messages.warm_response(started, warmed, served.name)
 
     async def ListTurns(self, request: pb.ListTurnsRequest, context: Any) -> pb.ListTurnsResponse:
-        served = self._host.served
+        served = self._parts.host.served
         found = served.turns.open_turns(current_principal().namespace) if served is not None else []
         return pb.ListTurnsResponse(turns=[messages.turn_message(turn) for turn in found])
 
     async def CancelTurn(self, request: pb.CancelTurnRequest, context: Any) -> pb.CancelTurnResponse:
-        request_id, served = check_request_id(request.request_id), self._host.served
+        request_id, served = check_request_id(request.request_id), self._parts.host.served
         if served is None:
-            served = self._host.serving("")  # says what to do
+            served = self._parts.host.serving("")  # says what to do
         ends = await served.turns.stop(current_principal().namespace, request_id)
         return pb.CancelTurnResponse(finished=[messages.finished(end, choice) for choice, end in sorted(ends.items())])
 
     async def ListHotMemories(self, request: pb.ListHotMemoriesRequest, context: Any) -> pb.ListHotMemoriesResponse:
-        names, served = stats_messages.agent_ids(request), self._host.served
+        names, served = stats_messages.agent_ids(request), self._parts.host.served
         engine, namespace = served.engine if served is not None else None, current_principal().namespace
         sizes = engine.hot_sizes() if engine is not None else {}
         found = [
@@ -248,7 +246,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             caller=caller.name,
             max_prompt_bytes=self._limits.max_prompt_bytes,
         )
-        served = await self._host.awake(request.model)
+        served = await self._parts.host.awake(request.model)
         checked = check_known_tokens(checked, served.engine.vocabulary_size)
         tokens = await served.turns.count_tokens(await with_thinking(checked, served.prompting))
         return pb.CountTokensResponse(tokens=tokens, context_tokens=served.engine.model.context_tokens)
@@ -260,7 +258,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             asked = read_embed(request, self._limits.max_prompt_bytes)
             embedder = await self._embedder(request.model)
             dimensions = check_dimensions(asked.dimensions, embedder.dimensions)
-            with self._admission.turn(caller.namespace, caller.name, asked.input_bytes):
+            with self._parts.admission.turn(caller.namespace, caller.name, asked.input_bytes):
                 found = [
                     await embedder.embed(
                         caller.namespace, text, f"inputs[{at}]", truncate=asked.truncate, priority=asked.priority
@@ -271,29 +269,29 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
 
     async def _embedder(self, name: str) -> EmbeddingModel | TurnEmbedder:
         """Raises NotFound, FailedPrecondition (MODEL_NOT_LOADED, NO_EMBEDDINGS)."""
-        beside = self._embedding_model
+        beside = self._parts.embedding_model
         if beside is not None and name in ("", beside.name):
             return beside
-        embedder = (await self._host.awake(name)).embedder
+        embedder = (await self._parts.host.awake(name)).embedder
         if not embedder.dimensions:
             raise FailedPrecondition("model: its hidden rows cannot be had", reason="NO_EMBEDDINGS", field="model")
         return embedder
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
-        beside = [] if self._embedding_model is None else [self._embedding_model.name]
-        return pb.ListModelsResponse(models=[self._model(name) for name in (*self._host.names, *beside)])
+        beside = [] if self._parts.embedding_model is None else [self._parts.embedding_model.name]
+        return pb.ListModelsResponse(models=[self._model(name) for name in (*self._parts.host.names, *beside)])
 
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
-        if self._embedding_model is not None and request.model == self._embedding_model.name:
+        if self._parts.embedding_model is not None and request.model == self._parts.embedding_model.name:
             return pb.GetModelResponse(model=self._model(request.model))
-        name = request.model or self._host.serving("").name
-        return pb.GetModelResponse(model=self._model(self._host.check_known(name)))
+        name = request.model or self._parts.host.serving("").name
+        return pb.GetModelResponse(model=self._model(self._parts.host.check_known(name)))
 
     async def LoadModel(self, request: pb.LoadModelRequest, context: Any) -> None:
         self._check_acts_for_all("LoadModel")
         self._check_serves()
         began_s, told, told_s = time.monotonic(), None, 0.0
-        loading = asyncio.create_task(self._host.load(request.model, drop_unstored=request.drop_unstored))
+        loading = asyncio.create_task(self._parts.host.load(request.model, drop_unstored=request.drop_unstored))
         loading.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may be left to hear it
         # At once, then whenever the stage changes: a caller knows that the load has begun, however short it is.
         while not (await asyncio.wait({loading}, timeout=0 if told is None else _STAGE_S))[0]:
@@ -309,7 +307,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
     async def UnloadModel(self, request: pb.UnloadModelRequest, context: Any) -> pb.UnloadModelResponse:
         self._check_acts_for_all("UnloadModel")
         self._check_serves()
-        left = await self._host.unload(request.model, drop_unstored=request.drop_unstored)
+        left = await self._parts.host.unload(request.model, drop_unstored=request.drop_unstored)
         return pb.UnloadModelResponse(left=stats_messages.memories_left(left))
 
     async def GetCapabilities(
@@ -317,7 +315,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         request: pb.GetCapabilitiesRequest,
         context: Any,
     ) -> pb.GetCapabilitiesResponse:
-        limits, served = self._limits, self._host.served
+        limits, served = self._limits, self._parts.host.served
         return pb.GetCapabilitiesResponse(
             version=version("kvasir"),
             device=served.engine.device if served is not None else "",
@@ -334,8 +332,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         )
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
-        status = self._status()  # of now, and not of when a store that hangs has been given up
-        store = self._stores.get(current_principal().namespace)
+        status = self._parts.status()  # of now, and not of when a store that hangs has been given up
+        store = self._parts.stores.get(current_principal().namespace)
         is_reachable = store is not None and await store.is_there()
         return stats_messages.stats(status, self._namespaces(), store_is_reachable=is_reachable)
 
@@ -345,22 +343,22 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             yield
         except KvasirError as error:
             if not error.is_failure and not isinstance(error, Cancelled | DeadlineExceeded):
-                self._stats.of(namespace).refusals[error.reason] += 1
+                self._parts.stats.of(namespace).refusals[error.reason] += 1
             raise
 
     def _check_serves(self) -> None:
         check_serves(self._is_stopping)
 
     def _model(self, name: str) -> pb.Model:
-        if self._embedding_model is not None and name == self._embedding_model.name:
-            return embedding_model_message(self._embedding_model)
-        served = self._host.served
+        if self._parts.embedding_model is not None and name == self._parts.embedding_model.name:
+            return embedding_model_message(self._parts.embedding_model)
+        served = self._parts.host.served
         if served is None or served.name != name:
-            return pb.Model(name=name, state=_MODEL_STATES[self._host.state(name)])
-        return messages.model_message(served.engine.model, _MODEL_STATES[self._host.state(name)])
+            return pb.Model(name=name, state=_MODEL_STATES[self._parts.host.state(name)])
+        return messages.model_message(served.engine.model, _MODEL_STATES[self._parts.host.state(name)])
 
     def _load_stage(self) -> pb.LoadStage:
-        is_retiring = any(self._host.state(name) is ModelState.RETIRING for name in self._host.names)
+        is_retiring = any(self._parts.host.state(name) is ModelState.RETIRING for name in self._parts.host.names)
         return pb.LOAD_STAGE_RETIRING if is_retiring else pb.LOAD_STAGE_LOADING
 
     def _namespaces(self) -> str | None:

@@ -13,7 +13,7 @@ from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.engine import Engine
-from inference_svc.handover.passing import Opening, Promise, Stand, Surroundings
+from inference_svc.handover.passing import Opening, Promise, Stand
 from inference_svc.handover.resume_tokens import LIVES_S, ResumeTokens, WaitingReply
 from inference_svc.model.prompting import Tokenized
 from inference_svc.turns.phases import TakenTurn
@@ -35,12 +35,9 @@ class Taking:
         tokens: ResumeTokens,
         opening: Opening,
         request: TurnRequest,
-        version: str,
     ) -> None:
         """`request`: the opening's, checked. `room` counts the bytes of files that are not KV yet. Raises
-        FailedPrecondition (HANDOVER_NOT_ALIKE) and InvalidArgument.
-        """
-        Surroundings.of(engine, version).check_alike(opening.surroundings)
+        InvalidArgument."""
         if not opening.choices or not set(opening.choices) <= set(range(request.choices)):
             raise InvalidArgument("opening.choices: expected some of the request's", field="opening.choices")
         self._turns = turns

@@ -208,6 +208,15 @@ async def gather(events: Events) -> Reply:
     return reply
 
 
+@dataclass(frozen=True, slots=True)
+class StreamForm:
+    """How an API has a stream written."""
+
+    chunks: Chunks
+    error_event: Callable[[KvasirError], str]
+    headers: Mapping[str, str]
+
+
 class EventStream:
     """A turn's answer as a stream, once its first event has come. It ends the turn when its reader leaves."""
 
@@ -215,25 +224,21 @@ class EventStream:
         self,
         first: pb.GenerateResponse,
         events: Events,
-        chunks: Chunks,
-        *,
+        form: StreamForm,
         memory: Memory,
         numbers: GatewayNumbers,
         clock: Callable[[], float],
-        error_event: Callable[[KvasirError], str],
-        headers: Mapping[str, str],
     ) -> None:
         self._memory = memory
         self._numbers = numbers
         self._clock = clock
         self._first = first
         self._events = events
-        self._chunks = chunks
-        self._error_event = error_event
-        self._headers = {"cache-control": "no-cache", **headers}
+        self._form = form
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._headers.items()]
+        given = {"cache-control": "no-cache", **self._form.headers}
+        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in given.items()]
         self._numbers.open_streams += 1
         try:
             async with aclosing(self._events):
@@ -247,7 +252,7 @@ class EventStream:
             self._memory.left()
 
     async def _write(self, send: Send) -> None:
-        chunks = self._chunks
+        chunks = self._form.chunks
         try:
             await _piece(send, chunks.frames(self._first))
             async for event in self._events:
@@ -257,12 +262,12 @@ class EventStream:
                 self._numbers.written.add(self._clock() - received_s)
             await _piece(send, chunks.end())
         except KvasirError as error:
-            await _piece(send, self._error_event(error))
+            await _piece(send, self._form.error_event(error))
         except OSError:
             raise
         except Exception as error:  # noqa: BLE001 - a bug of ours; the status line is sent already
             _log.error("answer.failed error=%s at=%s", type(error).__name__, places(error))
-            await _piece(send, self._error_event(Internal("the answer ended by a bug of the gateway")))
+            await _piece(send, self._form.error_event(Internal("the answer ended by a bug of the gateway")))
 
 
 async def _piece(send: Send, text: str) -> None:

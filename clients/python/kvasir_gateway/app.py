@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvasir_gateway import agents, anthropic_messages, errors, models, openapi
-from kvasir_gateway.answering import ClientLeft, EventStream, Ready, Turns, gather, unless_left
+from kvasir_gateway.answering import ClientLeft, EventStream, Ready, StreamForm, Turns, gather, unless_left
 from kvasir_gateway.door.bodies import RequestRoom, Rooms
 from kvasir_gateway.door.connections import show_key
 from kvasir_gateway.door.security import Gate, Site
@@ -326,16 +326,9 @@ class Gateway:
                 memory.left()
             raise
         api = api_of(call.request.url.path)
-        return EventStream(
-            first,
-            events,
-            chunks(asked),
-            memory=memory,
-            numbers=self._around.numbers,
-            clock=self._around.clock,
-            error_event=partial(errors.ended_by, api, call.request_id),
-            headers={**headers, "content-type": api.stream_type},
-        )
+        error_event = partial(errors.ended_by, api, call.request_id)
+        form = StreamForm(chunks(asked), error_event, {**headers, "content-type": api.stream_type})
+        return EventStream(first, events, form, memory, self._around.numbers, self._around.clock)
 
     def _told(self, call: Call, agent_id: str, turn: Turn, started: pb.Started) -> dict[str, str]:
         """What is known once a turn has begun, for its reader and for the operator's page."""

@@ -21,7 +21,7 @@ from kvasir.status import from_rpc_error
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.edge.roles import ALLOWED_ROLES, SERVICE_NAME
-from cachestore_svc.edge.service import CacheStoreService, add_to_server
+from cachestore_svc.edge.service import CacheStoreService, ServiceLimits, StoreParts, add_to_server
 from cachestore_svc.moving.bringing import Bringing
 from cachestore_svc.moving.outbound import BlobReader
 from cachestore_svc.moving.peering.peer_limits import PeerLimits
@@ -61,18 +61,10 @@ async def served(root: Path, store: Store, budget_bytes: int, window_bytes: int 
     threads = StoreThreads()
     edge = EdgeServer(Listening(f"unix:{root}/s"), [SERVICE_NAME], ALLOWED_ROLES, Reports(lambda: "r"))
     reader, peers = BlobReader(store, threads, SharedRoom(budget_bytes)), Peers(PeerBook)
-    service = CacheStoreService(
-        store,
-        threads,
-        reader,
-        Transfers(store, threads, reader, peers, Bringing(store, threads, peers, PeerLimits(time.monotonic)), 2.0),
-        peers,
-        Repairs(store, threads, Peers(PeerBook), 2.0),
-        scrub_bytes_per_s=0,
-        max_blob_bytes=64 * MIB,
-        stall_timeout_s=2.0,
-        stopping=edge.stopping,
-    )
+    bringing = Bringing(store, threads, peers, PeerLimits(time.monotonic))
+    transfers = Transfers(store, threads, reader, peers, bringing, 2.0)
+    parts = StoreParts(store, threads, reader, transfers, peers, Repairs(store, threads, Peers(PeerBook), 2.0))
+    service = CacheStoreService(parts, ServiceLimits(0, 64 * MIB, 2.0), edge.stopping)
     add_to_server(service, edge.grpc)
     await edge.start()
     options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", window_bytes)]

@@ -76,7 +76,7 @@ def taking_one(served: ServedModel, agent_id: str = "") -> Taking:
     opening = Opening(Surroundings.of(served.engine, VERSION), request, "taken", "owner", begun, (0,))
     checked = wire.read_request(opening, "default", 1 << 20)
     room, waiting = SharedRoom(1 << 30), ResumeTokens(lambda: "token", time.monotonic)
-    taking = Taking(served.turns, served.engine, room, waiting, opening, checked, VERSION)
+    taking = Taking(served.turns, served.engine, room, waiting, opening, checked)
     taking.add_stand(Stand(0, CarriedTurn(tokens.ids, 0, 0, 0, (0, 1), (), {0: 0}, Timings()), 0, 0))
     return taking
 
