@@ -21,7 +21,8 @@ from cachestore_svc.facts.records import (
     LineQuery,
     SnapshotPage,
 )
-from cachestore_svc.index.catalog import AgentFilter, Catalog, CatalogView
+from cachestore_svc.index.catalog import Catalog, CatalogView
+from cachestore_svc.index.ports.agents import AgentFilter
 
 # Agents of one operation of the index: some milliseconds.
 _AGENTS_AT_ONCE = 50

@@ -22,7 +22,8 @@ from cachestore_svc.facts.records import (
     SnapshotVersion,
 )
 from cachestore_svc.index import listing
-from cachestore_svc.index.catalog import AgentFilter, CatalogChange, CatalogView
+from cachestore_svc.index.catalog import CatalogChange, CatalogView
+from cachestore_svc.index.ports.agents import AgentFilter
 from cachestore_svc.index.resting import gone_by
 from cachestore_svc.store.leases import Leases
 from cachestore_svc.upkeep import expiring

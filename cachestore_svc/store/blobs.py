@@ -16,7 +16,8 @@ from cachestore_svc.blobs.blob_writer import finish_all as finish_all
 from cachestore_svc.core import Core, not_found
 from cachestore_svc.facts.limits import check_range
 from cachestore_svc.facts.records import MAX_DIGESTS_PER_REQUEST, BlobKind, WriteStatus
-from cachestore_svc.index.catalog import SLICE, BlobEntry, CatalogChange, CatalogView
+from cachestore_svc.index.catalog import SLICE, CatalogChange, CatalogView
+from cachestore_svc.index.ports.blobs import BlobEntry
 from cachestore_svc.upkeep import collecting
 
 

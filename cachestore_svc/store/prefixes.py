@@ -16,7 +16,8 @@ from kvasir.formats.layer_groups import first_touched_block
 from cachestore_svc.core import Core
 from cachestore_svc.facts.limits import check_hash, check_range
 from cachestore_svc.facts.records import MAX_BLOCK_HASHES_PER_REQUEST, MAX_GROUPS_PER_REQUEST, FoundPrefix, GroupBlocks
-from cachestore_svc.index.catalog import SLICE, BlobEntry, CatalogView
+from cachestore_svc.index.catalog import SLICE, CatalogView
+from cachestore_svc.index.ports.blobs import BlobEntry
 
 
 def check_groups(groups: Sequence[int]) -> None:

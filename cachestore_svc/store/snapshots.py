@@ -19,7 +19,8 @@ from cachestore_svc.facts.records import (
     detail_of_turn,
 )
 from cachestore_svc.index import listing
-from cachestore_svc.index.catalog import CatalogChange, Commit, Done
+from cachestore_svc.index.catalog import CatalogChange
+from cachestore_svc.index.ports.versions import Commit, Done
 from cachestore_svc.index.refusals import missing
 from cachestore_svc.store.leases import Leases
 

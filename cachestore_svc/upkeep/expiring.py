@@ -14,7 +14,8 @@ from kvasir.errors import InvalidArgument, KvasirError
 
 from cachestore_svc.core import Core
 from cachestore_svc.facts.records import AgentDeleted, AgentRecord, LineQuery, StoreConfig
-from cachestore_svc.index.catalog import HOUSE, AgentFilter, CatalogChange, CatalogView
+from cachestore_svc.index.catalog import HOUSE, CatalogChange, CatalogView
+from cachestore_svc.index.ports.agents import AgentFilter
 from cachestore_svc.upkeep.passed_time import ClockReading
 
 # Agents of one operation of the index: some milliseconds.

@@ -10,7 +10,7 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.facts.limits import check_all_labels
 from cachestore_svc.facts.ownership import FIRST_MOVE, gone
 from cachestore_svc.facts.records import AgentRecord, AgentUsage
-from cachestore_svc.index.catalog import AgentFilter
+from cachestore_svc.index.ports.agents import AgentFilter
 from cachestore_svc.index.refusals import no_agent
 from cachestore_svc.index.sqlite import garbage, versions
 from cachestore_svc.index.sqlite.blobs import find_namespace, make_namespace
@@ -58,14 +58,12 @@ def make_agent(rows: Rows, namespace: str, name: str, now_unix_ms: int) -> Agent
 
 
 def get_agent(rows: Rows, namespace: str, agent_id: str, default_retained: int) -> AgentRecord:
-    """An agent with its labels and the newest version of each line. Raises NotFound."""
     return record(rows, namespace, get_row(rows, namespace, agent_id), default_retained)
 
 
 def agents_after(
     rows: Rows, wanted: AgentFilter, after: str, count: int, default_retained: int
 ) -> tuple[list[str], list[AgentRecord]]:
-    """The `count` names that follow, fewer if they are the last; and which of these agents are wanted."""
     sql = f"SELECT {_COLUMNS} FROM agents WHERE namespace_id = ?"  # noqa: S608
     which: list[Parameter] = [find_namespace(rows, wanted.namespace)]
     if rows.names.keep_order:  # else each page looks at all of them
@@ -102,8 +100,6 @@ def record(rows: Rows, namespace: str, agent: AgentRow, default_retained: int) -
 
 
 def count_unused(rows: Rows, namespace: str, agent_id: str, passed_ms: int) -> None:
-    """Add to an agent's unused time; an agent that was used since the last count starts from 0. No effect if it is
-    gone."""
     if agent := find_agent(rows, namespace, agent_id):
         unused_ms = _unused_ms(rows, agent.id)
         is_known = rows.one("SELECT 1 FROM unused WHERE agent_id = ? AND used = ?", agent.id, _used(rows, agent.id))
@@ -145,8 +141,6 @@ def set_labels(rows: Rows, agent_id: int, labels: Mapping[str, str]) -> None:
 
 
 def forget_agent(rows: Rows, namespace: str, agent_id: str, force: bool, now_unix_ms: int) -> int:
-    """Forget an agent and its lines, and mark what nothing holds any more; the bytes of that. Raises NotFound, and
-    FailedPrecondition (AGENT_PINNED) unless `force`."""
     agent = get_row(rows, namespace, agent_id)
     if agent.is_pinned and not force:
         raise FailedPrecondition(
@@ -175,7 +169,6 @@ def update_agent(
     is_pinned: bool | None,
     retained_versions: int | None,
 ) -> None:
-    """Change what is given. Raises NotFound; InvalidArgument before anything is changed."""
     agent = get_row(rows, namespace, agent_id)
     wanted = {**labels_of(rows, agent.id), **labels}
     check_all_labels({name: value for name, value in wanted.items() if value})
@@ -189,7 +182,6 @@ def update_agent(
 
 
 def held_digests(rows: Rows, namespace: str, agent_id: str) -> list[Digest]:
-    """Every blob that some version of the agent holds, manifests too, but for those in quarantine. Raises NotFound."""
     found = rows.all(
         """WITH held (manifest_id) AS (
                 SELECT DISTINCT manifest_id FROM versions JOIN lines ON lines.id = versions.line_id
@@ -204,7 +196,6 @@ def held_digests(rows: Rows, namespace: str, agent_id: str) -> list[Digest]:
 
 
 def usage_of(rows: Rows, namespace: str, agent_id: str) -> AgentUsage:
-    """The blobs that the agent's versions name, and those that others' name too. Raises NotFound."""
     agent = get_row(rows, namespace, agent_id).id
     held = "FROM versions JOIN lines ON lines.id = versions.line_id WHERE lines.agent_id"
     others = "SELECT 1 FROM versions JOIN lines ON lines.id = versions.line_id"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.blob_checks import BlobFacts, schema_hash
-from cachestore_svc.index.catalog import BlobEntry
+from cachestore_svc.index.ports.blobs import BlobEntry
 from cachestore_svc.index.sqlite.rows import HASH, KEYED, PLAIN, Parameter, Rows, Text
 
 _COLUMNS = """id, hash, size_bytes, kind, kv_identity_hash, start, tokens, chain, schema_hash, is_damaged,
@@ -35,7 +35,6 @@ def find_blob(rows: Rows, namespace: str, digest: Digest) -> BlobEntry | None:
 
 
 def find_blobs(rows: Rows, namespace: str, digests: Iterable[Digest]) -> dict[Digest, BlobEntry]:
-    """The entries of listed blobs, damaged ones too. A digest whose size is another blob's finds nothing."""
     wanted = set(digests)
     found = entries_of(rows, namespace, [digest.hash for digest in wanted])
     return {digest: blob for blob in found if (digest := blob.digest) in wanted}
@@ -53,8 +52,6 @@ def entries_of(rows: Rows, namespace: str, hashes: Sequence[str]) -> Iterator[Bl
 
 
 def add_blobs(rows: Rows, namespace: str, blobs: Sequence[tuple[Digest, BlobFacts]], now_unix_ms: int) -> list[bool]:
-    """List blobs whose files are durable. True for each that is new, False where it replaces a damaged one, whose rest
-    then begins again."""
     namespace_id = make_namespace(rows, namespace)
     schemas = {facts.schema: PLAIN(schema_hash(facts.schema)) for _, facts in blobs if facts.identity}
     rows.many("INSERT OR IGNORE INTO schemas VALUES (?, ?)", [(hash_, PLAIN(text)) for text, hash_ in schemas.items()])
@@ -86,12 +83,10 @@ def _columns_of(facts: BlobFacts, schemas: Mapping[str, Text], now_unix_ms: int)
 
 
 def promise(rows: Rows, blobs: Sequence[BlobEntry], now_unix_ms: int) -> None:
-    """Note that a caller relies on these."""
     rows.many("UPDATE blobs SET promised_unix_ms = ? WHERE id = ?", [(now_unix_ms, blob.id) for blob in blobs])
 
 
 def set_damaged(rows: Rows, namespace: str, digest: Digest, is_damaged: bool) -> bool:
-    """Quarantine a blob, or take it out. True when that changed something."""
     changed = rows.run(
         "UPDATE blobs SET is_damaged = ? WHERE namespace_id = ? AND hash = ? AND size_bytes = ? AND is_damaged <> ?",
         is_damaged,
@@ -113,7 +108,6 @@ def damaged_blobs(rows: Rows, namespace: str) -> list[Digest]:
 
 
 def whole_blobs(rows: Rows, namespace: str) -> list[Digest]:
-    """Every blob of the namespace that is not in quarantine."""
     found = rows.all(
         "SELECT hash, size_bytes FROM blobs WHERE namespace_id = ? AND NOT is_damaged", find_namespace(rows, namespace)
     )
@@ -121,7 +115,6 @@ def whole_blobs(rows: Rows, namespace: str) -> list[Digest]:
 
 
 def blobs_after(rows: Rows, namespace: str, number: int, limit: int) -> list[tuple[int, Digest]]:
-    """Blobs of the namespace behind one, with their own numbers; those in quarantine too."""
     found = rows.all(
         "SELECT id, hash, size_bytes FROM blobs WHERE namespace_id = ? AND id > ? ORDER BY id LIMIT ?",
         *(find_namespace(rows, namespace), number, limit),
@@ -130,24 +123,20 @@ def blobs_after(rows: Rows, namespace: str, number: int, limit: int) -> list[tup
 
 
 def all_hashes(rows: Rows) -> set[str]:
-    """Hashes of the blobs of every namespace, damaged ones too."""
     return {str(hash_) for (hash_,) in rows.all("SELECT hash FROM blobs")}
 
 
 def hashes_of(rows: Rows, namespace: str) -> set[str]:
-    """Hashes of the namespace's blobs, damaged ones too."""
     found = rows.all("SELECT hash FROM blobs WHERE namespace_id = ?", find_namespace(rows, namespace))
     return set(rows.names.open_hashes([hash_ for (hash_,) in found]))
 
 
 def has_hash(rows: Rows, namespace: str, hash_: str) -> bool:
-    """Whether the namespace lists a blob of this hash, damaged or not."""
     namespace_id = find_namespace(rows, namespace)
     return rows.one("SELECT 1 FROM blobs WHERE namespace_id = ? AND hash = ?", namespace_id, HASH(hash_)) is not None
 
 
 def stored_bytes(rows: Rows) -> dict[str, int]:
-    """Bytes of all blobs, by namespace."""
     return dict(
         rows.all(
             """SELECT namespaces.name, SUM(blobs.size_bytes)

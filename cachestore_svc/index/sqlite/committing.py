@@ -13,8 +13,9 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.blobs.manifests import ManifestFacts, NamedBlob, SharedBlock, unfit
 from cachestore_svc.facts.ownership import check_takes_copy
 from cachestore_svc.facts.records import LineQuery, Origin, SnapshotVersion
-from cachestore_svc.index.catalog import BlobEntry, Commit, Done
 from cachestore_svc.index.live_leases import LiveLeases
+from cachestore_svc.index.ports.blobs import BlobEntry
+from cachestore_svc.index.ports.versions import Commit, Done
 from cachestore_svc.index.refusals import head_moved, missing, unfit_blob
 from cachestore_svc.index.sqlite import agents, blobs, provenance, versions
 from cachestore_svc.index.sqlite.rights import leases, owners
@@ -22,7 +23,6 @@ from cachestore_svc.index.sqlite.rows import KEYED, PLAIN, Rows
 
 
 def commit_version(rows: Rows, asked: Commit, live: LiveLeases, now_unix_ms: int) -> Done:
-    """Make a manifest the agent's next version, in its line. Raises Conflict, FailedPrecondition; see Store.commit."""
     namespace, agent_id, kv_hash = asked.line
     blobs.make_namespace(rows, namespace)
     manifest = _find_manifest(rows, namespace, asked.manifest)
@@ -58,7 +58,6 @@ def retain(rows: Rows, agent: agents.AgentRow, line_id: int, default_retained: i
 
 
 def bound_blobs(rows: Rows, namespace: str, kv_hash: str, block_hashes: Sequence[str]) -> dict[str, BlobEntry]:
-    """Blobs by those of the block hashes that are bound to one which is whole and was not brought."""
     bound = rows.all(
         """SELECT wanted.key, blobs.hash, blobs.size_bytes FROM json_each(?) AS wanted
             JOIN prefixes ON prefixes.block_hash = wanted.value JOIN blobs ON blobs.id = prefixes.blob_id

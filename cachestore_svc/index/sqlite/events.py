@@ -23,7 +23,7 @@ from cachestore_svc.facts.records import (
     Origin,
     SnapshotVersion,
 )
-from cachestore_svc.index.catalog import History
+from cachestore_svc.index.ports.events import History
 from cachestore_svc.index.sqlite.blobs import find_namespace, make_namespace
 from cachestore_svc.index.sqlite.rows import AGENT, DETAIL, HASH, PLAIN, REQUEST, Column, Rows
 
@@ -38,7 +38,6 @@ _COLUMNS = {
 
 
 def add_events(rows: Rows, history: History, namespace: str, bodies: Iterable[EventBody], now_unix_ms: int) -> None:
-    """Add events, and let go of the oldest beyond the limit."""
     namespace_id = make_namespace(rows, namespace)
     for body in bodies:
         rows.run("UPDATE namespaces SET last_event = last_event + 1 WHERE id = ?", namespace_id)
@@ -50,18 +49,15 @@ def add_events(rows: Rows, history: History, namespace: str, bodies: Iterable[Ev
 
 
 def fact(rows: Rows, name: str) -> str | None:
-    """What the store noted under this name."""
     found = rows.one("SELECT value FROM facts WHERE name = ?", PLAIN(name))
     return None if found is None else str(found[0])
 
 
 def set_fact(rows: Rows, name: str, value: str) -> None:
-    """Note something of the store's own."""
     rows.run("INSERT OR REPLACE INTO facts (name, value) VALUES (?, ?)", PLAIN(name), PLAIN(value))
 
 
 def events_after(rows: Rows, history: History, namespace: str, cursor: EventCursor | None, limit: int) -> EventBatch:
-    """Events after a cursor. One of another incarnation, of the future, or too old has lost some."""
     namespace_id = find_namespace(rows, namespace)
     last = _last(rows, namespace_id)
     now = EventCursor(history.incarnation, last)

@@ -10,7 +10,7 @@ from kvasir.formats.digest import Digest
 
 from cachestore_svc.facts.records import AgentDeleted, AgentUpdated, EventBody
 from cachestore_svc.index import eviction
-from cachestore_svc.index.catalog import Deadlines, Evicted, NotEnough
+from cachestore_svc.index.ports.garbage import Deadlines, Evicted, NotEnough
 from cachestore_svc.index.sqlite import versions
 from cachestore_svc.index.sqlite.blobs import find_namespace
 from cachestore_svc.index.sqlite.rows import AGENT, Rows
@@ -29,7 +29,6 @@ def mark_unheld(rows: Rows, namespace: str, now_unix_ms: int) -> int:
 
 
 def count_unheld(rows: Rows, namespace: str) -> tuple[int, int]:
-    """How many unheld blobs are not marked yet, and the bytes of all that nothing holds."""
     found = rows.one(
         f"""SELECT COALESCE(SUM(marked_unix_ms IS NULL), 0), COALESCE(SUM(size_bytes), 0) FROM blobs
             WHERE namespace_id = ? AND NOT {versions.IS_REFERENCED}""",  # noqa: S608
@@ -40,7 +39,6 @@ def count_unheld(rows: Rows, namespace: str) -> tuple[int, int]:
 
 
 def rested(rows: Rows, namespace: str, deadlines: Deadlines, limit: int) -> list[tuple[int, Digest]]:
-    """Marked blobs that may go: still unheld, and neither marked nor promised within the grace period."""
     found = rows.all(
         f"""SELECT id, hash, size_bytes FROM blobs
             WHERE namespace_id = ? AND marked_unix_ms <= ? AND promised_unix_ms <= ? AND NOT {versions.IS_REFERENCED}
@@ -59,7 +57,6 @@ def remove_blobs(rows: Rows, blob_ids: Sequence[int]) -> None:
 
 
 def remove_unused_schemas(rows: Rows) -> None:
-    """Forget tensor schemas that no blob has."""
     rows.run("DELETE FROM schemas WHERE NOT EXISTS (SELECT 1 FROM blobs WHERE blobs.schema_hash = schemas.hash)")
 
 

@@ -28,7 +28,6 @@ def fork_agent(
 def roll_back(
     rows: Rows, query: LineQuery, version: int, expected_head: int | None, default_retained: int, now_unix_ms: int
 ) -> SnapshotVersion:
-    """A new newest version that is an old one, whichever line that is in. Raises NotFound, Conflict."""
     agent = agents.get_row(rows, query.namespace, query.agent_id)
     line = versions.line_with(rows, query, version)
     old = versions.get_version(rows, line, version)

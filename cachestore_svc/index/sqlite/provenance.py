@@ -11,7 +11,7 @@ there is so here, and so is what an engine here adds to it. A marked manifest sa
 
 from collections.abc import Sequence
 
-from cachestore_svc.index.catalog import BlobEntry
+from cachestore_svc.index.ports.blobs import BlobEntry
 from cachestore_svc.index.sqlite.rows import Rows, numbers
 
 BROUGHT, TEXT_OWN = 1, 2

@@ -1,6 +1,7 @@
 """Sums over a namespace's rows, a slice at a time, so that other work comes in between; a check counts all rows."""
 
-from cachestore_svc.index.catalog import SLICE, Sums
+from cachestore_svc.index.catalog import SLICE
+from cachestore_svc.index.ports.sums import Sums
 from cachestore_svc.index.sqlite import versions
 from cachestore_svc.index.sqlite.blobs import find_namespace
 from cachestore_svc.index.sqlite.rows import PLAIN, Rows
@@ -20,23 +21,14 @@ _KEPT_DAYS = 31
 
 
 def sums_of_agents(rows: Rows, namespace: str, after: str) -> Sums:
-    """Agents, versions, and bytes of the newest versions, over the next SLICE agents after `after`.
-
-    Also returns the last agent's name.
-    """
     return _slice(rows, namespace, _AGENTS, after)
 
 
 def sums_of_blobs(rows: Rows, namespace: str, after: str) -> Sums:
-    """Blobs, their bytes, how many are damaged, and bytes that nothing holds, over the next SLICE hashes after `after`.
-
-    Also returns the last hash.
-    """
     return _slice(rows, namespace, _BLOBS, after)
 
 
 def counts(rows: Rows, namespace: str) -> tuple[int, int]:
-    """Blobs and versions of a namespace, all in one operation."""
     namespace_id = find_namespace(rows, namespace)
     blobs = rows.one("SELECT COUNT(*) FROM blobs WHERE namespace_id = ?", namespace_id)
     snapshots = rows.one(
@@ -61,7 +53,6 @@ def count_written(rows: Rows, namespace: str, day: int, size_bytes: int) -> None
 
 
 def written(rows: Rows, day: int) -> dict[str, int]:
-    """Bytes written on a day, by namespace."""
     return dict(
         rows.all(
             """SELECT namespaces.name, bytes FROM written JOIN namespaces ON namespaces.id = namespace_id

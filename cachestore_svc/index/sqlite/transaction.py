@@ -1,6 +1,6 @@
 """The transaction that an operation gets, with every verb of the catalog.
 
-The verbs are functions of `Rows` that stand beside their tables. Here each becomes a method; nothing is wrapped.
+The verbs are functions of `Rows` that stand beside their tables; `index/ports` says what each does.
 """
 
 from cachestore_svc.index.sqlite import (

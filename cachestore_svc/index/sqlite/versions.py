@@ -12,7 +12,7 @@ from kvasir.errors import NotFound
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.facts.records import LineKey, LineQuery, Origin, SnapshotVersion
-from cachestore_svc.index.catalog import BlobEntry
+from cachestore_svc.index.ports.blobs import BlobEntry
 from cachestore_svc.index.refusals import no_agent, no_line
 from cachestore_svc.index.sqlite.blobs import find_blob, find_blobs, find_namespace
 from cachestore_svc.index.sqlite.provenance import TEXT_OWN
@@ -111,7 +111,6 @@ def touch(rows: Rows, line_id: int, now_unix_ms: int) -> None:
 
 
 def get_snapshot(rows: Rows, query: LineQuery, version: int | None) -> tuple[SnapshotVersion, int]:
-    """The version of that number (None: the newest), and when its line was last used. Raises NotFound."""
     line = line_with(rows, query, version)
     return get_version(rows, line, version), line.used_unix_ms
 
@@ -126,14 +125,11 @@ def line_with(rows: Rows, query: LineQuery, version: int | None) -> Line:
 
 
 def newest_of(rows: Rows, line: LineQuery | LineKey) -> SnapshotVersion | None:
-    """The newest version of the line, or of the agent where no line is named, if there is any."""
     found = find_line(rows, line)
     return get_version(rows, found, None) if found else None
 
 
 def snapshots_after(rows: Rows, query: LineQuery, before: int, after_line: str, limit: int) -> list[SnapshotVersion]:
-    """Versions of an agent, or of one of its lines, newest first: those below `before`, and that of this number in
-    lines behind `after_line`. Raises NotFound."""
     found = rows.all(
         f"""{_SNAPSHOT} WHERE lines.agent_id = ? AND (? IS NULL OR lines.kv_identity_hash = ?)
             AND (versions.version < ? OR (versions.version = ? AND lines.kv_identity_hash > ?))
@@ -237,7 +233,6 @@ def named_digests(rows: Rows, manifest_id: int) -> list[Digest]:
 
 
 def named_after(rows: Rows, namespace: str, manifest: Digest, position: int, limit: int) -> list[tuple[int, Digest]]:
-    """Blobs that a manifest names behind a position, with theirs."""
     found = rows.all(
         """SELECT manifest_blobs.position, blobs.hash, blobs.size_bytes FROM manifest_blobs
             JOIN blobs ON blobs.id = manifest_blobs.blob_id
@@ -254,7 +249,6 @@ def named_after(rows: Rows, namespace: str, manifest: Digest, position: int, lim
 
 
 def is_held(rows: Rows, namespace: str, manifest: Digest) -> bool:
-    """Whether some version is this manifest."""
     found = rows.one(
         """SELECT 1 FROM manifests JOIN blobs ON blobs.id = manifests.blob_id
             WHERE blobs.namespace_id = ? AND blobs.hash = ? AND blobs.size_bytes = ?""",
@@ -266,7 +260,6 @@ def is_held(rows: Rows, namespace: str, manifest: Digest) -> bool:
 
 
 def held_manifests(rows: Rows, namespace: str) -> list[Digest]:
-    """Manifests that some version is, those in quarantine left out."""
     found = rows.all(
         """SELECT blobs.hash, blobs.size_bytes FROM manifests JOIN blobs ON blobs.id = manifests.blob_id
             WHERE blobs.namespace_id = ? AND NOT blobs.is_damaged""",
@@ -282,7 +275,6 @@ def names_others(rows: Rows, namespace: str, manifest: Digest, named: Sequence[D
 
 
 def hold_anew(rows: Rows, namespace: str, manifest: Digest, named: Sequence[Digest]) -> None:
-    """Rewrite a manifest's references to those of its blobs that are listed."""
     if not is_held(rows, namespace, manifest):
         return
     found = find_blobs(rows, namespace, [manifest, *named])
@@ -295,8 +287,6 @@ def hold_anew(rows: Rows, namespace: str, manifest: Digest, named: Sequence[Dige
 
 
 def has_had(rows: Rows, query: LineQuery, manifest_hash: str) -> bool:
-    """Whether a version of the agent is or was this manifest. Of versions that are not kept, its last thousand and
-    those that another store brought are remembered."""
     found = rows.one(
         """SELECT 1 FROM agents JOIN namespaces ON namespaces.id = agents.namespace_id
             WHERE namespaces.name = ? AND agents.name = ? AND (

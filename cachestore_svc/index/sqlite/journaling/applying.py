@@ -10,7 +10,7 @@ from kvasir.formats.digest import Digest
 
 from cachestore_svc.facts.ownership import Ownership, OwnerState
 from cachestore_svc.facts.records import LineKey, LineQuery, Origin
-from cachestore_svc.index.catalog import ReadManifest, Unheld
+from cachestore_svc.index.ports.journal import ReadManifest, Unheld
 from cachestore_svc.index.sqlite import agents, blobs, committing, versions
 from cachestore_svc.index.sqlite.rights import leases, owners
 from cachestore_svc.index.sqlite.rows import DETAIL, HASH, Rows
@@ -18,7 +18,6 @@ from cachestore_svc.journal.replay import Change, Version, VersionKey
 
 
 def apply_changes(rows: Rows, read: ReadManifest, changes: Iterable[Change]) -> None:
-    """Let changes happen. Raises Unheld, and what `read` raises."""
     for kind, namespace, *rest in changes:
         if kind == "version":
             agent, kv_hash, number, *facts = rest
@@ -28,7 +27,6 @@ def apply_changes(rows: Rows, read: ReadManifest, changes: Iterable[Change]) -> 
 
 
 def fence_changes(rows: Rows, changes: Iterable[Change]) -> None:
-    """Shut out late writers, as what takes back a memory does: leases are not in the journal."""
     for kind, namespace, agent, *rest in changes:
         is_taken_back = kind == "version" and Version._make(rest[2:]).origin != Origin.TURN
         if is_taken_back or kind in ("forget", "owner"):
@@ -36,7 +34,6 @@ def fence_changes(rows: Rows, changes: Iterable[Change]) -> None:
 
 
 def hold_version(rows: Rows, read: ReadManifest, namespace: str, agent_id: str, key: VersionKey, new: Version) -> None:
-    """Write a version with the number that it had. Raises Unheld, and what `read` raises."""
     kv_hash, number = key
     blobs.make_namespace(rows, namespace)
     manifest = blobs.find_blob(rows, namespace, Digest(new.manifest_hash, new.manifest_size_bytes))

@@ -35,7 +35,6 @@ _MANIFESTS = """SELECT manifests.blob_id, token_count, total_bytes, request_id, 
 
 
 def has_tables(rows: Rows) -> bool:
-    """Whether this is the database of a store at all."""
     return bool(rows.columns("versions"))
 
 
@@ -45,7 +44,6 @@ def has_marks(rows: Rows) -> bool:
 
 
 def journal_position(rows: Rows) -> tuple[str, Position] | None:
-    """The journal's store and how far the index followed it; None when it never had a journal."""
     found = fact(rows, _FACT)
     if found is None:
         return None
@@ -58,19 +56,16 @@ def set_journal_position(rows: Rows, store: str, reached: Position) -> None:
 
 
 def incarnation(rows: Rows, inode: str) -> str | None:
-    """The name of the event history; None when there is none, or when the database was written under another inode."""
     return fact(rows, "incarnation") if fact(rows, "inode") == inode else None
 
 
 def begin_incarnation(rows: Rows, inode: str, name: str) -> str:
-    """Give the event history a name; that name."""
     set_fact(rows, "incarnation", name)
     set_fact(rows, "inode", inode)
     return name
 
 
 def forget_incarnation(rows: Rows) -> None:
-    """The history lost events: the next start gives it another name."""
     rows.run("DELETE FROM facts WHERE name = 'incarnation'")
 
 
@@ -90,7 +85,6 @@ def wrong_indexes(rows: Rows) -> bool:
 
 
 def dangling_rows(rows: Rows) -> list[str]:
-    """Rows that name a row that is not there, in words."""
     found = rows.all("PRAGMA foreign_key_check")
     return [f"a row of {row[0]} names a row of {row[2]} that is not there" for row in found]
 
@@ -112,7 +106,6 @@ def fingerprint(rows: Rows, manifest_id: int) -> str:
 
 
 def state(rows: Rows) -> State:
-    """Everything that the journal records, as the index has it now."""
     found_state: State = {name: Namespace() for (name,) in rows.all("SELECT name FROM namespaces NOT INDEXED")}
     agents: dict[Any, Agent] = {}
     of_lines: dict[Any, tuple[Any, Agent]] = {}
@@ -143,12 +136,10 @@ def state(rows: Rows) -> State:
 
 
 def state_anyway(rows: Rows) -> State:
-    """The same where text is damaged: it is then read as what it resembles."""
     return _read_anyway(rows, state)
 
 
 def namespaces_anyway(rows: Rows) -> list[str]:
-    """Names of all namespaces, where text is damaged, too."""
     return _read_anyway(rows, _namespaces)
 
 

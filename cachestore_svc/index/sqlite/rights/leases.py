@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from kvasir.errors import Conflict, FailedPrecondition, NotFound
 
 from cachestore_svc.facts.records import LeaseToken, LineKey, LineQuery
-from cachestore_svc.index.catalog import UnreleasedLease
 from cachestore_svc.index.live_leases import LiveLeases
+from cachestore_svc.index.ports.rights import UnreleasedLease
 from cachestore_svc.index.sqlite.blobs import find_namespace, make_namespace
 from cachestore_svc.index.sqlite.events import fact, set_fact
 from cachestore_svc.index.sqlite.rows import AGENT, PLAIN, Parameter, Rows, Text
@@ -74,7 +74,6 @@ def set_lease_floor(rows: Rows, generation: int) -> None:
 
 
 def release_lease(rows: Rows, line: LineKey, live: LiveLeases, token: LeaseToken) -> None:
-    """Give back one's own lease. Raises Conflict (LEASE_FENCED), NotFound."""
     _check_own(rows, line, token)
     rows.run(f"UPDATE leases SET is_released = 1 WHERE {_KEY}", *_key(rows, line))  # noqa: S608
     live.drop(line)
@@ -103,12 +102,10 @@ def fence_all(rows: Rows, query: LineQuery) -> None:
 
 
 def held_leases(rows: Rows, query: LineQuery, live: LiveLeases) -> list[LineKey]:
-    """Lines of an agent whose lease is live."""
     return [line for line, row in _rows_of(rows, query) if _left_s(live, line, row)]
 
 
 def unreleased_leases(rows: Rows) -> list[UnreleasedLease]:
-    """Leases of all lines that were not released. How long each had still to go at the last end is not known."""
     found = rows.all(
         f"""SELECT namespaces.name, agent_name, {_COLUMNS}
             FROM leases JOIN namespaces ON namespaces.id = leases.namespace_id WHERE NOT is_released"""  # noqa: S608

@@ -8,7 +8,6 @@ _COLUMNS = "state, generation, peer, move_id, since_unix_ms, was_owned, tells, h
 
 
 def ownership_of(rows: Rows, namespace: str, agent_id: str) -> Ownership:
-    """What is known of an agent's owner; HERE where nothing is."""
     found = rows.one(
         f"SELECT {_COLUMNS} FROM owners WHERE namespace_id = ? AND agent_name = ?",  # noqa: S608
         find_namespace(rows, namespace),
@@ -44,7 +43,6 @@ def all_owners(rows: Rows, namespace: str) -> list[tuple[str, Ownership]]:
 
 
 def unfinished_moves(rows: Rows, namespace: str) -> list[tuple[str, Ownership]]:
-    """Agents that are on their way, or whose owner must still be announced."""
     found = rows.all(
         f"""SELECT agent_name, {_COLUMNS} FROM owners
             WHERE namespace_id = ? AND (state IN (?, ?) OR tells <> '') ORDER BY agent_name""",  # noqa: S608
@@ -54,7 +52,6 @@ def unfinished_moves(rows: Rows, namespace: str) -> list[tuple[str, Ownership]]:
 
 
 def count_owners(rows: Rows, namespace: str, peer: str) -> tuple[int, int]:
-    """Facts that a peer has a part in, and agents that are on their way to it."""
     found = rows.one(
         """SELECT COUNT(*), COALESCE(SUM(state = ? AND peer = ?), 0) FROM owners
             WHERE namespace_id = ? AND instr(' ' || replace(had_by, '?', '') || ' ', ?)""",

@@ -1,0 +1,69 @@
+"""What holds on to blobs, and what nothing holds any more."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvasir.formats.digest import Digest
+
+from cachestore_svc.facts.records import EventBody
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Marks and promises older than these have rested."""
+
+    marked_until_unix_ms: int
+    promised_until_unix_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """What an eviction gave up."""
+
+    freed: list[Digest]
+    events: list[EventBody]
+    versions: int
+
+
+class NotEnough(Exception):
+    """Giving up all that may go would not free enough; so nothing was given up."""
+
+
+class GarbageView(Protocol):
+    def named_after(self, namespace: str, manifest: Digest, position: int, limit: int) -> list[tuple[int, Digest]]:
+        """Blobs that a manifest names behind a position, with theirs."""
+
+    def is_held(self, namespace: str, manifest: Digest) -> bool:
+        """Whether some version is this manifest."""
+
+    def held_manifests(self, namespace: str) -> list[Digest]:
+        """Manifests that some version is, those in quarantine left out."""
+
+    def names_others(self, namespace: str, manifest: Digest, named: Sequence[Digest]) -> bool:
+        """Whether a manifest that is held holds on to other blobs than these."""
+
+    def count_unheld(self, namespace: str) -> tuple[int, int]:
+        """How many unheld blobs are not marked yet, and the bytes of all that nothing holds."""
+
+    def rested(self, namespace: str, deadlines: Deadlines, limit: int) -> list[tuple[int, Digest]]:
+        """Marked blobs that may go, at most `limit` (-1: all): still unheld, and neither marked nor promised lately."""
+
+
+class GarbageChange(GarbageView, Protocol):
+    def hold_anew(self, namespace: str, manifest: Digest, named: Sequence[Digest]) -> None:
+        """Rewrite a manifest's references to those of its blobs that are listed."""
+
+    def mark_unheld(self, namespace: str, now_unix_ms: int) -> int:
+        """Mark the blobs that nothing holds; how many were not marked before."""
+
+    def remove_blobs(self, blob_ids: Sequence[int]) -> None:
+        """Unlist blobs that nothing holds."""
+
+    def remove_unused_schemas(self) -> None:
+        """Forget tensor schemas that no blob has."""
+
+    def evict(
+        self, namespace: str, wanted_bytes: int, evict_heads: bool, now_unix_ms: int, deadlines: Deadlines
+    ) -> Evicted:
+        """Give up versions until their blobs free enough at once. Raises NotEnough, which undoes all of it."""
