@@ -45,7 +45,7 @@ _EVENTS_AT_ONCE = 500
 
 @dataclass(frozen=True, slots=True)
 class StoreParts:
-    """What the calls are served with."""
+    """The parts that serve the calls."""
 
     store: Store
     threads: StoreThreads
@@ -57,7 +57,7 @@ class StoreParts:
 
 @dataclass(frozen=True, slots=True)
 class ServiceLimits:
-    """What the service's settings say of its calls."""
+    """The limits of calls, from the settings."""
 
     scrub_bytes_per_s: int
     max_blob_bytes: int

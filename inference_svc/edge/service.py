@@ -96,7 +96,7 @@ def new_seed() -> int:
 
 @dataclass(frozen=True, slots=True)
 class ServiceParts:
-    """What the calls are served with."""
+    """The parts that serve the calls."""
 
     host: ModelHost[ServedModel]
     stores: Mapping[str, RemoteCache]

@@ -1,1 +1,1 @@
-"""The verbs of the port `catalog.py`, by what they are about: what an operation may read of it, and write."""
+"""The verbs of the port `catalog.py`, by noun: a View to read, a Change to write as well."""

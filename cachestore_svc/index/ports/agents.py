@@ -1,4 +1,4 @@
-"""Agents, their labels, and what they hold."""
+"""Agents, their labels, and their blobs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

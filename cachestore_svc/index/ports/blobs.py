@@ -1,4 +1,4 @@
-"""Blobs: which a namespace lists, and what their entries say."""
+"""The entries of blobs."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The history of events, and what the store notes of itself."""
+"""The history of events, and the store's own notes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

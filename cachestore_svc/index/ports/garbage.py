@@ -1,4 +1,4 @@
-"""What holds on to blobs, and what nothing holds any more."""
+"""References to blobs, and blobs without any."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Namespaces, and sums over what they hold."""
+"""Namespaces, and sums over their agents and blobs."""
 
 from typing import Protocol
 

@@ -1,1 +1,1 @@
-"""The other stores: clients of them, and what each may do here."""
+"""The other stores: their clients here, and the bounds of each."""

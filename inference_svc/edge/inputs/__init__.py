@@ -1,1 +1,1 @@
-"""What a request for a turn says, checked and in our own values."""
+"""The input of a turn: from the wire to checked values."""

@@ -1,1 +1,1 @@
-"""What stands in the place of mlx-lm's own computing: rows that do not depend on their batch, attention over pages."""
+"""Computations that replace mlx-lm's own: rows that do not depend on their batch, attention over pages."""

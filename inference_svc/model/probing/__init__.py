@@ -1,1 +1,1 @@
-"""Layouts of models: tried before they are used, remembered, and what their KV costs."""
+"""Layouts of models: tried before use, remembered, and the bytes of their KV."""

@@ -1,1 +1,1 @@
-"""What chat templates read, and what of it stays as a memory has it."""
+"""Values that chat templates read, and those of them that stay as a memory has them."""

@@ -100,7 +100,7 @@ class EngineFiles(Table):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineMemory(Table):
-    """Models, and what is kept of their turns."""
+    """Models, and the KV of their turns."""
 
     memory_gib: float = option(
         4.0,
@@ -173,7 +173,7 @@ class EngineMemory(Table):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLimits(Table):
-    """How long, and how much."""
+    """Limits of bytes, turns and times."""
 
     longest_gap_ms: float = option(
         50.0,

@@ -58,7 +58,7 @@ class StoreFiles(Table):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreRetention(Table):
-    """What is kept, and for how long."""
+    """Quotas, versions and expiry."""
 
     quota_bytes: int | None = option(
         None,
@@ -100,7 +100,7 @@ class StoreRetention(Table):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreLimits(Table):
-    """What the store does beside its calls, and how long it waits."""
+    """Work in the background, and limits of calls."""
 
     write_budget_bytes: int | None = option(
         None,

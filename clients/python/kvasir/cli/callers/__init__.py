@@ -1,1 +1,1 @@
-"""The commands about who may call, and who did what."""
+"""The commands about callers: tokens, audit, reload."""

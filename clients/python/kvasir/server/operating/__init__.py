@@ -1,1 +1,1 @@
-"""What a service shows its operators: logs, audit, numbers, traces, and how it is."""
+"""For operators: logs, audit, numbers, traces, health."""
