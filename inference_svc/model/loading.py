@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 from inference_svc.kv.model_hooks.few_rows import take_few_rows
 from inference_svc.kv.model_hooks.plain_norms import take_plain_norms
 from inference_svc.kv.model_hooks.row_exact import make_row_exact
-from inference_svc.model.weights.placing import Placement, Tensors, place_weights
+from inference_svc.model.weights.placing import Placement, Tensors, let_go, place_weights
 from inference_svc.model.weights.weight_files import WeightFile, weight_files
 
 # MLX's CUDA back end commits a graph after 30 operations or 400 million values of input: an 8B model's step is more
@@ -108,11 +108,16 @@ def load(directory: Path, compute_type: str | None, *, copies_weights: bool = Fa
         reading = beside.submit(load_tokenizer, directory, eos_token_ids=config.get("eos_token_id"))
         if compute_type is None and device() == "cpu":
             compute_type = "float32"
+        converted = list[mx.array]()
         if compute_type is not None:
-            placement = placement.without(_converted_bytes(model, COMPUTE_TYPES[compute_type]), compute_type)
+            converted = _of_another_type(model, COMPUTE_TYPES[compute_type])
+            placement = placement.without(sum(each.nbytes for each in converted), compute_type)
             model.set_dtype(COMPUTE_TYPES[compute_type])
         _take_own_operations(model)
         mx.eval(model.parameters())
+        if placement.mapped_bytes:
+            let_go(converted)
+        del converted
         with _loadable():
             tokenizer = reading.result()
     return LoadedModel(model, tokenizer, config, placement, files)
@@ -155,11 +160,11 @@ def _classes(config: dict[str, Any], take: Callable[[Tensors], None]) -> tuple[A
     return make, arguments
 
 
-def _converted_bytes(model: Module, compute_type: mx.Dtype) -> int:
-    """Of the parameters that another type takes the place of."""
+def _of_another_type(model: Module, compute_type: mx.Dtype) -> list[mx.array]:
+    """The parameters that ones of the compute type take the place of."""
     parameters: Any = tree_flatten(model.parameters())  # type: ignore[no-untyped-call]
     kinds = (value for _, value in parameters if mx.issubdtype(value.dtype, mx.floating))
-    return sum(int(value.nbytes) for value in kinds if value.dtype != compute_type)
+    return [value for value in kinds if value.dtype != compute_type]
 
 
 def device() -> str:

@@ -57,12 +57,16 @@ class Extension:
         library.kvasir_map.argtypes = [ctypes.c_int, ctypes.c_size_t, ctypes.c_bool]
         library.kvasir_map.restype = ctypes.c_void_p
         library.kvasir_place.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-        library.kvasir_free.argtypes = [ctypes.c_void_p]
+        library.kvasir_free.argtypes = library.kvasir_let_go.argtypes = [ctypes.c_void_p]
 
     def mapped(self, file: int, size_bytes: int, *, is_read_ahead: bool) -> Mapped | None:
         """The pages of an open file; None if the system or MLX's device takes no such mapping."""
         address = self._library.kvasir_map(file, size_bytes, is_read_ahead)
         return Mapped(self._library, address) if address else None
+
+    def let_go(self, array: mx.array) -> None:
+        """Of an array over mapped pages that is not used again: take these pages out of this process's memory."""
+        self._library.kvasir_let_go(_descriptor(array))
 
 
 def extension(kept: Path | None, compilers: tuple[str, ...] = _COMPILERS) -> Extension:

@@ -6,7 +6,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <memory>
+#include <mutex>
 
 #include "mlx/allocator.h"
 #include "mlx/array.h"
@@ -15,6 +17,39 @@ namespace {
 
 namespace mx = mlx::core;
 using mx::allocator::Buffer;
+
+// Where the bytes of mapped files begin and end; any thread may drop the last array over one.
+class Files {
+ public:
+  static Files& of_all() {
+    static auto* files = new Files;  // an array may outlive every static
+    return *files;
+  }
+
+  void add(const char* start, const char* end) {
+    std::lock_guard guard(lock_);
+    ends_[start] = end;
+  }
+
+  void remove(const char* start) {
+    std::lock_guard guard(lock_);
+    ends_.erase(start);
+  }
+
+  // Take the whole pages of these bytes out of this process's memory, if they are a file's.
+  void let_go(const char* start, size_t bytes) {
+    std::lock_guard guard(lock_);
+    auto after = ends_.upper_bound(start);
+    if (after == ends_.begin() || std::prev(after)->second < start + bytes) return;
+    uintptr_t page = sysconf(_SC_PAGESIZE), at = reinterpret_cast<uintptr_t>(start);
+    uintptr_t first = (at + page - 1) / page * page, end = (at + bytes) / page * page;
+    if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_DONTNEED);
+  }
+
+ private:
+  std::mutex lock_;
+  std::map<const char*, const char*> ends_;
+};
 
 // A file's pages behind a page of our own, and MLX's buffer over them. It refers to no array, and every array over it
 // holds it: the pages go with the last one.
@@ -33,10 +68,13 @@ class Mapping {
     auto* start = static_cast<char*>(whole) + page;
     if (mmap(start, bytes, access, flags | MAP_FIXED, file, 0) == MAP_FAILED) return nullptr;
     if (is_read_ahead) madvise(start, bytes, MADV_WILLNEED);
-    return made->take(start, bytes, room - page) ? made : nullptr;
+    if (!made->take(start, bytes, room - page)) return nullptr;
+    Files::of_all().add(start, start + bytes);
+    return made;
   }
 
   ~Mapping() {
+    Files::of_all().remove(static_cast<char*>(whole_) + sysconf(_SC_PAGESIZE));
     if (is_devices_) mx::allocator::release(buffer_);
     munmap(whole_, room_);
   }
@@ -100,6 +138,11 @@ void kvasir_place(mx::array* target, const mx::array* mapped, size_t offset) {
   placed.copy_shared_buffer(*mapped, placed.strides(), {true, true, is_line}, target->size(), items);
   placed.set_status(mx::array::Status::available);
   target->overwrite_descriptor(placed);
+}
+
+// The bytes under an array are not used again soon; if they are, the system reads them again.
+void kvasir_let_go(const mx::array* array) {
+  if (array->is_available()) Files::of_all().let_go(array->data<char>(), array->nbytes());
 }
 
 void kvasir_free(mx::array* mapped) { delete mapped; }

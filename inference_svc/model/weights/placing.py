@@ -10,7 +10,7 @@ takes the process with it, or changes the weights: no system call can prevent th
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -82,6 +82,13 @@ def place_weights(
     is_read_ahead = sum(file.size_bytes for file in files) < machine_bytes() // 2
     mapped = sum(_map(mapping, file, found[file.path], weights, is_read_ahead=is_read_ahead) for file in files)
     return _left(replace(total, mapped_bytes=mapped))
+
+
+def let_go(arrays: Iterable[mx.array]) -> None:
+    """Of placed weights that others took the place of: their pages stay in no memory but the system's."""
+    mapping = extension(_kept())
+    for array in arrays:
+        mapping.let_go(array)
 
 
 def _left(placed: Placement) -> Placement:

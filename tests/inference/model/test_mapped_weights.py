@@ -188,6 +188,16 @@ class TestMapped:
         assert copied_kib(path), "it is not mapped"
         assert not any(copied_kib(path))
 
+    @pytest.mark.long(3)
+    def test_converted_weights_stay_in_memory_once(self, tmp_path: Path) -> None:
+        shape = {**LARGE, "num_hidden_layers": 1, "intermediate_size": 8192, "vocab_size": 1024}
+        write_model(tmp_path, shape, bits=4)
+        loaded = load(tmp_path, "float32")
+        converted = loaded.placement.read_bytes
+        kept = sum(in_memory_kib(path) << 10 for path in tmp_path.glob("*.safetensors"))
+        assert kept < converted / 2, "the pages of what is used no more"
+        assert same_bits(logits(loaded), logits(load(tmp_path, "float32", copies_weights=True)))
+
     @pytest.mark.long(10)
     def test_two_engines_share_the_pages_and_loading_needs_no_second_copy(self, tmp_path: Path) -> None:
         size = write_model(tmp_path, LARGE, compute_type="float32")
@@ -209,12 +219,20 @@ def is_mapped(path: Path) -> bool:
 
 def copied_kib(path: Path) -> list[int]:
     """What this process has copies of, of the pages of a file, by mapping; empty if the file is not mapped."""
+    return of_mappings(path, "Anonymous:")
+
+
+def in_memory_kib(path: Path) -> int:
+    return sum(of_mappings(path, "Rss:"))
+
+
+def of_mappings(path: Path, what: str) -> list[int]:
     found, is_ours = list[int](), False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *rest = line.split()
         if not first.endswith(":"):
             is_ours = str(path) in line
-        elif is_ours and first == "Anonymous:":
+        elif is_ours and first == what:
             found.append(int(rest[0]))
     return found
 
