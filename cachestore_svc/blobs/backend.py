@@ -72,6 +72,9 @@ class NamespaceBlobs(Protocol):
     def exists(self) -> bool:
         """Whether anything was ever kept here."""
 
+    def prepare(self, hashes: Sequence[str]) -> None:
+        """Make, for all of these blobs at once, what `begin` would make for each."""
+
     def begin(self, hash_: str) -> Part:
         """Begin the blob's part, or go on with it."""
 

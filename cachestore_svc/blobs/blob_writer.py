@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError
 from kvasir.formats.digest import Digest, Hasher
@@ -21,6 +21,8 @@ from cachestore_svc.blobs.blob_checks import BlobFacts, check_for, check_size
 from cachestore_svc.blobs.disk import READ_BACK_BYTES, refusal
 from cachestore_svc.blobs.space import Space
 from cachestore_svc.facts.records import BlobKind
+
+_Error = TypeVar("_Error", bound=Exception)
 
 
 class BlobWriter(Protocol):
@@ -98,30 +100,39 @@ class Writers:
         self._handed: dict[str, set[str]] = {}  # tokens that the last collection saw
         self._notes: list[set[tuple[str, str]]] = []  # see noting_ends
 
-    def begin(self, namespace: str, blob: NewBlob, register: "BlobRegister") -> "PartWriter":
-        """Reserve and open. Raises FailedPrecondition (WRITE_IN_PROGRESS), ResourceExhausted and InvalidArgument."""
+    def begin(
+        self, namespace: str, blobs: Sequence[NewBlob], register: "BlobRegister"
+    ) -> list["PartWriter | KvasirError"]:
+        """Reserve and open as a group, each by itself. Why one has no writer: FailedPrecondition (WRITE_IN_PROGRESS),
+        ResourceExhausted or InvalidArgument."""
+        with self._lock, self._space.reserving(namespace) as reserve:
+            begun = [self._reserved(namespace, blob, register, reserve) for blob in blobs]
+        reserved = [each for each in begun if isinstance(each, PartWriter)]
+        try:
+            self.backend.of(namespace).prepare([writer.digest.hash for writer in reserved])
+            return [_resumed(each) if isinstance(each, PartWriter) else each for each in begun]
+        except BaseException as error:
+            for writer in reserved:
+                writer.abandon()
+            if isinstance(error, OSError):
+                return [_in_words(error, each) if isinstance(each, PartWriter) else each for each in begun]
+            raise
+
+    def _reserved(
+        self, namespace: str, blob: NewBlob, register: "BlobRegister", reserve: Callable[[int], None]
+    ) -> "PartWriter | KvasirError":
         digest = blob.digest
-        check_size(blob.kind, digest.size_bytes)
         key = (namespace, digest.hash)
-        with self._lock:
+        try:
+            check_size(blob.kind, digest.size_bytes)
             if key in self._open:
                 raise FailedPrecondition(f"another writer has {digest} open", reason="WRITE_IN_PROGRESS")
-            held = self._parts[key].size_bytes if key in self._parts else 0
-            self._space.reserve(namespace, digest.size_bytes - held)
-            self._parts.pop(key, None)
-            writer = PartWriter(self, namespace, blob, register)
-            self._open[key] = writer
-        try:
-            writer.resume()
-        except OSError as error:
-            writer.abandon()
-            raise refusal(error, f"{digest}") from error
-        except NotHanded:
-            writer.leave(held)
-            raise
-        except BaseException:
-            writer.abandon()
-            raise
+            left_bytes = self._parts[key].size_bytes if key in self._parts else 0
+            reserve(digest.size_bytes - left_bytes)
+        except KvasirError as error:
+            return error
+        self._parts.pop(key, None)
+        self._open[key] = writer = PartWriter(self, namespace, blob, register, left_bytes)
         return writer
 
     def end(self, writer: "PartWriter", stored_bytes: int, left_bytes: int) -> None:
@@ -234,10 +245,12 @@ class PartWriter:
         namespace: str,
         blob: NewBlob,
         register: "BlobRegister",
+        left_bytes: int,
     ) -> None:
         self.namespace = namespace
         self.digest = digest = blob.digest
         self.received_bytes = 0
+        self._left_bytes = left_bytes  # by an interrupted write
         self._writers = writers
         self._blobs = writers.backend.of(namespace)
         self._register = register
@@ -330,9 +343,9 @@ class PartWriter:
                 self._blobs.remove_part(self.digest.hash)
             self._end(stored_bytes=0, left_bytes=0)
 
-    def leave(self, left_bytes: int) -> None:
+    def leave(self) -> None:
         """End a writer that did not touch what an interrupted write left."""
-        self._end(stored_bytes=0, left_bytes=left_bytes)
+        self._end(stored_bytes=0, left_bytes=self._left_bytes)
 
     def __enter__(self) -> Self:
         return self
@@ -384,6 +397,19 @@ class PartWriter:
         self._writers.end(self, stored_bytes, left_bytes)
 
 
+def _resumed(writer: PartWriter) -> PartWriter | KvasirError:
+    """The writer, with its part open, or why that is not possible: then it has ended."""
+    try:
+        writer.resume()
+    except NotHanded as error:
+        writer.leave()
+        return error
+    except (KvasirError, OSError) as error:
+        writer.abandon()
+        return _in_words(error, writer)
+    return writer
+
+
 def finish_all(writers: Sequence[BlobWriter]) -> list[Exception | None]:
     """Finish writers of one namespace as a group: each as `finish`. What hindered each of them, in order."""
     problems: list[Exception | None] = [None] * len(writers)
@@ -407,5 +433,5 @@ def finish_all(writers: Sequence[BlobWriter]) -> list[Exception | None]:
     return problems
 
 
-def _in_words(error: Exception, writer: PartWriter) -> Exception:
+def _in_words(error: _Error | OSError, writer: PartWriter) -> _Error | KvasirError:
     return refusal(error, f"{writer.digest}") if isinstance(error, OSError) else error

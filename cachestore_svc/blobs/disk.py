@@ -98,16 +98,18 @@ class Disk:
         Without O_NONBLOCK a pipe without a writer would block its reader for ever.
         """
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(_of_file(descriptor), "rb", buffering=0) as file:
-            data = memoryview(bytearray(max_bytes))
-            filled = 0
-            while filled < max_bytes and (count := file.readinto(data[filled:])):
-                filled += count
-        return data[:filled].toreadonly()
+        try:
+            wanted = min(max_bytes, _size_of_file(descriptor))
+            data = os.read(descriptor, wanted)
+            while len(data) < wanted and (more := os.read(descriptor, wanted - len(data))):
+                data += more
+        finally:
+            os.close(descriptor)
+        return memoryview(data)
 
-    def read_back(self, descriptor: int) -> Iterator[memoryview]:
-        """The bytes of an open file from its start, in pieces, each of which lasts until the next."""
-        buffer = memoryview(bytearray(min(READ_BACK_BYTES, os.fstat(descriptor).st_size)))
+    def read_back(self, descriptor: int, size_bytes: int) -> Iterator[memoryview]:
+        """The bytes of an open file of this size from its start, in pieces, each of which lasts until the next."""
+        buffer = memoryview(bytearray(min(READ_BACK_BYTES, size_bytes)))
         offset = 0
         while buffer and (count := os.preadv(descriptor, [buffer], offset)):
             offset += count
@@ -143,10 +145,20 @@ class Disk:
 
 def _of_file(descriptor: int) -> int:
     """The descriptor of a regular file. Any other (a pipe, a device, a directory) is closed and refused."""
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    try:
+        _size_of_file(descriptor)
+    except OSError:
         os.close(descriptor)
-        raise OSError(NO_FILE, "it is no regular file")
+        raise
     return descriptor
+
+
+def _size_of_file(descriptor: int) -> int:
+    """Raises OSError for what is no regular file."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(NO_FILE, "it is no regular file")
+    return status.st_size
 
 
 def is_no_room(error: OSError) -> bool:

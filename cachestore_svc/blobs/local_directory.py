@@ -82,9 +82,20 @@ class LocalBlobs:
     def exists(self) -> bool:
         return self._shelves.is_dir()
 
+    def prepare(self, hashes: Sequence[str]) -> None:
+        """Make the directories in which the blobs lie; those above them are synced once."""
+        new = {hash_[:2] for hash_ in hashes} - self._durable_shelves
+        if not new:
+            return
+        self._make_durable(self._shelves)
+        for shelf in sorted(new):
+            self._disk.add_directory(self._shelf_path(shelf))
+        self._disk.fsync_directory(self._shelves)
+        self._durable_shelves |= new
+
     def begin(self, hash_: str) -> "LocalPart":
         """The part is made where the blob will lie, so that the rename stays in one directory."""
-        self._make_shelf(hash_)
+        self.prepare([hash_])
         return LocalPart(self._disk, self._disk.open_append(self._part_path(hash_)))
 
     def receive_files(self) -> None:
@@ -95,7 +106,7 @@ class LocalBlobs:
         source, path = self._handed / token, self._part_path(digest.hash)
         if self._disk.size_bytes(source) is None:
             raise NotHanded
-        self._make_shelf(digest.hash)
+        self.prepare([digest.hash])
         self._disk.rename(source, path)
         part = LocalPart(self._disk, self._disk.open_append(path))
         if problem := part.problem_of_handed(digest.size_bytes):
@@ -184,12 +195,6 @@ class LocalBlobs:
         path = self._path(aside.hash)
         return path.with_name(f"{aside.hash}.aside-{aside.since_unix_ms}")
 
-    def _make_shelf(self, hash_: str) -> None:
-        """Make the directory in which the blob lies."""
-        if hash_[:2] not in self._durable_shelves:
-            self._make_durable(self._shelves, self._shelf_path(hash_[:2]))
-            self._durable_shelves.add(hash_[:2])
-
     def _make_durable(self, *directories: Path) -> None:
         """Make directories of the namespace, and those above them."""
         for directory in (self._directory.parent, self._directory, *directories):
@@ -236,27 +241,30 @@ class LocalPart:
     def __init__(self, disk: Disk, descriptor: int) -> None:
         self._disk = disk
         self._descriptor = descriptor
+        self._found = os.fstat(descriptor)
+        self._size_bytes = self._found.st_size
 
     def problem_of_handed(self, size_bytes: int) -> str:
         """Why the file is none that a caller of this user wrote whole, and for nobody else; "" if it is."""
-        status = os.fstat(self._descriptor)
+        status = self._found
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o600 or status.st_nlink != 1:
             return "it is not this user's alone"
         return "" if status.st_size == size_bytes else f"expected {size_bytes} bytes, found {status.st_size}"
 
     def pieces(self) -> Iterator[memoryview]:
-        return self._disk.read_back(self._descriptor)
+        return self._disk.read_back(self._descriptor, self._size_bytes)
 
     def append(self, data: bytes | memoryview) -> None:
         self._disk.write(self._descriptor, data)
+        self._size_bytes += len(data)
 
     def cut(self, size_bytes: int) -> None:
         self._disk.truncate(self._descriptor, size_bytes)
+        self._size_bytes = size_bytes
 
     def sync(self) -> None:
         self._disk.fsync(self._descriptor)
 
     def close(self) -> int:
-        size_bytes = os.fstat(self._descriptor).st_size
         self._disk.close(self._descriptor)
-        return size_bytes
+        return self._size_bytes

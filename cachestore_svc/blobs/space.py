@@ -4,9 +4,10 @@ Stored bytes are a sum over rows, counted once at start. Reserved bytes and unfi
 because a restart removes parts. So nothing here can disagree with the index for longer than a process lives.
 """
 
+import contextlib
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from kvasir.errors import ResourceExhausted
 
@@ -30,34 +31,13 @@ class Space:
         self._stored: Counter[str] = Counter(stored_bytes)
         self._reserved: Counter[str] = Counter()
 
-    def reserve(self, namespace: str, size_bytes: int) -> None:
-        """Set bytes aside for a write. Raises ResourceExhausted: QUOTA_FULL, DISK_FULL, DISK_SHARE_FULL,
-        RESERVATIONS_FULL."""
+    @contextlib.contextmanager
+    def reserving(self, namespace: str) -> Iterator[Callable[[int], None]]:
+        """What sets bytes aside for one write after the other, by one look at the disk. It raises ResourceExhausted:
+        QUOTA_FULL, DISK_FULL, DISK_SHARE_FULL, RESERVATIONS_FULL."""
         with self._lock:
-            if shortage := self._quota_shortage(namespace, size_bytes):
-                raise self._quota_full(namespace, size_bytes, shortage)
-            free = self._disk.free_bytes(self._config.data_dir)
-            most = max(self._config.max_blob_bytes, free // _SHARE)
-            if self._reserved[namespace] + size_bytes > most:
-                raise ResourceExhausted(
-                    f"disk: {self._reserved[namespace]} bytes reserved and {size_bytes} asked are more than one "
-                    "namespace may have unfinished: let some writes end",
-                    reason="RESERVATIONS_FULL",
-                    retry_after_s=5,
-                    metadata={"reserved_bytes": str(self._reserved[namespace]), "asked_bytes": str(size_bytes)},
-                )
-            # Reserved bytes may be on the disk already: counting them twice is on the safe side.
-            kept = self._kept_bytes()
-            if free < self._reserved.total() + size_bytes + kept:
-                raise ResourceExhausted(
-                    # Neither paths nor what others have: both may be unknown to the caller.
-                    f"disk: no room for {size_bytes} bytes more beside what must stay free",
-                    reason="DISK_FULL",
-                    retry_after_s=60,
-                    metadata={"asked_bytes": str(size_bytes)},
-                )
-            self._check_share(namespace, size_bytes, free - self._reserved.total() - size_bytes - kept)
-            self._reserved[namespace] += size_bytes
+            free, kept = self._disk.free_bytes(self._config.data_dir), self._kept_bytes()
+            yield lambda size_bytes: self._reserve(namespace, size_bytes, free, kept)
 
     def shortage(self, namespace: str, size_bytes: int) -> int:
         """Bytes by which a write of this size would exceed the quota; 0 when it fits."""
@@ -89,6 +69,31 @@ class Space:
     def _kept_bytes(self) -> int:
         """What must stay free."""
         return self._config.free_disk_reserve_bytes + self._ballast.missing_bytes()
+
+    def _reserve(self, namespace: str, size_bytes: int, free: int, kept: int) -> None:
+        if shortage := self._quota_shortage(namespace, size_bytes):
+            raise self._quota_full(namespace, size_bytes, shortage)
+        most = max(self._config.max_blob_bytes, free // _SHARE)
+        if self._reserved[namespace] + size_bytes > most:
+            raise ResourceExhausted(
+                f"disk: {self._reserved[namespace]} bytes reserved and {size_bytes} asked are more than one "
+                "namespace may have unfinished: let some writes end",
+                reason="RESERVATIONS_FULL",
+                retry_after_s=5,
+                metadata={"reserved_bytes": str(self._reserved[namespace]), "asked_bytes": str(size_bytes)},
+            )
+        # Reserved bytes may be on the disk already: counting them twice is on the safe side.
+        left_bytes = free - self._reserved.total() - size_bytes - kept
+        if left_bytes < 0:
+            raise ResourceExhausted(
+                # Neither paths nor what others have: both may be unknown to the caller.
+                f"disk: no room for {size_bytes} bytes more beside what must stay free",
+                reason="DISK_FULL",
+                retry_after_s=60,
+                metadata={"asked_bytes": str(size_bytes)},
+            )
+        self._check_share(namespace, size_bytes, left_bytes)
+        self._reserved[namespace] += size_bytes
 
     def reserved_bytes(self, namespace: str) -> int:
         with self._lock:

@@ -22,11 +22,12 @@ from cachestore_svc.store.blobs import BlobWriter, NewBlob, finish_all
 from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads, ended
 
-# What one group has at most, and how much does not wait for company; less waits until the sender ends, and so long at
-# most. Several groups of a sender are made durable at once: a disk syncs several files as fast as one.
-_GROUP_BLOBS, _GROUP_BYTES = 8, 8 << 20
-_ENOUGH_BYTES, _COMPANY_S = 2 << 20, 0.003
-_MAX_GROUPS = 8
+# What one group has at most. Several groups of a sender are made durable at once, because a disk syncs several files as
+# fast as one; but another begins only with so many blobs or bytes, because threads with little work hinder each other.
+# Less waits until a group or the sender ends, and where no group is under way so long at most.
+_GROUP_BLOBS, _GROUP_BYTES = 32, 8 << 20
+_ENOUGH_BLOBS, _ENOUGH_BYTES, _COMPANY_S = 8, 2 << 20, 0.003
+_MAX_GROUPS = 2
 # Whole blobs that are not durable yet; bytes that wait in memory to be written.
 _MAX_WHOLE, _MAX_HELD_BYTES = 64, (4 << 20) + (64 << 10)
 _PIECE_BYTES = 1024  # of a piece beside its data, so that those of one byte are bounded too
@@ -332,12 +333,12 @@ class BlobIntake:
         self._whole.append(blob)
         if self._are_enough():
             self._finish_whole()
-        elif self._waiting is None:
+        elif self._waiting is None and not self._groups:
             self._waiting = self._loop.call_later(_COMPANY_S, self._finish_whole)
 
     def _are_enough(self) -> bool:
         size_bytes = sum(blob.digest.size_bytes for blob in self._whole)
-        return len(self._whole) >= _GROUP_BLOBS or size_bytes >= _ENOUGH_BYTES
+        return len(self._whole) >= _ENOUGH_BLOBS or size_bytes >= _ENOUGH_BYTES
 
     def _finish_whole(self) -> None:
         """Let the whole blobs wait no longer for company."""

@@ -70,6 +70,9 @@ class SealedBlobs:
     def exists(self) -> bool:
         return self._blobs.exists()
 
+    def prepare(self, hashes: Sequence[str]) -> None:
+        self._blobs.prepare([self._name(hash_) for hash_ in hashes])
+
     def begin(self, hash_: str) -> "SealedPart":
         return SealedPart(self._blobs.begin(self._name(hash_)), self._key.files, hash_, self._random_bytes)
 

@@ -67,16 +67,15 @@ class Blobs:
         self._core.check_open(namespace)
         with self._core.writers.noting_ends() as ended:
             lacking = set(self.find_missing(namespace, [blob.digest for blob in blobs]))
-            opened: list[BlobWriter | KvasirError] = []
+            begun = self._begun(namespace, [blob for blob in blobs if blob.digest in lacking])
+            coming = iter(begun)
+            opened = [next(coming) if blob.digest in lacking else StoredBlob(blob.digest) for blob in blobs]
             try:
-                for blob in blobs:
-                    is_here = blob.digest not in lacking
-                    opened.append(StoredBlob(blob.digest) if is_here else self._begun(namespace, blob))
                 # Another writer may have listed one between the look-up and now; its part is then gone.
                 doubtful = [digest for digest in lacking if (namespace, digest.hash) in ended]
                 listed = set(doubtful) - set(self.find_missing(namespace, doubtful)) if doubtful else ()
             except BaseException:
-                for each in opened:
+                for each in begun:
                     if isinstance(each, PartWriter):
                         each.abandon()
                 raise
@@ -86,7 +85,19 @@ class Blobs:
                 opened[number] = StoredBlob(each.digest)
         return opened
 
-    def _begun(self, namespace: str, blob: NewBlob) -> BlobWriter | KvasirError:
+    def _begun(self, namespace: str, blobs: Sequence[NewBlob]) -> list[BlobWriter | KvasirError]:
+        """A writer of each, or why it has none. One after the other if the quota is too full for all of them: room is
+        then made for each."""
+        core = self._core
+        if len(blobs) > 1 and core.space.shortage(namespace, sum(blob.digest.size_bytes for blob in blobs)):
+            return [each for blob in blobs for each in self._begun(namespace, [blob])]
+        refusals = [self._refusal(namespace, blob) for blob in blobs]
+        may_come = [blob for blob, refusal in zip(blobs, refusals, strict=True) if refusal is None]
+        begun = iter(core.writers.begin(namespace, may_come, _Register(core)) if may_come else ())
+        return [refusal or next(begun) for refusal in refusals]
+
+    def _refusal(self, namespace: str, blob: NewBlob) -> KvasirError | None:
+        """Why a blob may not come, if it may not. Makes room for it in a full quota."""
         core, digest = self._core, blob.digest
         try:
             if digest.size_bytes > core.config.max_blob_bytes:
@@ -100,9 +111,9 @@ class Blobs:
             left = core.writers.left_bytes(namespace, digest)
             if wanted := core.space.shortage(namespace, digest.size_bytes - left):
                 collecting.make_room(core, namespace, wanted, resuming=digest)
-            return core.writers.begin(namespace, blob, _Register(core))
         except KvasirError as error:
             return error
+        return None
 
     def write_status(self, namespace: str, digest: Digest) -> WriteStatus:
         """How much of a blob has arrived. No side effect."""

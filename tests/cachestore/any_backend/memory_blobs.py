@@ -43,6 +43,9 @@ class MemoryOfNamespace:
     def exists(self) -> bool:
         return bool(self.blobs or self.parts or self.asides)
 
+    def prepare(self, hashes: Sequence[str]) -> None:
+        """A part needs nothing to lie in."""
+
     def begin(self, hash_: str) -> "MemoryPart":
         return MemoryPart(self.parts.setdefault(hash_, bytearray()))
 

@@ -9,6 +9,7 @@ from kvasir.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFoun
 from kvasir.formats.block_file import TensorSpec, encode, parse_header
 from kvasir.formats.digest import Digest
 
+from cachestore_svc.blobs.blob_writer import NewBlob, PartWriter, finish_all
 from cachestore_svc.facts.records import BlobDamaged, BlobKind
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, damaged, publish, write
@@ -278,6 +279,25 @@ def test_going_on_with_a_blob_near_the_quota_keeps_what_had_arrived(lab: Lab, is
             writer.finish()
         assert bytes(store.blobs.read(NS, digest)) == data
         assert store.blobs.write_status(NS, other).received_bytes == (0 if is_tight else other_half)
+
+
+def test_of_blobs_that_are_begun_together_each_is_refused_by_itself(lab: Lab) -> None:
+    blobs = dict(a_block(seed) for seed in range(4))
+    first, *others = blobs
+    with lab.open(default_quota_bytes=2 * first.size_bytes) as store:
+        writers = store.blobs.open_writers(NS, [NewBlob(digest, TENSORS) for digest in (first, *blobs)])
+        again = writers[1]
+        assert isinstance(again, FailedPrecondition)
+        assert again.reason == "WRITE_IN_PROGRESS"
+        opened = [each for each in writers if isinstance(each, PartWriter)]
+        assert [writer.digest for writer in opened] == [first, others[0]]
+        assert [each.reason for each in writers[3:] if isinstance(each, ResourceExhausted)] == ["QUOTA_FULL"] * 2
+        assert store.statistics.of(NS).reserved_bytes == 2 * first.size_bytes
+        for writer in opened:
+            writer.write(0, blobs[writer.digest])
+        assert finish_all(opened) == [None, None]
+        assert store.blobs.find_missing(NS, list(blobs)) == others[1:]
+        assert store.statistics.of(NS).reserved_bytes == 0
 
 
 def test_the_disk_reserve_is_kept(lab: Lab) -> None:

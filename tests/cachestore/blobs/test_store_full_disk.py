@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from kvasir.errors import KvasirError, ResourceExhausted, Unavailable
 
+from cachestore_svc.blobs.blob_writer import NewBlob, PartWriter
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import BlobKind
-from cachestore_svc.store.blobs import NewBlob
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, publish, upload, write
 from tests.made_models.synthetic import SMALL, SyntheticAgent
@@ -265,7 +265,9 @@ def test_a_blob_that_another_writer_listed_first_survives_our_failure_to_list_it
         with stale:
             pass
         done = publish(store, "a", content, 0)
-        with store._core.writers.begin(NS, NewBlob(digest, BlobKind.TENSORS), catalog) as late:
+        [late] = store._core.writers.begin(NS, [NewBlob(digest, BlobKind.TENSORS)], catalog)
+        assert isinstance(late, PartWriter)
+        with late:
             late.write(0, data)
             disk.arm(4)  # sync, rename, sync of the directory, commit
             with pytest.raises(ResourceExhausted):

@@ -8,10 +8,11 @@ import threading
 from pathlib import Path
 
 import pytest
-from kvasir.errors import FailedPrecondition
+from kvasir.errors import FailedPrecondition, Unavailable
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.__main__ import collect_regularly
+from cachestore_svc.blobs.blob_writer import NewBlob
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.store.threads import StoreThreads
@@ -152,6 +153,24 @@ def test_a_directory_whose_maker_failed_to_sync_its_name_is_synced_by_who_uses_i
         other = next(block for block in map(a_block, range(2, 4_000)) if block[0].hash[:2] == digest.hash[:2])
         write(store, *other, BlobKind.TENSORS)
         assert disk.synced == [shelf_path]
+
+
+def test_the_directories_of_blobs_that_are_begun_together_are_made_durable_by_one_sync(lab: Lab) -> None:
+    blobs = SyntheticAgent(SMALL, 1).turn(256 * 12).new_blobs
+    disk = SyncingDisk()
+    with lab.open(disk) as store:
+        write(store, *a_block(), BlobKind.TENSORS)
+        disk.synced.clear()
+        writers = store.blobs.open_writers(NS, [NewBlob(digest, BlobKind.TENSORS) for digest in blobs])
+        assert disk.synced == [lab.directory_of(NS) / "blobs"]
+        disk.is_dying = True
+        others = SyntheticAgent(SMALL, 2).turn(256 * 12).new_blobs
+        refused = store.blobs.open_writers(NS, [NewBlob(digest, BlobKind.TENSORS) for digest in others])
+        assert [each.reason for each in refused if isinstance(each, Unavailable)] == ["DISK_FAILED"] * 12
+        for each in writers:
+            assert not isinstance(each, Exception)
+            each.abandon()
+        assert store.statistics.of(NS).reserved_bytes == 0
 
 
 class StumblingDisk(Disk):
