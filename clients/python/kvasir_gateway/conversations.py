@@ -28,7 +28,7 @@ from kvasir.errors import KvasirError
 
 from kvasir_gateway.reading.compaction import Summaries
 from kvasir_gateway.reading.made_calls import MadeCalls
-from kvasir_gateway.reading.quoting import Quoted, lines_in_common, newest
+from kvasir_gateway.reading.quoting import Quoted, chars_in_common, newest
 from kvasir_gateway.reading.records import PREFIX, AgentRecords, Kept
 from kvasir_gateway.turn import Said
 
@@ -164,7 +164,7 @@ class Conversations:
         self, known: Sequence[tuple[Kept, Sequence[Said]]], chain: Chain, messages: Sequence[Said]
     ) -> Quoted:
         """In any thread."""
-        counts = [(lines_in_common(said, messages), agent, said) for agent, said in known]
+        counts = [(chars_in_common(said, messages), agent, said) for agent, said in known]
         ours = [each for each in counts if each[0] and self._is_of(*each[1:], chain)]
         if not ours:
             return Quoted()

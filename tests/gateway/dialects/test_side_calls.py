@@ -367,6 +367,41 @@ def test_a_conversation_that_read_the_same_file_is_not_the_quoted_one() -> None:
     assert quoted(talk, (TRANSCRIPT[0], user(whole))) == agent
 
 
+# What opencode sends for a summary, in words of ours: the whole conversation as one text of the user's.
+FEW_WORDS = """Here is the conversation so far:
+
+<conversation>
+[User]: "Make it blue."
+
+[Assistant tool call]: read({"filePath":"/home/anna/work/notes.txt"})
+[Tool result]: 1: the colour is red
+
+[Assistant tool call]: edit({"filePath":"/home/anna/work/notes.txt","oldString":"red","newString":"blue"})
+[Tool result]: It is written.
+
+[Assistant]: Done.
+</conversation>
+
+Sum it up."""
+
+
+def test_a_conversation_of_few_words_is_known_by_its_calls_when_it_is_quoted() -> None:
+    talk, system = Talk(conversations(), Records()), Said("system", "You write code.")
+    path = '{"filePath": "/home/anna/work/notes.txt"'
+    read, edit = (
+        Said("assistant", "", tool_calls=(ToolUse(name, name, arguments),))
+        for name, arguments in (("read", f"{path}}}"), ("edit", f'{path}, "oldString": "red", "newString": "blue"}}'))
+    )
+    opening = (system, user('"Make it blue."'))
+    known = (*opening, read, Said("tool", "1: the colour is red"), edit, Said("tool", "It is written."))
+    agent = talk.turn(*known, answer="Done.")
+    for other in ("Look.", "Count."):
+        talk.turn(system, user(other), read, Said("tool", "the colour is red"), answer="I have looked.")
+    assert quoted(talk, (TRANSCRIPT[0], user(FEW_WORDS)), "") == agent
+    hello = talk.turn(system, user("Hello."), answer="Hi.")
+    assert quoted(talk, (TRANSCRIPT[0], user("[User]: Hello.\n\n[Assistant]: Hi.")), "") == "", hello
+
+
 def test_a_summary_of_an_agent_that_is_gone_begins_another() -> None:
     talk = Talk(conversations(), Records())
     first = talk.turn(user("Hello"), answer="Hi")

@@ -1,5 +1,6 @@
 """Conversations that a request quotes in a text of its own: opencode asks so for a summary."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -7,7 +8,8 @@ from kvasir_gateway.reading.records import PREFIX, AgentRecords, Kept
 from kvasir_gateway.turn import Said
 
 _MAX_READ = 8  # agents of a namespace, those that were used last
-# Of a line its end is compared: clients write before it who said it. Shorter ones are equal in many conversations.
+# Of a line its end is compared: clients write before it who said it, or which tool was called. Fewer characters in all
+# are a greeting and its answer, equal in many conversations.
 _END_CHARS = 40
 
 
@@ -26,16 +28,35 @@ async def newest(records: AgentRecords) -> list[tuple[Kept, Sequence[Said]]]:
     return [(agent, await records.messages(agent.agent_id)) for agent in kept]
 
 
-def lines_in_common(said: Sequence[Said], quoting: Sequence[Said]) -> int:
-    """How many lines of a conversation a request quotes; 0 for fewer than half of them: two conversations that read one
-    file have its lines in common.
+def chars_in_common(said: Sequence[Said], quoting: Sequence[Said]) -> int:
+    """How much of a conversation's lines and calls a request quotes; 0 for fewer than half of them: two conversations
+    that read one file have its lines in common.
     """
-    known = set(_ends(said, "user", "assistant"))
-    common = len(known.intersection(_ends(quoting, "user", "assistant", "tool")))
-    return common if 2 * common >= len(known) else 0
+    known = set(_ends(said))
+    common = known.intersection(_quoted_ends(quoting))
+    chars = sum(map(len, common))
+    return chars if chars >= _END_CHARS and 2 * len(common) >= len(known) else 0
 
 
-def _ends(messages: Sequence[Said], *roles: str) -> Iterator[str]:
+def _ends(messages: Sequence[Said]) -> Iterator[str]:
+    """Of what a user and an assistant wrote, and of the arguments of its calls, as JSON without spaces."""
     for message in messages:
-        lines = message.content.splitlines() if message.role in roles else ()
-        yield from (end for line in lines if len(end := line.strip()[-_END_CHARS:]) == _END_CHARS)
+        if message.role in ("user", "assistant"):
+            yield from (line.strip()[-_END_CHARS:] for line in message.content.splitlines() if line.strip())
+            yield from (_compact(call.arguments_json)[-_END_CHARS:] for call in message.tool_calls)
+
+
+def _quoted_ends(messages: Sequence[Said]) -> Iterator[str]:
+    """Of each line its end, and that of what follows the name of who said it; of a call that of its arguments."""
+    for message in messages:
+        for line in message.content.splitlines() if message.role != "system" else ():
+            _, _, text = line.partition(": ")
+            call = line[line.find("{") : line.rfind("}") + 1]
+            yield from (part.strip()[-_END_CHARS:] for part in (line, text, call))
+
+
+def _compact(arguments: str) -> str:
+    try:
+        return json.dumps(json.loads(arguments), ensure_ascii=False, separators=(",", ":"))
+    except (ValueError, RecursionError):
+        return arguments
