@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvasir_gateway.reading.side_calls import SIDE_RULES
+from kvasir_gateway.reading.side_calls import SIDE_RULES, SUMMARY
 
 from tests.gateway.agents.clients import EDIT, LOOK, MORE, OURS, Client
 from tests.gateway.agents.recorder import Exchange
 from tests.gateway.agents.replies import Reply, reply_of
-from tests.gateway.agents.scripted_engine import OTHERWISE
+from tests.gateway.agents.scripted_engine import DONE, OTHERWISE
 
-_OWN = re.compile("(" + "|".join(re.escape(text) for text in (EDIT, LOOK, MORE, OTHERWISE, *OURS)) + ")")
+_OWN = re.compile("(" + "|".join(re.escape(text) for text in (EDIT, LOOK, MORE, DONE, OTHERWISE, *OURS)) + ")")
 _WORD = re.compile(r"[\w.-]{1,32}")
 _PROSE = {"content", "text", "description", "title", "output", "instructions", "system"}
 _BILLING = "x-anthropic-billing-header:"
@@ -133,6 +133,20 @@ class _Names:
             return self._tools.get(text, text)
         if text.startswith(_BILLING) or (key not in _PROSE and _WORD.fullmatch(text)):
             return text
+        given = {reply.arguments: number for number, reply in enumerate(replies) if reply.calls}
+        if side_call == SUMMARY and any(arguments in text for arguments in given):
+            return "\n".join(self._quoting(line, given) for line in text.split("\n"))
+        return self._words(text, side_call)
+
+    def _quoting(self, line: str, given: Mapping[str, int]) -> str:
+        """A line of a conversation that is quoted as a text: who said it, what, and a call's arguments, apart."""
+        for arguments, number in given.items():
+            before, found, after = line.partition(arguments)
+            if found:
+                return f"{self._quoting(before, {})}<<arguments {number}>>{self._words(after, SUMMARY)}"
+        return ": ".join(self._words(part, SUMMARY) for part in line.split(": ", 1))
+
+    def _words(self, text: str, side_call: str) -> str:
         return "".join(part if _OWN.fullmatch(part) else self._foreign(part, side_call) for part in _OWN.split(text))
 
     def _foreign(self, text: str, side_call: str) -> str:

@@ -19,6 +19,7 @@ from tests.gateway.conftest import Front
 
 _STANDS_FOR = re.compile(r"<<(\d+) (\d+) (\w*)>>")
 _CALL = re.compile(r"<<call (\d+)>>")
+_ARGUMENTS = re.compile(r"<<arguments (\d+)>>")
 _WORDS = ["the", "agent", "reads", "a", "file", "and", "says", "what", "it", "found", "before", "changes", "line", "of"]
 _ASKS = {"title": "Write a title for this conversation. ", "summary": "Write a summary of this conversation. "}
 # In short forms texts are this much shorter than the clients' own, which take minutes.
@@ -106,7 +107,7 @@ class Replay:
                 return key
             if value.startswith("x-anthropic-billing-header:"):  # versions send another value with each request
                 return f"{value} cch={random.Random(number).getrandbits(20):05x};"
-            return _STANDS_FOR.sub(self._text, value)
+            return _ARGUMENTS.sub(self._arguments, _STANDS_FOR.sub(self._text, value))
         return value
 
     def _item(self, value: Any, number: int) -> Sequence[Any]:
@@ -117,6 +118,9 @@ class Replay:
             ]
             return replace(reply, calls=calls).messages(self.lines[number]["path"])
         return [self._own(value, number)]
+
+    def _arguments(self, match: re.Match[str]) -> str:
+        return self._replies[int(match[1])].arguments
 
     def _text(self, match: re.Match[str]) -> str:
         return own_text(int(match[1]), max(int(match[2]) // self._shorter, 8), match[3], self._session)

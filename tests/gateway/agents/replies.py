@@ -20,6 +20,12 @@ class Reply:
     def call_ids(self) -> set[str]:
         return {call[0] for call in self.calls}
 
+    @property
+    def arguments(self) -> str:
+        """Of its first call, as JavaScript writes them."""
+        [(_, _, given), *_] = self.calls
+        return json.dumps(json.loads(given), ensure_ascii=False, separators=(",", ":"))
+
     def has(self, said: "Reply") -> bool:
         """Whether a client's message repeats this reply, or an item of it."""
         if said.calls:
