@@ -31,7 +31,7 @@ from tests.gateway.conftest import Front, running_front
 from tests.gateway.serving import MODEL
 
 CONTEXT_TOKENS = 65_536
-_OTHER_LAYERS = re.compile(r"model\.layers\.[2-9]\.")
+_OTHER_LAYERS = re.compile(r"model\.layers\.[1-9]\.")
 WITHIN_S = 1500
 INSTRUCTIONS = "Be careful, read before you write, and say what you do. "
 
@@ -81,7 +81,7 @@ def install(folder: Path, name: str) -> Path:
 
 
 def long_model(folder: Path) -> Path:
-    """Two of kvasir-tiny's layers, with room for an agent's prompt: what a reply says means nothing there."""
+    """One of kvasir-tiny's layers, with room for an agent's prompt: what a reply says means nothing there."""
     shutil.copytree(kvasir_tiny.path(), folder)
     weights = mx.load(str(folder / "model.safetensors"))
     kept = {name: weight for name, weight in weights.items() if not _OTHER_LAYERS.match(name)}
@@ -89,7 +89,7 @@ def long_model(folder: Path) -> Path:
     (folder / "model.safetensors").unlink()
     mx.save_safetensors(str(folder / "model.safetensors"), kept, {"format": "mlx"})
     file = folder / "config.json"
-    settings = {"max_position_embeddings": CONTEXT_TOKENS, "num_hidden_layers": 2}
+    settings = {"max_position_embeddings": CONTEXT_TOKENS, "num_hidden_layers": 1}
     file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
     return folder
 

@@ -22,6 +22,7 @@ RECORDINGS = sorted((Path(__file__).parents[1] / "recordings").glob("*.jsonl"))
 SMALLEST = Path(__file__).parents[1] / "recordings" / "pi.jsonl"
 OTHERS = [path for path in RECORDINGS if path != SMALLEST]
 TURNS = 200
+LONG_S = 1800  # 3,200 turns of sixteen sessions take longer than other tests may
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +162,7 @@ def check(talk: Replay) -> None:
 
 
 @pytest.mark.campaign
+@pytest.mark.timeout(LONG_S)
 @pytest.mark.parametrize("is_timed", [False, True], ids=["", "with a clock over midnight"])
 @pytest.mark.parametrize("recording", RECORDINGS, ids=lambda path: path.stem)
 def test_200_turns_compute_nothing_twice_with_kills_between_any_two(
@@ -177,6 +179,7 @@ def test_200_turns_compute_nothing_twice_with_kills_between_any_two(
 
 
 @pytest.mark.campaign
+@pytest.mark.timeout(LONG_S)
 @pytest.mark.parametrize("recording", RECORDINGS, ids=lambda path: path.stem)
 def test_sixteen_sessions_at_once_each_have_one_memory(agents_front: Front, recording: Path) -> None:
     Replay(agents_front, recording).decide()
