@@ -7,7 +7,7 @@ layers, whose states cannot go back by one token.
 """
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -38,6 +38,7 @@ class _Launched:
     order: tuple[Sequence, ...]
     is_drawn: tuple[bool, ...]
     draws: Draws
+    is_behind_cell: bool
 
     def slot(self, sequence: Sequence) -> int | None:
         return self.order.index(sequence) if sequence in self.order else None
@@ -57,6 +58,11 @@ class Decoder:
     def is_ahead(self) -> bool:
         """Whether a step was enqueued whose tokens are not read."""
         return bool(self._launched)
+
+    def has_behind_cell(self, decoding: Iterable[Sequence]) -> bool:
+        """Whether the step that was not read was enqueued behind a cell, and has a row of each of these sequences."""
+        last = self._launched[-1] if self._launched else None
+        return last is not None and last.is_behind_cell and all(each in last.order for each in decoding)
 
     @property
     def must_settle(self) -> bool:
@@ -85,7 +91,7 @@ class Decoder:
         self._launched.clear()
         return [*lost, *self.batch.discard()]
 
-    def launch(self, decoding: Collection[Sequence]) -> None:
+    def launch(self, decoding: Collection[Sequence], *, is_behind_cell: bool = False) -> None:
         """Enqueue one more token of each sequence, and wait for nothing."""
         pending = self._launched[-1] if self._launched else None
         next_places = ((sequence, _next_place(sequence, pending)) for sequence in decoding)
@@ -100,7 +106,7 @@ class Decoder:
             sequence.sampler if drawn and sequence.finish_reason is None and sequence.sampler else self._no_draw
             for sequence, drawn in zip(order, is_drawn, strict=True)
         ]
-        self._launched.append(_Launched(tuple(order), is_drawn, Draws(samplers, logits)))
+        self._launched.append(_Launched(tuple(order), is_drawn, Draws(samplers, logits), is_behind_cell))
 
     def _joined(self, decoding: Collection[Sequence]) -> list[Sequence]:
         """Make the batch hold these sequences and no others; returns them by slot."""

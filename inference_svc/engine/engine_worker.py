@@ -26,7 +26,6 @@ from inference_svc.engine.scheduling.hot_memories import ResidentMemory
 from inference_svc.engine.scheduling.mask_budget import MaskBudget
 from inference_svc.engine.scheduling.schedulable import WITH_KV, Rules, Status
 from inference_svc.engine.scheduling.scheduler import Admit, Blocked, Preempt, Scheduler
-from inference_svc.engine.scheduling.step_schedule import Grant
 from inference_svc.engine.sequence import Sequence
 from inference_svc.kv.attention.host_copy import drop_room
 from inference_svc.model.model_info import ModelInfo
@@ -96,10 +95,13 @@ class EngineWorker:
         has_ended = self._finish_generated()  # turns whose memory is whole and that generate nothing
         decoding = self._scheduler.begin_step(self._clock())
         self._may_decode = self._masks.begin_step(decoding, self._turns)
-        if self._may_decode or self._decoder.is_ahead:
-            self._decode(self._may_decode)
-            self._emit_all()
-        has_prefilled = self._carry_out_grants(take_mail, spent_s)
+        # A step behind a cell is reported while the device computes the next cell, and one more is enqueued there.
+        has_prefilled = self._decoder.has_behind_cell(self._may_decode) and self._carry_out_grants(take_mail, spent_s)
+        if not has_prefilled:
+            if self._may_decode or self._decoder.is_ahead:
+                self._decode(self._may_decode)
+                self._emit_all()
+            has_prefilled = self._carry_out_grants(take_mail, spent_s)
         self._finish_generated()
         self._masks.end_step(self._clock() - before_s)
         self.memory_used_bytes = self.room.used_bytes
@@ -276,7 +278,7 @@ class EngineWorker:
             going_on = [each for each in self._may_decode if each.status is Status.DECODING and not each.is_cancelled]
             if self._decoder.looks_ahead:
                 with self._losing(going_on):
-                    self._decoder.launch(going_on)
+                    self._decoder.launch(going_on, is_behind_cell=True)
         finally:
             self._is_behind_cell = False
 
@@ -302,21 +304,17 @@ class EngineWorker:
         spent already. Returns whether there was a grant.
         """
         began_s, grants = self._clock() - spent_s, 0
-        while (grant := self._scheduler.grant(self._clock() - began_s)) is not None:
+        while grant := self._scheduler.grant(self._clock() - began_s, is_behind_step=self._decoder.is_ahead):
             with self._guarding(grant.turn):
-                self._carry_out(grant)
+                if grant.turn.arrival is not None:
+                    grant.turn.arrival.advance(grant.size, self._tell_decoded)
+                else:
+                    self._prefill_cell(grant.turn, grant.size)
             self._do_idle_work()
             self._emit_all()
             grants += 1
             take_mail()
         return grants > 0
-
-    def _carry_out(self, grant: Grant[Sequence]) -> None:
-        sequence = grant.turn
-        if sequence.arrival is not None:
-            sequence.arrival.advance(grant.size, self._tell_decoded)
-        else:
-            self._prefill_cell(sequence, grant.size)
 
     def _prefill_cell(self, sequence: Sequence, tokens: int) -> None:
         kv, sampler, cell = sequence.kv, sequence.sampler, sequence.next_tokens(tokens)

@@ -225,10 +225,14 @@ class Sequence:
         return 0 < self.computed == self.prompt_rewind_point
 
     @property
-    def next_cell_tokens(self) -> int:
-        end = cell_end(self.computed, self.prompt_tokens, self._model.cell_tokens)
+    def unbroken_tokens(self) -> int:
         # Where a rewind point is asked for a cell ends: a function of the prompt alone, like the grid.
-        return (self.prompt_rewind_point if self.computed < self.prompt_rewind_point < end else end) - self.computed
+        point = self.prompt_rewind_point
+        return (point if self.computed < point else self.prompt_tokens) - self.computed
+
+    @property
+    def next_cell_tokens(self) -> int:
+        return cell_end(self.computed, self.computed + self.unbroken_tokens, self._model.cell_tokens) - self.computed
 
     @property
     def next_files(self) -> int:

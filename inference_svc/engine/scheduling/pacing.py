@@ -54,7 +54,6 @@ class SharedTime:
     def __init__(self) -> None:
         self._step_s = self._cells_s = 0.0
         self._decoding = 0
-        self._spent_s: float | None = None
         self._last: Place | None = None
 
     def begin_step(self, now: float, decoding: int, places: Iterable[Place]) -> None:
@@ -63,15 +62,14 @@ class SharedTime:
         for place in places:
             place.owed_s = max(0.0, place.owed_s - decode_s / self._decoding) if self._decoding else 0.0
         self._step_s, self._cells_s, self._decoding = now, 0.0, decoding
-        self._spent_s = self._last = None
+        self._last = None
 
-    def spent(self, spent_s: float) -> None:
-        """The prefill took `spent_s` so far. The namespace of the last cell owes the time since that cell began."""
-        cell_s = 0.0 if self._spent_s is None else spent_s - self._spent_s
+    def spent(self, cell_s: float) -> None:
+        """The last cell took `cell_s`, which its namespace owes if others decode."""
         if self._last is not None:
             self._last.owed_s += cell_s
         self._cells_s += cell_s
-        self._spent_s, self._last = spent_s, None
+        self._last = None
 
     def owes_next(self, place: Place) -> None:
         """The next cell belongs to this namespace, while others decode."""

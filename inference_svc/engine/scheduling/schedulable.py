@@ -103,7 +103,12 @@ class Schedulable(Hashable, Protocol):
         """The value of `shareable` once the prompt is computed."""
 
     @property
-    def next_cell_tokens(self) -> int: ...
+    def next_cell_tokens(self) -> int:
+        """Up to the grid's next edge, or less."""
+
+    @property
+    def unbroken_tokens(self) -> int:
+        """Prompt tokens up to the prompt's end, or to a rewind point, at which a cell must end."""
 
     @property
     def next_files(self) -> int:

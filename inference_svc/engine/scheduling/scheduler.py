@@ -208,20 +208,21 @@ class Scheduler(Generic[TurnT]):
         self._now, self._is_disturbed = now, False
         return self._steps.begin(now, self._urgency())
 
-    def grant(self, spent_s: float) -> Grant[TurnT] | None:
+    def grant(self, spent_s: float, *, is_behind_step: bool = False) -> Grant[TurnT] | None:
         """Give the step's next cell, or the next files, to a turn, which counts as served; None when that is over.
 
-        `spent_s`: seconds that the step's cells and files took so far. The first is always granted if there is a turn
-        whose namespace owes nothing and that, while others decode, would not only wait for its files. More follow while
-        the time lasts (it binds only while turns decode), while the table allows, and while no turn was submitted, was
-        cancelled, or may begin with a sibling's prefix.
+        `spent_s`: seconds that the step's cells and files took so far. `is_behind_step`: the device decodes a step
+        before it computes what is granted, and the caller waits for both. The first is always granted if there is a
+        turn whose namespace owes nothing and that, while others decode, would not only wait for its files. More follow
+        while the time lasts (it binds only while turns decode), while the table allows, and while no turn was
+        submitted, was cancelled, or may begin with a sibling's prefix.
         """
         self._steps.learn(spent_s)
         if self._steps.has_begun:
             self._is_disturbed |= self._waits.let_go(self.waiting)
             if self._is_disturbed or self.cancelled():
                 return None
-        return self._steps.grant(spent_s, self._urgency())
+        return self._steps.grant(spent_s, self._urgency(), is_behind_step=is_behind_step)
 
     # --- order ---
 

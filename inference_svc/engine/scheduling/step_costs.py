@@ -1,4 +1,4 @@
-"""What the parts of a step cost, learned from steps that were made: so a stream waits a step or two, and not a cell.
+"""What the parts of a step cost, learned from steps that were made: it says how much fits into a gap of streams.
 
 Pure: callers pass in the time. A token of a prompt costs more the deeper it lies, because it attends to more; so cells
 are remembered by how often their position doubles.
@@ -6,10 +6,10 @@ are remembered by how often their position doubles.
 
 import math
 from collections import deque
-from statistics import median
+from statistics import median, median_low
 
 _PLAIN_STEPS = 9  # that are remembered: a few slow ones among them change nothing
-_WEIGHT = 0.25  # of the newest cost
+_CELLS = 5  # of a depth that are remembered: one for which kernels were compiled changes nothing
 
 
 class StepCosts:
@@ -17,7 +17,7 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._steps_s: deque[float] = deque(maxlen=_PLAIN_STEPS)
-        self._token_s: dict[int, float] = {}  # by the bits of a cell's position
+        self._token_s: dict[int, deque[float]] = {}  # by the bits of a cell's position
         self._load: tuple[int, float] | None = None  # files of the newest load, and its seconds
 
     @property
@@ -34,15 +34,15 @@ class StepCosts:
         if position is None:
             self._load = size, took_s
         else:
-            depth = position.bit_length()
-            self._token_s[depth] = _smoothed(self._token_s.get(depth), took_s / size)
+            cells = self._token_s.setdefault(position.bit_length(), deque(maxlen=_CELLS))
+            cells.append(took_s / size)
 
     def tokens_within(self, seconds: float, position: int) -> int | None:
         """How many tokens from `position` on are computed in so many seconds; None if that is not known."""
         if not self._token_s:
             return None
         nearest = min(self._token_s, key=lambda depth: abs(depth - position.bit_length()))
-        return _within(seconds, self._token_s[nearest])
+        return _within(seconds, median_low(self._token_s[nearest]))
 
     def files_within(self, seconds: float) -> int | None:
         """How many files become KV in so many seconds; None if that is not known. One more than the last time if that
@@ -55,10 +55,6 @@ class StepCosts:
         if took_s >= seconds:
             return _within(seconds, took_s / files)
         return 2 * files if 2 * took_s < seconds else files + 1
-
-
-def _smoothed(before: float | None, now: float) -> float:
-    return now if before is None else before + _WEIGHT * (now - before)
 
 
 def _within(seconds: float, each_s: float) -> int:

@@ -30,6 +30,12 @@ class Grant(Generic[TurnT]):
     size: int
     position: int | None  # of the cell; None for files
     began_s: float  # seconds of the step that were spent before
+    behind_s: float  # seconds of a decoding step that the device computes before
+
+    def took_s(self, spent_s: float) -> float:
+        """Seconds that it took by itself when `spent_s` of the step are spent. Half of all is certainly its own."""
+        all_s = spent_s - self.began_s
+        return max(all_s - self.behind_s, all_s / 2)
 
 
 class StepSchedule(Generic[TurnT]):
@@ -74,17 +80,19 @@ class StepSchedule(Generic[TurnT]):
         """The last grant was carried out, unless its turn is over. A prompt's few last tokens tell nothing: a pass
         costs something by itself. Nor does the end of a load, which waits for what the pieces before it enqueued.
         """
-        self._time.spent(spent_s)
         last, self._granted = self._granted, None
-        if last is None or last.turn.status not in RUNNING:
+        if last is None:
+            return
+        self._time.spent(last.took_s(spent_s))
+        if last.turn.status not in RUNNING:
             return
         is_telling = last.size >= self._rules.least_tokens
         if last.position is None:
             is_telling = last.turn.status is Status.LOADING
         if is_telling:
-            self._costs.learn(last.position, last.size, spent_s - last.began_s)
+            self._costs.learn(last.position, last.size, last.took_s(spent_s))
 
-    def grant(self, spent_s: float, urgency: Urgency[TurnT]) -> Grant[TurnT] | None:
+    def grant(self, spent_s: float, urgency: Urgency[TurnT], *, is_behind_step: bool) -> Grant[TurnT] | None:
         """The step's next cell, or the next files, for a turn that counts as served; None when that is over."""
         decoding = [turn for turn in self._turns if _is_decoding(turn)]
         turn = self._next_in_round(urgency, decodes=bool(decoding))
@@ -99,7 +107,8 @@ class StepSchedule(Generic[TurnT]):
         self._pace.take(turn, position, tokens)
         self._serve(turn, tokens, spent_s)
         self._is_plain = False
-        self._granted = Grant(turn, size, None if loads else position, spent_s)
+        behind_s = (self._costs.step_s or 0.0) if is_behind_step else 0.0
+        self._granted = Grant(turn, size, None if loads else position, spent_s, behind_s)
         return self._granted
 
     def _budget_s(self, *, is_read: bool) -> float:
@@ -116,10 +125,11 @@ class StepSchedule(Generic[TurnT]):
         """
         loads = turn.status is Status.LOADING
         least = 1 if loads else self._rules.least_tokens
-        whole = turn.next_files if loads else turn.next_cell_tokens
+        whole = turn.next_files if loads else self._cell_tokens(turn)
         if left_s is None:
             return whole
-        if not loads and self._pace.has_begun and left_s < (self._costs.step_s or 0.0):
+        step_s = self._costs.step_s or 0.0
+        if not loads and self._pace.has_begun and left_s < step_s:
             return 0  # however few its tokens, a pass costs what a step costs
         fits = self._costs.files_within(left_s) if loads else self._costs.tokens_within(left_s, turn.computed)
         if fits is None:
@@ -128,7 +138,17 @@ class StepSchedule(Generic[TurnT]):
             fits = max(fits, least)
         if fits < min(whole, least):
             return 0
-        return min(whole, fits) if loads else cut_cell(turn.computed, whole, fits, least)
+        if loads:
+            return min(whole, fits)
+        # For the same reason a rest that takes a step longer at most goes along.
+        with_rest = self._costs.tokens_within(left_s + step_s, turn.computed) or 0
+        return whole if whole <= with_rest else cut_cell(turn.computed, whole, fits, least)
+
+    def _cell_tokens(self, turn: TurnT) -> int:
+        """The turn's next cell before it is cut. Where cells are cut, the last one goes over an edge of the grid."""
+        is_cut = self._rules.least_tokens < self._rules.cell_tokens
+        goes_over = is_cut and turn.unbroken_tokens <= self._rules.cell_tokens
+        return turn.unbroken_tokens if goes_over else turn.next_cell_tokens
 
     def _seated(self, decoding: Collection[TurnT], urgency: Urgency[TurnT]) -> list[TurnT]:
         """The turns that decode in this step. A namespace that is alone again gets twice as many rows in each step,

@@ -113,6 +113,10 @@ class Job:
         return self.prompt_tokens - self.computed
 
     @property
+    def unbroken_tokens(self) -> int:
+        return self.rest_tokens
+
+    @property
     def final_shareable(self) -> int:
         is_on_grid = self.shareable == self.computed and self.computed % CELL == 0
         return max(self.shareable, self.prompt_tokens // CELL * CELL) if is_on_grid else self.shareable

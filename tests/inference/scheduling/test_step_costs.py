@@ -1,4 +1,4 @@
-"""How long running streams wait beside a prompt or a restore: a step or two, because what they cost is learned."""
+"""How long running streams wait beside a prompt or a restore: as long as they may, because what it costs is learned."""
 
 import pytest
 from hypothesis import given, settings
@@ -40,9 +40,11 @@ def longest_stall(world: World, late: Job) -> float:
 
 
 @pytest.mark.parametrize("late", [{"prompt_tokens": LONG}, {"files": 128}, {"files": 3}])
-def test_a_long_agent_stalls_streams_by_at_most_two_steps(late: dict[str, int]) -> None:
+def test_a_long_agent_stalls_streams_by_their_gap_or_a_rest_that_takes_a_step_more(
+    late: dict[str, int],
+) -> None:
     job = Job(cell_tokens=CELL, **late)  # type: ignore[arg-type]
-    assert longest_stall(streaming(file_s=0.0012), job) <= 2.01  # a block's tokens are the least, also at 32 K
+    assert longest_stall(streaming(file_s=0.0012), job) <= GAP_S / STEP_S
     assert job.files == 0
 
 
@@ -174,6 +176,8 @@ def test_what_is_not_known_is_said_to_be_unknown_and_deep_tokens_cost_more() -> 
     assert costs.files_within(0.05) == 5, "one more than the last time"
     assert costs.files_within(0.1) == 8, "twice as many"
     assert costs.tokens_within(-1, 0) == 0
+    costs.learn(0, 256, 3.0)  # kernels were compiled meanwhile
+    assert costs.tokens_within(0.1, 0) == 1_000
     for took_s in (0.005, 0.005, 0.3, 0.005):
         costs.stepped(took_s)
     assert costs.step_s == 0.005

@@ -1,0 +1,104 @@
+"""A crowd on a GPU, played with the costs of an H100 and Llama 3.1 8B's shape: prompts come first, streams go on."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_svc.engine.scheduling.schedulable import Rules, Status
+from tests.inference.scheduling.scheduling_world import Job, World
+from tests.made_models.sampling import sampled
+
+BUILD_S, ENQUEUE_S = 0.008, 0.010  # by the processor, of a cell that keeps no graph
+KEPT_S = 0.006  # of one that does
+CELL = 2_048
+GPU = Rules(cell_tokens=CELL, least_tokens=128)
+
+
+def cell_s(tokens: int) -> float:
+    """By the device."""
+    return max(0.011, 0.001 + 35e-6 * tokens)
+
+
+@dataclass
+class Gpu(World):
+    """It computes what is enqueued in order. As `EngineWorker.step`: a step that was enqueued behind a cell is read
+    while the next cell is computed."""
+
+    launched: deque[tuple[tuple[Job, ...], float, bool]] = field(default_factory=deque)  # rows, end, is behind a cell
+    free_s: float = 0.0
+    step_s: float = 0.007
+
+    def step(self) -> None:
+        self.steps += 1
+        self.admit()
+        decoding = self.scheduler.begin_step(self.now)
+        ahead = self.launched[-1] if self.launched else None
+        has_behind = ahead is not None and ahead[2] and set(decoding) <= set(ahead[0])
+        if not (has_behind and self.cells(decoding)):
+            before = len(self.launched)
+            self.launch(decoding)
+            self.read(before)
+            self.cells(decoding)
+        for job in [job for job in self.scheduler.running if job.generated >= job.reply_tokens]:
+            self._end(job, leaves=False)
+
+    def cells(self, decoding: tuple[Job, ...]) -> bool:
+        began_s, grants = self.now, 0
+        while grant := self.scheduler.grant(self.now - began_s, is_behind_step=bool(self.launched)):
+            job, grants, is_kept = grant.turn, grants + 1, grant.size <= 256
+            self.now += 0.001 if is_kept else BUILD_S
+            self.free_s = max(self.free_s, self.now + 0.001) + cell_s(grant.size)
+            there_s = self.free_s
+            self.now += KEPT_S if is_kept else ENQUEUE_S
+            self.read(len(self.launched))
+            self.launch(tuple(each for each in decoding if each.status is Status.DECODING), is_behind=True)
+            self.now = max(self.now, there_s) + 0.002
+            self._compute(job, grant.size)
+        return grants > 0
+
+    def launch(self, rows: tuple[Job, ...], *, is_behind: bool = False) -> None:
+        rows = tuple(job for job in rows if job.generated < job.reply_tokens)
+        if rows:
+            self.now += 0.001
+            self.free_s = max(self.free_s, self.now) + self.step_s
+            self.launched.append((rows, self.free_s, is_behind))
+
+    def read(self, steps: int) -> None:
+        for _ in range(steps):
+            rows, there_s, _ = self.launched.popleft()
+            self.now = max(self.now, there_s)
+            for job in rows:
+                if job.generated < job.reply_tokens:
+                    self._draw_token(job)
+
+
+def crowd(count: int, tokens: int, reply: int = 256, **costs: float) -> tuple[Gpu, float]:
+    """The world after a crowd, and when its last first token came."""
+    world = Gpu(rules=GPU, **costs)  # type: ignore[arg-type]
+    world.submit(Job(tokens, 24))
+    world.run()
+    world.gaps.clear()
+    began_s, jobs = world.now, [Job(tokens, reply, cell_tokens=CELL) for _ in range(count)]
+    world.submit(*jobs)
+    while any(not job.generated for job in jobs):
+        world.step()
+    first_s = world.now - began_s
+    world.run()
+    return world, first_s
+
+
+@pytest.mark.parametrize("count", [8, 16])
+def test_streams_make_a_crowds_prompts_take_two_fifths_longer_at_most(count: int) -> None:
+    """The prompts' last tokens, a few behind an edge of the grid, are no pass of their own."""
+    _, last_first_s = crowd(count, CELL + 20)
+    assert last_first_s <= 1.4 * count * cell_s(CELL + 20)
+
+
+@given(st.integers(2, 16), st.integers(100, 6_000), st.sampled_from([0.003, 0.005, 0.007, 0.012, 0.02]))
+@settings(max_examples=sampled(15, of=150), deadline=None)
+def test_a_crowds_streams_wait_no_longer_than_their_gap_and_a_step(count: int, tokens: int, step_s: float) -> None:
+    world, _ = crowd(count, tokens, 60, step_s=step_s)
+    assert max(world.gaps) <= GPU.longest_gap_s + step_s + 0.001
