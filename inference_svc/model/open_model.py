@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.cachestore.v1 import identity_pb2
-from kvasir.formats.block_file import expected_state_tensors, expected_tensors
-from kvasir.formats.block_hash import BLOCK_TOKENS, kv_identity_hash
-from kvasir.formats.layer_groups import has_recurrent_layers, windows_of
+from kvasir.formats.block_hash import BLOCK_TOKENS
 
 from inference_svc.formats.grammars import Grammars
 from inference_svc.kv.policy import PolicyRequest, name_of
@@ -88,25 +86,11 @@ def open_model(
     info = ModelInfo(
         name=_shown_name(name, directory),
         kv_identity=identity,
-        kv_identity_hash=kv_identity_hash(identity),
         tokenizer_digest=tokenizer_digest(directory),
         template_digest=template_digest(loaded.tokenizer.chat_template),
         context_tokens=min(loaded.context_tokens, context_tokens or loaded.context_tokens),
-        kv_bytes_per_token=sum(tensor.size_bytes for tensor in expected_tensors(identity, 1)),
-        kv_bytes_per_token_fp16=sum(
-            2 * layer.kv_heads * (layer.key_dim + layer.value_dim)
-            for layer in identity.layers
-            if layer.kind in (identity_pb2.LAYER_KIND_FULL, identity_pb2.LAYER_KIND_LATENT)
-        ),
-        layer_count=sum(layer.kind != identity_pb2.LAYER_KIND_STATE for layer in identity.layers),
         policy_applied_layers=runner.applied_layers(identity),
-        has_states=has_recurrent_layers(identity),
         embedding_width=runner.probed.width,
-        state_bytes=sum(tensor.size_bytes for tensor in expected_state_tensors(identity)),
-        window_bytes_per_token={
-            window: sum(tensor.size_bytes for tensor in expected_tensors(identity, 1, window))
-            for window in windows_of(identity)
-        },
         policy_name=name_of(chosen.policy),
         policy_why=chosen.why,
         weights_bytes=loaded.weights_bytes,

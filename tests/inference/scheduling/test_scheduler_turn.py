@@ -23,9 +23,19 @@ from inference_svc.text.token_ids import TokenIds
 from inference_svc.text.token_text import TokenText
 
 TEXT = TokenText.of_pieces([b"a", b"b", b"c"])
-IDENTITY = "11" * 32
 CELL = 512
-MODEL = ModelInfo("m", KvIdentity(), IDENTITY, "", "", 4096, 1, 1, 1, 1, CELL, "float32", ())
+MODEL = ModelInfo(
+    KvIdentity(),
+    name="m",
+    tokenizer_digest="",
+    template_digest="",
+    context_tokens=4096,
+    policy_applied_layers=1,
+    cell_tokens=CELL,
+    compute_type="float32",
+    stop_token_ids=(),
+)
+IDENTITY = MODEL.kv_identity_hash
 
 
 def turn(tokens: int, reuse: Reuse | None = None, **fields: object) -> Sequence:

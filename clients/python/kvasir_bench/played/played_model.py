@@ -15,8 +15,7 @@ import numpy as np
 from blake3 import blake3
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import Cancelled, InvalidArgument
-from kvasir.formats.block_file import expected_tensors
-from kvasir.formats.block_hash import BLOCK_TOKENS, kv_identity_hash
+from kvasir.formats.block_hash import BLOCK_TOKENS
 
 from inference_svc.formats.grammars import Grammars
 from inference_svc.kv.batch.decode_batch import DecodeBatch
@@ -196,13 +195,9 @@ def open_played(
     info = ModelInfo(
         name=NAME_PREFIX + shape,
         kv_identity=identity,
-        kv_identity_hash=kv_identity_hash(identity),
         tokenizer_digest=tokenizer_digest(directory),
         template_digest=template_digest(tokenizer.chat_template),
         context_tokens=min(most_tokens, context_tokens or most_tokens),
-        kv_bytes_per_token=sum(tensor.size_bytes for tensor in expected_tensors(identity, 1)),
-        kv_bytes_per_token_fp16=sum(2 * each.kv_heads * (each.key_dim + each.value_dim) for each in layers),
-        layer_count=len(layers),
         policy_applied_layers=len(layers),
         policy_name=name_of(chosen),
         policy_why="played, not computed",
