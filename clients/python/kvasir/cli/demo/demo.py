@@ -184,7 +184,7 @@ def _die_and_go_on(show: Show, mac: Mac, lives: list[Life]) -> list[AnsweredTurn
     show.title(f"kill -9 for both services, in the middle of a turn of {two.agent}")
     with show.caller.busy("killing"):
         error = steps.die_in_a_turn(mac, two.agent, two.turns[0].messages)
-    kept = str(lives[1].answered[-1].result.version)
+    kept = str(lives[1].answered[-1].result.stored.version)
     if error is None:
         raise Internal("the turn ended before the kill; nothing was shown")
     show.say(f"  its client gets: {error.message}")

@@ -51,7 +51,7 @@ def self_test(model: str) -> dict[str, Any]:
 def _tell_kill_ask(report: _Report, mac: Mac, control: Mac) -> None:
     report.step(f"store and engine started in {mac.start():.1f} s")
     answered = _tell(mac)
-    report.step(f"a turn of {answered.prompt_tokens} tokens was {answered.snapshot_state}", answered.is_durable)
+    report.step(f"a turn of {answered.prompt_tokens} tokens was {answered.stored.state}", answered.is_durable)
     mac.kill()
     report.step(f"both were killed with -9 and started again in {mac.start():.1f} s")
     warm = mac.say("self-test", [_message(_ASK)])

@@ -61,7 +61,7 @@ def service_states(caller: Caller) -> list[ServiceState]:
 
 def _state(name: str, endpoint: Endpoint, home: Home, running: Running | None, alive: list[int]) -> ServiceState:
     pid: int = 0
-    metrics: str = getattr(running, f"{name}_metrics", "")
+    metrics = running.metrics.get(name, "") if running else ""
     if running is not None and endpoint.address == home.endpoint(name).address:
         pid = getattr(running, f"{name}_pid")
         pid = pid if pid in alive else 0

@@ -6,7 +6,8 @@ This module starts nothing and calls nobody. Commands without an address read `r
 import json
 import os
 import shlex
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from kvasir.address import MAX_SOCKET_PATH_BYTES
@@ -49,9 +50,7 @@ class Running:
     http: str = ""  # HOST:PORT; empty without a gateway
     http_pid: int = 0
     http_remark: str = ""  # why there is no gateway, or not at its usual port, though nobody said so
-    store_metrics: str = ""  # HOST:PORT of each one's metrics and /healthz; empty without
-    engine_metrics: str = ""
-    http_metrics: str = ""
+    metrics: Mapping[str, str] = field(default_factory=dict)  # by service, HOST:PORT of its metrics and /healthz
     home: str = ""  # which directory the home is: a copy of it has this file too, and nothing runs there
 
 

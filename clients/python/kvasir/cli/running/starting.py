@@ -70,9 +70,11 @@ def _facts(home: Home, plan: Plan, supervisor: Supervisor, is_ready: bool, http_
         http=gateway.listen if gateway else "",
         http_pid=supervisor.pid("http") if gateway else 0,
         http_remark=http_remark,
-        store_metrics=str(store.options.get("metrics_listen", "")),
-        engine_metrics=str(engine.options.get("metrics_listen", "")),
-        http_metrics=str(gateway.options.get("metrics_listen", "")) if gateway else "",
+        metrics={
+            name: str(service.options.get("metrics_listen", ""))
+            for name, service in {"store": store, "engine": engine, "http": gateway}.items()
+            if service
+        },
     )
 
 

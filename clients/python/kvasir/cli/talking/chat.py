@@ -93,7 +93,7 @@ def chat(
         conversation.meet()
         if text is None:
             conversation.run()
-        elif conversation.say(text).snapshot_state == "failed":
+        elif conversation.say(text).stored.state == "failed":
             raise typer.Exit(failures.PROBLEMS)
 
 
@@ -245,8 +245,8 @@ class Conversation:
                     "cached_tokens": result.cached_tokens,
                     "completion_tokens": result.completion_tokens,
                     "first_token_s": round(result.first_token_s, 6),
-                    "version": result.version,
-                    "snapshot": result.snapshot_state,
+                    "version": result.stored.version,
+                    "snapshot": result.stored.state,
                     "memory_tokens": result.memory_tokens,
                     "context_tokens": result.context_tokens,
                     "left_out_messages": result.left_out,
@@ -257,7 +257,7 @@ class Conversation:
             return
         sys.stdout.write("\n")
         sys.stdout.flush()
-        kept = f"version {result.version}" if result.is_durable else _not_durable(result)
+        kept = f"version {result.stored.version}" if result.is_durable else _not_durable(result)
         source = f"{result.source}: {result.reason}" if result.source == "cold" else result.source
         self.caller.err.print(
             f"{result.cached_tokens} of {result.prompt_tokens} tokens cached ({source}), "
@@ -319,8 +319,8 @@ def _reuse_words(result: TurnResult) -> str:
 
 
 def _not_durable(result: TurnResult) -> str:
-    state = "not stored yet" if result.snapshot_state == "pending" else "not stored"
-    return f"{state}: {result.snapshot_reason}" if result.snapshot_reason else state
+    state = "not stored yet" if result.stored.state == "pending" else "not stored"
+    return f"{state}: {result.stored.reason}" if result.stored.reason else state
 
 
 def _versions(store: StoreClient, newest: cachestore_pb2.SnapshotVersion) -> str:

@@ -10,6 +10,15 @@ from kvasir.inference.v1 import inference_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """The version that a turn made of the agent's memory; 0 when none."""
+
+    version: int
+    state: str  # none, committed, pending or failed
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class TurnResult:
     """A turn's reply and what it reused. `first_token_s` is the caller's time from the request to the first token."""
 
@@ -21,9 +30,7 @@ class TurnResult:
     cached_tokens: int
     completion_tokens: int
     first_token_s: float
-    version: int  # that the turn made of the agent's memory; 0 when none
-    snapshot_state: str  # none, committed, pending or failed
-    snapshot_reason: str
+    stored: Stored
     memory_tokens: int = 0  # that the agent remembers now; 0 where nothing is kept
     context_tokens: int = 0
     left_out: int = 0  # messages, because the conversation is too long
@@ -36,7 +43,7 @@ class TurnResult:
 
     @property
     def is_durable(self) -> bool:
-        return self.snapshot_state == "committed"
+        return self.stored.state == "committed"
 
 
 def follow_turn(
@@ -80,9 +87,11 @@ def _result(reply: Reply, first_token_s: float) -> TurnResult:
         cached_tokens=started.cached_tokens,
         completion_tokens=finished.usage.completion_tokens,
         first_token_s=first_token_s,
-        version=finished.snapshot.version,
-        snapshot_state=_word(pb.SnapshotState.Name(finished.snapshot.state), "SNAPSHOT_STATE_"),
-        snapshot_reason=finished.snapshot.reason,
+        stored=Stored(
+            version=finished.snapshot.version,
+            state=_word(pb.SnapshotState.Name(finished.snapshot.state), "SNAPSHOT_STATE_"),
+            reason=finished.snapshot.reason,
+        ),
         memory_tokens=finished.memory_tokens,
         context_tokens=finished.context_tokens,
         left_out=finished.shortening.dropped_messages,
