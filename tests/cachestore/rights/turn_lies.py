@@ -17,7 +17,7 @@ from cachestore_svc.pairing.rights import Verb
 from tests.cachestore.core.lab import NS
 from tests.cachestore.rights.engines import ELSEWHERE
 from tests.cachestore.rights.judging import LIAR, Judge, ViolationError
-from tests.inference.handover.test_taking import PROMPT, TOKENS, stand
+from tests.inference.handover.test_taking import PROMPT, plain_opening, stand
 
 Parts = list[pb.TakeTurnRequest]
 _KEPT = 20
@@ -198,8 +198,8 @@ class TurnLies:
 
     def _opened(self, store: str, name: str, parent: Digest | None, move_id: str, **settings: Any) -> Parts:
         """An opening that the engine would take, and a turn that has computed nothing yet."""
-        opening = pb.TurnOpening()
-        opening.CopyFrom(self._plain(store))
+        engine = self.judge.players[store].served.engine
+        opening = plain_opening(engine.model, engine.device, 2)
         opening.request.CopyFrom(
             inference_pb2.GenerateRequest(
                 prompt=PROMPT, agent_id=name, sampling=inference_pb2.Sampling(max_tokens=2), **settings
@@ -211,27 +211,6 @@ class TurnLies:
         if parent is not None:
             opening.parent_manifest.CopyFrom(parent.to_proto())
         return [pb.TakeTurnRequest(opening=opening), pb.TakeTurnRequest(stand=stand())]
-
-    def _plain(self, store: str) -> pb.TurnOpening:
-        """What is equal in all openings of one engine."""
-        served = self.judge.players[store].served
-        model = served.engine.model
-        return pb.TurnOpening(
-            format=1,
-            surroundings=pb.TurnSurroundings(
-                kv_identity_hash=model.kv_identity_hash,
-                tokenizer_digest=model.tokenizer_digest,
-                template_digest=model.template_digest,
-                device=served.engine.device,
-                compute_type=model.compute_type,
-                cell_tokens=model.cell_tokens,
-                version=served.giver.version,
-            ),
-            max_tokens=2,
-            prompt_token_ids=TOKENS.ids,
-            prompt_token_chars=[end - start for start, end in TOKENS.offsets],
-            choices=[0],
-        )
 
     def _settings(self) -> dict[str, Any]:
         """Of a request, as its owner might have set them."""

@@ -15,6 +15,7 @@ from kvasir.inference.v1 import inference_pb2
 from tokenizers import Tokenizer
 
 from inference_svc.model import kvasir_tiny
+from inference_svc.model.model_info import ModelInfo
 from tests.inference.handover.cases import ON
 from tests.inference.handover.two_engines import TwoEngines, hear
 
@@ -38,6 +39,14 @@ def run(two: TwoEngines, work: Work) -> None:
 
 
 def opening_for(model: inference_pb2.Model, device: str) -> pb.TurnOpening:
+    opening = plain_opening(model, device, ON["max_tokens"])
+    opening.request.CopyFrom(inference_pb2.GenerateRequest(prompt=PROMPT, sampling=inference_pb2.Sampling(**ON)))
+    opening.request_id, opening.caller = "taken", "owner"
+    return opening
+
+
+def plain_opening(model: inference_pb2.Model | ModelInfo, device: str, max_tokens: int) -> pb.TurnOpening:
+    """The same in all openings to one engine."""
     return pb.TurnOpening(
         format=1,
         surroundings=pb.TurnSurroundings(
@@ -49,10 +58,7 @@ def opening_for(model: inference_pb2.Model, device: str) -> pb.TurnOpening:
             cell_tokens=model.cell_tokens,
             version=version("kvasir"),
         ),
-        request=inference_pb2.GenerateRequest(prompt=PROMPT, sampling=inference_pb2.Sampling(**ON)),
-        request_id="taken",
-        max_tokens=ON["max_tokens"],
-        caller="owner",
+        max_tokens=max_tokens,
         prompt_token_ids=TOKENS.ids,
         prompt_token_chars=[end - start for start, end in TOKENS.offsets],
         choices=[0],

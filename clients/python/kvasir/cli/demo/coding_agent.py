@@ -39,7 +39,7 @@ def play(say: Callable[[str], None], claims: Claims, make: Callable[..., Mac], r
     error = steps.die_in_a_turn(mac, AGENT, [message("user", "Mend the test that fails.")])
     claims.check(
         "the broken turn's error says which version is kept",
-        error is not None and error.metadata.get("remembered_version") == str(second.version),
+        error is not None and error.metadata.get("remembered_version") == str(second.stored.version),
     )
     say(f"Both run again after {mac.start():.1f} s")
     steps.warm_up(mac)

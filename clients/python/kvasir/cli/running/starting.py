@@ -71,9 +71,9 @@ def _facts(home: Home, plan: Plan, supervisor: Supervisor, is_ready: bool, http_
         http_pid=supervisor.pid("http") if gateway else 0,
         http_remark=http_remark,
         metrics={
-            name: str(service.options.get("metrics_listen", ""))
-            for name, service in {"store": store, "engine": engine, "http": gateway}.items()
-            if service
+            "store": str(store.options.get("metrics_listen", "")),
+            "engine": str(engine.options.get("metrics_listen", "")),
+            "http": str(gateway.options.get("metrics_listen", "")) if gateway else "",
         },
     )
 
