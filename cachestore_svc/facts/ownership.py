@@ -188,15 +188,16 @@ def offered(
 ) -> Ownership:
     """The fact after `peer`, which knows `generation`, has asked for the agent. A repeated request goes on with the
     same move, a new one of the same peer replaces its earlier move. Unchanged if the move was handed over already.
+    Each move that begins raises the generation, and none begins by an offer from before: so none begins twice.
     `is_ordered`: this store's owner gives it, also to a store that once claimed it. Raises FailedPrecondition
-    (MOVE_UNKNOWN for one that was undone), PermissionDenied (PEER_MAY_NOT) for a generation that is not to be believed.
+    (MOVE_UNKNOWN for one that ended), PermissionDenied (PEER_MAY_NOT) for a generation that is not to be believed.
     """
-    if known.state is OwnerState.MOVED and (known.peer, known.move_id) == (peer, move_id):
+    is_on_its_way_there = known.state is OwnerState.MOVING and known.peer == peer
+    if (is_on_its_way_there or known.state is OwnerState.MOVED) and (known.peer, known.move_id) == (peer, move_id):
         return known
-    if known.state is OwnerState.MOVING and known.peer == peer:
-        return known if known.move_id == move_id else replace(known, move_id=move_id, since_unix_ms=now_unix_ms)
-    check_writable(agent_id, known)
-    if known.move_id == move_id:  # undone: the agent may have grown since, and a late beat does not know it
+    if not is_on_its_way_there:
+        check_writable(agent_id, known)
+    if generation < known.generation or known.move_id == move_id:
         raise _not_under_way(agent_id, known)
     if generation > known.generation:
         if not is_ordered:  # this store has been replaced, and is to be fenced first
@@ -205,7 +206,7 @@ def offered(
     had_by = _with(gone(known).had_by, peer, is_only_offered=not is_ordered)
     return Ownership(
         OwnerState.MOVING,
-        max(generation, known.generation) + 1,
+        generation + 1,
         peer,
         move_id,
         now_unix_ms,

@@ -116,6 +116,7 @@ class Arrival:
         self._order = order = attempt.order
         self._known = attempt.known
         self._move_id = attempt.move_id
+        self._generation = attempt.known.generation  # the newest of the agent's that is known here or there
         self._giver = attempt.giver
         self._room = room
         self._heads: dict[str, SnapshotVersion] = {}
@@ -134,6 +135,7 @@ class Arrival:
         if ownership.are_two(self._labels, there.labels):
             raise ownership.owned_here(order.agent_id)
         _check_there(order, there)
+        self._generation = max(self._generation, there.ownership.generation)
         await self._room.enter_async_context(self._copies.kept(order.namespace, self._named))
         async with aclosing(self._copied(there)) as ahead:
             async for progress in ahead:
@@ -212,7 +214,7 @@ class Arrival:
         order = self._order
         with answers_of_peer(order.peer):
             return await self._remote.offer_agent(
-                order.agent_id, self._move_id, self._known.generation, timeout_s=_OFFER_TIMEOUT_S
+                order.agent_id, self._move_id, self._generation, timeout_s=_OFFER_TIMEOUT_S
             )
 
     @contextlib.asynccontextmanager

@@ -124,7 +124,7 @@ def test_a_store_knows_who_gave_an_agent_until_it_changes(lab: Lab, change: str)
         if change == "a turn":
             publish(store, "ada", one_more, 1)
         elif change == "an undone move":
-            store.moves.offer(NS, "ada", "studio", "o" * 16, 0, anybody)
+            store.moves.offer(NS, "ada", "studio", "o" * 16, store.owners.of(NS, "ada").generation, anybody)
             store.moves.undo(NS, "ada", "studio", "o" * 16)
         elif change == "a lost move":
             line = ArrivingLine(kv_identity_hash(SMALL), content.manifest_digest, "attic/ada@1", True, None)

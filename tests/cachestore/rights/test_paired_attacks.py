@@ -240,7 +240,7 @@ def test_words_and_facts_of_a_peer_are_counted_and_stay_off_the_reserve(
         monkeypatch.setattr("cachestore_svc.store.move_steps.MAX_FACTS", 1)
         await refused(peer.offer_agent("a", MOVE, 0), "PEER_LIMIT")
         await peer.undo_move("work", MOVE)
-        await peer.offer_agent("work", MOVE[::-1], 0)  # it has a part in that one already
+        await peer.offer_agent("work", MOVE[::-1], 1)  # it has a part in that one already
         monkeypatch.setattr("cachestore_svc.store.move_steps.MAX_FACTS", 9)
         monkeypatch.setattr("cachestore_svc.blobs.space.Space.is_disk_full", True)
         await refused(peer.offer_agent("b", MOVE, 0), "DISK_FULL")
@@ -263,16 +263,17 @@ def test_a_move_that_comes_to_no_end_ends_and_costs_its_peer_a_pause(
         for second in range(0, 3 * 3600, 25):  # she asks before her silence ends it, for three hours
             now[0] = float(second)
             with contextlib.suppress(ResourceExhausted):
-                await peer.offer_agent("work", f"{second:016x}", 0)
+                await peer.offer_agent("work", f"{second:016x}", ada.store.owners.of(NS, "work").generation)
             known = ada.store.owners.of(NS, "work")
             await moving.undo_if_silent(NS, "work", known)
             turns, refusals = turns + 1, refusals + (known.state is OwnerState.MOVING)
         assert refusals < turns / 4, (refusals, turns)
         now[0] += 10_000
-        await peer.offer_agent("work", MOVE, 0)  # and it is not for ever
+        generation = ada.store.owners.of(NS, "work").generation
+        await peer.offer_agent("work", MOVE, generation)  # and it is not for ever
         await ada.owner.claim_agent("work")
         now[0] += 10_000
-        await peer.offer_agent("work", MOVE[::-1], 0)  # one that her owner ended is over
+        await peer.offer_agent("work", MOVE[::-1], generation + 1)  # one that her owner ended is over
         await moving.undo_if_silent(NS, "work", ada.store.owners.of(NS, "work"))
         assert ada.store.owners.of(NS, "work").state is OwnerState.MOVING
 

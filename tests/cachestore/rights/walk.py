@@ -94,8 +94,8 @@ class Walk:
         """The liar may move agents, is offered one, gives it up, and may only read then."""
         await self.allow(store, gives="move")
         peer, move_id = self.liars[store], f"{self.chance.getrandbits(64):016x}"
-        judged = self.judge.judged
-        await judged(store, [name], Verb.OFFER, self._offer(peer, (store, name), move_id, 0))
+        judged, known = self.judge.judged, self._mac(store).store.owners.of(NS, name).generation
+        await judged(store, [name], Verb.OFFER, self._offer(peer, (store, name), move_id, known))
         await judged(store, [name], Verb.UNDO, peer.undo_move(name, move_id))
         await self.allow(store, gives="read")
         generation = self._mac(store).store.owners.of(NS, name).generation
@@ -262,7 +262,10 @@ class Walk:
                 await self.turns.tell(store, name, self)
                 return
             case Verb.OFFER:
-                call: Awaitable[object] = self._offer(peer, key, move_id, self.chance.choice((0, generation)))
+                known = mac.store.owners.of(NS, name).generation
+                call: Awaitable[object] = self._offer(
+                    peer, key, move_id, self.chance.choice((known, known, generation))
+                )
             case Verb.HAND_OVER:
                 call = peer.hand_over_agent(name, move_id, max(generation, 1))
             case Verb.UNDO:

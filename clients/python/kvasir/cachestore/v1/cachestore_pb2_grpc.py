@@ -740,7 +740,7 @@ class MovingServiceServicer(object):
     def OfferAgent(self, request, context):
         """Asks for an agent. From the answer on nobody extends it at this store, until HandOverAgent, or until the move is undone: by UndoMove, by this
         store's user, or because the caller was silent for too long or came to no end. To be repeated while blobs are fetched. Errors: NOT_FOUND,
-        FAILED_PRECONDITION (AGENT_MOVED, AGENT_MOVING), UNAVAILABLE (LEASE_HELD: an engine has not let go yet).
+        FAILED_PRECONDITION (AGENT_MOVED, AGENT_MOVING, MOVE_UNKNOWN), UNAVAILABLE (LEASE_HELD: an engine has not let go yet).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -3545,7 +3545,8 @@ type OfferAgentRequest struct {
 	AgentId string                 `protobuf:"bytes,1,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
 	// Chosen by the caller: 16 to 64 hex digits.
 	MoveId string `protobuf:"bytes,2,opt,name=move_id,json=moveId,proto3" json:"move_id,omitempty"`
-	// The caller's own generation of this agent; 0 for none. If it is higher than this store's, this store owns the agent no more.
+	// The newest generation of this agent that the caller knows of, from its own store or from this one's GetAgent; 0 for none. If it is higher than this
+	// store's, this store owns the agent no more. If it is lower, the offer is an old one, and begins no move: each that begins raises the generation.
 	Generation    int64 `protobuf:"varint,3,opt,name=generation,proto3" json:"generation,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

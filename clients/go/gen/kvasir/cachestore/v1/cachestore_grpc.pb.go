@@ -714,7 +714,7 @@ const (
 type MovingServiceClient interface {
 	// Asks for an agent. From the answer on nobody extends it at this store, until HandOverAgent, or until the move is undone: by UndoMove, by this
 	// store's user, or because the caller was silent for too long or came to no end. To be repeated while blobs are fetched. Errors: NOT_FOUND,
-	// FAILED_PRECONDITION (AGENT_MOVED, AGENT_MOVING), UNAVAILABLE (LEASE_HELD: an engine has not let go yet).
+	// FAILED_PRECONDITION (AGENT_MOVED, AGENT_MOVING, MOVE_UNKNOWN), UNAVAILABLE (LEASE_HELD: an engine has not let go yet).
 	OfferAgent(ctx context.Context, in *OfferAgentRequest, opts ...grpc.CallOption) (*OfferAgentResponse, error)
 	// All of the agent is durable at the caller: it is the caller's from now on. Errors: FAILED_PRECONDITION (MOVE_UNKNOWN: it is not, and will
 	// not be by this move).
@@ -784,7 +784,7 @@ func (c *movingServiceClient) FenceAgent(ctx context.Context, in *FenceAgentRequ
 type MovingServiceServer interface {
 	// Asks for an agent. From the answer on nobody extends it at this store, until HandOverAgent, or until the move is undone: by UndoMove, by this
 	// store's user, or because the caller was silent for too long or came to no end. To be repeated while blobs are fetched. Errors: NOT_FOUND,
-	// FAILED_PRECONDITION (AGENT_MOVED, AGENT_MOVING), UNAVAILABLE (LEASE_HELD: an engine has not let go yet).
+	// FAILED_PRECONDITION (AGENT_MOVED, AGENT_MOVING, MOVE_UNKNOWN), UNAVAILABLE (LEASE_HELD: an engine has not let go yet).
 	OfferAgent(context.Context, *OfferAgentRequest) (*OfferAgentResponse, error)
 	// All of the agent is durable at the caller: it is the caller's from now on. Errors: FAILED_PRECONDITION (MOVE_UNKNOWN: it is not, and will
 	// not be by this move).
