@@ -134,6 +134,25 @@ def test_a_message_of_more_frames_than_may_be_is_refused() -> None:
                 read(kind(frame=some[0], more=[*some[1:], empty]).SerializeToString())
 
 
+class Unparsed:
+    """A message that nobody may parse."""
+
+    @staticmethod
+    def FromString(_message: bytes) -> None:  # noqa: N802 - protobuf names it
+        raise AssertionError("it was parsed")
+
+
+@pytest.mark.parametrize("first", [b"", b"\x12\x01t", b"\x78\x01", b"\x7b\x7c", b"\x79" + bytes(8), b"\x7d" + bytes(4)])
+def test_frames_without_number_are_counted_before_they_are_parsed(first: bytes) -> None:
+    """Whichever fields are among them: the token of files, and those of a later version."""
+    for frames in (b"\x0a\x00" + b"\x1a\x00" * 1_000_000, b"\x1a\x00" * 100, b"\x1a\x02\x18\x01" * 100 + b"\x07"):
+        with pytest.raises(DecodeError):
+            carrier_reader(Unparsed)(first + frames)
+    for kind, read in READS.items():
+        message = first + ONE + b"\x1a\x00" * (MAX_FRAMES - 1)
+        assert len(read(message).frames) == MAX_FRAMES == len(kind.FromString(message).more) + 1
+
+
 def test_small_blobs_share_messages_of_a_mebibyte_and_large_ones_do_not() -> None:
     blobs = {Digest.of(data): data for data in (bytes((n,)) * size for n, size in enumerate(SIZES_IN_ORDER))}
     digests = list(blobs)

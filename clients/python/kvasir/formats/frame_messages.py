@@ -6,6 +6,7 @@ code copies the data seven times from one process to the other. What it would re
 to it.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,8 +19,10 @@ MAX_FRAMES = 64
 # Smaller data that came with others, or a smaller part of their message, are copied: whoever keeps them would keep the
 # whole message, which may have as many bytes as gRPC takes.
 LEAST_KEPT_BYTES, LEAST_KEPT_PART = 256 << 10, 4
+_OTHER_FIELDS = 16
 _MOST_SHIFT = 63  # of the last of a number's ten bytes
 _MOST_HEAD_BYTES = 256  # the fields before the data have a hundred
+_NUMBER, _BYTES, _FIXED_BYTES = 0, 2, {1: 8, 5: 4}  # types of fields
 _FRAME, _MORE, _DIGEST, _KIND, _OFFSET, _DATA = 0x0A, 0x1A, 0x0A, 0x10, 0x18, 0x22  # tags: a field's number and type
 
 
@@ -67,6 +70,7 @@ def carrier_reader(message_type: type[Any]) -> Callable[[bytes], Carrier]:
         except IndexError:  # it ends within a number, or that does not end
             places = None
         if places is None:
+            _check_count(message)
             return _of_protobuf(message_type.FromString(message))
         least = max(LEAST_KEPT_BYTES, len(message) // LEAST_KEPT_PART) if len(places) > 1 else 0
         view = memoryview(message)
@@ -78,6 +82,23 @@ def carrier_reader(message_type: type[Any]) -> Callable[[bytes], Carrier]:
         )
 
     return read
+
+
+def _check_count(message: bytes) -> None:
+    """Raise DecodeError for more fields than MAX_FRAMES frames and a few others. Parsed, each may take fifty times as
+    much memory. What no field is, protobuf refuses when it comes there.
+    """
+    at = 0
+    with contextlib.suppress(IndexError):
+        for _ in range(MAX_FRAMES + _OTHER_FIELDS):
+            tag, at = _read_varint(message, at)
+            kind = tag & 7
+            if kind in (_NUMBER, _BYTES):
+                size, at = _read_varint(message, at)
+                at += size if kind == _BYTES else 0
+            at += _FIXED_BYTES.get(kind, 0)
+        if at < len(message):
+            raise DecodeError(f"expected at most {MAX_FRAMES} frames")
 
 
 def _of_protobuf(whole: Any) -> Carrier:
