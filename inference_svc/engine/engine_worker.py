@@ -445,6 +445,6 @@ class EngineWorker:
 
     def _begun(self, key: AgentKey) -> Sequence | None:
         """The key's turn that has begun and is not over. It may be preempted."""
-        turns = (each for each in self._turns if each.plan.key == key and each.plan.is_remembered)
+        turns = (each for each in self._turns if each.agent_key == key and each.plan.is_remembered)
         begun = (each for each in turns if each.status is not Status.WAITING)
         return next(begun, None)

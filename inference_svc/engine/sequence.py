@@ -13,6 +13,7 @@ from kvasir.formats.block_file import FileBytes
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
 
 from inference_svc.engine.api import (
+    AgentKey,
     BlocksFull,
     CarriedTurn,
     Cold,
@@ -89,7 +90,7 @@ class Sequence:
         listener: Listener = lambda _events: None,
     ) -> None:
         self.plan = plan
-        self.agent_key, self.namespace, self.priority = plan.key, plan.namespace, plan.priority
+        self.namespace, self.priority = plan.namespace, plan.priority
         self.prompt_tokens = len(plan.token_ids)
         self.most_tokens = self.prompt_tokens + plan.sampling.max_tokens  # if it generates all that it may
         self.listener = listener
@@ -148,6 +149,11 @@ class Sequence:
         return self.computed < self.prompt_tokens
 
     # --- as the scheduler sees it (`Schedulable`) ---
+
+    @property
+    def agent_key(self) -> AgentKey | None:
+        """None before another engine gives the turn away: it may never do so, and the agent's turns do not wait."""
+        return self.plan.key if self.plan.carried is None else None
 
     @property
     def is_masked(self) -> bool:

@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from kvasir import errors
 
@@ -31,10 +31,18 @@ from inference_svc.turns.turn_data import Continuation, TurnRequest
 
 # An engine that has given a turn away has released the line before. If it could not, its lease ends by itself.
 _HANDED_ON_WAIT_S = LEASE_TTL_S + 1.0
-# The agent of a peer's turn comes within a tenth of a second, unless the peer keeps silent.
-_ARRIVAL_WAIT_S = 1.0
 # For so long a turn that was given here waits for a store that is away.
 _STORE_AWAY_S, _STORE_PAUSE_S = 60.0, 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class _Early:
+    """A peer's turn that comes before its agent."""
+
+    key: AgentKey
+    place: contextlib.AsyncExitStack  # in its agent's order; closed with the turn
+    takes_place: Callable[[], contextlib.AbstractAsyncContextManager[None]]
+    decided: asyncio.Future[None]  # once it has its place, or is over
 
 
 class TakenTurns:
@@ -43,42 +51,51 @@ class TakenTurns:
     def __init__(self, parts: EngineParts, plans: PlanRunner) -> None:
         self._parts = parts
         self._plans = plans
-        self._early: dict[Progress, AgentKey] = {}  # peers' turns, which come before their agents
+        self._early: dict[Progress, _Early] = {}
 
     @contextlib.contextmanager
-    def before_arrivals(self, turn: Progress, key: AgentKey) -> Iterator[None]:
-        """While a turn waits in its agent's order or runs: a peer's turn makes way for the agent's next as long as the
-        agent has not come. For another peer's turn, which may be a lie, it does so after a while only.
+    def before_arrival(
+        self,
+        turn: Progress,
+        key: AgentKey,
+        place: contextlib.AsyncExitStack,
+        takes_place: Callable[[], contextlib.AbstractAsyncContextManager[None]],
+    ) -> Iterator[None]:
+        """While a peer's turn waits for its agent, or runs. Whether it is that agent's turn is decided by the move that
+        brings the agent, and not by a peer's word: so until then neither the agent's own turns nor other peers' wait.
         """
-        early = [each for each, awaited in self._early.items() if awaited == key]
-        if turn.taken is not None and turn.taken.begun.peer:
-            self._early[turn] = key
-        ending = [asyncio.create_task(self._end_unless_coming(each, may_lie=turn in self._early)) for each in early]
+        early = self._early[turn] = _Early(key, place, takes_place, asyncio.get_running_loop().create_future())
         try:
             yield
         finally:
-            for each in ending:
-                each.cancel()
-            self._early.pop(turn, None)
+            self._decided(turn, early)
 
-    async def _end_unless_coming(self, turn: Progress, *, may_lie: bool) -> None:
-        """End a peer's turn whose agent does not come: a peer that keeps silent would keep the agent's next turns
-        waiting. While the store does not answer, they wait. `may_lie`: of the next one only a peer says that it is.
+    async def coming(self, key: AgentKey) -> list[asyncio.Future[None]]:
+        """The ends of waiting for peers' turns whose agent has come, or is coming: the agent's next turn follows them.
+        While the store does not answer, any may be such a turn.
         """
-        assert turn.taken is not None
-        with contextlib.suppress(errors.Unavailable):
-            if not await self._is_coming(turn.request, turn.taken.begun, may_lie) and turn in self._early:
-                turn.cancel(_not_moved("another turn of the agent came meanwhile"))
+        early = {turn: each for turn, each in self._early.items() if each.key == key}
+        if not early:
+            return []
+        try:
+            last = await self._last_move(next(iter(early)).request)
+        except errors.Unavailable:
+            return [each.decided for each in early.values()]
+        return [each.decided for turn, each in early.items() if turn.taken and turn.taken.begun.move_id == last.move_id]
 
-    async def _is_coming(self, request: TurnRequest, begun: BegunTurn, waits: bool) -> bool:
-        """Whether the agent of a peer's turn is here by the move that the turn names, or on its way. An agent that is
-        not this store's may take a while to come; `waits`: any. Raises Unavailable (MEMORY_UNREADABLE).
-        """
-        last = await self._last_move(request)
-        if last.move_id != begun.move_id and (waits or not (last.is_owned and last.newest.version)):
-            await asyncio.sleep(_ARRIVAL_WAIT_S)
-            last = await self._last_move(request)
-        return last.move_id == begun.move_id
+    async def _take_place(self, turn: Progress) -> None:
+        """Wait for the agent's turn before this one, if there is one."""
+        if (early := self._early.get(turn)) is None:
+            return
+        await early.place.enter_async_context(early.takes_place())
+        if turn not in self._early:  # it ended meanwhile
+            await early.place.aclose()
+        self._decided(turn, early)
+
+    def _decided(self, turn: Progress, early: _Early) -> None:
+        self._early.pop(turn, None)
+        if not early.decided.done():
+            early.decided.set_result(None)
 
     async def run(self, turn: Progress, taken: TakenTurn) -> Ran:
         """From the arrival of its KV on; the engine waits for `own` before it computes. Raises FailedPrecondition
@@ -132,7 +149,6 @@ class TakenTurns:
         went on since the turn was prepared, or (HANDOVER_NOT_MOVED); the turn is over then.
         """
         assert turn.taken is not None
-        self._early.pop(turn, None)
         began, has_other_store = self._parts.clock(), turn.taken.begun.has_other_store
         while True:
             try:
@@ -192,6 +208,7 @@ class TakenTurns:
             return
         if begun.has_other_store:
             turn.planned = await self._moved(turn.planned, begun)
+            await self._take_place(turn)
         if (line := self._parts.extended_line(turn.request)) is not None:
             lease = await line.lease.obtain(_HANDED_ON_WAIT_S)
             _check_extends(begun, lease.newest)

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
+from functools import partial
 
 import structlog
 from kvasir import errors
@@ -76,11 +77,9 @@ class TurnFlow:
                     await self._parts.prompting.read(request.namespace, request.prompt.objects)
                     if turn.taken is None:  # else the engine that began it has reported how long it waited
                         turn.times.queue_s = self._parts.clock() - turn.times.arrived
-                    line = None if turn.is_guest else self._parts.extended_line(request)
-                    with line.in_use() if line is not None else contextlib.nullcontext():
-                        remembered = await self._served(turn)
-                        if remembered is not None and remembered.later is not None:
-                            await self._shorten(remembered, turn)
+                    remembered = await self._served(turn)
+                    if remembered is not None and remembered.later is not None:
+                        await self._shorten(remembered, turn)
         except asyncio.CancelledError:
             self._count_end(turn, "finished" if turn.has_ended else "cancelled")
             _end_early(turn, errors.Cancelled("the turn was cancelled"))
@@ -111,16 +110,35 @@ class TurnFlow:
 
     @contextlib.asynccontextmanager
     async def _in_order(self, turn: Progress) -> AsyncIterator[None]:
-        """Turns of one agent run one after the other, in order of arrival; different agents' turns run in parallel."""
-        key = turn.key
-        if key is None or turn.is_guest:
+        """Turns of one agent run one after the other, in order of arrival; different agents' turns run in parallel. A
+        peer's turn keeps nobody waiting before its agent has come: then it has its place (`TakenTurns.own`).
+        """
+        if (key := turn.key) is None or turn.is_guest:
             yield
             return
+        async with contextlib.AsyncExitStack() as place:
+            while True:
+                await place.enter_async_context(self._place(turn, key))
+                if not (coming := await self.taken.coming(key)):
+                    break
+                await place.aclose()
+                await asyncio.wait(coming)
+            if turn.taken is None or not turn.taken.begun.peer:
+                yield
+                return
+            await place.aclose()
+            with self.taken.before_arrival(turn, key, place, partial(self._place, turn, key)):
+                yield
+
+    @contextlib.asynccontextmanager
+    async def _place(self, turn: Progress, key: AgentKey) -> AsyncIterator[None]:
+        """Meanwhile no other turn of the agent runs, and its line stays this engine's."""
         lock = self._order.setdefault(key, asyncio.Lock())
         self._waiting[key] += 1
         try:
-            with self.taken.before_arrivals(turn, key):
-                async with lock:
+            async with lock:
+                line = self._parts.extended_line(turn.request)
+                with line.in_use() if line is not None else contextlib.nullcontext():
                     yield
         finally:
             self._waiting[key] -= 1

@@ -56,12 +56,15 @@ class Schedulable(Hashable, Protocol):
 
     schedule: ScheduleRecord
     namespace: str | None  # turns of one namespace may share KV; a turn without a namespace shares with none
-    agent_key: AgentKey | None  # turns with one key run one after another; a turn without a key runs beside all others
     priority: Priority
     is_cancelled: bool  # it must end: it gets no more cells and tokens
     prompt_tokens: int
     cached: int  # tokens that it began with
     computed: int  # position of the next cell
+
+    @property
+    def agent_key(self) -> AgentKey | None:
+        """Turns with one key run one after another; a turn without a key runs beside all others."""
 
     @property
     def status(self) -> Status: ...

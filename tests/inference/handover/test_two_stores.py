@@ -7,7 +7,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, aclosing, contextmanager
+from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from tests.cachestore.moving.two_stores import Mac, macs
 from tests.cachestore.service.running import make_credentials
 from tests.cli.running import Cli, Ended, in_process
 from tests.inference.handover.cases import ON, STORY
-from tests.inference.handover.test_taking import PROMPT, opened, opening_for, stand
+from tests.inference.handover.test_taking import PROMPT, opened, opening_for, refusal, stand
 from tests.inference.handover.two_engines import hear
 from tests.running.system_fixtures import ENGINE_SERVICE, Service
 
@@ -279,6 +279,7 @@ def test_a_turn_comes_with_an_open_move_of_its_caller_alone(
         if moves not in ("never", "before"):
             await asyncio.to_thread(move, move_id if moves == "meanwhile" else secrets.token_hex(16))
         await call.send([pb.TakeTurnRequest(commit=pb.TurnCommit())])
+        assert (await call.receive()).HasField("taken")  # its reader may come now
         try:
             async for _ in b.resume(token):
                 pass
@@ -369,13 +370,14 @@ def test_a_peers_turn_that_is_not_kept_lets_the_agent_speak(pair: Macs, how: str
             async with asyncio.timeout(10):
                 await hear(b, agent_id=agent, prompt=PROMPT + " more", sampling={"max_tokens": 2})
             await call.send([pb.TakeTurnRequest(commit=pb.TurnCommit())])
+            assert (await call.receive()).HasField("taken")
             assert [event async for event in b.resume(taken)][-1].HasField("finished")
 
     asyncio.run(asyncio.wait_for(work(), 60))
 
 
 @pytest.mark.parametrize("how", ["pulled", "moved"])
-def test_a_peers_turn_with_a_made_up_move_makes_way_for_the_agents_own(
+def test_the_agents_own_turns_wait_for_no_turn_with_a_made_up_move(
     pair: Macs, new_agent: Callable[[], str], how: str
 ) -> None:
     """The agent came from that peer before, and its store owns it. The giver keeps silent."""
@@ -406,40 +408,49 @@ def test_a_peers_turn_with_a_made_up_move_makes_way_for_the_agents_own(
             await calls[0].receive()
             async with asyncio.timeout(10):
                 await hear(b, agent_id=agent, prompt=PROMPT + " more", sampling={"max_tokens": 2})
-                assert not await b.list_turns()
 
     asyncio.run(asyncio.wait_for(work(), 60))
     assert turns_of(studio, agent) == [""]
 
 
-def test_a_peers_turn_with_a_made_up_move_makes_way_for_one_that_comes_with_its_agent(
+def test_a_peers_turn_waits_for_no_other_peers_word_and_is_ended_by_none(
     pair: Macs, new_agent: Callable[[], str]
 ) -> None:
-    """A third peer gave the made-up one, and keeps silent."""
-    (_, engine), (_, other) = pair
-    agent = new_agent()
+    """Of three turns of one agent the one whose move brings it goes on. The first and the last are a third peer's."""
+    (laptop, engine), (studio, other) = pair
+    agent, move_id = new_agent(), secrets.token_hex(16)
 
     async def work() -> None:
-        token = (other.log_file.parent / "attic.token").read_text()
-        async with (
-            AioInferenceClient.connect(engine.address) as a,
-            AioInferenceClient.connect(other.address) as b,
-            AioTurnPeer.connect(other.address, token=token) as peer,
-        ):
-            a.peers["b"] = b
+        tokens = [(other.log_file.parent / f"{name}.token").read_text() for name in ("attic", "laptop", "attic")]
+        async with AsyncExitStack() as exits:
+            connecting = [AioInferenceClient.connect(each.address) for each in (engine, other)]
+            a, b = [await exits.enter_async_context(each) for each in connecting]
+            linking = [AioTurnPeer.connect(other.address, token=token) for token in tokens]
+            calls = [(await exits.enter_async_context(each)).take_turn() for each in linking]
             await hear(a, agent_id=agent, prompt=PROMPT, sampling={"max_tokens": 2})
+            with laptop.client() as here:
+                parent = here.get_agent(agent).lines[0].manifest
             opening = opening_for(await b.get_model(), (await b.get_capabilities()).device)
             sampling = inference_pb2.Sampling(**ON)
             request = inference_pb2.GenerateRequest(prompt=PROMPT, agent_id=agent, sampling=sampling)
-            call = peer.take_turn()
-            await opened(call, opening, request=request, move_id=secrets.token_hex(16))
-            await call.send([pb.TakeTurnRequest(stand=stand())])
-            assert (await call.receive()).HasField("prepared")
-            more = {"prompt": PROMPT + " more", "sampling": {**ON, "max_tokens": 150}}
-            moved = await hear(a, {3: (a, "b")}, agent_id=agent, **more)
-            assert [move.peer for move in moved.moves] == ["b"], moved.not_moved
+            resume_tokens = []
+            for call, named in zip(calls, (secrets.token_hex(16), move_id, secrets.token_hex(16)), strict=True):
+                await opened(call, opening, request=request, parent_manifest=parent, move_id=named)
+                await call.send([pb.TakeTurnRequest(stand=stand())])
+                resume_tokens.append((await call.receive()).prepared.resume_token)
+            assert len(await b.list_turns()) == len(calls), "none has ended another"
+            with laptop.client() as here:
+                here.move_agent(agent, to_peer=studio.name, move_id=move_id)
+            refused = await refusal(calls[0], [pb.TakeTurnRequest(commit=pb.TurnCommit())])
+            assert refused.reason == "HANDOVER_NOT_MOVED"
+            own = asyncio.create_task(hear(b, agent_id=agent, prompt=PROMPT + " more", sampling={"max_tokens": 2}))
+            await calls[1].send([pb.TakeTurnRequest(commit=pb.TurnCommit())])
+            assert (await calls[1].receive()).HasField("taken")
+            assert [event async for event in b.resume(resume_tokens[1])][-1].HasField("finished")
+            assert (await own).reply.finished.snapshot.version == 3, "it follows the turn whose agent had come"
 
     asyncio.run(asyncio.wait_for(work(), 60))
+    assert turns_of(studio, agent) == ["", "handed over by laptop"]
 
 
 @pytest.mark.parametrize("away_s", [0.0, pytest.param(7.0, marks=pytest.mark.long(9))])
@@ -498,8 +509,9 @@ def _refused(engine: Service, agent: str) -> str:
     give_up = time.monotonic() + 60
     while True:
         lines = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
-        for line in lines:
-            if line["what"].endswith("TakeTurn") and line.get("agent", "") == agent and line["outcome"] == "refused":
+        turns = [line for line in lines if line["what"].endswith("TakeTurn") and line.get("agent", "") == agent]
+        for line in turns:
+            if line["outcome"] == "refused":
                 return str(line["reason"])
-        assert time.monotonic() < give_up
+        assert time.monotonic() < give_up, turns
         time.sleep(0.05)

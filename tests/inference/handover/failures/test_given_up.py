@@ -18,20 +18,19 @@ from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.config import EngineSettings
 from inference_svc.edge import handover_messages as wire
-from inference_svc.engine.api import AgentKey, CarriedTurn, Timings
+from inference_svc.engine.api import CarriedTurn, Timings
 from inference_svc.handover.giving import TurnGiver
 from inference_svc.handover.passing import Opening, Promise, Stand, Surroundings
 from inference_svc.handover.resume_tokens import ResumeTokens
 from inference_svc.handover.taking import Taking
 from inference_svc.memory.lines.lines import Lines
 from inference_svc.memory.service_stats import ServiceStats
-from inference_svc.memory.store.answers import NO_HEAD, AgentSettings, LastMove, Version, last_move_of
+from inference_svc.memory.store.answers import AgentSettings, LastMove, Version, last_move_of
 from inference_svc.memory.store.patience import Budget
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.prompting import Tokenized
 from inference_svc.served_model import ServedModel, open_served
 from inference_svc.text.token_ids import TokenIds
-from inference_svc.turns import taken_turns
 from inference_svc.turns.admission import Admission
 from inference_svc.turns.phases import BegunPrompt, BegunTurn, Progress, TurnPhase
 from tests.inference.handover.cases import ON
@@ -268,40 +267,6 @@ def test_a_taken_turn_has_the_settings_with_which_its_agent_came(
         assert moved.recollection.settings == AgentSettings("drop_oldest", "none")
         await taking.go_on()
         taking.close()
-
-    run(tmp_path, work)
-
-
-@pytest.mark.parametrize("next_peer", ["", "mallory"])
-def test_a_peers_word_ends_no_other_peers_turn_whose_agent_is_about_to_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, next_peer: str
-) -> None:
-    """A copy of the agent lies here, so the agent's own next turn need not wait for it."""
-    copy = LastMove("", is_owned=True, newest=replace(NO_HEAD, version=1))
-    monkeypatch.setattr(taken_turns, "_ARRIVAL_WAIT_S", 0.0)
-
-    async def work(served: ServedModel) -> None:
-        answers = [copy, LastMove("a move")]
-
-        async def last_move(agent_id: str, budget: Budget) -> LastMove:
-            return answers.pop(0)
-
-        takings = [taking_one(served, agent) for agent in ("ada", "ben")]
-        for taking in takings:
-            await taking.prepare()
-        (early,), (following,) = served.turns.under_way()
-        for turn, peer in ((early, "laptop"), (following, next_peer)):
-            assert turn.taken is not None
-            turn.taken.begun = replace(turn.taken.begun, move_id="a move", peer=peer)
-        turns, key = served.turns._flow.taken, AgentKey("default", "ada")
-        lines: Any = {"default": SimpleNamespace(store=SimpleNamespace(last_move=last_move))}
-        with monkeypatch.context() as patched:
-            patched.setattr(turns, "_parts", replace(turns._parts, lines=lines))
-            with turns.before_arrivals(early, key), turns.before_arrivals(following, key):
-                await asyncio.sleep(0.1)
-        assert early.is_cancelled == (not next_peer)
-        for taking in takings:
-            taking.close()
 
     run(tmp_path, work)
 
