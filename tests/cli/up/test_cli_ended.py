@@ -5,6 +5,7 @@ import os
 import pty
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from kvasir.address import parse_address
 from kvasir.cli.running.holding import holders, is_led
 from kvasir.cli.running.home import Home
 
@@ -102,3 +104,15 @@ def test_under_nohup_a_terminal_that_closes_does_not_end_up(home: Home) -> None:
         up.terminate()
         up.stderr.read()
     assert up.returncode == 0
+
+
+@pytest.mark.long(8)
+def test_an_up_whose_gateways_port_is_taken_while_it_starts_takes_the_next_one(home: Home) -> None:
+    with Cli(home.root).running("up") as up, socket.socket() as other:
+        first = eventually(lambda: (running := home.running()) and running.http)
+        other.bind(("127.0.0.1", parse_address(first).port))  # before the gateway, which still imports
+        other.listen()
+        second = eventually(lambda: (running := home.running()) and running.is_ready and running.http, within_s=60)
+        assert parse_address(second).port > parse_address(first).port
+        assert up.process.poll() is None
+        assert "has taken the gateway's port meanwhile" in up.err

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from kvasir.cli import doctor
 from kvasir.cli.caller import Caller
+from kvasir.cli.running import holding
 from kvasir.cli.running.group import service_states
 from kvasir.cli.running.holding import end_services, holders, named_openers
 from kvasir.cli.running.home import Home, Running
@@ -125,6 +126,42 @@ def test_a_number_that_is_another_programs_by_now_is_not_killed(tmp_path: Path) 
         finally:
             other.kill()
             ended.kill()
+
+
+# A `kvasir up` that ends when it is asked to, and leaves its file where its engine did not stop.
+LEADER = """
+import fcntl, pathlib, signal, sys, time
+run, ends = pathlib.Path(sys.argv[1]) / "run", sys.argv[2]
+def end(*_):
+    if ends == "whole": (run / "up.json").unlink()
+    sys.exit()
+signal.signal(signal.SIGTERM, end if ends != "never" else signal.SIG_IGN)
+lock = open(run / sys.argv[3])
+fcntl.flock(lock, fcntl.LOCK_SH)
+while True: time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "is_orphan", "is_killed"),
+    [("whole", False, False), ("engine killed", False, True), ("engine killed", True, False), ("never", True, True)],
+)
+def test_down_ends_with_1_where_the_engine_had_to_be_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, is_orphan: bool, is_killed: bool
+) -> None:
+    """By its `kvasir up`, or by `down`, if that one was killed before."""
+    home = Home(tmp_path)
+    home.make()
+    monkeypatch.setattr(holding, "GRACE_S", 0.5)
+    lock_file = home.services_lock_file if is_orphan else home.up_lock_file
+    for lock in (home.up_lock_file, home.services_lock_file):
+        lock.touch()
+    with subprocess.Popen([sys.executable, "-c", LEADER, tmp_path, ends, lock_file.name]) as ending:
+        eventually(lambda: holders(lock_file) == [ending.pid])
+        home.write_running(Running(pid=1, store="unix:/s", engine="unix:/e", engine_pid=ending.pid if is_orphan else 1))
+        down = in_process("--home", tmp_path, "down", "--json")
+        assert (down.code, down.value["engine_killed"], down.value["ended"]) == (is_killed, is_killed, [ending.pid])
+        assert home.running() is None, "that was told"
 
 
 def test_what_a_killed_up_named_is_told_once_and_is_no_fault_of_each_service(tmp_path: Path) -> None:

@@ -290,6 +290,7 @@ def test_a_service_that_ignores_the_stop_is_killed_after_its_grace(tmp_path: Pat
         await run
         assert not process_exists(pid)
         assert any("is killed" in line for line in group.said)
+        assert group.supervisor.killed == ["engine"]
 
     asyncio.run(scenario())
 

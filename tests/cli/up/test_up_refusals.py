@@ -4,11 +4,14 @@ import os
 import shutil
 import socket
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from kvasir.address import parse_address
 from kvasir.cli.running.home import Home
-from kvasir.cli.running.plan import make_credentials
+from kvasir.cli.running.plan import Plan, make_credentials
+from kvasir.cli.running.supervisor import NotStartedError
 from kvasir.credentials import read_credentials, read_token
 
 from inference_svc.model import kvasir_tiny
@@ -110,3 +113,25 @@ def test_what_is_in_use_is_said_before_anything_starts() -> None:
     assert refused.code == 4
     assert not list((home / "logs").iterdir())
     shutil.rmtree(home)
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_a_group_begins_again_only_where_another_program_took_its_gateways_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_taken: bool
+) -> None:
+    tried: list[str] = []
+    with ExitStack() as exits:
+
+        async def begins(_caller: object, plan: Plan, *_: object) -> None:
+            assert plan.gateway is not None
+            tried.append(plan.gateway.listen)
+            if len(tried) > 1:
+                return
+            if is_taken:
+                address = parse_address(plan.gateway.listen)
+                exits.enter_context(socket.create_server((address.host, address.port)))
+            raise NotStartedError("http ended with exit code 1 at its start", reason="SERVICE_DID_NOT_START")
+
+        monkeypatch.setattr("kvasir.cli.running.up.run_group", begins)
+        code = in_process("--home", tmp_path, "up").code
+    assert (code == 0, len(tried), len(set(tried))) == ((True, 2, 2) if is_taken else (False, 1, 1))

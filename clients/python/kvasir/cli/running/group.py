@@ -26,6 +26,7 @@ from kvasir.cli.running.health import (
 from kvasir.cli.running.holding import end_group, holders, is_led
 from kvasir.cli.running.home import Endpoint, Home, Running
 from kvasir.cli.running.logs import GrowingLog, last_lines
+from kvasir.cli.running.starting import ENGINE_KILLED
 from kvasir.cli.showing.terminal import visible
 from kvasir.clients import InferenceClient, StoreClient
 from kvasir.errors import KvasirError, NotFound
@@ -81,7 +82,7 @@ def _state(name: str, endpoint: Endpoint, home: Home, running: Running | None, a
 
 def down(context: typer.Context, as_json: JsonOption = False) -> None:
     """Stop what `kvasir up` runs in this home, or what a killed `kvasir up` left. Its own processes only. Ends with 1
-    when the store did not take all newest turns."""
+    when the store did not take all newest turns, or may not have: the engine did not stop, and was killed."""
     caller = caller_of(context, as_json)
     log = GrowingLog(caller.home.logs / "engine.log")
     with caller.busy("stopping"):
@@ -90,10 +91,12 @@ def down(context: typer.Context, as_json: JsonOption = False) -> None:
     if not is_led(caller.home):  # a new `kvasir up` may have begun meanwhile
         caller.home.running_file.unlink(missing_ok=True)
     root = caller.home.root
-    text = f"stopped; what agents remember is in {root}" if ended else f"nothing runs in {root}"
+    text = f"stopped; what agents remember is in {root}" if ended.pids else f"nothing runs in {root}"
     text += f", but for the newest turns of {dropped} agents: the store did not take them" if dropped else ""
-    caller.result({"home": str(root), "ended": ended, "not_stored": dropped}, lambda out: out.print(text))
-    if dropped:
+    text += f", {ENGINE_KILLED}" if ended.is_engine_killed else ""
+    answer = {"home": str(root), "ended": ended.pids, "not_stored": dropped, "engine_killed": ended.is_engine_killed}
+    caller.result(answer, lambda out: out.print(text))
+    if dropped or ended.is_engine_killed:
         raise typer.Exit(PROBLEMS)
 
 

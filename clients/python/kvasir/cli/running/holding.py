@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from kvasir.cli.running.home import Home
 
@@ -69,14 +70,24 @@ def is_led(home: Home) -> bool:
     return bool(holders(home.up_lock_file))
 
 
-def end_group(home: Home, say: Callable[[str], None]) -> list[int]:
-    """End `kvasir up`, which ends its services, and what is left of it. Returns the processes that were ended."""
+class Ended(NamedTuple):
+    """Processes that were asked to end."""
+
+    pids: list[int]
+    is_engine_killed: bool  # it did not end by itself: it may have had something to store
+
+
+def end_group(home: Home, say: Callable[[str], None]) -> Ended:
+    """End `kvasir up`, which ends its services, and what is left of it."""
     led = holders(home.up_lock_file)
     for pid in led:
         _end(pid, home.up_lock_file, say, 3 * GRACE_S, home.logs)  # its services have their own, in turn
     if led:
         _wait_for_helpers(home.services_lock_file)
-    return [*led, *end_services(home, say)]
+    # A `kvasir up` whose engine ended by itself has removed its file.
+    is_engine_killed = bool(led) and home.running() is not None
+    left = end_services(home, say)
+    return Ended([*led, *left.pids], is_engine_killed or left.is_engine_killed)
 
 
 def _wait_for_helpers(lock_file: Path) -> None:
@@ -86,30 +97,31 @@ def _wait_for_helpers(lock_file: Path) -> None:
         time.sleep(_POLL_S)
 
 
-def end_services(home: Home, say: Callable[[str], None]) -> list[int]:
+def end_services(home: Home, say: Callable[[str], None]) -> Ended:
     """End the services that a killed `kvasir up` left, the store last: the engine may have something to store."""
     running = home.running()
-    last = running.store_pid if running is not None else 0
-    ended = sorted(holders(home.services_lock_file), key=lambda pid: (pid == last, -pid))
-    for pid in ended:
-        _end(pid, home.services_lock_file, say, GRACE_S, home.logs)
-    return ended
+    engine, last = (running.engine_pid, running.store_pid) if running is not None else (0, 0)
+    pids = sorted(holders(home.services_lock_file), key=lambda pid: (pid == last, -pid))
+    killed = [pid for pid in pids if _end(pid, home.services_lock_file, say, GRACE_S, home.logs)]
+    return Ended(pids, engine in killed)
 
 
-def _end(pid: int, lock_file: Path, say: Callable[[str], None], grace_s: float, logs: Path) -> None:
+def _end(pid: int, lock_file: Path, say: Callable[[str], None], grace_s: float, logs: Path) -> bool:
+    """Whether it had to be killed."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if pid not in holders(lock_file):  # others were ended first: by now the number may be another program's
-            return
+            return False
         try:
             os.kill(pid, number)
         except ProcessLookupError:
-            return
+            return False
         patience = Patience(grace_s, logs)
         while not patience.is_over:
             if pid not in holders(lock_file):  # it may still be a zombie, in a container that collects none
-                return
+                return number == signal.SIGKILL
             time.sleep(_POLL_S)
         say(f"process {pid} did not end {patience.in_words} and is killed")
+    return True
 
 
 def _with_lock_linux(lock: os.stat_result) -> Iterator[int]:

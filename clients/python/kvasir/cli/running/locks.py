@@ -36,11 +36,12 @@ def locked(home: Home, say: Callable[[str], None]) -> Iterator[int]:
     with _private_file(home.services_lock_file) as descriptor:
         if not _try_lock(descriptor):
             ended = end_services(home, say)
-            say(f"ended what a killed `kvasir up` left here: {', '.join(map(str, ended))}")
+            say(f"ended what a killed `kvasir up` left here: {', '.join(map(str, ended.pids))}")
             # The system lets go of a lock a moment after its process is gone.
             if not any(_try_lock(descriptor) for _ in _moments(_LOCK_S)):
                 text = f"{home.services_lock_file}: another program holds it"
                 raise FailedPrecondition(text, reason="ALREADY_RUNNING")
+        home.running_file.unlink(missing_ok=True)  # nothing runs here
         os.set_inheritable(descriptor, True)
         yield descriptor
 

@@ -8,10 +8,15 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+import typer
+
 from kvasir.cli.caller import Caller
+from kvasir.cli.failures import PROBLEMS
 from kvasir.cli.running.home import Home, Running
 from kvasir.cli.running.plan import Plan
 from kvasir.cli.running.supervisor import Supervisor
+
+ENGINE_KILLED = "but for what the engine had not stored: it did not stop, and was killed"
 
 
 async def run_group(caller: Caller, plan: Plan, descriptor: int, http_remark: str) -> None:
@@ -45,7 +50,11 @@ async def run_group(caller: Caller, plan: Plan, descriptor: int, http_remark: st
     try:
         await supervisor.run(tell_that_all_is_ready, tell_others)
     finally:
-        home.running_file.unlink(missing_ok=True)
+        if "engine" not in supervisor.killed:  # else `kvasir down` knows it by the file
+            home.running_file.unlink(missing_ok=True)
+    if "engine" in supervisor.killed:
+        caller.note(f"All have stopped, {ENGINE_KILLED}")
+        raise typer.Exit(PROBLEMS)
     caller.note("All have stopped.")
 
 

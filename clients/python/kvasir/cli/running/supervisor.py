@@ -60,6 +60,10 @@ class _Child:
     crashes: deque[float] = field(default_factory=deque)
 
 
+class NotStartedError(Unavailable):
+    """A service of a group that begins did not get ready."""
+
+
 class Supervisor:
     """Runs a group of services. `say` gets one line for people at each event."""
 
@@ -83,6 +87,7 @@ class Supervisor:
         self._stopping = asyncio.Event()
         self._changed: Callable[[], None] = lambda: None
         self._is_change_told = True
+        self.killed: list[str] = []  # services that did not stop
 
     def pid(self, name: str) -> int:
         """The process of a service; 0 when it does not run."""
@@ -204,11 +209,13 @@ class Supervisor:
         assert process is not None
         while not await service.is_ready():
             if process.returncode is not None:
-                raise self._failed(child, f"{service.name} ended with {ending(process.returncode)} at its start")
+                what = f"{service.name} ended with {ending(process.returncode)} at its start"
+                raise self._failed(child, what, NotStartedError)
             if self._clock() - child.began > service.ready_within_s:
                 process.kill()
                 await process.wait()
-                raise self._failed(child, f"{service.name} was not ready within {service.ready_within_s:g} s")
+                what = f"{service.name} was not ready within {service.ready_within_s:g} s"
+                raise self._failed(child, what, NotStartedError)
             await asyncio.sleep(_POLL_S)
         child.is_starting = False
         phases = service.start_in_words()
@@ -237,10 +244,10 @@ class Supervisor:
             raise self._failed(child, f"{what}, {len(child.crashes)} times within {self._policy.within_s:g} s")
         return self._policy.delay_s(len(child.crashes))
 
-    def _failed(self, child: _Child, what: str) -> Unavailable:
+    def _failed(self, child: _Child, what: str, kind: type[Unavailable] = Unavailable) -> Unavailable:
         lines = last_lines(child.service.log_file, since=child.log_start)
         shown = "; its last words: " + " | ".join(lines) if lines else ""
-        return Unavailable(f"{what}{shown} (log: {child.service.log_file})", reason="SERVICE_DID_NOT_START")
+        return kind(f"{what}{shown} (log: {child.service.log_file})", reason="SERVICE_DID_NOT_START")
 
     async def _stop_all(self) -> None:
         """Last started, first stopped: the engine may still have something to store."""
@@ -258,6 +265,7 @@ class Supervisor:
         while not ended.done() and not patience.is_over:
             await asyncio.wait({ended}, timeout=_POLL_S)
         if not ended.done():
+            self.killed.append(child.service.name)
             self._say(f"{child.service.name} did not stop {patience.in_words} and is killed")
             with contextlib.suppress(ProcessLookupError):
                 process.kill()

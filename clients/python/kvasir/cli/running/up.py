@@ -24,7 +24,8 @@ from kvasir.cli.running.locks import led, locked
 from kvasir.cli.running.logs import rotate_log
 from kvasir.cli.running.plan import make_credentials, plan_of
 from kvasir.cli.running.starting import greet, run_group
-from kvasir.cli.settings.asked import asked_of
+from kvasir.cli.running.supervisor import NotStartedError
+from kvasir.cli.settings.asked import Asked, asked_of
 from kvasir.cli.settings.flags import ConfigOption, given_flags, with_flags
 from kvasir.cli.settings.showing import write_settings
 from kvasir.options.gateway import DEFAULT_LISTEN
@@ -60,14 +61,27 @@ def up(
             checks.check_socket_free(home.run / f"{socket}.sock")
         if not detach:
             make_credentials(home)
-            is_said = bool(asked.up.http) or asked.up.no_http
-            http, remark = (asked.up.http, "") if is_said else _usual_http(asked.addresses)
-            asked = replace(asked, up=replace(asked.up, http=http))
-            plan = plan_of(asked)
-            write_settings(asked, plan)
-            asyncio.run(run_group(caller, plan, descriptor, remark))
+            while not _ran(caller, asked, descriptor):
+                caller.note("another program has taken the gateway's port meanwhile; starting again with the next one")
             return
     _detached(caller)
+
+
+def _ran(caller: Caller, asked: Asked, descriptor: int) -> bool:
+    """Run the group to its end. False if the port that was chosen for its gateway went to another program before it
+    listened there, as by a `kvasir up` of another home."""
+    is_said = bool(asked.up.http) or asked.up.no_http
+    http, remark = (asked.up.http, "") if is_said else _usual_http(asked.addresses)
+    asked = replace(asked, up=replace(asked.up, http=http))
+    plan = plan_of(asked)
+    write_settings(asked, plan)
+    try:
+        asyncio.run(run_group(caller, plan, descriptor, remark))
+    except NotStartedError:
+        if is_said or not http or checks.is_free(http, "--http"):
+            raise
+        return False
+    return True
 
 
 def _usual_http(addresses: Mapping[str, str]) -> tuple[str, str]:
