@@ -123,8 +123,11 @@ def test_of_key_holders_connections_those_that_rest_longest_are_closed() -> None
     assert len([head for head in found if head]) == 2
 
 
-@pytest.mark.parametrize("behind", [1, 3])
-def test_requests_behind_another_do_not_hide_that_the_reader_left(behind: int) -> None:
+_LARGE = _ASKED.replace(b"GET", b"POST")[:-2] + b"content-length: 150000\r\n\r\n" + bytes(150_000)
+
+
+@pytest.mark.parametrize("behind", [[_ASKED], [_ASKED] * 3, [_LARGE]], ids=["one", "some", "more than is read"])
+def test_requests_behind_another_do_not_hide_that_the_reader_left(behind: list[bytes]) -> None:
     async def app(scope: Any, receive: Any, _send: Any) -> None:
         if scope["path"] == "/slow":
             begun.set()
@@ -138,8 +141,8 @@ def test_requests_behind_another_do_not_hide_that_the_reader_left(behind: int) -
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(_ASKED.replace(b"GET /", b"GET /slow", 1))
             await begun.wait()
-            for _ in range(behind):
-                writer.write(_ASKED)
+            for each in behind:
+                writer.write(each)
                 await writer.drain()
                 await asyncio.sleep(0.02)
             writer.close()

@@ -6,6 +6,8 @@ which the oldest makes way for the newest, and so have those of key holders that
 
 import asyncio
 import math
+import select
+import socket
 from collections import OrderedDict, deque
 from collections.abc import MutableMapping
 from dataclasses import dataclass
@@ -15,9 +17,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 256  # of a head, and of trailers: each takes thirty times as much room as its shortest line
-# Requests behind one that is not answered yet: they are read, because an end is seen by reading only. More are refused,
-# and more bytes are read later.
-_MAX_WAITING, _MAX_WAITING_BYTES = 16, 64 << 10
+# Requests behind one that is not answered yet: they are read, because so an end is seen at once. More are refused, and
+# more bytes are read later; meanwhile the system is asked for an end.
+_MAX_WAITING, _MAX_WAITING_BYTES, _END_POLL_S = 16, 64 << 10, 0.5
 _MOST_AT_ONCE = 16  # connections accepted in one turn of the loop: a crowd's would keep it for long
 _HEAD_S = 30.0  # for a whole head, from the connection or from the answer before
 _READING_S = 60.0  # in which the reader of an answer takes some of it
@@ -95,6 +97,7 @@ class Connection(HttpToolsProtocol):
 
     _late: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
+    _ending: asyncio.TimerHandle | None = None
     # Since the last that was a whole head, or a body's: of a head, or of a trailer.
     _unread_bytes = 0
 
@@ -176,9 +179,22 @@ class Connection(HttpToolsProtocol):
                 self._connections.rests(self)
 
     def _pause_if_much_waits(self) -> None:
-        """Until the next answer; that its reader leaves is seen by writing only."""
+        """Until the next answer."""
         if sum(map(_waiting_bytes, self.pipeline)) > _MAX_WAITING_BYTES and not self.transport.is_closing():
             self.flow.pause_reading()
+            if self._ending is None:
+                self._look_for_end()
+
+    def _look_for_end(self) -> None:
+        """Whether its reader has left behind bytes that are not read yet. Behind more than the system takes for it, an
+        end is seen once the reader's system has given up."""
+        self._ending = None
+        if self.transport.is_closing() or not self.flow.read_paused:
+            return
+        if _has_ended(self.transport.get_extra_info("socket")):
+            self.transport.abort()
+        else:
+            self._ending = self.loop.call_later(_END_POLL_S, self._look_for_end)
 
     @property
     def _is_answered(self) -> bool:
@@ -210,6 +226,13 @@ class Connection(HttpToolsProtocol):
         if self._stalled is not None:
             self._stalled.cancel()
             self._stalled = None
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Whether the other side sends no more, or is gone. Systems without POLLRDHUP report an end as POLLHUP."""
+    ends = select.poll()
+    ends.register(connection.fileno(), getattr(select, "POLLRDHUP", 0))
+    return bool(ends.poll(0))
 
 
 def _waiting_bytes(waiting: tuple[RequestResponseCycle, object]) -> int:
