@@ -254,7 +254,7 @@ async def collect_regularly(store: Store, threads: StoreThreads, interval_s: flo
         except Exception:  # noqa: BLE001 - a failing disk's OSError, or a bug of ours: neither may end collection for good
             _LOG.exception("gc.failed")
         else:
-            _LOG.info("gc.done", **asdict(report), agents_expired=expired.agents_expired)
+            _LOG.info("gc.done", **asdict(report), agents_expired=expired)
 
 
 def recover(settings: StoreSettings, namespaces: Sequence[str], as_json: bool) -> int:

@@ -9,7 +9,6 @@ from cachestore_svc.core import Core
 from cachestore_svc.facts.records import CheckReport, GcReport, VerifyProgress
 from cachestore_svc.index.catalog import CatalogView
 from cachestore_svc.upkeep import check, collecting, expiring
-from cachestore_svc.upkeep.expiring import ExpiryReport
 from cachestore_svc.upkeep.passed_time import ClockReading
 from cachestore_svc.upkeep.scrubbing import Scrubbing
 
@@ -42,9 +41,9 @@ class Care:
         """Mark unreferenced blobs and sweep those that rested a grace period; None: in every namespace."""
         return collecting.collect(self._core, namespace, dry_run)
 
-    def expire_agents(self, now: ClockReading) -> ExpiryReport:
-        """Delete agents that were unused for longer than the configuration or their label allows. Time since the last
-        call counts as far as `now` proves that it passed. Called regularly, by one thread."""
+    def expire_agents(self, now: ClockReading) -> int:
+        """Delete agents that were unused for longer than the configuration or their label allows; how many. Time since
+        the last call counts as far as `now` proves that it passed. Called regularly, by one thread."""
         return expiring.expire(self._core, now)
 
     def check(self, repair: bool = False) -> CheckReport:

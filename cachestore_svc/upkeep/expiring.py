@@ -6,7 +6,6 @@ so does one whose lease is live.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import structlog
 from kvasir import expires_after
@@ -23,14 +22,6 @@ _AGENTS_AT_ONCE = 50
 _CLOCK = "unused_counted_at"
 
 
-@dataclass(frozen=True, slots=True)
-class ExpiryReport:
-    """What a sweep did."""
-
-    agents_expired: int
-    counted_s: float
-
-
 def left_ms(agent: AgentRecord, namespace: str, config: StoreConfig) -> int | None:
     """The unused time that an agent still has, at most 0 when it may go; None for one that stays."""
     allowed_s = config.expires_after_s(namespace)
@@ -42,8 +33,8 @@ def left_ms(agent: AgentRecord, namespace: str, config: StoreConfig) -> int | No
     return None if agent.is_pinned or allowed_s is None else int(allowed_s * 1000) - agent.unused_ms
 
 
-def expire(core: Core, now: ClockReading) -> ExpiryReport:
-    """Count the time since the last sweep, and delete the agents whose time is over. See Store.expire_agents."""
+def expire(core: Core, now: ClockReading) -> int:
+    """Count the time since the last sweep, and delete the agents whose time is over; how many. See Care."""
     before = ClockReading.from_json(core.catalog.read(HOUSE, lambda view: view.fact(_CLOCK)))
     passed_ms = int(now.since(before) * 1000)
     # First the clock: a crash on the way then counts this time for nobody, instead of twice for some.
@@ -55,7 +46,7 @@ def expire(core: Core, now: ClockReading) -> ExpiryReport:
             expired += _expire_in(core, namespace, passed_ms)
         except KvasirError as error:
             structlog.get_logger("cachestore").warning("expiry.failed", reason=error.reason)
-    return ExpiryReport(expired, passed_ms / 1000)
+    return expired
 
 
 def _expire_in(core: Core, namespace: str, passed_ms: int) -> int:

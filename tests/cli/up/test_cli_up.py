@@ -17,11 +17,10 @@ from kvasir.address import parse_address
 from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE
 from kvasir.cli.running.holding import holders, is_led
 from kvasir.cli.running.home import Home, Running
-from kvasir.cli.running.supervisor import process_exists
 from kvasir.credentials import read_token
 from kvasir.options.gateway import DEFAULT_LISTEN
 
-from tests.cli.running import Begun, Cli, answers, eventually, free_port, in_process
+from tests.cli.running import Begun, Cli, answers, eventually, free_port, in_process, process_exists
 from tests.made_models.tiny_encoder import write_encoder
 from tests.running.scraping import health, scrape
 from tests.running.trace_collector import collecting

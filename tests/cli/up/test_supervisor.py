@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 from kvasir.cli.running.holding import Patience
 from kvasir.cli.running.logs import GrowingLog, is_important, last_lines, rotate_log
-from kvasir.cli.running.supervisor import RestartPolicy, Service, Supervisor, process_exists
+from kvasir.cli.running.supervisor import RestartPolicy, Service, Supervisor
 from kvasir.errors import Unavailable
+
+from tests.cli.running import process_exists
 
 QUICK = RestartPolicy(
     max_crashes=3, within_s=30, first_delay_s=0.01, longest_delay_s=0.05, ask_every_s=0.02, silent_after_s=0.3

@@ -6,7 +6,6 @@ log files themselves, so that no log is lost when the supervisor is killed.
 
 import asyncio
 import contextlib
-import os
 import signal
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -292,14 +291,3 @@ def ending(code: int) -> str:
         return signal.Signals(-code).name
     except ValueError:
         return f"signal {-code}"
-
-
-def process_exists(pid: int) -> bool:
-    """Whether any process with this id lives."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
