@@ -23,6 +23,19 @@ _MOST_WAITING = 2048
 class _Server(uvicorn.Server):
     """uvicorn, without its own handling of signals, which would end the process by them."""
 
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        self.should_exit = True
+        self._stopping.set()
+
+    async def main_loop(self) -> None:
+        """uvicorn's own wakes ten times a second, for the date, which is not sent, and for limits that are not set."""
+        await self.on_tick(0)
+        await self._stopping.wait()
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for each in sockets or ():
@@ -54,7 +67,7 @@ async def serve_app(app: object, listener: socket.socket, connections: Connectio
         print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, lambda: setattr(server, "should_exit", True))
+        loop.add_signal_handler(number, server.stop)
     await server.serve([listener])
 
 
