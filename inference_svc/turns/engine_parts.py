@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from inference_svc.engine.api import AgentKey
+from inference_svc.engine.context import check_fits
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.lines.line import Line
 from inference_svc.memory.lines.lines import Lines
@@ -78,6 +79,11 @@ class EngineParts:
         """The place in the store's history now, for a turn that extends a line."""
         line = self.extended_line(request)
         return line.store.event_cursor if line is not None else None
+
+    def check_length(self, text: str, field: str) -> None:
+        """Refuse an absurdly long prompt without tokenizing it. Raises ContextExceeded."""
+        fewest, context = self.prompting.fewest_tokens(text), self.engine.model.context_tokens
+        check_fits(fewest, max_tokens=0, context_tokens=context, field=field, is_lower_bound=True)
 
     def budget(self) -> Budget:
         """What a turn may lose to the store."""

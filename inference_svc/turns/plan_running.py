@@ -45,7 +45,7 @@ class PlanRunner:
         """Plan and run the turn; plan again when the memory that the plan reuses went away in between."""
         request, recollection, avoid = prompted.request, prompted.recalled.recollection, NOTHING_REFUSED
         if prompted.tokens is None:
-            self._check_length(prompted.text, request.input.name)
+            self._parts.check_length(prompted.text, request.input.name)
         lasting_chars: int | None = None
         if self._parts.engine.model.has_rewind_points:
             lasting_chars = await rewind_point_chars(self._parts.prompting, prompted)
@@ -117,11 +117,6 @@ class PlanRunner:
             await line.lease.answered(budget)
             if line.lease.is_elsewhere and line.store.is_reachable:
                 raise MemoryMovedError
-
-    def _check_length(self, text: str, field: str) -> None:
-        """Refuse an absurdly long prompt without tokenizing it."""
-        fewest, context = self._parts.prompting.fewest_tokens(text), self._parts.engine.model.context_tokens
-        check_fits(fewest, max_tokens=0, context_tokens=context, field=field, is_lower_bound=True)
 
     def plan(self, prompted: Prompted, prepared: Prepared) -> TurnPlan:
         """What the engine is asked to do, without the KV that is reused."""

@@ -179,4 +179,5 @@ class TurnService:
             async with self._counting.held_for(request.namespace, 1):
                 counter = await self._parts.prompting.twin(request.namespace)
                 text, _ = await prompt_text(counter, request, messages, counter.clock())
+                self._parts.check_length(text, given.name)
                 return len((await counter.run(request.namespace, lambda: counter.tokenize(text))).ids)

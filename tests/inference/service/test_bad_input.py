@@ -223,6 +223,17 @@ def test_the_client_names_what_it_cannot_send(client: InferenceClient) -> None:
     assert both.value.field == "input"
 
 
+def test_a_text_that_cannot_fit_is_refused_and_not_counted(client: InferenceClient) -> None:
+    """To count eight million letters takes longer than a caller waits."""
+    text = "a" * (8 << 20)
+    with pytest.raises(errors.ResourceExhausted) as refused:
+        client.count_tokens(prompt=text)
+    assert (refused.value.reason, refused.value.field) == ("CONTEXT_EXCEEDED", "prompt")
+    with pytest.raises(errors.ResourceExhausted) as refused:
+        client.count_tokens(messages=[{"role": "user", "content": text[: 7 << 20]}])
+    assert (refused.value.reason, refused.value.field) == ("CONTEXT_EXCEEDED", "messages")
+
+
 def test_a_parent_that_is_not_the_newest_version_is_a_conflict(
     client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:

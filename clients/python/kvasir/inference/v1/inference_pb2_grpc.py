@@ -157,7 +157,7 @@ class InferenceServiceServicer(object):
     def CountTokens(self, request, context):
         """Counts the tokens of a prompt, or of messages and tools after the model's chat template: the prompt_tokens of a turn with this
         input and no memory. No side effect; takes a turn's place meanwhile. Errors: INVALID_ARGUMENT (field named), NOT_FOUND (model),
-        FAILED_PRECONDITION (not loaded), RESOURCE_EXHAUSTED (queue, the caller's share).
+        FAILED_PRECONDITION (not loaded), RESOURCE_EXHAUSTED (queue, the caller's share, and at once an input that cannot fit the context).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

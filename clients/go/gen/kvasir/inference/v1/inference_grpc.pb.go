@@ -71,7 +71,7 @@ type InferenceServiceClient interface {
 	Warm(ctx context.Context, in *WarmRequest, opts ...grpc.CallOption) (*WarmResponse, error)
 	// Counts the tokens of a prompt, or of messages and tools after the model's chat template: the prompt_tokens of a turn with this
 	// input and no memory. No side effect; takes a turn's place meanwhile. Errors: INVALID_ARGUMENT (field named), NOT_FOUND (model),
-	// FAILED_PRECONDITION (not loaded), RESOURCE_EXHAUSTED (queue, the caller's share).
+	// FAILED_PRECONDITION (not loaded), RESOURCE_EXHAUSTED (queue, the caller's share, and at once an input that cannot fit the context).
 	CountTokens(ctx context.Context, in *CountTokensRequest, opts ...grpc.CallOption) (*CountTokensResponse, error)
 	// Computes embeddings of texts, by the embedding model that configuration names beside the others or by the loaded model: each text's vector has the
 	// length 1, depends on nothing but its text, and is kept nowhere. The loaded model computes a text as it computes a prompt without memory: in
@@ -289,7 +289,7 @@ type InferenceServiceServer interface {
 	Warm(context.Context, *WarmRequest) (*WarmResponse, error)
 	// Counts the tokens of a prompt, or of messages and tools after the model's chat template: the prompt_tokens of a turn with this
 	// input and no memory. No side effect; takes a turn's place meanwhile. Errors: INVALID_ARGUMENT (field named), NOT_FOUND (model),
-	// FAILED_PRECONDITION (not loaded), RESOURCE_EXHAUSTED (queue, the caller's share).
+	// FAILED_PRECONDITION (not loaded), RESOURCE_EXHAUSTED (queue, the caller's share, and at once an input that cannot fit the context).
 	CountTokens(context.Context, *CountTokensRequest) (*CountTokensResponse, error)
 	// Computes embeddings of texts, by the embedding model that configuration names beside the others or by the loaded model: each text's vector has the
 	// length 1, depends on nothing but its text, and is kept nowhere. The loaded model computes a text as it computes a prompt without memory: in
