@@ -71,7 +71,9 @@ class TurnEmbedder:
         """What spells a special token is text. Only those stand around it that the tokenizer puts there itself."""
         context = self._engine.model.context_tokens
         if isinstance(given, str):
-            if not truncate:
+            if truncate:
+                given = self._prompting.beginning(given, context)
+            else:
                 fewest = self._prompting.fewest_tokens(given)
                 check_fits(fewest, 0, context, field=field, is_lower_bound=True)
             twin = await self._prompting.twin(namespace)

@@ -134,6 +134,11 @@ class Prompting:
         """A lower bound of the text's tokens, from its bytes: an absurd prompt is refused without tokenizing it."""
         return -(-utf8_bytes(without_guards(text)) // self._longest_token)
 
+    def beginning(self, text: str, tokens: int) -> str:
+        """What has at least so many tokens, or all of a shorter text. Twice as much as these can spell: how a word is
+        split may depend on its end."""
+        return text[: 2 * tokens * self._longest_token]
+
     def clock(self, remembered_ms: int = 0) -> TemplateClock:
         """Gives a turn's template the time. `remembered_ms`: the time in the memory that goes on; 0: none."""
         return TemplateClock(remembered_ms, wall_clock_ms(self._now_ms()))

@@ -214,6 +214,16 @@ def test_no_text_has_fewer_tokens_than_is_said(prompting: Prompting) -> None:
         assert prompting.fewest_tokens(text) <= len(prompting.tokenize(text).ids)
 
 
+def test_the_beginning_of_a_text_has_its_first_tokens_and_is_short(prompting: Prompting) -> None:
+    for word in ("assistant ", "a", "漢", "x1\n\n"):
+        text = word * 5_000
+        beginning = prompting.beginning(text, 20)
+        assert text.startswith(beginning)
+        assert len(beginning) < 2_000
+        assert prompting.tokenize(beginning).ids[:20] == prompting.tokenize(text).ids[:20]
+    assert prompting.beginning("short", 20) == "short"
+
+
 def test_empty_tool_calls_are_counted_before_they_are_looked_at() -> None:
     """Two bytes each of a request: four million of them would hold up everybody for seconds."""
     calls = [manifest_pb2.ToolCall()] * 6_000

@@ -91,6 +91,8 @@ def test_a_text_may_be_cut_to_the_context(client: InferenceClient) -> None:
     [cut], [whole] = client.embed([ids], truncate=True).embeddings, client.embed([ids[:context]]).embeddings
     assert cut == whole
     assert cut.tokens == context
+    text = "It rains. " * 4_000
+    assert client.embed([text * 20], truncate=True).embeddings == client.embed([text], truncate=True).embeddings
 
 
 @pytest.mark.parametrize("texts", [1, 40])
