@@ -73,7 +73,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="loop") as directory, running_front(Path(directory)) as front:
         with httpx.Client(base_url=front.gateway.url, headers=front.bearer(), timeout=120) as client:
             for path, what, asked in bodies():
-                data = json.dumps({"model": "m", "max_tokens": 1, **asked}).encode()[: 8 << 20]
+                limit = {"sampling": {"max_tokens": 1}} if path.startswith("/v1/agents") else {"max_tokens": 1}
+                data = json.dumps({"model": "m", **limit, **asked}).encode()[: 8 << 20]
                 took_ms = []
                 for _ in range(_TIMES):
                     before = on_loop_s(front.gateway.pid)
