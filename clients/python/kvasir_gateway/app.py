@@ -160,7 +160,7 @@ class Gateway:
 
     async def _earlier(self, call: Call, asked: openai_responses.ResponsesRequest) -> Sequence[Said]:
         """What was said until the previous response; references to items give way to the items. Raises NotFound."""
-        places = openai_responses.references(asked.input)
+        places = await call.room.made(partial(openai_responses.references, asked.input))
         previous = None
         if asked.previous_response_id is not None:
             previous = openai_responses.place_of(asked.previous_response_id)
@@ -347,16 +347,17 @@ class Gateway:
 
     async def _body(self, call: Call, kind: type[_Body]) -> _Body:
         data = await call.room.read(call.request, self._around.limits.max_body_bytes)
-        if call.agent_id and not call.reading.rules.is_asked and BILLING.encode() in data:
+        if call.agent_id and not call.reading.rules.is_asked and await call.room.made(lambda: BILLING.encode() in data):
             call.reading.rules = await call.caller.rules_of(call.agent_id, call.reading.rules)
 
-        def parse(data: bytes) -> _Body:
+        def parse(data: bytearray) -> _Body:
             try:
                 body = kind.model_validate_json(data)
+                call.reading.check(body)
+                return body
             except ValidationError as error:
-                raise errors.malformed(error) from None
-            call.reading.check(body)
-            return body
+                refusal = errors.malformed(error)
+            raise refusal  # not from that error, which has all that was parsed
 
         return await call.room.parsed(data, parse)
 
@@ -385,6 +386,8 @@ class Gateway:
                 told = (request_id, path, type(error).__name__, places(error))
                 _log.error("request.failed request_id=%s path=%s error=%s at=%s", *told)
                 return refused(request, Internal(f"a bug of the gateway, in request {request_id}"), request_id)
+            finally:
+                room.forget()
 
         traces = self._around.traces if not is_open else Traces()
         endpoint = _Endpoint(f"{methods[0]} {route_of(path)}", answered, self._rooms, traces)

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from datetime import UTC
 from functools import partial
-from itertools import cycle
+from itertools import accumulate, cycle
 from types import MappingProxyType
 from typing import Any
 
@@ -107,7 +107,8 @@ class CallerAtEngine:
         """The turn, without a model's name that the engine does not know, if it is too large to be sent twice."""
         if not turn.any_model or turn.alias or not turn.model:
             return turn
-        if len(turn.prompt) + sum(len(message.content) for message in turn.messages) < _LARGE_CHARS:
+        sizes = accumulate((len(message.content) for message in turn.messages), initial=len(turn.prompt))
+        if all(size < _LARGE_CHARS for size in sizes):
             return turn
         try:
             await self.client.get_model(turn.model)

@@ -14,6 +14,7 @@ from kvasir.errors import NotFound, Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.server.operating.audit import Audit
 from kvasir.server.operating.traces import Traces
+from kvasir_gateway import app as gateway_app
 from kvasir_gateway.answering import Turns
 from kvasir_gateway.app import Gateway, GatewayLimits, Surroundings
 from kvasir_gateway.conversations import Conversations
@@ -118,6 +119,16 @@ def test_a_large_answer_of_embeddings_is_made_beside_the_loop_within_the_room_of
     assert threads
     assert threading.main_thread() not in threads
     assert asyncio.run(ask(GatewayLimits(max_bodies_bytes=1 << 20)))[0] == 429
+
+
+def test_the_refusal_of_a_malformed_body_holds_nothing_that_was_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, plain = list[object](), gateway_app.refused
+    noted = lambda request, error, *more: (held.append(error.__context__), plain(request, error, *more))[1]  # noqa: E731
+    monkeypatch.setattr(gateway_app, "refused", noted)
+    body = {"model": "m", "messages": "x" * 100_000}
+    status, answer = asyncio.run(post(app_before(PlayedEngine()), "/v1/chat/completions", body, asyncio.Event()))
+    assert (status, json.loads(answer)["error"]["param"]) == (400, "messages")
+    assert held == [None]
 
 
 @pytest.mark.parametrize("token", [None, "a-token"])

@@ -86,11 +86,11 @@ def test_a_large_body_is_read_by_another_thread_and_namespaces_take_turns() -> N
         room.admit(namespace)
         assert await room.read(_sending([len(data)]), 2 * len(data)) == b"x" * len(data)
 
-        def parse(_: bytes) -> None:
+        def parse(_: bytearray) -> None:
             order.append(namespace)
             threads.add(threading.current_thread())
 
-        await room.parsed(data, parse)
+        await room.parsed(bytearray(data), parse)
         room.release()
 
     async def all_of_them() -> None:
@@ -107,12 +107,60 @@ def test_a_body_is_billed_by_what_it_becomes_until_it_is_answered() -> None:
     room = RequestRoom(rooms)
     room.admit("n")
     many = b"[" + b"1," * 4000 + b"1]"
-    asyncio.run(room.parsed(many, json.loads))
+    asyncio.run(room.parsed(bytearray(many), json.loads))
     assert rooms.bodies.held_by_all >= 4000 * 100
     with pytest.raises(ResourceExhausted, match="bodies of open requests"):
-        asyncio.run(room.parsed(many, json.loads))
+        asyncio.run(room.parsed(bytearray(many), json.loads))
     room.release()
     assert rooms.bodies.held_by_all == 0
+
+
+def test_a_declared_body_takes_its_room_and_memory_before_its_first_byte_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms, threads = Rooms(10, 1 << 20), list[threading.Thread]()
+
+    def made(size: int) -> bytearray:
+        threads.append(threading.current_thread())
+        return bytearray(size)
+
+    monkeypatch.setattr(bodies, "bytearray", made, raising=False)
+    first, second = RequestRoom(rooms), RequestRoom(rooms)
+    data = asyncio.run(first.read(_sending([200_000, 300_000], declared=500_000), 1 << 20))
+    assert data == b"x" * 500_000
+    assert threads[0] is not threading.main_thread()
+    unread = _sending([], declared=600_000)
+    with pytest.raises(ResourceExhausted):
+        asyncio.run(second.read(unread, 1 << 20))
+    assert (len(threads), rooms.bodies.held_by_all) == (1, 500_000)
+    assert asyncio.run(second.read(_sending([10], declared=30), 100)) == b"x" * 10  # it ended early
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_what_a_large_body_becomes_is_freed_by_the_thread(is_refused: bool) -> None:
+    rooms, freed_by = Rooms(10, 1 << 30), list[threading.Thread]()
+
+    class Parsed:
+        def __del__(self) -> None:
+            freed_by.append(threading.current_thread())
+
+    def parse(_: bytearray) -> Parsed:
+        made = Parsed()
+        if is_refused:
+            raise InvalidArgument("a field of it", field="a")
+        return made
+
+    async def one(room: RequestRoom) -> None:
+        data = await room.read(_sending([1 << 20]), 1 << 20)
+        with pytest.raises(InvalidArgument) if is_refused else contextlib.nullcontext():
+            await room.parsed(data, parse)
+        assert data == b""
+
+    room = RequestRoom(rooms)
+    asyncio.run(one(room))
+    assert len(freed_by) == is_refused
+    room.forget()
+    rooms.thread.submit(int).result(5)
+    assert len(freed_by) == 1
+    assert freed_by[0] is not threading.main_thread()
 
 
 def test_a_large_answer_is_made_by_the_thread_and_billed_until_it_is_sent() -> None:
@@ -202,12 +250,13 @@ def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyP
     assert errors.http_status(late.value) == 408
 
 
-def _sending(pieces: list[int], *, is_whole: bool = True) -> Request:
+def _sending(pieces: list[int], *, is_whole: bool = True, declared: int | None = None) -> Request:
     """A request whose body comes in pieces of these sizes."""
+    headers = [(b"content-length", str(declared).encode())] if declared is not None else []
     left = [{"type": "http.request", "body": b"x" * size, "more_body": True} for size in pieces]
     left += [{"type": "http.request", "body": b""}] * is_whole
 
     async def receive() -> Any:
         return left.pop(0) if left else await asyncio.sleep(60)
 
-    return Request({"type": "http", "method": "POST", "headers": []}, receive)
+    return Request({"type": "http", "method": "POST", "headers": headers}, receive)

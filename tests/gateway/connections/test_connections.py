@@ -12,7 +12,7 @@ import httpx2 as httpx
 import psutil
 import pytest
 import uvicorn
-from kvasir_gateway.door import connections
+from kvasir_gateway.door import connections, listening
 from kvasir_gateway.door.connections import Connection, ConnectionLimits, Connections, show_key
 from uvicorn.server import ServerState
 
@@ -208,6 +208,59 @@ def test_a_large_body_behind_an_unanswered_request_is_read_later() -> None:
     may_answer = asyncio.Event()
     assert 0 < asyncio.run(waiting_bytes()) < 1 << 20
     assert sum(taken) == length
+
+
+def test_a_large_piece_of_a_body_is_neither_copied_nor_a_reason_to_stop_reading() -> None:
+    reading: list[str] = []
+
+    class NotedTransport(asyncio.Transport):
+        def pause_reading(self) -> None:
+            reading.append("paused")
+
+        def resume_reading(self) -> None:
+            reading.append("resumed")
+
+    async def never(_scope: Any, _receive: Any, _send: Any) -> None:
+        await asyncio.sleep(60)
+
+    async def pieces() -> None:
+        config = uvicorn.Config(never, lifespan="off", ws="none", log_config=None)
+        config.load()
+        connection = Connection(config, ServerState(), {}, connections=Connections(ConnectionLimits()))
+        connection.connection_made(NotedTransport())
+        connection.data_received(_ASKED.replace(b"GET", b"POST")[:-2] + b"content-length: 1000000\r\n\r\n")
+        cycle, large = connection.cycle, b"x" * 200_000
+        connection.on_body(large)
+        assert cycle.body is large  # type: ignore[comparison-overlap]
+        assert reading == []
+        connection.on_body(b"y")  # nobody has taken the first
+        assert (reading, len(cycle.body)) == (["paused"], 200_001)
+        assert (await cycle.receive())["body"] == large + b"y"  # type: ignore[typeddict-item]
+        assert reading == ["paused", "resumed"]
+        for _ in range(20):
+            connection.on_body(b"z" * 10)
+        assert (await cycle.receive())["body"] == b"z" * 200  # type: ignore[typeddict-item]
+        for task in connection.tasks:
+            task.cancel()
+
+    asyncio.run(pieces())
+
+
+def test_a_gateway_at_rest_does_not_wake(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def wakes(_seconds: float) -> None:
+        raise AssertionError("it woke")
+
+    async def rest() -> None:
+        server = listening._Server(uvicorn.Config(answers_key_holders))
+        server.config.load()
+        monkeypatch.setattr(asyncio, "sleep", wakes)
+        running = asyncio.create_task(server.main_loop())
+        await asyncio.wait({running}, timeout=0.05)
+        assert not running.done()
+        server.stop()
+        await asyncio.wait_for(running, 5)
+
+    asyncio.run(rest())
 
 
 def test_a_head_of_many_short_headers_is_refused() -> None:

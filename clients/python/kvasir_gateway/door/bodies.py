@@ -9,9 +9,10 @@ import asyncio
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from functools import partial
+from typing import TypeVar, cast
 
-from kvasir.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+from kvasir.errors import DeadlineExceeded, InvalidArgument, KvasirError, ResourceExhausted
 from kvasir.server.fair_shares import Shares
 from kvasir.server.shared_room import SharedRoom
 from starlette.requests import Request
@@ -54,6 +55,7 @@ class RequestRoom:
         self._held_bytes = 0
         self._is_large = False
         self._is_admitted = False
+        self._made: list[object] = []
         self.namespace = ""
 
     def admit(self, namespace: str) -> None:
@@ -66,36 +68,65 @@ class RequestRoom:
         self.namespace = namespace
         self._is_admitted = True
 
-    async def read(self, request: Request, max_bytes: int) -> bytes:
-        """The body. Raises BodyTooLarge as soon as that is known, ResourceExhausted without room for it, and
-        DeadlineExceeded."""
-        too_large = BodyTooLarge(f"the body has more than {max_bytes} bytes")
-        length = request.headers.get("content-length", "")
-        if length.isdigit() and int(length) > max_bytes:
-            raise too_large
-        data = bytearray()  # of pieces, each a small allocation, the process would keep much of the room
+    async def read(self, request: Request, max_bytes: int) -> bytearray:
+        """The body, in memory that the thread has filled once: to fill it first costs more than to receive a body.
+        Raises BodyTooLarge as soon as that is known, ResourceExhausted without room for it, and DeadlineExceeded."""
+        declared = request.headers.get("content-length", "")
+        length = int(declared) if declared.isdecimal() else 0
+        if length > max_bytes:
+            raise _too_large(max_bytes)
+        self._take(length)
+        self._is_large = length > _SMALL_BYTES
+        data = await self.made(lambda: bytearray(length))
         try:
             async with asyncio.timeout(_SENDING_S):
-                async for piece in request.stream():
-                    if len(data) + len(piece) > max_bytes:
-                        raise too_large
-                    self._take(len(piece))
-                    data += piece
+                await self._receive(request, data, max_bytes)
         except TimeoutError:
             text = f"the body did not come within {_SENDING_S:.0f} s"
             raise DeadlineExceeded(text, reason="SENDER_STALLED") from None
         self._is_large = len(data) > _SMALL_BYTES
-        return await self.made(lambda: bytes(data))
+        return data
 
-    async def parsed(self, data: bytes, parse: Callable[[bytes], _Made]) -> _Made:
-        """What `parse` makes of a body that is not too much. Raises InvalidArgument, ResourceExhausted."""
+    async def _receive(self, request: Request, data: bytearray, max_bytes: int) -> None:
+        """Fill `data`, which grows where no length was declared."""
+        come = 0
+        async for piece in request.stream():
+            begin, come = come, come + len(piece)
+            if come > max_bytes:
+                raise _too_large(max_bytes)
+            if come > len(data):
+                self._take(come - len(data))
+                data[begin:] = piece
+            else:
+                memoryview(data)[begin:come] = piece
+        del data[come:]
+
+    async def parsed(self, data: bytearray, parse: Callable[[bytearray], _Made]) -> _Made:
+        """What `parse` makes of a body that is not too much; the body is empty then. Raises InvalidArgument,
+        ResourceExhausted."""
         values = await self.made(lambda: count_values(data))
         self._take(_MORE_COPIES * len(data) + _BYTES_PER_VALUE * values)
-        return await self.made(lambda: parse(data))
+
+        def parse_and_free() -> _Made:
+            try:
+                return parse(data)
+            finally:
+                data.clear()
+
+        return await self.made(parse_and_free)
 
     async def made(self, make: Callable[[], _Made]) -> _Made:
         """What is made of the body that was read, where it holds nobody up."""
-        return await self.beside(make) if self._is_large else make()
+        if not self._is_large:
+            return make()
+        self._made.append(await self.beside(partial(_without_frames, make)))
+        return cast("_Made", self._made[-1])
+
+    def forget(self) -> None:
+        """Nobody needs what was made of the body any more: its objects may be many, and the thread frees them."""
+        if self._made:
+            made, self._made = self._made, []
+            self._rooms.thread.submit(made.clear)
 
     async def beside(self, make: Callable[[], _Made]) -> _Made:
         """What is made of more than the body, for its namespace's turn of the thread."""
@@ -125,7 +156,19 @@ class RequestRoom:
         self._held_bytes += count
 
 
-def count_values(data: bytes) -> int:
+def _without_frames(make: Callable[[], _Made]) -> _Made:
+    """A refusal's frames would take what was parsed along, to be freed where the refusal is."""
+    try:
+        return make()
+    except KvasirError as error:
+        raise error.with_traceback(None) from None
+
+
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body has more than {max_bytes} bytes")
+
+
+def count_values(data: bytes | bytearray) -> int:
     """About how many values a body's JSON has; it need not be JSON. Raises InvalidArgument for too many, and for
     brackets that nest too deep."""
     containers = commas = depth = at = 0

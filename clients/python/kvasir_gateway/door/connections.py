@@ -20,6 +20,7 @@ _MAX_HEADERS = 256  # of a head, and of trailers: each takes thirty times as muc
 # Requests behind one that is not answered yet: they are read, because so an end is seen at once. More are refused, and
 # more bytes are read later; meanwhile the system is asked for an end.
 _MAX_WAITING, _MAX_WAITING_BYTES, _END_POLL_S = 16, 64 << 10, 0.5
+_LARGE_PIECE_BYTES = 16 << 10  # of a body: to copy it twice more, and to stop reading until it is taken, costs more
 _MOST_AT_ONCE = 16  # connections accepted in one turn of the loop: a crowd's would keep it for long
 _HEAD_S = 30.0  # for a whole head, from the connection or from the answer before
 _READING_S = 60.0  # in which the reader of an answer takes some of it
@@ -163,6 +164,12 @@ class Connection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._unread_bytes = 0
+        cycle = self.cycle
+        if not cycle.body and len(body) >= _LARGE_PIECE_BYTES and not cycle.response_complete:
+            cycle.body = body  # type: ignore[assignment]  # taken as it is, before the next one is read
+            cycle.message_event.set()
+            return
+        cycle.body = bytearray(cycle.body) if isinstance(cycle.body, bytes) else cycle.body
         super().on_body(body)
 
     def on_message_complete(self) -> None:
