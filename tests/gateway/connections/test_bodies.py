@@ -135,7 +135,7 @@ def test_a_declared_body_takes_its_room_and_memory_before_its_first_byte_comes(m
 
 
 @pytest.mark.parametrize("is_refused", [False, True])
-def test_what_a_large_body_becomes_is_freed_by_the_thread(is_refused: bool) -> None:
+def test_objects_of_a_large_body_are_freed_by_the_thread(is_refused: bool) -> None:
     rooms, freed_by = Rooms(10, 1 << 30), list[threading.Thread]()
 
     class Parsed:
