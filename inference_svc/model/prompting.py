@@ -135,8 +135,8 @@ class Prompting:
         return -(-utf8_bytes(without_guards(text)) // self._longest_token)
 
     def beginning(self, text: str, tokens: int) -> str:
-        """What has at least so many tokens, or all of a shorter text. Twice as much as these can spell: how a word is
-        split may depend on its end."""
+        """A part with at least so many tokens, or all of a shorter text. It is twice as long as these can spell: how a
+        word is split may depend on its end."""
         return text[: 2 * tokens * self._longest_token]
 
     def clock(self, remembered_ms: int = 0) -> TemplateClock:

@@ -39,7 +39,7 @@ _COPIED = (cachestore_pb2.ORIGIN_IMPORT, cachestore_pb2.ORIGIN_PULL)
 _AGENTS_AT_ONCE = 8  # of which one request reads the memory
 _MAX_MESSAGES = 10_000  # as the engine takes
 _ARGUMENTS = re.compile(r"messages\.messages\[(\d+)\]\.tool_calls\[(\d+)\]\.arguments_json")
-_LARGE_CHARS = 64 << 10  # of a prompt: to ask for its model costs less than to send it twice
+_LARGE_CHARS = 64 << 10  # of a prompt: a look at its model costs less than to send it twice
 
 SentMessages = Sequence[message_pb2.Message]
 DigestsOf = Callable[[Iterable[Said]], Iterator[str]]  # of all beginnings of what was said, from that of nothing on

@@ -102,7 +102,7 @@ class RequestRoom:
         del data[come:]
 
     async def parsed(self, data: bytearray, parse: Callable[[bytearray], _Made]) -> _Made:
-        """What `parse` makes of a body that is not too much; the body is empty then. Raises InvalidArgument,
+        """The result of `parse` for a body that is not too much; the body is empty then. Raises InvalidArgument,
         ResourceExhausted."""
         values = await self.made(lambda: count_values(data))
         self._take(_MORE_COPIES * len(data) + _BYTES_PER_VALUE * values)
@@ -123,7 +123,7 @@ class RequestRoom:
         return cast("_Made", self._made[-1])
 
     def forget(self) -> None:
-        """Nobody needs what was made of the body any more: its objects may be many, and the thread frees them."""
+        """Drop the objects made of the body. They may be many: the thread frees them."""
         if self._made:
             made, self._made = self._made, []
             self._rooms.thread.submit(made.clear)
@@ -157,7 +157,7 @@ class RequestRoom:
 
 
 def _without_frames(make: Callable[[], _Made]) -> _Made:
-    """A refusal's frames would take what was parsed along, to be freed where the refusal is."""
+    """Drop a refusal's frames: they hold the parsed body, which the event loop would free."""
     try:
         return make()
     except KvasirError as error:

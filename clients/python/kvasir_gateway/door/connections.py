@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 256  # of a head, and of trailers: each takes thirty times as much room as its shortest line
 # Requests behind one that is not answered yet: they are read, because so an end is seen at once. More are refused, and
-# more bytes are read later; meanwhile the system is asked for an end.
+# more bytes are read later; meanwhile the system reports an end.
 _MAX_WAITING, _MAX_WAITING_BYTES, _END_POLL_S = 16, 64 << 10, 0.5
 _LARGE_PIECE_BYTES = 16 << 10  # of a body: to copy it twice more, and to stop reading until it is taken, costs more
 _MOST_AT_ONCE = 16  # connections accepted in one turn of the loop: a crowd's would keep it for long
