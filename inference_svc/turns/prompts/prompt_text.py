@@ -35,6 +35,8 @@ from inference_svc.turns.prompts.continuing import (
 )
 from inference_svc.turns.turn_data import Continuation, MessagesInput, PromptInput, TokensInput, TurnRequest
 
+_LARGE_BYTES = 1 << 20  # of an input
+
 
 async def prompt_text(
     prompting: Prompting, request: TurnRequest, messages: Sequence[manifest_pb2.Message], clock: TemplateClock
@@ -131,13 +133,16 @@ async def prompted(
     clock = prompting.clock(told_ms)
     recalled, tools_order = await _with_tools(prompting, recalled, order)
     is_time_untold = False
+    # Other turns wait for no render of ten thousand messages, which takes longer than their own steps together.
+    is_large = request.origin.size_bytes > _LARGE_BYTES
+    renderer = await prompting.twin(request.namespace) if is_large else prompting
     try:
-        text, conversation = await prompt_text(prompting, recalled.request, recalled.messages, clock)
+        text, conversation = await prompt_text(renderer, recalled.request, recalled.messages, clock)
     except errors.InvalidArgument:
         if (without := _without_notes(recalled)) is None:
             raise
         recalled, is_time_untold = without, True
-        text, conversation = await prompt_text(prompting, recalled.request, recalled.messages, clock)
+        text, conversation = await prompt_text(renderer, recalled.request, recalled.messages, clock)
     made = Prompted(recalled, text, conversation, None, clock, tools_order, is_time_untold)
     return await _with_note(prompting, made)
 

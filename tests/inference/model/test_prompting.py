@@ -5,13 +5,20 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import Unavailable
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
+from inference_svc.engine.api import SamplingParams
+from inference_svc.memory.outcomes import Source
+from inference_svc.memory.recall import Recollection
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.prompting import Prompting
+from inference_svc.text.conversation import dialogue, render
 from inference_svc.text.given_json import GivenJson
 from inference_svc.text.token_text import TokenText
+from inference_svc.turns.prompts.prompt_text import prompted, recalled_by
+from inference_svc.turns.turn_data import MessagesInput, RequestOrigin, TurnRequest
 
 
 @pytest.fixture
@@ -70,6 +77,32 @@ def test_json_that_comes_when_the_model_is_gone_is_told_so_too(prompting: Prompt
     with pytest.raises(Unavailable) as gone:
         asyncio.run(prompting.read("a", given))
     assert gone.value.reason == "MODEL_CHANGING"
+
+
+@pytest.mark.parametrize(("size_bytes", "turns_wait"), [(2 << 20, False), (2 << 10, True)])
+def test_a_large_conversation_is_rendered_where_no_other_turn_waits(
+    prompting: Prompting, size_bytes: int, turns_wait: bool
+) -> None:
+    given = MessagesInput((manifest_pb2.Message(role="user", content="a" * size_bytes),), False)
+    asked = TurnRequest("r", "a", "", given, "", SamplingParams(4), False, origin=RequestOrigin("a", size_bytes))
+    may_end = threading.Event()
+
+    async def rendered() -> str:
+        busy = asyncio.create_task(prompting.run("b", may_end.wait))
+        recalled = recalled_by(asked, Recollection(None, Source.COLD, None), None)
+        if not turns_wait:
+            prompting._twin = prompting._copy()  # the first copy alone waits for the thread
+        making = asyncio.create_task(prompted(prompting, recalled))
+        await asyncio.wait({making}, timeout=0.3 if turns_wait else 10)
+        assert making.done() != turns_wait
+        may_end.set()
+        await busy
+        return (await making).text
+
+    text = asyncio.run(rendered())
+    clock = prompting.clock()
+    conversation = dialogue(given.messages, (), GivenJson(), prompting.specials)
+    assert text == render(prompting.template_at(clock), conversation)
 
 
 def test_what_is_counted_holds_up_no_text_of_a_turn(prompting: Prompting) -> None:
