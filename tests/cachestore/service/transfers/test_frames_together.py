@@ -1,9 +1,11 @@
 """Several frames in a message, and several streams side by side: for those that know them, and never for others."""
 
 import asyncio
-from collections.abc import Iterable, Iterator
+import random
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -11,6 +13,8 @@ import pytest
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.clients import AioStoreClient
+from kvasir.clients.aio.handed_upload import put_by_files
+from kvasir.clients.handed_files import HandedFiles
 from kvasir.clients.store_client_transfers import SEVERAL
 from kvasir.errors import DataLoss, KvasirError
 from kvasir.formats.digest import Digest
@@ -180,27 +184,41 @@ class OtherStore(cachestore_pb2_grpc.CacheStoreServiceServicer):
             yield from (pb.WriteBlobsResponse(digest=digest) for digest in (first, *more))
 
 
-@pytest.mark.parametrize("features", [(), (SEVERAL,)])
-def test_only_a_store_that_takes_several_frames_gets_them(features: tuple[str, ...]) -> None:
-    there = OtherStore(*features)
-    small, large = SyntheticAgent(SMALL, 6).turn(256 * 40), SyntheticAgent(LARGE, 6).turn(256 * 3)
-    blobs = {**small.new_blobs, **large.new_blobs}
+def put_there(there: OtherStore, put: Callable[[AioStoreClient], Awaitable[Any]]) -> None:
     server = grpc.server(futures.ThreadPoolExecutor(4))
     cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server(there, server)  # type: ignore[no-untyped-call]
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
 
-    async def put() -> None:
+    async def connected() -> None:
         async with AioStoreClient.connect(address) as client:
-            await client.put_blobs(blobs)
+            await put(client)
 
     try:
-        asyncio.run(put())
+        asyncio.run(connected())
     finally:
         server.stop(0)
+
+
+@pytest.mark.parametrize("features", [(), (SEVERAL,)])
+def test_only_a_store_that_takes_several_frames_gets_them(features: tuple[str, ...]) -> None:
+    there = OtherStore(*features)
+    small, large = SyntheticAgent(SMALL, 6).turn(256 * 40), SyntheticAgent(LARGE, 6).turn(256 * 3)
+    blobs = {**small.new_blobs, **large.new_blobs}
+    put_there(there, lambda client: client.put_blobs(blobs))
     assert there.blobs == {digest.hash: data for digest, data in blobs.items()}
     assert there.calls == 2  # side by side
     assert (max(there.frames) > 1) == bool(features)
+
+
+def test_an_engine_sends_blobs_that_are_too_small_to_hand_over_in_two_streams(tmp_path: Path) -> None:
+    there = OtherStore(SEVERAL)
+    chance = random.Random(1)
+    blobs = {Digest.of(data): data for data in (chance.randbytes(300_000) for _ in range(60))}
+    put_there(there, lambda client: put_by_files(client, blobs, list(blobs), HandedFiles(tmp_path, "default")))
+    assert there.blobs == {digest.hash: data for digest, data in blobs.items()}
+    assert there.calls == 2
+    assert max(there.frames) > 1
 
 
 @pytest.mark.long(2)

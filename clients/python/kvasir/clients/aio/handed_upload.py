@@ -117,6 +117,9 @@ async def put_by_files(
 
     `missing`: those of the blobs that the store lacks, as `find_missing` tells.
     """
+    if all(digest.size_bytes < _LEAST_BYTES for digest in missing):
+        upload = Upload(blobs, pb.BLOB_KIND_TENSORS, missing, on_progress)  # their bytes may go by several streams
+        return await client.send_all(upload, stall_timeout_s=stall_timeout_s)
     upload = HandedUpload(blobs, missing, files, on_progress)
     try:
         return await client.send_all(upload, stall_timeout_s=stall_timeout_s)
