@@ -23,6 +23,7 @@ from cachestore_svc.blobs.disk import NO_FILE, Disk, refusal
 PART_SUFFIX = ".part"
 _DIRECTORY_NAME = re.compile(r"[0-9a-f]{32}")
 _BLOB_NAME = re.compile(r"[0-9a-f]{64}")
+_BLOB_NAMES = re.compile(r"(?:\n[0-9a-f]{64})*+")
 _ASIDE_NAME = re.compile(r"([0-9a-f]{64})\.aside-([0-9]{1,15})")
 _SHELF_NAME = re.compile(r"[0-9a-f]{2}")
 _LOCKS = 1024
@@ -175,7 +176,11 @@ class LocalBlobs:
             if _SHELF_NAME.fullmatch(shelf) is None:
                 listing.strange.append(shelf)
                 continue
-            for name in self._disk.names(self._shelf_path(shelf)):
+            names = self._disk.names(self._shelf_path(shelf))
+            if _are_blobs(names, shelf):
+                listing.blobs.update(names)
+                continue
+            for name in names:
                 if name[:2] == shelf and _BLOB_NAME.fullmatch(name):
                     listing.blobs.add(name)
                 else:
@@ -233,6 +238,13 @@ class LocalBlobs:
             listing.strange.append(name)
         else:
             listing.parts.add(hash_)
+
+
+def _are_blobs(names: Sequence[str], shelf: str) -> bool:
+    """Whether all of these are names of blobs that lie on this shelf. A look at each takes many times as long."""
+    text = "\n".join(("", *names))
+    count = text.count("\n")
+    return count == len(names) == text.count(f"\n{shelf}") and _BLOB_NAMES.fullmatch(text) is not None
 
 
 class LocalPart:

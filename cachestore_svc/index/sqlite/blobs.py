@@ -137,9 +137,11 @@ def has_hash(rows: Rows, namespace: str, hash_: str) -> bool:
 
 
 def stored_bytes(rows: Rows) -> dict[str, int]:
+    # In the table's own order: in an index's order each row is a read of its own.
     return dict(
         rows.all(
-            """SELECT namespaces.name, SUM(blobs.size_bytes)
-                FROM blobs JOIN namespaces ON namespaces.id = blobs.namespace_id GROUP BY namespaces.id"""
+            """SELECT namespaces.name, sums.size_bytes FROM (SELECT namespace_id, SUM(size_bytes) AS size_bytes
+                FROM blobs NOT INDEXED GROUP BY +namespace_id) AS sums
+                JOIN namespaces ON namespaces.id = sums.namespace_id"""
         )
     )

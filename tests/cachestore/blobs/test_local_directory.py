@@ -52,3 +52,30 @@ def test_names_are_data_and_never_paths(lab: Lab, store: Store) -> None:
         assert store.agents.get(NS, name).agent_id == name
     names = {path.name for path in lab.root.rglob("*")}
     assert not names & {"..", "a", "A", "b", "x", "日本"}
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        "{shelf}/{other}",
+        "{shelf}/{hash}\n{hash}",
+        "{shelf}/{hash}\n",
+        "{shelf}/\n{hash}",
+        "{shelf}/{short}",
+        "zz/{hash}",
+    ],
+)
+def test_a_name_that_no_blob_has_is_listed_as_strange_beside_blobs(lab: Lab, store: Store, strange: str) -> None:
+    digest, data = a_block()
+    write(store, digest, data, BlobKind.TENSORS)
+    shelf, hash_ = digest.hash[:2], digest.hash[:-1] + ("0" if digest.hash[-1] != "0" else "1")
+    other = ("00" if shelf != "00" else "11") + hash_[2:]
+    path = lab.directory_of(NS) / "blobs" / strange.format(shelf=shelf, hash=hash_, other=other, short=hash_[:-1])
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"")
+    listing = lab.blobs.of(NS).list()
+    assert listing.blobs == {digest.hash}
+    assert len(listing.strange) == 1
+    path.unlink()
+    lab.blob_files[digest.hash].with_name(f"{digest.hash}.part").write_bytes(b"")
+    assert lab.blobs.of(NS).list().parts == {digest.hash}
