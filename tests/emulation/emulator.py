@@ -32,12 +32,9 @@ _FLAGS = (
     "-O1",
     "-fno-strict-aliasing",
     "-fPIC",
-    "-shared",
     "-w",
     "-U_FORTIFY_SOURCE",
     *_ALIGNED,
-    "-x",
-    "c++",
 )
 _SANITIZED = ("-g", "-fsanitize=address", "-fno-omit-frame-pointer")
 _TYPES = {
@@ -190,9 +187,21 @@ def _library(text: str) -> ctypes.CDLL:
     if not path.exists():
         with tempfile.NamedTemporaryFile(dir=place, suffix=".so", delete=False) as made:
             pass
-        subprocess.run([cxx(), *flags, "-", "-o", made.name], input=text.encode(), check=True)
+        includes = ("-include", f"{_includes(flags).name}/includes.h")
+        command = [cxx(), *flags, "-shared", *includes, "-x", "c++", "-", "-o", made.name]
+        subprocess.run(command, input=text.encode(), check=True)
         Path(made.name).replace(path)
     return ctypes.CDLL(str(path))
+
+
+@cache
+def _includes(flags: tuple[str, ...]) -> "tempfile.TemporaryDirectory[str]":
+    """The library's headers, which take a compiler as long as a kernel does: this process has them read once."""
+    place = tempfile.TemporaryDirectory(prefix="kvasir-emulation-")
+    header = Path(place.name, "includes.h")
+    header.write_text("".join(line for line in _text("fibers.h").splitlines(keepends=True) if line[0] == "#"))
+    subprocess.run([cxx(), *flags, "-x", "c++-header", str(header), "-o", f"{header}.gch"], check=True)
+    return place
 
 
 def is_sanitized() -> bool:
