@@ -10,11 +10,13 @@ unexport PYTHONDONTWRITEBYTECODE
 help:            ## Show this list
 	@awk -F ':.*## ?' '/^[a-z-]+:.*##/ {printf "%-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-# Three workers for two cores: a test often waits for a service, a process or a timeout. Four used nine tenths of both
-# cores from the first minute on, and each takes 13 s of CPU to begin: more would only share what there is.
-# mypy has one core: beside it the other compiles what the tests import, and their asserts, which each worker would do.
 test: install    ## Everything CI runs: lint, types, contract, walls, tests; of the long tests those of the commit's turn
-	@$(MAKE) --no-print-directory -j 2 lint compiled KVASIR_TURN=$(KVASIR_TURN)
+	@$(MAKE) --no-print-directory -j 2 lint tested KVASIR_TURN=$(KVASIR_TURN)
+
+# Beside mypy, which has one core. First what the tests import is compiled, and their asserts: each worker would do it.
+# Three workers for two cores: a test often waits for a service, a process or a timeout, and four had no more to share.
+.PHONY: tested
+tested: compiled
 	KVASIR_TURN=$(KVASIR_TURN) $(BIN)/python -m pytest -n 3 --dist worksteal --durations=20
 
 # Long tests take turns from commit to commit (tests/long_tests.py); without git the first part runs.
