@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -46,7 +45,7 @@ def watch(channel: grpc.aio.Channel, service: str = NAME) -> "grpc.aio.UnaryStre
 
 async def is_healthy(address: str) -> bool:
     async with grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)  # type: ignore[no-untyped-call]
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)  # type: ignore[no-untyped-call]
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
@@ -86,15 +85,20 @@ def test_a_watch_that_reads_nothing_keeps_no_service_from_stopping(address: str)
     message = frame(_DATA, _END_STREAM, 1, b"\x00" + len(asked).to_bytes(4) + asked)
 
     async def test() -> None:
-        async with served(address, grace_s=1.0) as (edge, running):
-            with socket.socket(socket.AF_UNIX) as silent:
-                silent.connect(address.removeprefix("unix:"))
-                silent.sendall(_PREFACE + no_window + call + message)
-                await asyncio.sleep(0.5)
-                edge.set_ready(True)
-                edge.stop()
-                async with asyncio.timeout(GRACE_S):
-                    await asyncio.shield(running)
+        async with served(address, grace_s=0.3) as (edge, running):
+            reader, writer = await asyncio.open_unix_connection(address.removeprefix("unix:"))
+            writer.write(_PREFACE + no_window + call + message)
+            async with asyncio.timeout(60):
+                while True:  # until the answer begins; its first message has no room
+                    head = await reader.readexactly(9)
+                    await reader.readexactly(int.from_bytes(head[:3]))
+                    if head[3] == _HEADERS:
+                        break
+            edge.set_ready(True)
+            edge.stop()
+            async with asyncio.timeout(2 * GRACE_S):  # gRPC by itself gives up after 20 s
+                await asyncio.shield(running)
+            writer.close()
 
     asyncio.run(test())
 
