@@ -32,6 +32,7 @@ def commands(command: Any, *words: str) -> Iterator[tuple[str, ...]]:
 EVERY = [words for words in commands(get_command(app)) if words != ("store", "serve")]
 
 
+@pytest.mark.long(3)
 def test_help_shows_words_and_no_types_of_python(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(EVERY) > 30
     for words in EVERY:

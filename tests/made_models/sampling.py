@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import pytest
 
 First, Second = TypeVar("First"), TypeVar("Second")
 
@@ -27,3 +29,9 @@ def one_of(values: Iterable[First], turn: int) -> list[First]:
     """The value whose turn it is among tests that take turns; the whole has them all."""
     every = list(values)
     return every if IS_WHOLE else [every[turn % len(every)]]
+
+
+def first_and_in_turn(cases: Sequence[Any], seconds: float, first: int = 1) -> list[Any]:
+    """Cases of one test. The first run at every commit; the others are long, and take so many seconds together."""
+    others = [each if isinstance(each, tuple) else (each,) for each in cases[first:]]
+    return [*cases[:first], *(pytest.param(*each, marks=pytest.mark.long(seconds)) for each in others)]

@@ -17,7 +17,7 @@ from tests.cachestore.core.lab import NS
 from tests.cachestore.rights.moved_lives import NEW, OLD, Kept, Lives, held, lives, until
 from tests.cachestore.rights.peered import Mac
 from tests.cachestore.rights.wiretap import Call, Replayed, bytes_sent_again, reach, sent_again, served
-from tests.made_models.sampling import IS_WHOLE, sampled
+from tests.made_models.sampling import IS_WHOLE, first_and_in_turn, sampled
 
 REPLAYS = sampled(25, of=1500)
 SEED = int(os.environ.get("KVASIR_SEED", "1"))
@@ -140,7 +140,7 @@ def replayed(root: Path, gives: str) -> Counter[str]:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("gives", ["read", "claim"])
+@pytest.mark.parametrize("gives", first_and_in_turn(["claim", "read"], seconds=5))
 def test_replayed_bytes_of_moves_and_copies_change_no_owner_and_no_memory(tmp_path: Path, gives: str) -> None:
     counts = replayed(tmp_path / "stores", gives)
     said = Counter[str]()

@@ -10,6 +10,7 @@ import pytest
 from tests.gateway.conftest import Front
 from tests.gateway.dialects.test_forced_tool_choice import HELLO, NAMES, post
 from tests.gateway.serving import MODEL
+from tests.made_models.sampling import first_and_in_turn
 
 CHAT = "/v1/chat/completions"
 CALLS, NONE = {"logit_bias": {"1022": 100}}, {"logit_bias": {"1022": -100}}  # the token <tool_call>
@@ -48,7 +49,7 @@ def test_a_strict_tools_call_is_bound_and_text_without_calls_is_the_models_own(f
     assert chat(front, tools=tools(), **NONE)["content"] == free["content"]
 
 
-@pytest.mark.parametrize("mode", ["auto", "required"])
+@pytest.mark.parametrize("mode", first_and_in_turn(["auto", "required"], seconds=2))
 def test_only_allowed_tools_are_called(front: Front, mode: str) -> None:
     allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "lamp"}}]}
     choice = {"type": "allowed_tools", "allowed_tools": allowed}
@@ -60,6 +61,7 @@ def test_only_allowed_tools_are_called(front: Front, mode: str) -> None:
     assert {each["name"] for each in told["output"] if each["type"] == "function_call"} == {"lamp"}
 
 
+@pytest.mark.long(2)
 def test_a_reply_beside_a_format_is_its_text_or_calls(front: Front) -> None:
     asked = {"type": "json_schema", "json_schema": {"name": "colour", "schema": COLOUR}}
     text = chat(front, tools=tools(), response_format=asked, **NONE)

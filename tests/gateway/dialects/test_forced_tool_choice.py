@@ -9,6 +9,7 @@ import pytest
 
 from tests.gateway.conftest import Front
 from tests.gateway.serving import MODEL
+from tests.made_models.sampling import first_and_in_turn
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -65,11 +66,13 @@ def messages(front: Front, name: str | None, most: int = 80) -> tuple[Called, st
     return calls, {"tool_use": "tool_calls", "max_tokens": "length"}[told["stop_reason"]], told
 
 
-EVERY = pytest.mark.parametrize("ask", [chat, responses, messages])
+APIS = [chat, responses, messages]
+EVERY = pytest.mark.parametrize("ask", APIS)
+CHOICES = [(chat, None), (responses, "weather"), (messages, "lamp")]
+CHOICES += [(ask, name) for ask in APIS for name in (None, "weather", "lamp") if (ask, name) not in CHOICES]
 
 
-@EVERY
-@pytest.mark.parametrize("name", [None, "weather", "lamp"])
+@pytest.mark.parametrize(("ask", "name"), first_and_in_turn(CHOICES, seconds=3, first=3))
 def test_a_forced_call_is_of_a_tool_asked_for_and_fits_its_schema(
     front: Front, ask: Callable[..., tuple[Called, str, Any]], name: str | None
 ) -> None:

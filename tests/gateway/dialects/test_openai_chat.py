@@ -6,6 +6,7 @@ import pytest
 
 from tests.gateway.conftest import Front
 from tests.gateway.serving import MODEL
+from tests.made_models.sampling import first_and_in_turn
 
 NAME = "My name is Anna."
 
@@ -92,7 +93,7 @@ def test_log_probabilities_spell_the_answer(front: Front) -> None:
     assert [token for part in parts if part is not None for token in part.content or []] == content
 
 
-@pytest.mark.parametrize("penalty", ["frequency_penalty", "presence_penalty"])
+@pytest.mark.parametrize("penalty", first_and_in_turn(["frequency_penalty", "presence_penalty"], seconds=2))
 def test_penalties_are_applied(front: Front, openai: Any, penalty: str) -> None:
     client, said = front.openai(), [{"role": "user", "content": "Say the colours of the house, the door and the roof."}]
     on = {"logit_bias": dict.fromkeys(map(str, range(70, 130)), 60), "max_tokens": 10}  # it says nothing else

@@ -17,6 +17,7 @@ from tests.gateway.agents.clients import CLIENTS, LOOK
 from tests.gateway.agents.recorder import computed_twice, goes_on
 from tests.gateway.agents.replay import Replay, share
 from tests.gateway.conftest import Front, running_front
+from tests.made_models.sampling import first_and_in_turn
 
 RECORDINGS = sorted((Path(__file__).parents[1] / "recordings").glob("*.jsonl"))
 SMALLEST = Path(__file__).parents[1] / "recordings" / "pi.jsonl"
@@ -103,7 +104,7 @@ def played_over_midnight(front: Front, recording: Path, volatile: str) -> None:
     assert len({each.headers["x-agent-id"] for each in talk.exchanges if "x-agent-id" in each.headers}) == 1
 
 
-@pytest.mark.parametrize("volatile", [TIMES, DEFAULT], ids=["with the rules", "without"])
+@pytest.mark.parametrize("volatile", first_and_in_turn([TIMES, DEFAULT], seconds=2), ids=["with the rules", "without"])
 def test_a_recorded_conversation_with_a_clock_goes_on_over_midnight(agents_front: Front, volatile: str) -> None:
     played_over_midnight(agents_front, SMALLEST, volatile)
 

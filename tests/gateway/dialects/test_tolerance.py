@@ -21,6 +21,7 @@ from kvasir_gateway.turn import Asked
 
 from tests.gateway.conftest import Front
 from tests.gateway.serving import MODEL
+from tests.made_models.sampling import first_and_in_turn
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 FUNCTION: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
@@ -62,34 +63,38 @@ def ask(front: Front, path: str, **change: Any) -> httpx.Response:
 
 @pytest.mark.parametrize(
     ("path", "change", "ignored"),
-    [
-        (CHAT, {"magic": 1, "reasoning_effort": "high", "verbosity": "low"}, "magic, reasoning_effort, verbosity"),
-        (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}, "magic": 1}]}, "tools[0].magic"),
-        (CHAT, {"not a\nfield": 1}, "(unnamed)"),
-        (CHAT, {"chat_template_kwargs": {"a": True, "b c": 1, "d": [], "e": None}}, KWARGS),
-        (CHAT, {"enable_thinking": True, "thinking_budget": 9}, "enable_thinking, thinking_budget"),
-        (CHAT, {"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking"),
-        (CHAT, {"thinking": {"type": "disabled"}, "reasoning_effort": "none"}, None),
-        (CHAT, {"reasoning_effort": "a little"}, "reasoning_effort"),
-        (RESPONSES, {"reasoning": {"effort": "low", "summary": "auto"}}, "reasoning.effort"),
-        (RESPONSES, {"reasoning": {"effort": "none"}}, None),
-        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
-        (MESSAGES, {"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}}, "output_config.effort"),
-        (MESSAGES, {"thinking": {"type": "disabled"}}, None),
-        (COUNT, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, None),
-        (CHAT, {"magic": None}, None),
-        (COMPLETIONS, {"metadata": {}}, "metadata"),
-        (RESPONSES, {"reasoning": {"summary": "auto", "context": "all"}}, "reasoning.context"),
-        (RESPONSES, {"tools": [{"type": "web_search", "external_web_access": False}]}, "tools[0]"),
-        (RESPONSES, {"text": {"verbosity": "low"}}, "text.verbosity"),
-        (RESPONSES, {"client_metadata": {"a": "b"}, "include": ["reasoning.encrypted_content"]}, None),
-        (MESSAGES, {"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}, "context_management"),
-        (MESSAGES, {"tools": [{"name": "f", "defer_loading": True}]}, "tools[0].defer_loading"),
-        (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "w", "max_uses": 5}]}, "tools[0]"),
-        (COUNT, {"magic": 1}, "magic"),
-        (RESPONSES, {"input": [{"type": "web_search_call", "id": "w"}, *HELLO]}, "input[0]"),
-        (MESSAGES, {"messages": SEARCHED}, ", ".join(f"messages[1].content[{number}]" for number in range(4))),
-    ],
+    first_and_in_turn(
+        [
+            (CHAT, {"magic": 1, "reasoning_effort": "high", "verbosity": "low"}, "magic, reasoning_effort, verbosity"),
+            (MESSAGES, {"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}}, "output_config.effort"),
+            (CHAT, {"magic": None}, None),
+            (COMPLETIONS, {"metadata": {}}, "metadata"),
+            (RESPONSES, {"reasoning": {"summary": "auto", "context": "all"}}, "reasoning.context"),
+            (COUNT, {"magic": 1}, "magic"),
+            (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}, "magic": 1}]}, "tools[0].magic"),
+            (CHAT, {"not a\nfield": 1}, "(unnamed)"),
+            (CHAT, {"chat_template_kwargs": {"a": True, "b c": 1, "d": [], "e": None}}, KWARGS),
+            (CHAT, {"enable_thinking": True, "thinking_budget": 9}, "enable_thinking, thinking_budget"),
+            (CHAT, {"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking"),
+            (CHAT, {"thinking": {"type": "disabled"}, "reasoning_effort": "none"}, None),
+            (CHAT, {"reasoning_effort": "a little"}, "reasoning_effort"),
+            (RESPONSES, {"reasoning": {"effort": "low", "summary": "auto"}}, "reasoning.effort"),
+            (RESPONSES, {"reasoning": {"effort": "none"}}, None),
+            (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+            (MESSAGES, {"thinking": {"type": "disabled"}}, None),
+            (COUNT, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, None),
+            (RESPONSES, {"tools": [{"type": "web_search", "external_web_access": False}]}, "tools[0]"),
+            (RESPONSES, {"text": {"verbosity": "low"}}, "text.verbosity"),
+            (RESPONSES, {"client_metadata": {"a": "b"}, "include": ["reasoning.encrypted_content"]}, None),
+            (MESSAGES, {"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}, "context_management"),
+            (MESSAGES, {"tools": [{"name": "f", "defer_loading": True}]}, "tools[0].defer_loading"),
+            (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "w", "max_uses": 5}]}, "tools[0]"),
+            (RESPONSES, {"input": [{"type": "web_search_call", "id": "w"}, *HELLO]}, "input[0]"),
+            (MESSAGES, {"messages": SEARCHED}, ", ".join(f"messages[1].content[{number}]" for number in range(4))),
+        ],
+        seconds=6,
+        first=6,
+    ),
 )
 def test_a_field_that_changes_no_meaning_is_ignored_and_reported(
     front: Front, path: str, change: dict[str, Any], ignored: str | None
@@ -180,7 +185,7 @@ def test_a_system_message_in_mid_conversation_stays_where_it_was_said(front: Fro
     assert used["cache_read_input_tokens"] >= before["input_tokens"] + before["cache_read_input_tokens"]
 
 
-@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+@pytest.mark.parametrize("path", first_and_in_turn([MESSAGES, CHAT, RESPONSES], seconds=2))
 def test_a_billing_line_that_changes_leaves_one_memory_that_goes_on(front: Front, path: str) -> None:
     system = f"You are a helper of {path}. " * 20
     said: list[Any] = [{"role": "user", "content": "My name is Anna."}]

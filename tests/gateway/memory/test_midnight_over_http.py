@@ -11,6 +11,7 @@ from inference_svc.model import kvasir_tiny
 from tests.gateway.conftest import Front, running_front
 from tests.gateway.serving import running_gateway
 from tests.made_models.dated_model import dated
+from tests.made_models.sampling import first_and_in_turn
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "My name is Anna, and my dog is called Rex. Please remember both. " * 8}]
@@ -80,7 +81,7 @@ def test_a_stream_and_a_named_agent_tell_it_too(midnights: Front) -> None:
         assert answer.headers.get("x-kvasir-volatile") == kept, answer.text
 
 
-@pytest.mark.parametrize("rules", ["none", "billing-line"])
+@pytest.mark.parametrize("rules", first_and_in_turn(["billing-line", "none"], seconds=2))
 def test_without_the_rule_every_turn_prints_its_own_date(midnights: Front, rules: str) -> None:
     options = ("--credentials", str(midnights.house.root / "credentials.toml"), "--volatile", rules)
     with running_gateway(midnights.house, *options, name=f"without-{rules}") as gateway:

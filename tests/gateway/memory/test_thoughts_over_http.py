@@ -19,6 +19,7 @@ from kvasir_gateway.turn import Asked, Said
 
 from tests.gateway.conftest import Front, running_front
 from tests.gateway.serving import MODEL
+from tests.made_models.sampling import first_and_in_turn
 from tests.made_models.thinking_models import THOUGHT, write_thinking_model
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -232,7 +233,7 @@ def counts(path: str, answer: dict[str, Any]) -> tuple[int, int, int]:
     return usage["input_tokens"] + cached, cached, usage["output_tokens"]
 
 
-@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+@pytest.mark.parametrize("path", first_and_in_turn([CHAT, RESPONSES, MESSAGES], seconds=2))
 def test_a_tool_loop_of_a_model_that_thinks_computes_nothing_twice(thinking: Front, path: str) -> None:
     said = [{"role": "user", "content": f"{path}: {QUESTION}"}]
     first = ask(thinking, path, turns_of(path, said)).json()
@@ -257,7 +258,7 @@ def without_thoughts(path: str, answer: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**message, "content": [each for each in message["content"] if each["type"] != "thinking"]}, result]
 
 
-@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+@pytest.mark.parametrize("path", first_and_in_turn([RESPONSES, CHAT, MESSAGES], seconds=2))
 def test_stripped_thoughts_cost_what_follows_them_and_leave_one_memory_also_after_a_restart(
     thinking: Front, path: str
 ) -> None:
@@ -275,11 +276,14 @@ def test_stripped_thoughts_cost_what_follows_them_and_leave_one_memory_also_afte
 
 @pytest.mark.parametrize(
     ("path", "change"),
-    [
-        (CHAT, {"thinking_budget": 6}),
-        (CHAT, {"thinking": {"type": "enabled", "budget_tokens": 6}}),
-        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 6}}),
-    ],
+    first_and_in_turn(
+        [
+            (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 6}}),
+            (CHAT, {"thinking_budget": 6}),
+            (CHAT, {"thinking": {"type": "enabled", "budget_tokens": 6}}),
+        ],
+        seconds=2,
+    ),
 )
 def test_a_budget_ends_the_thoughts_and_the_answer_comes(thinking: Front, path: str, change: dict[str, Any]) -> None:
     """And a tool loop behind it computes nothing twice."""

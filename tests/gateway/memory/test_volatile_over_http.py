@@ -13,6 +13,7 @@ from kvasir.formats import manifest
 
 from tests.gateway.conftest import Front
 from tests.gateway.page.html_page import Browser
+from tests.made_models.sampling import first_and_in_turn
 
 CHAT = "/v1/chat/completions"
 SYSTEM = "You look after a harbour, and you are careful. " * 16
@@ -137,7 +138,7 @@ def test_a_billing_line_that_is_prompted_names_its_rule(front: Front, names: str
     assert (place["role"], place["memory"], place["rules"]) == ("system", "cch=1111;\nYou look a", ["billing-line"])
 
 
-@pytest.mark.parametrize("is_named", [False, True])
+@pytest.mark.parametrize("is_named", first_and_in_turn([False, True], seconds=2))
 def test_a_midnight_in_the_first_users_text_costs_what_follows_it_and_leaves_no_second_memory(
     front: Front, names: str, is_named: bool
 ) -> None:

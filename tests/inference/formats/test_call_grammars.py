@@ -142,7 +142,7 @@ def test_one_call_is_exactly_one(name: str) -> None:
 @EVERY
 def test_every_random_reply_is_calls_that_fit_their_schemas(name: str) -> None:
     matcher, schemas = compiled(name, TOOLS), {"weather": WEATHER, "add": ADD}
-    for case in range(sampled(40, of=1000)):
+    for case in range(sampled(20, of=1000)):
         calls = calls_in(name, random_reply(matcher, random.Random(f"{name} {case}")), TOOLS)
         assert calls
         for call in calls:

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.clients import AioInferenceClient
 from kvasir.formats import manifest
@@ -23,6 +24,7 @@ TURN: dict[str, Any] = {
 }
 
 
+@pytest.mark.long(6)
 def test_the_next_turn_over_there_has_its_date_and_its_thoughts_their_end(tmp_path: Path) -> None:
     with two_engines(
         tmp_path, dated(write_thinking_model(tmp_path / "thinking", "deepseek-v3.2"), tmp_path / "model")

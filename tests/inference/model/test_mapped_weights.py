@@ -27,6 +27,7 @@ from inference_svc.model.weights.placing import place_weights
 from inference_svc.model.weights.weight_files import weight_file, weight_files
 from tests.inference.engine.families import ALL, LLAMA31, write_family
 from tests.inference.kv.attention.emulators import needs_compiler
+from tests.made_models.sampling import first_and_in_turn
 
 mapping = [
     needs_compiler,
@@ -115,7 +116,9 @@ class TestMapped:
         for name, value in given.items():
             assert same_bits(found[name], value), name
 
-    @pytest.mark.parametrize(("bits", "kind"), [(4, "bfloat16"), (8, "float16"), (None, "bfloat16")])
+    @pytest.mark.parametrize(
+        ("bits", "kind"), first_and_in_turn([(4, "bfloat16"), (8, "float16"), (None, "bfloat16")], seconds=4)
+    )
     def test_packed_weights_of_several_files_are_mapped(self, bits: int | None, kind: str, tmp_path: Path) -> None:
         write_model(tmp_path, {**LARGE, **SMALL}, bits=bits, compute_type=kind)
         assert len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -435,6 +438,7 @@ class TestWithoutTheExtension:
 
 
 @needs_compiler
+@pytest.mark.long(3)
 def test_threads_that_compile_at_once_leave_one_file(tmp_path: Path) -> None:
     found: list[Extension] = []
     threads = [threading.Thread(target=lambda: found.append(extension(tmp_path))) for _ in range(2)]

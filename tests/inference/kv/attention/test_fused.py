@@ -61,27 +61,31 @@ TYPES = {
     "16 bits, head dimension 80, soft cap": (FLOATS, BFLOATS),
     "q4-rotated, many queries of halves": (HALVES,),
 }
-# Each program takes a compiler 2 to 10 s: these of the matrix are in every run, the others in `make campaigns`.
-SAMPLED = {
+# Each program takes a compiler 2 to 10 s: some of the matrix are in every run, some take turns, the others are in
+# `make campaigns`.
+ALWAYS = (
     ("q4, grouped heads", BFLOATS, Dialect.CUDA),
+    ("q4-rotated in groups of 32, five queries", BFLOATS, Dialect.METAL),
+    ("q4, some dozens of queries", BFLOATS, Dialect.CUDA),
+    ("k8v4, many queries and a window", BFLOATS, Dialect.CUDA),
+    ("q8, head dimension 256", BFLOATS, Dialect.METAL),
+)
+IN_TURN = (
     ("q4, grouped heads", FLOATS, Dialect.METAL),
     ("q4, a window and sinks", BFLOATS, Dialect.CUDA),
-    ("q4-rotated in groups of 32, five queries", BFLOATS, Dialect.METAL),
     ("k8v4, head dimension 96, sixteen queries", BFLOATS, Dialect.METAL),
     ("q4, many queries", BFLOATS, Dialect.CUDA),
-    ("q4, some dozens of queries", BFLOATS, Dialect.CUDA),
     ("q4, hundreds of queries", BFLOATS, Dialect.CUDA),
-    ("k8v4, many queries and a window", BFLOATS, Dialect.CUDA),
     ("q4-rotated, many queries of halves", HALVES, Dialect.CUDA),
     ("q4, head dimension 256, many queries and a window", BFLOATS, Dialect.CUDA),
-    ("q8, head dimension 256", BFLOATS, Dialect.METAL),
-}
+)
+MARKS = dict.fromkeys(ALWAYS, ()) | dict.fromkeys(IN_TURN, pytest.mark.long(10))
 MATRIX = [
     pytest.param(
         name,
         dtype,
         dialect,
-        marks=() if (name, dtype, dialect) in SAMPLED else pytest.mark.campaign,
+        marks=MARKS.get((name, dtype, dialect), pytest.mark.campaign),
         id=f"{name}-{str(dtype).removeprefix('mlx.core.')}-{dialect.value}",
     )
     for name in SCENES

@@ -10,6 +10,7 @@ from kvasir.clients import Reply, StoreClient
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from inference_svc.memory.store.answers import LEASE_TTL_S
+from tests.made_models.sampling import first_and_in_turn
 from tests.running.system_fixtures import House, running_house
 
 GREEDY = {"max_tokens": 6}
@@ -60,7 +61,7 @@ def nothing_owed(house: House) -> None:
             time.sleep(0.05)
 
 
-@pytest.mark.parametrize("failure", ["dead", "hung"])
+@pytest.mark.parametrize("failure", first_and_in_turn(["dead", "hung"], seconds=2))
 def test_no_other_conversation_takes_a_memorys_place_while_the_store_is_away(house: House, failure: str) -> None:
     agent, twin = f"ada {failure}", f"twin {failure}"
     told = [say(house, name, "I live in Porto, by the old bridge.") for name in (agent, twin, f"left alone {failure}")]

@@ -49,12 +49,12 @@ SCENES = {
     ),
 }
 # As in test_fused.py: each program takes a compiler a while.
-SAMPLED = (
-    "q4, three warpgroups of queries",
-    "q4, hundreds of queries",
-    "k8v4, head dimension 96, a warpgroup without queries",
+ALWAYS, IN_TURN = (
+    ("k8v4, head dimension 96, a warpgroup without queries",),
+    ("q4, three warpgroups of queries", "q4, hundreds of queries"),
 )
-MATRIX = [pytest.param(name, marks=() if name in SAMPLED else pytest.mark.campaign) for name in SCENES]
+MARKS = dict.fromkeys(ALWAYS, ()) | dict.fromkeys(IN_TURN, pytest.mark.long(4))
+MATRIX = [pytest.param(name, marks=MARKS.get(name, pytest.mark.campaign)) for name in SCENES]
 
 
 @needs_compiler
