@@ -85,7 +85,7 @@ class Terminal:
         """
         self.type("\x03")
         try:
-            self.until(wanted, within_s=10)
+            self.until(wanted, within_s=60)
         except AssertionError:
             os.write(self._ours, b"\x03")
             self.until(wanted)

@@ -45,7 +45,7 @@ class GatewayProcess:
         assert self._program is not None
         return self._program.pid
 
-    def start(self, within_s: float = 30.0, files: int = 0) -> None:
+    def start(self, within_s: float = 60.0, files: int = 0) -> None:
         """`files`: how many it may open, at most; 0: as this process may."""
         log = self.log_file
         self._program = Program("kvasir_gateway", self._arguments, out=log, err=log, open_files=files)

@@ -31,7 +31,7 @@ def port() -> Iterator[int]:
 )
 def test_another_name_than_this_machines_is_refused(port: int, host: str, status: int) -> None:
     for path in ("/metrics", "/healthz"):
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         connection.request("GET", path, headers={"host": host})
         answer = connection.getresponse()
         assert (answer.status, b"kvasir" in answer.read()) == (status, status == 200 and path == "/metrics")

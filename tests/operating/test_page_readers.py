@@ -20,7 +20,7 @@ def test_a_probe_may_ask_for_the_head_alone() -> None:
     port = free_port()
     stop = OperatorPage(About("store", "kvasir.test.v1"), tuple, lambda: Wellness([])).serve(f"127.0.0.1:{port}")
     try:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         for path, status in (("/healthz", 200), ("/metrics", 200), ("/nope", 404)):
             connection.request("HEAD", path)
             answer = connection.getresponse()
@@ -36,19 +36,19 @@ def test_a_reader_who_leaves_before_the_answer_writes_nothing_into_the_log(capfd
 
     def numbers() -> Iterable[Metric]:
         asked.set()
-        has_left.wait(10)
+        has_left.wait(60)
         return ()
 
     port = free_port()
     stop = OperatorPage(About("store", "kvasir.test.v1"), numbers, lambda: Wellness([])).serve(f"127.0.0.1:{port}")
     with socket.create_connection(("127.0.0.1", port)) as reader:
         reader.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-        assert asked.wait(10)
+        assert asked.wait(60)
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
     has_left.set()
     answering = [each for each in threading.enumerate() if "process_request_thread" in each.name]
     for thread in answering:
-        thread.join(10)
+        thread.join(60)
     stop()
     assert capfd.readouterr() == ("", "")
 
@@ -63,7 +63,7 @@ def test_a_crowd_takes_a_bounded_part_of_the_service_and_shuts_nobody_out(sent: 
         return Wellness([])
 
     def status() -> int:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         connection.request("GET", "/metrics")
         return connection.getresponse().status
 
@@ -71,7 +71,7 @@ def test_a_crowd_takes_a_bounded_part_of_the_service_and_shuts_nobody_out(sent: 
     crowd = []
     try:
         for _ in range(120):
-            crowd.append(socket.create_connection(("127.0.0.1", port), timeout=5))
+            crowd.append(socket.create_connection(("127.0.0.1", port), timeout=60))
             crowd[-1].sendall(sent)
         assert status() in (200, 503)  # all that came before have been accepted
         assert sum("process_request_thread" in each.name for each in threading.enumerate()) < 80

@@ -398,7 +398,7 @@ def test_a_journal_that_takes_no_more_ends_the_run_at_once_and_stays_whole(tmp_p
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     async def to_the_end(journal: Journal) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             async for _ in run(scenario, Echo(), journal=journal):
                 pass
 

@@ -310,7 +310,7 @@ def test_the_disk_reserve_is_kept(lab: Lab) -> None:
         assert store.statistics.of(NS).reserved_bytes == 0
 
 
-def test_find_missing_of_1000_digests_takes_at_most_10_ms(store: Store) -> None:
+def test_find_missing_of_1000_digests_takes_at_most_10_ms_of_cpu(store: Store) -> None:
 
     snapshot = SyntheticAgent(TINY, 1).turn(300)
     publish(store, "a", snapshot, 0)
@@ -318,7 +318,7 @@ def test_find_missing_of_1000_digests_takes_at_most_10_ms(store: Store) -> None:
     store.blobs.find_missing(NS, asked)
     times = []
     for _ in range(20):
-        began = time.perf_counter()
+        began = time.process_time()
         assert len(store.blobs.find_missing(NS, asked)) == 998
-        times.append(time.perf_counter() - began)
+        times.append(time.process_time() - began)
     assert min(times) < 0.010

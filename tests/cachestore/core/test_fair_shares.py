@@ -169,8 +169,8 @@ def test_a_namespace_waits_for_no_other_to_name_a_blob(tmp_path: Path) -> None:
 
     with blobs.of("a").naming(hash_):
         threading.Thread(target=name, args=("b",), daemon=True).start()
-        assert entered.wait(5)
+        assert entered.wait(60)
         entered.clear()
         threading.Thread(target=name, args=("a",), daemon=True).start()
         assert not entered.wait(0.1)
-    assert entered.wait(5)
+    assert entered.wait(60)

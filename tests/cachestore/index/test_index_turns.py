@@ -36,7 +36,7 @@ class Held:
         self._is_held = threading.Event()
         self.threads: list[threading.Thread] = []
         self.ask("holder", self._hold, self.index.read)
-        self._is_held.wait(10)
+        self._is_held.wait(60)
 
     def _reached(self, point: str) -> None:
         if point == "index: after commit":
@@ -44,7 +44,7 @@ class Held:
 
     def _hold(self, view: CatalogView) -> None:
         self._is_held.set()
-        self._go.wait(10)
+        self._go.wait(60)
 
     def ask(self, namespace: str, work: Callable[[CatalogView], None], how: Callable[..., object]) -> None:
         thread = threading.Thread(target=how, args=(namespace, work))
@@ -62,7 +62,7 @@ class Held:
     def go(self) -> None:
         self._go.set()
         for thread in self.threads:
-            thread.join(10)
+            thread.join(60)
 
     def _waiting(self) -> int:
         return len(self.index._reads) + len(self.index._writes)
@@ -246,5 +246,5 @@ def test_no_caller_hears_of_success_before_the_commit(lab: Lab) -> None:
 
         asking = threading.Thread(target=ask)
         asking.start()
-        asking.join(10)
+        asking.join(60)
     assert early[0] is False

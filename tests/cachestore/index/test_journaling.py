@@ -91,7 +91,7 @@ class WaitingDisk(Disk):
     def reached(self, point: str) -> None:
         if self.is_failing and point == "index: before commit":
             self.stands.set()
-            self.goes_on.wait(10)
+            self.goes_on.wait(60)
             raise Died
 
 
@@ -120,7 +120,7 @@ def test_a_journal_shortened_beside_a_commit_that_fails_tells_nothing_of_it(
         disk.is_failing = True
         failing = threading.Thread(target=fail)
         failing.start()
-        assert disk.stands.wait(10)
+        assert disk.stands.wait(60)
         shortening = threading.Thread(target=collecting.shorten, args=(core,))
         shortening.start()
         is_read.wait(0.5)
@@ -165,15 +165,15 @@ def test_a_journal_that_takes_nothing_more_fails_only_what_it_must_be_told(lab: 
         publish(store, "a", SyntheticAgent(SMALL, 1).turn(30), 0)
         index, goes_on = store._core.catalog, threading.Event()
         store._core.journal._is_broken = True
-        index._submit(_Operation(NS, lambda _: goes_on.wait(10), is_write=False))
+        index._submit(_Operation(NS, lambda _: goes_on.wait(60), is_write=False))
         told = index._submit(_Operation(NS, lambda rows: rows.run("UPDATE agents SET is_pinned = 1"), is_write=True))
         untold = index._submit(
             _Operation(NS, lambda rows: rows.run("UPDATE lines SET used_unix_ms = 1"), is_write=True)
         )
         goes_on.set()
-        assert untold.result(10) == 1
+        assert untold.result(60) == 1
         with pytest.raises(Unavailable):
-            told.result(10)
+            told.result(60)
 
 
 class _Stuck:

@@ -147,7 +147,7 @@ class Walk:
         """To the liar, by the owner's order."""
         if self._owns(store, name):
             self.judge.book(store, name).had_by_liar = True
-            await self._mac(store).owner.move_agent(name, to_peer=LIAR, timeout_s=10)
+            await self._mac(store).owner.move_agent(name, to_peer=LIAR, timeout_s=30)
             self.counts["given by the owner"] += 1
 
     async def _give_turn(self, store: str, name: str) -> None:
@@ -196,20 +196,20 @@ class Walk:
     async def _fetch(self, store: str, name: str) -> None:
         """From the liar, by the owner's order."""
         self.judge.book(store, name).had_by_liar = True
-        await self._mac(store).owner.move_agent(name, from_peer=LIAR, timeout_s=10)
+        await self._mac(store).owner.move_agent(name, from_peer=LIAR, timeout_s=30)
         self.counts["fetched by the owner"] += 1
 
     async def _swap(self, store: str, name: str) -> None:
         """Between the honest."""
         other = next(each for each in HONEST if each != store)
-        await self._mac(store).owner.move_agent(name, from_peer=other, timeout_s=10)
+        await self._mac(store).owner.move_agent(name, from_peer=other, timeout_s=30)
         self.counts["moved between the honest"] += 1
 
     async def _claim(self, store: str, name: str) -> None:
         if not self._seen(store, name).versions:
             return
         with contextlib.suppress(KvasirError):
-            await self._mac(store).owner.claim_agent(name, force=True, timeout_s=10)
+            await self._mac(store).owner.claim_agent(name, force=True, timeout_s=30)
         now = self._seen(store, name)
         if now.peer == LIAR and self.judge.rights[store][0] is not Gives.CLAIM:
             raise ViolationError(f"the claim of {name} at {store} was turned round: {now}")

@@ -122,7 +122,7 @@ def test_a_number_that_is_another_programs_by_now_is_not_killed(tmp_path: Path) 
             eventually(lambda: set(holders(home.services_lock_file)) == {other.pid, ended.pid})
             home.write_running(Running(pid=0, store="unix:/s", engine="unix:/e", store_pid=other.pid))
             end_services(home, print)  # the store's number comes last
-            assert (ended.wait(10), other.poll()) == (0, None)
+            assert (ended.wait(60), other.poll()) == (0, None)
         finally:
             other.kill()
             ended.kill()

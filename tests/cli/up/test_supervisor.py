@@ -73,7 +73,7 @@ class Group:
         place: Path,
         scripts: dict[str, str],
         *,
-        ready_within_s: float = 10,
+        ready_within_s: float = 60,
         grace_s: float = 5,
         say: Callable[[str], None] | None = None,
     ) -> None:
@@ -107,7 +107,7 @@ class Group:
         return (self.place / "order").read_text().splitlines()
 
 
-async def eventually(claim, within_s: float = 10) -> None:
+async def eventually(claim, within_s: float = 60) -> None:
     end = time.monotonic() + within_s
     while not claim():
         assert time.monotonic() < end, "it did not happen"

@@ -158,7 +158,7 @@ def test_pages_of_a_named_origin_may_ask_what_they_may_send_and_read_the_answer(
 def test_a_caller_who_leaves_in_the_middle_of_a_body_is_no_bug(front: Front, path: str) -> None:
     headers = {"host": "localhost", "x-api-key": front.keys["ada"], "content-length": "99"}
     lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
-    with socket.create_connection(("127.0.0.1", front.gateway.port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", front.gateway.port), timeout=60) as connection:
         connection.sendall(("\r\n".join(lines) + '\r\n\r\n{"model"').encode())
         time.sleep(0.2)  # the gateway reads
     time.sleep(0.2)
@@ -197,7 +197,7 @@ def test_an_engines_token_is_no_key(front: Front) -> None:
 @pytest.mark.long(4)
 def test_what_is_no_http_is_answered_and_harms_nobody(front: Front) -> None:
     for sent in (b"\x16\x03\x01\x02\x00", b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20_000, b"PRI * HTTP/2.0\r\n\r\n"):
-        with socket.create_connection(("127.0.0.1", front.gateway.port), timeout=5) as connection:
+        with socket.create_connection(("127.0.0.1", front.gateway.port), timeout=60) as connection:
             connection.sendall(sent)
             connection.settimeout(2)
             with contextlib.suppress(OSError):
@@ -216,7 +216,7 @@ def test_what_is_no_http_is_answered_and_harms_nobody(front: Front) -> None:
     ids=["header", "second", "line", "trailer"],
 )
 def test_what_no_body_holds_is_bounded(front: Front, begun: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", front.gateway.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", front.gateway.port), timeout=60) as connection:
         connection.sendall(begun)
         time.sleep(0.2)  # what is whole is answered
         with pytest.raises(OSError, match=r"Broken pipe|reset"):

@@ -28,9 +28,9 @@ WRITES = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def lived(front: Front) -> Front:
-    """The shared house, with the agents of `lives`."""
+    """The shared house, with the agents of `lives`: made once, also if another file's tests come between this one's."""
     with front.house.client(front.keys["ada"]) as client:
         live(client)
     return front

@@ -27,6 +27,7 @@ from tests.cli.running import Cli, Ended, in_process
 from tests.inference.handover.cases import ON, STORY
 from tests.inference.handover.test_taking import PROMPT, opened, opening_for, refusal, stand
 from tests.inference.handover.two_engines import hear
+from tests.made_models.sampling import first_and_in_turn
 from tests.running.system_fixtures import ENGINE_SERVICE, Service
 
 Macs = tuple[tuple[Mac, Service], tuple[Mac, Service]]
@@ -346,7 +347,7 @@ def test_a_turn_whose_agent_another_move_took_first_speaks_to_its_end(pair: Macs
         assert here.get_agent(agent).ownership.state == cachestore_pb2.OWNER_STATE_MOVED
 
 
-@pytest.mark.parametrize("how", ["branched", "read_only"])
+@pytest.mark.parametrize("how", first_and_in_turn(["read_only", "branched"], seconds=2))
 def test_a_peers_turn_that_is_not_kept_lets_the_agent_speak(pair: Macs, how: str) -> None:
     """It is ready, and its giver keeps silent."""
     _, (_, other) = pair
@@ -367,7 +368,7 @@ def test_a_peers_turn_that_is_not_kept_lets_the_agent_speak(pair: Macs, how: str
             await opened(call, opening, request=request, **branched)
             await call.send([pb.TakeTurnRequest(stand=stand())])
             taken = (await call.receive()).prepared.resume_token
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 await hear(b, agent_id=agent, prompt=PROMPT + " more", sampling={"max_tokens": 2})
             await call.send([pb.TakeTurnRequest(commit=pb.TurnCommit())])
             assert (await call.receive()).HasField("taken")
@@ -406,7 +407,7 @@ def test_the_agents_own_turns_wait_for_no_turn_with_a_made_up_move(
                 await opened(call, opening, request=request, parent_manifest=parent, move_id=secrets.token_hex(16))
                 await call.send([pb.TakeTurnRequest(stand=stand())])
             await calls[0].receive()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 await hear(b, agent_id=agent, prompt=PROMPT + " more", sampling={"max_tokens": 2})
 
     asyncio.run(asyncio.wait_for(work(), 60))

@@ -37,7 +37,7 @@ def test_a_text_waits_for_one_text_of_another_namespace_not_for_all(prompting: P
 
     def first() -> None:
         first_is_under_way.set()
-        first_may_end.wait(10)
+        first_may_end.wait(60)
 
     async def scenario() -> None:
         running = [asyncio.create_task(prompting.run("a", first))]

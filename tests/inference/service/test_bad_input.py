@@ -167,7 +167,7 @@ BAD: dict[str, tuple[dict[str, Any], type[errors.KvasirError], str]] = {
 def stub(house: House) -> Iterator[Any]:
     """Sends requests as they are, past the client's own checks."""
     with grpc.insecure_channel(house.engine.address, [("grpc.max_send_message_length", -1)]) as channel:
-        grpc.channel_ready_future(channel).result(10)
+        grpc.channel_ready_future(channel).result(60)
         yield inference_pb2_grpc.InferenceServiceStub(channel)
 
 
@@ -207,7 +207,7 @@ def test_text_that_is_no_utf8_is_refused_and_the_service_goes_on(house: House, c
     with grpc.insecure_channel(house.engine.address) as channel:
         call = channel.unary_stream("/kvasir.inference.v1.InferenceService/Generate")
         with pytest.raises(grpc.RpcError) as refused:
-            list(call(broken, timeout=10))
+            list(call(broken, timeout=60))
     error = from_rpc_error(refused.value)
     assert (type(error), error.field) == (errors.InvalidArgument, "request")
     assert client.reply(prompt="hello", sampling={"max_tokens": 1}).finished.usage.completion_tokens == 1

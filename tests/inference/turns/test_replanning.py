@@ -183,7 +183,7 @@ def test_a_turn_that_is_stopped_before_its_task_runs_tells_its_reader_the_end() 
     async def stopped() -> list[object]:
         turns = service(around)
         events = turns.begin(request(None)).events()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             ends = await turns.stop("default", "r")
             assert [end.finish_reason for end in ends.values()] == ["cancelled"]
             return [event async for _, event in events]

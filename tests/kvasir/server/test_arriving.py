@@ -83,7 +83,7 @@ def test_many_credentials_of_one_namespace_keep_no_other_from_its_place() -> Non
         edge = Authentication(None, {}, 2 << 20)
         silent = [asyncio.create_task(called(edge, Principal(f"a{n}", "a", frozenset()), half())) for n in range(50)]
         await asyncio.sleep(0.01)
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(60):
             assert await called(edge, Principal("b", "b", frozenset()), these("here")) == "here"
         for task in silent:
             task.cancel()

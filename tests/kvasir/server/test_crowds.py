@@ -229,7 +229,7 @@ def test_a_connection_that_says_nothing_is_closed(tmp_path: Path, monkeypatch: p
 
     def until_closed(address: str, says: bytes) -> float:
         host, port = address.rsplit(":", 1)
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(says)
             began = time.monotonic()
             while connection.recv(4096):

@@ -167,7 +167,7 @@ def test_who_is_removed_while_the_first_answer_is_on_its_way_is_told(root: Path,
         async with served(root, Brief()) as (stub, _):
             request = {"WatchEvents": pb.WatchEventsRequest(), "ReadBlobs": pb.ReadBlobsRequest()}[rpc]
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                [_ async for _ in getattr(stub, rpc)(request, timeout=10)]
+                [_ async for _ in getattr(stub, rpc)(request, timeout=60)]
             assert from_rpc_error(caught.value).reason == "CREDENTIAL_REVOKED"
 
     run(test())
@@ -324,7 +324,7 @@ def test_one_credential_cannot_shut_the_others_out(root: Path) -> None:
             await stubs[0].GetCapabilities(pb.GetCapabilitiesRequest(), metadata=bob)
             for call in calls:
                 call.cancel()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while not await _is_let_in(stubs[0], ada):  # noqa: ASYNC110  the server learns of a cancel when it does
                     await asyncio.sleep(0.05)
             for channel in channels:

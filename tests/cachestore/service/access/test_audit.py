@@ -32,7 +32,7 @@ class Told:
 
     def lines(self, at_least: int = 1) -> list[dict[str, Any]]:
         """The lines since the last look, once there are so many."""
-        give_up = time.monotonic() + 5
+        give_up = time.monotonic() + 60
         while len(found := list(lines_of(self.file))[self.seen :]) < at_least and time.monotonic() < give_up:
             time.sleep(0.01)
         self.seen += len(found)

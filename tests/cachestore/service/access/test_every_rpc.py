@@ -276,8 +276,8 @@ def test_what_takes_a_memory_back_asks_the_holder_of_the_lease_and_goes_on_when_
         assert [each.agent_id for each in lost] == [name]
         began = time.monotonic()
         client.release_lease(name, KV, held.lease)
-        taking.result(10)
-        assert time.monotonic() - began < 3
+        taking.result(60)
+        assert time.monotonic() - began < 15, "not as long as the lease"
     with pytest.raises(Conflict):
         client.renew_lease(name, KV, held.lease)
 
@@ -485,7 +485,7 @@ def test_the_service_says_that_it_is_ready_and_what_it_serves(shared_store: Runn
     with grpc.insecure_channel(shared_store.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         for name in ("", "kvasir.cachestore.v1.CacheStoreService"):
-            answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
+            answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=60)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         for version in ("v1alpha", "v1"):
@@ -494,11 +494,11 @@ def test_the_service_says_that_it_is_ready_and_what_it_serves(shared_store: Runn
                 request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
                 response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
             )
-            [listed] = listing(iter([request]), timeout=5)
+            [listed] = listing(iter([request]), timeout=60)
             names = {service.name for service in listed.list_services_response.service}
             served = {f"kvasir.cachestore.v1.{name}" for name in ("CacheStoreService", "AgentService", "MovingService")}
             assert {*served, "grpc.health.v1.Health"} <= names
             for name in names:
                 asked = reflection_pb2.ServerReflectionRequest(file_containing_symbol=name)
-                [found] = listing(iter([asked]), timeout=5)
+                [found] = listing(iter([asked]), timeout=60)
                 assert found.HasField("file_descriptor_response"), name

@@ -47,7 +47,7 @@ class Reloadable:
 
 
 def wait_for(look: Callable[[], object]) -> object:
-    give_up = time.monotonic() + 10
+    give_up = time.monotonic() + 60
     while (found := look()) is None:
         assert time.monotonic() < give_up
         time.sleep(0.01)
@@ -71,7 +71,7 @@ class Watch(threading.Thread):
         self.seen: queue.Queue[object] = queue.Queue()
         self._client = store.client(token)
         self.start()
-        self.seen.get(timeout=10)  # it has begun
+        self.seen.get(timeout=60)  # it has begun
 
     def run(self) -> None:
         try:
@@ -89,7 +89,7 @@ def test_who_was_removed_is_out_at_once_and_who_stays_notices_nothing(reloadable
     reloadable.write(text="[[credential]]" + next(part for part in kept if '"bob"' in part))
     line = reloadable.hang_up()
     assert (line["outcome"], line["parts"], line["ended_calls"]) == ("allowed", "credentials peers", "1")
-    ended = watches["ada"].seen.get(timeout=10)
+    ended = watches["ada"].seen.get(timeout=60)
     assert isinstance(ended, Unauthenticated)
     assert ended.reason == "CREDENTIAL_REVOKED"
     with reloadable.store.client(tokens["ada"]) as client, pytest.raises(Unauthenticated):
@@ -136,7 +136,7 @@ def test_a_changed_role_and_a_new_token_hold_from_the_reload_on(reloadable: Relo
     new = reloadable.write(changed, BOB)  # the same token, another role
     assert new["ada"] == old["ada"]
     reloadable.hang_up()
-    assert isinstance(watch.seen.get(timeout=10), Unauthenticated)
+    assert isinstance(watch.seen.get(timeout=60), Unauthenticated)
     with reloadable.store.client(new["bob"]) as client:
         client.list_agents()
     assert text != reloadable.credentials.read_text()

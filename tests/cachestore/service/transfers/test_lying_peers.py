@@ -39,7 +39,7 @@ def test_bytes_of_a_lying_peer_never_become_memory(home: StoreHome, tmp_path: Pa
                 ours.pull_agent("mac", "ada", timeout_s=20)
             missing = {digest.hash for digest in ours.find_missing(turn.digests)}
             current["lie"] = lambda frames: [frame for frame in frames if frame.digest.hash in missing]
-            assert ours.pull_agent("mac", "ada", timeout_s=20).version == 1
+            assert ours.pull_agent("mac", "ada", timeout_s=60).version == 1
             assert_whole(ours, "ada", turn)
 
 

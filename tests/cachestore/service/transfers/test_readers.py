@@ -189,7 +189,7 @@ def test_a_namespaces_blobs_are_verified_for_one_caller_at_a_time(tmp_path: Path
             refused = [from_rpc_error(each) for each in results if isinstance(each, grpc.aio.AioRpcError)]
             assert 1 <= len(refused) < 4
             assert {error.reason for error in refused} == {"VERIFY_RUNNING"}
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 assert await checked(stub) == [1]
 
     with Lab(tmp_path / "data").open() as store:
@@ -205,11 +205,11 @@ def test_a_digest_that_claims_bytes_takes_no_room_for_them(tmp_path: Path) -> No
     async def test(store: Store) -> None:
         threads, room = StoreThreads(), SharedRoom(MIB)
         room.take("another", MIB)
-        async with asyncio.timeout(10), BlobReader(store, threads, room).open(NS, [bogus]) as source:
+        async with asyncio.timeout(30), BlobReader(store, threads, room).open(NS, [bogus]) as source:
             with pytest.raises(NotFound):
                 await source.next_piece()
         room.give_back("another", MIB)
-        async with asyncio.timeout(10), BlobReader(store, threads, room).open(NS, [*turn.digests, bogus]) as source:
+        async with asyncio.timeout(30), BlobReader(store, threads, room).open(NS, [*turn.digests, bogus]) as source:
             assert await source.next_piece()
             with pytest.raises(NotFound):
                 await source.next_piece()
@@ -232,7 +232,7 @@ def test_one_namespaces_readers_leave_room_for_another(tmp_path: Path) -> None:
         pending = [asyncio.create_task(source.next_piece()) for source in sources]
         await asyncio.wait(pending, timeout=2)
         assert 0 < room.held(NS) <= 15 * MIB
-        async with asyncio.timeout(5), BlobReader(store, threads, room).open("other", small.digests) as source:
+        async with asyncio.timeout(30), BlobReader(store, threads, room).open("other", small.digests) as source:
             assert await source.next_piece()
         for task in pending:
             task.cancel()

@@ -137,7 +137,7 @@ def test_a_client_that_vanishes_leaves_its_part_for_the_next(home: StoreHome) ->
             time.sleep(20)
 
         call = stub.WriteBlobs(some())
-        sent.wait(10)
+        sent.wait(60)
         call.cancel()
     with running.client() as client:
         client.put_blobs(turn.new_blobs)

@@ -48,9 +48,9 @@ def test_a_thread_that_ended_cancels_what_comes_late() -> None:
             return None
 
     thread = MlxThread(Idle)
-    assert thread.post(lambda _worker: 7).result(10) == 7
+    assert thread.post(lambda _worker: 7).result(60) == 7
     with pytest.raises(ZeroDivisionError):
-        thread.post(lambda _worker: 1 / 0).result(10)
+        thread.post(lambda _worker: 1 / 0).result(60)
     thread.close()
     late: Future[int] = thread.post(lambda _worker: 7)
     assert late.cancelled()

@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import llama
 
+from inference_svc.engine import mlx_thread
 from inference_svc.engine.api import Ended, Event, Hot, Prefilled, Started, Tokens
 from inference_svc.engine.engine import Engine
 from inference_svc.formats.constraint import Constraint, ConstraintKind
@@ -113,11 +114,14 @@ def test_a_snapshot_that_waits_for_a_turn_is_read_after_the_next_step_is_enqueue
     assert sorted(map(computed_meanwhile, (5, 6))) == [0, 1]
 
 
-def test_who_waits_for_a_turn_that_ends_at_a_steps_beginning_begins_at_once(emulated: Driver) -> None:
+def test_who_waits_for_a_turn_that_ends_at_a_steps_beginning_begins_at_once(
+    emulated: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its last token's KV was enqueued behind the only cell of another turn, and nothing else is to be done."""
     one_cell = tokens_of(50, 3)
     for prompt, settings in ((SHORT, FORMAT), (one_cell, {"max_tokens": 0})):
         emulated.turn(prompt, **{"max_tokens": 3} | settings)  # kernels are compiled
+    monkeypatch.setattr(mlx_thread, "_IDLE_POLL_S", 60.0)
     for token in (3, 4):
         key, ending, next_turn, other = emulated.key(), Listener(), Timed(), Listener()
         ending.at(Tokens, token, lambda other=other: emulated.submit(one_cell, listener=other, max_tokens=0))
@@ -126,7 +130,7 @@ def test_who_waits_for_a_turn_that_ends_at_a_steps_beginning_begins_at_once(emul
         ending.end()
         ended_s = time.monotonic()
         next_turn.end()
-        assert next_turn.began_s - ended_s < 0.9, "the engine looks for work by itself once a second"
+        assert next_turn.began_s - ended_s < 30, "the engine looks for work by itself once a minute"
 
 
 def test_files_that_come_by_themselves_are_written_between_steps_and_change_nobody(

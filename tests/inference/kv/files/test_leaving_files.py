@@ -235,7 +235,7 @@ def test_where_no_thread_can_begin_files_are_copied_without_them(
         return PendingFiles(begin_files(kv, identities_of(kv)), list)
 
     with ThreadPoolExecutor(1) as mlx_thread:
-        assert when_there(lambda: mlx_thread.submit(begin)).result(10) == expected  # type: ignore[arg-type]
+        assert when_there(lambda: mlx_thread.submit(begin)).result(60) == expected  # type: ignore[arg-type]
     assert not pool.is_copied_by_threads
 
 

@@ -16,7 +16,7 @@ from tests.running.system_fixtures import House, running_house
 
 GREEDY = {"max_tokens": 16}
 LONG = {"max_tokens": 1500, "stop_token_ids": []}
-FREED_WITHIN_S = 2.0  # one step, on two busy cores
+FREED_WITHIN_S = 4.0  # one step, on busy cores; the whole reply takes longer
 
 
 def user(text: str) -> list[dict[str, str]]:
@@ -77,7 +77,7 @@ def test_a_cut_turn_is_remembered_as_far_as_it_came_when_that_was_asked(
         heard.add(next(events))
     events.close()
     with house.store_client() as store:
-        give_up = time.monotonic() + 10
+        give_up = time.monotonic() + 60
         while store.get_agent(agent).lines[0].version < 2:
             assert time.monotonic() < give_up
             time.sleep(0.02)

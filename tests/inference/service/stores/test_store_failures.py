@@ -139,7 +139,7 @@ def test_an_agent_goes_on_from_hot_memory_without_its_store_and_is_stored_when_i
     assert [reply.token_ids for reply in replies] == [reply.token_ids for reply in expected]
     house.store.start()
     with house.store_client() as store:
-        give_up = time.monotonic() + 10
+        give_up = time.monotonic() + 60
         while store.get_agent("left alone").lines[0].version < 3:
             assert time.monotonic() < give_up
             time.sleep(0.05)
@@ -150,10 +150,10 @@ def test_a_copy_has_the_newest_turn_or_is_refused_while_that_is_not_stored(house
     house.store.kill()
     pending = ask(house, "copied")
     assert pending.finished.snapshot.state == pb.SNAPSHOT_STATE_PENDING
-    with InferenceClient.connect(house.engine.address, timeout_s=1.0) as hasty:
+    with InferenceClient.connect(house.engine.address, timeout_s=2.0) as hasty:
         for copy in (
             lambda: hasty.fork_agent("copied", "no fork"),
-            lambda: list(hasty.export_agent("copied", timeout_s=1.0)),
+            lambda: list(hasty.export_agent("copied", timeout_s=2.0)),
         ):
             with pytest.raises(Unavailable) as refused:
                 copy()

@@ -55,7 +55,7 @@ class Guarded:
         """What the engine says of it."""
         before = len(self.house.engine.log)
         os.kill(self.house.engine.pid, signal.SIGHUP)
-        give_up = time.monotonic() + 10
+        give_up = time.monotonic() + 60
         while "reload.done" not in (said := self.house.engine.log[before:]):
             assert time.monotonic() < give_up
             time.sleep(0.02)
@@ -77,7 +77,7 @@ class Guarded:
 
     def until_it_commits(self, space: str) -> None:
         with self.house.client(self.tokens[f"{space}-client"]) as client:
-            give_up = time.monotonic() + 10
+            give_up = time.monotonic() + 60
             turn = {"agent_id": f"{time.monotonic()}", "messages": MESSAGE, "sampling": GREEDY}
             while client.reply(**turn).finished.snapshot.state != pb.SNAPSHOT_STATE_COMMITTED:  # type: ignore[arg-type]
                 assert time.monotonic() < give_up
@@ -98,6 +98,7 @@ def guarded(model: Path, tmp_path: Path) -> Iterator[Guarded]:
         guarded.house.close()
 
 
+@pytest.mark.long(4)
 def test_a_token_that_comes_while_the_store_hangs_is_used_when_the_store_knows_whose_it_is(guarded: Guarded) -> None:
     file = guarded.give("blue", guarded.tokens["engine"])
     guarded.house.store.freeze()
