@@ -33,7 +33,11 @@ compiled: install
 CHECKED := $(addprefix tests/inference/,edge memory model scheduling text turns) \
   tests/bench tests/kvasir tests/campaigns/mutation tests/campaigns/fairness/test_shared_resources.py tests/test_walls.py tests/test_lessons.py tests/test_readme.py tests/test_words.py
 
-check: install lint ## While you work, a minute: lint, types, contract, walls, and the tests that need no service and no model
+check: install ## While you work, a minute: lint, types, contract, walls, and the tests that need no service and no model
+	@$(MAKE) --no-print-directory -j 2 lint checked
+
+.PHONY: checked
+checked: install
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(CHECKED)
 
 test-gpu: install ## KV and engine on the GPU that MLX finds, TF32 off; says so where there is none
