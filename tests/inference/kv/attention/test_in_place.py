@@ -12,6 +12,7 @@ from inference_svc.kv.page import PAGE_TOKENS, PageFormat, RowFormat
 from inference_svc.kv.pages.page_rows import row_columns, rows_of_pages
 from tests.inference.kv.attention.emulators import EMULATORS, both_dialects, needs_compiler
 from tests.inference.kv.attention.scenes import FP16, MLX_TYPES, page_format
+from tests.made_models.sampling import first_and_in_turn
 
 pytestmark = needs_compiler
 
@@ -25,7 +26,12 @@ FORMATS = {
 CASES = [(name, Dialect.CUDA) for name in FORMATS] + [
     (name, Dialect.METAL) for name in ("q4-rotated in groups of 32", "exact")
 ]
-each_format = pytest.mark.parametrize(("name", "dialect"), CASES, ids=lambda value: getattr(value, "value", value))
+# Each takes a compiler a while: one of Metal and two of CUDA are in every run.
+each_format = pytest.mark.parametrize(
+    ("name", "dialect"),
+    first_and_in_turn([*CASES[-1:], *CASES[:-1]], seconds=2, first=3),
+    ids=lambda value: getattr(value, "value", value),
+)
 
 SPARE = 24  # units behind each page: an array of the pool is as wide as its widest layer
 # Behind each other over a block's border, in any order, and nowhere.
