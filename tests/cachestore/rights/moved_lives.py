@@ -195,7 +195,7 @@ def held(mac: Mac) -> dict[str, int]:
         "reserved bytes": mac.store._core.space.reserved_bytes(NS),
         "parts": len([*mac.store._core.config.data_dir.glob("namespaces/*/blobs/??/*.part")]),
         "manifests": moves._receiving.copies.manifests.room.held_units,
-        "blobs being read": mac.services.store._reader._budget.held_units,
+        "blobs being read": mac.services.store._parts.reader._budget.held_units,
         "links": len(mac.peers._links),
         "agents that come": len(moves._receiving.bringing._coming),
         "moves": len(moves._locks) + len(moves._handing_over._ordered),
