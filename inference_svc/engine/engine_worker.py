@@ -305,6 +305,9 @@ class EngineWorker:
         """
         began_s, grants = self._clock() - spent_s, 0
         while grant := self._scheduler.grant(self._clock() - began_s, is_behind_step=self._decoder.is_ahead):
+            if not grants and grant.turn.arrival is not None and self._decoder.has_behind_cell(self._may_decode):
+                self._decode(self._may_decode)  # a load may wait for nothing, and would report no token
+                self._emit_all()
             with self._guarding(grant.turn):
                 if grant.turn.arrival is not None:
                     grant.turn.arrival.advance(grant.size, self._tell_decoded)

@@ -13,7 +13,7 @@ from inference_svc.engine import mlx_thread
 from inference_svc.engine.api import Ended, Event, Hot, Prefilled, Started, Tokens
 from inference_svc.engine.engine import Engine
 from inference_svc.formats.constraint import Constraint, ConstraintKind
-from inference_svc.kv.attention import in_place, paged
+from inference_svc.kv.attention import host_copy, in_place, paged
 from inference_svc.kv.attention.paged import Implementation
 from inference_svc.kv.model_hooks import attention_hook
 from inference_svc.model.model_runner import ModelRunner
@@ -151,6 +151,32 @@ def test_files_that_come_by_themselves_are_written_between_steps_and_change_nobo
     assert emulated.reply(stream.end()) == alone
     assert returning.end().state == expected.state
     assert seen[0] >= 7
+
+
+def test_streams_decode_beside_files_that_come_by_themselves_behind_a_cell(
+    emulated: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token for each piece that is sent or written, also if the pieces are there so soon that no step is without."""
+    key, state = emulated.remember(600, seed=9)
+    files, one_cell, counts = emulated.restored(key), tokens_of(50, 3), list[int]()
+    stream, other, returning = Listener(), Listener(), Listener()
+    play(monkeypatch)
+    monkeypatch.setattr(host_copy._Coming, "is_there", True)
+
+    def note() -> None:
+        counts.append(stream.count(Tokens))
+
+    def begin() -> None:
+        note()
+        emulated.submit((*state.token_ids, *SHORT), files, listener=returning, max_tokens=0)
+
+    stream.at(Tokens, 2, lambda: emulated.submit(one_cell, listener=other, max_tokens=0))
+    other.at(Prefilled, 1, begin)
+    returning.at(Started, 1, note)
+    emulated.submit(SHORT, listener=stream, max_tokens=16)
+    for each in (stream, other, returning):
+        each.end()
+    assert counts[1] - counts[0] >= 4
 
 
 def copied_by_threads(emulated: Driver, monkeypatch: pytest.MonkeyPatch) -> PlayedDriver:
