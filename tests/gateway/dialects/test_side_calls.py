@@ -402,6 +402,15 @@ def test_a_conversation_of_few_words_is_known_by_its_calls_when_it_is_quoted() -
     assert quoted(talk, (TRANSCRIPT[0], user("[User]: Hello.\n\n[Assistant]: Hi.")), "") == "", hello
 
 
+def test_a_conversation_of_few_words_that_read_the_same_file_is_not_the_quoted_one() -> None:
+    """Its call and its answer are in the quoted conversation, which no agent remembers; its user's words are not."""
+    talk = Talk(conversations(), Records())
+    read = ToolUse("c1", "read", '{"filePath": "/home/anna/work/notes.txt"}')
+    known = (user("Count the words."), Said("assistant", "", tool_calls=(read,)), Said("tool", "red"))
+    talk.turn(*known, answer="Done.")
+    assert quoted(talk, (TRANSCRIPT[0], user(FEW_WORDS)), "") == ""
+
+
 def test_a_summary_of_an_agent_that_is_gone_begins_another() -> None:
     talk = Talk(conversations(), Records())
     first = talk.turn(user("Hello"), answer="Hi")

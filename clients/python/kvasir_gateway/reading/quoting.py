@@ -29,21 +29,27 @@ async def newest(records: AgentRecords) -> list[tuple[Kept, Sequence[Said]]]:
 
 
 def chars_in_common(said: Sequence[Said], quoting: Sequence[Said]) -> int:
-    """How much of a conversation's lines and calls a request quotes; 0 for fewer than half of them: two conversations
-    that read one file have its lines in common.
+    """How much of a conversation's lines and calls a request quotes; 0 for fewer than half of them, or for none of its
+    user's lines: two conversations that read one file have its lines, and the call, in common.
     """
-    known = set(_ends(said))
-    common = known.intersection(_quoted_ends(quoting))
+    users, calls = set(_line_ends(said, "user")), set(_call_ends(said))
+    lines = users.union(_line_ends(said, "assistant"))
+    common = (lines | calls).intersection(_quoted_ends(quoting))
+    known = lines | calls
+    is_quoted = 2 * len(common) >= len(known) and not users.isdisjoint(common)
     chars = sum(map(len, common))
-    return chars if chars >= _END_CHARS and 2 * len(common) >= len(known) else 0
+    return chars if chars >= _END_CHARS and is_quoted else 0
 
 
-def _ends(messages: Sequence[Said]) -> Iterator[str]:
-    """Of what a user and an assistant wrote, and of the arguments of its calls, as JSON without spaces."""
-    for message in messages:
-        if message.role in ("user", "assistant"):
-            yield from (line.strip()[-_END_CHARS:] for line in message.content.splitlines() if line.strip())
-            yield from (_compact(call.arguments_json)[-_END_CHARS:] for call in message.tool_calls)
+def _line_ends(messages: Sequence[Said], role: str) -> Iterator[str]:
+    lines = (line.strip() for message in messages if message.role == role for line in message.content.splitlines())
+    yield from (line[-_END_CHARS:] for line in lines if line)
+
+
+def _call_ends(messages: Sequence[Said]) -> Iterator[str]:
+    """Of the arguments of an assistant's calls, as JSON without spaces."""
+    calls = (call for message in messages if message.role == "assistant" for call in message.tool_calls)
+    yield from (_compact(call.arguments_json)[-_END_CHARS:] for call in calls if call.arguments_json)
 
 
 def _quoted_ends(messages: Sequence[Said]) -> Iterator[str]:
