@@ -411,6 +411,14 @@ def test_a_conversation_of_few_words_that_read_the_same_file_is_not_the_quoted_o
     assert quoted(talk, (TRANSCRIPT[0], user(FEW_WORDS)), "") == ""
 
 
+def test_a_conversation_of_many_calls_is_known_by_its_lines_where_no_call_is_quoted() -> None:
+    talk = Talk(conversations(), Records())
+    calls = tuple(ToolUse(f"c{number}", "look", f'{{"page": {number}}}') for number in range(20))
+    answer = "The reader's header lost its guard in the last change."
+    agent = talk.turn(TASK, Said("assistant", "", tool_calls=calls), Said("tool", FOUND), answer=answer)
+    assert quoted(talk, TRANSCRIPT, "") == agent
+
+
 def test_a_summary_of_an_agent_that_is_gone_begins_another() -> None:
     talk = Talk(conversations(), Records())
     first = talk.turn(user("Hello"), answer="Hi")
