@@ -36,7 +36,8 @@ class _Endless(inference_pb2_grpc.InferenceServiceServicer):
 
 @pytest.fixture(scope="module")
 def endless() -> Iterator[tuple[_Endless, str]]:
-    engine, server = _Endless(), grpc.server(futures.ThreadPoolExecutor(4))
+    may_ping = [("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.min_ping_interval_without_data_ms", 5_000)]
+    engine, server = _Endless(), grpc.server(futures.ThreadPoolExecutor(4), options=may_ping)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(engine, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()

@@ -138,16 +138,17 @@ def test_a_turn_that_waits_for_its_store_is_let_go_at_once(slow: House, client: 
         with grpc.insecure_channel(slow.engine.address) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
             request = pb.GenerateRequest(agent_id=agent, prompt=f"{agent} {PASSAGE} And?")
-            call = stub.Generate(request, timeout=2.0 if how == "deadline" else None)
-            while turns_under_way(client) != 1 and call.is_active():
-                time.sleep(0.02)
-            assert call.is_active()
+            call = None
+            while call is None or not call.is_active():  # again, if its deadline was over before the turn was seen
+                call = stub.Generate(request, timeout=2.0 if how == "deadline" else None)
+                while turns_under_way(client) != 1 and call.is_active():
+                    time.sleep(0.02)
             if how == "cancel":
                 call.cancel()
             with pytest.raises(grpc.RpcError):
                 list(call)
         assert until_free(client) < 2.5
-        assert ends(client) == {"cancelled": 1}
+        assert ends(client).keys() == {"cancelled"}
     finally:
         slow.store.thaw()
         slow.repair()
