@@ -67,10 +67,11 @@ class Blobs:
         self._core.check_open(namespace)
         with self._core.writers.noting_ends() as ended:
             lacking = set(self.find_missing(namespace, [blob.digest for blob in blobs]))
-            begun = self._begun(namespace, [blob for blob in blobs if blob.digest in lacking])
-            coming = iter(begun)
-            opened = [next(coming) if blob.digest in lacking else StoredBlob(blob.digest) for blob in blobs]
+            begun = list[BlobWriter | KvasirError]()
             try:
+                self._begin(namespace, [blob for blob in blobs if blob.digest in lacking], begun)
+                coming = iter(begun)
+                opened = [next(coming) if blob.digest in lacking else StoredBlob(blob.digest) for blob in blobs]
                 # Another writer may have listed one between the look-up and now; its part is then gone.
                 doubtful = [digest for digest in lacking if (namespace, digest.hash) in ended]
                 listed = set(doubtful) - set(self.find_missing(namespace, doubtful)) if doubtful else ()
@@ -85,16 +86,18 @@ class Blobs:
                 opened[number] = StoredBlob(each.digest)
         return opened
 
-    def _begun(self, namespace: str, blobs: Sequence[NewBlob]) -> list[BlobWriter | KvasirError]:
-        """A writer of each, or why it has none. One after the other if the quota is too full for all of them: room is
-        then made for each."""
+    def _begin(self, namespace: str, blobs: Sequence[NewBlob], begun: list[BlobWriter | KvasirError]) -> None:
+        """Add to `begun` a writer of each, or why it has none. One after the other if the quota is too full for all of
+        them: room is then made for each."""
         core = self._core
         if len(blobs) > 1 and core.space.shortage(namespace, sum(blob.digest.size_bytes for blob in blobs)):
-            return [each for blob in blobs for each in self._begun(namespace, [blob])]
+            for blob in blobs:
+                self._begin(namespace, [blob], begun)
+            return
         refusals = [self._refusal(namespace, blob) for blob in blobs]
         may_come = [blob for blob, refusal in zip(blobs, refusals, strict=True) if refusal is None]
-        begun = iter(core.writers.begin(namespace, may_come, _Register(core)) if may_come else ())
-        return [refusal or next(begun) for refusal in refusals]
+        writers = iter(core.writers.begin(namespace, may_come, _Register(core)) if may_come else ())
+        begun += [refusal or next(writers) for refusal in refusals]
 
     def _refusal(self, namespace: str, blob: NewBlob) -> KvasirError | None:
         """Why a blob may not come, if it may not. Makes room for it in a full quota."""

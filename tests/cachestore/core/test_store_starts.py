@@ -174,18 +174,30 @@ def test_the_directories_of_blobs_that_are_begun_together_are_made_durable_by_on
 
 
 class StumblingDisk(Disk):
-    """Once does not know its free space."""
+    """Once does not know its free space: when it is asked for the `fails_at`th time from then on."""
 
     def __init__(self) -> None:
-        self.fails = False
+        self.fails_at = 0
         self.recovered = threading.Event()
 
     def free_bytes(self, path: Path) -> int:
-        if self.fails:
-            self.fails = False
+        self.fails_at -= 1
+        if self.fails_at == 0:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         self.recovered.set()
         return super().free_bytes(path)
+
+
+def test_where_the_disk_fails_at_one_of_several_blobs_nothing_of_them_stays_reserved(lab: Lab) -> None:
+    """The quota has no room for all, so that they are begun one after the other."""
+    blobs = dict(a_block(seed) for seed in range(3))
+    disk = StumblingDisk()
+    with lab.open(disk, default_quota_bytes=2 * next(iter(blobs)).size_bytes) as store:
+        disk.fails_at = 2
+        with pytest.raises(OSError, match="Input/output"):
+            store.blobs.open_writers(NS, [NewBlob(digest, BlobKind.TENSORS) for digest in blobs])
+        assert store.statistics.of(NS).reserved_bytes == 0
+        write(store, *next(iter(blobs.items())), BlobKind.TENSORS)
 
 
 def test_a_disk_that_fails_once_does_not_end_collection(lab: Lab) -> None:
@@ -204,6 +216,6 @@ def test_a_disk_that_fails_once_does_not_end_collection(lab: Lab) -> None:
         write(store, digest, data, BlobKind.TENSORS)
         (lab.root / "ballast").unlink(missing_ok=True)
         disk.recovered.clear()
-        disk.fails = True
+        disk.fails_at = 1
         asyncio.run(collect_twice())
         assert store.statistics.of(NS).blob_count == 0
