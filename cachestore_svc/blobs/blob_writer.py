@@ -109,7 +109,8 @@ class Writers:
             begun = [self._reserved(namespace, blob, register, reserve) for blob in blobs]
         reserved = [each for each in begun if isinstance(each, PartWriter)]
         try:
-            self.backend.of(namespace).prepare([writer.digest.hash for writer in reserved])
+            with contextlib.suppress(FileExistsError):  # no directory lies there: that hinders its own blobs alone
+                self.backend.of(namespace).prepare([writer.digest.hash for writer in reserved])
             return [_resumed(each) if isinstance(each, PartWriter) else each for each in begun]
         except BaseException as error:
             for writer in reserved:

@@ -173,6 +173,23 @@ def test_the_directories_of_blobs_that_are_begun_together_are_made_durable_by_on
         assert store.statistics.of(NS).reserved_bytes == 0
 
 
+def test_a_file_where_a_directory_of_blobs_should_be_hinders_no_other_blob_of_its_group(lab: Lab) -> None:
+    blobs = SyntheticAgent(SMALL, 1).turn(256 * 4).new_blobs
+    first, *others = blobs
+    with lab.open() as store:
+        shelves = lab.directory_of(NS) / "blobs"
+        shelves.mkdir(parents=True)
+        (shelves / first.hash[:2]).touch()
+        refused, *opened = store.blobs.open_writers(NS, [NewBlob(digest, BlobKind.TENSORS) for digest in blobs])
+        assert isinstance(refused, Unavailable)
+        writers = [each for each in opened if not isinstance(each, Exception)]
+        for digest, writer in zip(others, writers, strict=True):
+            writer.write(0, blobs[digest])
+            writer.finish()
+        assert store.blobs.find_missing(NS, list(blobs)) == [first]
+        assert store.statistics.of(NS).reserved_bytes == 0
+
+
 class StumblingDisk(Disk):
     """Once does not know its free space: when it is asked for the `fails_at`th time from then on."""
 
