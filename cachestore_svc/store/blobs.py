@@ -5,7 +5,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import takewhile
 
-from kvasir.errors import DataLoss, InvalidArgument, KvasirError, NotFound
+from kvasir.errors import DataLoss, InvalidArgument, KvasirError, NotFound, ResourceExhausted
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.blob_checks import BlobFacts
@@ -97,7 +97,14 @@ class Blobs:
         refusals = [self._refusal(namespace, blob) for blob in blobs]
         may_come = [blob for blob, refusal in zip(blobs, refusals, strict=True) if refusal is None]
         writers = iter(core.writers.begin(namespace, may_come, _Register(core)) if may_come else ())
-        begun += [refusal or next(writers) for refusal in refusals]
+        group = [refusal or next(writers) for refusal in refusals]
+        begun += group
+        for number, (blob, each) in enumerate(zip(blobs, group, strict=True), len(begun) - len(group)):
+            # Another sender took the room since it was looked for: more may be made.
+            if len(group) > 1 and isinstance(each, ResourceExhausted) and each.reason == "QUOTA_FULL":
+                again = list[BlobWriter | KvasirError]()
+                self._begin(namespace, [blob], again)
+                begun[number : number + 1] = again
 
     def _refusal(self, namespace: str, blob: NewBlob) -> KvasirError | None:
         """Why a blob may not come, if it may not. Makes room for it in a full quota."""

@@ -1,6 +1,7 @@
 """Blobs: what is written is verified while it arrives, and what is read is the digest's bytes or nothing."""
 
 import random
+import threading
 import time
 from typing import Any
 
@@ -9,10 +10,10 @@ from kvasir.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFoun
 from kvasir.formats.block_file import TensorSpec, encode, parse_header
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.blobs.blob_writer import NewBlob, PartWriter, finish_all
+from cachestore_svc.blobs.blob_writer import BlobWriter, NewBlob, PartWriter, finish_all
 from cachestore_svc.facts.records import BlobDamaged, BlobKind
 from cachestore_svc.store.store import Store
-from tests.cachestore.core.lab import NS, Lab, damaged, publish, write
+from tests.cachestore.core.lab import NS, Clock, Lab, damaged, publish, write
 from tests.made_models.synthetic import SMALL, TINY, SyntheticAgent
 
 TENSORS = BlobKind.TENSORS
@@ -297,6 +298,41 @@ def test_of_blobs_that_are_begun_together_each_is_refused_by_itself(lab: Lab) ->
             writer.write(0, blobs[writer.digest])
         assert finish_all(opened) == [None, None]
         assert store.blobs.find_missing(NS, list(blobs)) == others[1:]
+        assert store.statistics.of(NS).reserved_bytes == 0
+
+
+class HookedClock(Clock):
+    """Does something once, when a caller's thread asks it for the `left`th time from then on."""
+
+    left = 0
+
+    def __call__(self) -> float:
+        self.left -= threading.current_thread() is threading.main_thread()
+        if self.left == 0:
+            self.act()
+        return super().__call__()
+
+    def act(self) -> None: ...
+
+
+def test_room_is_made_for_a_group_whose_room_another_sender_took(lab: Lab) -> None:
+    """Between the look for room and the reservation, which are further apart the more blobs begin together."""
+    left, first, second, others = [a_block(seed) for seed in range(4)]
+    lab.clock = clock = HookedClock()
+    size_bytes = left[0].size_bytes
+    with lab.open(default_quota_bytes=3 * size_bytes, write_budget_bytes=1 << 40, refuses_beyond_budget=True) as store:
+        with store.blobs.open_writer(NS, left[0], TENSORS) as writer:
+            writer.write(0, left[1][:-1])
+        taken: list[BlobWriter] = []
+        clock.act = lambda: taken.append(store.blobs.open_writer(NS, others[0], TENSORS))  # type: ignore[method-assign]
+        clock.left = 2  # the first tells how long what is stored stays
+        writers = store.blobs.open_writers(NS, [NewBlob(digest, TENSORS) for digest, _ in (first, second)])
+        assert taken, "another sender came"
+        assert [each for each in writers if isinstance(each, Exception)] == []
+        assert store.blobs.write_status(NS, left[0]).received_bytes == 0, "what was interrupted made room"
+        for each in (*writers, *taken):
+            assert not isinstance(each, Exception)
+            each.abandon()
         assert store.statistics.of(NS).reserved_bytes == 0
 
 
