@@ -31,6 +31,8 @@ from inference_svc.turns.turn_data import Continuation, TurnRequest
 
 # An engine that has given a turn away has released the line before. If it could not, its lease ends by itself.
 _HANDED_ON_WAIT_S = LEASE_TTL_S + 1.0
+# For so long it waits for a turn of the agent here that came before it, which may itself wait for its room.
+_PLACE_WAIT_S = 60.0
 # For so long a turn that was given here waits for a store that is away.
 _STORE_AWAY_S, _STORE_PAUSE_S = 60.0, 0.25
 
@@ -87,7 +89,11 @@ class TakenTurns:
         """Wait for the agent's turn before this one, if there is one."""
         if (early := self._early.get(turn)) is None:
             return
-        await early.place.enter_async_context(early.takes_place())
+        try:
+            async with asyncio.timeout(_PLACE_WAIT_S):
+                await early.place.enter_async_context(early.takes_place())
+        except TimeoutError:
+            raise _not_moved("an older turn of the agent does not end") from None
         if turn not in self._early:  # it ended meanwhile
             await early.place.aclose()
         self._decided(turn, early)

@@ -1,5 +1,7 @@
 """The parts of a hand-over by themselves: what makes engines alike, tokens for readers, files on their way."""
 
+import asyncio
+import contextlib
 from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ from kvasir.inference.v1 import inference_pb2
 
 from inference_svc.config import ConfigError, EngineSettings, read_settings
 from inference_svc.edge import handover_messages as wire
-from inference_svc.engine.api import CarriedTurn, HeldTurn, SamplingParams, Timings, TurnPlan
+from inference_svc.engine.api import AgentKey, CarriedTurn, HeldTurn, SamplingParams, Timings, TurnPlan
 from inference_svc.engine.files.held_turns import check_carried
 from inference_svc.handover.giving import TurnGiver
 from inference_svc.handover.passing import Opening, Stand, Surroundings
@@ -21,6 +23,7 @@ from inference_svc.handover.resume_tokens import LIVES_S, ResumeTokens, WaitingR
 from inference_svc.memory.recall import NOTHING_REMEMBERED
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.token_ids import TokenIds
+from inference_svc.turns import taken_turns
 from inference_svc.turns.phases import BegunPrompt, BegunTurn, Prompted, Recalled, TurnTiming
 from inference_svc.turns.taken_turns import TakenTurns
 from inference_svc.turns.turn_data import Continuation
@@ -200,3 +203,26 @@ def test_peers_are_named_in_the_configuration() -> None:
     for wrong in (["--drain-to", "nobody"], ["--peer", "nameless"]):
         with pytest.raises(ConfigError):
             read_settings([*listen, *wrong])
+
+
+def test_a_taken_turn_does_not_wait_for_ever_behind_one_that_waits_for_its_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else both would wait until a caller cancels. Its agent's next turns go on."""
+    monkeypatch.setattr(taken_turns, "_PLACE_WAIT_S", 0.01)
+    key = AgentKey("home", "ada")
+
+    @contextlib.asynccontextmanager
+    async def never() -> Any:
+        await asyncio.Event().wait()
+        yield
+
+    async def work() -> None:
+        turns, turn = TakenTurns(cast("Any", None), cast("Any", None)), cast("Any", object())
+        async with contextlib.AsyncExitStack() as place:
+            with pytest.raises(FailedPrecondition) as refused, turns.before_arrival(turn, key, place, never):
+                await turns._take_place(turn)
+        assert refused.value.reason == "HANDOVER_NOT_MOVED"
+        assert not await turns.coming(key)
+
+    asyncio.run(asyncio.wait_for(work(), 20))
