@@ -123,8 +123,9 @@ class Prompting:
         self._is_closed = True
         if self._twin is not None:
             self._twin.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        self._json_thread.shutdown(wait=False, cancel_futures=True)
+        # What is already given to a thread runs: a call whose work is cancelled would get no answer at all.
+        self._thread.shutdown(wait=False)
+        self._json_thread.shutdown(wait=False)
 
     def _check_open(self) -> None:
         if self._is_closed:
