@@ -78,10 +78,14 @@ def _interrupted(turn: Turn) -> None:
     """By Ctrl-C while it waits for the next event."""
     texts = [next(turn).delta.text for _ in range(3)]
     assert texts == ["one", "two", "three"]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins without it
     timer = threading.Timer(0.2, signal.raise_signal, (signal.SIGINT,))
     timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        next(turn)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            next(turn)
+    finally:
+        signal.signal(signal.SIGINT, before)
     timer.join()
     assert next(turn, None) is None
 
