@@ -26,7 +26,7 @@ from kvasir.server.parts import Parts
 from kvasir.server.reloading import Reloading
 from kvasir.server.serving import EdgeServer, RefusedToStart, Reports, give_memory_back, run
 from kvasir.server.shared_room import SharedRoom
-from kvasir.uptime import uptime_s
+from kvasir.waits import uptime_s
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.commands import care, pairing, seal_keys

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from kvasir.uptime import uptime_s
+from kvasir.waits import uptime_s
 
 from inference_svc.config import EngineSettings
 from inference_svc.embedding.turn_embedder import TurnEmbedder

@@ -426,9 +426,9 @@ ROOMS = {
         "facts": "",
     },
     SDK: {
-        "cli": "address clients credentials errors expires_after formats names on_full options volatile",
-        "clients": "address call_context errors formats status syncing",
-        "server": "address call_context credentials errors status",
+        "cli": "address clients credentials errors expires_after formats names on_full options volatile waits",
+        "clients": "address call_context errors formats status syncing waits",
+        "server": "address call_context credentials errors status waits",
         "formats": "errors names",
         "options": "address credentials errors expires_after volatile",
         "on_full": "errors",

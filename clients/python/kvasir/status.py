@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from kvasir import errors
+from kvasir.waits import RETRY_S
 
 DOMAIN = "kvasir"
 DETAILS_KEY = "grpc-status-details-bin"
@@ -22,7 +23,6 @@ DETAILS_KEY = "grpc-status-details-bin"
 _MAX_MESSAGE_BYTES = 1024
 _MAX_METADATA_VALUE_BYTES = 256
 _MAX_METADATA_ENTRIES = 8
-_DEFAULT_RETRY_AFTER_S = 1.0
 
 
 class Answer(NamedTuple):
@@ -81,7 +81,7 @@ def to_status(error: errors.KvasirError) -> status_pb2.Status:
         violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=what[:256])
         _pack(status, error_details_pb2.BadRequest(field_violations=[violation]))
     if isinstance(error, _RETRYABLE):
-        seconds = _DEFAULT_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
+        seconds = RETRY_S if error.retry_after_s is None else error.retry_after_s
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(int(seconds * 1000))
         _pack(status, error_details_pb2.RetryInfo(retry_delay=delay))

@@ -48,7 +48,7 @@ def test_a_service_that_ends_meanwhile_is_told_at_once_and_keeps_no_old_set(
 def test_a_service_that_hangs_is_told_to_read_the_new_set_later(
     engine: "subprocess.Popen[bytes]", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reload, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(reload, "PATIENCE_S", 0.2)
     engine.send_signal(signal.SIGSTOP)
     told = in_process("--home", tmp_path, "reload")
     assert told.code == 4

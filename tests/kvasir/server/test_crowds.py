@@ -108,7 +108,7 @@ async def reason_of(call: Any) -> str:
 
 @pytest.mark.long(3)
 def test_a_thousand_silent_health_checks_shut_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arriving, "CHECK_MESSAGE_S", 60.0)  # none ends but for the others
+    monkeypatch.setattr(arriving, "ANSWER_S", 60.0)  # none ends but for the others
 
     async def test() -> None:
         async with served(tmp_path) as server:
@@ -132,7 +132,7 @@ def test_a_thousand_silent_health_checks_shut_nobody_out(tmp_path: Path, monkeyp
 
 
 def test_a_silent_health_check_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arriving, "CHECK_MESSAGE_S", 0.3)
+    monkeypatch.setattr(arriving, "ANSWER_S", 0.3)
 
     async def test() -> None:
         async with served(tmp_path) as server:

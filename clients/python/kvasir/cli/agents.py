@@ -16,7 +16,7 @@ from rich.table import Table
 from kvasir import expires_after, on_full, volatile
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cli import carrying, failures
-from kvasir.cli.caller import COMPLETION_S, Caller, JsonOption, caller_of, completing
+from kvasir.cli.caller import Caller, JsonOption, caller_of, completing
 from kvasir.cli.engine import engine_client
 from kvasir.cli.rows import (
     agent_row,
@@ -35,6 +35,7 @@ from kvasir.clients import InferenceClient, StoreClient
 from kvasir.clients.archive_file import pieces_of
 from kvasir.errors import KvasirError
 from kvasir.names import UNNAMED_PREFIXES
+from kvasir.waits import SOON_S
 
 
 class Order(StrEnum):
@@ -65,7 +66,7 @@ def complete_agent(context: typer.Context, incomplete: str) -> list[str]:
     try:
         endpoint = completing(context).store
         client = StoreClient.connect(
-            endpoint.address, token=endpoint.token(), tls=endpoint.tls, retry_reads=False, timeout_s=COMPLETION_S
+            endpoint.address, token=endpoint.token(), tls=endpoint.tls, retry_reads=False, timeout_s=SOON_S
         )
         with client:
             return [agent.agent_id for agent in client.list_agents(name_prefix=incomplete, page_size=_COMPLETED).agents]

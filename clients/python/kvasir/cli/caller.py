@@ -18,9 +18,6 @@ from kvasir.address import AddressError, parse_address
 from kvasir.cli.running.home import DEFAULT_HOME, Endpoint, Home
 from kvasir.cli.showing.terminal import PlainConsole, visible
 
-# A shell waits no longer for what it completes.
-COMPLETION_S = 2.0
-
 
 @dataclass
 class Caller:

@@ -9,11 +9,12 @@ from rich.console import Console
 from rich.table import Table
 
 from kvasir.cli import failures, hub
-from kvasir.cli.caller import COMPLETION_S, Caller, JsonOption, caller_of, completing
+from kvasir.cli.caller import Caller, JsonOption, caller_of, completing
 from kvasir.cli.rows import size
 from kvasir.clients import InferenceClient
 from kvasir.errors import KvasirError
 from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.waits import SOON_S
 
 models = typer.Typer(help="Fetch, list, load and remove models.", no_args_is_help=True)
 _DropOption = Annotated[
@@ -25,9 +26,7 @@ def complete_model(context: typer.Context, incomplete: str) -> list[str]:
     """Names of the engine's models that begin so, for the shell; none when the engine cannot say them soon."""
     try:
         endpoint = completing(context).engine
-        client = InferenceClient.connect(
-            endpoint.address, token=endpoint.token(), tls=endpoint.tls, timeout_s=COMPLETION_S
-        )
+        client = InferenceClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls, timeout_s=SOON_S)
         with client:
             return [model.name for model in client.list_models() if model.name.startswith(incomplete)]
     except (KvasirError, ValueError, OSError):

@@ -17,12 +17,12 @@ from kvasir.cli.rows import agent_row, size, snapshot_row
 from kvasir.cli.showing.progress import transfer_progress
 from kvasir.clients import StoreClient
 from kvasir.errors import FailedPrecondition, Internal, KvasirError, NotFound, Unavailable
+from kvasir.waits import PAUSE_S
 
 FromOption = Annotated[str, typer.Option("--from", help="Bring it here from this peer.", metavar="PEER")]
 ToOption = Annotated[str, typer.Option("--to", help="Give it to this peer.", metavar="PEER")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be sent, and send nothing.")]
 OnProgress = Callable[[pb.TransferProgress], None]
-_TURN_PAUSE_S = 0.1
 
 
 def move(
@@ -197,7 +197,7 @@ def _turn_handed_over(caller: Caller, client: StoreClient, agent: str, peer: str
                 if not _is_unknown(client, agent):
                     return None
                 while any(turn.agent_id == agent for turn in engine.list_turns()):
-                    time.sleep(_TURN_PAUSE_S)
+                    time.sleep(PAUSE_S)
                 return "waited_for"
     except KvasirError as error:
         if error.reason not in ("TURN_NOT_FOUND", Unavailable.reason):  # no turn, or no engine

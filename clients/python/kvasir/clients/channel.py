@@ -18,12 +18,11 @@ from kvasir.address import AddressError, parse_address
 from kvasir.cachestore.v1 import cachestore_pb2, cachestore_pb2_grpc
 from kvasir.errors import InvalidArgument, Unauthenticated
 from kvasir.formats.frame_messages import carrier_reader
+from kvasir.waits import PAUSE_S, SOON_S
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 _MAX_MESSAGE_BYTES = 4 << 20
-# Between two attempts to connect. To a socket file one costs nothing, and who calls meanwhile is refused.
-_PAUSE_MS, _LOCAL_PAUSE_MS = 2_000, 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +141,8 @@ def _options(tls: AnyTls | None, safe_reads: Sequence[str], *, is_remote: bool) 
         # Finds a restarted service soon; gRPC's own pauses grow to two minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 2_000),
-        ("grpc.max_reconnect_backoff_ms", _PAUSE_MS if is_remote else _LOCAL_PAUSE_MS),
+        # To a socket file an attempt costs nothing, and who calls meanwhile is refused.
+        ("grpc.max_reconnect_backoff_ms", round(1000 * (SOON_S if is_remote else PAUSE_S))),
         # Each channel has a connection of its own: a service bounds the calls on one.
         ("grpc.use_local_subchannel_pool", 1),
         # These calls do not go through a proxy that the environment names.

@@ -13,13 +13,13 @@ from typing import Any
 
 from kvasir.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from kvasir.server.shared_room import Place
+from kvasir.waits import ANSWER_S
 
 # Stands for bytes that are no message of the RPC.
 UNREADABLE = object()
 # Strangers' calls that wait for their message. A load balancer sends it with the call, within two milliseconds.
 # The number is small because each call may hold most of a message of the largest size.
 MAX_WAITING_CHECKS = 32
-CHECK_MESSAGE_S = 5.0
 
 # Entered while a message arrives, once for each message: waits for its room.
 Room = AbstractAsyncContextManager[None]
@@ -116,7 +116,7 @@ class Doorstep:
 
     async def the_only(self, requests: AsyncIterator[Any]) -> Any:
         """The one request. Raises as `the_only` does, and ResourceExhausted if too many other calls came meanwhile."""
-        reading = asyncio.ensure_future(the_only(Arriving(requests, CHECK_MESSAGE_S)))
+        reading = asyncio.ensure_future(the_only(Arriving(requests, ANSWER_S)))
         self._waiting[reading] = None
         if len(self._waiting) > MAX_WAITING_CHECKS:
             longest = next(iter(self._waiting))

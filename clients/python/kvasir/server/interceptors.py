@@ -34,6 +34,7 @@ from kvasir.server.operating.traces import Traces
 from kvasir.server.running_calls import RunningCalls
 from kvasir.server.shared_room import Place, SharedRoom
 from kvasir.status import abort, answer_to
+from kvasir.waits import LOOK_S, SOON_S
 
 _LOG = logging.getLogger("kvasir.rpc")
 _BEARER = "Bearer "
@@ -60,10 +61,7 @@ MAX_ARRIVING_ALONE = 12
 MAX_ANSWERING = 16
 # A call that lasts longer waits for a disk or a lease, and the call that releases the lease may be waiting here.
 _ANSWERING_S = 0.05
-# The same for a stream, which may last for hours.
-_BEGINNING_S = 0.02
 _MAX_UNCOLLECTED_BYTES = 32 << 20
-_FIRST_ANSWER_S = 2.0
 
 # The caller that shows this certificate (PEM) and names this namespace, or None.
 CallerOfCertificate = Callable[[bytes, str], Principal | None]
@@ -221,7 +219,8 @@ class Authentication(_Interceptor):
             # Health and reflection have no time limits of their own.
             bounds_each = method.startswith(_COMMON_SERVICES)
             return _guarded(handler, guard, partial(self._all_in_time, bounds_each=bounds_each))
-        answering_s = _BEGINNING_S if handler.response_streaming else _ANSWERING_S
+        # A stream may last for hours.
+        answering_s = LOOK_S if handler.response_streaming else _ANSWERING_S
         return _guarded(handler, guard, partial(self._begun, answering_s=answering_s))
 
     def take(self, credentials: Credentials) -> int:
@@ -413,7 +412,7 @@ class _Answering:
         return getattr(self._context, name)
 
     async def write(self, response: Any) -> None:
-        """As gRPC's. A reader that stands still holds up a cancel for `_FIRST_ANSWER_S`."""
+        """As gRPC's. A reader that stands still holds up a cancel for `SOON_S`."""
         if not self._is_first:
             await self._context.write(response)
             return
@@ -422,7 +421,7 @@ class _Answering:
         try:
             await asyncio.shield(writing)
         finally:
-            await asyncio.wait((writing,), timeout=_FIRST_ANSWER_S)
+            await asyncio.wait((writing,), timeout=SOON_S)
             if writing.done() and not writing.cancelled():
                 writing.exception()  # it was raised, or who would hear it is gone
             writing.cancel()

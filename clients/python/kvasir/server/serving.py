@@ -34,6 +34,7 @@ from kvasir.server.interceptors import MAX_RPCS_PER_PRINCIPAL, Authentication, C
 from kvasir.server.operating.audit import Audit
 from kvasir.server.operating.durations import RpcCounts
 from kvasir.server.operating.traces import Traces
+from kvasir.waits import PATIENCE_S, WORK_S
 
 _REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 # The store's largest request names 10,000 digests; a frame of a blob has 1 MiB.
@@ -52,8 +53,6 @@ MAX_RPCS_AT_ALL = 8192
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 # A descriptor per connection and per file that is read or written. macOS refuses more than the second.
 _FILES = (65_536, 10_240)
-MAX_CONNECTION_IDLE_S = 120
-MAX_HANDSHAKE_S = 10
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", _MAX_ANSWER_BYTES),
@@ -65,9 +64,9 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.absolute_max_metadata_size", 2 * _MAX_METADATA_BYTES),
     ("grpc.max_concurrent_streams", _MAX_STREAMS_PER_CONNECTION),
     # A connection without calls is closed. Its client connects again in a millisecond.
-    ("grpc.max_connection_idle_ms", MAX_CONNECTION_IDLE_S * 1000),
+    ("grpc.max_connection_idle_ms", round(WORK_S * 1000)),
     # A connection that does not begin HTTP/2.
-    ("grpc.server_handshake_timeout_ms", MAX_HANDSHAKE_S * 1000),
+    ("grpc.server_handshake_timeout_ms", round(PATIENCE_S * 1000)),
     # Finds a peer that vanished without a FIN. Clients may ping this often without being disconnected.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),

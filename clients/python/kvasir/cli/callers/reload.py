@@ -18,9 +18,7 @@ from kvasir.cli.running.holding import holders
 from kvasir.cli.running.home import Home
 from kvasir.credentials import CredentialFileError, read_credentials
 from kvasir.errors import FailedPrecondition, Unavailable
-
-_PATIENCE_S = 10.0
-_STORE_FIRST_S = 2.0  # so long a removed token goes on elsewhere if the store hangs
+from kvasir.waits import PATIENCE_S, SOON_S
 
 
 def reload(context: typer.Context, as_json: JsonOption = False) -> None:
@@ -39,7 +37,7 @@ def reload(context: typer.Context, as_json: JsonOption = False) -> None:
         raise FailedPrecondition(str(error), reason="UNUSABLE_CREDENTIALS") from None
     with caller.busy("reloading"):
         asked = _ask_all(home, pids)
-        give_up = time.monotonic() + _PATIENCE_S
+        give_up = time.monotonic() + PATIENCE_S
         told = {service: _answer(home, service, pid, asked[service], give_up) for service, pid in pids.items()}
     caller.result(told, lambda out: out.print("\n".join(f"{name}: {_words(line)}" for name, line in told.items())))
     problems = {
@@ -65,7 +63,8 @@ def _ask_all(home: Home, pids: dict[str, int]) -> dict[str, str]:
     try:
         if "store" in pids:  # first: what the engine has read, it shows to the store
             asked["store"] = _ask(pids["store"])
-            _answer(home, "store", pids["store"], asked["store"], time.monotonic() + _STORE_FIRST_S)
+            # So long a removed token goes on elsewhere if the store hangs.
+            _answer(home, "store", pids["store"], asked["store"], time.monotonic() + SOON_S)
     finally:
         asked |= {service: _ask(pid) for service, pid in pids.items() if service not in asked}
     return asked

@@ -9,12 +9,13 @@ from pathlib import Path
 from kvasir.cli.own_services.own_processes import OwnProcesses
 from kvasir.cli.running.home import Endpoint, Home
 from kvasir.cli.running.plan import make_credentials
-from kvasir.cli.running.processes import ENGINE_WAITS_S, EngineProcess, StoreProcess
+from kvasir.cli.running.processes import EngineProcess, StoreProcess
 from kvasir.cli.talking.turn import TurnResult, follow_turn
 from kvasir.clients import InferenceClient, StoreClient
 from kvasir.common.v1 import message_pb2
 from kvasir.credentials import write_private_text
 from kvasir.inference.v1 import inference_pb2
+from kvasir.waits import PATIENCE_S
 
 # On a busy machine the demo must show memory, not time limits. The times are measured and shown.
 _PATIENCE = {"store_budget_ms": 3000, "commit_wait_s": 20}
@@ -50,7 +51,7 @@ class Mac:
                 "listen": engine.address,
                 "store": of_store.address,
                 "store_token_file": of_store.token_file,
-                "store_wait_s": ENGINE_WAITS_S,
+                "store_wait_s": PATIENCE_S,
                 "state_dir": home.engine_state,
                 "model": model,
                 **_PATIENCE,

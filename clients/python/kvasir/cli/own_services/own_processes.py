@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 from kvasir.cli.running.logs import last_lines
 from kvasir.cli.running.supervisor import Service, ending
 from kvasir.errors import Unavailable
-
-_POLL_S = 0.05
-_GRACE_S = 20.0
+from kvasir.waits import LOOK_S, SILENCE_S
 
 
 @dataclass
@@ -53,7 +51,7 @@ class OwnProcesses:
                 what = "is not ready" if process.poll() is None else f"ended with {ending(process.returncode)}"
                 words = " | ".join(last_lines(service.log_file, since=log_start))
                 raise Unavailable(f"{service.name} {what}: {words}", reason="SERVICE_DID_NOT_START")
-            time.sleep(_POLL_S)
+            time.sleep(LOOK_S)
         return time.monotonic() - began
 
 
@@ -71,7 +69,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     try:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE_S)
+            process.wait(SILENCE_S)
     finally:
         process.kill()
         process.wait()

@@ -16,7 +16,6 @@ from kvasir.cli.failures import PROBLEMS, UNREACHABLE, WrongUsage
 from kvasir.cli.rows import scrub_text, size, stats_row
 from kvasir.cli.running.health import (
     ENGINE_SERVICE,
-    PATIENCE_S,
     STORE_SERVICE,
     Health,
     health,
@@ -30,10 +29,10 @@ from kvasir.cli.running.starting import ENGINE_KILLED
 from kvasir.cli.showing.terminal import visible
 from kvasir.clients import InferenceClient, StoreClient
 from kvasir.errors import KvasirError, NotFound
+from kvasir.waits import ANSWER_S, PAUSE_S
 
 _SERVICES = {"store": STORE_SERVICE, "engine": ENGINE_SERVICE}
 _LOGS = (*_SERVICES, "http", "up")
-_FOLLOW_S = 0.2
 # As an engine's log, in either form, tells how many hot memories went with a model that it unloaded.
 _DROPPED = re.compile(r"(?=.*\bmodel\.unloaded\b).*\bdropped\"?[=:] ?(\d+)")
 
@@ -67,9 +66,9 @@ def _state(name: str, endpoint: Endpoint, home: Home, running: Running | None, a
         pid = getattr(running, f"{name}_pid")
         pid = pid if pid in alive else 0
     if name == "http":
-        answer = asyncio.run(http_health(endpoint.address, PATIENCE_S))
+        answer = asyncio.run(http_health(endpoint.address, ANSWER_S))
     else:
-        answer = asyncio.run(health(endpoint, _SERVICES[name], PATIENCE_S))
+        answer = asyncio.run(health(endpoint, _SERVICES[name], ANSWER_S))
     state: str = answer
     if answer is Health.SILENT:
         state = "hangs"
@@ -77,7 +76,7 @@ def _state(name: str, endpoint: Endpoint, home: Home, running: Running | None, a
         state = "starting"
     # The gateway says at its own address why it is not well.
     asked = running.http if name == "http" and running is not None else metrics
-    return ServiceState(name, endpoint.address, pid, state, metrics, tuple(problems_at(asked, PATIENCE_S)))
+    return ServiceState(name, endpoint.address, pid, state, metrics, tuple(problems_at(asked, ANSWER_S)))
 
 
 def down(context: typer.Context, as_json: JsonOption = False) -> None:
@@ -128,9 +127,7 @@ def _owed(caller: Caller) -> dict[str, Any]:
     """Hot memories that the store lacks, and bytes of them; nothing if the engine does not say soon."""
     endpoint = caller.engine
     with contextlib.suppress(KvasirError, ValueError, OSError):
-        client = InferenceClient.connect(
-            endpoint.address, token=endpoint.token(), tls=endpoint.tls, timeout_s=PATIENCE_S
-        )
+        client = InferenceClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls, timeout_s=ANSWER_S)
         with client:
             namespaces = client.get_stats().namespaces
         return {
@@ -145,7 +142,7 @@ def _disk(caller: Caller) -> dict[str, Any]:
     endpoint = caller.store
     with contextlib.suppress(KvasirError, ValueError, OSError):
         client = StoreClient.connect(
-            endpoint.address, token=endpoint.token(), tls=endpoint.tls, retry_reads=False, timeout_s=PATIENCE_S
+            endpoint.address, token=endpoint.token(), tls=endpoint.tls, retry_reads=False, timeout_s=ANSWER_S
         )
         with client:
             stats = client.get_stats()
@@ -177,7 +174,7 @@ def logs(
         for line in last_lines(path, lines) if lines else ():
             _show_line(caller, name, line, is_named=not service)
     while follow:
-        time.sleep(_FOLLOW_S)
+        time.sleep(PAUSE_S)
         for name, log in growing.items():
             for line in log.new_lines():
                 _show_line(caller, name, line, is_named=not service)

@@ -14,8 +14,6 @@ from kvasir.clients.channel import aio_channel
 
 STORE_SERVICE = "kvasir.cachestore.v1.CacheStoreService"
 ENGINE_SERVICE = "kvasir.inference.v1.InferenceService"
-# A loaded machine answers late; a process that hangs does not answer at all.
-PATIENCE_S = 3.0
 _MAX_BODY_BYTES = 1 << 20
 
 

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvasir.cli.running.home import Home
+from kvasir.waits import ANSWER_S, LOOK_S
 
 # A service is killed after so long without a line of its log. An engine gives calls 10 s, and the store 10 s more
 # for what it has in RAM alone; while the store takes it, however much it is, the engine says so every 5 s.
 GRACE_S = 30.0
 _LONGEST_S = 900.0
-_HELPERS_S = 5.0
-_POLL_S = 0.05
 
 
 @dataclass
@@ -92,9 +91,9 @@ def end_group(home: Home, say: Callable[[str], None]) -> Ended:
 
 def _wait_for_helpers(lock_file: Path) -> None:
     """A service's helper process, which has its lock too, ends by itself a moment after its service."""
-    give_up = time.monotonic() + _HELPERS_S
+    give_up = time.monotonic() + ANSWER_S
     while holders(lock_file) and time.monotonic() < give_up:
-        time.sleep(_POLL_S)
+        time.sleep(LOOK_S)
 
 
 def end_services(home: Home, say: Callable[[str], None]) -> Ended:
@@ -119,7 +118,7 @@ def _end(pid: int, lock_file: Path, say: Callable[[str], None], grace_s: float, 
         while not patience.is_over:
             if pid not in holders(lock_file):  # it may still be a zombie, in a container that collects none
                 return number == signal.SIGKILL
-            time.sleep(_POLL_S)
+            time.sleep(LOOK_S)
         say(f"process {pid} did not end {patience.in_words} and is killed")
     return True
 

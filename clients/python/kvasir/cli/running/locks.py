@@ -13,8 +13,7 @@ from pathlib import Path
 from kvasir.cli.running.holding import end_services, holders
 from kvasir.cli.running.home import Home
 from kvasir.errors import FailedPrecondition
-
-_LOCK_S = 5.0
+from kvasir.waits import ANSWER_S
 
 
 @contextlib.contextmanager
@@ -38,7 +37,7 @@ def locked(home: Home, say: Callable[[str], None]) -> Iterator[int]:
             ended = end_services(home, say)
             say(f"ended what a killed `kvasir up` left here: {', '.join(map(str, ended.pids))}")
             # The system lets go of a lock a moment after its process is gone.
-            if not any(_try_lock(descriptor) for _ in _moments(_LOCK_S)):
+            if not any(_try_lock(descriptor) for _ in _moments(ANSWER_S)):
                 text = f"{home.services_lock_file}: another program holds it"
                 raise FailedPrecondition(text, reason="ALREADY_RUNNING")
         home.running_file.unlink(missing_ok=True)  # nothing runs here

@@ -8,7 +8,6 @@ from kvasir.cli.running.home import Endpoint, Home
 from kvasir.cli.running.locks import tokens_locked
 from kvasir.cli.running.processes import (
     ENGINE_READY_WITHIN_S,
-    ENGINE_WAITS_S,
     EngineProcess,
     GatewayProcess,
     StoreProcess,
@@ -24,6 +23,7 @@ from kvasir.credentials import (
     write_credentials,
     write_private_text,
 )
+from kvasir.waits import PATIENCE_S
 
 # The credentials of a new home: people and their programs, the engine, and another Mac's store that pulls.
 _PRINCIPALS = (
@@ -95,7 +95,8 @@ def _of_engine(asked: Asked, has_credentials: bool) -> dict[str, object]:
     return {
         "listen": up.listen or home.socket_address("engine"),
         "store": home.socket_address("engines"),
-        "store_wait_s": ENGINE_WAITS_S,
+        # They start together, and the store is quicker but for a large index that it reads again.
+        "store_wait_s": PATIENCE_S,
         "state_dir": home.engine_state,
         "store_data_dir": home.store_data,
         "audit_file": home.audit_file("engine"),

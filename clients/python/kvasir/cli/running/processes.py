@@ -17,13 +17,10 @@ from kvasir.options.engine import EngineTable
 from kvasir.options.finding import command_line
 from kvasir.options.gateway import GatewayTable
 from kvasir.options.store import StoreTable
+from kvasir.waits import HANGS_S
 
 # The first start reads a large model from disk and hashes its weights.
-STORE_READY_WITHIN_S = 60.0
 ENGINE_READY_WITHIN_S = 600.0
-GATEWAY_READY_WITHIN_S = 30.0
-# They start together, and the store is quicker but for a large index that it reads again.
-ENGINE_WAITS_S = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +39,7 @@ class StoreProcess:
         return (sys.executable, "-m", "cachestore_svc", "serve", *command_line(StoreTable, self.options))
 
     def service(self) -> Service:
-        return Service("store", self.argv(), self.log_file, _health(self.endpoint, STORE_SERVICE), STORE_READY_WITHIN_S)
+        return Service("store", self.argv(), self.log_file, _health(self.endpoint, STORE_SERVICE), HANGS_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +83,7 @@ class GatewayProcess:
             # It says that it is unwell as long as its engine is away, and lives.
             return await http_health(self.listen) in (Health.READY, Health.NOT_READY)
 
-        return Service("http", self.argv(), self.log_file, answers, ENGINE_READY_WITHIN_S + GATEWAY_READY_WITHIN_S)
+        return Service("http", self.argv(), self.log_file, answers, ENGINE_READY_WITHIN_S + HANGS_S)
 
 
 def _phases(state_dir: Path) -> str:

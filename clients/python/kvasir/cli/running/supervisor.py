@@ -15,9 +15,7 @@ from pathlib import Path
 from kvasir.cli.running.holding import GRACE_S, Patience
 from kvasir.cli.running.logs import GrowingLog, is_important, last_lines, rotate_log
 from kvasir.errors import Unavailable
-
-_POLL_S = 0.02
-_LOG_POLL_S = 0.5
+from kvasir.waits import LOOK_S, PAUSE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +122,7 @@ class Supervisor:
         """Show the warnings and errors of the services' logs."""
         logs = [(child.service.name, GrowingLog(child.service.log_file)) for child in self._children]
         while True:
-            await asyncio.sleep(_LOG_POLL_S)
+            await asyncio.sleep(PAUSE_S)
             if not self._is_change_told:
                 self._tell_change()
             for name, log in logs:
@@ -215,7 +213,7 @@ class Supervisor:
                 await process.wait()
                 what = f"{service.name} was not ready within {service.ready_within_s:g} s"
                 raise self._failed(child, what, NotStartedError)
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(LOOK_S)
         child.is_starting = False
         phases = service.start_in_words()
         took = f"{self._clock() - child.began:.1f} s{': ' if phases else ''}{phases}"
@@ -262,7 +260,7 @@ class Supervisor:
         patience = Patience(self._grace_s, child.service.log_file)
         ended = asyncio.ensure_future(process.wait())
         while not ended.done() and not patience.is_over:
-            await asyncio.wait({ended}, timeout=_POLL_S)
+            await asyncio.wait({ended}, timeout=LOOK_S)
         if not ended.done():
             self.killed.append(child.service.name)
             self._say(f"{child.service.name} did not stop {patience.in_words} and is killed")

@@ -26,17 +26,15 @@ from kvasir.errors import Conflict, KvasirError, Unavailable
 from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2
 from kvasir.on_full import OnFullPolicy
+from kvasir.waits import ANSWER_S, RETRY_S, WORK_S
 
 _T = TypeVar("_T")
 _HELP = (
     "/memory shows what the agent remembers; /fork NAME goes on as a new agent with the same memory; "
     '/rollback N goes back to version N; /quit leaves; """ begins and ends several lines; Ctrl-C ends a reply'
 )
-# An engine that is started again has read its model by then.
-_RESTART_S = 120.0
 # From this share of the context on, the prompt shows how full the memory is.
 _NEARLY_FULL = 0.8
-_RETRY_S, _LONGEST_RETRY_S = 0.5, 5.0
 
 ThinkOption = Annotated[
     str | None,
@@ -205,9 +203,9 @@ class Conversation:
                     began = time.monotonic()
                     what = "the engine is away" if error.reason == Unavailable.reason else error.message
                     self.caller.say(f"\n{what}; waiting, to ask again …")
-                if time.monotonic() - began > _RESTART_S or not self._comes_back(error):
+                if time.monotonic() - began > WORK_S or not self._comes_back(error):
                     raise
-                time.sleep(min(error.retry_after_s or _RETRY_S, _LONGEST_RETRY_S))
+                time.sleep(min(error.retry_after_s or RETRY_S, ANSWER_S))
 
     def _comes_back(self, error: Unavailable) -> bool:
         """Whether a refusal passes: the engine says so, or it is the home's and its `kvasir up` starts it again."""

@@ -17,11 +17,11 @@ from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound, Unavail
 from kvasir.formats.digest import Buffer, Digest
 from kvasir.formats.frame_messages import CarriedFrame
 from kvasir.formats.frames import FrameAssembler
+from kvasir.waits import HANGS_S, PAUSE_S
 
 _TENSORS, _MANIFEST = pb.BLOB_KIND_TENSORS, pb.BLOB_KIND_MANIFEST
-_CUT_PAUSE_S = 0.2
 # How long to wait for a blob that another writer sends. A store drops a silent writer sooner.
-_WAIT_S, _MAX_WAITS = 0.25, 240
+_MAX_WAITS = round(HANGS_S / PAUSE_S)
 
 
 class AioBlobTransfers(AioServiceClient):
@@ -79,13 +79,13 @@ class AioBlobTransfers(AioServiceClient):
                 cuts = cuts + 1 if len(upload.pending) == before else 0
                 if cuts >= self._max_cuts:
                     raise
-                await self._pause(_CUT_PAUSE_S * (cuts + 1))
+                await self._pause(PAUSE_S * (cuts + 1))
             except FailedPrecondition as error:
                 # Another writer sends the same blob. When that ends, the store has the blob, or we send it.
                 waits = waits + 1 if len(upload.pending) == before else 0
                 if error.reason != "WRITE_IN_PROGRESS" or waits == _MAX_WAITS:
                     raise
-                await self._pause(_WAIT_S)
+                await self._pause(PAUSE_S)
         return upload.progress
 
     async def put_manifest(self, data: bytes, *, stall_timeout_s: float | None = None) -> Digest:
@@ -118,7 +118,7 @@ class AioBlobTransfers(AioServiceClient):
                 cuts = cuts + 1 if (len(assembler.remaining), assembler.received_bytes) == before else 0
                 if cuts >= self._max_cuts:
                     raise
-                await self._pause(_CUT_PAUSE_S * (cuts + 1))
+                await self._pause(PAUSE_S * (cuts + 1))
 
     async def get_blob(self, digest: Digest, *, timeout_s: float | None = None) -> memoryview:
         """One blob's bytes."""

@@ -21,13 +21,13 @@ from typing import Any
 
 from kvasir.credentials import OWNER, Principal
 from kvasir.errors import KvasirError
+from kvasir.waits import SOON_S
 
 _LOG = logging.getLogger("kvasir.audit")
 MAX_FILE_BYTES = 8 << 20
 KEPT_FILES = 8  # beside the one that is written
 _MAX_WAITING = 10_000
 _MAX_NAME_CHARS = 256
-_CLOSE_S = 2.0
 # How a call ended. Refused: it did not get what it asked for. Failed: it was let in, and may have got some of it.
 ALLOWED, REFUSED, FAILED = "allowed", "refused", "failed"
 _FAILURES = frozenset({"CANCELLED", "UNKNOWN", "DEADLINE_EXCEEDED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
@@ -194,7 +194,7 @@ class AuditFile:
         with self._changed:
             self._is_closing = True
             self._changed.notify()
-        self._thread.join(_CLOSE_S)
+        self._thread.join(SOON_S)
 
     def _write_all(self) -> None:
         while (line := self._next()) is not None:

@@ -27,13 +27,12 @@ from kvasir.address import Address, AddressTaken, parse_address
 from kvasir.server.operating.audit import Audit
 from kvasir.server.operating.durations import Durations, RpcCounts
 from kvasir.server.operating.wellness import Ailment, Wellness
+from kvasir.waits import PATIENCE_S, SOON_S
 
 MOST_READERS = 32  # that have asked, and as many that have not
-_READER_S = 10.0
 _LOOP_S = 3.0
 _INFINITE = float("inf")
 _PACKAGE = "kvasir"
-_GIT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ class OperatorPage(Collector):
         ProcessCollector(registry=registry)
 
         class Handler(BaseHTTPRequestHandler):
-            timeout = _READER_S
+            timeout = PATIENCE_S
 
             def do_GET(self) -> None:
                 path = self.path.partition("?")[0]
@@ -231,7 +230,7 @@ def _of_checkout(root: Path) -> str:
         return ""
     try:
         argv = ["git", "-C", str(root), "rev-parse", "HEAD"]
-        return subprocess.run(argv, capture_output=True, text=True, timeout=_GIT_S, check=True).stdout.strip()
+        return subprocess.run(argv, capture_output=True, text=True, timeout=SOON_S, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 

@@ -15,9 +15,9 @@ from typing import Any
 from kvasir.address import AddressError, check_endpoint
 from kvasir.call_context import place_call
 from kvasir.errors import KvasirError
+from kvasir.waits import SOON_S
 
 _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-_EXPORT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def _provider(endpoint: str, service: str) -> Any:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise AddressError(f"traces need other packages: install kvasir[traces] ({error.name})") from None
-    exporter = OTLPSpanExporter(endpoint=endpoint, insecure=endpoint.startswith("http:"), timeout=_EXPORT_S)
+    exporter = OTLPSpanExporter(endpoint=endpoint, insecure=endpoint.startswith("http:"), timeout=SOON_S)
     provider = TracerProvider(resource=Resource.create({"service.name": service}), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=1000))
     return provider

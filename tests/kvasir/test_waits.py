@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvasir.uptime import uptime_s
+from kvasir.waits import uptime_s
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/uptime is Linux's")

@@ -1,0 +1,38 @@
+"""How long the programs wait for each other, one name for each kind of wait, and the clock that counts sleep, too.
+
+A wait that has a reason of its own stands beside its use.
+"""
+
+import time
+
+# Between two looks at what ends soon: a process, a lock, a turn.
+LOOK_S = 0.02
+# Before another try at what comes back soon, as a stream that was cut.
+PAUSE_S = 0.2
+# Before another try at what may be away for long. Who goes on trying doubles it up to the longest: some refusals are
+# lines of an audit.
+RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
+# Between two reports to a person who waits.
+PROGRESS_S = 1.0
+# A service that is well answers a call without work by then; so long a program that ends waits for the last of it.
+SOON_S = 2.0
+# The same of a service that is busy, or behind a network.
+ANSWER_S = 5.0
+# The same of a call that needs some work or a handshake first.
+PATIENCE_S = 10.0
+# Who moves nothing for so long is gone.
+SILENCE_S = 30.0
+# What does not answer at all for so long hangs.
+HANGS_S = 60.0
+# The most that others wait for work of minutes, as a model that is read.
+WORK_S = 120.0
+
+# macOS has no CLOCK_BOOTTIME; its CLOCK_MONOTONIC counts sleep, unlike the one of `time.monotonic`.
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+
+def uptime_s() -> float:
+    """Seconds that pass while the machine sleeps, too. From an origin of its own: not to be compared with another
+    clock's, as `time.monotonic`, which stands still then on macOS and on Linux.
+    """
+    return time.clock_gettime(_CLOCK)
