@@ -61,6 +61,7 @@ from cachestore_svc.recovery import recovering
 from cachestore_svc.recovery.key_care import KeyCare
 from cachestore_svc.recovery.opening import holds_store
 from cachestore_svc.sealing.sealed_list import add_to_list
+from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.background_scrub import BackgroundScrub
 from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads
@@ -138,8 +139,9 @@ async def serve(settings: StoreSettings) -> None:
         began = time.monotonic()
         store = parts.closing(await asyncio.to_thread(open_store, settings))
         threads = parts.closing(StoreThreads())
-        repairs = Repairs(store, threads, peers, settings.stall_timeout_s)
-        services = make_services(settings, store, threads, peers, repairs, edge.stopping)
+        served = AioStore(store, threads)
+        repairs = Repairs(served, peers, settings.stall_timeout_s)
+        services = make_services(settings, served, peers, repairs, edge.stopping)
         services.add_to(edge)
         edge.add(pairing_pb2_grpc.add_PeerServiceServicer_to_server, peer_service)
         if settings.metrics_listen:
@@ -160,7 +162,7 @@ async def serve(settings: StoreSettings) -> None:
         parts.running(services.moves.keep())
         if settings.scrub_bytes_per_s:
             speed, rest_s = settings.scrub_bytes_per_s, settings.scrub_every_s
-            scrub = BackgroundScrub(store, threads, repairs.repair, bytes_per_s=speed, every_s=rest_s)
+            scrub = BackgroundScrub(served, repairs.repair, bytes_per_s=speed, every_s=rest_s)
             parts.running(scrub.run())
         settle_garbage()
         await edge.run_until_stopped(settings.stop_grace_s)
@@ -200,26 +202,21 @@ class Services:
 
 
 def make_services(
-    settings: StoreSettings,
-    store: Store,
-    threads: StoreThreads,
-    peers: Peers,
-    repairs: Repairs,
-    stopping: asyncio.Event,
+    settings: StoreSettings, store: AioStore, peers: Peers, repairs: Repairs, stopping: asyncio.Event
 ) -> Services:
-    reader = BlobReader(store, threads, SharedRoom(settings.read_buffer_bytes))
+    reader = BlobReader(store, SharedRoom(settings.read_buffer_bytes))
     limits = PeerLimits(time.monotonic)
-    bringing = Bringing(store, threads, peers, limits)
-    transfers = Transfers(store, threads, reader, peers, bringing, settings.stall_timeout_s)
-    parts = StoreParts(store, threads, reader, transfers, peers, repairs)
+    bringing = Bringing(store, peers, limits)
+    transfers = Transfers(store, reader, peers, bringing, settings.stall_timeout_s)
+    parts = StoreParts(store, reader, transfers, peers, repairs)
     served = ServiceLimits(settings.scrub_bytes_per_s, settings.max_blob_bytes, settings.stall_timeout_s)
     service = CacheStoreService(parts, served, stopping)
     patience_s = settings.move_patience_s
-    handing_over = HandingOver(store, threads, peers, limits, patience_s=patience_s, steady=time.monotonic)
-    receiving = Receiving(store, threads, transfers.copies, bringing)
+    handing_over = HandingOver(store, peers, limits, patience_s=patience_s, steady=time.monotonic)
+    receiving = Receiving(store, transfers.copies, bringing)
     moves = Moves(receiving, peers, handing_over, secrets.token_hex)
-    agents = AgentService(store, threads, transfers, moves, stall_timeout_s=settings.stall_timeout_s)
-    claims = ClaimPolling(store, threads, peers, handing_over, uptime_s)
+    agents = AgentService(store, transfers, moves, stall_timeout_s=settings.stall_timeout_s)
+    claims = ClaimPolling(store, peers, handing_over, uptime_s)
     return Services(service, agents, MovingService(handing_over), moves, claims)
 
 

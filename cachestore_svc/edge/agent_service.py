@@ -12,15 +12,15 @@ from kvasir.server.interceptors import current_principal
 
 from cachestore_svc.edge import messages
 from cachestore_svc.edge.store_calls import StoreCalls, caller_namespace
-from cachestore_svc.facts.records import MAX_PAGE_SIZE, AgentRecord
+from cachestore_svc.facts.limits import check_hash
+from cachestore_svc.facts.records import MAX_PAGE_SIZE, AgentRecord, SnapshotVersion
 from cachestore_svc.moving.arrivals import MoveOrder, Waiting
 from cachestore_svc.moving.copying import Progress
 from cachestore_svc.moving.moves import Moves
 from cachestore_svc.moving.peering.peers import name_of
 from cachestore_svc.moving.streams import Streams
 from cachestore_svc.moving.transfer import PullOrder, Transfers
-from cachestore_svc.store.store import Store
-from cachestore_svc.store.threads import StoreThreads
+from cachestore_svc.store.aio_store import AioStore
 
 # A manifest that fits is answered with its version; a longer one is read like any blob.
 _MAX_INLINE_MANIFEST_BYTES = 2 << 20
@@ -29,10 +29,8 @@ _MAX_INLINE_MANIFEST_BYTES = 2 << 20
 class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
     """What people and programs do with agents. Made inside the event loop that serves it."""
 
-    def __init__(
-        self, store: Store, threads: StoreThreads, transfers: Transfers, moves: Moves, *, stall_timeout_s: float
-    ) -> None:
-        super().__init__(store, threads)
+    def __init__(self, store: AioStore, transfers: Transfers, moves: Moves, *, stall_timeout_s: float) -> None:
+        super().__init__(store)
         self._moves = moves
         self._transfers = transfers
         self._streams = Streams(stall_timeout_s)
@@ -51,7 +49,7 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
         return await self._looked_up(MAX_PAGE_SIZE if labels else request.page_size, answer)
 
     async def GetAgent(self, request: pb.GetAgentRequest, context: Any) -> pb.GetAgentResponse:
-        agent = await self._run(self._store.agents.get, check_agent_id(request.agent_id))
+        agent = await self._run(self._store.agents.get, request.agent_id)
         return pb.GetAgentResponse(agent=messages.write_agent(agent))
 
     async def UpdateAgent(self, request: pb.UpdateAgentRequest, context: Any) -> pb.UpdateAgentResponse:
@@ -64,8 +62,8 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
             context,
             self._store.agents.fork,
             check_agent_id(request.source_agent_id, "source_agent_id"),
-            check_agent_id(request.agent_id),
-            messages.read_optional_kv_hash(request.kv_identity_hash),
+            request.agent_id,
+            request.kv_identity_hash or None,
             messages.read_optional_version(request),
         )
         return pb.ForkAgentResponse(agent=messages.write_agent(agent))
@@ -74,42 +72,32 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
         snapshot = await self._run_once_free(
             context,
             self._store.agents.roll_back,
-            check_agent_id(request.agent_id),
+            request.agent_id,
             messages.read_version(request.version, least=1),
-            messages.read_optional_kv_hash(request.kv_identity_hash),
+            request.kv_identity_hash or None,
             messages.read_optional_version(request, "expected_version"),
         )
-        return pb.RollbackAgentResponse(snapshot=messages.write_snapshot(snapshot))
+        return messages.written(pb.RollbackAgentResponse, snapshot=snapshot)
 
     async def DeleteAgent(self, request: pb.DeleteAgentRequest, context: Any) -> pb.DeleteAgentResponse:
-        deletion = await self._run_once_free(
-            context, self._store.agents.delete, check_agent_id(request.agent_id), request.force
-        )
-        return pb.DeleteAgentResponse(
-            bytes_gone_by=messages.write_time(deletion.bytes_gone_by_unix_ms), unshared_bytes=deletion.unshared_bytes
-        )
+        deletion = await self._run_once_free(context, self._store.agents.delete, request.agent_id, request.force)
+        return messages.written(pb.DeleteAgentResponse, deletion)
 
     async def ListSnapshots(self, request: pb.ListSnapshotsRequest, context: Any) -> pb.ListSnapshotsResponse:
-        namespace, agent_id = caller_namespace(), check_agent_id(request.agent_id)
-        kv_hash = messages.read_optional_kv_hash(request.kv_identity_hash)
-        asked = messages.read_kv_hash(request.has_had, "has_had") if request.has_had else ""
+        snapshots, namespace, agent_id = self._store.snapshots, caller_namespace(), request.agent_id
+        kv_hash, asked = request.kv_identity_hash or None, request.has_had and check_hash(request.has_had, "has_had")
 
         def answer() -> pb.ListSnapshotsResponse:
-            page = self._store.snapshots.page(namespace, agent_id, kv_hash, request.page_size, request.page_token)
-            listed = [messages.write_snapshot(snapshot) for snapshot in page.snapshots]
-            has_had = bool(asked) and self._store.snapshots.has_had(namespace, agent_id, asked)
-            return pb.ListSnapshotsResponse(snapshots=listed, next_page_token=page.next_page_token, has_had=has_had)
+            page = snapshots.page(namespace, agent_id, kv_hash, request.page_size, request.page_token)
+            has_had = bool(asked) and snapshots.has_had(namespace, agent_id, asked)
+            return messages.written(pb.ListSnapshotsResponse, page, has_had=has_had)
 
         return await self._looked_up(request.page_size, answer)
 
     async def GetSnapshot(self, request: pb.GetSnapshotRequest, context: Any) -> pb.GetSnapshotResponse:
-        snapshot = await self._run(
-            self._store.snapshots.get,
-            check_agent_id(request.agent_id),
-            messages.read_optional_kv_hash(request.kv_identity_hash),
-            messages.read_optional_version(request),
-        )
-        response = pb.GetSnapshotResponse(snapshot=messages.write_snapshot(snapshot))
+        about = request.agent_id, request.kv_identity_hash or None, messages.read_optional_version(request)
+        snapshot = await self._run(self._store.snapshots.get, *about)
+        response = messages.written(pb.GetSnapshotResponse, snapshot=snapshot)
         if snapshot.manifest.size_bytes <= _MAX_INLINE_MANIFEST_BYTES:
             async with self._transfers.manifests.answering(caller_namespace(), snapshot.manifest.size_bytes):
                 response.manifest_bytes = bytes(await self._run(self._store.blobs.read, snapshot.manifest))
@@ -117,15 +105,14 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
 
     async def GetUsage(self, request: pb.GetUsageRequest, context: Any) -> pb.GetUsageResponse:
         if request.agent_id:
-            return messages.write_agent_usage(
-                await self._run(self._store.agents.usage, check_agent_id(request.agent_id))
-            )
-        return messages.write_usage(await self._run(self._store.statistics.of))
+            usage = await self._run(self._store.agents.usage, request.agent_id)
+            return messages.written(pb.GetUsageResponse, usage, agent_count=1)
+        return messages.written(pb.GetUsageResponse, await self._run(self._store.statistics.of))
 
     async def PullAgent(self, request: pb.PullAgentRequest, context: Any) -> None:
         agent_id = check_agent_id(request.agent_id)
         local = check_agent_id(request.local_agent_id, "local_agent_id") if request.local_agent_id else agent_id
-        kv_hash = messages.read_optional_kv_hash(request.kv_identity_hash) or ""
+        kv_hash = request.kv_identity_hash and check_hash(request.kv_identity_hash)
         caller = current_principal()
         is_given = caller.is_peer
         if is_given and (request.peer or request.to_peer):
@@ -135,21 +122,13 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
             pulled = self._moves.copied_there(
                 namespace, to_peer, agent_id, kv_hash, is_dry_run=request.dry_run, only_bytes=request.only_bytes
             )
-            async with aclosing(pulled) as responses:
-                async for response in responses:
-                    await self._streams.send(context, response)
+            await self._streams.send_all(context, pulled)
             return
         peer = name_of(caller) if is_given else request.peer
         order = PullOrder(
             caller_namespace(), peer, agent_id, local, kv_hash, request.dry_run, is_given, request.only_bytes
         )
-        async with aclosing(self._transfers.pull(order)) as steps:
-            async for step in steps:
-                if isinstance(step, Progress):
-                    response = pb.PullAgentResponse(progress=messages.write_progress(step))
-                else:
-                    response = pb.PullAgentResponse(done=messages.write_snapshot(step))
-                await self._streams.send(context, response)
+        await self._streams.send_all(context, self._transfers.pull(order), _pull_response)
 
     async def MoveAgent(self, request: pb.MoveAgentRequest, context: Any) -> None:
         agent_id, caller = check_agent_id(request.agent_id), current_principal()
@@ -163,29 +142,20 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
         if direction == "to_peer":
             namespace, to_peer = caller_namespace(), request.to_peer
             moved = self._moves.there(namespace, to_peer, agent_id, move_id, is_dry_run=request.dry_run)
-            async with aclosing(moved) as responses:
-                async for response in responses:
-                    await self._streams.send(context, response)
+            await self._streams.send_all(context, moved)
             return
         peer = name_of(caller) if is_given else request.from_peer
         order = MoveOrder(caller_namespace(), peer, agent_id, request.dry_run, is_given, move_id)
-        async with aclosing(self._moves.here(order)) as steps:
-            async for step in steps:
-                await self._streams.send(context, _move_response(step))
+        await self._streams.send_all(context, self._moves.here(order), _move_response)
 
     async def ClaimAgent(self, request: pb.ClaimAgentRequest, context: Any) -> pb.ClaimAgentResponse:
-        agent_id = check_agent_id(request.agent_id)
-        await self._moves.claim(caller_namespace(), agent_id, force=request.force)
-        agent = await self._run(self._store.agents.get, agent_id)
+        await self._moves.claim(caller_namespace(), request.agent_id, force=request.force)
+        agent = await self._run(self._store.agents.get, request.agent_id)
         return pb.ClaimAgentResponse(agent=messages.write_agent(agent))
 
     async def ExportAgent(self, request: pb.ExportAgentRequest, context: Any) -> None:
-        async with self._transfers.export(
-            caller_namespace(),
-            check_agent_id(request.agent_id),
-            messages.read_optional_kv_hash(request.kv_identity_hash),
-            messages.read_optional_version(request),
-        ) as archive:
+        about = request.agent_id, request.kv_identity_hash or None, messages.read_optional_version(request)
+        async with self._transfers.export(caller_namespace(), *about) as archive:
             archive_size_bytes = archive.size_bytes
             async for data in archive.pieces:
                 response = pb.ExportAgentResponse(data=data, archive_size_bytes=archive_size_bytes)
@@ -205,15 +175,17 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
                 snapshot = await self._transfers.import_archive(
                     caller_namespace(), agent_id, first.header.replace, pieces
                 )
-        return pb.ImportAgentResponse(snapshot=messages.write_snapshot(snapshot))
+        return messages.written(pb.ImportAgentResponse, snapshot=snapshot)
+
+
+def _pull_response(step: Progress | SnapshotVersion) -> pb.PullAgentResponse:
+    return messages.written(pb.PullAgentResponse, **{"progress" if isinstance(step, Progress) else "done": step})
 
 
 def _move_response(step: Progress | Waiting | AgentRecord) -> pb.MoveAgentResponse:
-    if isinstance(step, Progress):
-        return pb.MoveAgentResponse(progress=messages.write_progress(step))
-    if isinstance(step, Waiting):
-        return pb.MoveAgentResponse(waiting=pb.MoveWaiting(lease_owner=step.lease_owner))
-    return pb.MoveAgentResponse(done=messages.write_agent(step))
+    if isinstance(step, AgentRecord):
+        return pb.MoveAgentResponse(done=messages.write_agent(step))
+    return messages.written(pb.MoveAgentResponse, **{"waiting" if isinstance(step, Waiting) else "progress": step})
 
 
 async def _archive_pieces(

@@ -1,22 +1,29 @@
 """Requests checked and answers written: between the wire's messages and the store's records.
 
-Each `read_…` raises InvalidArgument naming the field of the request; each `write_…` cannot fail.
+Each `read_…` raises InvalidArgument naming the field of the request. An answer's fields have the names that records
+have: `written` fills them, and a test compares the names.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from dataclasses import is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Any, TypedDict, TypeVar
 
 from google.protobuf import timestamp_pb2
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import InvalidArgument
 from kvasir.formats.blob_place import is_token
-from kvasir.formats.digest import Digest, is_hash
+from kvasir.formats.digest import Digest
 from kvasir.formats.frame_messages import Carrier
 from kvasir.names import check_agent_id, check_owner
 
 from cachestore_svc.facts import records
-from cachestore_svc.facts.ownership import HERE, MAX_TOLD_GENERATION, Ownership
+from cachestore_svc.facts.limits import check_hash
+from cachestore_svc.facts.ownership import HERE, MAX_TOLD_GENERATION
 from cachestore_svc.facts.records import (
     DEFAULT_LEASE_TTL_S,
     MAX_BLOCK_HASHES_PER_REQUEST,
@@ -24,10 +31,17 @@ from cachestore_svc.facts.records import (
     MAX_LEASES_PER_REQUEST,
     BlobKind,
 )
-from cachestore_svc.moving.copying import Progress
 from cachestore_svc.moving.outbound import Piece
 
-_KINDS = {pb.BLOB_KIND_TENSORS: BlobKind.TENSORS, pb.BLOB_KIND_MANIFEST: BlobKind.MANIFEST}
+Answer = TypeVar("Answer", bound=Message)
+_EVENTS = {
+    records.Committed: "committed",
+    records.AgentDeleted: "agent_deleted",
+    records.AgentUpdated: "agent_updated",
+    records.LeaseWanted: "lease_wanted",
+    records.BlobDamaged: "blob_damaged",
+}
+_KINDS: dict[int, BlobKind] = {pb.BLOB_KIND_TENSORS: BlobKind.TENSORS, pb.BLOB_KIND_MANIFEST: BlobKind.MANIFEST}
 
 
 def read_digest(message: manifest_pb2.Digest, field: str) -> Digest:
@@ -35,10 +49,6 @@ def read_digest(message: manifest_pb2.Digest, field: str) -> Digest:
         return Digest.from_proto(message)
     except ValueError as error:
         raise InvalidArgument(f"{field}: {error}", field=field, reason="BAD_DIGEST") from None
-
-
-def read_optional_digest(request: pb.CommitSnapshotRequest, field: str) -> Digest | None:
-    return read_digest(getattr(request, field), field) if request.HasField(field) else None  # type: ignore[arg-type]
 
 
 def read_digests(messages: Sequence[manifest_pb2.Digest], field: str = "digests") -> list[Digest]:
@@ -51,10 +61,9 @@ def read_digests(messages: Sequence[manifest_pb2.Digest], field: str = "digests"
 
 
 def read_kind(kind: int) -> BlobKind:
-    found: BlobKind | None = _KINDS.get(kind)  # type: ignore[call-overload]
-    if found is None:
+    if kind not in _KINDS:
         raise InvalidArgument("frame.kind: expected TENSORS or MANIFEST in a blob's first frame", field="frame.kind")
-    return found
+    return _KINDS[kind]
 
 
 def read_handed(request: Carrier) -> str:
@@ -66,22 +75,12 @@ def read_handed(request: Carrier) -> str:
     return request.handed
 
 
-def read_kv_hash(text: str, field: str = "kv_identity_hash") -> str:
-    if not is_hash(text):
-        raise InvalidArgument(f"{field}: expected 64 lower-case hex digits", field=field)
-    return text
-
-
-def read_optional_kv_hash(text: str) -> str | None:
-    return read_kv_hash(text) if text else None
-
-
 def read_block_hashes(texts: Sequence[str]) -> list[str]:
     if len(texts) > MAX_BLOCK_HASHES_PER_REQUEST:
         raise InvalidArgument(
             f"block_hashes: expected at most {MAX_BLOCK_HASHES_PER_REQUEST}, got {len(texts)}", field="block_hashes"
         )
-    return [read_kv_hash(text, f"block_hashes[{index}]") for index, text in enumerate(texts)]
+    return [check_hash(text, f"block_hashes[{index}]") for index, text in enumerate(texts)]
 
 
 def write_frame(piece: Piece) -> tuple[pb.BlobFrame, memoryview]:
@@ -152,10 +151,6 @@ def read_version(version: int, field: str = "version", *, least: int = 0) -> int
     return version
 
 
-def read_optional_name(text: str, field: str) -> str:
-    return check_agent_id(text, field) if text else ""
-
-
 def read_move_id(text: str) -> str:
     if not (16 <= len(text) <= 64 and set(text) <= set("0123456789abcdef")):
         raise InvalidArgument("move_id: expected 16 to 64 lower-case hex digits", field="move_id")
@@ -188,160 +183,52 @@ def read_leases(request: pb.RenewLeasesRequest) -> list[records.HeldLease]:
     ]
 
 
-def read_cursor(request: pb.WatchEventsRequest) -> records.EventCursor | None:
-    if not request.HasField("after"):
-        return None
-    return records.EventCursor(request.after.incarnation, request.after.sequence)
+def written(kind: type[Answer], *records: object, **given: object) -> Answer:
+    """An answer of this kind. Each of its fields is `given`, or is what the first record that has its name has."""
+    fields = kind.DESCRIPTOR.fields_by_name
+    sources = _sources(kind, *map(type, records))  # type: ignore[arg-type]
+    found = {name: getattr(records[place], its_name) for name, its_name, place in sources}
+    return kind(**{name: _on_wire(fields[name], value) for name, value in (found | given).items()})
 
 
-def write_snapshot(snapshot: records.SnapshotVersion) -> pb.SnapshotVersion:
-    return pb.SnapshotVersion(
-        agent_id=snapshot.agent_id,
-        kv_identity_hash=snapshot.kv_identity_hash,
-        version=snapshot.version,
-        manifest=snapshot.manifest.to_proto(),
-        parent_version=snapshot.parent_version,
-        token_count=snapshot.token_count,
-        created_at=write_time(snapshot.created_unix_ms),
-        total_bytes=snapshot.total_bytes,
-        origin=snapshot.origin.value,  # type: ignore[arg-type]  # the numbers are the wire's
-        origin_detail=snapshot.origin_detail,
-        request_id=snapshot.request_id,
-        is_brought=snapshot.is_brought,
-        base_version=snapshot.base_version,
-        is_text_own=snapshot.is_text_own,
-    )
+@cache
+def _sources(kind: Any, *records: type) -> list[tuple[str, str, int]]:
+    """By the message's field: the name that it has in a record, and in which. A record's times are `…_unix_ms`."""
+    found = []
+    for name, field in kind.DESCRIPTOR.fields_by_name.items():
+        its_name = f"{name.removesuffix('_at')}_unix_ms" if _is_time(field) else name
+        found += [(name, its_name, place) for place, each in enumerate(records) if hasattr(each, its_name)][:1]
+    return found
+
+
+def _on_wire(field: Any, value: Any) -> Any:
+    match value:
+        case Digest():
+            return value.to_proto()
+        case Enum():
+            return value.value
+        case list() | tuple():
+            return [_on_wire(field, each) for each in value]
+        case int() if _is_time(field):
+            return write_time(value)
+        case _ if is_dataclass(value):
+            return written(GetMessageClass(field.message_type), value)
+    return value
+
+
+def _is_time(field: Any) -> bool:
+    return field.message_type is not None and field.message_type.full_name == "google.protobuf.Timestamp"
 
 
 def write_agent(agent: records.AgentRecord) -> pb.Agent:
-    return pb.Agent(
-        agent_id=agent.agent_id,
-        labels=agent.labels,
-        is_pinned=agent.is_pinned,
-        retained_versions=agent.retained_versions,
-        created_at=write_time(agent.created_unix_ms),
-        used_at=write_time(agent.used_unix_ms),
-        lines=[write_snapshot(line) for line in agent.lines],
-        expires_at=write_time(agent.expires_unix_ms) if agent.expires_unix_ms is not None else None,
-        ownership=None if agent.ownership == HERE else _write_ownership(agent.ownership, agent.given_by),
-    )
-
-
-def _write_ownership(known: Ownership, given_by: str) -> pb.Ownership:
-    return pb.Ownership(
-        state=known.state.value,  # type: ignore[arg-type]  # the numbers are the wire's
-        generation=known.generation,
-        peer=known.peer,
-        since=write_time(known.since_unix_ms),
-        move_id=known.move_id,
-        given_by=given_by,
-    )
-
-
-def write_lease(token: records.LeaseToken) -> pb.LeaseToken:
-    return pb.LeaseToken(owner=token.owner, generation=token.generation)
-
-
-def write_acquired(lease: records.Lease) -> pb.AcquireLeaseResponse:
-    return pb.AcquireLeaseResponse(
-        lease=write_lease(lease.token),
-        expires_at=write_time(lease.expires_unix_ms),
-        head_version=lease.head_version,
-        head=write_snapshot(lease.newest) if lease.newest is not None else None,
-    )
-
-
-def write_renewed(renewed: records.RenewedLeases) -> pb.RenewLeasesResponse:
-    def named(leases: Sequence[records.HeldLease]) -> list[pb.HeldLease]:
-        return [pb.HeldLease(agent_id=each.agent_id, generation=each.generation) for each in leases]
-
-    return pb.RenewLeasesResponse(lost=named(renewed.lost), wanted=named(renewed.wanted))
-
-
-def write_progress(progress: Progress) -> pb.TransferProgress:
-    return pb.TransferProgress(
-        blobs_done=progress.blobs_done,
-        blobs_total=progress.blobs_total,
-        bytes_done=progress.bytes_done,
-        bytes_total=progress.bytes_total,
-        blobs_skipped=progress.blobs_skipped,
-    )
+    ownership = None if agent.ownership == HERE else written(pb.Ownership, agent.ownership, agent)
+    return written(pb.Agent, agent, ownership=ownership)
 
 
 def write_event(event: records.Event) -> pb.WatchEventsResponse:
-    message = pb.WatchEventsResponse(cursor=write_cursor(event.cursor), at=write_time(event.at_unix_ms))
     body = event.body
-    if isinstance(body, records.Committed):
-        message.committed.CopyFrom(write_snapshot(body.snapshot))
-    elif isinstance(body, records.AgentDeleted):
-        message.agent_deleted.agent_id = body.agent_id
-    elif isinstance(body, records.AgentUpdated):
-        message.agent_updated.agent_id = body.agent_id
-    elif isinstance(body, records.LeaseWanted):
-        message.lease_wanted.agent_id = body.agent_id
-        message.lease_wanted.kv_identity_hash = body.kv_identity_hash
-        message.lease_wanted.takes_back = body.takes_back
-    else:
-        message.blob_damaged.digest.CopyFrom(body.digest.to_proto())
-    return message
-
-
-def write_cursor(cursor: records.EventCursor) -> pb.EventCursor:
-    return pb.EventCursor(incarnation=cursor.incarnation, sequence=cursor.sequence)
-
-
-def write_stats(stats: records.Stats, *, shows_disk: bool) -> pb.GetStatsResponse:
-    """`shows_disk` only to administrators: free bytes of the disk change with what other namespaces write."""
-    return pb.GetStatsResponse(
-        agent_count=stats.agent_count,
-        snapshot_count=stats.snapshot_count,
-        blob_count=stats.blob_count,
-        blob_bytes=stats.blob_bytes,
-        logical_bytes=stats.logical_bytes,
-        quota_bytes=stats.quota_bytes or 0,
-        reserved_bytes=stats.reserved_bytes,
-        free_disk_bytes=stats.free_disk_bytes if shows_disk else 0,
-        unreferenced_bytes=stats.unreferenced_bytes,
-        damaged_blob_count=stats.damaged_blob_count,
-        written_today_bytes=stats.written_today_bytes,
-        write_budget_bytes=stats.write_budget_bytes or 0,
-        counters=stats.counters,
-    )
-
-
-def write_scrub(state: records.ScrubState, bytes_per_s: int) -> pb.ScrubStatus:
-    return pb.ScrubStatus(
-        began_at=write_time(state.began_unix_ms),
-        ended_at=write_time(state.ended_unix_ms) if state.ended_unix_ms else None,
-        blobs_checked=state.blobs_checked,
-        bytes_checked=state.bytes_checked,
-        blobs_damaged=state.blobs_damaged,
-        blobs_repaired=state.blobs_repaired,
-        bytes_per_s=bytes_per_s,
-    )
-
-
-def write_usage(stats: records.Stats) -> pb.GetUsageResponse:
-    return pb.GetUsageResponse(
-        agent_count=stats.agent_count,
-        snapshot_count=stats.snapshot_count,
-        blob_count=stats.blob_count,
-        blob_bytes=stats.blob_bytes,
-        quota_bytes=stats.quota_bytes or 0,
-        unreferenced_bytes=stats.unreferenced_bytes,
-        damaged_blob_count=stats.damaged_blob_count,
-    )
-
-
-def write_agent_usage(usage: records.AgentUsage) -> pb.GetUsageResponse:
-    return pb.GetUsageResponse(
-        agent_count=1,
-        snapshot_count=usage.snapshot_count,
-        blob_count=usage.blob_count,
-        blob_bytes=usage.blob_bytes,
-        shared_blob_count=usage.shared_blob_count,
-        shared_bytes=usage.shared_bytes,
-    )
+    happened = body.snapshot if isinstance(body, records.Committed) else body
+    return written(pb.WatchEventsResponse, event, **{_EVENTS[type(body)]: happened})
 
 
 def write_time(unix_ms: int) -> timestamp_pb2.Timestamp:

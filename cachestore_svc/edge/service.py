@@ -18,18 +18,20 @@ from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.credentials import ADMIN, ENGINE
 from kvasir.errors import InvalidArgument, ResourceExhausted, Unavailable
 from kvasir.formats.frame_messages import MAX_FRAMES, Carrier, carrier_bytes, carrier_reader
-from kvasir.names import check_agent_id, check_owner
+from kvasir.names import check_agent_id
 from kvasir.server.interceptors import current_principal
 
 from cachestore_svc.edge import messages
 from cachestore_svc.edge.roles import PEOPLE
 from cachestore_svc.edge.store_calls import StoreCalls, caller_namespace
 from cachestore_svc.edge.uploading import Uploading
+from cachestore_svc.facts.limits import check_hash
 from cachestore_svc.facts.records import (
     BLOCK_TOKENS,
     MANIFEST_FORMAT,
     MAX_DIGESTS_PER_REQUEST,
     MAX_FRAME_BYTES,
+    EventCursor,
 )
 from cachestore_svc.moving.inbound import BlobIntake
 from cachestore_svc.moving.outbound import BlobReader
@@ -37,8 +39,7 @@ from cachestore_svc.moving.peering.peers import Peers
 from cachestore_svc.moving.repairing import Repairs
 from cachestore_svc.moving.streams import Streams
 from cachestore_svc.moving.transfer import Transfers
-from cachestore_svc.store.store import Store
-from cachestore_svc.store.threads import StoreThreads
+from cachestore_svc.store.aio_store import AioStore
 
 _EVENTS_AT_ONCE = 500
 
@@ -47,8 +48,7 @@ _EVENTS_AT_ONCE = 500
 class StoreParts:
     """The parts that serve the calls."""
 
-    store: Store
-    threads: StoreThreads
+    store: AioStore
     reader: BlobReader
     transfers: Transfers
     peers: Peers
@@ -68,7 +68,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
     """Blobs, commits, leases, events and care. Made inside the event loop that serves it."""
 
     def __init__(self, parts: StoreParts, limits: ServiceLimits, stopping: asyncio.Event) -> None:
-        super().__init__(parts.store, parts.threads)
+        super().__init__(parts.store)
         self._parts = parts
         self._limits = limits
         self._streams = Streams(limits.stall_timeout_s)
@@ -90,7 +90,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
         return await self._looked_up(len(request.digests), answer)
 
     async def WriteBlobs(self, request_iterator: AsyncIterator[Carrier], context: Any) -> None:
-        uploading = Uploading(BlobIntake(self._store, self._threads, caller_namespace()))
+        uploading = Uploading(BlobIntake(self._store, caller_namespace()))
         receiving = asyncio.create_task(uploading.receive(self._streams.unstalled(request_iterator)))
         try:
             async with aclosing(uploading.answers()) as answers:
@@ -103,7 +103,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
     async def QueryWriteStatus(self, request: pb.QueryWriteStatusRequest, context: Any) -> pb.QueryWriteStatusResponse:
         digest = messages.read_digest(request.digest, "digest")
         status = await self._run(self._store.blobs.write_status, digest)
-        return pb.QueryWriteStatusResponse(received_bytes=status.received_bytes, is_complete=status.is_complete)
+        return messages.written(pb.QueryWriteStatusResponse, status)
 
     async def ReadBlobs(self, request: pb.ReadBlobsRequest, context: Any) -> None:
         digests = await self._looked_up(len(request.digests), lambda: messages.read_digests(request.digests))
@@ -122,72 +122,56 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
     # --- snapshots ---
 
     async def CommitSnapshot(self, request: pb.CommitSnapshotRequest, context: Any) -> pb.CommitSnapshotResponse:
-        manifest = messages.read_digest(request.manifest, "manifest")
+        manifest, parent = messages.read_digest(request.manifest, "manifest"), None
+        if request.HasField("parent_manifest"):
+            parent = messages.read_digest(request.parent_manifest, "parent_manifest")
+        by = request.handed_over_by and check_agent_id(request.handed_over_by, "handed_over_by")
         async with self._parts.transfers.manifests.parsing(caller_namespace(), manifest.size_bytes):
             snapshot = await self._run(
                 self._store.snapshots.commit,
-                check_agent_id(request.agent_id),
+                request.agent_id,
                 manifest,
                 messages.read_version(request.expected_version, "expected_version"),
                 messages.read_lease(request.lease) if request.HasField("lease") else None,
                 bind_shared=ENGINE in current_principal().roles,
                 is_brought=request.is_brought,
-                parent_manifest=messages.read_optional_digest(request, "parent_manifest"),
+                parent_manifest=parent,
                 base_version=messages.read_version(request.base_version, "base_version"),
-                handed_over_by=messages.read_optional_name(request.handed_over_by, "handed_over_by"),
+                handed_over_by=by,
             )
-        return pb.CommitSnapshotResponse(snapshot=messages.write_snapshot(snapshot))
+        return messages.written(pb.CommitSnapshotResponse, snapshot=snapshot)
 
     async def FindPrefix(self, request: pb.FindPrefixRequest, context: Any) -> pb.FindPrefixResponse:
-        namespace, kv_hash = caller_namespace(), messages.read_kv_hash(request.kv_identity_hash)
+        namespace, kv_hash, groups = caller_namespace(), request.kv_identity_hash, request.groups or (0,)
 
         def answer() -> pb.FindPrefixResponse:
             hashes = messages.read_block_hashes(request.block_hashes)
-            return messages.write_prefix(self._store.prefixes.find(namespace, kv_hash, hashes, request.groups or (0,)))
+            return messages.write_prefix(self._store.prefixes.find(namespace, kv_hash, hashes, groups))
 
         return await self._looked_up(len(request.block_hashes) * max(1, len(request.groups)), answer)
 
     # --- leases ---
 
     async def AcquireLease(self, request: pb.AcquireLeaseRequest, context: Any) -> pb.AcquireLeaseResponse:
-        lease = await self._run(
-            self._store.leases.acquire,
-            check_agent_id(request.agent_id),
-            messages.read_kv_hash(request.kv_identity_hash),
-            check_owner(request.owner),
-            messages.read_ttl_s(request),
-            begins_anew=request.begins_anew,
-            asks=request.asks,
-        )
-        return messages.write_acquired(lease)
+        about = request.agent_id, request.kv_identity_hash, request.owner, messages.read_ttl_s(request)
+        begins_anew, asks = request.begins_anew, request.asks
+        lease = await self._run(self._store.leases.acquire, *about, begins_anew=begins_anew, asks=asks)
+        return messages.written(pb.AcquireLeaseResponse, lease, lease=lease.token, head=lease.newest)
 
     async def RenewLease(self, request: pb.RenewLeaseRequest, context: Any) -> pb.RenewLeaseResponse:
-        lease = await self._run(
-            self._store.leases.renew,
-            check_agent_id(request.agent_id),
-            messages.read_kv_hash(request.kv_identity_hash),
-            messages.read_lease(request.lease),
-            messages.read_ttl_s(request),
-        )
-        return pb.RenewLeaseResponse(expires_at=messages.write_time(lease.expires_unix_ms))
+        line, token = (request.agent_id, request.kv_identity_hash), messages.read_lease(request.lease)
+        lease = await self._run(self._store.leases.renew, *line, token, messages.read_ttl_s(request))
+        return messages.written(pb.RenewLeaseResponse, lease)
 
     async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Any) -> pb.RenewLeasesResponse:
-        renewed = await self._run(
-            self._store.leases.renew_all,
-            check_owner(request.owner),
-            messages.read_kv_hash(request.kv_identity_hash),
-            messages.read_leases(request),
-            messages.read_ttl_s(request),
-        )
-        return messages.write_renewed(renewed)
+        held, ttl_s = messages.read_leases(request), messages.read_ttl_s(request)
+        kv_hash = check_hash(request.kv_identity_hash)
+        renewed = await self._run(self._store.leases.renew_all, request.owner, kv_hash, held, ttl_s)
+        return messages.written(pb.RenewLeasesResponse, renewed)
 
     async def ReleaseLease(self, request: pb.ReleaseLeaseRequest, context: Any) -> pb.ReleaseLeaseResponse:
-        await self._run(
-            self._store.leases.release,
-            check_agent_id(request.agent_id),
-            messages.read_kv_hash(request.kv_identity_hash),
-            messages.read_lease(request.lease),
-        )
+        line = request.agent_id, request.kv_identity_hash
+        await self._run(self._store.leases.release, *line, messages.read_lease(request.lease))
         return pb.ReleaseLeaseResponse()
 
     # --- events and care ---
@@ -205,16 +189,17 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
 
         unsubscribe = self._store.events.subscribe(wake)
         try:
-            cursor = messages.read_cursor(request)
+            after = request.after
+            cursor = EventCursor(after.incarnation, after.sequence) if request.HasField("after") else None
             is_first = True
             while True:
                 happened.clear()
                 batch = await self._run(self._store.events.after, cursor, _EVENTS_AT_ONCE)
                 if batch.is_lost:
-                    yield pb.WatchEventsResponse(cursor=messages.write_cursor(batch.cursor), lost=pb.EventsLost())
+                    yield messages.written(pb.WatchEventsResponse, batch, lost=pb.EventsLost())
                 elif is_first:
                     begun = cursor or batch.cursor
-                    yield pb.WatchEventsResponse(cursor=messages.write_cursor(begun), started=pb.WatchStarted())
+                    yield messages.written(pb.WatchEventsResponse, cursor=begun, started=pb.WatchStarted())
                 for event in batch.events:
                     yield messages.write_event(event)
                 cursor, is_first = batch.cursor, False
@@ -233,23 +218,15 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
         self._verifying.add(namespace)
         try:
             steps = await self._run(self._store.care.verify, agent_id)
-            while (step := await self._threads.run(namespace, next, steps, None)) is not None:
+            while (step := await self._store.threads.run(namespace, next, steps, None)) is not None:
                 repaired = [digest for digest in step.damaged if await self._parts.repairs.repair(namespace, digest)]
-                response = pb.VerifyBlobsResponse(
-                    repaired=[digest.to_proto() for digest in repaired],
-                    blobs_checked=step.blobs_checked,
-                    blobs_total=step.blobs_total,
-                    damaged=[digest.to_proto() for digest in step.damaged],
-                )
-                await self._streams.send(context, response)
+                await self._streams.send(context, messages.written(pb.VerifyBlobsResponse, step, repaired=repaired))
         finally:
             self._verifying.discard(namespace)
 
     async def CollectGarbage(self, request: pb.CollectGarbageRequest, context: Any) -> pb.CollectGarbageResponse:
         report = await self._run(self._store.care.collect_garbage, request.dry_run)
-        return pb.CollectGarbageResponse(
-            blobs_marked=report.blobs_marked, blobs_swept=report.blobs_swept, bytes_freed=report.bytes_freed
-        )
+        return messages.written(pb.CollectGarbageResponse, report)
 
     async def GetCapabilities(self, request: pb.GetCapabilitiesRequest, context: Any) -> pb.GetCapabilitiesResponse:
         caller = current_principal()
@@ -278,12 +255,12 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
         stats = await self._run(self._store.statistics.of)
-        is_admin = ADMIN in current_principal().roles
-        answer = messages.write_stats(stats, shows_disk=is_admin)
-        if is_admin:
-            state, rate = self._store.care.scrubbing.state, self._limits.scrub_bytes_per_s
-            answer.scrub.CopyFrom(messages.write_scrub(state, rate))
-        return answer
+        if ADMIN not in current_principal().roles:  # free bytes of the disk change with what other namespaces write
+            return messages.written(pb.GetStatsResponse, stats, free_disk_bytes=None)
+        state = self._store.care.scrubbing.state
+        ended_at = state.ended_unix_ms or None
+        scrub = messages.written(pb.ScrubStatus, state, ended_at=ended_at, bytes_per_s=self._limits.scrub_bytes_per_s)
+        return messages.written(pb.GetStatsResponse, stats, scrub=scrub)
 
     async def _wait_or_stop(self, happened: asyncio.Event) -> None:
         """Wait for an event. Raises Unavailable when the service stops."""

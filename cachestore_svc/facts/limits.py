@@ -22,17 +22,18 @@ def check_range(field: str, value: float, least: float, most: float) -> None:
         raise InvalidArgument(f"{field}: expected {least:g} to {most:g}, got {value:g}", field=field)
 
 
-def check_hash(text: str, field: str) -> None:
-    """Raises InvalidArgument unless the text is 64 lower-case hex digits."""
+def check_hash(text: str, field: str = "kv_identity_hash") -> str:
+    """The text, if it is 64 lower-case hex digits. Raises InvalidArgument."""
     if not is_hash(text):
         raise InvalidArgument(f"{field}: expected 64 lower-case hex digits", field=field)
+    return text
 
 
 def check_query(namespace: str, agent_id: str, kv_identity_hash: str | None = None) -> LineQuery:
     """The lines that these name. Raises InvalidArgument."""
     check_agent_id(agent_id)
     if kv_identity_hash is not None:
-        check_hash(kv_identity_hash, "kv_identity_hash")
+        check_hash(kv_identity_hash)
     return LineQuery(namespace, agent_id, kv_identity_hash)
 
 

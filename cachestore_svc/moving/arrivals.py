@@ -5,26 +5,23 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from kvasir.clients import AioStoreClient
-from kvasir.errors import AlreadyExists, FailedPrecondition, KvasirError, NotFound, ResourceExhausted, Unavailable
+from kvasir.errors import AlreadyExists, FailedPrecondition, KvasirError, ResourceExhausted, Unavailable
 from kvasir.formats.digest import Digest
 from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 
 from cachestore_svc.facts import ownership
 from cachestore_svc.facts.ownership import Ownership, OwnerState
-from cachestore_svc.facts.records import AgentRecord, SnapshotVersion
+from cachestore_svc.facts.records import SnapshotVersion
 from cachestore_svc.moving.bringing import Bringing
-from cachestore_svc.moving.copying import LineCopies, LineOrder, Offered, Progress, came_from
+from cachestore_svc.moving.copying import LineCopies, LineOrder, Offered, Progress, came_from, check_owns
 from cachestore_svc.moving.lease_waiting import once_free
 from cachestore_svc.moving.peering.peers import errors_of_peer
+from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.move_steps import ArrivingAgent, ArrivingLine
-from cachestore_svc.store.store import Store
-from cachestore_svc.store.threads import StoreThreads
 
-Arguments = ParamSpec("Arguments")
-Answer = TypeVar("Answer")
 # A source hears of a move this often while blobs are fetched.
 _BEAT_S = 5.0
 _OFFER_TIMEOUT_S, _UNDO_TIMEOUT_S = 5.0, 2.0
@@ -88,8 +85,7 @@ class MoveAttempt:
 class Receiving:
     """The parts of this store that an agent's move to here works with."""
 
-    store: Store
-    threads: StoreThreads
+    store: AioStore
     copies: LineCopies
     bringing: Bringing
 
@@ -109,7 +105,6 @@ class Arrival:
     ) -> None:
         """`room` has what the lists of blobs take."""
         self._store = receiving.store
-        self._threads = receiving.threads
         self._copies = receiving.copies
         self._bringing = receiving.bringing
         self._remote = remote
@@ -124,7 +119,9 @@ class Arrival:
         self._offered: dict[str, Offered] = {}
         self._named: list[Digest] = []  # by what was offered; nothing here names it yet
         self._progress: dict[str, Progress] = {}
-        self._coming = room.enter_context(self._bringing.counted(order.namespace, order.peer, order.agent_id))
+        self._coming = room.enter_context(
+            self._bringing.counted(order.namespace, order.peer, order.agent_id, is_given=order.is_given)
+        )
 
     async def steps(self) -> AsyncGenerator[Progress | Waiting, None]:
         """Copy, have the source stop, copy the rest, receive. A dry run ends with its first progress."""
@@ -134,7 +131,7 @@ class Arrival:
             there = await self._remote.get_agent(order.agent_id)
         if ownership.are_two(self._labels, there.labels):
             raise ownership.owned_here(order.agent_id)
-        _check_there(order, there)
+        check_owns(order.peer, there)
         self._generation = max(self._generation, there.ownership.generation)
         await self._room.enter_async_context(self._copies.kept(order.namespace, self._named))
         async with aclosing(self._copied(there)) as ahead:
@@ -164,10 +161,7 @@ class Arrival:
     async def _look_here(self) -> None:
         """What there is of the agent here. Raises AlreadyExists, FailedPrecondition when a peer may not replace it."""
         order, known = self._order, self._known
-        try:
-            agent: AgentRecord | None = await self._run(self._store.agents.get, order.agent_id)
-        except NotFound:
-            agent = None
+        agent = await self._store.agent(order.namespace, order.agent_id)
         self._heads = {line.kv_identity_hash: line for line in agent.lines} if agent is not None else {}
         self._labels = agent.labels if agent is not None else {}
         if not order.is_given:
@@ -203,9 +197,7 @@ class Arrival:
         self._named += offered.everything
         async with aclosing(self._copies.fetch(self._remote, wanted, offered.digests)) as steps:
             async for progress in steps:
-                if order.is_given:
-                    about = self._coming, line.kv_identity_hash, offered.manifest, progress
-                    await self._bringing.check_room(*about, is_dry_run=order.is_dry_run)
+                await self._bringing.check_room(self._coming, offered, progress, is_dry_run=order.is_dry_run)
                 self._progress[line.kv_identity_hash] = progress
                 yield None
         self._offered[line.kv_identity_hash] = offered
@@ -258,8 +250,8 @@ class Arrival:
             retained_versions=agent.retained_versions,
         )
         async with self._copies.manifests.parsing(order.namespace, MAX_MANIFEST_BYTES):
-            await once_free(lambda: self._run(self._store.moves.receive, arriving), None)
-        self._coming.has_come = order.is_given
+            await once_free(lambda: self._store.run(order.namespace, self._store.moves.receive, arriving), None)
+        self._coming.has_come = True
 
     def _arriving(self, line: Any) -> ArrivingLine:
         order, offered = self._order, self._offered[line.kv_identity_hash]
@@ -283,26 +275,6 @@ class Arrival:
                 await asyncio.wait({undoing})
                 undoing.exception()
                 raise
-
-    async def _run(
-        self, method: Callable[Concatenate[str, Arguments], Answer], *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> Answer:
-        namespace = self._order.namespace
-        return await self._threads.run(namespace, method, namespace, *args, **kwargs)
-
-
-def _check_there(order: MoveOrder, there: Any) -> None:
-    """Raises FailedPrecondition (AGENT_MOVED) before anything is copied from a peer that does not own the agent."""
-    if int(there.ownership.state) == OwnerState.MOVED:
-        raise FailedPrecondition(
-            f"agent {order.agent_id!r} has moved from {order.peer} to its peer {there.ownership.peer}",
-            reason="AGENT_MOVED",
-            metadata={
-                "agent_id": order.agent_id,
-                "owner": there.ownership.peer,
-                "generation": str(there.ownership.generation),
-            },
-        )
 
 
 def _sum(parts: Iterable[Progress]) -> Progress:

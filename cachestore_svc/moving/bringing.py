@@ -3,16 +3,13 @@
 import contextlib
 from collections.abc import Iterator, Mapping
 
-from kvasir.formats.digest import Digest
-
 from cachestore_svc.facts.ownership import Ownership
 from cachestore_svc.facts.records import MAX_PAGE_SIZE
-from cachestore_svc.moving.copying import Progress, came_from
+from cachestore_svc.moving.copying import Offered, Progress, came_from
 from cachestore_svc.moving.peering.peer_limits import PeerLimits
 from cachestore_svc.moving.peering.peers import Peers
 from cachestore_svc.pairing.rights import Verb, over_limit
-from cachestore_svc.store.store import Store
-from cachestore_svc.store.threads import StoreThreads
+from cachestore_svc.store.aio_store import AioStore
 
 # So long is it known what a peer has brought: to look reads every agent of the namespace.
 _KNOWN_S = 60.0
@@ -21,9 +18,8 @@ _KNOWN_S = 60.0
 class Bringing:
     """Copies and agents that peers give to one store. On one event loop."""
 
-    def __init__(self, store: Store, threads: StoreThreads, peers: Peers, limits: PeerLimits) -> None:
+    def __init__(self, store: AioStore, peers: Peers, limits: PeerLimits) -> None:
         self._store = store
-        self._threads = threads
         self._peers = peers
         self._limits = limits
         self._brought: dict[tuple[str, str], tuple[float, dict[str, int]]] = {}
@@ -36,30 +32,28 @@ class Bringing:
         self._limits.sent(peer, 0, self._peers.settings(peer, namespace).max_bytes)
 
     @contextlib.contextmanager
-    def counted(self, namespace: str, peer: str, agent_id: str) -> Iterator["Coming"]:
-        """An agent on its way here. Afterwards only bytes that came are counted as sent, and the agent counts as
-        brought only if it `has_come`."""
-        coming = Coming(namespace, peer, agent_id)
+    def counted(self, namespace: str, peer: str, agent_id: str, *, is_given: bool) -> Iterator["Coming"]:
+        """An agent on its way here, which counts if the peer gives it. Afterwards only bytes that came are counted as
+        sent, and the agent counts as brought only if it `has_come`."""
+        coming = Coming(namespace, peer, agent_id, is_given)
         self._coming.add(coming)
         try:
             yield coming
         finally:
             self._coming.discard(coming)
             self._limits.not_sent(peer, coming.announced_bytes - coming.came_bytes)
-            if coming.has_come and (known := self._brought.get((namespace, peer))):
+            if is_given and coming.has_come and (known := self._brought.get((namespace, peer))):
                 known[1][agent_id] = coming.total_bytes
 
-    async def check_room(
-        self, coming: "Coming", line: str, manifest: Digest, progress: Progress, *, is_dry_run: bool
-    ) -> None:
+    async def check_room(self, coming: "Coming", offered: Offered, progress: Progress, *, is_dry_run: bool) -> None:
         """Whether the missing bytes of a line may be sent, and the whole agent kept; done once for each copy of a line.
         The manifest has been sent already, also in a dry run, after which nothing else is. Raises ResourceExhausted
         (PEER_LIMIT)."""
-        if coming.knows(progress):
+        if not coming.is_given or coming.knows(progress):
             return
         peer, settings = coming.peer, self._peers.settings(coming.peer, coming.namespace)
-        self._limits.sent(peer, manifest.size_bytes, settings.max_bytes)
-        coming.add(line, progress)
+        self._limits.sent(peer, offered.manifest.size_bytes, settings.max_bytes)
+        coming.add(offered.kv_identity_hash, progress)
         brought = await self._of(coming.namespace, peer)
         if len(brought) > settings.max_agents:
             raise over_limit(peer, f"agents that nobody here has extended ({settings.max_agents})")
@@ -75,7 +69,7 @@ class Bringing:
         bytes."""
         now, key = self._limits.now(), (namespace, peer)
         if key not in self._brought or now - self._brought[key][0] > _KNOWN_S:
-            found = await self._threads.run(namespace, self._look, namespace, peer)
+            found = await self._store.threads.run(namespace, self._look, namespace, peer)
             self._brought[key] = now, found
         coming = [each for each in self._coming if (each.namespace, each.peer) == key and each.total_bytes]
         return {**self._brought[key][1], **{each.agent_id: each.total_bytes for each in coming}}
@@ -94,10 +88,11 @@ class Bringing:
 class Coming:
     """An agent of a peer on its way here."""
 
-    def __init__(self, namespace: str, peer: str, agent_id: str) -> None:
+    def __init__(self, namespace: str, peer: str, agent_id: str, is_given: bool) -> None:
         self.namespace = namespace
         self.peer = peer
         self.agent_id = agent_id
+        self.is_given = is_given
         self.announced_bytes = 0
         self.has_come = False
         self._lines: dict[str, Progress] = {}

@@ -5,7 +5,7 @@ once after a sleep.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 from kvasir.clients import AioStoreClient
@@ -18,8 +18,7 @@ from cachestore_svc.moving.arrivals import answers_of_peer
 from cachestore_svc.moving.handing_over import HandingOver
 from cachestore_svc.moving.peering.peers import Peers
 from cachestore_svc.pairing.rights import Verb
-from cachestore_svc.store.store import Store
-from cachestore_svc.store.threads import StoreThreads
+from cachestore_svc.store.aio_store import AioStore
 
 _LOG = structlog.get_logger("moves")
 _Peer = tuple[str, str]  # namespace, name
@@ -36,8 +35,7 @@ class ClaimPolling:
 
     def __init__(
         self,
-        store: Store,
-        threads: StoreThreads,
+        store: AioStore,
         peers: Peers,
         handing_over: HandingOver,
         uptime: Callable[[], float],
@@ -46,7 +44,6 @@ class ClaimPolling:
     ) -> None:
         """`uptime` gives seconds, monotonic, which pass while the machine sleeps, too."""
         self._store = store
-        self._threads = threads
         self._peers = peers
         self._handing_over = handing_over
         self._uptime = uptime
@@ -70,7 +67,7 @@ class ClaimPolling:
     async def ask(self) -> None:
         """Ask every peer once about every agent that is owned here and ever changed hands."""
         owned: dict[str, list[tuple[str, Ownership]]] = {}
-        for namespace, agent_id, known in await self._threads.run(HOUSE, self._store.owners.known):
+        for namespace, agent_id, known in await self._store.threads.run(HOUSE, self._store.owners.known):
             if known.is_owned:
                 owned.setdefault(namespace, []).append((agent_id, known))
         asked = [(namespace, peer) for namespace in owned for peer in self._peers.with_address(namespace)]
@@ -121,7 +118,7 @@ class ClaimPolling:
         is_claim = there.generation >= ownership.CLAIM_STEP and ownership.is_believable(known, there.generation)
         if not is_claim or int(there.state) != OwnerState.OWNED or there.generation <= known.generation:
             return 0
-        ours = await self._labels(namespace, agent_id)
+        ours = await self._store.labels(namespace, agent_id)
         return 0 if ownership.are_two(ours, agent.labels) else int(there.generation)
 
     async def _fence(self, asked: _Peer, agent_id: str, generation: int) -> None:
@@ -132,13 +129,6 @@ class ClaimPolling:
             _LOG.info("moves.not_heard", peer=peer, reason=error.reason)
             if isinstance(error, Unavailable):
                 self._unsure.add(asked)
-
-    async def _labels(self, namespace: str, agent_id: str) -> Mapping[str, str]:
-        try:
-            agent = await self._threads.run(namespace, self._store.agents.get, namespace, agent_id)
-        except NotFound:
-            return {}
-        return agent.labels
 
     async def _stood_still_in(self, seconds: float) -> bool:
         """Wait so long, and no longer than until the machine wakes from a sleep; whether it slept."""

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvasir.clients import AioStoreClient
 from kvasir.clients.aio.side_by_side import side_by_side
@@ -20,12 +20,12 @@ from kvasir.formats import manifest as manifests
 from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.digest import Digest
 
+from cachestore_svc.facts.ownership import OwnerState
 from cachestore_svc.facts.records import MAX_DIGESTS_PER_REQUEST, MAX_PAGE_SIZE, BlobKind, Origin, SnapshotVersion
 from cachestore_svc.moving.inbound import BlobIntake, Stored
 from cachestore_svc.moving.manifest_room import ManifestRoom
 from cachestore_svc.moving.peering.peers import errors_of_peer
-from cachestore_svc.store.store import Store
-from cachestore_svc.store.threads import StoreThreads
+from cachestore_svc.store.aio_store import AioStore
 
 _MAX_CUTS = 4
 # Of a thousand versions each. A peer whose list goes on is given up.
@@ -82,9 +82,8 @@ class Offered:
 class LineCopies:
     """Copies lines from peers into one store."""
 
-    def __init__(self, store: Store, threads: StoreThreads, manifests: ManifestRoom, stall_timeout_s: float) -> None:
+    def __init__(self, store: AioStore, manifests: ManifestRoom, stall_timeout_s: float) -> None:
         self._store = store
-        self._threads = threads
         self.manifests = manifests
         self._stall_timeout_s = stall_timeout_s
 
@@ -96,7 +95,7 @@ class LineCopies:
         if digest.hash != theirs.manifest.hash:
             raise DataLoss(f"peer {order.peer}: its manifest's bytes are not those of its digest")
         try:
-            manifest = await self._threads.run(order.namespace, manifests.parse, manifest_bytes)
+            manifest = await self._store.threads.run(order.namespace, manifests.parse, manifest_bytes)
         except InvalidArgument as error:
             raise DataLoss(f"peer {order.peer}: {error.message}", reason=error.reason) from None
         digests = manifests.digests(manifest)
@@ -182,23 +181,23 @@ class LineCopies:
         missing: list[Digest] = []
         for start in range(0, len(digests), MAX_DIGESTS_PER_REQUEST):
             batch = digests[start : start + MAX_DIGESTS_PER_REQUEST]
-            missing += await self._threads.run(namespace, self._store.blobs.find_missing, namespace, batch)
+            missing += await self._store.run(namespace, self._store.blobs.find_missing, batch)
         return missing
 
     async def _receive(
         self, remote: AioStoreClient, order: LineOrder, missing: Sequence[Digest], progress: Progress
     ) -> AsyncGenerator[Sequence[Digest], None]:
         """One stream of blobs into the store; yields those that became durable."""
-        status = await self._threads.run(order.namespace, self._store.blobs.write_status, order.namespace, missing[0])
+        status = await self._store.run(order.namespace, self._store.blobs.write_status, missing[0])
         if 0 < status.received_bytes == missing[0].size_bytes:
             # It was cut after its last byte: there is nothing to ask the peer for, if these bytes are right.
-            if await self._threads.run(order.namespace, self._finish_part, order.namespace, missing[0]):
+            if await self._store.threads.run(order.namespace, self._finish_part, order.namespace, missing[0]):
                 yield missing[:1]
                 missing = missing[1:]
             if not missing:
                 return
         expected = iter(missing)
-        async with BlobIntake(self._store, self._threads, order.namespace) as intake:
+        async with BlobIntake(self._store, order.namespace) as intake:
             # Opened before the peer is asked: no other writer can change now what has arrived of it.
             offset = await intake.resume(missing[0], BlobKind.TENSORS)
             messages = remote.read_frames(missing, offset)
@@ -232,7 +231,7 @@ class LineCopies:
         missing = await self.missing(namespace, missing)
         if not missing:
             return 0, 0
-        status = await self._threads.run(namespace, self._store.blobs.write_status, namespace, missing[0])
+        status = await self._store.run(namespace, self._store.blobs.write_status, missing[0])
         return status.received_bytes, len(missing)
 
     def _finish_part(self, namespace: str, digest: Digest) -> bool:
@@ -268,7 +267,7 @@ class LineCopies:
         others = _OtherWriters(self._stall_timeout_s)
         while True:
             try:
-                return await self._threads.run(namespace, write)
+                return await self._store.threads.run(namespace, write)
             except FailedPrecondition as error:
                 await others.wait(error, None)
 
@@ -298,6 +297,18 @@ def came_from(line: SnapshotVersion, names: Sequence[str], agent_id: str = "") -
     given = line.origin_detail.rpartition("@")[0]  # a name may have one too
     is_given = any(given == f"{name}/{agent_id}" if agent_id else given.startswith(f"{name}/") for name in names)
     return line.origin in (Origin.PULL, Origin.MOVE) and is_given
+
+
+def check_owns(peer: str, there: Any) -> None:
+    """Raises FailedPrecondition (AGENT_MOVED) for an agent of a peer that does not own it: what it has is an older copy
+    of another store's."""
+    known = there.ownership
+    if int(known.state) == OwnerState.MOVED:
+        raise FailedPrecondition(
+            f"agent {there.agent_id!r} has moved from {peer} to its peer {known.peer}: ask there",
+            reason="AGENT_MOVED",
+            metadata={"agent_id": there.agent_id, "owner": known.peer, "generation": str(known.generation)},
+        )
 
 
 async def _take_peers(

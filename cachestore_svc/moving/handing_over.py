@@ -17,8 +17,7 @@ from cachestore_svc.moving.lease_waiting import once_free
 from cachestore_svc.moving.peering.peer_limits import PeerLimits
 from cachestore_svc.moving.peering.peers import Peers
 from cachestore_svc.pairing.rights import Verb
-from cachestore_svc.store.store import Store
-from cachestore_svc.store.threads import StoreThreads
+from cachestore_svc.store.aio_store import AioStore
 
 _Agent = tuple[str, str, str]  # namespace, agent, peer
 _SLOWEST_BYTES_PER_S = 1 << 20
@@ -29,8 +28,7 @@ class HandingOver:
 
     def __init__(
         self,
-        store: Store,
-        threads: StoreThreads,
+        store: AioStore,
         peers: Peers,
         limits: PeerLimits,
         *,
@@ -41,7 +39,6 @@ class HandingOver:
         the agent's bytes take at a mebibyte a second, is all that a move may last. `steady` gives seconds, monotonic.
         """
         self._store = store
-        self._threads = threads
         self._peers = peers
         self._limits = limits
         self._patience_s = patience_s
@@ -71,7 +68,7 @@ class HandingOver:
         (PEER_LIMIT)."""
         self._check_known(namespace, peer)
         agent = namespace, agent_id, peer
-        known = await self._threads.run(namespace, self._store.owners.of, namespace, agent_id)
+        known = await self._store.owner(namespace, agent_id)
         is_ordered, is_new = agent in self._ordered, known.state is not OwnerState.MOVING
         may = self._peers.may(Verb.OFFER, namespace, peer, agent_id, is_ordered=is_ordered)
         may(known)
@@ -81,9 +78,7 @@ class HandingOver:
 
         async def ask() -> tuple[AgentRecord, Ownership]:
             offer = self._store.moves.offer
-            return await self._threads.run(
-                namespace, offer, namespace, agent_id, peer, move_id, generation, may, not is_ordered
-            )
+            return await self._store.run(namespace, offer, agent_id, peer, move_id, generation, may, not is_ordered)
 
         if generation > known.generation:
             try:
@@ -101,7 +96,7 @@ class HandingOver:
     async def hand_over(self, namespace: str, agent_id: str, peer: str, move_id: str, generation: int) -> None:
         """See Store.hand_over. Raises ResourceExhausted (PEER_LIMIT)."""
         self._limits.word(peer)
-        await self._threads.run(namespace, self._store.moves.hand_over, namespace, agent_id, peer, move_id, generation)
+        await self._store.run(namespace, self._store.moves.hand_over, agent_id, peer, move_id, generation)
         self._forget((namespace, agent_id, peer))
         self._limits.ended((namespace, agent_id, peer))
 
@@ -118,9 +113,7 @@ class HandingOver:
         self._limits.word(peer)
 
         async def tell() -> Ownership:
-            return await self._threads.run(
-                namespace, self._store.owners.fence, namespace, agent_id, peer, generation, may
-            )
+            return await self._store.run(namespace, self._store.owners.fence, agent_id, peer, generation, may)
 
         await once_free(tell, left_s)
 
@@ -148,7 +141,7 @@ class HandingOver:
 
     async def _undo(self, namespace: str, agent_id: str, peer: str, move_id: str) -> None:
         undo = self._store.moves.undo
-        known = await self._threads.run(namespace, undo, namespace, agent_id, peer, move_id)
+        known = await self._store.run(namespace, undo, agent_id, peer, move_id)
         if known.state is not OwnerState.MOVING:
             self._forget((namespace, agent_id, peer))
             self._limits.failed((namespace, agent_id, peer))

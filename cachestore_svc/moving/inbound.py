@@ -18,9 +18,9 @@ from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.facts.records import MAX_FRAME_BYTES, BlobKind
+from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.blobs import BlobWriter, NewBlob, finish_all
-from cachestore_svc.store.store import Store
-from cachestore_svc.store.threads import StoreThreads, ended
+from cachestore_svc.store.threads import ended
 
 # What one group has at most. Several groups of a sender are made durable at once, because a disk syncs several files as
 # fast as one; but another begins only with so many blobs or bytes, because threads with little work hinder each other.
@@ -97,10 +97,9 @@ class BlobIntake:
     frames are taken. The user may put None there as a mark.
     """
 
-    def __init__(self, store: Store, threads: StoreThreads, namespace: str) -> None:
+    def __init__(self, store: AioStore, namespace: str) -> None:
         self.outcomes: asyncio.Queue[Stored | Exception | None] = asyncio.Queue(_MAX_OUTCOMES)
         self._store = store
-        self._threads = threads
         self._namespace = namespace
         self._loop = asyncio.get_running_loop()
         self._current: _Blob | None = None  # whose frames are arriving
@@ -165,13 +164,13 @@ class BlobIntake:
     async def _open(self, digest: Digest, kind: BlobKind) -> BlobWriter:
         exits = contextlib.ExitStack()
         try:
-            writer = await self._threads.run(
+            writer = await self._store.threads.run(
                 self._namespace,
                 lambda: exits.enter_context(self._store.blobs.open_writer(self._namespace, digest, kind)),
             )
         except BaseException:
             # A cancel may come while the writer is being opened: left open, it would keep this blob from all others.
-            await self._threads.run(self._namespace, exits.close)
+            await self._store.threads.run(self._namespace, exits.close)
             raise
         self._current = _Blob(NewBlob(digest, kind), next_offset=writer.received_bytes, writer=writer, exits=exits)
         self._is_skipping = writer.received_bytes == digest.size_bytes
@@ -226,7 +225,7 @@ class BlobIntake:
             await self._written()
         finally:
             if current is not None:
-                await self._threads.run(self._namespace, current.exits.close)
+                await self._store.threads.run(self._namespace, current.exits.close)
         self._finish_whole()
         while self._finishing:
             # Their blobs are whole, but their outcomes have no reader any more.
@@ -254,7 +253,7 @@ class BlobIntake:
         if current.is_stored and not was_skipping:  # that was found when its bytes were to be written
             await self.outcomes.put(current.outcome)
         self._current = None
-        await self._threads.run(self._namespace, current.exits.close)
+        await self._store.threads.run(self._namespace, current.exits.close)
 
     async def _take_whole(self, blob: _Blob) -> None:
         await self._room.acquire()
@@ -295,7 +294,7 @@ class BlobIntake:
             pieces = [*self._pieces]
             self._pieces.clear()
             try:
-                await self._threads.run(self._namespace, self._write_all, pieces)
+                await self._store.threads.run(self._namespace, self._write_all, pieces)
             except Exception as error:  # noqa: BLE001  it is raised to the sender, or goes to the reader of outcomes
                 for piece in pieces:
                     piece.blob.problem = piece.blob.problem or error
@@ -358,7 +357,7 @@ class BlobIntake:
             if not group:
                 break
             try:
-                await self._threads.run(self._namespace, self._finish_group, group)
+                await self._store.threads.run(self._namespace, self._finish_group, group)
             except Exception as error:  # noqa: BLE001  it goes to the reader of outcomes
                 for blob in group:
                     blob.problem = blob.problem or error

@@ -10,7 +10,7 @@ source whose destination is silent takes the agent back; a claim is told to whoe
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
@@ -44,7 +44,6 @@ class Moves:
     ) -> None:
         self._receiving = receiving
         self._store = receiving.store
-        self._threads = receiving.threads
         self._peers = peers
         self._handing_over = handing_over
         self._token_hex = token_hex
@@ -76,13 +75,13 @@ class Moves:
                             yield step
                 if order.is_dry_run:
                     return
-                known = await self._known(namespace, agent_id)
+                known = await self._store.owner(namespace, agent_id)
                 if known.state is OwnerState.ARRIVING:
                     known = await self._decided(remote, namespace, agent_id, known)
                 ownership.check_writable(agent_id, known)
             elif order.move_id:
                 ownership.check_came_by(agent_id, known, order.move_id)
-            yield await self._agent(namespace, agent_id)
+            yield await self._store.run(namespace, self._store.agents.get, agent_id)
 
     async def there(
         self, namespace: str, peer: str, agent_id: str, move_id: str, *, is_dry_run: bool
@@ -111,13 +110,13 @@ class Moves:
 
     async def claim(self, namespace: str, agent_id: str, *, force: bool) -> Ownership:
         """Own an agent. Raises NotFound, FailedPrecondition (AGENT_MOVED, AGENT_MOVING), Unavailable (peer)."""
-        known = await self._known(namespace, agent_id)
+        known = await self._store.owner(namespace, agent_id)
         if force or known.waits_for_claim:
             return await self._claimed(namespace, agent_id, known, force=force)
         if known.state is OwnerState.ARRIVING:
             async with self._one_at_a_time(namespace, agent_id):
                 await self._finished(namespace, agent_id)
-        known = await self._threads.run(namespace, self._store.moves.take_back, namespace, agent_id)
+        known = await self._store.run(namespace, self._store.moves.take_back, agent_id)
         ownership.check_writable(agent_id, known)
         return known
 
@@ -132,17 +131,17 @@ class Moves:
         # Not forced, the claim rests on what is known: a peer's claim may have come meanwhile.
         expected = None if force else known
         claim = self._store.owners.claim
-        known = await self._threads.run(namespace, claim, namespace, agent_id, chance, above, list(facts), expected)
+        known = await self._store.run(namespace, claim, agent_id, chance, above, list(facts), expected)
         with contextlib.suppress(KvasirError):  # `keep` tells it later
             await self._tell(namespace, agent_id, known)
-        known = await self._known(namespace, agent_id)
+        known = await self._store.owner(namespace, agent_id)
         ownership.check_writable(agent_id, known)
         return known
 
     async def _facts_of_peers(self, namespace: str, agent_id: str, known: Ownership) -> dict[str, Any]:
         """What each peer knows of the agent's owner, but for those that never heard of a move of it; None of one that
         cannot be asked now, or is not to be believed."""
-        ours = await self._labels(namespace, agent_id)
+        ours = await self._store.labels(namespace, agent_id)
 
         async def ask(peer: str) -> Any:
             try:
@@ -175,9 +174,7 @@ class Moves:
             raise FailedPrecondition(problem, reason="AGENT_MOVING", metadata={"agent_id": agent_id, "owner": peer})
         told, yield_to = known.generation, self._store.owners.yield_to
         # Asked by this store's owner, who cannot know better.
-        known = await self._threads.run(
-            namespace, yield_to, namespace, agent_id, peer, told, there.generation, lambda _: None
-        )
+        known = await self._store.run(namespace, yield_to, agent_id, peer, told, there.generation, lambda _: None)
         ownership.check_writable(agent_id, known)
 
     # --- what a crash, a cut, or another name left ---
@@ -185,7 +182,7 @@ class Moves:
     async def rename_peers(self) -> None:
         """Note agents' owners under the names that the peers have now."""
         if names := self._peers.renamed():
-            await self._threads.run(HOUSE, self._store.owners.rename_peers, names)
+            await self._store.threads.run(HOUSE, self._store.owners.rename_peers, names)
 
     async def keep(self) -> None:
         """Look after unfinished moves, for as long as the store serves. Each set of peers has a task of its own: a peer
@@ -211,7 +208,7 @@ class Moves:
     async def _unfinished(self) -> dict[tuple[str, frozenset[str]], list[_Unfinished]]:
         """Unfinished moves, by namespace and the peers to be asked or told. What needs no peer is done first."""
         found: dict[tuple[str, frozenset[str]], list[_Unfinished]] = {}
-        for namespace, agent_id, known in await self._threads.run(HOUSE, self._store.owners.unfinished):
+        for namespace, agent_id, known in await self._store.threads.run(HOUSE, self._store.owners.unfinished):
             try:
                 await self._handing_over.undo_if_silent(namespace, agent_id, known)
             except KvasirError as error:
@@ -238,7 +235,7 @@ class Moves:
 
     async def _finished(self, namespace: str, agent_id: str) -> Ownership:
         """What is known of the owner, once an earlier move to here is at its end. Raises Unavailable."""
-        known = await self._known(namespace, agent_id)
+        known = await self._store.owner(namespace, agent_id)
         if known.state is not OwnerState.ARRIVING:
             return known
         async with self._peers.connect(known.peer, namespace) as remote:
@@ -261,7 +258,7 @@ class Moves:
                 continue
             else:
                 done = self._store.moves.arrive
-            return await self._threads.run(namespace, done, namespace, agent_id, known.move_id)
+            return await self._store.run(namespace, done, agent_id, known.move_id)
         raise AssertionError("the last try answers or raises")
 
     async def _has_left(self, remote: AioStoreClient, order: MoveOrder, known: Ownership) -> bool:
@@ -269,7 +266,7 @@ class Moves:
         earlier call did all of this one."""
         with answers_of_peer(order.peer):
             agent = await remote.get_agent(order.agent_id)
-        if ownership.are_two(await self._labels(order.namespace, order.agent_id), agent.labels):
+        if ownership.are_two(await self._store.labels(order.namespace, order.agent_id), agent.labels):
             return False
         there = agent.ownership
         return int(there.state) == OwnerState.MOVED and there.generation == known.generation
@@ -288,7 +285,7 @@ class Moves:
     async def _tell_one(self, namespace: str, agent_id: str, peer: str, generation: int) -> None:
         async with self._peers.connect(peer, namespace) as remote:
             if not await self._knows_of_moves(remote, namespace, agent_id, peer):
-                await self._threads.run(namespace, self._store.owners.told, namespace, agent_id, peer, generation)
+                await self._store.run(namespace, self._store.owners.told, agent_id, peer, generation)
                 return
             try:
                 with answers_of_peer(peer):
@@ -298,7 +295,7 @@ class Moves:
                     _LOG.warning("claim.not_believed", peer=peer)  # what it has is its own, until its owner lets it go
                 elif await self._gave_way(namespace, agent_id, peer, generation, error):
                     return
-        await self._threads.run(namespace, self._store.owners.told, namespace, agent_id, peer, generation)
+        await self._store.run(namespace, self._store.owners.told, agent_id, peer, generation)
 
     async def _gave_way(
         self, namespace: str, agent_id: str, peer: str, generation: int, refused: FailedPrecondition
@@ -313,7 +310,7 @@ class Moves:
 
         async def give_way() -> Ownership:
             yield_to = self._store.owners.yield_to
-            return await self._threads.run(namespace, yield_to, namespace, agent_id, peer, generation, newer, may)
+            return await self._store.run(namespace, yield_to, agent_id, peer, generation, newer, may)
 
         try:
             await once_free(give_way, None)
@@ -330,7 +327,7 @@ class Moves:
                 there = await remote.get_agent(agent_id)
         except NotFound:
             return True  # it may know of an owner all the same
-        ours = await self._labels(namespace, agent_id)
+        ours = await self._store.labels(namespace, agent_id)
         return there.HasField("ownership") and not ownership.are_two(ours, there.labels)
 
     # --- inside ---
@@ -348,18 +345,6 @@ class Moves:
             self._wanted[key] -= 1
             if not self._wanted[key]:
                 del self._wanted[key], self._locks[key]
-
-    async def _known(self, namespace: str, agent_id: str) -> Ownership:
-        return await self._threads.run(namespace, self._store.owners.of, namespace, agent_id)
-
-    async def _agent(self, namespace: str, agent_id: str) -> AgentRecord:
-        return await self._threads.run(namespace, self._store.agents.get, namespace, agent_id)
-
-    async def _labels(self, namespace: str, agent_id: str) -> Mapping[str, str]:
-        try:
-            return (await self._agent(namespace, agent_id)).labels
-        except NotFound:
-            return {}
 
 
 def _read_generation(text: str) -> int:

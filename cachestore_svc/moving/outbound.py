@@ -20,8 +20,7 @@ from kvasir.server.shared_room import SharedRoom
 
 from cachestore_svc.facts.records import MAX_FRAME_BYTES
 from cachestore_svc.index.catalog import SLICE
-from cachestore_svc.store.store import Store
-from cachestore_svc.store.threads import StoreThreads
+from cachestore_svc.store.aio_store import AioStore
 
 # What is read at once: one blob, and more while all are at most this; and what one reader has read, or is reading,
 # behind that: one group, and more while they are small.
@@ -51,14 +50,13 @@ class _Group:
 class BlobReader:
     """Reads blobs of the store for all callers, within one budget."""
 
-    def __init__(self, store: Store, threads: StoreThreads, budget: SharedRoom) -> None:
+    def __init__(self, store: AioStore, budget: SharedRoom) -> None:
         self._store = store
-        self._threads = threads
         self._budget = budget
 
     def open(self, namespace: str, digests: Sequence[Digest], first_offset: int = 0) -> "BlobSource":
         """The blobs as pieces, in the order asked; the first from `first_offset` on. Use as an `async with`."""
-        return BlobSource(self._store, self._threads, self._budget, namespace, digests, first_offset)
+        return BlobSource(self._store, self._budget, namespace, digests, first_offset)
 
 
 class BlobSource:
@@ -66,15 +64,13 @@ class BlobSource:
 
     def __init__(
         self,
-        store: Store,
-        threads: StoreThreads,
+        store: AioStore,
         budget: SharedRoom,
         namespace: str,
         digests: Sequence[Digest],
         first_offset: int,
     ) -> None:
         self._store = store
-        self._threads = threads
         self._budget = budget
         self._namespace = namespace
         self._waiting = deque(digests)
@@ -148,9 +144,7 @@ class BlobSource:
         """Have the first that wait read; begins to read those behind them. Raises NotFound, DataLoss."""
         if not self._found:
             some = [*islice(self._waiting, SLICE)]
-            self._found += await self._threads.run(
-                self._namespace, self._store.blobs.leading_stored, self._namespace, some
-            )
+            self._found += await self._store.run(self._namespace, self._store.blobs.leading_stored, some)
         if self._ahead:
             group = self._ahead.popleft()
         else:
@@ -188,7 +182,7 @@ class BlobSource:
         size_bytes = _size_of(digests)
         self._held_bytes += size_bytes
         found = list(zip(digests, islice(self._found, first, None), strict=False))
-        reading = asyncio.create_task(self._threads.run(self._namespace, self._read_all, found))
+        reading = asyncio.create_task(self._store.threads.run(self._namespace, self._read_all, found))
         return _Group(digests, size_bytes, reading)
 
     def _read_all(self, found: Sequence[tuple[Digest, bool]]) -> list[memoryview | Exception]:

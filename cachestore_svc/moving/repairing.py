@@ -10,23 +10,21 @@ from kvasir.formats.digest import Digest
 
 from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.moving.peering.peers import Peers, errors_of_peer
+from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.blobs import BlobWriter
-from cachestore_svc.store.store import Store
-from cachestore_svc.store.threads import StoreThreads
 
 
 class Repairs:
     """Asks the peers of a namespace, in the order of their names."""
 
-    def __init__(self, store: Store, threads: StoreThreads, peers: Peers, stall_timeout_s: float) -> None:
+    def __init__(self, store: AioStore, peers: Peers, stall_timeout_s: float) -> None:
         self._store = store
-        self._threads = threads
         self._peers = peers
         self._stall_timeout_s = stall_timeout_s
 
     async def repair(self, namespace: str, digest: Digest) -> bool:
         """Whether the quarantined blob is whole again."""
-        kind = await self._threads.run(namespace, self._store.blobs.kind_of, namespace, digest)
+        kind = await self._store.run(namespace, self._store.blobs.kind_of, digest)
         if kind is None:
             return False
         for name in self._peers.names(namespace):
@@ -52,7 +50,7 @@ class Repairs:
 
     async def _fetch_rest(self, remote: AioStoreClient, namespace: str, digest: Digest, kind: BlobKind) -> None:
         with contextlib.ExitStack() as exits:
-            writer = await self._threads.run(
+            writer = await self._store.threads.run(
                 namespace, lambda: exits.enter_context(self._store.blobs.open_writer(namespace, digest, kind))
             )
             # What a peer sends in vain must not be what an honest writer goes on with.
@@ -60,7 +58,7 @@ class Repairs:
             try:
                 if writer.received_bytes < digest.size_bytes:
                     await self._write_frames(remote, namespace, digest, writer)
-                await self._threads.run(namespace, writer.finish)
+                await self._store.threads.run(namespace, writer.finish)
             except TimeoutError:
                 raise Unavailable("it was silent for too long") from None
 
@@ -72,4 +70,4 @@ class Repairs:
                 if frames is None:
                     return
                 for frame in frames:
-                    await self._threads.run(namespace, writer.write, frame.offset, frame.data)
+                    await self._store.threads.run(namespace, writer.write, frame.offset, frame.data)

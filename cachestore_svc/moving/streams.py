@@ -1,8 +1,9 @@
 """Streams whose other end may be slow: a slow end gives way to others, and a stalled stream is ended."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any, TypeVar
 
 from kvasir.errors import DeadlineExceeded
 
@@ -10,6 +11,11 @@ from cachestore_svc.moving.outbound import BlobSource
 
 # A reader that takes no piece within this time lets go of the rest.
 _SLOW_S = 0.5
+T = TypeVar("T")
+
+
+def _as_it_is(step: object) -> object:
+    return step
 
 
 class Streams:
@@ -30,6 +36,14 @@ class Streams:
             raise DeadlineExceeded(
                 f"the caller took nothing for {self._stall_timeout_s:g} s", reason="READER_STALLED"
             ) from None
+
+    async def send_all(
+        self, context: Any, steps: AsyncGenerator[T, None], written: Callable[[T], Any] = _as_it_is
+    ) -> None:
+        """Write a response for each step."""
+        async with aclosing(steps) as coming:
+            async for step in coming:
+                await self.send(context, written(step))
 
     async def _send_piece(self, context: Any, response: Any, source: BlobSource) -> None:
         writing = asyncio.ensure_future(context.write(response))

@@ -4,31 +4,29 @@ Each transfers only the blobs that are missing, one by one, with bounded memory,
 visible before. An interrupted transfer leaves blobs, which a repetition uses or garbage collection removes.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from kvasir.clients import AioStoreClient
-from kvasir.errors import AlreadyExists, FailedPrecondition, NotFound
+from kvasir.errors import AlreadyExists
 from kvasir.formats import archive
 from kvasir.formats.archive_reader import ArchiveReader, BlobPiece, Described
-from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.digest import Digest
 from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 
 from cachestore_svc.facts.ownership import OwnerState, are_two, check_takes_copy, owned_here
 from cachestore_svc.facts.records import BlobKind, Origin, SnapshotVersion
-from cachestore_svc.moving.bringing import Bringing, Coming
-from cachestore_svc.moving.copying import LineCopies, LineOrder, Offered, Progress, came_from
+from cachestore_svc.moving.bringing import Bringing
+from cachestore_svc.moving.copying import LineCopies, LineOrder, Offered, Progress, came_from, check_owns
 from cachestore_svc.moving.inbound import BlobIntake
 from cachestore_svc.moving.lease_waiting import once_free
 from cachestore_svc.moving.manifest_room import ManifestRoom
 from cachestore_svc.moving.outbound import BlobReader, BlobSource
 from cachestore_svc.moving.peering.peers import Peers, errors_of_peer
 from cachestore_svc.pairing.rights import Verb
-from cachestore_svc.store.store import Store
-from cachestore_svc.store.threads import StoreThreads
+from cachestore_svc.store.aio_store import AioStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,6 @@ class _Described:
 
     agent_id: str
     manifest: Digest
-    kv_identity_hash: str
 
 
 class Transfers:
@@ -68,20 +65,18 @@ class Transfers:
 
     def __init__(
         self,
-        store: Store,
-        threads: StoreThreads,
+        store: AioStore,
         reader: BlobReader,
         peers: Peers,
         bringing: Bringing,
         stall_timeout_s: float,
     ) -> None:
         self._store = store
-        self._threads = threads
         self._reader = reader
         self._peers = peers
         self._bringing = bringing
         self.manifests = ManifestRoom()
-        self.copies = LineCopies(store, threads, self.manifests, stall_timeout_s)
+        self.copies = LineCopies(store, self.manifests, stall_timeout_s)
 
     # --- pull ---
 
@@ -95,10 +90,10 @@ class Transfers:
         """
         line = LineOrder(order.namespace, order.peer, order.agent_id, order.kv_identity_hash)
         async with self._peers.connect(order.peer, order.namespace) as remote, AsyncExitStack() as room:
-            there = await _owners_agent(remote, order)
-            here = await self._threads.run(
-                order.namespace, self._store.owners.of, order.namespace, order.local_agent_id
-            )
+            with errors_of_peer(order.peer):
+                there = await remote.get_agent(order.agent_id)
+            check_owns(order.peer, there)
+            here = await self._store.owner(order.namespace, order.local_agent_id)
             if order.is_given:
                 self._bringing.check(Verb.COPY, order.namespace, order.peer, order.local_agent_id, here)
             is_copy = here.state is OwnerState.MOVED and (here.peer == order.peer or not order.is_given)
@@ -106,7 +101,10 @@ class Transfers:
             check_takes_copy(order.local_agent_id, here, given_by)
             async with self.manifests.parsing(order.namespace, MAX_MANIFEST_BYTES):
                 offered = await self.copies.take_offer(remote, line, room)
-            ours, newest = await self._heads(order.namespace, order.local_agent_id, offered.kv_identity_hash)
+            agent = await self._store.agent(order.namespace, order.local_agent_id)
+            lines = agent.lines if agent is not None else ()
+            ours = next((each for each in lines if each.kv_identity_hash == offered.kv_identity_hash), None)
+            newest = lines[0] if lines else None
             if ours is not None and order.is_given and not is_copy and not self._gave(order.peer, ours):
                 raise owned_here(order.local_agent_id)
             is_here = ours is not None and ours.manifest == offered.manifest
@@ -115,66 +113,38 @@ class Transfers:
                 return
             # What this store handed over is what the owner's memory grew out of, also where that is not kept any more.
             is_grown = is_copy and bool(here.move_id)
-            if newest is not None and not is_grown:
-                await self._check_ancestor(order, remote, line, newest, offered)
+            if newest is not None and not is_grown and newest.manifest.hash != offered.parent_manifest:
+                await self._check_ancestor(remote, line, newest)
             await room.enter_async_context(self.copies.kept(order.namespace, offered.everything))
-            coming = room.enter_context(self._bringing.counted(order.namespace, order.peer, order.local_agent_id))
-            async with aclosing(self._fetched(order, remote, line, offered, coming)) as steps:
+            about = order.namespace, order.peer, order.local_agent_id
+            coming = room.enter_context(self._bringing.counted(*about, is_given=order.is_given))
+            async with aclosing(self.copies.fetch(remote, line, offered.digests)) as steps:
                 async for progress in steps:
+                    await self._bringing.check_room(coming, offered, progress, is_dry_run=order.is_dry_run)
                     yield progress
                     if order.is_dry_run:
                         return
-            coming.has_come = order.is_given and not order.only_bytes
+            coming.has_come = not order.only_bytes
         if order.only_bytes:
             return
-        about = order.namespace, order.local_agent_id, offered.manifest, newest, Origin.PULL
-        yield await self._commit(*about, f"{order.peer}/{order.agent_id}@{offered.version}", given_by)
+        made = order.namespace, order.local_agent_id, offered.manifest, newest, Origin.PULL
+        yield await self._commit(*made, f"{order.peer}/{order.agent_id}@{offered.version}", given_by)
 
     async def _given_by(self, order: PullOrder, there: Any, is_copy: bool) -> int | None:
         """The generation of the owner whose copy here is renewed; None if the copy has another name."""
         if not is_copy or order.local_agent_id != order.agent_id:
             return None
-        if are_two(await self._labels(order.namespace, order.agent_id), there.labels):
+        if are_two(await self._store.labels(order.namespace, order.agent_id), there.labels):
             raise owned_here(order.agent_id)
         return int(there.ownership.generation)
 
-    async def _check_ancestor(
-        self, order: PullOrder, remote: AioStoreClient, line: LineOrder, newest: SnapshotVersion, offered: Offered
-    ) -> None:
+    async def _check_ancestor(self, remote: AioStoreClient, line: LineOrder, newest: SnapshotVersion) -> None:
         """A copy of an earlier version, which nobody has extended here, may be renewed as an ancestor is."""
-        is_ancestor = newest.manifest.hash == offered.parent_manifest
-        if not is_ancestor and not self._gave(order.peer, newest, order.agent_id):
+        if not self._gave(line.peer, newest, line.agent_id):
             await self.copies.check_ancestor(remote, line, newest)
-
-    async def _fetched(
-        self, order: PullOrder, remote: AioStoreClient, line: LineOrder, offered: Offered, coming: Coming
-    ) -> AsyncGenerator[Progress, None]:
-        """Of an agent that a peer gives, what comes is counted."""
-        async with aclosing(self.copies.fetch(remote, line, offered.digests)) as steps:
-            async for progress in steps:
-                if order.is_given:
-                    about = coming, offered.kv_identity_hash, offered.manifest, progress
-                    await self._bringing.check_room(*about, is_dry_run=order.is_dry_run)
-                yield progress
 
     def _gave(self, peer: str, line: SnapshotVersion, agent_id: str = "") -> bool:
         return came_from(line, self._peers.all_names(peer), agent_id)
-
-    async def _labels(self, namespace: str, agent_id: str) -> Mapping[str, str]:
-        try:
-            return (await self._threads.run(namespace, self._store.agents.get, namespace, agent_id)).labels
-        except NotFound:
-            return {}
-
-    async def _heads(
-        self, namespace: str, agent_id: str, kv_hash: str
-    ) -> tuple[SnapshotVersion | None, SnapshotVersion | None]:
-        """The newest version of that line here, and of the agent."""
-        try:
-            agent = await self._threads.run(namespace, self._store.agents.get, namespace, agent_id)
-        except NotFound:
-            return None, None
-        return next((line for line in agent.lines if line.kv_identity_hash == kv_hash), None), agent.lines[0]
 
     # --- archives ---
 
@@ -183,13 +153,12 @@ class Transfers:
         self, namespace: str, agent_id: str, kv_hash: str | None, version: int | None
     ) -> AsyncIterator[Archive]:
         """The archive of one version. Raises NotFound, DataLoss."""
-        snapshot = await self._threads.run(namespace, self._store.snapshots.get, namespace, agent_id, kv_hash, version)
+        snapshot = await self._store.run(namespace, self._store.snapshots.get, agent_id, kv_hash, version)
         head = archive.head(snapshot.manifest, snapshot.kv_identity_hash, agent_id)
         # The manifest is sent like any blob and is not parsed: the catalog knows what it names.
         async with self.manifests.listing(namespace, snapshot.token_count):
-            named = await self._threads.run(
-                namespace, self._store.blobs.named_blobs, namespace, snapshot.manifest, snapshot.total_bytes
-            )
+            all_of = snapshot.manifest, snapshot.total_bytes
+            named = await self._store.run(namespace, self._store.blobs.named_blobs, *all_of)
             size_bytes = archive.size_bytes(len(head) + _padded(snapshot.manifest.size_bytes), named)
             source = self._reader.open(namespace, [snapshot.manifest, *named])
             async with source, aclosing(_archive(head, snapshot.manifest, source)) as pieces:
@@ -199,18 +168,17 @@ class Transfers:
         self, namespace: str, agent_id: str, replace: bool, pieces: AsyncIterable[bytes]
     ) -> SnapshotVersion:
         """Read an archive into a new version. Raises InvalidArgument, AlreadyExists, ResourceExhausted."""
-        await self._check_may_import(namespace, agent_id, replace)
+        await self._imported_onto(namespace, agent_id, replace)
         async with AsyncExitStack() as room:
             described = await self._take_archive(namespace, pieces, room)
-        _, head = await self._heads(namespace, agent_id, described.kv_identity_hash)
-        await self._check_may_import(namespace, agent_id, replace)
+        head = await self._imported_onto(namespace, agent_id, replace)
         return await self._commit(namespace, agent_id, described.manifest, head, Origin.IMPORT, described.agent_id)
 
     async def _take_archive(self, namespace: str, pieces: AsyncIterable[bytes], room: AsyncExitStack) -> _Described:
         """Store all that an archive holds. `room` has what its list of blobs takes, for as long as it is read."""
         reader = ArchiveReader()
         described: _Described | None = None
-        async with BlobIntake(self._store, self._threads, namespace) as intake, AsyncExitStack() as parsing:
+        async with BlobIntake(self._store, namespace) as intake, AsyncExitStack() as parsing:
             waited_bytes = 0
             async for piece in pieces:
                 # A waiter for more room gives back what it has: else all waiters could wait for each other.
@@ -239,14 +207,13 @@ class Transfers:
         """Take the parts that a piece completes: the manifest, once, which is stored and not kept; bytes of blobs."""
         parts = reader.feed(piece)
         # Until it has read the manifest, a piece may take long.
-        for part in parts if described else await self._threads.run(namespace, list, parts):
+        for part in parts if described else await self._store.threads.run(namespace, list, parts):
             if isinstance(part, Described):
                 self.manifests.keep_list(room, namespace, len(part.digests))
                 await self.copies.store_bytes(namespace, part.manifest_digest, part.manifest_bytes, BlobKind.MANIFEST)
                 everything = (part.manifest_digest, *part.digests)
                 await room.enter_async_context(self.copies.kept(namespace, everything))
-                kv_hash = kv_identity_hash(part.manifest.kv_identity)
-                described = _Described(part.agent_id, part.manifest_digest, kv_hash)
+                described = _Described(part.agent_id, part.manifest_digest)
             else:
                 await _take(intake, part)
             # With each part: one piece may hold more blobs than there is room for outcomes.
@@ -267,13 +234,10 @@ class Transfers:
 
         async def commit() -> SnapshotVersion:
             async with self.manifests.parsing(namespace, manifest.size_bytes):
-                return await self._threads.run(
+                return await self._store.run(
                     namespace,
                     self._store.snapshots.commit,
-                    namespace,
-                    agent_id,
-                    manifest,
-                    head.version if head else 0,
+                    *(agent_id, manifest, head.version if head else 0),
                     origin=origin,
                     origin_detail=origin_detail,
                     parent_manifest=head.manifest if head else None,
@@ -282,38 +246,22 @@ class Transfers:
 
         return await once_free(commit, None)
 
-    async def _check_may_import(self, namespace: str, agent_id: str, replace: bool) -> None:
-        try:
-            await self._threads.run(namespace, self._store.agents.get, namespace, agent_id)
-        except NotFound:
-            return
-        if not replace:
+    async def _imported_onto(self, namespace: str, agent_id: str, replace: bool) -> SnapshotVersion | None:
+        """The agent's newest version, if there is any. Raises AlreadyExists unless it may be replaced."""
+        agent = await self._store.agent(namespace, agent_id)
+        if agent is not None and not replace:
             raise AlreadyExists(
                 f"agent {agent_id!r} exists; an import with `replace` (--replace) adds a version",
                 reason="AGENT_EXISTS",
                 metadata={"agent_id": agent_id},
             )
+        return agent.lines[0] if agent is not None else None
 
 
 def _is_newest(there: Any, offered: Offered) -> bool:
     """Whether the peer offers the newest version of the agent. It may list no line."""
     newest = max(there.lines, key=lambda each: int(each.version), default=None)
     return newest is None or newest.manifest.hash == offered.manifest.hash
-
-
-async def _owners_agent(remote: AioStoreClient, order: PullOrder) -> Any:
-    """The agent as the peer, its owner, has it. Raises FailedPrecondition (AGENT_MOVED): what it has is an older
-    copy of another store's agent."""
-    with errors_of_peer(order.peer):
-        agent = await remote.get_agent(order.agent_id)
-    there = agent.ownership
-    if int(there.state) == OwnerState.MOVED:
-        raise FailedPrecondition(
-            f"{order.agent_id!r} has moved from {order.peer} to its peer {there.peer}: pull it from there",
-            reason="AGENT_MOVED",
-            metadata={"agent_id": order.agent_id, "owner": there.peer, "generation": str(there.generation)},
-        )
-    return agent
 
 
 async def _archive(head: bytes, manifest: Digest, source: BlobSource) -> AsyncGenerator[bytes, None]:

@@ -8,8 +8,7 @@ from kvasir.errors import KvasirError, Unavailable
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.index.catalog import HOUSE
-from cachestore_svc.store.store import Store
-from cachestore_svc.store.threads import StoreThreads
+from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.upkeep.scrubbing import ToScrub
 
 _SAVE_EVERY_S = 30.0
@@ -23,12 +22,10 @@ Repair = Callable[[str, Digest], Awaitable[bool]]
 class BackgroundScrub:
     """One pass after the other, each `every_s` after the end of the last one, at `bytes_per_s`."""
 
-    def __init__(
-        self, store: Store, threads: StoreThreads, repair: Repair, *, bytes_per_s: int, every_s: float
-    ) -> None:
+    def __init__(self, store: AioStore, repair: Repair, *, bytes_per_s: int, every_s: float) -> None:
         """`repair(namespace, digest)`: whether a damaged blob is whole again."""
         self._scrubbing = store.care.scrubbing
-        self._threads = threads
+        self._threads = store.threads
         self._repair = repair
         self._bytes_per_s = bytes_per_s
         self._every_s = every_s

@@ -158,7 +158,7 @@ class Leases:
     def _line(self, namespace: str, agent_id: str, kv_identity_hash: str) -> LineKey:
         self._core.check_open(namespace)
         check_agent_id(agent_id)
-        check_hash(kv_identity_hash, "kv_identity_hash")
+        check_hash(kv_identity_hash)
         return LineKey(namespace, agent_id, kv_identity_hash)
 
 

@@ -41,7 +41,7 @@ class Prefixes:
         self._core.check_open(namespace)
         check_groups(groups)
         check_range("block_hashes", len(block_hashes), 0, MAX_BLOCK_HASHES_PER_REQUEST)
-        check_hash(kv_identity_hash, "kv_identity_hash")
+        check_hash(kv_identity_hash)
         for each in block_hashes:
             check_hash(each, "block_hashes")
         found = _find(_PrefixSearch(self._core, namespace, kv_identity_hash), block_hashes, groups)

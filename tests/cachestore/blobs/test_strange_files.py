@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.errors import DataLoss, Unavailable
 
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.edge.messages import write_agent, write_event, write_snapshot
+from cachestore_svc.edge.messages import write_agent, write_event, written
 from cachestore_svc.facts.records import LAST_UNIX_MS
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, publish, upload
@@ -112,7 +113,7 @@ def test_a_commit_under_an_absurd_clock_can_be_told(lab: Lab, now_s: float) -> N
     with lab.open() as store:
         start = store.events.after(NS, None).cursor
         done = publish(store, "a", SyntheticAgent(SMALL, 1).turn(30), 0)
-        write_snapshot(done)
+        assert written(pb.SnapshotVersion, done).created_at.ToMilliseconds() >= 0
         for agent in store.agents.page(NS).agents:
             write_agent(agent)
         for event in store.events.after(NS, start).events:

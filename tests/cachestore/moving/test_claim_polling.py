@@ -16,6 +16,7 @@ from cachestore_svc.moving.handing_over import HandingOver
 from cachestore_svc.moving.peering.peer_limits import PeerLimits
 from cachestore_svc.moving.peering.peers import Peers
 from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings
+from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads
 from tests.cachestore.core.lab import NS, Lab, anybody
@@ -69,10 +70,11 @@ async def polled(
 ) -> None:
     """Ask every 0.05 s. Each step is done, and what it leads to is waited for."""
     threads = StoreThreads()
+    aio = AioStore(store, threads)
     book = {name: PeerSettings(name=name, address=at, gives=(f"{NS}=claim",)) for name, at in addresses.items()}
     peers, limits = Peers(lambda: PeerBook(book)), PeerLimits(time.monotonic)
-    handing_over = HandingOver(store, threads, peers, limits, patience_s=60.0, steady=time.monotonic)
-    polling = ClaimPolling(store, threads, peers, handing_over, uptime, every_s=0.05)
+    handing_over = HandingOver(aio, peers, limits, patience_s=60.0, steady=time.monotonic)
+    polling = ClaimPolling(aio, peers, handing_over, uptime, every_s=0.05)
     task = asyncio.create_task(polling.run())
     try:
         for do, until in steps:

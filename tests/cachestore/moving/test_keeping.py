@@ -20,6 +20,7 @@ from cachestore_svc.moving.peering.peer_limits import PeerLimits
 from cachestore_svc.moving.peering.peers import Peers
 from cachestore_svc.moving.transfer import Transfers
 from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings
+from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads
 from tests.cachestore.core.lab import NS, Lab, anybody
@@ -47,12 +48,13 @@ async def kept(
 ) -> None:
     """Look after the store's moves until that holds. `formerly`: earlier names of each peer."""
     threads = StoreThreads()
+    aio = AioStore(store, threads)
     book = {name: PeerSettings(name=name, address=at, formerly=formerly) for name, at in addresses.items()}
     peers, limits = Peers(lambda: PeerBook(book)), PeerLimits(time.monotonic)
-    bringing = Bringing(store, threads, peers, limits)
-    copies = Transfers(store, threads, BlobReader(store, threads, SharedRoom(1)), peers, bringing, 5.0).copies
-    handing_over = HandingOver(store, threads, peers, limits, patience_s=0.2, steady=time.monotonic)
-    receiving = Receiving(store, threads, copies, bringing)
+    bringing = Bringing(aio, peers, limits)
+    copies = Transfers(aio, BlobReader(aio, SharedRoom(1)), peers, bringing, 5.0).copies
+    handing_over = HandingOver(aio, peers, limits, patience_s=0.2, steady=time.monotonic)
+    receiving = Receiving(aio, copies, bringing)
     task = asyncio.create_task(Moves(receiving, peers, handing_over, lab.chance).keep())
     async with asyncio.timeout(within_s):
         while not until():  # noqa: ASYNC110  what it waits for is in the store

@@ -31,6 +31,7 @@ from cachestore_svc.moving.peering.peers import Peers
 from cachestore_svc.moving.repairing import Repairs
 from cachestore_svc.pairing.peers_file import PeerBook
 from cachestore_svc.pairing.peers_file import PeerSettings as Peer
+from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads
 from tests.cachestore.core.lab import NS, Clock, Lab
@@ -143,8 +144,9 @@ async def _mac(
     )
     lab = Lab(root / "data")
     store = lab.open()
+    aio = AioStore(store, threads)
     config = read_settings({"data_dir": root / "data", **settings})
-    services = make_services(config, store, threads, known, Repairs(store, threads, known, 5.0), edge.stopping)
+    services = make_services(config, aio, known, Repairs(aio, known, 5.0), edge.stopping)
     edge.add(add_to_server, _Late(services.store))
     edge.add(cachestore_pb2_grpc.add_AgentServiceServicer_to_server, _Late(services.agents))
     edge.add(cachestore_pb2_grpc.add_MovingServiceServicer_to_server, _Late(services.moving))

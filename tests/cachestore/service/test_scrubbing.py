@@ -13,6 +13,7 @@ from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.store import background_scrub
+from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.background_scrub import BackgroundScrub
 from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads
@@ -131,7 +132,8 @@ def test_a_pass_goes_on_where_it_was_after_a_restart_and_begins_when_it_is_due(l
 
 async def scrub_until_a_blob_is_checked(lab: Lab, store: Store, bytes_per_s: int) -> None:
     threads = StoreThreads()
-    task = asyncio.create_task(BackgroundScrub(store, threads, no_peer, bytes_per_s=bytes_per_s, every_s=0.001).run())
+    aio = AioStore(store, threads)
+    task = asyncio.create_task(BackgroundScrub(aio, no_peer, bytes_per_s=bytes_per_s, every_s=0.001).run())
     async with asyncio.timeout(60):
         while not store.care.scrubbing.state.blobs_checked:
             lab.clock.pass_s(1)
@@ -185,7 +187,8 @@ async def no_peer(_namespace: str, _digest: Digest) -> bool:
 def test_a_pass_keeps_its_pace(lab: Lab) -> None:
     async def scrub() -> float:
         threads = StoreThreads()
-        task = asyncio.create_task(BackgroundScrub(store, threads, no_peer, bytes_per_s=4 * SIZE, every_s=0.001).run())
+        aio = AioStore(store, threads)
+        task = asyncio.create_task(BackgroundScrub(aio, no_peer, bytes_per_s=4 * SIZE, every_s=0.001).run())
         began = time.monotonic()
         while not store.care.scrubbing.state.blobs_checked:
             lab.clock.pass_s(1)

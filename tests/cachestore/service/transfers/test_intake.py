@@ -15,6 +15,7 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.moving.inbound import BlobIntake, Stored
+from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.threads import StoreThreads
 from tests.cachestore.core.lab import NS, Lab, write
 from tests.made_models.synthetic import SMALL, SyntheticAgent, full_layers, kv_identity
@@ -58,7 +59,7 @@ def test_a_sender_cancelled_while_its_blob_is_opened_or_synced_leaves_no_writer(
 
     async def test() -> None:
         with Lab(tmp_path / "data").open(disk) as store:
-            sending = asyncio.create_task(send(BlobIntake(store, threads, NS)))
+            sending = asyncio.create_task(send(BlobIntake(AioStore(store, threads), NS)))
             await asyncio.to_thread(disk.arrived.wait, 20)
             sending.cancel()
             await asyncio.sleep(0.05)
@@ -66,7 +67,7 @@ def test_a_sender_cancelled_while_its_blob_is_opened_or_synced_leaves_no_writer(
             disk.go_on.set()
             with pytest.raises(asyncio.CancelledError):
                 await sending
-            again = BlobIntake(store, threads, NS)
+            again = BlobIntake(AioStore(store, threads), NS)
             await asyncio.wait_for(send(again), 20)
             outcome = again.outcomes.get_nowait()
             assert isinstance(outcome, Stored), outcome
@@ -90,7 +91,7 @@ def test_a_sender_cancelled_while_its_whole_blob_waits_behind_others_leaves_no_w
 
     async def test() -> None:
         with Lab(tmp_path / "data").open() as store:
-            full = BlobIntake(store, threads, NS)
+            full = BlobIntake(AioStore(store, threads), NS)
             waits = asyncio.Event()
 
             class NoRoom(asyncio.Semaphore):
@@ -104,7 +105,7 @@ def test_a_sender_cancelled_while_its_whole_blob_waits_behind_others_leaves_no_w
             sending.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await sending
-            again = BlobIntake(store, threads, NS)
+            again = BlobIntake(AioStore(store, threads), NS)
             await asyncio.wait_for(send(again), 20)
             outcome = again.outcomes.get_nowait()
             assert isinstance(outcome, Stored), outcome
@@ -139,7 +140,7 @@ def test_frames_are_taken_while_the_disk_writes_but_only_a_few_mebibytes(tmp_pat
 
     async def test() -> None:
         with Lab(tmp_path / "data").open(disk) as store:
-            intake = BlobIntake(store, threads, NS)
+            intake = BlobIntake(AioStore(store, threads), NS)
             sending = asyncio.create_task(send(intake))
             await asyncio.to_thread(disk.arrived.wait, 20)
             await asyncio.sleep(0.05)
@@ -180,7 +181,7 @@ def test_small_blobs_of_one_sender_are_synced_side_by_side(tmp_path: Path) -> No
 
     async def test() -> None:
         with Lab(tmp_path / "data").open(disk) as store:
-            async with BlobIntake(store, threads, NS) as intake:
+            async with BlobIntake(AioStore(store, threads), NS) as intake:
                 for digest, data in blobs.items():
                     await intake.begin(digest, BlobKind.TENSORS, 0, data)
                 await intake.end()
@@ -199,7 +200,7 @@ def test_a_large_blob_that_turns_out_to_be_stored_is_acknowledged_once(sent: int
     async def test() -> None:
         with Lab(tmp_path / "data").open() as store:
             write(store, digest, data, BlobKind.TENSORS)
-            async with BlobIntake(store, threads, NS) as intake:
+            async with BlobIntake(AioStore(store, threads), NS) as intake:
                 await intake.begin(digest, BlobKind.TENSORS, 0, data[:MIB])
                 for offset, piece in pieces(data)[1:sent]:
                     await intake.write(offset, piece)
@@ -217,7 +218,7 @@ def test_a_large_blob_that_cannot_be_opened_is_refused_before_all_of_it_has_come
 
     async def test() -> None:
         with Lab(tmp_path / "data").open(default_quota_bytes=MIB) as store:
-            async with BlobIntake(store, threads, NS) as intake:
+            async with BlobIntake(AioStore(store, threads), NS) as intake:
                 await intake.begin(digest, BlobKind.TENSORS, 0, data[:MIB])
                 await intake._written()
                 with pytest.raises(ResourceExhausted) as refused:
@@ -241,7 +242,7 @@ def test_small_blobs_of_one_sender_are_listed_in_groups(tmp_path: Path) -> None:
     async def test() -> None:
         with Lab(tmp_path / "data").open(CountingDisk()) as store:
             listed.clear()
-            async with BlobIntake(store, threads, NS) as intake:
+            async with BlobIntake(AioStore(store, threads), NS) as intake:
                 for digest, data in blobs.items():
                     await intake.begin(digest, BlobKind.TENSORS, 0, data)
                 await intake.end()
@@ -259,7 +260,7 @@ def test_a_small_blob_whose_sender_sends_no_more_is_made_durable_before_it_ends(
 
     async def test() -> None:
         with Lab(tmp_path / "data").open() as store:
-            async with BlobIntake(store, threads, NS) as intake:
+            async with BlobIntake(AioStore(store, threads), NS) as intake:
                 await intake.begin(digest, BlobKind.TENSORS, 0, data)
                 assert await asyncio.wait_for(intake.outcomes.get(), 20) == Stored(digest, existed=False)
 
@@ -280,7 +281,7 @@ def test_small_blobs_that_were_sent_before_a_cut_are_kept(tmp_path: Path) -> Non
     async def test() -> None:
         with Lab(tmp_path / "data").open() as store:
             with pytest.raises(ConnectionError):
-                await send(BlobIntake(store, threads, NS))
+                await send(BlobIntake(AioStore(store, threads), NS))
             assert store.blobs.find_missing(NS, list(blobs)) == []
 
     asyncio.run(test())

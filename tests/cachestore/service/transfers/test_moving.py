@@ -18,6 +18,7 @@ from cachestore_svc.moving.peering.peer_limits import PeerLimits
 from cachestore_svc.moving.peering.peers import Peers
 from cachestore_svc.moving.transfer import Progress, PullOrder, Transfers
 from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings
+from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads
 from tests.cachestore.core.lab import NS, Clock, Lab, write_all
@@ -35,9 +36,10 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def transfers(store: Store, address: str = "unix:/nowhere") -> Transfers:
     threads = StoreThreads()
+    aio = AioStore(store, threads)
     peers = Peers(lambda: PeerBook({"mac": PeerSettings(name="mac", address=address)}))
-    bringing = Bringing(store, threads, peers, PeerLimits(time.monotonic))
-    return Transfers(store, threads, BlobReader(store, threads, SharedRoom(MIB)), peers, bringing, 5.0)
+    bringing = Bringing(aio, peers, PeerLimits(time.monotonic))
+    return Transfers(aio, BlobReader(aio, SharedRoom(MIB)), peers, bringing, 5.0)
 
 
 async def pulled(moving: Transfers) -> SnapshotVersion:

@@ -29,6 +29,7 @@ from cachestore_svc.moving.peering.peers import Peers
 from cachestore_svc.moving.repairing import Repairs
 from cachestore_svc.moving.transfer import Transfers
 from cachestore_svc.pairing.peers_file import PeerBook
+from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads
 from tests.cachestore.core.lab import NS, Lab, write_all
@@ -59,11 +60,12 @@ def _private(tmp_path: Path) -> None:
 async def served(root: Path, store: Store, budget_bytes: int, window_bytes: int = 65536) -> AsyncIterator[Any]:
     """Its stub, over a connection that buffers next to nothing."""
     threads = StoreThreads()
+    aio = AioStore(store, threads)
     edge = EdgeServer(Listening(f"unix:{root}/s"), [SERVICE_NAME], ALLOWED_ROLES, Reports(lambda: "r"))
-    reader, peers = BlobReader(store, threads, SharedRoom(budget_bytes)), Peers(PeerBook)
-    bringing = Bringing(store, threads, peers, PeerLimits(time.monotonic))
-    transfers = Transfers(store, threads, reader, peers, bringing, 2.0)
-    parts = StoreParts(store, threads, reader, transfers, peers, Repairs(store, threads, Peers(PeerBook), 2.0))
+    reader, peers = BlobReader(aio, SharedRoom(budget_bytes)), Peers(PeerBook)
+    bringing = Bringing(aio, peers, PeerLimits(time.monotonic))
+    transfers = Transfers(aio, reader, peers, bringing, 2.0)
+    parts = StoreParts(aio, reader, transfers, peers, Repairs(aio, Peers(PeerBook), 2.0))
     service = CacheStoreService(parts, ServiceLimits(0, 64 * MIB, 2.0), edge.stopping)
     add_to_server(service, edge.grpc)
     await edge.start()
@@ -204,12 +206,16 @@ def test_a_digest_that_claims_bytes_takes_no_room_for_them(tmp_path: Path) -> No
 
     async def test(store: Store) -> None:
         threads, room = StoreThreads(), SharedRoom(MIB)
+        aio = AioStore(store, threads)
         room.take("another", MIB)
-        async with asyncio.timeout(30), BlobReader(store, threads, room).open(NS, [bogus]) as source:
+        async with asyncio.timeout(30), BlobReader(aio, room).open(NS, [bogus]) as source:
             with pytest.raises(NotFound):
                 await source.next_piece()
         room.give_back("another", MIB)
-        async with asyncio.timeout(30), BlobReader(store, threads, room).open(NS, [*turn.digests, bogus]) as source:
+        async with (
+            asyncio.timeout(30),
+            BlobReader(aio, room).open(NS, [*turn.digests, bogus]) as source,
+        ):
             assert await source.next_piece()
             with pytest.raises(NotFound):
                 await source.next_piece()
@@ -228,11 +234,15 @@ def test_one_namespaces_readers_leave_room_for_another(tmp_path: Path) -> None:
 
     async def test(store: Store) -> None:
         threads, room = StoreThreads(), SharedRoom(20 * MIB)
-        sources = [BlobReader(store, threads, room).open(NS, [digest]) for digest in turn.digests]
+        aio = AioStore(store, threads)
+        sources = [BlobReader(aio, room).open(NS, [digest]) for digest in turn.digests]
         pending = [asyncio.create_task(source.next_piece()) for source in sources]
         await asyncio.wait(pending, timeout=2)
         assert 0 < room.held(NS) <= 15 * MIB
-        async with asyncio.timeout(30), BlobReader(store, threads, room).open("other", small.digests) as source:
+        async with (
+            asyncio.timeout(30),
+            BlobReader(aio, room).open("other", small.digests) as source,
+        ):
             assert await source.next_piece()
         for task in pending:
             task.cancel()
