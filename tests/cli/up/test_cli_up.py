@@ -166,9 +166,9 @@ def test_a_second_up_of_the_same_home_is_refused_clearly(cli: Cli) -> None:
     assert len(refused.err.splitlines()) == 1
 
 
-@pytest.mark.long(6)
+@pytest.mark.long(5)
 def test_a_load_of_turns_is_measured_at_the_running_engine(cli: Cli) -> None:
-    options = ("--rate", "4", "--seconds", "4", "--ramp", "1", "--prompt-tokens", "40", "--reply-tokens", "8")
+    options = ("--rate", "4", "--seconds", "4", "--ramp", "1", "--in", "40", "--out", "8")
     found = cli.done("bench", "load", *options, "--seed", "3", "--json").value
     assert found["settings"]["rate_per_s"] == 4.0
     assert found["phases"]["steady"] > 3
@@ -176,13 +176,52 @@ def test_a_load_of_turns_is_measured_at_the_running_engine(cli: Cli) -> None:
     assert 0 < found["first_token_s"]["p50"] <= found["first_token_s"]["p99"] <= found["end_to_end_s"]["largest"]
     assert found["gap_s"]["count"] > 0
     assert found["tokens_per_s"] > 0
-    assert found["failures"] == {}
-    crowd = cli.done("bench", "load", "--at-once", "3", "--seconds", "1", *options[-4:], "--json").value
-    assert crowd["in_flight_at_end"] == 3
-    assert crowd["phases"]["steady"] == crowd["first_token_s"]["count"] >= 3
-    assert crowd["offered_tokens_per_s"] is None
+    assert (found["failures"], found["good_share"]) == ({}, None)
     nobody = Cli(cli.home)("--engine", "unix:/tmp/kv-nobody", "bench", "load", "--seconds", "1", "--json")
     assert nobody.code == 3
+
+
+def test_agents_of_a_load_come_back_to_their_memories_and_leave_none(cli: Cli) -> None:
+    shape = ("--in", "20-40", "--out", "4~8", "--shared-prefix", "30", "--turns", "2")
+    limits = ("--first-token-ms", "60000", "--gap-ms", "60000")
+    found = cli.done("bench", "load", "--at-once", "3", "--requests", "6", *shape, *limits, "--json").value
+    assert (found["failures"], found["phases"]) == ({}, {"ramp": 0, "steady": 6, "tail_s": 0.0})
+    assert (found["good_share"], found["offered_tokens_per_s"]) == (1.0, None)
+    assert found["good_requests_per_s"] == found["requests_per_s"] == pytest.approx(6 / found["wall_s"])
+    assert 6 <= found["reply_tokens"] <= 48
+    assert (found["settings"]["prompt_tokens"], found["settings"]["reply_tokens"]) == ("20-40", "4~8")
+    assert [each for each in cli.done("agents", "ls", "--all", "--json").value if "bench-load" in str(each)] == []
+
+
+@pytest.mark.long(10)
+def test_a_load_is_sent_to_mlx_lms_server_too_and_shown_beside_it(cli: Cli, tmp_path: Path) -> None:
+    options = ("--at-once", "3", "--requests", "3", "--in", "40", "--out", "8", "--plots", tmp_path / "plots")
+    found = cli.done("bench", "load", *options, "--mlx-lm", "kvasir-tiny", "--json").value
+    peer = found["peer"]
+    assert (peer["failures"], peer["phases"]["steady"]) == ({}, 3)
+    assert peer["serves"] == "up to 32 rows and 8 prompts in a batch, in float32"
+    assert 0.8 * found["reply_tokens"] <= peer["reply_tokens"] <= 1.25 * found["reply_tokens"]
+    assert found["ratios"]["wall_s"] == found["wall_s"] / peer["wall_s"]
+    assert len(list((tmp_path / "plots").iterdir())) == 4
+    write_encoder(tmp_path / "encoder")
+    left_out = cli.done("bench", "load", *options[:8], "--mlx-lm", tmp_path / "encoder")
+    assert "mlx_lm.server was left out: " in left_out.out
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [
+        ("--in", ("--in", "many")),
+        ("--out", ("--out", "9-8")),
+        ("--rate", ("--rate", "1", "--at-once", "2")),
+        ("requests", ("--requests", "2", "--seconds", "2")),
+        ("ramp", ("--requests", "2", "--ramp", "1")),
+        ("--mlx-lm", ("--mlx-lm", "/tmp")),
+    ],
+)
+def test_a_load_that_is_none_is_refused_by_its_option(field: str, wrong: tuple[str, ...]) -> None:
+    refused = in_process("bench", "load", *wrong, "--json")
+    assert json.loads(refused.err or refused.out)["error"]["field"] == field
 
 
 @pytest.mark.long(3)

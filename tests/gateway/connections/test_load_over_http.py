@@ -16,7 +16,7 @@ from tests.running.programs import run
 
 
 def load(url: str, key: str, *options: str, code: int = 0) -> Any:
-    shape = ("--rate", "6", "--seconds", "2", "--ramp", "0.5", "--prompt-tokens", "40", "--reply-tokens", "8")
+    shape = ("--rate", "6", "--seconds", "2", "--ramp", "0.5", "--in", "40", "--out", "8")
     ended = run("kvasir", "bench", "load", "--http", url, *shape, "--json", *options, env={"KVASIR_API_KEY": key})
     assert ended.returncode == code, ended.stderr
     return json.loads(ended.stdout)

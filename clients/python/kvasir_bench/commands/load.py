@@ -1,7 +1,9 @@
 """`kvasir bench load`."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,98 +14,162 @@ from kvasir.clients import AioInferenceClient
 from kvasir.credentials import read_token
 from kvasir.errors import FailedPrecondition, InvalidArgument
 
-from kvasir_bench.commands.shown import progress, show
-from kvasir_bench.load import run
+from kvasir_bench.commands.shown import PlotsOption, draw, progress, show
+from kvasir_bench.load import report, run
+from kvasir_bench.load.arithmetic import Lengths, Limits
 
+RateOption = Annotated[float | None, typer.Option(min=0.001, help="Turns a second on average. Left out: 1.")]
+AtOnceOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Instead: so many callers; each sends a turn when its last one has ended."),
+]
+SecondsOption = Annotated[float | None, typer.Option(min=1, help="How long turns arrive. Left out: 60.")]
+RequestsOption = Annotated[int | None, typer.Option(min=1, help="Instead: so many turns. `wall` is what they took.")]
+RampOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0, help="Seconds at the start that do not count. Left out: a fifth; with --at-once or --requests none."
+    ),
+]
+InOption = Annotated[
+    str,
+    typer.Option(
+        "--in",
+        metavar="TOKENS",
+        help="Of each prompt, about: 512; 200-4000, each length equally likely; 200~4000, many short, few long.",
+    ),
+]
+OutOption = Annotated[
+    str, typer.Option("--out", metavar="TOKENS", help="Of each reply at most, as --in. A model may end earlier.")
+]
+SharedPrefixOption = Annotated[
+    int, typer.Option(min=0, metavar="TOKENS", help="Of a system prompt that all turns begin with.")
+]
+TurnsOption = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Of each agent: it comes back when it is idle longest, and its memory is deleted at the end. A server of "
+        "--http is sent the whole conversation, and Kvasir's gateway keeps it.",
+    ),
+]
+FirstTokenOption = Annotated[
+    float | None, typer.Option(min=1, metavar="MS", help="Wait for the first token of a good turn, at most.")
+]
+GapOption = Annotated[
+    float | None, typer.Option(min=1, metavar="MS", help="Longest gap between tokens of a good turn, at most.")
+]
+SeedOption = Annotated[int, typer.Option(min=0, help="Of arrivals, lengths and texts.")]
+MlxLmOption = Annotated[
+    str,
+    typer.Option(
+        metavar="MODEL",
+        help="Then start mlx_lm.server with this model, kvasir-tiny or a directory, and send it the same turns.",
+    ),
+]
 HttpOption = Annotated[
     str | None,
     typer.Option(metavar="URL", help="Instead of gRPC: a server with /v1/chat/completions, Kvasir's or another."),
 ]
+ModelOption = Annotated[str | None, typer.Option(help="With --http: the model's name at that server.")]
+ApiKeyFileOption = Annotated[Path | None, typer.Option(help="With --http: the file of the key.")]
 ApiKeyOption = Annotated[
     str, typer.Option(envvar="KVASIR_API_KEY", help="With --http: the key. The variable shows it to fewer.")
 ]
 
 
-RateOption = Annotated[
-    float | None, typer.Option(min=0.001, help="Turns a second on average. Left out: from --tokens-per-s, else 1.")
-]
-TokensRateOption = Annotated[
-    float | None, typer.Option(min=0.001, help="Instead: as many turns as ask for so many tokens a second.")
-]
-AtOnceOption = Annotated[
-    int | None, typer.Option(min=1, help="Instead: so many callers, each of which asks when its last turn has ended.")
-]
-SecondsOption = Annotated[float, typer.Option(min=1, help="How long turns arrive.")]
-RampOption = Annotated[
-    float | None,
-    typer.Option(min=0, help="Seconds at the start that do not count. Left out: a fifth; none with --at-once."),
-]
-PromptTokensOption = Annotated[int, typer.Option(min=1, help="Of each turn, about.")]
-ReplyTokensOption = Annotated[int, typer.Option(min=1, help="Of each turn at most: a model may end earlier.")]
-SeedOption = Annotated[int, typer.Option(min=0, help="Of arrivals and texts.")]
-ModelOption = Annotated[str | None, typer.Option(help="With --http: the model's name at that server.")]
-ApiKeyFileOption = Annotated[Path | None, typer.Option(help="With --http: the file of the key.")]
-
-
 def load(
     context: typer.Context,
     rate: RateOption = None,
-    tokens_per_s: TokensRateOption = None,
     at_once: AtOnceOption = None,
-    seconds: SecondsOption = 60.0,
+    seconds: SecondsOption = None,
+    requests: RequestsOption = None,
     ramp: RampOption = None,
-    prompt_tokens: PromptTokensOption = 512,
-    reply_tokens: ReplyTokensOption = 128,
+    prompts: InOption = "512",
+    replies: OutOption = "128",
+    shared_prefix: SharedPrefixOption = 0,
+    turns: TurnsOption = 1,
+    first_token_ms: FirstTokenOption = None,
+    gap_ms: GapOption = None,
     seed: SeedOption = 0,
+    mlx_lm: MlxLmOption = "",
     http: HttpOption = None,
     model: ModelOption = None,
     api_key_file: ApiKeyFileOption = None,
     api_key: ApiKeyOption = "",
+    plots: PlotsOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let turns arrive at a running engine at a rate of their own, and show what they saw: p50, p95, p99.
+    """Let turns arrive at a running engine, and show requests a second and the turns' times: p50, p95, p99.
 
     Turns arrive whether or not earlier ones have ended, as people do, unless --at-once keeps so many in flight. The
-    engine is that of the home, or --engine; with --http, any server of OpenAI's chat completions. There the wait for a
-    first token has HTTP's share in it.
+    engine is that of the home, or --engine; with --http, any server of OpenAI's chat completions, and then all times
+    have HTTP's share in them. A crowd beside mlx-lm: `--at-once 64 --requests 64 --mlx-lm kvasir-tiny`. Goodput, the
+    requests that are served in time: `--rate 4 --in 200~4000 --first-token-ms 1000 --gap-ms 100`.
     """
-    if sum(given is not None for given in (rate, tokens_per_s, at_once)) > 1:
-        raise InvalidArgument("rate: expected --rate, --tokens-per-s or --at-once, got more than one", field="rate")
+    if rate is not None and at_once is not None:
+        raise InvalidArgument("--rate: expected --rate or --at-once, got both", field="--rate")
     if (http is None) != (model is None) or (http is None and api_key_file is not None):
         raise InvalidArgument("--http and --model belong together, and --api-key-file to them", field="http")
-    caller = caller_of(context, as_json)
+    if mlx_lm and Path(mlx_lm).is_dir() and not Path(mlx_lm, "config.json").is_file():
+        raise InvalidArgument(f"--mlx-lm: {mlx_lm} has no config.json", field="--mlx-lm")
+    seconds = 60.0 if seconds is None and requests is None else seconds
     scope = run.LoadScope(
-        rate_per_s=rate or (tokens_per_s / reply_tokens if tokens_per_s else 1.0),
-        seconds=seconds,
-        ramp_s=ramp if ramp is not None else 0.0 if at_once else seconds / 5,
-        prompt_tokens=prompt_tokens,
-        reply_tokens=reply_tokens,
-        seed=seed,
+        prompt_tokens=Lengths.parse(prompts, "--in"),
+        reply_tokens=Lengths.parse(replies, "--out"),
+        rate_per_s=rate or 1.0,
         at_once=at_once,
+        seconds=seconds,
+        requests=requests,
+        ramp_s=ramp if ramp is not None else 0.0 if at_once or seconds is None else seconds / 5,
+        shared_prefix=shared_prefix,
+        turns=turns,
+        seed=seed,
+        limits=Limits(first_token_ms and first_token_ms / 1000, gap_ms and gap_ms / 1000),
     )
-    with progress(caller, f"turns arrive for {seconds:.0f} s") as say:
-        if http is not None and model is not None:
-            key = read_token(api_key_file) if api_key_file is not None else api_key
-            results = asyncio.run(_loaded_http(scope, http, model, key, say))
-        else:
-            results = asyncio.run(_loaded(caller, scope, say))
-    show(caller, results, run.lines)
+    if (http or mlx_lm) and find_spec("httpx2") is None:
+        raise FailedPrecondition("--http and --mlx-lm need an HTTP library: install kvasir[bench]")
+    caller = caller_of(context, as_json)
+    key = read_token(api_key_file) if api_key_file is not None else api_key
+    target = _http(http, model, key) if http is not None and model is not None else _grpc(caller)
+    with progress(caller, "turns arrive", plots) as say:
+        results = asyncio.run(_measured(target, scope, mlx_lm, say))
+    draw(caller, report.plots(results), plots)
+    show(caller, results, report.lines)
     if not results["first_token_s"]["count"]:
         raise typer.Exit(PROBLEMS)
 
 
-async def _loaded(caller: Caller, scope: run.LoadScope, say: Callable[[str], None]) -> dict[str, Any]:
+_Named = tuple[str, run.LoadTarget]
+
+
+async def _measured(
+    target: AbstractAsyncContextManager[_Named], scope: run.LoadScope, mlx_lm: str, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Results of the target, and then of mlx_lm.server if a model is given for it."""
+    async with target as (name, server):
+        counted = await run.tokens_per_word(server, scope)
+        found = await run.run(server, scope, say, tokens_per_word=counted)
+    results = {"settings": scope.settings, "name": name, **found, "prompt_tokens_are_guessed": counted is None}
+    if not mlx_lm:
+        return results
+    from kvasir_bench.load import mlx_lm_server
+
+    say("the same turns at mlx_lm.server")
+    peer = await mlx_lm_server.measured(mlx_lm, scope, counted, say)
+    return results | {"peer": peer, "ratios": None if "left_out" in peer else report.ratios(results, peer)}
+
+
+@asynccontextmanager
+async def _grpc(caller: Caller) -> AsyncGenerator[_Named, None]:
     endpoint = caller.engine
     async with AioInferenceClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls) as client:
-        return await run.run(run.GrpcTarget(client), scope, say)
+        yield "Kvasir, gRPC", run.GrpcTarget(client)
 
 
-async def _loaded_http(
-    scope: run.LoadScope, url: str, model: str, key: str, say: Callable[[str], None]
-) -> dict[str, Any]:
-    try:
-        from kvasir_bench.load import http as load_http
-    except ModuleNotFoundError:
-        raise FailedPrecondition("--http needs an HTTP library: install kvasir[bench]") from None
+@asynccontextmanager
+async def _http(url: str, model: str, key: str) -> AsyncGenerator[_Named, None]:
+    from kvasir_bench.load import http as load_http
+
     async with load_http.connected(url, model, key) as target:
-        return await run.run(target, scope, say)
+        yield url, target

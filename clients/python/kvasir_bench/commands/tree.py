@@ -5,7 +5,7 @@ import typer
 from kvasir_bench.attention import report as attention_report
 from kvasir_bench.commands import attention, engine, load, make_model, memory, memory_path, quality, store
 from kvasir_bench.engine import keys as engine_keys
-from kvasir_bench.load import run as load_run
+from kvasir_bench.load import report as load_report
 from kvasir_bench.memory_path import findings
 from kvasir_bench.quality import report as quality_report
 
@@ -14,7 +14,7 @@ app.command("store")(store.store)
 app.command("engine", epilog=engine_keys.help_text())(engine.engine)
 app.command("attention", epilog=attention_report.KEYS)(attention.attention)
 app.command("quality", epilog=quality_report.KEYS)(quality.quality)
-app.command("load", epilog=load_run.KEYS)(load.load)
+app.command("load", epilog=load_report.KEYS)(load.load)
 app.command("memory-path", epilog=findings.KEYS)(memory_path.memory_path)
 app.command("memory")(memory.memory)
 app.command("make-model")(make_model.make_model)

@@ -4,7 +4,7 @@ Only what every such server knows is asked for, so that other servers can stand 
 """
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,7 +12,9 @@ import httpx2
 from kvasir.errors import InvalidArgument, Unavailable
 
 from kvasir_bench.load.arithmetic import Arrived, TurnFailed
-from kvasir_bench.load.run import PATIENCE_S
+from kvasir_bench.load.run import PATIENCE_S, LoadAgent
+
+_NO_MEMORY = {"x-agent-memory": "none"}  # of turns that are no conversation; other servers do not know the header
 
 
 class HttpTarget:
@@ -31,11 +33,12 @@ class HttpTarget:
         # The difference, because a chat template's own words are in both.
         return (tokens[0] - tokens[1]) / (len(words) - len(half)) if tokens[0] > tokens[1] else None
 
-    async def turn(self, prompt: str, max_tokens: int) -> AsyncGenerator[Arrived, None]:
-        """One turn. Raises TurnFailed: the status, or what went wrong."""
-        is_whole = False
+    async def turn(self, agent: LoadAgent, max_tokens: int) -> AsyncGenerator[Arrived, None]:
+        """One turn, with the whole conversation. Raises TurnFailed: the status, or what went wrong."""
+        is_whole, body = False, self._body(agent.messages, max_tokens)
+        headers = {} if agent.name else _NO_MEMORY
         try:
-            async with self._client.stream("POST", "/chat/completions", json=self._body(prompt, max_tokens)) as answer:
+            async with self._client.stream("POST", "/chat/completions", json=body, headers=headers) as answer:
                 if answer.status_code != 200:
                     raise TurnFailed(f"HTTP {answer.status_code}")
                 async for line in answer.aiter_lines():
@@ -49,8 +52,9 @@ class HttpTarget:
                         raise TurnFailed("an error inside the stream")
                     choices = chunk.get("choices") or ()
                     is_whole |= any(choice.get("finish_reason") for choice in choices)
-                    if any(_says_something(choice.get("delta") or {}) for choice in choices):
-                        yield Arrived(tokens=1)
+                    deltas = [choice.get("delta") or {} for choice in choices]
+                    if any(map(_says_something, deltas)):
+                        yield Arrived(1, text="".join(delta.get("content") or "" for delta in deltas))
                     if (total := _usage(chunk, "completion_tokens")) is not None:
                         yield Arrived(total_tokens=total)
         except httpx2.HTTPError as error:
@@ -60,12 +64,15 @@ class HttpTarget:
         if not is_whole:
             raise TurnFailed("the stream ended early")
 
+    async def forget(self, agents: Sequence[str]) -> None:
+        """Nothing: no such server deletes a conversation."""
+
     async def _prompt_tokens(self, text: str) -> int:
-        """0 where the server does not say."""
-        body = {**self._body(text, 1), "stream": False}
+        """0 where the server does not count them."""
+        body = {**self._body([{"role": "user", "content": text}], 1), "stream": False}
         del body["stream_options"]
         try:
-            answer = await self._client.post("/chat/completions", json=body)
+            answer = await self._client.post("/chat/completions", json=body, headers=_NO_MEMORY)
         except httpx2.HTTPError as error:
             raise Unavailable(f"{self._client.base_url}: {type(error).__name__}") from None
         if answer.status_code != 200:
@@ -77,10 +84,10 @@ class HttpTarget:
             told = f"--http: {self._client.base_url}chat/completions answers with what is no chat completion"
             raise InvalidArgument(told, field="--http") from None
 
-    def _body(self, prompt: str, max_tokens: int) -> dict[str, Any]:
+    def _body(self, messages: Sequence[dict[str, str]], max_tokens: int) -> dict[str, Any]:
         return {
             "model": self._model,
-            "messages": [{"role": "user", "content": prompt}],
+            "messages": messages,
             "max_tokens": max_tokens,
             "temperature": 0,
             "stream": True,
@@ -95,9 +102,7 @@ async def connected(url: str, model: str, api_key: str) -> AsyncGenerator[HttpTa
     if not url.startswith(("http://", "https://")):
         raise InvalidArgument(f"--http: expected http://HOST:PORT or https://…, got {url!r}", field="--http")
     base = url.rstrip("/").removesuffix("/v1") + "/v1"
-    headers = {"x-agent-memory": "none"}  # a load is no conversation; other servers do not know the header
-    if api_key:
-        headers["authorization"] = f"Bearer {api_key}"
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=100)
     try:
         client = httpx2.AsyncClient(base_url=base, headers=headers, limits=limits, timeout=PATIENCE_S, trust_env=False)

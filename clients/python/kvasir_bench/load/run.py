@@ -1,73 +1,92 @@
-"""`kvasir bench load`: turns arrive at a running engine at a rate of their own, or so many are always in flight.
+"""One run of a load: turns arrive at a server at a rate of their own, or so many are always in flight.
 
-The client is one asynchronous process. Each turn is cold, has its own text, and is not remembered. Over gRPC all turns
-share one connection; over HTTP (`load_http`) each has one while it runs.
+The client is one asynchronous process. Texts differ from their first word on, so that no turn shares another's KV but
+for the prefix that all share. Over gRPC all turns share one connection; over HTTP each has one while it runs.
 """
 
 import asyncio
+import math
+import os
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from contextlib import aclosing
-from dataclasses import asdict, dataclass
+import uuid
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import asdict, dataclass, field
+from itertools import islice
 from random import Random
 from typing import Any, Protocol
 
 from kvasir.clients import AioInferenceClient
 from kvasir.errors import InvalidArgument, KvasirError
 
-from kvasir_bench.load.arithmetic import Arrived, LoadTurn, TurnFailed, Window, arrivals, findings
+from kvasir_bench.load.arithmetic import Arrived, Lengths, Limits, LoadTurn, TurnFailed, Window, arrivals, findings
 
 _WORDS = 64  # by which the tokens of a word are counted
 _GUESSED_TOKENS_PER_WORD = 3.0  # a word is five digits
 PATIENCE_S = 600.0  # for the last turns
 _PROGRESS_S = 5.0
-_COLUMNS = ("mean", "p50", "p95", "p99", "largest")
-KEYS = """Names in the JSON stay. `settings` are the options. `phases` are the turns that arrived in the ramp and in the
-steady state, and the seconds from the last arrival until all had ended (`tail_s`). `first_token_s` and `end_to_end_s`,
-counted from the moment that a turn was due, are those of turns that arrived in the steady state; `gap_s`, between two
-messages of a turn, and `tokens_per_s` are those of the steady state, whoever's. Each has `count`, `mean`, `p50`, `p95`,
-`p99`, `largest`. `offered_tokens_per_s` is what the arrivals of the steady state asked for; with `settings.at_once`
-turns arrive when others end, and nothing is offered. `in_flight_at_start` and
-`in_flight_at_end` of the steady state: an engine that falls behind has more at its end. `failures` by reason, of HTTP
-by status. `tokens_counted_by` says of how many turns tokens were counted by their ids, by usage, or by events: where a
-server gives no usage, each event counts one. Prompts are `settings.prompt_tokens` long as the server counts; where it
-does not (`prompt_tokens_are_guessed`), they are guessed."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadScope:
-    """What arrives. `rate_per_s`: turns per second on average, with Poisson arrivals from `seed` for `seconds`. With
-    `at_once` instead so many callers ask for `seconds`, each when its last turn has ended.
+    """Turns that arrive for `seconds`, or until there are `requests`. `rate_per_s`: turns per second on average, with
+    Poisson arrivals from `seed`. With `at_once` instead so many callers send a turn each, again when it has ended.
     """
 
-    rate_per_s: float
-    seconds: float
-    ramp_s: float
-    prompt_tokens: int
-    reply_tokens: int
-    seed: int = 0
+    prompt_tokens: Lengths
+    reply_tokens: Lengths
+    rate_per_s: float = 1.0
     at_once: int | None = None
+    seconds: float | None = None
+    requests: int | None = None
+    ramp_s: float = 0.0
+    shared_prefix: int = 0  # tokens of a system prompt that all turns begin with
+    turns: int = 1  # of each agent, which remembers them if it comes back
+    seed: int = 0
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument."""
+        if (self.seconds is None) == (self.requests is None):
+            raise InvalidArgument("requests: expected seconds or requests, got both or none", field="requests")
+        if self.ramp_s and (self.seconds is None or self.ramp_s >= self.seconds):
+            raise InvalidArgument("ramp: expected to be shorter than the run, and none of requests", field="ramp")
 
     @property
-    def window(self) -> Window:
-        """The steady state. Raises InvalidArgument when the ramp leaves none."""
-        if not 0 <= self.ramp_s < self.seconds:
-            raise InvalidArgument("ramp: expected to be shorter than the run", field="ramp")
-        return Window(self.ramp_s, self.seconds)
+    def has_limits(self) -> bool:
+        return self.limits != Limits()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """As JSON."""
+        lengths = {"prompt_tokens": str(self.prompt_tokens), "reply_tokens": str(self.reply_tokens)}
+        return {**asdict(self), **lengths}
+
+
+@dataclass(slots=True)
+class LoadAgent:
+    """A conversation. One without a name has one turn, and is not remembered."""
+
+    name: str
+    turns_left: int
+    messages: list[dict[str, str]]
 
 
 class LoadTarget(Protocol):
-    """Whom the turns are sent to."""
+    """The server that the turns are sent to."""
 
-    # What a message's tokens are counted by, unless the server says their total at the end.
+    # What a message's tokens are counted by, unless the server reports their total at the end.
     counts: str
 
     async def tokens_per_word(self, text: str) -> float | None:
-        """None where the server does not count prompts. Raises KvasirError when it cannot be asked."""
+        """None where the server does not count prompts. Raises KvasirError when it does not answer."""
 
-    def turn(self, prompt: str, max_tokens: int) -> AsyncGenerator[Arrived, None]:
-        """One turn. Raises TurnFailed."""
+    def turn(self, agent: LoadAgent, max_tokens: int) -> AsyncGenerator[Arrived, None]:
+        """The agent's next turn, whose message is the last. Raises TurnFailed."""
+
+    async def forget(self, agents: Sequence[str]) -> None:
+        """Remove what the server remembers of them, as far as it can."""
 
 
 class GrpcTarget:
@@ -81,124 +100,153 @@ class GrpcTarget:
     async def tokens_per_word(self, text: str) -> float:
         return await self._client.count_tokens(prompt=text) / len(text.split())
 
-    async def turn(self, prompt: str, max_tokens: int) -> AsyncGenerator[Arrived, None]:
+    async def turn(self, agent: LoadAgent, max_tokens: int) -> AsyncGenerator[Arrived, None]:
+        goes_on = any(message["role"] == "assistant" for message in agent.messages)
+        messages, added = (None, agent.messages[-1:]) if goes_on else (agent.messages, None)
+        turn = self._client.generate(
+            messages=messages,
+            append_messages=added,
+            agent_id=agent.name,
+            max_tokens=max_tokens,
+            timeout_s=PATIENCE_S,
+        )
         try:
-            async with aclosing(
-                self._client.generate(prompt=prompt, max_tokens=max_tokens, timeout_s=PATIENCE_S)
-            ) as events:
+            async with aclosing(turn) as events:
                 async for event in events:
                     yield Arrived(len(event.delta.token_ids))
         except KvasirError as error:
             raise TurnFailed(error.reason or type(error).__name__) from None
+
+    async def forget(self, agents: Sequence[str]) -> None:
+        for name in agents:
+            with suppress(KvasirError):
+                await self._client.delete_agent(name)
 
 
 async def run(
     target: LoadTarget,
     scope: LoadScope,
     say: Callable[[str], None] = lambda _: None,
+    *,
+    tokens_per_word: float | None,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Any]:
-    """Send the turns and wait for all of them. The results as `KEYS` describes. Raises the engine's errors only for the
-    first call; a turn that fails is counted.
-    """
-    window = scope.window
-    tokens_per_word = await target.tokens_per_word(next(_texts(scope.seed, _WORDS)))
-    prompts = _texts(scope.seed, max(1, round(scope.prompt_tokens / (tokens_per_word or _GUESSED_TOKENS_PER_WORD))))
-    turns = [LoadTurn(due_s) for due_s in arrivals(scope.rate_per_s, scope.seconds, scope.seed)]
-    if scope.at_once is not None:
-        turns = []
-    began_s = clock()
-
-    def now() -> float:
-        return clock() - began_s
-
-    async def ask() -> None:
-        while now() < scope.seconds:
-            turns.append(LoadTurn(now()))
-            await _send(target, scope, turns[-1], next(prompts), now)
-
-    reporting = asyncio.create_task(_report(turns, say, now))
+    """Send the turns and wait for all of them. The results as `report.KEYS` describes; a turn that fails is counted."""
+    load, load_before = _Load(target, scope, tokens_per_word or _GUESSED_TOKENS_PER_WORD, clock), os.getloadavg()[0]
+    reporting = asyncio.create_task(load.report(say))
     try:
-        async with asyncio.TaskGroup() as sending:
-            for _ in range(scope.at_once or 0):
-                sending.create_task(ask())
-            for turn, prompt in zip([*turns], prompts, strict=False):
-                await asyncio.sleep(max(0.0, turn.due_s - now()))
-                sending.create_task(_send(target, scope, turn, prompt, now))
+        await load.run()
     finally:
         reporting.cancel()
-    steady = sum(turn.due_s in window for turn in turns)
+        await target.forget(load.agents.names)
+    turns = load.turns
+    window = Window(scope.ramp_s, scope.seconds or max(turn.ended_s or 0.0 for turn in turns))
+    offered = sum(turn.most_tokens for turn in turns if turn.due_s in window) / window.length_s
     return {
-        "settings": asdict(scope),
-        "offered_tokens_per_s": None if scope.at_once else steady * scope.reply_tokens / window.length_s,
-        **findings(turns, window),
-        "tokens_counted_by": _counted_by(turns, target.counts),
-        "prompt_tokens_are_guessed": tokens_per_word is None,
+        "offered_tokens_per_s": None if scope.at_once else offered,
+        **findings(turns, window, scope.limits if scope.has_limits else None),
+        "tokens_counted_by": dict(
+            Counter(target.counts if turn.total_tokens is None else "usage" for turn in turns if turn.deltas)
+        ),
+        "load_before": round(load_before, 2),
+        "load_after": round(os.getloadavg()[0], 2),
     }
 
 
-async def _send(target: LoadTarget, scope: LoadScope, turn: LoadTurn, prompt: str, now: Callable[[], float]) -> None:
-    try:
-        async with aclosing(target.turn(prompt, scope.reply_tokens)) as arriving:
-            async for arrived in arriving:
-                turn.add(arrived, now())
-    except TurnFailed as failure:
-        turn.failure = str(failure)
-    turn.ended_s = now()
+async def tokens_per_word(target: LoadTarget, scope: LoadScope) -> float | None:
+    """Of the load's texts, as the server counts. Raises KvasirError."""
+    return await target.tokens_per_word(next(_texts(Random(scope.seed), lambda: _WORDS)))  # noqa: S311 - repeatable
 
 
-def _counted_by(turns: list[LoadTurn], unit: str) -> dict[str, int]:
-    return dict(Counter(unit if turn.total_tokens is None else "usage" for turn in turns if turn.deltas))
+class _Load:
+    """Turns that arrive. In the order of their arrival they have the same texts and lengths at every server."""
+
+    def __init__(
+        self, target: LoadTarget, scope: LoadScope, tokens_per_word: float, clock: Callable[[], float]
+    ) -> None:
+        def words(tokens: int) -> int:
+            return max(1, round(tokens / tokens_per_word))
+
+        self.turns: list[LoadTurn] = []
+        self._target = target
+        self._scope = scope
+        self._clock, self._began_s = clock, clock()
+        self._lengths, texts = Random(f"lengths {scope.seed}"), Random(scope.seed)  # noqa: S311 - repeatable
+        self._texts = _texts(texts, lambda: words(scope.prompt_tokens.draw(self._lengths)))
+        prefix = next(_texts(Random(f"prefix {scope.seed}"), lambda: words(scope.shared_prefix)))  # noqa: S311
+        self.agents = _Agents(scope.turns, prefix if scope.shared_prefix else "")
+
+    def now(self) -> float:
+        return self._clock() - self._began_s
+
+    async def run(self) -> None:
+        scope, seconds = self._scope, self._scope.seconds or math.inf
+        async with asyncio.TaskGroup() as sending:
+            for _ in range(scope.at_once or 0):
+                sending.create_task(self._caller(seconds))
+            due = arrivals(scope.rate_per_s, 0.0 if scope.at_once else seconds, scope.seed)
+            for due_s in islice(due, scope.requests):
+                await asyncio.sleep(max(0.0, due_s - self.now()))
+                sending.create_task(self._send(due_s))
+
+    async def report(self, say: Callable[[str], None]) -> None:
+        """Show every few seconds how far it is; until it is cancelled."""
+        while True:
+            await asyncio.sleep(_PROGRESS_S)
+            ended = sum(turn.ended_s is not None for turn in self.turns)
+            say(f"[{self.now():.0f} s] {len(self.turns)} turns arrived, {len(self.turns) - ended} in flight")
+
+    async def _caller(self, seconds: float) -> None:
+        while self.now() < seconds and len(self.turns) < (self._scope.requests or math.inf):
+            await self._send(self.now())
+
+    async def _send(self, due_s: float) -> None:
+        agent, turn = self.agents.next(), LoadTurn(due_s)
+        self.turns.append(turn)
+        agent.messages.append({"role": "user", "content": next(self._texts)})
+        turn.most_tokens = self._scope.reply_tokens.draw(self._lengths)
+        reply = ""
+        try:
+            async with aclosing(self._target.turn(agent, turn.most_tokens)) as arriving:
+                async for arrived in arriving:
+                    turn.add(arrived, self.now())
+                    reply += arrived.text
+        except TurnFailed as failure:
+            turn.failure = str(failure)
+        turn.ended_s = self.now()
+        if turn.is_whole:
+            agent.messages.append({"role": "assistant", "content": reply})
+            self.agents.back(agent)
 
 
-def _texts(seed: int, words: int) -> Iterator[str]:
-    """Texts that differ from their first word on, so that no turn shares another's KV."""
-    random = Random(seed)  # noqa: S311 - a load that can be repeated
+class _Agents:
+    """Agents that come back: the next turn is of the one that is idle longest, or of a new one."""
+
+    def __init__(self, turns: int, prefix: str) -> None:
+        self.names: list[str] = []  # of those that are remembered
+        self._turns = turns
+        self._begin = [{"role": "system", "content": prefix}] if prefix else []
+        self._run = uuid.uuid4().hex[:8]
+        self._idle: deque[LoadAgent] = deque()
+
+    def next(self) -> LoadAgent:
+        agent = self._idle.popleft() if self._idle else self._new()
+        agent.turns_left -= 1
+        return agent
+
+    def back(self, agent: LoadAgent) -> None:
+        """Its turn has ended."""
+        if agent.turns_left:
+            self._idle.append(agent)
+
+    def _new(self) -> LoadAgent:
+        if self._turns == 1:
+            return LoadAgent("", 1, [*self._begin])
+        self.names.append(f"bench-load/{self._run}/{len(self.names) + 1}")
+        return LoadAgent(self.names[-1], self._turns, [*self._begin])
+
+
+def _texts(random: Random, words: Callable[[], int]) -> Iterator[str]:
+    """Texts that differ from their first word on."""
     while True:
-        yield " ".join(str(random.randrange(10_000, 100_000)) for _ in range(words))
-
-
-async def _report(turns: list[LoadTurn], say: Callable[[str], None], now: Callable[[], float]) -> None:
-    """Say every few seconds how far it is; until it is cancelled."""
-    while True:
-        await asyncio.sleep(_PROGRESS_S)
-        arrived = sum(turn.due_s <= now() for turn in turns)
-        ended = sum(turn.ended_s is not None for turn in turns)
-        say(f"[{now():.0f} s] {arrived} of {len(turns)} turns arrived, {arrived - ended} in flight")
-
-
-def lines(results: Mapping[str, Any]) -> Iterator[str]:
-    """The results as plain text."""
-    settings, phases = results["settings"], results["phases"]
-    arriving = f"{settings['rate_per_s']:.3g} turns a second"
-    if settings["at_once"]:
-        arriving = f"{settings['at_once']} turns at once"
-    yield (
-        f"{arriving} for {settings['seconds']:.0f} s, prompts of about "
-        f"{settings['prompt_tokens']} tokens, replies of up to {settings['reply_tokens']}, seed {settings['seed']}"
-    )
-    yield (
-        f"{phases['ramp']} turns in the ramp, {phases['steady']} in the steady state; "
-        f"all had ended {phases['tail_s']:.1f} s after the last arrival"
-    )
-    yield f"{'':>12}  {'count':>7}  {'mean':>9}  {'p50':>9}  {'p95':>9}  {'p99':>9}  {'largest':>9}"
-    for name, title in (("first_token_s", "first token"), ("gap_s", "gap"), ("end_to_end_s", "end to end")):
-        found = results[name]
-        values = ("–" if found[key] is None else _seconds(found[key]) for key in _COLUMNS)
-        yield f"{title:>12}  {found['count']:>7,}  " + "  ".join(f"{value:>9}" for value in values)
-    offered = f", of {results['offered_tokens_per_s']:.1f} that were asked for" if not settings["at_once"] else ""
-    yield (
-        f"{results['tokens_per_s']:.1f} tokens a second{offered}; "
-        f"in flight: {results['in_flight_at_start']} at the start of the steady state, "
-        f"{results['in_flight_at_end']} at its end"
-    )
-    if results["tokens_counted_by"].get("events"):
-        yield f"no usage from the server in {results['tokens_counted_by']['events']} turns: an event counts one token"
-    if results["prompt_tokens_are_guessed"]:
-        yield "the server does not count prompts: their length is a guess"
-    for reason, count in results["failures"].items():
-        yield f"failed: {count} ({reason})"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
+        yield " ".join(str(random.randrange(10_000, 100_000)) for _ in range(words()))

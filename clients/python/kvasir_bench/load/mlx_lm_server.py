@@ -1,0 +1,78 @@
+"""mlx_lm.server beside Kvasir: a process of its own with the same model, which is sent the same turns over HTTP."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from kvasir.errors import KvasirError, Unavailable
+
+from kvasir_bench.load import run
+from kvasir_bench.load.http import HttpTarget, connected
+
+NAME = "mlx_lm.server"
+_READY_WITHIN_S = 120.0
+_GRACE_S = 10.0
+_POLL_S = 0.1
+
+
+async def measured(
+    model: str, scope: run.LoadScope, tokens_per_word: float | None, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """The load's results of mlx_lm.server, and how it `serves`; or why it was `left_out`: it may not know the model."""
+    try:
+        with tempfile.TemporaryDirectory() as logs:
+            async with _serving(model, scope.at_once or 0, Path(logs)) as target:
+                await run.tokens_per_word(target, scope)  # it answers now, and has compiled what it compiles
+                found = await run.run(target, scope, say, tokens_per_word=tokens_per_word)
+                return {"name": NAME, "serves": (Path(logs) / "out").read_text().strip(), **found}
+    except KvasirError as error:
+        return {"name": NAME, "left_out": error.message}
+
+
+@asynccontextmanager
+async def _serving(model: str, rows: int, logs: Path) -> AsyncGenerator[HttpTarget, None]:
+    """The server, until the block's end. Raises Unavailable with its last line."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    argv = [sys.executable, "-m", "kvasir_bench.engine.mlx_lm_server", model, str(port), str(rows)]
+    with _process(argv, logs) as process:
+        async with connected(f"http://127.0.0.1:{port}", "default_model", "") as target:
+            try:
+                await _ready(process, port)
+                yield target
+            except KvasirError as error:
+                lines = (logs / "err").read_text(errors="replace").splitlines()
+                raise Unavailable(": ".join([error.message, *lines[-1:]])) from None
+
+
+@contextmanager
+def _process(argv: list[str], logs: Path) -> "Iterator[subprocess.Popen[bytes]]":
+    """A process until the block's end, whose lines go into the files `out` and `err`."""
+    with (logs / "out").open("wb") as out, (logs / "err").open("wb") as err:
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+        process.kill()
+        process.wait()
+
+
+async def _ready(process: "subprocess.Popen[bytes]", port: int) -> None:
+    for _ in range(round(_READY_WITHIN_S / _POLL_S)):
+        if process.poll() is not None:
+            raise Unavailable("it ended while it started")
+        with suppress(OSError):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.close()
+            return
+        await asyncio.sleep(_POLL_S)
+    raise Unavailable(f"it does not listen after {_READY_WITHIN_S:.0f} s")
