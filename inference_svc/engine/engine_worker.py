@@ -324,9 +324,10 @@ class EngineWorker:
         assert kv is not None
         assert sampler is not None
         self._prefilled_tokens += len(cell)
+        behind = self._decode_behind_cell if self._may_decode or self._decoder.is_ahead else None
         if not sequence.draws_after(tokens):
             take = sequence.hidden.add if sequence.hidden is not None else None
-            self._runner.prefill(kv, cell, lambda: sequence.is_cancelled, self._decode_behind_cell, take)
+            self._runner.prefill(kv, cell, lambda: sequence.is_cancelled, behind, take)
             sequence.prefilled(len(cell))
             if sequence.is_at_rewind_point:
                 mark(kv)
@@ -337,7 +338,7 @@ class EngineWorker:
             draws.append(Draws([sampler], logits))
             self._decode_behind_cell()
 
-        logits = self._runner.last_logits(kv, cell, lambda: sequence.is_cancelled, draw)
+        logits = self._runner.last_logits(kv, cell, lambda: sequence.is_cancelled, draw if behind else None)
         [token] = (draws or [Draws([sampler], logits)])[0].read()
         sequence.prefilled(len(cell))
         if isinstance(token, KvasirError):
@@ -449,5 +450,4 @@ class EngineWorker:
     def _begun(self, key: AgentKey) -> Sequence | None:
         """The key's turn that has begun and is not over. It may be preempted."""
         turns = (each for each in self._turns if each.agent_key == key and each.plan.is_remembered)
-        begun = (each for each in turns if each.status is not Status.WAITING)
-        return next(begun, None)
+        return next((each for each in turns if each.status is not Status.WAITING), None)

@@ -30,6 +30,7 @@ _DTYPE_NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bflo
 _INVARIANT_ROWS = 16
 # Of a cell beside decoding. One of 64 tokens takes three quarters of its time on an H200.
 _SHORT_CELL_TOKENS = 128
+_PART_TOKENS = 4096  # of a pass, counted in each of its layers: an H200 needs 5 ms for two layers of an 8B model
 _ANY_BYTES = 1 << 40  # a probe's pool grows with use, and is small
 
 
@@ -93,19 +94,20 @@ class ModelRunner:
         kv: SequenceKV,
         token_ids: Sequence[int],
         is_cancelled: Callable[[], bool] = lambda: False,
-        meanwhile: Callable[[], None] = lambda: None,
+        meanwhile: Callable[[], None] | None = None,
         take_hidden: Callable[[mx.array], None] | None = None,
     ) -> None:
         """Compute and store the KV of the next tokens, without logits. Evaluates; on a GPU it calls `meanwhile` before
-        it waits, as the results of what was enqueued earlier are there first. If it raises, Cancelled between two
-        layers or ResourceExhausted for want of pages, nothing has changed. `take_hidden` gets the tokens' last hidden
-        rows [tokens, width], as the head would.
+        it waits, as the results of what was enqueued earlier are there first. Where nobody waits for these (None), a
+        GPU gets no more than two parts of the pass at once, and a cancel waits for no more. If it raises, Cancelled
+        between two layers or ResourceExhausted for want of pages, nothing has changed. `take_hidden` gets the tokens'
+        last hidden rows [tokens, width], as the head would.
         """
+        then = None if meanwhile is None else lambda _: meanwhile()
         if take_hidden is not None:
-            rows = self._compute(kv, token_ids, is_cancelled, lambda _: meanwhile(), forward=self._forward_trunk)
-            take_hidden(rows[0])
-        elif self._short_pass(kv, token_ids, lambda _: meanwhile()) is None:
-            self._compute(kv, token_ids, is_cancelled, lambda _: meanwhile(), needs_logits=False)
+            take_hidden(self._compute(kv, token_ids, is_cancelled, then, forward=self._forward_trunk)[0])
+        elif self._short_pass(kv, token_ids, then) is None:
+            self._compute(kv, token_ids, is_cancelled, then, needs_logits=False)
         self.release_unused()
 
     def last_logits(
@@ -113,7 +115,7 @@ class ModelRunner:
         kv: SequenceKV,
         token_ids: Sequence[int],
         is_cancelled: Callable[[], bool] = lambda: False,
-        meanwhile: Callable[[mx.array], None] = lambda _: None,
+        meanwhile: Callable[[mx.array], None] | None = None,
     ) -> mx.array:
         """Compute and store the KV of the next tokens; returns logits [1, vocabulary] for the token after the last,
         which `meanwhile` gets too. Evaluates and raises as `prefill` does.
@@ -130,20 +132,20 @@ class ModelRunner:
         return self._layout.forward(partial(whole.__call__, trunk), tokens, caches)
 
     def _short_pass(
-        self, kv: SequenceKV, token_ids: Sequence[int], meanwhile: Callable[[mx.array], None]
+        self, kv: SequenceKV, token_ids: Sequence[int], meanwhile: Callable[[mx.array], None] | None
     ) -> mx.array | None:
         """The logits of a pass that is short enough to keep its graph; None, and nothing is computed, for another."""
         if self._short is None or self._short.pool is not kv.pool:
             self._short = ShortPass(kv.pool, self.forward, self.compute_type)
         is_short = self._short.takes(kv, len(token_ids))
-        return self._short.logits(kv, token_ids, meanwhile) if is_short else None
+        return self._short.logits(kv, token_ids, meanwhile or _nothing) if is_short else None
 
     def _compute(
         self,
         kv: SequenceKV,
         token_ids: Sequence[int],
         is_cancelled: Callable[[], bool],
-        meanwhile: Callable[[mx.array], None] = lambda _: None,
+        meanwhile: Callable[[mx.array], None] | None = None,
         *,
         needs_logits: bool = True,
         forward: Callable[[mx.array, Sequence[Any]], mx.array] | None = None,
@@ -151,8 +153,11 @@ class ModelRunner:
         layers = prefill_layers(kv, self.compute_type)
         try:
             logits = (forward or self.forward)(mx.array([token_ids], dtype=mx.uint32), layers)
-            self._evaluate(layers, is_cancelled)
-            if self.is_on_gpu and kv.pool.dialect is not None:
+            if meanwhile is None or not self.is_on_gpu:
+                self._evaluate(layers, is_cancelled, len(token_ids))
+            elif is_cancelled():
+                raise _cancelled()
+            elif kv.pool.dialect is not None:
                 mx.async_eval(logits if needs_logits else [_computed(layer) for layer in layers])  # type: ignore[no-untyped-call]
                 meanwhile(logits[:, -1])
             # Neither kept nor unevaluated: what reads the pool's arrays makes the writes of `commit` copy them.
@@ -164,13 +169,24 @@ class ModelRunner:
             raise
         return logits
 
-    def _evaluate(self, layers: Sequence[AnyLayer], is_cancelled: Callable[[], bool]) -> None:
-        """On a CPU layer by layer: far into a long prompt, a whole cell would delay a cancellation for too long."""
+    def _evaluate(self, layers: Sequence[AnyLayer], is_cancelled: Callable[[], bool], tokens: int) -> None:
+        """Part by part: far into a long prompt, a whole cell would delay a cancellation for too long. On a CPU a part
+        is a layer; a GPU has a part of so many tokens to do while it is given the next one.
+        """
+        size = max(1, _PART_TOKENS // tokens) if self.is_on_gpu else 1
+        part: list[Any] = []
+        enqueued: list[Any] = []
         for layer in layers:
-            if not self.is_on_gpu:
-                mx.eval(_computed(layer))
+            part.append(_computed(layer))
+            if len(part) >= size:
+                if self.is_on_gpu:
+                    mx.async_eval(part)  # type: ignore[no-untyped-call]
+                    part, enqueued = enqueued, part
+                mx.eval(part)
+                part = []
             if is_cancelled():
-                raise Cancelled("the turn was cancelled; the agent remembers what it did before")
+                mx.eval(enqueued)  # it writes to pages that are given back
+                raise _cancelled()
 
     def forward(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
         """Logits of tokens [rows, n], not evaluated: of all positions or of the last one, [rows, n or 1, vocabulary].
@@ -221,6 +237,14 @@ class ModelRunner:
                 layer.update_and_fetch(keys[index], values)
         commit(kv, layers, len(PROBE_TOKENS))
         return sum(is_stored_as_said(kv, index, identity, given) for index, given in keys.items())
+
+
+def _nothing(_: mx.array) -> None:
+    """While a pass is computed there is nothing to do."""
+
+
+def _cancelled() -> Cancelled:
+    return Cancelled("the turn was cancelled; the agent remembers what it did before")
 
 
 def _computed(layer: AnyLayer) -> Any:

@@ -68,6 +68,25 @@ def test_a_cancelled_pass_changes_no_byte_and_is_computed_again(
     assert all(page_bytes(other.pool, other.pages) == held for other in others)
 
 
+@pytest.mark.parametrize("tokens", [1400, 300], ids=["parts of two layers", "one part"])
+def test_a_gpu_is_not_given_the_layers_behind_a_cancel(
+    runner: ModelRunner, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It computes the part that it has, and no later one; nothing of that is kept, and the pass gives the same bits."""
+    kv, straight = (SequenceKV(small_pool(runner, 20)) for _ in range(2))
+    monkeypatch.setattr(runner, "is_on_gpu", True)
+    given, asynchronous = [], mx.async_eval
+    monkeypatch.setattr(mx, "async_eval", lambda part: (given.append(len(part)), asynchronous(part)))
+    with pytest.raises(Cancelled):
+        runner.prefill(kv, tokens_of(tokens, 1), after(1))
+    assert given == ([2] if tokens > 1000 else [])
+    assert (kv.length, kv.pool.allocator.used) == (0, 0)
+    logits = runner.last_logits(kv, tokens_of(tokens, 1))
+    monkeypatch.undo()
+    assert mx.array_equal(runner.last_logits(straight, tokens_of(tokens, 1)), logits).item()
+    assert stored(kv) == stored(straight)
+
+
 def test_a_pass_without_room_changes_no_byte(runner: ModelRunner) -> None:
     """Also where some of its pages would have been there, and where the tail is shared."""
     pool = small_pool(runner, 4)

@@ -1,12 +1,13 @@
 """As on a GPU, by emulated kernels: decoding goes on behind a cell that the device still computes."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from kvasir.errors import Cancelled
 from mlx_lm.models import llama
 
 from inference_svc.engine import mlx_thread
@@ -16,6 +17,7 @@ from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.kv.attention import host_copy, in_place, paged
 from inference_svc.kv.attention.paged import Implementation
 from inference_svc.kv.model_hooks import attention_hook
+from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.model_runner import ModelRunner
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.kv.attention.device.coming_files import PlayedDriver, play
@@ -86,6 +88,35 @@ def test_streams_decode_behind_each_cell(emulated: Driver, beside: dict[str, Any
     assert [emulated.reply(each.end()) for each in (stream, mate, other)] == alone
     first = counts[0]
     assert counts == [[count + (1 + bool(beside)) * cell for count in first] for cell in range(3)]
+
+
+@pytest.mark.parametrize("has_stream", [False, True])
+def test_a_cell_ends_between_two_layers_at_a_cancel_unless_a_stream_waits_for_it(
+    emulated: Driver, monkeypatch: pytest.MonkeyPatch, *, has_stream: bool
+) -> None:
+    """Whose steps are enqueued behind the whole cell."""
+    runner, stream, other, looks = emulated.engine._worker._runner, Listener(), Listener(), list[int]()
+    compute = runner._compute
+
+    def cancelling(kv: SequenceKV, tokens: list[int], is_cancelled: Callable[[], bool], *rest: Any, **how: Any) -> Any:
+        def look() -> bool:
+            looks.append(len(tokens))
+            if len(looks) == 2:
+                other.handle.result(60).cancel()
+            return is_cancelled()
+
+        return compute(kv, tokens, look, *rest, **how)
+
+    monkeypatch.setattr(runner, "_compute", cancelling)
+    if has_stream:
+        stream.at(Tokens, 2, lambda: emulated.submit(LONG, listener=other, max_tokens=3))
+        emulated.submit(SHORT, listener=stream, max_tokens=16)
+        stream.end()
+    else:
+        emulated.submit(LONG, listener=other, max_tokens=3)
+    with pytest.raises(Cancelled):
+        other.end()
+    assert (looks, other.count(Prefilled)) == (([256, 256], 1) if has_stream else ([256, 256], 0))
 
 
 def test_a_snapshot_that_waits_for_a_turn_is_read_after_the_next_step_is_enqueued(emulated: Driver) -> None:
