@@ -56,9 +56,11 @@ class Company:
         self._places[namespace].began = self._begun
 
     def forget_absent(self, now: float) -> None:
-        """Forget the namespaces that have had no turn for long."""
+        """Forget the namespaces that have had no turn for long; at once nobody's (None): an engine that is new has only
+        had turns of its own.
+        """
         self._places = {
             namespace: place
             for namespace, place in self._places.items()
-            if place.turns or now - place.left_s < self._lasts_s
+            if place.turns or (namespace is not None and now - place.left_s < self._lasts_s)
         }

@@ -57,9 +57,12 @@ def test_a_warm_engine_has_computed_and_holds_nothing(
 
 def test_a_memory_is_copied_for_the_store_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[str] = []
+    namespaces: set[str | None] = set()
     submit = Engine.submit
 
     def seen(engine: Engine, plan: TurnPlan, on_events: Listener) -> TurnHandle:
+        namespaces.add(plan.namespace)
+
         def listen(events: list[Event]) -> None:
             if any(isinstance(event, Ended) for event in events):
                 ended.append(type(plan.reuse).__name__)
@@ -75,6 +78,7 @@ def test_a_memory_is_copied_for_the_store_and_comes_back(tmp_path: Path, monkeyp
     finally:
         engine.close()
     assert {"Cold": ended.count("Cold"), "Hot": 1, "Restored": 1} == Counter(ended), "none of them failed"
+    assert namespaces == {None}, "company of the first callers"
 
 
 @_OF_A_CPU

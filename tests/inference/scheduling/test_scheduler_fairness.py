@@ -396,6 +396,16 @@ def test_a_crowd_whose_company_has_long_left_comes_back_to_all_its_rows_by_doubl
     assert counts.count(4) > 80, "it is alone only after a while"
 
 
+def test_an_engines_own_turns_before_it_is_ready_are_no_company_of_its_first_callers() -> None:
+    """They are in no namespace."""
+    world = World(rules=Rules(rows_beside=4), token_s=0.01, cell_s=0.001)
+    world.submit(Job(1, 5))
+    world.run()
+    world.submit(*of("a", 8, 1, 20))
+    world.run()
+    assert max(len(decoded) for decoded in world.decoded) == 8
+
+
 # --- cells ---
 
 
