@@ -47,7 +47,7 @@ _TYPES = {
 # Sizes are of copies, made for each run: an address sanitizer then sees what lies beside each input. Inputs that the
 # kernel writes are copied back.
 _RUN = """extern "C" void kv_run(const void** inputs, const long* sizes, const bool* is_written, const int** shapes,
-                       const int64_t** strides, void** outputs, const int* grid, int lane_count, int shared_bytes,
+                       void** outputs, const int* grid, int lane_count, int shared_bytes,
                        bool are_copies_early) {
   fibers::are_copies_early = are_copies_early;
   std::vector<fibers::Copied> copies;
@@ -99,10 +99,7 @@ class _EmulatedKernel:
         types = tuple(each.dtype for each in inputs)
         library = _library(self._text(types, tuple(output_dtypes), template))
         written = [name in self._source.written_inputs for name in self._source.input_names]
-        given = [
-            _Given(each, is_row_contiguous=self._source.is_row_contiguous, is_written=is_written)
-            for each, is_written in zip(inputs, written, strict=True)
-        ]
+        given = [_Given(each, is_written=is_written) for each, is_written in zip(inputs, written, strict=True)]
         # Nothing may rest on what an output held before.
         outputs = [
             np.full(int(np.prod(shape)) * dtype.size, 0xFF, np.uint8)
@@ -114,7 +111,6 @@ class _EmulatedKernel:
             (ctypes.c_long * len(given))(*[each.bytes.nbytes for each in given]),
             (ctypes.c_bool * len(given))(*written),
             (ctypes.c_void_p * len(given))(*[each.shape.ctypes.data for each in given]),
-            (ctypes.c_void_p * len(given))(*[each.strides.ctypes.data for each in given]),
             (ctypes.c_void_p * len(outputs))(*[each.ctypes.data for each in outputs]),
             (ctypes.c_int * 3)(*blocks),
             threadgroup[0],
@@ -133,7 +129,7 @@ class _EmulatedKernel:
         names = self._source.input_names
         constants = [_constant(name, given, side) for name, given in template]
         parameters = [f"const {_TYPES[kind][side]}* {name}" for kind, name in zip(types, names, strict=True)]
-        parameters += [f"const int* {name}_shape, const int64_t* {name}_strides" for name in names]
+        parameters += [f"const int* {name}_shape" for name in names]
         parameters += [
             f"{_TYPES[kind][side]}* {name}" for kind, name in zip(output_types, self._source.output_names, strict=True)
         ]
@@ -142,7 +138,7 @@ class _EmulatedKernel:
             body = body.replace(line, "float* kv_shared = (float*)fibers::shared;\n")
         parts.append(f"void kernel({', '.join(parameters)}) {{\n{chr(10).join(constants)}\n{body}\n}}\n}}\n")
         arguments = [f"(const {_TYPES[kind][side]}*)copies[{i}].bytes.get()" for i, kind in enumerate(types)]
-        arguments += [f"shapes[{i}], strides[{i}]" for i in range(len(types))]
+        arguments += [f"shapes[{i}]" for i in range(len(types))]
         arguments += [f"({_TYPES[kind][side]}*)outputs[{i}]" for i, kind in enumerate(output_types)]
         parts.append(_RUN % (len(types), ", ".join(arguments), len(types)))
         return "".join(parts)
@@ -161,19 +157,15 @@ def _constant(name: str, given: int | bool | mx.Dtype, side: int) -> str:
 
 
 class _Given:
-    """An input as the kernel gets it: its bytes, its shape and its strides in values. The bytes of an input that is
-    written are the array's own.
+    """An input as the kernel gets it: its bytes and its shape. The bytes of an input that is written are the array's
+    own.
     """
 
-    def __init__(self, value: mx.array, *, is_row_contiguous: bool, is_written: bool) -> None:
-        # A kernel that takes any strides gets those that a model's rows have: [B, H, n, D] in the order [B, n, H, D].
-        order = list(range(value.ndim)) if is_row_contiguous or value.ndim != 4 else [0, 2, 1, 3]
-        stored = value if is_written else mx.contiguous(value.transpose(*order) if value.ndim else value)
+    def __init__(self, value: mx.array, *, is_written: bool) -> None:
+        stored = value if is_written else mx.contiguous(value)
         self.bytes = np.asarray(stored).view(np.uint8) if is_written else np.array(stored.view(mx.uint8)).reshape(-1)
         assert self.bytes.flags.c_contiguous, "a kernel writes rows that follow each other"
         self.shape = np.array(value.shape, np.int32)
-        strides = np.cumprod([1, *reversed(stored.shape[1:])])[::-1]
-        self.strides = np.array([strides[place] for place in order], np.int64)
 
 
 @cache

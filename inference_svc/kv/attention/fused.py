@@ -15,7 +15,7 @@ from inference_svc.kv.attention.geometry import (
     split_geometry,
 )
 from inference_svc.kv.attention.hopper import TARGET, hopper_compiler, is_hopper
-from inference_svc.kv.attention.kept_kernel import KeptKernel, device_target, is_keepable, is_launched
+from inference_svc.kv.attention.kept_kernel import KeptKernel, device_target, is_launched
 from inference_svc.kv.attention.kernels import (
     Dialect,
     KernelSource,
@@ -53,7 +53,7 @@ Compiler = Callable[[KernelSource, int], Kernel]
 def cuda_compiler(source: KernelSource, shared_bytes: int) -> Kernel:
     """As finished code that is kept on disk where this device takes that, else by MLX."""
     by_mlx = mlx_cuda_compiler(source, shared_bytes)
-    if not is_keepable(source) or (target := device_target()) is None:
+    if (target := device_target()) is None:
         return by_mlx
     return KeptKernel(source, shared_bytes, target, otherwise=by_mlx)
 
@@ -66,7 +66,7 @@ def mlx_cuda_compiler(source: KernelSource, shared_bytes: int) -> Kernel:
         output_names=list(source.output_names),
         source=source.source,
         header=source.header,
-        ensure_row_contiguous=source.is_row_contiguous,
+        ensure_row_contiguous=True,
         shared_memory=shared_bytes,
     )
     return cast("Kernel", made)
@@ -80,7 +80,7 @@ def metal_compiler(source: KernelSource, shared_bytes: int) -> Kernel:  # noqa: 
         output_names=list(source.output_names),
         source=source.source,
         header=source.header,
-        ensure_row_contiguous=source.is_row_contiguous,
+        ensure_row_contiguous=True,
     )
     return cast("Kernel", made)
 

@@ -34,8 +34,10 @@ def append_rows(
     pages are `block_table` [B, blocks]. A negative position is written nowhere. Returns each position + 1, int32 in
     the shape of `places`: whatever reads these rows in the same pass must take it as input.
     """
-    keys = rotated(keys) if page_format.key.is_rotated else keys
     batch, heads, count, _ = keys.shape
+    if count > 1:  # in the order in which a projection has made them, so that nothing is copied
+        keys, values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
+    keys = rotated(keys) if page_format.key.is_rotated else keys
     items = batch * count * heads * (groups(page_format.key) + groups(page_format.value))
     (stored,) = compiled(COMPILERS[dialect], append_source(dialect), 16)(
         inputs=[keys, values, pages, block_table, places],

@@ -30,7 +30,7 @@ Template = Sequence[tuple[str, int | bool | mx.Dtype]]
 
 
 class KeptKernel:
-    """A source of the CUDA dialect that reads no strides, launched as `mx.fast.cuda_kernel`'s kernels are.
+    """A source of the CUDA dialect, launched as `mx.fast.cuda_kernel`'s kernels are.
 
     `target`: what NVRTC calls the architecture. `is_alone`: a block has a multiprocessor for itself, and may take all
     registers. What the compiler refuses is launched by `otherwise`, or raises CompileError.
@@ -78,7 +78,7 @@ class KeptKernel:
             compiled_source=code,
             scalars=[inputs[place].shape[axis] for place, axis in self._sizes],
             shared_memory=self._shared_bytes,
-            ensure_row_contiguous=self._source.is_row_contiguous,
+            ensure_row_contiguous=True,
             **launch,
         )
         return list(made)
@@ -99,11 +99,6 @@ def device_target() -> str | None:
         return made
 
     return target if is_launched(target, trial) else None
-
-
-def is_keepable(source: KernelSource) -> bool:
-    """Whether finished code can get all arguments that a source reads: MLX alone knows strides."""
-    return "_strides" not in source.source
 
 
 def is_launched(target: str, launch: Callable[[], list[mx.array]]) -> bool:

@@ -57,8 +57,8 @@ class Dialect(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KernelSource:
-    """What `mx.fast.cuda_kernel` and `mx.fast.metal_kernel` need. `name` changes with the text: MLX's cache of compiled
-    kernels on disk goes by names alone.
+    """What `mx.fast.cuda_kernel` and `mx.fast.metal_kernel` need; all inputs are row-contiguous. `name` changes with
+    the text: MLX's cache of compiled kernels on disk goes by names alone.
     """
 
     name: str
@@ -66,7 +66,6 @@ class KernelSource:
     output_names: tuple[str, ...]
     header: str
     source: str
-    is_row_contiguous: bool = True
     written_inputs: tuple[str, ...] = ()  # which the kernel writes where they lie
 
 
@@ -87,7 +86,6 @@ def split_source(dialect: Dialect, *, by_matrices: bool) -> KernelSource:
         inputs,
         ("partial",),
         _BY_MATRICES if by_matrices else _BY_LANES,
-        is_row_contiguous=True,
     )
 
 
@@ -96,7 +94,7 @@ def tiles_source() -> KernelSource:
     """As `split_source`, for many queries. No other dialect has matrix fragments."""
     inputs = ("queries", "pages", "block_table", "lengths", "settings")
     parts = [CUDA_INSTRUCTIONS, "rows.h", "tile.h", "values.h", "tiles.h"]
-    return _source(Dialect.CUDA, "tiles", parts, inputs, ("partial",), _BY_TILES, is_row_contiguous=True)
+    return _source(Dialect.CUDA, "tiles", parts, inputs, ("partial",), _BY_TILES)
 
 
 @cache
@@ -104,7 +102,7 @@ def warpgroups_source() -> KernelSource:
     """As `tiles_source`, by instructions that only Hopper has."""
     inputs = ("queries", "pages", "block_table", "lengths", "settings")
     parts = [CUDA_INSTRUCTIONS, HOPPER_INSTRUCTIONS, "rows.h", "tile.h", "values.h", "warpgroups.h"]
-    made = _source(Dialect.CUDA, "tiles", parts, inputs, ("partial",), _BY_WARPGROUPS, is_row_contiguous=True)
+    made = _source(Dialect.CUDA, "tiles", parts, inputs, ("partial",), _BY_WARPGROUPS)
     return replace(made, source=made.source.replace(_CUDA_PROLOGUE, _Y_FIRST))
 
 
@@ -112,7 +110,7 @@ def warpgroups_source() -> KernelSource:
 def reduce_source(dialect: Dialect) -> KernelSource:
     """The splits of each query become its result."""
     inputs = ("queries", "partial", "lengths", "sinks", "settings")
-    return _source(dialect, "reduce", ["rows.h", "reduce.h"], inputs, ("out",), "", is_row_contiguous=True)
+    return _source(dialect, "reduce", ["rows.h", "reduce.h"], inputs, ("out",), "")
 
 
 @cache
@@ -126,7 +124,6 @@ def append_source(dialect: Dialect) -> KernelSource:
         inputs,
         ("stored",),
         "",
-        is_row_contiguous=False,
         written_inputs=("pages",),
     )
 
@@ -135,14 +132,14 @@ def append_source(dialect: Dialect) -> KernelSource:
 def gather_source(dialect: Dialect) -> KernelSource:
     """Stored rows of one sequence become values."""
     inputs = ("pages", "block_table", "span", "stored")
-    return _source(dialect, "gather", ["rows.h", "gather.h"], inputs, ("keys", "values"), "", is_row_contiguous=True)
+    return _source(dialect, "gather", ["rows.h", "gather.h"], inputs, ("keys", "values"), "")
 
 
 @cache
 def store_source(dialect: Dialect) -> KernelSource:
     """Whole pages are written from other bytes."""
     inputs = ("pages", "content", "targets", "sources", "sizes")
-    return _source(dialect, "store", [], inputs, ("stored",), "", is_row_contiguous=True, written_inputs=("pages",))
+    return _source(dialect, "store", [], inputs, ("stored",), "", written_inputs=("pages",))
 
 
 @cache
@@ -155,7 +152,7 @@ def few_rows_source(count: int) -> KernelSource:
         f"const int widths[] = {{{', '.join(f'{name}_shape[0]' for name in matrices)}}};\n"
     )
     parts = [CUDA_INSTRUCTIONS, "few_rows.h"]
-    return _source(Dialect.CUDA, "few_rows", parts, ("x", *matrices), results, "", is_row_contiguous=True, lists=lists)
+    return _source(Dialect.CUDA, "few_rows", parts, ("x", *matrices), results, "", lists=lists)
 
 
 def _source(
@@ -166,7 +163,6 @@ def _source(
     outputs: tuple[str, ...],
     definitions: str,
     *,
-    is_row_contiguous: bool,
     written_inputs: tuple[str, ...] = (),
     lists: str = "",
 ) -> KernelSource:
@@ -174,7 +170,7 @@ def _source(
     prologue = CUDA_SHARED + _CUDA_PROLOGUE if dialect is Dialect.CUDA else METAL_SHARED + _METAL_PROLOGUE
     body = prologue + lists + text(f"{name}_body.h")
     digest = blake2b((header + body).encode(), digest_size=6).hexdigest()
-    return KernelSource(f"kv_{name}_{digest}", inputs, outputs, header, body, is_row_contiguous, written_inputs)
+    return KernelSource(f"kv_{name}_{digest}", inputs, outputs, header, body, written_inputs)
 
 
 def text(name: str) -> str:

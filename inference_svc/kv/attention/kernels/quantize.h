@@ -11,19 +11,19 @@ KV_FN kv_u16 kv_scale_bits(float x) {
   return IS_BFLOAT ? kv_to_bfloat(x) : kv_to_half(x);
 }
 
-// Group `group` of the row `values`, whose dimensions are `stride` apart. `codes`, `scales` and `biases` are the row's.
+// Group `group` of the row `values`. `codes`, `scales` and `biases` are the row's.
 template <typename T, typename Rows, bool IS_BFLOAT>
-KV_FN void kv_quantize_group(KV_GLOBAL const T* values, long stride, int group, KV_GLOBAL kv_u16* codes,
-                             KV_GLOBAL kv_u16* scales, KV_GLOBAL kv_u16* biases, int lane) {
+KV_FN void kv_quantize_group(KV_GLOBAL const T* values, int group, KV_GLOBAL kv_u16* codes, KV_GLOBAL kv_u16* scales,
+                             KV_GLOBAL kv_u16* biases, int lane) {
   if (!Rows::IS_QUANTIZED) {
-    for (int i = lane; i < Rows::DIM; i += 32) codes[i] = kv_scale_bits<IS_BFLOAT>(float(values[i * stride]));
+    for (int i = lane; i < Rows::DIM; i += 32) codes[i] = kv_scale_bits<IS_BFLOAT>(float(values[i]));
     return;
   }
   constexpr float BINS = float((1 << (Rows::BITS % 16)) - 1);
-  values += group * Rows::GROUP * stride;
+  values += group * Rows::GROUP;
   float low = 3.402823466e38f, high = KV_MAX_STARTS_AT;
   for (int i = lane; i < Rows::GROUP; i += 32) {
-    float value = float(values[i * stride]);
+    float value = float(values[i]);
     low = value < low ? value : low;
     high = value > high ? value : high;
   }
@@ -44,7 +44,7 @@ KV_FN void kv_quantize_group(KV_GLOBAL const T* values, long stride, int group, 
   for (int unit = lane; unit < UNITS; unit += 32) {
     kv_u32 packed = 0;
     for (int i = 0; i < EACH; ++i) {
-      float code = kv_round((float(values[(unit * EACH + i) * stride]) - bias) / scale);
+      float code = kv_round((float(values[unit * EACH + i]) - bias) / scale);
       code = code < 0 ? 0.0f : code > BINS ? BINS : code;
       packed |= kv_u32(code) << (i * Rows::BITS);
     }

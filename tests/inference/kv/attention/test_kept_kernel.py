@@ -106,11 +106,13 @@ def test_finished_code_is_for_this_device_and_gets_the_sizes_that_it_reads(devic
     assert device.by_mlx == []
 
 
-def test_what_reads_strides_is_compiled_by_mlx(device: Device) -> None:
-    rows = mx.zeros((1, 2, 1, 128), mx.bfloat16)
+@pytest.mark.parametrize("count", [1, 3])
+def test_new_rows_are_written_by_kept_code(device: Device, count: int) -> None:
+    rows = mx.zeros((2, 2, count, 128), mx.bfloat16)
     append_rows(rows, rows, UNITS, FORMATS["q4"], ZERO[None], ZERO[None], Dialect.CUDA)
-    assert device.by_mlx == ["kv_append"]
-    assert device.texts == []
+    assert [kind_of(each) for each in device.launched] == ["trial", "append"]
+    assert device.launched[1]["scalars"][1:] == ([2, 2, 1, 8] if count == 1 else [2, count, 2, 8])
+    assert device.by_mlx == []
 
 
 @pytest.mark.parametrize("refusal", ["the compiler", "the driver", "a wrong number"])
