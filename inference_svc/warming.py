@@ -5,6 +5,7 @@ store and comes back. They leave no memory, and change no seed, count or agent.
 """
 
 import contextlib
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 
@@ -25,6 +26,7 @@ from inference_svc.engine.api import (
     TurnPlan,
 )
 from inference_svc.engine.engine import Engine
+from inference_svc.kv.batch.short_pass import KEPT_TOKENS
 from inference_svc.model.prompting import Prompting
 from inference_svc.text.conversation import dialogue, render
 from inference_svc.text.given_json import GivenJson
@@ -34,6 +36,8 @@ _TIME_LIMIT_S = 120.0
 _DECODED_TOKENS = 3  # the first looks ahead at nothing, the others do
 _SHORT_TOKENS = 16
 _MIDDLING_TOKENS = 300  # more than a block, less than a cell
+_CROWD, _CROWD_S = 8, 1.0  # turns whose prompts are more than a cell: as many as are computed within a second
+_CROWD_REPLY = 24  # tokens: the first still decodes when the last one begins to
 _FEWEST = (4, 2)  # tokens of a prompt, and of a reply: each pass reads all weights, which a CPU takes long for
 _QUICK_BYTES = 512 << 20  # of weights, with which a CPU's pass is quick; with 4.5 GB three take it half a minute
 _KEY = AgentKey("", "")  # no caller's: namespaces and agents have names
@@ -76,17 +80,25 @@ async def warm_up_text(prompting: Prompting) -> None:
 
 
 def _groups(engine: Engine) -> Iterator[list[tuple[int, int]]]:
-    """Lengths of prompts and replies of turns that run at once. A CPU compiles little: one short turn is enough, and of
-    a large model it would cost seconds to save milliseconds.
+    """Lengths of prompts and replies of turns that run at once, one group after the other. A CPU compiles little: one
+    short turn is enough, and of a large model it would cost seconds to save milliseconds. The last two groups find no
+    new kernel but for a device's own products, so they also show what cells really cost.
     """
     if engine.device == "cpu":
         if engine.model.weights_bytes <= _QUICK_BYTES:
             yield [_FEWEST]
         return
     longest = engine.model.context_tokens - _DECODED_TOKENS
-    cell = engine.model.cell_tokens
-    yield [(min(cell + _SHORT_TOKENS, longest), _DECODED_TOKENS)]  # a whole cell, and a short one behind it
+    cell = min(engine.model.cell_tokens + _SHORT_TOKENS, longest)
+    yield [(cell, _DECODED_TOKENS)]  # a whole cell, and a short one behind it
     yield [(min(_SHORT_TOKENS, longest), _DECODED_TOKENS)] * 4
+    for tokens in KEPT_TOKENS:
+        yield [(min(tokens, longest), 1)]
+    began_s = time.monotonic()
+    yield [(cell, 1)]
+    count = min(_CROWD, int(_CROWD_S / (time.monotonic() - began_s)))
+    # Cells that are cut beside streams, batches of one to so many rows, and streams that end before others.
+    yield [(cell, min(_CROWD_REPLY + 2 * place, engine.model.context_tokens - cell)) for place in range(count)]
 
 
 def _remember(engine: Engine, tokens: int) -> None:

@@ -23,7 +23,7 @@ from inference_svc.kv.pages.groups import groups_of
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import PassRoom, SequenceKV
 
-_COUNTS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256)  # of tokens whose graphs are kept
+KEPT_TOKENS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256)  # of a pass that keeps its graph
 # Behind more than these, a block's attention over pages costs more than a kept graph saves: MLX's own is faster.
 _DEEP_TOKENS = 32_768
 
@@ -38,7 +38,7 @@ def most_kept_tokens(identity: identity_pb2.KvIdentity, dialect: Dialect | None,
         return 0
     has_matrices = dialect is Dialect.CUDA
     served = (most_queries(each, compute_type, has_matrices=has_matrices) for each in formats)
-    return min(_COUNTS[-1], *served, *(group.window - 1 for group in groups if group.window))
+    return min(KEPT_TOKENS[-1], *served, *(group.window - 1 for group in groups if group.window))
 
 
 class ShortPass:
@@ -108,9 +108,9 @@ def _first_part(kv: SequenceKV, count: int) -> int:
     filled_from = kv.length - _spare(count)
     if all(table.can_go_on_from(filled_from) for table in kv.tables if table.window):
         return 0
-    return max(kept for kept in _COUNTS if kept <= count)
+    return max(kept for kept in KEPT_TOKENS if kept <= count)
 
 
 def _spare(count: int) -> int:
     """By how many tokens so many are filled up."""
-    return next(kept for kept in _COUNTS if kept >= count) - count
+    return next(kept for kept in KEPT_TOKENS if kept >= count) - count

@@ -9,8 +9,10 @@ import pytest
 from mlx_lm.utils import load_tokenizer
 from transformers.utils import chat_template_utils
 
+from inference_svc import warming
 from inference_svc.engine.api import Ended, Event, Listener, TurnPlan
 from inference_svc.engine.engine import Engine, TurnHandle
+from inference_svc.kv.batch.short_pass import KEPT_TOKENS
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.model_runner import ModelRunner
 from inference_svc.model.prompting import Prompting
@@ -24,7 +26,7 @@ _OF_A_CPU = pytest.mark.cpu_only("how long a pass takes decides there whether a 
 _DRAWN = {"temperature": 1.0, "seed": 7}
 
 
-@pytest.mark.long(3)
+@pytest.mark.long(5)
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=_OF_A_CPU), "any other"])
 @pytest.mark.parametrize("name", ["llama3.1", "gemma3", "falcon_h1"])
 def test_a_warm_engine_has_computed_and_holds_nothing(
@@ -79,6 +81,27 @@ def test_a_memory_is_copied_for_the_store_and_comes_back(tmp_path: Path, monkeyp
         engine.close()
     assert {"Cold": ended.count("Cold"), "Hot": 1, "Restored": 1} == Counter(ended), "none of them failed"
     assert namespaces == {None}, "company of the first callers"
+
+
+def test_a_gpu_decodes_every_number_of_rows_of_its_first_crowd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And takes every length of a pass that keeps its graph."""
+    monkeypatch.setattr(warming, "_CROWD_S", 1e9)
+    rows, lengths, forward = set[int](), set[int](), ModelRunner.forward
+
+    def seen(runner: ModelRunner, tokens, caches):  # type: ignore[no-untyped-def]
+        rows.add(tokens.shape[0])
+        lengths.add(tokens.shape[1])
+        return forward(runner, tokens, caches)
+
+    monkeypatch.setattr(ModelRunner, "forward", seen)
+    engine = Engine.open(write_family(tmp_path, ALL["llama3.1"]), cache_dir=tmp_path, memory_budget_bytes=BUDGET)
+    try:
+        engine.device = "any other"
+        warm_up(engine)
+    finally:
+        engine.close()
+    assert rows >= {1, 2, 3, 4, 5, 6, 7, 8}
+    assert lengths >= {*KEPT_TOKENS}
 
 
 @_OF_A_CPU
