@@ -24,8 +24,13 @@ from inference_svc.model.weights.weight_files import WeightFile, weight_files
 
 # MLX's CUDA back end commits a graph after 30 operations or 400 million values of input: an 8B model's step is more
 # than twenty graphs, each of which costs the processor 0.1 ms and the GPU a pause. With these it is six; more is no
-# faster, and buffers of a long prompt's cell are held until their graph is done.
-_GRAPH_SETTINGS = {"MLX_MAX_OPS_PER_BUFFER": "100", "MLX_MAX_MB_PER_BUFFER": "4000"}
+# faster, and buffers of a long prompt's cell are held until their graph is done. Its check of caches counts the graphs
+# and plans that were not in them over a process's whole life, and from a number on fails each pass that is new.
+_GRAPH_SETTINGS = {
+    "MLX_MAX_OPS_PER_BUFFER": "100",
+    "MLX_MAX_MB_PER_BUFFER": "4000",
+    "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",
+}
 _DEFAULT_CONTEXT_TOKENS = 4096
 _log = logging.getLogger(__name__)
 _GENERATION = "generation_config.json"
