@@ -16,7 +16,7 @@ from rich.table import Table
 from kvasir import expires_after, on_full, volatile
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cli import carrying, failures
-from kvasir.cli.caller import Caller, JsonOption, caller_of, completing
+from kvasir.cli.caller import Caller, command, completing
 from kvasir.cli.engine import engine_client
 from kvasir.cli.rows import (
     agent_row,
@@ -127,27 +127,25 @@ def _answers(caller: Caller) -> bool:
     return True
 
 
-@app.command("ls")
+@command(app, "ls")
 def ls(
-    context: typer.Context,
+    caller: Caller,
     prefix: Annotated[str, typer.Option(help="Only names that begin so.")] = "",
     label: Annotated[
         list[str] | None, typer.Option(help="Only agents with this label; may be repeated.", metavar="KEY=VALUE")
     ] = None,
-    sort: Annotated[Order, typer.Option(help="By when they were last used, by name, or by the newest's bytes.")] = (
-        Order.USED
-    ),
+    sort: Annotated[
+        Order, typer.Option(help="By when they were last used, by name, or by the newest's bytes.")
+    ] = Order.USED,
     limit: Annotated[int | None, typer.Option(min=1, help="Only so many, the first of the order.", metavar="N")] = None,
     has_all: Annotated[
         bool, typer.Option("--all", help="Conversations too whose callers named no agent. So does --prefix.")
     ] = False,
-    as_json: JsonOption = False,
 ) -> None:
     """List agents that have names, the last used first.
 
     Labels that Kvasir gives for itself are in --json and in `kvasir agents show`.
     """
-    caller = caller_of(context, as_json)
     with store_client(caller) as client:
         found = list(all_agents(client, prefix, labels_of(label or [])))
     listed = [agent for agent in found if has_all or prefix or not agent.agent_id.startswith(UNNAMED_PREFIXES)]
@@ -163,52 +161,46 @@ def ls(
     caller.result([agent_row(agent) for agent in shown], show)
 
 
-@app.command("show")
-def show(context: typer.Context, agent: AgentArgument, as_json: JsonOption = False) -> None:
+@command(app, "show")
+def show(caller: Caller, agent: AgentArgument) -> None:
     """Show one agent and its lines."""
-    caller = caller_of(context, as_json)
     with store_client(caller) as client:
         found = client.get_agent(agent)
     caller.result(agent_row(found), lambda out: _show(out, found))
 
 
-@app.command("history")
-def history(context: typer.Context, agent: AgentArgument, line: LineOption = "", as_json: JsonOption = False) -> None:
+@command(app, "history")
+def history(caller: Caller, agent: AgentArgument, line: LineOption = "") -> None:
     """List the versions that an agent can be rolled back to, newest first."""
-    caller = caller_of(context, as_json)
     with store_client(caller) as client:
         versions = list(_all_versions(client, agent, line))
     caller.result([snapshot_row(version) for version in versions], lambda out: out.print(_versions_table(versions)))
 
 
-@app.command("fork")
+@command(app, "fork")
 def fork(
-    context: typer.Context,
+    caller: Caller,
     source: AgentArgument,
     agent: Annotated[str, typer.Argument(help="The new agent's name.", metavar="NEW")],
     version: VersionOption = None,
     line: LineOption = "",
-    as_json: JsonOption = False,
 ) -> None:
     """Start a new agent with the memory of another agent. Copies no bytes."""
-    caller = caller_of(context, as_json)
     with newest_client(caller) as client:
         made = client.fork_agent(source, agent, line, version)
     caller.result(agent_row(made), lambda out: out.print(f"{agent} remembers the same as {source}."))
 
 
-@app.command("rollback")
+@command(app, "rollback")
 def rollback(
-    context: typer.Context,
+    caller: Caller,
     agent: AgentArgument,
     version: Annotated[
         int, typer.Argument(min=1, callback=check_version, help="The version to go back to.", metavar="VERSION")
     ],
     line: LineOption = "",
-    as_json: JsonOption = False,
 ) -> None:
     """Commit an old version again, as the newest. No version is removed."""
-    caller = caller_of(context, as_json)
     with store_client(caller) as client:
         made = client.rollback_agent(agent, version, line)
     caller.result(
@@ -217,15 +209,13 @@ def rollback(
     )
 
 
-@app.command("rm")
+@command(app, "rm")
 def rm(
-    context: typer.Context,
+    caller: Caller,
     agent: AgentArgument,
     force: Annotated[bool, typer.Option("--force", help="Delete it even if it is pinned.")] = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Delete an agent with all its lines and versions."""
-    caller = caller_of(context, as_json)
     with store_client(caller) as client:
         answer = client.delete_agent(agent, force=force)
     gone_by = iso(answer.bytes_gone_by)
@@ -236,51 +226,43 @@ def rm(
     caller.result(value, lambda out: out.print(text))
 
 
-@app.command("label")
+@command(app, "label")
 def label(
-    context: typer.Context,
+    caller: Caller,
     agent: AgentArgument,
     labels: Annotated[list[str], typer.Argument(help="KEY=VALUE sets, KEY= removes.", metavar="KEY=VALUE")],
-    as_json: JsonOption = False,
 ) -> None:
     """Set or remove labels."""
-    caller = caller_of(context, as_json)
     with store_client(caller) as client:
         changed = client.update_agent(agent, labels=labels_of(labels))
     caller.result(agent_row(changed), lambda out: _show(out, changed))
 
 
-@app.command("pin")
+@command(app, "pin")
 def pin(
-    context: typer.Context,
-    agent: AgentArgument,
-    off: Annotated[bool, typer.Option("--off", help="Unpin it.")] = False,
-    as_json: JsonOption = False,
+    caller: Caller, agent: AgentArgument, off: Annotated[bool, typer.Option("--off", help="Unpin it.")] = False
 ) -> None:
     """Protect an agent from eviction and from rm. --off ends that."""
-    caller = caller_of(context, as_json)
     with store_client(caller) as client:
         changed = client.update_agent(agent, is_pinned=not off)
     caller.result(agent_row(changed), lambda out: _show(out, changed))
 
 
-@app.command("keep")
+@command(app, "keep")
 def keep(
-    context: typer.Context,
+    caller: Caller,
     agent: AgentArgument,
     versions: Annotated[int, typer.Argument(min=1, max=1000, help="How many of each line.", metavar="VERSIONS")],
-    as_json: JsonOption = False,
 ) -> None:
     """Say how many versions an agent can be rolled back to. Older ones go with its next turn."""
-    caller = caller_of(context, as_json)
     with store_client(caller) as client:
         changed = client.update_agent(agent, retained_versions=versions)
     caller.result(agent_row(changed), lambda out: _show(out, changed))
 
 
-@app.command("export")
+@command(app, "export")
 def export(
-    context: typer.Context,
+    caller: Caller,
     agent: AgentArgument,
     file: Annotated[Path, typer.Argument(help="The file to write; - is standard output.", metavar="FILE")],
     force: Annotated[bool, typer.Option("--force", help="Replace a file of that name.")] = False,
@@ -298,10 +280,8 @@ def export(
     ] = False,
     key_file: KeyFileOption = None,
     passphrase_file: PassphraseFileOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Save one version of an agent's memory as a file: plain, also where the namespace is sealed, but for --sealed."""
-    caller = caller_of(context, as_json)
     sealed = sealed or key_file is not None or passphrase_file is not None
     if sealed and form is not carrying.Form.ARCHIVE:
         raise failures.WrongUsage("--sealed: the format `seed` has no sealed form", field="--sealed")
@@ -325,9 +305,9 @@ def export(
     caller.result(value, lambda out: out.print(f"{file}: {size(size_bytes)} in {seconds:.1f} s, {words}"))
 
 
-@app.command("import")
+@command(app, "import")
 def import_(
-    context: typer.Context,
+    caller: Caller,
     file: Annotated[
         Path,
         typer.Argument(help="The file to read; - is standard input.", metavar="FILE"),
@@ -350,10 +330,8 @@ def import_(
     ] = "",
     key_file: KeyFileOption = None,
     passphrase_file: PassphraseFileOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Read an agent's memory from a file, as a new version. A sealed file says what opens it."""
-    caller = caller_of(context, as_json)
     with store_client(caller) as client, carrying.source(file) as read:
         header = carrying.header_of(read) if form is carrying.Form.ARCHIVE else None
         carrying.check_opens(header, file, key_file, passphrase_file)

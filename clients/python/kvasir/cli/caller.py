@@ -3,12 +3,14 @@
 Results go to stdout, progress and remarks to stderr, so that a pipe holds the result and nothing else.
 """
 
+import functools
+import inspect
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -17,6 +19,8 @@ from rich.text import Text
 from kvasir.address import AddressError, parse_address
 from kvasir.cli.running.home import DEFAULT_HOME, Endpoint, Home
 from kvasir.cli.showing.terminal import PlainConsole, visible
+
+_Command = TypeVar("_Command", bound=Callable[..., None])
 
 
 @dataclass
@@ -120,3 +124,25 @@ def caller_of(context: typer.Context, as_json: bool = False) -> Caller:
     assert isinstance(caller, Caller)
     caller.as_json = caller.as_json or as_json
     return caller
+
+
+def command(group: typer.Typer, name: str) -> Callable[[_Command], _Command]:
+    """Make a function a command of the group: its first argument is the caller, the others are its options, and --json
+    is the last of them."""
+
+    def add(function: _Command) -> _Command:
+        @functools.wraps(function)
+        def run(context: typer.Context, as_json: bool = False, **options: Any) -> None:
+            function(caller_of(context, as_json), **options)
+
+        [_, *own] = inspect.signature(function, eval_str=True).parameters.values()
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        context = inspect.Parameter("context", kind, annotation=typer.Context)
+        as_json = inspect.Parameter("as_json", kind, annotation=JsonOption, default=False)
+        parameters = [context, *own, as_json]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        group.command(name)(run)
+        return function
+
+    return add

@@ -20,7 +20,7 @@ from rich.table import Table
 
 import kvasir
 from kvasir.cli.agents import store_client, unclaimed
-from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.caller import Caller
 from kvasir.cli.demo.self_test import self_test
 from kvasir.cli.failures import PROBLEMS
 from kvasir.cli.rows import size, stats_row
@@ -42,7 +42,7 @@ _FASTER = (
 
 
 def doctor(
-    context: typer.Context,
+    caller: Caller,
     model: Annotated[
         str, typer.Option(help="A directory or name of an mlx-lm model. Left out: the shipped model.")
     ] = "",
@@ -55,10 +55,8 @@ def doctor(
     does_self_test: Annotated[
         bool, typer.Option("--self-test", help="Also start both services, tell an agent a fact, kill -9 both, and ask.")
     ] = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Say which layers of a model are kept, what computes, what runs, and what to do about problems."""
-    caller = caller_of(context, as_json)
     check_engine_option("memory_gib", memory_gib)
     check_exact_layers(kv_exact_layers, kv_policy, [])
     given = [("--kv-policy", kv_policy), ("--kv-exact-layers", kv_exact_layers), ("--memory-gib", memory_gib)]

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvasir.cli import failures, hub
-from kvasir.cli.caller import Caller, JsonOption, caller_of, completing
+from kvasir.cli.caller import Caller, command, completing
 from kvasir.cli.rows import size
 from kvasir.clients import InferenceClient
 from kvasir.errors import KvasirError
@@ -42,7 +42,7 @@ def engine_client(caller: Caller) -> Iterator[InferenceClient]:
         yield client
 
 
-def stats(context: typer.Context, as_json: JsonOption = False) -> None:
+def stats(caller: Caller) -> None:
     """Show the engine's counters since its start and its present state: turns, tokens, hits, misses by reason, memory.
 
     --json: model, uptime_s, namespaces (a list: namespace, turns, turn_ends, refusals, prefilled_tokens, cached_tokens,
@@ -50,24 +50,21 @@ def stats(context: typer.Context, as_json: JsonOption = False) -> None:
     running_turns, kv_memory_used_bytes)
     and engine (admins only).
     """
-    caller = caller_of(context, as_json)
     with engine_client(caller) as client:
         row = stats_row(client.get_stats())
     caller.result(row, lambda out: _show_stats(out, row))
 
 
-models.command("pull")(hub.pull)
-models.command("rm")(hub.rm)
+command(models, "pull")(hub.pull)
+command(models, "rm")(hub.rm)
 
 
-@models.command("ls")
+@command(models, "ls")
 def list_models(
-    context: typer.Context,
+    caller: Caller,
     fetched: Annotated[bool, typer.Option("--fetched", help="Models on this machine, running or not.")] = False,
-    as_json: JsonOption = False,
 ) -> None:
     """List the models that the engine's configuration names, or with --fetched those of `kvasir models pull`."""
-    caller = caller_of(context, as_json)
     if fetched:
         rows = hub.fetched(caller)
         return caller.result(rows, lambda out: out.print(_fetched_table(rows)))
@@ -76,34 +73,30 @@ def list_models(
     return caller.result(rows, lambda out: out.print(_models_table(rows)))
 
 
-@models.command("load")
+@command(models, "load")
 def load_model(
-    context: typer.Context,
+    caller: Caller,
     name: Annotated[
         str, typer.Argument(help="A name of `kvasir models ls`.", metavar="NAME", autocompletion=complete_model)
     ],
     drop_unstored: _DropOption = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Load a model. The one before is unloaded first, and its hot memories are stored."""
-    caller = caller_of(context, as_json)
     with caller.busy(f"loading {name}"), engine_client(caller) as client:
         answer = client.load_model(name, drop_unstored=drop_unstored)
     value = {"loaded": answer.model.name, **_left(answer.left)}
     caller.result(value, lambda out: out.print(f"{name} is loaded; {_left_in_words(answer.left)}"))
 
 
-@models.command("unload")
+@command(models, "unload")
 def unload_model(
-    context: typer.Context,
+    caller: Caller,
     name: Annotated[
         str, typer.Argument(help="Left out: the loaded model.", metavar="NAME", autocompletion=complete_model)
     ] = "",
     drop_unstored: _DropOption = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Let turns end, store hot memories, and free the model."""
-    caller = caller_of(context, as_json)
     with caller.busy("unloading"), engine_client(caller) as client:
         left = client.unload_model(name, drop_unstored=drop_unstored).left
     caller.result(_left(left), lambda out: out.print(f"unloaded; {_left_in_words(left)}"))

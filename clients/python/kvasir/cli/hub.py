@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.caller import Caller
 from kvasir.cli.failures import NOT_FOUND, WrongUsage
 from kvasir.cli.rows import size
 from kvasir.cli.running.checks import check_installed, is_repository
@@ -19,17 +19,15 @@ from kvasir.errors import FailedPrecondition, NotFound
 _NameArgument = Annotated[str, typer.Argument(help="A repository of the hub.", metavar="OWNER/NAME")]
 
 
-def pull(context: typer.Context, name: _NameArgument, as_json: JsonOption = False) -> None:
+def pull(caller: Caller, name: _NameArgument) -> None:
     """Fetch a model of the hub, once: `kvasir up --model OWNER/NAME` and other programs of mlx-lm find it here."""
-    caller = caller_of(context, as_json)
     answer = fetch(caller, name)
     text = f"{name}: {size(answer['size_bytes'])} at {answer['path']}; start it with `kvasir up --model {name}`"
     caller.result(answer, lambda out: out.print(text))
 
 
-def rm(context: typer.Context, name: _NameArgument, as_json: JsonOption = False) -> None:
+def rm(caller: Caller, name: _NameArgument) -> None:
     """Remove a model that was fetched. What agents remember with it stays."""
-    caller = caller_of(context, as_json)
     answer = _hub(caller, "rm", _checked(name))
     text = f"{name} is removed; {size(answer['freed_bytes'])} are free"
     caller.result(answer, lambda out: out.print(text))

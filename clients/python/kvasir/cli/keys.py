@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.caller import Caller, command
 from kvasir.cli.rows import size
 from kvasir.cli.running.checks import check_installed
 from kvasir.errors import FailedPrecondition
@@ -26,20 +26,19 @@ KeychainOption = Annotated[
 NamespaceArgument = Annotated[str, typer.Argument(metavar="NAMESPACE")]
 
 
-@app.command("ls")
-def ls(context: typer.Context, data_dir: DataDirOption = None, as_json: JsonOption = False) -> None:
+@command(app, "ls")
+def ls(caller: Caller, data_dir: DataDirOption = None) -> None:
     """List sealed namespaces, and the master keys that open them."""
-    _run(caller_of(context, as_json), "ls", data_dir)
+    _run(caller, "ls", data_dir)
 
 
-@app.command("new")
+@command(app, "new")
 def new(
-    context: typer.Context,
+    caller: Caller,
     namespace: NamespaceArgument,
     data_dir: DataDirOption = None,
     key_file: KeyFileOption = None,
     keychain: KeychainOption = "",
-    as_json: JsonOption = False,
 ) -> None:
     """Seal a namespace that holds nothing yet. Makes the master key if there is none.
 
@@ -47,49 +46,45 @@ def new(
     namespace and bring the agents there with `kvasir agents export` and `import`. The audit, which lies outside the
     data, names agents of sealed namespaces, too.
     """
-    caller = caller_of(context, as_json)
     master = _master(caller, key_file, keychain)
     _run(caller, "new", data_dir, namespace, *master)
     caller.say(f"Keep a copy of the master key ({master[1]}): without it nobody reads {namespace} again.")
     key = (key_file or caller.home.seal_key_file).resolve()
-    if not as_json and not (keychain and key_file is None) and key.is_relative_to(caller.home.root.resolve()):
+    if not caller.as_json and not (keychain and key_file is None) and key.is_relative_to(caller.home.root.resolve()):
         caller.out.print(
             f"A backup with {key} and the data opens everything: move the key to another volume, and name it in "
             "KVASIR_STORE_SEAL_KEY_FILE; or use --keychain."
         )
 
 
-@app.command("rotate")
+@command(app, "rotate")
 def rotate(
-    context: typer.Context,
+    caller: Caller,
     new_key_file: Annotated[Path | None, typer.Option(help="The new master key's file; made if not there.")] = None,
     new_keychain: Annotated[str, typer.Option(help="Its name in the keychain; made if not there.")] = "",
     data_dir: DataDirOption = None,
     key_file: KeyFileOption = None,
     keychain: KeychainOption = "",
-    as_json: JsonOption = False,
 ) -> None:
     """Replace the master key. Rewrites no blob; from then on the store needs the new one.
 
     After a crash give the command again: wherever it ended, the old key or the new one opens all namespaces.
     """
-    caller = caller_of(context, as_json)
     options = [*_option("--new-key-file", new_key_file), *_option("--new-keychain", new_keychain)]
     _run(caller, "rotate", data_dir, *options, *_master(caller, key_file, keychain))
 
 
-@app.command("erase")
+@command(app, "erase")
 def erase(
-    context: typer.Context,
+    caller: Caller,
     namespace: NamespaceArgument,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     data_dir: DataDirOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Destroy a namespace's key: nobody reads what it holds again, with any master key. Cannot be undone."""
     if not yes and not typer.confirm(f"Destroy the key of {namespace}, and with it all that it holds?", err=True):
         raise typer.Exit(1)
-    _run(caller_of(context, as_json), "erase", data_dir, namespace)
+    _run(caller, "erase", data_dir, namespace)
 
 
 def _run(caller: Caller, action: str, data_dir: Path | None, *arguments: str) -> None:

@@ -10,7 +10,7 @@ import typer
 
 import kvasir
 from kvasir.cli import agents, doctor, engine, failures, keys, moving, pairing, store
-from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.caller import Caller, JsonOption, caller_of, command
 from kvasir.cli.callers import audit, reload, tokens
 from kvasir.cli.demo import demo
 from kvasir.cli.running import group, up
@@ -29,22 +29,12 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command("up")(up.up)
-app.command("down")(group.down)
-app.command("status")(group.status)
-app.command("logs")(group.logs)
-app.command("reload")(reload.reload)
-app.command("audit")(audit.audit)
-app.command("chat")(chat.chat)
-app.command("demo")(demo.demo)
-app.command("doctor")(doctor.doctor)
-app.command("stats")(engine.stats)
-app.command("pair")(pairing.pair)
+_COMMANDS = [up.up, group.down, group.status, group.logs, reload.reload, audit.audit, chat.chat, demo.demo]
+for _function in (*_COMMANDS, doctor.doctor, engine.stats, pairing.pair):
+    command(app, _function.__name__)(_function)
 app.add_typer(engine.models, name="models")
-agents.app.command("pull")(moving.pull)
-agents.app.command("move")(moving.move)
-agents.app.command("sync")(moving.sync)
-agents.app.command("claim")(moving.claim)
+for _of_agents in (moving.pull, moving.move, moving.sync, moving.claim):
+    command(agents.app, _of_agents.__name__)(_of_agents)
 app.add_typer(agents.app, name="agents")
 app.add_typer(pairing.app, name="peers")
 app.add_typer(store.app, name="store")

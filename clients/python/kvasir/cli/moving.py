@@ -11,7 +11,7 @@ from rich.console import Console
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cli import agents, failures
 from kvasir.cli.agents import AgentArgument, LineOption, arrived_words, complete_agent, labels_of, store_client
-from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.caller import Caller
 from kvasir.cli.engine import engine_client
 from kvasir.cli.rows import agent_row, size, snapshot_row
 from kvasir.cli.showing.progress import transfer_progress
@@ -26,12 +26,11 @@ OnProgress = Callable[[pb.TransferProgress], None]
 
 
 def move(
-    context: typer.Context,
+    caller: Caller,
     agent: AgentArgument,
     from_peer: FromOption = "",
     to_peer: ToOption = "",
     dry_run: DryRunOption = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Move an agent to or from another Mac: all it remembers, and the right to go on. A copy stays, to be read.
 
@@ -39,7 +38,7 @@ def move(
     it is not the agent's first; else its end is waited for. Cut short, the agent stays where it was or arrives whole;
     the same command goes on.
     """
-    caller, peer = caller_of(context, as_json), _one_of(from_peer, to_peer)
+    peer = _one_of(from_peer, to_peer)
     way = f"from {peer}" if from_peer else f"to {peer}"
     with store_client(caller) as client:
         turn = _turn_handed_over(caller, client, agent, to_peer) if to_peer and not dry_run else None
@@ -59,7 +58,7 @@ def move(
 
 
 def sync(
-    context: typer.Context,
+    caller: Caller,
     names: Annotated[
         list[str] | None,
         typer.Argument(help="Left out: every agent here.", metavar="AGENT", autocompletion=complete_agent),
@@ -70,10 +69,9 @@ def sync(
         list[str] | None, typer.Option(help="Only agents with this label; may be repeated.", metavar="KEY=VALUE")
     ] = None,
     dry_run: DryRunOption = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Copy what is new of agents to or from another Mac. Owners stay; what was changed at both is left alone."""
-    caller, peer = caller_of(context, as_json), _one_of(from_peer, to_peer)
+    peer = _one_of(from_peer, to_peer)
     rows = list[dict[str, Any]]()
     with store_client(caller) as client:
         for agent in _chosen(client, names or [], labels_of(label or [])):
@@ -85,7 +83,7 @@ def sync(
 
 
 def pull(
-    context: typer.Context,
+    caller: Caller,
     peer: Annotated[str, typer.Argument(help="A peer of the store's configuration.", metavar="PEER")],
     agent: AgentArgument,
     as_: Annotated[
@@ -93,10 +91,9 @@ def pull(
     ] = "",
     line: LineOption = "",
     dry_run: DryRunOption = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Copy an agent's memory from another store. Only blobs that are missing here are sent."""
-    caller, sent = caller_of(context, as_json), _Sent()
+    sent = _Sent()
     with store_client(caller) as client, transfer_progress(caller, f"{agent} from {peer}") as on_progress:
         if dry_run:
             for step in client.pulling_agent(peer, agent, local_agent_id=as_, kv_identity_hash=line, dry_run=True):
@@ -111,7 +108,7 @@ def pull(
 
 
 def claim(
-    context: typer.Context,
+    caller: Caller,
     agent: Annotated[
         str, typer.Argument(help="The agent's name.", metavar="AGENT", autocompletion=complete_agent)
     ] = "",
@@ -122,14 +119,12 @@ def claim(
         bool,
         typer.Option("--force", help="Also from a Mac that is gone for good. What it made since is not here."),
     ] = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Take an agent back whose move has stopped halfway, or, with --force, whose owner is gone.
 
     If that Mac comes back, it keeps what it made, to be read, and does not extend it any more. After a recovery every
     peer is asked first: an agent that one of them owns stays there.
     """
-    caller = caller_of(context, as_json)
     if bool(agent) == recovered:
         raise failures.WrongUsage("expected AGENT or --recovered", field="agent")
     with store_client(caller) as client:

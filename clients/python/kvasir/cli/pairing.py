@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from kvasir import errors
-from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.caller import Caller, command
 from kvasir.cli.rows import to_the_second
 from kvasir.cli.running.checks import check_installed
 from kvasir.cli.showing.terminal import visible
@@ -70,7 +70,7 @@ ListenOption = Annotated[
 
 
 def pair(
-    context: typer.Context,
+    caller: Caller,
     code: CodeArgument = "",
     at: AtOption = "",
     listen: ListenOption = "",
@@ -82,7 +82,6 @@ def pair(
     takes: TakesOption = None,
     announce: AnnounceOption = False,
     minutes: Annotated[float, typer.Option(min=0.01, max=60, help="How long the code is valid.")] = 10,
-    as_json: JsonOption = False,
 ) -> None:
     """Make this Mac and another known to each other: one shows a code, the other takes it.
 
@@ -93,7 +92,6 @@ def pair(
 
     --json: an object on each line: waiting (code, line, address), refused (from, reason), paired (name, pin, address).
     """
-    caller = caller_of(context, as_json)
     caller.home.make()
     words = [*([code] if code else []), *_given("--at", at), *_given("--listen", listen), *_given("--as", as_)]
     words += ["--name", name or _host_name(), "--lifetime-s", str(minutes * 60), "--until-eof"]
@@ -142,60 +140,46 @@ def _show_paired(caller: Caller, line: dict[str, Any]) -> None:
         caller.say(f"The store cannot listen on {line['our_address']}: `kvasir logs` says why.")
 
 
-@app.command("ls")
-def ls(context: typer.Context, as_json: JsonOption = False) -> None:
+@command(app, "ls")
+def ls(caller: Caller) -> None:
     """List the peers of this home's store."""
-    caller = caller_of(context, as_json)
     answer = _only(caller, "peers", "ls")
     caller.result(answer, lambda out: _show_peers(out, answer["peers"]))
 
 
-@app.command("find")
+@command(app, "find")
 def find(
-    context: typer.Context,
-    seconds: Annotated[float, typer.Option(min=0.1, max=60, help="How long to listen.")] = 3,
-    as_json: JsonOption = False,
+    caller: Caller, seconds: Annotated[float, typer.Option(min=0.1, max=60, help="How long to listen.")] = 3
 ) -> None:
     """List Macs that wait with `kvasir pair --announce` (mDNS). Any name can be claimed: only the code proves one."""
-    caller = caller_of(context, as_json)
     with caller.busy("listening"):
         answer = _only(caller, "peers", "find", "--seconds", str(seconds))
     caller.result(answer, lambda out: _show_found(out, answer["found"]))
 
 
-@app.command("rm")
-def rm(context: typer.Context, peer: PeerArgument, as_json: JsonOption = False) -> None:
+@command(app, "rm")
+def rm(caller: Caller, peer: PeerArgument) -> None:
     """Remove a peer. Its running calls and our own to it end at once, and its key opens nothing here any more."""
-    caller = caller_of(context, as_json)
     answer = _only(caller, "peers", "rm", peer)
     ended = answer["store"].get("ended_calls", 0)
     text = f"{peer} is removed" + (f"; {ended} running calls were ended" if ended else "")
     caller.result(answer, lambda out: out.print(text))
 
 
-@app.command("allow")
-def allow(
-    context: typer.Context,
-    peer: PeerArgument,
-    gives: GivesOption = None,
-    takes: TakesOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@command(app, "allow")
+def allow(caller: Caller, peer: PeerArgument, gives: GivesOption = None, takes: TakesOption = None) -> None:
     """Change what a peer may do here. What is left out stays. Its running calls end where it may less."""
-    caller = caller_of(context, as_json)
     answer = _only(caller, "peers", "allow", peer, *_rights(gives, takes))
     caller.result(answer, lambda out: out.print(_rights_text(answer)))
 
 
-@app.command("rename")
+@command(app, "rename")
 def rename(
-    context: typer.Context,
+    caller: Caller,
     peer: PeerArgument,
     new_name: Annotated[str, typer.Argument(help="Its new name here.", metavar="NEW-NAME")],
-    as_json: JsonOption = False,
 ) -> None:
     """Call a peer otherwise here. It stays paired; its running calls end and begin again."""
-    caller = caller_of(context, as_json)
     answer = _only(caller, "peers", "rename", peer, new_name)
     caller.result(answer | {"name": new_name}, lambda out: out.print(f"{peer} is called {new_name} now"))
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvasir.cli.agents import store_client
-from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.caller import Caller, caller_of, command
 from kvasir.cli.failures import DAMAGED, NOT_FOUND
 from kvasir.cli.rows import scrub_row, scrub_text, size, stats_row
 from kvasir.cli.running.checks import check_installed
@@ -43,15 +43,13 @@ def serve(context: typer.Context) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "cachestore_svc", "serve", *arguments])  # noqa: S606  it becomes it
 
 
-@app.command("check")
+@command(app, "check")
 def check(
-    context: typer.Context,
+    caller: Caller,
     data_dir: Annotated[Path | None, typer.Option(help="The store's data. Left out: the data of the home.")] = None,
     repair: Annotated[bool, typer.Option("--repair", help="Also repair what can be repaired.")] = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Compare index and files both ways. The store must not run meanwhile."""
-    caller = caller_of(context, as_json)
     check_installed("store")
     argv = [sys.executable, "-m", "cachestore_svc", "check", "--json"]
     argv += ["--data-dir", str(data_dir or caller.home.store_data), *(["--repair"] if repair else [])]
@@ -65,15 +63,14 @@ def check(
     raise typer.Exit(answer.returncode)
 
 
-@app.command("recover")
+@command(app, "recover")
 def recover(
-    context: typer.Context,
+    caller: Caller,
     data_dir: Annotated[Path | None, typer.Option(help="The store's data. Left out: the data of the home.")] = None,
     namespace: Annotated[
         list[str] | None,
         typer.Option(help="A namespace that holds memories, if even the journal is lost. May be repeated."),
     ] = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Rebuild a lost or damaged index, when the store refuses to start or says INDEX_DAMAGED.
 
@@ -82,7 +79,6 @@ def recover(
 
     If even the journal is lost, memories come back as agents named recovered-..., in the namespaces of --namespace.
     """
-    caller = caller_of(context, as_json)
     check_installed("store")
     argv = [sys.executable, "-m", "cachestore_svc", "recover", "--json"]
     argv += ["--data-dir", str(data_dir or caller.home.store_data)]
@@ -119,18 +115,16 @@ def _run_with_progress(caller: Caller, argv: list[str]) -> tuple[int, str, str]:
         return program.returncode, answer.read(), last
 
 
-@app.command("scrub")
+@command(app, "scrub")
 def scrub(
-    context: typer.Context,
+    caller: Caller,
     agent: Annotated[str, typer.Argument(help="Only this agent's blobs. Left out: all blobs.", metavar="AGENT")] = "",
     status: Annotated[bool, typer.Option("--status", help="Only say how far the store's own scrub is.")] = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Hash every stored blob again, at once; the store itself does so slowly, about once a week.
 
     Damaged blobs are quarantined and named. What a peer has is fetched from it; engines compute the rest again.
     """
-    caller = caller_of(context, as_json)
     if status:
         _tell_scrub(caller)
         return
@@ -158,14 +152,9 @@ def _tell_scrub(caller: Caller) -> None:
     caller.result(row, lambda out: out.print(scrub_text(row)))
 
 
-@app.command("gc")
-def gc(
-    context: typer.Context,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Report only.")] = False,
-    as_json: JsonOption = False,
-) -> None:
+@command(app, "gc")
+def gc(caller: Caller, dry_run: Annotated[bool, typer.Option("--dry-run", help="Report only.")] = False) -> None:
     """Mark blobs that nothing names, and remove blobs that were marked longer than the grace period ago."""
-    caller = caller_of(context, as_json)
     with store_client(caller) as client:
         answer = client.collect_garbage(dry_run=dry_run)
     value = {
@@ -179,10 +168,9 @@ def gc(
     caller.result(value, lambda out: out.print(text))
 
 
-@app.command("stats")
-def stats(context: typer.Context, as_json: JsonOption = False) -> None:
+@command(app, "stats")
+def stats(caller: Caller) -> None:
     """Show sizes and counters."""
-    caller = caller_of(context, as_json)
     with store_client(caller) as client:
         row = stats_row(client.get_stats())
     caller.result(row, lambda out: out.print(_stats_table(row)))

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from kvasir.cli.caller import JsonOption, caller_of
+from kvasir.cli.caller import Caller
 from kvasir.cli.failures import WrongUsage
 from kvasir.cli.rows import to_the_second
 from kvasir.cli.running.home import Home
@@ -21,19 +21,17 @@ _AGENTS = ("agent", "source_agent", "local_agent")
 
 
 def audit(
-    context: typer.Context,
+    caller: Caller,
     agent: Annotated[str, typer.Option(help="Only calls about this agent.")] = "",
     since: Annotated[
         str, typer.Option(help="Only since then: so long ago, as 30m or 2d, or a time as 2026-11-22T18:00.")
     ] = "",
     refused: Annotated[bool, typer.Option("--refused", help="Only calls that were refused.")] = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Show who did what that needs a privilege: changes of agents, exports, peers, keys; and who was refused.
 
     --json prints one object per line. A line never has a text or a token.
     """
-    caller = caller_of(context, as_json)
     begin = _time(since, datetime.now(UTC)) if since else ""
     lines = sorted(_lines(caller.home, begin), key=lambda line: str(line["at"]))
     wanted = [

@@ -10,9 +10,7 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-import typer
-
-from kvasir.cli.caller import JsonOption, caller_of
+from kvasir.cli.caller import Caller
 from kvasir.cli.callers.audit import lines_of
 from kvasir.cli.running.holding import holders
 from kvasir.cli.running.home import Home
@@ -21,12 +19,11 @@ from kvasir.errors import FailedPrecondition, Unavailable
 from kvasir.waits import PATIENCE_S, SOON_S
 
 
-def reload(context: typer.Context, as_json: JsonOption = False) -> None:
+def reload(caller: Caller) -> None:
     """Let the running services read credentials, peers and the engine's tokens again.
 
     The engine takes up new namespaces. Calls of whoever was removed end.
     """
-    caller = caller_of(context, as_json)
     home = caller.home
     pids = _pids(home)
     if not pids:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvasir.cli.caller import JsonOption, caller_of
+from kvasir.cli.caller import Caller, command
 from kvasir.cli.running.holding import is_led
 from kvasir.cli.running.home import Home
 from kvasir.cli.running.locks import tokens_locked
@@ -46,9 +46,9 @@ class Role(StrEnum):
     HANDOVER = HANDOVER
 
 
-@app.command("new")
+@command(app, "new")
 def new(
-    context: typer.Context,
+    caller: Caller,
     name: Annotated[str, typer.Argument(help="What the audit calls it.", metavar="NAME")],
     namespace: Annotated[
         str, typer.Option(help="Its agents' namespace. Callers of one see nothing of another.")
@@ -60,7 +60,6 @@ def new(
             "is called NAME here gives turns. Repeatable."
         ),
     ] = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Make a token. It is written to a file that only you can read, and is shown nowhere else.
 
@@ -68,7 +67,6 @@ def new(
     services take it with `kvasir reload`. For a new namespace a credential of the engine's own is made, too, with which
     it keeps the memories there. credentials.toml is written anew, without the comments of whoever edited it.
     """
-    caller = caller_of(context, as_json)
     _check_word("NAME", name)
     _check_word("--namespace", namespace)
     _check_not_reserved(name)
@@ -89,10 +87,9 @@ def new(
     caller.say(f"{name} may call in namespace {namespace}, after: {then}")
 
 
-@app.command("ls")
-def ls(context: typer.Context, as_json: JsonOption = False) -> None:
+@command(app, "ls")
+def ls(caller: Caller) -> None:
     """List who may call, in which namespace, and with which roles. Prints no token."""
-    caller = caller_of(context, as_json)
     rows = [_row(caller.home, each) for each in _known(caller.home).principals]
 
     def show(out: Any) -> None:
@@ -102,15 +99,12 @@ def ls(context: typer.Context, as_json: JsonOption = False) -> None:
     caller.result({"tokens": rows}, show)
 
 
-@app.command("rm")
-def rm(
-    context: typer.Context, name: Annotated[str, typer.Argument(metavar="NAME")], as_json: JsonOption = False
-) -> None:
+@command(app, "rm")
+def rm(caller: Caller, name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
     """Remove a token. Its calls end with `kvasir reload`. Agents stay, and are there for the next of the namespace.
 
     credentials.toml is written anew, without the comments of whoever edited it.
     """
-    caller = caller_of(context, as_json)
     if name in _OF_THE_HOME or name.startswith("engine"):
         raise InvalidArgument(f"NAME: {name} is the home's own, without which it does not work", field="NAME")
     _known(caller.home)  # a home that has none is not made for this

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.caller import Caller
 from kvasir.cli.demo import coding_agent
 from kvasir.cli.demo import run as steps
 from kvasir.cli.demo.claims import Claims
@@ -45,7 +45,7 @@ QUICK = Size(seeds=(15, 12), tokens=(1100, 500), turns=(2, 1), fork_after=(1, 2)
 
 
 def demo(
-    context: typer.Context,
+    caller: Caller,
     out: Annotated[Path, typer.Option(help="Where the picture goes.", file_okay=False)] = Path("out"),
     quick: Annotated[bool, typer.Option("--quick", help="Shorter lives; the same steps.")] = False,
     agent: Annotated[
@@ -57,13 +57,11 @@ def demo(
             f"{coding_agent.QUICK_TOKENS:,}.",
         ),
     ] = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Two agents live, die by kill -9, and go on; then one moves. Every claim is checked.
 
     --json: claims (a list: text, holds, found) and seconds, on standard output.
     """
-    caller = caller_of(context, as_json)
     check_installed("store", "engine")
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)  # two minutes later is too late to hear that it cannot be

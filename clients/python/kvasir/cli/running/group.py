@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.caller import Caller
 from kvasir.cli.failures import PROBLEMS, UNREACHABLE, WrongUsage
 from kvasir.cli.rows import scrub_text, size, stats_row
 from kvasir.cli.running.health import (
@@ -79,10 +79,9 @@ def _state(name: str, endpoint: Endpoint, home: Home, running: Running | None, a
     return ServiceState(name, endpoint.address, pid, state, metrics, tuple(problems_at(asked, ANSWER_S)))
 
 
-def down(context: typer.Context, as_json: JsonOption = False) -> None:
+def down(caller: Caller) -> None:
     """Stop what `kvasir up` runs in this home, or what a killed `kvasir up` left. Its own processes only. Ends with 1
     when the store did not take all newest turns, or may not have: the engine did not stop, and was killed."""
-    caller = caller_of(context, as_json)
     log = GrowingLog(caller.home.logs / "engine.log")
     with caller.busy("stopping"):
         ended = end_group(caller.home, caller.say)
@@ -99,9 +98,8 @@ def down(context: typer.Context, as_json: JsonOption = False) -> None:
         raise typer.Exit(PROBLEMS)
 
 
-def status(context: typer.Context, as_json: JsonOption = False) -> None:
+def status(caller: Caller) -> None:
     """Show what runs in this home, and where. Exit code 3 unless all of it is ready and well."""
-    caller = caller_of(context, as_json)
     home, running = caller.home, caller.home.running()
     states = service_states(caller)
     value: dict[str, Any] = {
@@ -152,16 +150,14 @@ def _disk(caller: Caller) -> dict[str, Any]:
 
 
 def logs(
-    context: typer.Context,
+    caller: Caller,
     service: Annotated[
         str, typer.Argument(help="store, engine, http, or up (of `kvasir up -d`). Left out: all.", metavar="SERVICE")
     ] = "",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Of each log, so many of its last lines.")] = 20,
-    as_json: JsonOption = False,
 ) -> None:
     """Show the logs of this home's services. --json: one object per line, with service and line."""
-    caller = caller_of(context, as_json)
     files = {path.stem: path for path in sorted(caller.home.logs.glob("*.log")) if "." not in path.stem}
     if service:
         if service not in _LOGS:

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from kvasir.address import parse_address
-from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.caller import Caller
 from kvasir.cli.failures import relayed
 from kvasir.cli.hub import fetch
 from kvasir.cli.running import checks
@@ -35,12 +35,11 @@ _TRIED_PORTS = 10  # from the usual one on
 
 @with_flags
 def up(
-    context: typer.Context,
+    caller: Caller,
     config: ConfigOption = None,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Return when all is ready; `kvasir down` stops it.")
     ] = False,
-    as_json: JsonOption = False,
     **flags: Any,
 ) -> None:
     """Run store, engine and HTTP gateway as one group, until Ctrl-C; with -d in the background, until `kvasir down`.
@@ -48,7 +47,6 @@ def up(
     --json: one object on standard output when all is ready, with the addresses and the token's file (also in the home,
     as run/up.json). Remarks go to standard error.
     """
-    caller = caller_of(context, as_json)
     home = caller.home
     asked = asked_of(home, given_flags(flags), config)
     for model in asked.models_to_fetch:  # before anything starts, with its progress

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from kvasir.cli import failures
-from kvasir.cli.caller import JsonOption, caller_of
+from kvasir.cli.caller import Caller, command
 from kvasir.errors import FailedPrecondition, KvasirError
 
 app = typer.Typer(help="Let agents speak with each other in phases, each with its own memory.", no_args_is_help=True)
@@ -21,28 +21,28 @@ FileArgument = Annotated[
 ]
 
 
-@app.command("ls")
-def ls(context: typer.Context, as_json: JsonOption = False) -> None:
+@command(app, "ls")
+def ls(caller: Caller) -> None:
     """List the scenarios that come with Kvasir."""
-    _runs().show_shipped(caller_of(context, as_json))
+    _runs().show_shipped(caller)
 
 
-@app.command("show")
-def show(context: typer.Context, file: FileArgument, as_json: JsonOption = False) -> None:
+@command(app, "show")
+def show(caller: Caller, file: FileArgument) -> None:
     """Print a scenario's file, to begin one's own with: kvasir scenario show gossip > mine.yaml."""
     text = _runs().scenario_of(file).text
-    caller_of(context, as_json).result({"text": text}, lambda out: out.print(text, end=""))
+    caller.result({"text": text}, lambda out: out.print(text, end=""))
 
 
-@app.command("schema")
-def schema(context: typer.Context, as_json: JsonOption = False) -> None:
+@command(app, "schema")
+def schema(caller: Caller) -> None:
     """Print the JSON schema of scenario files, for editors."""
-    _runs().show_schema(caller_of(context, as_json))
+    _runs().show_schema(caller)
 
 
-@app.command("run")
+@command(app, "run")
 def run(
-    context: typer.Context,
+    caller: Caller,
     file: FileArgument,
     variant: Annotated[int, typer.Option(min=0, help="Draw other words for its values. 0: the first of each.")] = 0,
     dry_run: Annotated[
@@ -60,10 +60,8 @@ def run(
             help="The token file of a namespace that the scenario names. May be repeated.", metavar="NAME=FILE"
         ),
     ] = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Run a scenario, or go on with a run that was stopped. Ends with 1 when an outcome is not met."""
-    caller = caller_of(context, as_json)
     runs = _runs()
     scenario = runs.scenario_of(file, variant)
     if dry_run:
@@ -80,17 +78,16 @@ def run(
         raise typer.Exit(failures.PROBLEMS)
 
 
-@app.command("report")
+@command(app, "report")
 def report(
-    context: typer.Context,
+    caller: Caller,
     file: Annotated[
         str, typer.Argument(help="A scenario's file or name (its newest run), or a journal.", metavar="FILE")
     ],
     out: Annotated[Path, typer.Option(help="The page to write; an older one is replaced.")] = Path("scenario.html"),
-    as_json: JsonOption = False,
 ) -> None:
     """Write a run as one HTML page: who said and who saw what, and what each turn reused."""
-    _runs().write_report(caller_of(context, as_json), file, out)
+    _runs().write_report(caller, file, out)
 
 
 def _runs() -> ModuleType:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from kvasir.cli.caller import JsonOption, caller_of
+from kvasir.cli.caller import Caller, command
 from kvasir.cli.running.holding import is_led
 from kvasir.cli.running.home import Home
 from kvasir.cli.running.plan import Plan, plan_of
@@ -24,14 +24,13 @@ from kvasir.options.up import SERVICES
 app = typer.Typer(no_args_is_help=True, help="What the services are started with.")
 
 
-@app.command("show")
-def show(context: typer.Context, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+@command(app, "show")
+def show(caller: Caller, config: ConfigOption = None) -> None:
     """Show every option of the services, its value, and where that came from: a flag, the environment, the settings
     file, the home, or the default.
 
     While the services of this home run, it is what they were started with; else what `kvasir up` would start them with.
     """
-    caller = caller_of(context, as_json)
     home = caller.home
     rows = None if config is not None or not is_led(home) else _written(home)
     if rows is None:

@@ -14,7 +14,7 @@ from rich.table import Table
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.cli import failures
 from kvasir.cli.agents import MOST_VERSION, complete_agent, store_client
-from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.caller import Caller
 from kvasir.cli.rows import origin, size
 from kvasir.cli.running.holding import is_led
 from kvasir.cli.showing import terminal
@@ -46,7 +46,7 @@ ThinkOption = Annotated[
 
 
 def chat(
-    context: typer.Context,
+    caller: Caller,
     agent: Annotated[
         str, typer.Argument(help="The agent's name.", metavar="AGENT", autocompletion=complete_agent)
     ] = "me",
@@ -67,10 +67,8 @@ def chat(
         float | None, typer.Option(min=0, max=2, help="0 is greedy. Left out: what the model's own files say, else 0.")
     ] = None,
     think: ThinkOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Talk with an agent, which remembers. Reads lines from a pipe too; --json prints one object per reply."""
-    caller = caller_of(context, as_json)
     text = sys.stdin.read().strip() if once == "-" else once
     if once is not None and not (text or "").strip():
         raise failures.WrongUsage("--once: there is nothing to say", field="--once")
