@@ -31,6 +31,7 @@ from kvasir.cli.rows import (
     to_the_second,
     until,
 )
+from kvasir.cli.showing.tables import table
 from kvasir.clients import InferenceClient, StoreClient
 from kvasir.clients.archive_file import pieces_of
 from kvasir.errors import KvasirError
@@ -58,17 +59,14 @@ _OWN, _SETTINGS = (
     {on_full.LABEL, expires_after.LABEL, volatile.LABEL},
 )  # Kvasir's labels; those of them that people set
 _PAGE = 1000
+_NUMBERS = ("version", "tokens", "bytes", "parent")  # columns
 _COMPLETED = 100
 
 
 def complete_agent(context: typer.Context, incomplete: str) -> list[str]:
     """Names of agents that begin so, for the shell; none when the store cannot say them soon."""
     try:
-        endpoint = completing(context).store
-        client = StoreClient.connect(
-            endpoint.address, token=endpoint.token(), tls=endpoint.tls, retry_reads=False, timeout_s=SOON_S
-        )
-        with client:
+        with completing(context).store.store_client(SOON_S) as client:
             return [agent.agent_id for agent in client.list_agents(name_prefix=incomplete, page_size=_COMPLETED).agents]
     except (KvasirError, ValueError, OSError):
         return []
@@ -104,9 +102,7 @@ PassphraseFileOption = Annotated[
 @contextmanager
 def store_client(caller: Caller) -> Iterator[StoreClient]:
     """A client of the caller's store. An error names the address that does not answer."""
-    endpoint = caller.store
-    client = StoreClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls, retry_reads=False)
-    with client, failures.naming("store", caller):
+    with caller.store.store_client() as client, failures.naming("store", caller):
         yield client
 
 
@@ -385,40 +381,33 @@ def arrived_words(made: pb.SnapshotVersion) -> str:
     return f"{made.agent_id} is here at version {made.version}: {made.token_count} tokens, {size(made.total_bytes)}"
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        is_number = column in ("version", "tokens", "bytes", "parent")
-        table.add_column(column, justify="right" if is_number else "left")
-    return table
-
-
 def _agents_table(agents: list[pb.Agent]) -> Table:
     expires = ["expires"] if any(agent.HasField("expires_at") for agent in agents) else []
-    table = _table("agent", "version", "tokens", "bytes", "used", *expires, "pinned", "labels")
     now = datetime.now(UTC)
-    for agent in agents:
-        expiry = [until(agent.expires_at, now)] if expires else []
+
+    def row(agent: pb.Agent) -> tuple[object, ...]:
         newest: Any = agent.lines[0] if agent.lines else pb.SnapshotVersion()
         labels = {key: value for key, value in agent.labels.items() if key in _SETTINGS or not key.startswith(_OWN)}
         where = owner_words(agent.ownership)
-        table.add_row(
-            f"{agent.agent_id} ({where})" if where else agent.agent_id,
-            *(str(newest.version), str(newest.token_count), size(newest.total_bytes)),
-            *(ago(agent.used_at, now), *expiry, "yes" if agent.is_pinned else "", labels_text(labels)),
-        )
-    return table
+        name = f"{agent.agent_id} ({where})" if where else agent.agent_id
+        expiry = [until(agent.expires_at, now)] if expires else []
+        used = (ago(agent.used_at, now), *expiry, "yes" if agent.is_pinned else "", labels_text(labels))
+        return name, newest.version, newest.token_count, size(newest.total_bytes), *used
+
+    columns = ("agent", "version", "tokens", "bytes", "used", *expires, "pinned", "labels")
+    return table(columns, map(row, agents), numbers=_NUMBERS)
 
 
 def _versions_table(versions: list[pb.SnapshotVersion]) -> Table:
-    table, now = _table("version", "parent", "tokens", "bytes", "made", "by", "line"), datetime.now(UTC)
-    for each in versions:
+    now = datetime.now(UTC)
+
+    def row(each: pb.SnapshotVersion) -> tuple[object, ...]:
         made_by = f"{origin(each.origin)} {each.origin_detail}".strip()
-        table.add_row(
-            *(str(each.version), str(each.parent_version), str(each.token_count), size(each.total_bytes)),
-            *(ago(each.created_at, now), made_by, short(each.kv_identity_hash)),
-        )
-    return table
+        made = (ago(each.created_at, now), made_by, short(each.kv_identity_hash))
+        return each.version, each.parent_version, each.token_count, size(each.total_bytes), *made
+
+    columns = ("version", "parent", "tokens", "bytes", "made", "by", "line")
+    return table(columns, map(row, versions), numbers=_NUMBERS)
 
 
 def _show(out: Console, agent: pb.Agent) -> None:

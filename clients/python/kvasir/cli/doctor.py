@@ -16,7 +16,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 import kvasir
 from kvasir.cli.agents import store_client, unclaimed
@@ -28,7 +27,7 @@ from kvasir.cli.running.checks import check_engine_option, check_exact_layers
 from kvasir.cli.running.group import ServiceState, service_states
 from kvasir.cli.running.health import Health
 from kvasir.cli.running.holding import is_led
-from kvasir.clients import InferenceClient
+from kvasir.cli.showing.tables import table
 from kvasir.errors import KvasirError
 from kvasir.options.engine import KvPolicy
 
@@ -154,9 +153,8 @@ def service_problems(caller: Caller, states: Iterable[ServiceState]) -> Iterator
 
 def _loaded_model(caller: Caller) -> dict[str, Any]:
     """The running engine's own report of its model, from its live memory."""
-    endpoint = caller.engine
     try:
-        with InferenceClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls) as client:
+        with caller.engine.engine_client() as client:
             model = client.get_model()
     except (KvasirError, ValueError):
         return {"model": None}
@@ -217,18 +215,17 @@ def _show_model(out: Console, facts: dict[str, Any]) -> None:
     compute = f"{facts['device']}, {facts['compute_type']}" + (f", {facts['blas']}" if facts["blas"] else "")
     out.print(f"model: {facts['name']}, {facts['context_tokens']} tokens of context, on {compute}")
     out.print(f"weights: {facts['weights_placement']}")
-    policy, table = facts["policy"], Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("layers", "keeps", "kv heads", "key dim", "value dim", "persists"):
-        table.add_column(column, justify="left" if column in ("keeps", "persists") else "right")
+    policy = facts["policy"]
+    columns, rows = ("layers", "keeps", "kv heads", "key dim", "value dim", "persists"), list[tuple[object, ...]]()
     stored = [_stored(policy, index) for index in range(len(facts["layers"]))]
     for alike, count in Counter(zip(map(json.dumps, facts["layers"]), stored, strict=True)).items():
         row, bits = json.loads(alike[0]), alike[1]
         if row["state_shapes"]:
-            table.add_row(str(count), "state, at rewind points", "", "", "", "as computed")
+            rows.append((count, "state, at rewind points", "", "", "", "as computed"))
             continue
         keeps = f"window of {row['window']}" if row["window"] else f"{row['kind']}, every token"
-        table.add_row(str(count), keeps, str(row["kv_heads"]), str(row["key_dim"]), str(row["value_dim"]), bits)
-    out.print(table)
+        rows.append((count, keeps, row["kv_heads"], row["key_dim"], row["value_dim"], bits))
+    out.print(table(columns, rows, numbers=("layers", "kv heads", "key dim", "value dim")))
     ratio = facts["kv_bytes_per_token"] / max(1, facts["kv_bytes_per_token_fp16"])
     windows = f"; {size(facts['window_bytes'])} in windows" if facts["window_bytes"] else ""
     states = f"; {size(facts['state_bytes'])} of state per rewind point" if facts["state_bytes"] else ""
@@ -245,21 +242,17 @@ def _show_memory(out: Console, memory: dict[str, Any]) -> None:
         f"memory: {size(memory['device_bytes'])}, {size(memory['weights_bytes'])} of them for weights; "
         f"KV gets {size(memory['kv_memory_bytes'])} (--memory-gib), at most {size(memory['most_kv_bytes'])}"
     )
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("agents that fit", "at most", "tokens each", "bytes each"):
-        table.add_column(column, justify="right")
-    for row in memory["agents"]:
-        table.add_row(f"{row['fit']:,}", f"{row['fit_at_most']:,}", f"{row['tokens']:,}", size(row["agent_bytes"]))
-    out.print(table)
+    columns = ("agents that fit", "at most", "tokens each", "bytes each")
+    rows = (
+        (*(f"{row[name]:,}" for name in ("fit", "fit_at_most", "tokens")), size(row["agent_bytes"]))
+        for row in memory["agents"]
+    )
+    out.print(table(columns, rows, numbers=columns))
 
 
 def _show_families(out: Console, families: dict[str, Any]) -> None:
     """Sizes of memories of well-known models, by their published layouts."""
-    table = Table(box=None, pad_edge=False, header_style="bold", title="well-known models, by their layouts")
-    for column in ("model", "layers"):
-        table.add_column(column)
-    for column in ("bytes/token q4", "fp16", "windows, states q4", "fp16"):
-        table.add_column(column, justify="right")
+    numbers, rows = ("bytes/token q4", "fp16", "windows, states q4", "fp16"), list[tuple[object, ...]]()
     for name, row in families.items():
         layers = ", ".join(
             f"{kind['count']} {kind['kind']}" + (f" of {kind['window']}" if kind["window"] else "")
@@ -267,8 +260,10 @@ def _show_families(out: Console, families: dict[str, Any]) -> None:
         )
         others = [row[f"window_bytes{bits}"] + row[f"state_bytes{bits}"] for bits in ("", "_fp16")]
         shown = [size(count) if count else "–" for count in others]
-        table.add_row(name, layers, str(row["kv_bytes_per_token"]), str(row["kv_bytes_per_token_fp16"]), *shown)
-    out.print(table)
+        rows.append((name, layers, row["kv_bytes_per_token"], row["kv_bytes_per_token_fp16"], *shown))
+    known = table(("model", "layers", *numbers), rows, numbers=numbers)
+    known.title = "well-known models, by their layouts"
+    out.print(known)
 
 
 def _stored(policy: dict[str, Any], layer: int) -> str:

@@ -11,6 +11,7 @@ from rich.table import Table
 from kvasir.cli import failures, hub
 from kvasir.cli.caller import Caller, command, completing
 from kvasir.cli.rows import size
+from kvasir.cli.showing.tables import pairs, table
 from kvasir.clients import InferenceClient
 from kvasir.errors import KvasirError
 from kvasir.inference.v1 import inference_pb2 as pb
@@ -25,9 +26,7 @@ _DropOption = Annotated[
 def complete_model(context: typer.Context, incomplete: str) -> list[str]:
     """Names of the engine's models that begin so, for the shell; none when the engine cannot say them soon."""
     try:
-        endpoint = completing(context).engine
-        client = InferenceClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls, timeout_s=SOON_S)
-        with client:
+        with completing(context).engine.engine_client(SOON_S) as client:
             return [model.name for model in client.list_models() if model.name.startswith(incomplete)]
     except (KvasirError, ValueError, OSError):
         return []
@@ -36,9 +35,7 @@ def complete_model(context: typer.Context, incomplete: str) -> list[str]:
 @contextmanager
 def engine_client(caller: Caller) -> Iterator[InferenceClient]:
     """A client of the caller's engine. An error names the address that does not answer."""
-    endpoint = caller.engine
-    client = InferenceClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls)
-    with client, failures.naming("engine", caller):
+    with caller.engine.engine_client() as client, failures.naming("engine", caller):
         yield client
 
 
@@ -67,7 +64,7 @@ def list_models(
     """List the models that the engine's configuration names, or with --fetched those of `kvasir models pull`."""
     if fetched:
         rows = hub.fetched(caller)
-        return caller.result(rows, lambda out: out.print(_fetched_table(rows)))
+        return caller.result(rows, lambda out: out.print(pairs((row["name"], size(row["size_bytes"])) for row in rows)))
     with engine_client(caller) as client:
         rows = [model_row(model) for model in client.list_models()]
     return caller.result(rows, lambda out: out.print(_models_table(rows)))
@@ -146,50 +143,27 @@ def _left_in_words(left: pb.MemoriesLeft) -> str:
 def _show_stats(out: Console, row: dict[str, Any]) -> None:
     out.print(f"model: {row['model'] or 'none is loaded'}; up for {row['uptime_s']:.0f} s")
     if engine := row.get("engine"):
-        table = _pairs()
-        for name, value in engine.items():
-            table.add_row(name.replace("_", " "), _told(name, value))
-        out.print(table)
+        out.print(pairs(_counts(engine)))
     for namespace in row["namespaces"]:
         out.print(f"\nnamespace {namespace['namespace']}")
-        table = _pairs()
-        for name, value in namespace.items():
-            if isinstance(value, dict):
-                for word, count in value.items():
-                    table.add_row(f"{name.replace('_', ' ')}: {word.replace('_', ' ')}", str(count))
-            elif name != "namespace":
-                table.add_row(name.replace("_", " "), _told(name, value))
-        out.print(table)
+        out.print(pairs(_counts({name: value for name, value in namespace.items() if name != "namespace"})))
 
 
-def _pairs() -> Table:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    return table
-
-
-def _fetched_table(rows: list[dict[str, Any]]) -> Table:
-    table = _pairs()
-    for row in rows:
-        table.add_row(row["name"], size(row["size_bytes"]))
-    return table
-
-
-def _told(name: str, value: int) -> str:
-    return size(value) if name.endswith("_bytes") else str(value)
+def _counts(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Numbers by their names; those of several words with each word."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _counts({f"{name}: {word}": count for word, count in value.items()})
+        else:
+            yield name.replace("_", " "), size(value) if name.endswith("_bytes") else str(value)
 
 
 def _models_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("model", "", "context", "KV per token", "KV policy", "computes in"):
-        table.add_column(column, justify="right" if column in ("context", "KV per token") else "left")
-    for row in rows:
-        state = "loaded" if row["is_loaded"] else ""
-        facts = (
-            (str(row["context_tokens"]), size(row["kv_bytes_per_token"]), row["kv_policy"], row["compute_type"])
-            if row["is_loaded"]
-            else ("", "", "", "")
-        )
-        table.add_row(row["name"], state, *facts)
-    return table
+    def cells(row: dict[str, Any]) -> tuple[object, ...]:
+        if not row["is_loaded"]:
+            return (row["name"],)
+        kv = (size(row["kv_bytes_per_token"]), row["kv_policy"])
+        return row["name"], "loaded", row["context_tokens"], *kv, row["compute_type"]
+
+    columns = ("model", "", "context", "KV per token", "KV policy", "computes in")
+    return table(columns, map(cells, rows), numbers=("context", "KV per token"))

@@ -14,12 +14,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Column, Table
 
 from kvasir import errors
 from kvasir.cli.caller import Caller, command
 from kvasir.cli.rows import to_the_second
 from kvasir.cli.running.checks import check_installed
+from kvasir.cli.showing.tables import table
 from kvasir.cli.showing.terminal import visible
 
 app = typer.Typer(help="Other Macs that this one is paired with.", no_args_is_help=True)
@@ -185,20 +185,15 @@ def rename(
 
 
 def _show_peers(out: Console, peers: list[dict[str, Any]]) -> None:
-    table = Table(
-        "name", "address", "may here", "brings", "key", Column("paired (UTC)", no_wrap=True), box=None, pad_edge=False
-    )
-    for peer in peers:
-        key = f"{peer['pin'][:16]}…" if peer["is_paired"] else "by hand"
-        table.add_row(
-            peer["name"],
-            peer["address"] or "listens to nobody",
-            peer["gives"] or "read (of its token's)",
-            peer["takes"] or "nothing",
-            key,
-            to_the_second(peer["paired_at"]),
-        )
-    out.print(table if peers else "no peers; `kvasir pair` makes one")
+    at = "paired (UTC)"
+    columns = ("name", "address", "may here", "brings", "key", at)
+    out.print(table(columns, map(_cells, peers), whole=at) if peers else "no peers; `kvasir pair` makes one")
+
+
+def _cells(peer: dict[str, Any]) -> tuple[str, ...]:
+    rights = (peer["gives"] or "read (of its token's)", peer["takes"] or "nothing")
+    key = f"{peer['pin'][:16]}…" if peer["is_paired"] else "by hand"
+    return peer["name"], peer["address"] or "listens to nobody", *rights, key, to_the_second(peer["paired_at"])
 
 
 def _rights_text(peer: dict[str, Any]) -> str:

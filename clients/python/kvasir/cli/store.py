@@ -5,12 +5,12 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from kvasir.cli.agents import store_client
 from kvasir.cli.caller import Caller, caller_of, command
@@ -19,6 +19,7 @@ from kvasir.cli.rows import scrub_row, scrub_text, size, stats_row
 from kvasir.cli.running.checks import check_installed
 from kvasir.cli.running.program import ended_with_us
 from kvasir.cli.showing.progress import counting_progress
+from kvasir.cli.showing.tables import pairs
 from kvasir.errors import FailedPrecondition, KvasirError, NotFound
 from kvasir.formats.digest import Digest
 
@@ -173,16 +174,15 @@ def stats(caller: Caller) -> None:
     """Show sizes and counters."""
     with store_client(caller) as client:
         row = stats_row(client.get_stats())
-    caller.result(row, lambda out: out.print(_stats_table(row)))
+    caller.result(row, lambda out: out.print(pairs(_numbers(row))))
 
 
 def _show_report(out: Console, report: dict[str, Any]) -> None:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for name, value in report.items():
-        table.add_row(
-            name.replace("_", " "), json.dumps(value, ensure_ascii=False) if value not in ([], {}) else "none"
-        )
-    out.print(table)
+    found = {
+        name: json.dumps(value, ensure_ascii=False) if value not in ([], {}) else "none"
+        for name, value in report.items()
+    }
+    out.print(pairs(((name.replace("_", " "), value) for name, value in found.items()), justify="left"))
 
 
 def _show_recovered(out: Console, report: dict[str, Any]) -> None:
@@ -208,15 +208,11 @@ def _show_scrub(out: Console, checked: int, damaged: list[Digest], repaired: lis
         out.print(f"  {digest.hash} ({size(digest.size_bytes)}){done}")
 
 
-def _stats_table(row: dict[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
+def _numbers(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for name, value in row.items():
         if name not in ("counters", "scrub"):
             is_unlimited = name in ("quota_bytes", "write_budget_bytes") and not value
             shown = "none" if is_unlimited else size(value) if name.endswith("_bytes") else str(value)
-            table.add_row(name.replace("_", " "), shown)
+            yield name.replace("_", " "), shown
     for name, value in row["counters"].items():
-        table.add_row(f"{name.replace('_', ' ')} since start", str(value))
-    return table
+        yield f"{name.replace('_', ' ')} since start", str(value)

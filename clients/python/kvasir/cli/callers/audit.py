@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Column, Table
 
 from kvasir.cli.caller import Caller
 from kvasir.cli.failures import WrongUsage
 from kvasir.cli.rows import to_the_second
 from kvasir.cli.running.home import Home
+from kvasir.cli.showing.tables import table
 
 _UNITS = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86_400}
 _AGENTS = ("agent", "source_agent", "local_agent")
@@ -85,13 +85,12 @@ def _show(out: Console, lines: list[dict[str, Any]]) -> None:
     if not lines:
         out.print("nothing is told")
         return
-    at = Column("at (UTC)", no_wrap=True)
-    table = Table(at, "service", "who", "what", "about", "outcome", box=None, pad_edge=False)
-    for line in lines:
-        who = str(line.get("who") or "nobody known")
-        about = " ".join(f"{name}={line[name]}" for name in (*_AGENTS, "peer", "model") if line.get(name))
-        outcome = " ".join(str(line[name]) for name in ("outcome", "reason") if line.get(name))
-        what = str(line.get("what", "")).rpartition("/")[2]
-        row = (to_the_second(str(line["at"])), str(line.get("service", "")), who, what, about, outcome)
-        table.add_row(*row)
-    out.print(table)
+    at = "at (UTC)"
+    out.print(table((at, "service", "who", "what", "about", "outcome"), map(_cells, lines), whole=at))
+
+
+def _cells(line: dict[str, Any]) -> tuple[str, ...]:
+    about = " ".join(f"{name}={line[name]}" for name in (*_AGENTS, "peer", "model") if line.get(name))
+    outcome = " ".join(str(line[name]) for name in ("outcome", "reason") if line.get(name))
+    who, what = str(line.get("who") or "nobody known"), str(line.get("what", "")).rpartition("/")[2]
+    return to_the_second(str(line["at"])), str(line.get("service", "")), who, what, about, outcome

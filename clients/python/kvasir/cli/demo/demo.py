@@ -14,7 +14,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from kvasir.cli.caller import Caller
 from kvasir.cli.demo import coding_agent
@@ -27,6 +26,7 @@ from kvasir.cli.demo.script import Story, ask, told_story
 from kvasir.cli.failures import PROBLEMS
 from kvasir.cli.rows import size
 from kvasir.cli.running.checks import check_installed
+from kvasir.cli.showing.tables import table
 from kvasir.errors import Internal
 
 
@@ -232,15 +232,13 @@ def _compare(show: Show, control: Mac, lives: list[Life], later: list[AnsweredTu
 
 def _table(show: Show, timings: list[Timing]) -> None:
     show.title("Time to the first token, and tokens that were not computed again")
-    table = Table(box=None, header_style="bold")
-    for column in ("context", "cold", "warm (store)", "hot (engine)", "cached: cold", "warm", "hot"):
-        table.add_column(column, justify="right")
-    for each in timings:
-        table.add_row(
-            *(str(each.tokens), f"{each.cold_s:.3f} s", f"{each.warm_s:.3f} s", f"{each.hot_s:.3f} s"),
-            *(str(each.cold_cached_tokens), str(each.warm_cached_tokens), str(each.hot_cached_tokens)),
-        )
-    show.out.print(table)
+    columns = ("context", "cold", "warm (store)", "hot (engine)", "cached: cold", "warm", "hot")
+
+    def row(each: Timing) -> tuple[object, ...]:
+        seconds = (f"{one:.3f} s" for one in (each.cold_s, each.warm_s, each.hot_s))
+        return each.tokens, *seconds, each.cold_cached_tokens, each.warm_cached_tokens, each.hot_cached_tokens
+
+    show.out.print(table(columns, map(row, timings), numbers=columns))
 
 
 def _sizes(show: Show, mac: Mac, lives: list[Life]) -> None:

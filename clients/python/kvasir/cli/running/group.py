@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from kvasir.cli.caller import Caller
 from kvasir.cli.failures import PROBLEMS, UNREACHABLE, WrongUsage
@@ -26,8 +25,8 @@ from kvasir.cli.running.holding import end_group, holders, is_led
 from kvasir.cli.running.home import Endpoint, Home, Running
 from kvasir.cli.running.logs import GrowingLog, last_lines
 from kvasir.cli.running.starting import ENGINE_KILLED
+from kvasir.cli.showing.tables import table
 from kvasir.cli.showing.terminal import visible
-from kvasir.clients import InferenceClient, StoreClient
 from kvasir.errors import KvasirError, NotFound
 from kvasir.waits import ANSWER_S, PAUSE_S
 
@@ -123,10 +122,8 @@ def _is_ready(name: str, states: list[ServiceState]) -> bool:
 
 def _owed(caller: Caller) -> dict[str, Any]:
     """Hot memories that the store lacks, and bytes of them; nothing if the engine does not say soon."""
-    endpoint = caller.engine
     with contextlib.suppress(KvasirError, ValueError, OSError):
-        client = InferenceClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls, timeout_s=ANSWER_S)
-        with client:
+        with caller.engine.engine_client(ANSWER_S) as client:
             namespaces = client.get_stats().namespaces
         return {
             "memories": sum(each.owed_memories for each in namespaces),
@@ -137,14 +134,9 @@ def _owed(caller: Caller) -> dict[str, Any]:
 
 def _disk(caller: Caller) -> dict[str, Any]:
     """What the store wrote today and may write, and how far its scrub is; nothing if it does not say soon."""
-    endpoint = caller.store
     with contextlib.suppress(KvasirError, ValueError, OSError):
-        client = StoreClient.connect(
-            endpoint.address, token=endpoint.token(), tls=endpoint.tls, retry_reads=False, timeout_s=ANSWER_S
-        )
-        with client:
-            stats = client.get_stats()
-        numbers = stats_row(stats)
+        with caller.store.store_client(ANSWER_S) as client:
+            numbers = stats_row(client.get_stats())
         return {name: numbers[name] for name in ("written_today_bytes", "write_budget_bytes", "scrub")}
     return {}
 
@@ -185,14 +177,17 @@ def _show_line(caller: Caller, name: str, line: str, *, is_named: bool) -> None:
         caller.out.file.flush()
 
 
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    metrics = f"metrics at {row['metrics']}" if row["metrics"] else ""
+    return row["name"], row["state"], f"pid {row['pid']}" if row["pid"] else "", row["address"], metrics
+
+
 def _show_status(out: Console, value: dict[str, Any]) -> None:
     led = f"`kvasir up` runs here (pid {value['pid']})" if value["pid"] else "no `kvasir up` runs here"
     out.print(f"{value['home']}: {led}")
-    table = Table("", "", "", "", "", box=None, pad_edge=False, show_header=False)
-    for row in value["services"]:
-        metrics = f"metrics at {row['metrics']}" if row["metrics"] else ""
-        table.add_row(row["name"], row["state"], f"pid {row['pid']}" if row["pid"] else "", row["address"], metrics)
-    out.print(table)
+    services = table(("",) * 5, map(_cells, value["services"]))
+    services.show_header = False
+    out.print(services)
     for row in value["services"]:
         for problem in row["problems"]:
             out.print(f"{row['name']}: {problem}")

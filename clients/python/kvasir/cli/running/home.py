@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from kvasir.address import MAX_SOCKET_PATH_BYTES
-from kvasir.clients import Tls
+from kvasir.clients import InferenceClient, StoreClient, Tls
 from kvasir.credentials import check_own_directory, read_token
 from kvasir.errors import FailedPrecondition, InvalidArgument
 
@@ -33,6 +33,15 @@ class Endpoint:
     def token(self) -> str | None:
         """The bearer token. Raises CredentialFileError when others can read its file."""
         return None if self.token_file is None else read_token(self.token_file)
+
+    def store_client(self, timeout_s: float = 10.0) -> StoreClient:
+        """A client of the store here, which connects with its first call."""
+        return StoreClient.connect(
+            self.address, token=self.token(), tls=self.tls, retry_reads=False, timeout_s=timeout_s
+        )
+
+    def engine_client(self, timeout_s: float = 10.0) -> InferenceClient:
+        return InferenceClient.connect(self.address, token=self.token(), tls=self.tls, timeout_s=timeout_s)
 
 
 @dataclass(frozen=True, slots=True)

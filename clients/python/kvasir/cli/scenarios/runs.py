@@ -14,8 +14,9 @@ from kvasir_orchestrator.report.page import html_page
 
 from kvasir.cli import failures
 from kvasir.cli.caller import Caller
-from kvasir.cli.scenarios.showing import ShownRun, dry_rows, event_row, show_dry_rows, table_of
-from kvasir.clients import AioInferenceClient, InferenceClient
+from kvasir.cli.scenarios.showing import ShownRun, dry_rows, event_row, show_dry_rows
+from kvasir.cli.showing.tables import table
+from kvasir.clients import AioInferenceClient
 from kvasir.credentials import read_token
 from kvasir.errors import DataLoss, KvasirError, NotFound
 
@@ -27,7 +28,7 @@ def show_shipped(caller: Caller) -> None:
         {"name": each.name, "agents": len(each.agents), "turns": len(each.plan.turns), "about": each.file.about.strip()}
         for each in found
     ]
-    caller.result(rows, lambda out: out.print(table_of(rows)))
+    caller.result(rows, lambda out: out.print(table(rows[0], (row.values() for row in rows))))
 
 
 def show_schema(caller: Caller) -> None:
@@ -37,12 +38,8 @@ def show_schema(caller: Caller) -> None:
 
 def show_prompts(caller: Caller, scenario: Scenario) -> None:
     """What a run would ask, and what it would reuse; in tokens where an engine is there to count them."""
-    endpoint = caller.engine
     try:
-        with (
-            failures.naming("engine", caller),
-            InferenceClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls) as client,
-        ):
+        with failures.naming("engine", caller), caller.engine.engine_client() as client:
             rows = dry_rows(scenario, client)
     except KvasirError as error:
         caller.note(f"tokens are not counted: {error.message}")

@@ -18,7 +18,6 @@ from kvasir_orchestrator import (
 from kvasir_orchestrator.outcomes import expectation
 from kvasir_orchestrator.transcript import Message
 from rich.console import Console
-from rich.table import Table
 
 from kvasir.cli.caller import Caller
 
@@ -205,10 +204,3 @@ def show_dry_rows(out: Console, scenario: Scenario, rows: Sequence[dict[str, Any
     if all(row["prompt_tokens"] is not None for row in rows):
         whole, reused = (sum(row[name] for row in rows) for name in ("prompt_tokens", "reused_tokens"))
         out.print(f"\n{computed(whole - reused, whole)}; a reply counts as its mark")
-
-
-def table_of(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(*rows[0], box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    return table

@@ -7,7 +7,6 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.table import Column, Table
 
 from kvasir.cli.caller import Caller, command
 from kvasir.cli.running.holding import is_led
@@ -15,6 +14,7 @@ from kvasir.cli.running.home import Home
 from kvasir.cli.running.plan import Plan, plan_of
 from kvasir.cli.settings.asked import Asked, asked_of
 from kvasir.cli.settings.flags import ConfigOption
+from kvasir.cli.showing.tables import table
 from kvasir.credentials import replace_private_text
 from kvasir.options.finding import HOME, Found
 from kvasir.options.table import Option, options_of
@@ -60,9 +60,9 @@ def _file(home: Home) -> Path:
 def _rows(asked: Asked, plan: Plan) -> Iterator[dict[str, Any]]:
     of_homes = {"store": plan.store.options, "engine": plan.engine.options}
     of_homes["gateway"] = plan.gateway.options if plan.gateway is not None else {}
-    for service, table in SERVICES.items():
+    for service, options in SERVICES.items():
         of_home = of_homes[service]
-        for name, option in options_of(table).items():
+        for name, option in options_of(options).items():
             found = asked.services[service][name]
             if name not in asked.passed_on(service) and (value := of_home.get(name)):
                 found = Found(value, HOME)
@@ -76,8 +76,5 @@ def _shown(option: Option, value: Any) -> str:
 
 
 def _show(out: Console, rows: list[dict[str, Any]]) -> None:
-    option = Column("option", no_wrap=True)
-    table = Table("service", option, "value", "from", box=None, pad_edge=False, header_style="bold")
-    for row in rows:
-        table.add_row(row["service"], row["option"], row["value"], row["named"] or row["from"])
-    out.print(table)
+    cells = ((row["service"], row["option"], row["value"], row["named"] or row["from"]) for row in rows)
+    out.print(table(("service", "option", "value", "from"), cells, whole="option"))

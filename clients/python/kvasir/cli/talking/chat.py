@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Annotated, TypeVar
 
 import typer
-from rich.table import Table
 
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.cli import failures
@@ -18,6 +17,7 @@ from kvasir.cli.caller import Caller
 from kvasir.cli.rows import origin, size
 from kvasir.cli.running.holding import is_led
 from kvasir.cli.showing import terminal
+from kvasir.cli.showing.tables import pairs
 from kvasir.cli.talking import typed
 from kvasir.cli.talking.turn import TurnResult, follow_turn
 from kvasir.clients import GenerateOptions, InferenceClient, StoreClient, message
@@ -82,9 +82,7 @@ def chat(
     if on_full is not None:
         setting = inference_pb2.OnFull(policy=getattr(inference_pb2, f"ON_FULL_POLICY_{on_full.name}"))
         options = replace(options, on_full=setting)
-    endpoint = caller.engine
-    engine = InferenceClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls)
-    with engine, failures.naming("engine", caller):
+    with caller.engine.engine_client() as engine, failures.naming("engine", caller):
         conversation = Conversation(caller, engine, agent, system, options)
         conversation.meet()
         if text is None:
@@ -299,10 +297,8 @@ class Conversation:
             newest, manifest_bytes = store.get_snapshot(self.agent)
             versions = _versions(store, newest)
         manifest = manifests.parse(manifest_bytes)
-        table = Table(box=None, pad_edge=False, show_header=False)
-        for said in manifest.messages:
-            table.add_row(said.name or said.role, manifests.without_guards(said.content))
-        self.caller.err.print(table)
+        told = ((said.name or said.role, manifests.without_guards(said.content)) for said in manifest.messages)
+        self.caller.err.print(pairs(told, justify="left"))
         self.caller.say(f"{newest.token_count} tokens, {size(newest.total_bytes)}; {versions}")
         if self._newest is not None and (reuse := _reuse_words(self._newest)):
             self.caller.say(f"the last prompt: {reuse}")
