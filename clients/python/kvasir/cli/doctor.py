@@ -7,7 +7,6 @@ that a user can send it to others.
 import json
 import platform
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,8 +26,9 @@ from kvasir.cli.running.checks import check_engine_option, check_exact_layers
 from kvasir.cli.running.group import ServiceState, service_states
 from kvasir.cli.running.health import Health
 from kvasir.cli.running.holding import is_led
+from kvasir.cli.running.program import run_program
 from kvasir.cli.showing.tables import table
-from kvasir.errors import KvasirError
+from kvasir.errors import FailedPrecondition, KvasirError
 from kvasir.options.engine import KvPolicy
 
 _PACKAGES = ("mlx", "mlx-lm", "grpcio", "protobuf", "safetensors", "sqlite-utils", "mkl")
@@ -102,15 +102,12 @@ def examined(caller: Caller, model: str, options: Sequence[str]) -> dict[str, An
 
 def model_facts(model: str, options: Sequence[str], problems: list[str]) -> dict[str, Any] | None:
     """The report of `inference_svc.describe`. None, with one problem more, if the model cannot be kept."""
-    argv = [sys.executable, "-m", "inference_svc.describe", *(["--model", model] if model else []), *options]
-    answer = subprocess.run(argv, capture_output=True, text=True, check=False)
-    if answer.returncode == 0:
-        facts: dict[str, Any] = json.loads(answer.stdout)
-        return facts
-    last = answer.stderr.strip().splitlines()[-1:] or [f"exit code {answer.returncode}"]
-    hint = "; install kvasir[engine]" if "No module named" in last[0] else ""
-    problems.append(f"the model cannot be used: {last[0]}{hint}")
-    return None
+    try:
+        words = [*(["--model", model] if model else []), *options]
+        return run_program("inference_svc.describe", words, "the model cannot be used")
+    except FailedPrecondition as error:
+        problems.append(error.message)
+        return None
 
 
 def _version(name: str) -> str:

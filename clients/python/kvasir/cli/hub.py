@@ -3,9 +3,6 @@
 The engine's package knows that loader; it is run as a program, as everything of the services is.
 """
 
-import json
-import subprocess
-import sys
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +11,7 @@ from kvasir.cli.caller import Caller
 from kvasir.cli.failures import NOT_FOUND, WrongUsage
 from kvasir.cli.rows import size
 from kvasir.cli.running.checks import check_installed, is_repository
+from kvasir.cli.running.program import done
 from kvasir.errors import FailedPrecondition, NotFound
 
 _NameArgument = Annotated[str, typer.Argument(help="A repository of the hub.", metavar="OWNER/NAME")]
@@ -53,19 +51,12 @@ def _checked(name: str) -> str:
 
 def _hub(caller: Caller, *words: str) -> Any:
     check_installed("engine")
-    argv = [sys.executable, "-m", "inference_svc.model.hub", *words]
     # Its bars are drawn by itself, where somebody sees them.
     shown = caller.shows_progress
-    done = subprocess.run(
-        argv if shown else [*argv, "--quiet"],
-        stdout=subprocess.PIPE,
-        stderr=None if shown else subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    if done.returncode == 0:
-        return json.loads(done.stdout)
-    last = (done.stderr or "").strip().splitlines()[-1:] or [f"{words[-1]} was not found; what was said stands above"]
-    if done.returncode == NOT_FOUND:
-        raise NotFound(last[0], reason="MODEL_NOT_FOUND", field="NAME")
-    raise FailedPrecondition(f"the hub's loader failed: {last[0]}", reason="HUB_FAILED")
+    ended = done("inference_svc.model.hub", [*words, *([] if shown else ["--quiet"])], shows_stderr=shown)
+    if ended.code == 0:
+        return ended.value
+    why = f"{words[-1]} was not found; what was said stands above" if shown else ended.why
+    if ended.code == NOT_FOUND:
+        raise NotFound(why, reason="MODEL_NOT_FOUND", field="NAME")
+    raise FailedPrecondition(f"the hub's loader failed: {why}", reason="HUB_FAILED")

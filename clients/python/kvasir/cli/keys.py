@@ -1,8 +1,5 @@
 """`kvasir keys …`: sealed namespaces and their keys. The store must not run meanwhile."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +9,7 @@ from rich.console import Console
 from kvasir.cli.caller import Caller, command
 from kvasir.cli.rows import size
 from kvasir.cli.running.checks import check_installed
+from kvasir.cli.running.program import done
 from kvasir.errors import FailedPrecondition
 
 app = typer.Typer(help="Seal namespaces: encrypt what the store keeps of them.", no_args_is_help=True)
@@ -89,15 +87,12 @@ def erase(
 
 def _run(caller: Caller, action: str, data_dir: Path | None, *arguments: str) -> None:
     check_installed("store")
-    argv = [sys.executable, "-m", "cachestore_svc", "keys", action, "--json", *arguments]
-    argv += ["--data-dir", str(data_dir or caller.home.store_data)]
-    argv += ["--audit-file", str(caller.home.audit_file("store"))]
-    argv += caller.home.sealed_options(data_dir)
-    answer = subprocess.run(argv, capture_output=True, text=True, check=False)
-    if answer.returncode:
-        last = answer.stderr.strip().splitlines()[-1:] or [f"it ended with exit code {answer.returncode}"]
-        raise FailedPrecondition(last[0].removeprefix("cachestore_svc: "), reason="CANNOT_SEAL")
-    found: list[dict[str, Any]] = json.loads(answer.stdout)
+    words = ["keys", action, "--json", *arguments, "--data-dir", str(data_dir or caller.home.store_data)]
+    words += ["--audit-file", str(caller.home.audit_file("store")), *caller.home.sealed_options(data_dir)]
+    ended = done("cachestore_svc", words)
+    if ended.code:
+        raise FailedPrecondition(ended.why, reason="CANNOT_SEAL")
+    found: list[dict[str, Any]] = ended.value
     caller.result({"namespaces": found}, lambda out: _show(out, found, action))
 
 

@@ -2,10 +2,8 @@
 
 import json
 import os
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,10 +15,10 @@ from kvasir.cli.caller import Caller, caller_of, command
 from kvasir.cli.failures import DAMAGED, NOT_FOUND
 from kvasir.cli.rows import scrub_row, scrub_text, size, stats_row
 from kvasir.cli.running.checks import check_installed
-from kvasir.cli.running.program import ended_with_us
+from kvasir.cli.running.program import done
 from kvasir.cli.showing.progress import counting_progress
 from kvasir.cli.showing.tables import pairs
-from kvasir.errors import FailedPrecondition, KvasirError, NotFound
+from kvasir.errors import FailedPrecondition, NotFound
 from kvasir.formats.digest import Digest
 
 app = typer.Typer(help="Look after the store.", no_args_is_help=True)
@@ -51,17 +49,7 @@ def check(
     repair: Annotated[bool, typer.Option("--repair", help="Also repair what can be repaired.")] = False,
 ) -> None:
     """Compare index and files both ways. The store must not run meanwhile."""
-    check_installed("store")
-    argv = [sys.executable, "-m", "cachestore_svc", "check", "--json"]
-    argv += ["--data-dir", str(data_dir or caller.home.store_data), *(["--repair"] if repair else [])]
-    argv += [*caller.home.seal_options(), *caller.home.sealed_options(data_dir)]
-    answer = subprocess.run(argv, capture_output=True, text=True, check=False)
-    if not answer.stdout:
-        last = answer.stderr.strip().splitlines()[-1:] or [f"the check ended with exit code {answer.returncode}"]
-        raise _no_answer(answer.returncode, last[0], "CANNOT_CHECK")
-    report: dict[str, Any] = json.loads(answer.stdout)
-    caller.result(report, lambda out: _show_report(out, report))
-    raise typer.Exit(answer.returncode)
+    _report(caller, "check", data_dir, ["--repair"] if repair else [], _show_report, "CANNOT_CHECK")
 
 
 @command(app, "recover")
@@ -80,40 +68,30 @@ def recover(
 
     If even the journal is lost, memories come back as agents named recovered-..., in the namespaces of --namespace.
     """
+    words = [word for name in namespace or () for word in ("--namespace", name)]
+    _report(caller, "recover", data_dir, words, _show_recovered, "CANNOT_RECOVER")
+
+
+def _report(
+    caller: Caller,
+    action: str,
+    data_dir: Path | None,
+    words: list[str],
+    show: Callable[[Console, dict[str, Any]], None],
+    reason: str,
+) -> None:
+    """What the store's own program did to its data, and its exit code. Raises NotFound, and FailedPrecondition with
+    this reason, where it did nothing."""
     check_installed("store")
-    argv = [sys.executable, "-m", "cachestore_svc", "recover", "--json"]
-    argv += ["--data-dir", str(data_dir or caller.home.store_data)]
-    argv += [word for name in namespace or () for word in ("--namespace", name)]
-    argv += [*caller.home.seal_options(), *caller.home.sealed_options(data_dir)]
-    code, answer, last = _run_with_progress(caller, argv)
-    if not answer:
-        raise _no_answer(code, last, "CANNOT_RECOVER")
-    report: dict[str, Any] = json.loads(answer)
-    caller.result(report, lambda out: _show_recovered(out, report))
-    raise typer.Exit(code)
-
-
-def _no_answer(code: int, last: str, reason: str) -> KvasirError:
-    """Why the store's own program did nothing."""
-    said = last.removeprefix("cachestore_svc: ")
-    return NotFound(said, reason="NO_STORE") if code == NOT_FOUND else FailedPrecondition(said, reason=reason)
-
-
-def _run_with_progress(caller: Caller, argv: list[str]) -> tuple[int, str, str]:
-    """Run a program and show its progress. Returns its exit code, its answer, and its last line."""
-    last = ""
-    with (
-        tempfile.TemporaryFile("w+") as answer,
-        ended_with_us(subprocess.Popen(argv, stdout=answer, stderr=subprocess.PIPE, text=True)) as program,
-    ):
-        assert program.stderr is not None
-        for line in program.stderr:
-            last = line.strip() or last
-            if line.startswith("progress: "):
-                caller.say(line.strip())
-        program.wait()
-        answer.seek(0)
-        return program.returncode, answer.read(), last
+    home = caller.home
+    words = [action, "--json", "--data-dir", str(data_dir or home.store_data), *words]
+    words += [*home.seal_options(), *home.sealed_options(data_dir)]
+    ended = done("cachestore_svc", words, lambda line: caller.say(line) if line.startswith("progress: ") else None)
+    if not ended.out:
+        is_missing = ended.code == NOT_FOUND
+        raise NotFound(ended.why, reason="NO_STORE") if is_missing else FailedPrecondition(ended.why, reason=reason)
+    caller.result(ended.value, lambda out: show(out, ended.value))
+    raise typer.Exit(ended.code)
 
 
 @command(app, "scrub")

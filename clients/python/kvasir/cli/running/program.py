@@ -1,7 +1,4 @@
-"""Runs a measuring program of the engine: progress on its stderr, one JSON object on its stdout.
-
-The SDK imports no service.
-"""
+"""Runs programs of the services, which the SDK does not import: progress on their stderr, JSON on their stdout."""
 
 import json
 import subprocess
@@ -9,31 +6,49 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvasir.errors import FailedPrecondition
+
+
+class Done(NamedTuple):
+    """A program that has ended: its exit code, what it printed, and why it failed, by the last line of its stderr."""
+
+    code: int
+    out: str
+    why: str
+
+    @property
+    def value(self) -> Any:
+        return json.loads(self.out)
+
+
+def done(
+    module: str, words: Sequence[str], say: Callable[[str], None] = lambda _: None, *, shows_stderr: bool = False
+) -> Done:
+    """Run `python -m MODULE` to its end. `say` gets its stderr, line by line; `shows_stderr`: the terminal gets it."""
+    last = ""
+    with tempfile.TemporaryFile("w+") as out:
+        argv = [sys.executable, "-m", module, *words]
+        stderr = None if shows_stderr else subprocess.PIPE
+        with ended_with_us(subprocess.Popen(argv, stdout=out, stderr=stderr, text=True)) as process:
+            for line in process.stderr or ():
+                last = line.strip() or last
+                say(line.rstrip())
+        out.seek(0)
+        why = last.removeprefix(f"{module}: ") or f"it ended with exit code {process.returncode}"
+        return Done(process.returncode, out.read(), why)
 
 
 def run_program(
     module: str, arguments: Sequence[str], failure: str, say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """The program's JSON. `say` gets its progress, line by line.
-
-    Raises FailedPrecondition: `failure` and the program's last line.
-    """
-    last = ""
-    with tempfile.TemporaryFile("w+") as out:
-        argv = [sys.executable, "-m", module, *arguments]
-        with ended_with_us(subprocess.Popen(argv, stdout=out, stderr=subprocess.PIPE, text=True)) as process:
-            assert process.stderr is not None
-            for line in process.stderr:
-                last = line.strip() or last
-                say(line.rstrip())
-        if process.returncode:
-            hint = "; install kvasir[engine]" if "No module named" in last else ""
-            raise FailedPrecondition(f"{failure}: {last}{hint}")
-        out.seek(0)
-        results: dict[str, Any] = json.load(out)
+    """The JSON of a program that measures. Raises FailedPrecondition: `failure` and the program's last line."""
+    ended = done(module, arguments, say)
+    if ended.code:
+        hint = "; install kvasir[engine]" if "No module named" in ended.why else ""
+        raise FailedPrecondition(f"{failure}: {ended.why}{hint}")
+    results: dict[str, Any] = ended.value
     return results
 
 
