@@ -112,8 +112,8 @@ IMPORTS = (
     Wall(("starlette", "uvicorn", "kvasir_gateway"), (f"{GATEWAY}/*",), "HTTP is the gateway's, and ends there"),
     Wall(
         ("jinja2",),
-        (f"{GATEWAY}/*", "inference_svc/text/templates/template_names.py"),
-        "pages are the gateway's; of a chat template one place reads what it asks for",
+        (f"{GATEWAY}/*", f"{ORCHESTRATOR}/report/*", "inference_svc/text/templates/template_names.py"),
+        "pages are the gateway's and a report's; of a chat template one place reads what it asks for",
     ),
     Wall(
         ("kvasir_orchestrator",),
