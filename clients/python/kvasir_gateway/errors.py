@@ -137,10 +137,12 @@ def ollama_event(error: KvasirError, request_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """How one API tells errors, as an answer and inside a stream, and what its streams are. `names`: its fields for the
-    engine's, of whose settings it has `options` before them; None: the names are the engine's.
+    """How one API tells errors, as an answer and inside a stream, and what its streams are. `error`: the schema of its
+    errors. `names`: its fields for the engine's, of whose settings it has `options` before them; None: the names are
+    the engine's.
     """
 
+    error: str
     shape: Shape
     error_event: Callable[[KvasirError, str], str]
     names: Mapping[str, str] | None
@@ -171,11 +173,11 @@ _OLLAMA = {
     "repetition_tokens": "repeat_last_n",
 }
 _APIS = (
-    ("/v1/messages", Api(anthropic, anthropic_event, _MESSAGES)),
-    ("/v1/responses", Api(openai, responses_event, _RESPONSES)),
-    ("/v1/agents", Api(kvasir, kvasir_event, None)),
-    ("/api/", Api(ollama, ollama_event, _OLLAMA, "options.", "application/x-ndjson")),
-    ("", Api(openai, openai_event, _CHAT)),
+    ("/v1/messages", Api("AnthropicError", anthropic, anthropic_event, _MESSAGES)),
+    ("/v1/responses", Api("OpenAiError", openai, responses_event, _RESPONSES)),
+    ("/v1/agents", Api("KvasirError", kvasir, kvasir_event, None)),
+    ("/api/", Api("OllamaError", ollama, ollama_event, _OLLAMA, "options.", "application/x-ndjson")),
+    ("", Api("OpenAiError", openai, openai_event, _CHAT)),
 )
 
 

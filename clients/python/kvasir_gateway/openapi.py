@@ -22,126 +22,77 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One row of the document."""
+    """One row of the document. `answers`: fields that every answer has. `method`: left out, post with a body."""
 
-    method: str
     path: str
     summary: str
-    # Fields that every answer has.
     answers: tuple[str, ...]
     body: type[BaseModel] | None = None
     query: tuple[str, ...] = ()
     status: int = 200
     streams: bool = False
-    # As the body of the answer when something is wrong.
-    error: str = "OpenAiError"
     is_open: bool = False
+    method: str = ""
 
 
 _COMPLETION = ("id", "object", "created", "model", "choices")
+_TURN = ("started", "text", "finished")
+_PAGE = ("page_size", "page_token")
 _LINE = ("model", "created_at", "done")
 OPERATIONS = (
-    Operation("post", "/v1/chat/completions", "OpenAI's chat completions", _COMPLETION, ChatRequest, streams=True),
-    Operation("post", "/v1/completions", "OpenAI's completions", _COMPLETION, CompletionRequest, streams=True),
-    Operation("post", "/v1/responses", "OpenAI's responses", ("id", "output"), ResponsesRequest, streams=True),
-    Operation("post", "/v1/embeddings", "OpenAI's embeddings", ("data", "model", "usage"), EmbeddingsRequest),
-    Operation("get", "/v1/models", "The engine's models", ("data",)),
-    Operation("get", "/v1/models/{model}", "One model", ("id",)),
+    Operation("/v1/chat/completions", "OpenAI's chat completions", _COMPLETION, ChatRequest, streams=True),
+    Operation("/v1/completions", "OpenAI's completions", _COMPLETION, CompletionRequest, streams=True),
+    Operation("/v1/responses", "OpenAI's responses", ("id", "output"), ResponsesRequest, streams=True),
+    Operation("/v1/embeddings", "OpenAI's embeddings", ("data", "model", "usage"), EmbeddingsRequest),
+    Operation("/v1/models", "The engine's models", ("data",)),
+    Operation("/v1/models/{model}", "One model", ("id",)),
+    Operation("/v1/messages", "Anthropic's messages", ("id", "content", "usage"), MessagesRequest, streams=True),
+    Operation("/v1/messages/count_tokens", "Anthropic's counting of tokens", ("input_tokens",), CountedMessages),
     Operation(
-        "post",
-        "/v1/messages",
-        "Anthropic's messages",
-        ("id", "content", "usage"),
-        MessagesRequest,
-        streams=True,
-        error="AnthropicError",
-    ),
-    Operation(
-        "post",
-        "/v1/messages/count_tokens",
-        "Anthropic's counting of tokens",
-        ("input_tokens",),
-        CountedMessages,
-        error="AnthropicError",
-    ),
-    Operation(
-        "post",
         "/v1/agents/{agent_id}/generate",
         "A turn of an agent, in the contract's own terms",
-        ("started", "text", "finished"),
+        _TURN,
         AgentTurn,
         streams=True,
-        error="KvasirError",
     ),
     Operation(
-        "post",
-        "/v1/agents/{agent_id}/fork",
-        "A new agent with this one's memory",
-        ("agent_id",),
-        ForkRequest,
-        (),
-        201,
-        error="KvasirError",
+        "/v1/agents/{agent_id}/fork", "A new agent with this one's memory", ("agent_id",), ForkRequest, status=201
     ),
-    Operation(
-        "post",
-        "/v1/agents/{agent_id}/rollback",
-        "Make an old version the newest again",
-        ("version",),
-        RollbackRequest,
-        error="KvasirError",
-    ),
-    Operation(
-        "get",
-        "/v1/agents/{agent_id}/versions",
-        "An agent's versions, newest first",
-        (),
-        query=("page_size", "page_token"),
-        error="KvasirError",
-    ),
-    Operation(
-        "get",
-        "/v1/agents",
-        "Agents by name",
-        (),
-        query=("name_prefix", "page_size", "page_token"),
-        error="KvasirError",
-    ),
-    Operation("get", "/v1/agents/{agent_id}", "One agent", ("agent_id",), error="KvasirError"),
-    Operation("delete", "/v1/agents/{agent_id}", "Forget an agent", (), query=("force",), error="KvasirError"),
-    Operation("post", "/api/chat", "Ollama's chat", _LINE, OllamaChat, streams=True, error="OllamaError"),
-    Operation("post", "/api/generate", "Ollama's generate", _LINE, OllamaGenerate, streams=True, error="OllamaError"),
-    Operation("post", "/api/embed", "Ollama's embeddings", ("embeddings",), OllamaEmbed, error="OllamaError"),
-    Operation(
-        "post", "/api/embeddings", "One embedding of Ollama's", ("embedding",), OllamaEmbeddings, error="OllamaError"
-    ),
-    Operation("post", "/api/show", "One model, as Ollama shows it", ("details",), ShowRequest, error="OllamaError"),
-    Operation("get", "/api/tags", "The engine's models, as Ollama lists them", ("models",), error="OllamaError"),
-    Operation("get", "/api/ps", "Those that are loaded", ("models",), error="OllamaError"),
-    Operation("get", "/api/version", "The version of Ollama's API that this is", ("version",), error="OllamaError"),
-    Operation("get", "/healthz", "Whether engine and store are well: 503 when not", ("status",), is_open=True),
+    Operation("/v1/agents/{agent_id}/rollback", "Make an old version the newest again", ("version",), RollbackRequest),
+    Operation("/v1/agents/{agent_id}/versions", "An agent's versions, newest first", (), query=_PAGE),
+    Operation("/v1/agents", "Agents by name", (), query=("name_prefix", *_PAGE)),
+    Operation("/v1/agents/{agent_id}", "One agent", ("agent_id",)),
+    Operation("/v1/agents/{agent_id}", "Forget an agent", (), query=("force",), method="delete"),
+    Operation("/api/chat", "Ollama's chat", _LINE, OllamaChat, streams=True),
+    Operation("/api/generate", "Ollama's generate", _LINE, OllamaGenerate, streams=True),
+    Operation("/api/embed", "Ollama's embeddings", ("embeddings",), OllamaEmbed),
+    Operation("/api/embeddings", "One embedding of Ollama's", ("embedding",), OllamaEmbeddings),
+    Operation("/api/show", "One model, as Ollama shows it", ("details",), ShowRequest),
+    Operation("/api/tags", "The engine's models, as Ollama lists them", ("models",)),
+    Operation("/api/ps", "Those that are loaded", ("models",)),
+    Operation("/api/version", "The version of Ollama's API that this is", ("version",)),
+    Operation("/healthz", "Whether engine and store are well: 503 when not", ("status",), is_open=True),
 )
 _QUERY: dict[str, Json] = {
     "page_size": {"type": "integer", "minimum": 0, "maximum": 1000},
     "force": {"type": "boolean"},
 }
-_ERRORS: dict[str, Json] = {
-    "OpenAiError": {
-        "type": "object",
-        "required": ["error"],
-        "properties": {"error": {"type": "object", "required": ["message", "type", "param", "code"]}},
-    },
-    "AnthropicError": {
-        "type": "object",
-        "required": ["type", "error"],
-        "properties": {"error": {"type": "object", "required": ["type", "message"]}},
-    },
-    "OllamaError": {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}},
-    "KvasirError": {
-        "type": "object",
-        "required": ["error"],
-        "properties": {"error": {"type": "object", "required": ["code", "message"]}},
-    },
+
+
+def _error(error: Json, *required: str) -> Json:
+    return {"type": "object", "required": [*required, "error"], "properties": {"error": error}}
+
+
+def _with(*names: str) -> Json:
+    return {"type": "object", "required": list(names)}
+
+
+# The body of the answer when something is wrong.
+_ERRORS = {
+    "OpenAiError": _error(_with("message", "type", "param", "code")),
+    "AnthropicError": _error(_with("type", "message"), "type"),
+    "OllamaError": _error({"type": "string"}),
+    "KvasirError": _error(_with("code", "message")),
 }
 
 
@@ -153,7 +104,8 @@ def document(version: str) -> Json:
     )
     paths: dict[str, Json] = {}
     for operation in OPERATIONS:
-        paths.setdefault(operation.path, {})[operation.method] = _operation(operation)
+        method = operation.method or ("post" if operation.body else "get")
+        paths.setdefault(operation.path, {})[method] = _operation(operation, method)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -177,15 +129,15 @@ def document(version: str) -> Json:
     }
 
 
-def _operation(operation: Operation) -> Json:
-    answer = {"type": "object", "required": list(operation.answers)}
-    content: Json = {"application/json": {"schema": answer}}
+def _operation(operation: Operation, method: str) -> Json:
+    api = api_of(operation.path)
+    content = _json(_with(*operation.answers))
     if operation.streams:
-        content[api_of(operation.path).stream_type.partition(";")[0]] = {"schema": {"type": "string"}}
-    error = {"description": "A refusal", "content": {"application/json": {"schema": _ref(operation.error)}}}
+        content[api.stream_type.partition(";")[0]] = {"schema": {"type": "string"}}
+    error = {"description": "A refusal", "content": _json(_ref(api.error))}
     told: Json = {
         "summary": operation.summary,
-        "operationId": f"{operation.method}{operation.path}".translate(str.maketrans("/{}", "___")),
+        "operationId": f"{method}{operation.path}".translate(str.maketrans("/{}", "___")),
         "parameters": _parameters(operation),
         "responses": {str(operation.status): {"description": "Done", "content": content}, "default": error},
     }
@@ -193,8 +145,7 @@ def _operation(operation: Operation) -> Json:
         told["security"] = []
         told["responses"]["503"] = {"description": "Not well", "content": content}
     if operation.body is not None:
-        schema = _ref(operation.body.__name__)
-        told["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        told["requestBody"] = {"required": True, "content": _json(_ref(operation.body.__name__))}
     return told
 
 
@@ -211,6 +162,10 @@ def _parameters(operation: Operation) -> list[Json]:
         asked = {"type": "string", "enum": ["replace", "read-only", "none"]}
         found.append({"name": "x-agent-memory", "in": "header", "schema": asked})
     return found
+
+
+def _json(schema: Json) -> Json:
+    return {"application/json": {"schema": schema}}
 
 
 def _ref(name: str) -> Json:
