@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
-from kvasir.clients.channel import with_agents
+from kvasir.clients.channel import calls_of
 from kvasir.credentials import Principal, write_credentials
 from kvasir.errors import Internal, InvalidArgument, PermissionDenied, Unauthenticated
 from kvasir.server import interceptors
@@ -127,7 +127,7 @@ async def served(root: Path, service: Service | None = None) -> AsyncIterator[tu
     await edge.start()
     try:
         async with grpc.aio.insecure_channel(edge.address) as channel:
-            yield with_agents(cachestore_pb2_grpc.CacheStoreServiceStub(channel), channel), service  # type: ignore[no-untyped-call]
+            yield calls_of(channel, cachestore_pb2_grpc.CacheStoreServiceStub), service
     finally:
         await edge.grpc.stop(0)
 

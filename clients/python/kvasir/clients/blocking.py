@@ -5,7 +5,6 @@ raised inside the coroutine, whose `finally` ends the call.
 """
 
 import functools
-import inspect
 import sys
 import threading
 import time
@@ -58,12 +57,11 @@ def blocking(
 ) -> Callable[Concatenate[Any, _P], Generator[_T, None, None]]: ...
 def blocking(method: Any) -> Any:
     """The method of the asynchronous client as one of the blocking client: same arguments, same docstring."""
-    is_stream = inspect.isasyncgenfunction(method)
 
     @functools.wraps(method)
     def call(client: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = functools.partial(getattr(client._aio, method.__name__), *args, **kwargs)
-        return _iterate(asked()) if is_stream else _run(asked)
+        begun: Any = getattr(client._aio, method.__name__)(*args, **kwargs)  # its first step has not run
+        return _iterate(begun) if isinstance(begun, AsyncGenerator) else _run(lambda: begun)
 
     return call
 

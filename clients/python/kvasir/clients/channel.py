@@ -74,13 +74,14 @@ def repeatable(*services: Any) -> tuple[str, ...]:
     return tuple(f"{service.full_name}/{rpc.name}" for service, rpc in rpcs if rpc.GetOptions().idempotency_level)
 
 
-def both(stub: Any, other: Any) -> Any:
-    """The calls of two services' stubs, whose RPCs have different names."""
-    return SimpleNamespace(**vars(other), **vars(stub))
+def calls_of(channel: Any, *stubs: Any, **own: Any) -> Any:
+    """The calls of a service's stubs and, over the same channel, those about agents; `own` ones go before them."""
+    made = [stub(channel) for stub in (cachestore_pb2_grpc.AgentServiceStub, *stubs)]
+    return SimpleNamespace(**{name: call for stub in made for name, call in vars(stub).items()} | own)
 
 
-def with_blob_calls(stub: Any, channel: Any) -> Any:
-    """The calls of a store's stub, of which WriteBlobs takes serialized requests, and ReadBlobs gives a Carrier."""
+def blob_calls(channel: Any) -> dict[str, Any]:
+    """A store's calls with blobs: WriteBlobs takes serialized requests, and ReadBlobs gives a Carrier."""
     writes = channel.stream_stream(
         "/kvasir.cachestore.v1.CacheStoreService/WriteBlobs",
         response_deserializer=cachestore_pb2.WriteBlobsResponse.FromString,
@@ -90,13 +91,7 @@ def with_blob_calls(stub: Any, channel: Any) -> Any:
         request_serializer=cachestore_pb2.ReadBlobsRequest.SerializeToString,
         response_deserializer=carrier_reader(cachestore_pb2.ReadBlobsResponse),
     )
-    return SimpleNamespace(**{**vars(stub), "WriteBlobs": writes, "ReadBlobs": reads})
-
-
-def with_agents(stub: Any, channel: Any) -> Any:
-    """The calls of a service's stub and, over the same channel, those about agents."""
-    agents = cachestore_pb2_grpc.AgentServiceStub(channel)  # type: ignore[no-untyped-call]
-    return SimpleNamespace(**{**vars(agents), **vars(stub)})
+    return {"WriteBlobs": writes, "ReadBlobs": reads}
 
 
 def bearer(token: str) -> Metadata:

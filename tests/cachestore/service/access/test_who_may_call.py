@@ -15,7 +15,7 @@ from google.protobuf import field_mask_pb2
 from google.protobuf.message import Message
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc, manifest_pb2
-from kvasir.clients.channel import both, with_agents
+from kvasir.clients.channel import calls_of
 from kvasir.errors import InvalidArgument, KvasirError, NotFound, PermissionDenied, Unauthenticated
 from kvasir.formats.block_hash import block_hash_chain, kv_identity_hash
 from kvasir.formats.digest import Digest
@@ -176,8 +176,7 @@ class Guarded:
 
 def call(address: str, rpc: str, requests: list[Message], metadata: Any = ()) -> list[Any] | KvasirError:
     with grpc.insecure_channel(address) as channel:
-        stub = with_agents(cachestore_pb2_grpc.CacheStoreServiceStub(channel), channel)  # type: ignore[no-untyped-call]
-        stub = both(stub, cachestore_pb2_grpc.MovingServiceStub(channel))  # type: ignore[no-untyped-call]
+        stub = calls_of(channel, cachestore_pb2_grpc.CacheStoreServiceStub, cachestore_pb2_grpc.MovingServiceStub)
         method = RPCS[rpc]
         argument = iter(requests) if method.client_streaming else requests[0]
         try:

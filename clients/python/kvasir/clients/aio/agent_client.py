@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from pathlib import Path
+from typing import cast
 
 from google.protobuf import field_mask_pb2
 
@@ -11,7 +12,6 @@ from kvasir.clients.aio.service_client import AioServiceClient
 from kvasir.clients.archive_file import new_file, pieces_of
 from kvasir.clients.made_requests import MadeRequests
 from kvasir.clients.store_client_transfers import OnProgress, import_requests
-from kvasir.errors import Internal
 
 
 class AioAgentClient(AioServiceClient):
@@ -129,18 +129,9 @@ class AioAgentClient(AioServiceClient):
         steps = self.pulling_agent(
             peer, agent_id, local_agent_id=local_agent_id, kv_identity_hash=kv_identity_hash, timeout_s=timeout_s
         )
-        done = None
-        async with aclosing(steps):
-            async for response in steps:
-                if response.HasField("done"):
-                    done = response.done  # read on: a stream that is left before its end is a cancelled call
-                elif on_progress is not None:
-                    on_progress(response.progress)
-        if done is None:
-            raise Internal("the pull ended without saying how")
-        return done
+        return cast("pb.SnapshotVersion", await self._until_done("pull", steps, on_progress))
 
-    async def pulling_agent(
+    def pulling_agent(
         self,
         peer: str,
         agent_id: str,
@@ -163,11 +154,9 @@ class AioAgentClient(AioServiceClient):
             dry_run=dry_run,
             only_bytes=only_bytes,
         )
-        async with aclosing(self._steps(self._stub.PullAgent, request, timeout_s)) as responses:
-            async for response in responses:
-                yield response
+        return self._steps(self._stub.PullAgent, request, timeout_s)
 
-    async def moving_agent(
+    def moving_agent(
         self,
         agent_id: str,
         *,
@@ -188,9 +177,7 @@ class AioAgentClient(AioServiceClient):
         request = pb.MoveAgentRequest(
             agent_id=agent_id, from_peer=from_peer or None, to_peer=to_peer or None, dry_run=dry_run, move_id=move_id
         )
-        async with aclosing(self._steps(self._stub.MoveAgent, request, timeout_s)) as responses:
-            async for response in responses:
-                yield response
+        return self._steps(self._stub.MoveAgent, request, timeout_s)
 
     async def move_agent(
         self,
@@ -204,16 +191,7 @@ class AioAgentClient(AioServiceClient):
     ) -> pb.Agent:
         """The same in one call: the agent as its new owner has it."""
         steps = self.moving_agent(agent_id, from_peer=from_peer, to_peer=to_peer, move_id=move_id, timeout_s=timeout_s)
-        done = None
-        async with aclosing(steps):
-            async for step in steps:
-                if step.HasField("done"):
-                    done = step.done  # read on, as above
-                elif step.HasField("progress") and on_progress is not None:
-                    on_progress(step.progress)
-        if done is None:
-            raise Internal("the move ended without saying how")
-        return done
+        return cast("pb.Agent", await self._until_done("move", steps, on_progress))
 
     async def claim_agent(self, agent_id: str, *, force: bool = False, timeout_s: float | None = None) -> pb.Agent:
         """Say that this store owns an agent: `force` for one whose owner is gone. Raises NotFound, FailedPrecondition

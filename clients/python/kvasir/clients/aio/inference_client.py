@@ -9,15 +9,14 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, Self, Unpack
+from typing import Any, Self, Unpack, cast
 
 import grpc
 import grpc.aio
 
 from kvasir.clients.aio.agent_client import AioAgentClient
 from kvasir.clients.aio.service_client import Making, at_once
-from kvasir.clients.channel import Tls, aio_channel, both, with_agents
+from kvasir.clients.channel import Tls, aio_channel, calls_of
 from kvasir.clients.generate_options import GenerateOptions, OptionArguments, merged_options
 from kvasir.clients.inference_client_turns import (
     READS,
@@ -35,7 +34,7 @@ from kvasir.clients.inference_client_turns import (
     turn_request,
     warm_request,
 )
-from kvasir.errors import Internal, KvasirError, NotFound, Unavailable
+from kvasir.errors import KvasirError, NotFound, Unavailable
 from kvasir.inference.v1 import handover_pb2_grpc, inference_pb2_grpc
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1.handover_pb2 import HandOverTurnRequest, HandOverTurnResponse
@@ -45,10 +44,8 @@ class AioInferenceClient(AioAgentClient):
     """An inference service and the agents of its store, over one channel. Close it with `async with` or close()."""
 
     def __init__(self, channel: grpc.aio.Channel, *, token: str | None = None, timeout_s: float = 10.0) -> None:
-        turns = inference_pb2_grpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
-        moves = handover_pb2_grpc.HandOverServiceStub(channel)  # type: ignore[no-untyped-call]
-        calls = SimpleNamespace(**{**vars(both(turns, moves)), **_written_calls(channel)})
-        super().__init__(channel, with_agents(calls, channel), token, timeout_s)
+        stubs: Any = (inference_pb2_grpc.InferenceServiceStub, handover_pb2_grpc.HandOverServiceStub)
+        super().__init__(channel, calls_of(channel, *stubs, **_written_calls(channel)), token, timeout_s)
         self._known = KnownVersions()
         self.making: Making = at_once
         """Makes requests with prompts, and their bytes. A server sets one that does it beside its event loop."""
@@ -104,16 +101,11 @@ class AioInferenceClient(AioAgentClient):
         except KvasirError as error:
             raise self._known.explained(error, options.agent_id, request_id) from None
 
-    async def resume(
-        self, resume_token: str, *, timeout_s: float | None = None
-    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+    def resume(self, resume_token: str, *, timeout_s: float | None = None) -> AsyncGenerator[pb.GenerateResponse, None]:
         """The rest of a reply that another engine began and gave to this one: the events after `moved`. Raises NotFound
         (RESUME_TOKEN_UNKNOWN).
         """
-        written = pb.GenerateRequest(resume_token=resume_token).SerializeToString()
-        async with aclosing(self._turn(written, timeout_s)) as responses:
-            async for response in responses:
-                yield response
+        return self._turn(pb.GenerateRequest(resume_token=resume_token).SerializeToString(), timeout_s)
 
     async def _turn(self, written: bytes, timeout_s: float | None) -> AsyncGenerator[pb.GenerateResponse, None]:
         """A turn's events, wherever it goes."""
@@ -266,16 +258,8 @@ class AioInferenceClient(AioAgentClient):
         Raises NotFound, and FailedPrecondition when hot memories could not be stored.
         """
         request = pb.LoadModelRequest(model=name, drop_unstored=drop_unstored)
-        done: pb.LoadedModel | None = None
-        async with aclosing(self._steps(self._stub.LoadModel, request, timeout_s)) as responses:
-            async for response in responses:
-                if response.HasField("done"):
-                    done = response.done  # read on: a stream that is left before its end is a cancelled call
-                elif on_progress is not None:
-                    on_progress(response.progress)
-        if done is None:
-            raise Internal("the load ended without saying how")
-        return done
+        steps = self._steps(self._stub.LoadModel, request, timeout_s)
+        return cast("pb.LoadedModel", await self._until_done("load", steps, on_progress))
 
     async def unload_model(
         self, name: str = "", *, drop_unstored: bool = False, timeout_s: float | None = None

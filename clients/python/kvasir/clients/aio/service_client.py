@@ -11,7 +11,7 @@ import grpc.aio
 
 from kvasir.call_context import NAMESPACE_KEY, onward
 from kvasir.clients.channel import Metadata, bearer
-from kvasir.errors import KvasirError, Unavailable
+from kvasir.errors import Internal, KvasirError, Unavailable
 from kvasir.status import from_rpc_error
 
 _Response = TypeVar("_Response")
@@ -87,11 +87,9 @@ class AioServiceClient:
             raise from_rpc_error(error) from None
         return _parsed(response)
 
-    async def stream_rpc(self, name: str, request: Any, timeout_s: float | None) -> AsyncGenerator[Any, None]:
+    def stream_rpc(self, name: str, request: Any, timeout_s: float | None) -> AsyncGenerator[Any, None]:
         """The same for an RPC that streams its responses."""
-        async with aclosing(self._responses(getattr(self._stub, name), request, timeout_s)) as responses:
-            async for response in responses:
-                yield response
+        return self._responses(getattr(self._stub, name), request, timeout_s)
 
     async def _responses(self, method: Any, request: Any, timeout_s: float | None) -> AsyncGenerator[Any, None]:
         """A stream's responses with typed errors. Leaving early cancels the call, so that the service stops too."""
@@ -115,6 +113,21 @@ class AioServiceClient:
         except KvasirError:
             if not is_done:
                 raise
+
+    async def _until_done(
+        self, what: str, steps: AsyncGenerator[Any, None], on_progress: Callable[[Any], None] | None
+    ) -> Any:
+        """What a stream ends with. It is read to its end: left before, it would be a cancelled call."""
+        done = None
+        async with aclosing(steps):
+            async for step in steps:
+                if step.HasField("done"):
+                    done = step.done
+                elif step.HasField("progress") and on_progress is not None:
+                    on_progress(step.progress)
+        if done is None:
+            raise Internal(f"the {what} ended without saying how")
+        return done
 
 
 def _parsed(response: Any) -> Any:

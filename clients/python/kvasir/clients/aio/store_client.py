@@ -5,8 +5,7 @@ Transfers have none, because keepalive notices a dead peer.
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
-from typing import Self
+from typing import Any, Self
 
 import grpc
 import grpc.aio
@@ -16,7 +15,7 @@ from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc, pairing_pb2, pairing_pb2_grpc
 from kvasir.clients.aio.agent_client import AioAgentClient
 from kvasir.clients.aio.blob_transfers import AioBlobTransfers
-from kvasir.clients.channel import AnyTls, aio_channel, both, with_agents, with_blob_calls
+from kvasir.clients.channel import AnyTls, aio_channel, blob_calls, calls_of
 from kvasir.clients.store_client_transfers import READS, manifest_digest
 from kvasir.formats.digest import Digest
 
@@ -30,10 +29,9 @@ class AioStoreClient(AioBlobTransfers, AioAgentClient):
     def __init__(
         self, channel: grpc.aio.Channel, *, token: str | None = None, timeout_s: float = 10.0, max_cuts: int = 5
     ) -> None:
-        stub = with_agents(cachestore_pb2_grpc.CacheStoreServiceStub(channel), channel)  # type: ignore[no-untyped-call]
-        stub = both(stub, pairing_pb2_grpc.PeerServiceStub(channel))  # type: ignore[no-untyped-call]
-        stub = both(stub, cachestore_pb2_grpc.MovingServiceStub(channel))  # type: ignore[no-untyped-call]
-        super().__init__(channel, with_blob_calls(stub, channel), token, timeout_s, max_cuts)
+        stubs: Any = (cachestore_pb2_grpc.CacheStoreServiceStub, cachestore_pb2_grpc.MovingServiceStub)
+        calls = calls_of(channel, *stubs, pairing_pb2_grpc.PeerServiceStub, **blob_calls(channel))
+        super().__init__(channel, calls, token, timeout_s, max_cuts)
 
     @classmethod
     def connect(
@@ -194,24 +192,17 @@ class AioStoreClient(AioBlobTransfers, AioAgentClient):
 
     # --- events and care ---
 
-    async def watch(
+    def watch(
         self, after: pb.EventCursor | None = None, *, timeout_s: float | None = None
     ) -> AsyncGenerator[pb.WatchEventsResponse, None]:
         """The events of the namespace, first `started` or `lost`. Keep each `cursor` to continue from it later."""
-        async with aclosing(
-            self._responses(self._stub.WatchEvents, pb.WatchEventsRequest(after=after), timeout_s)
-        ) as responses:
-            async for response in responses:
-                yield response
+        return self._responses(self._stub.WatchEvents, pb.WatchEventsRequest(after=after), timeout_s)
 
-    async def verify_blobs(
+    def verify_blobs(
         self, agent_id: str = "", *, timeout_s: float | None = None
     ) -> AsyncGenerator[pb.VerifyBlobsResponse, None]:
         """Hash the blobs of an agent again, or all blobs. Damaged blobs are quarantined and named."""
-        request = pb.VerifyBlobsRequest(agent_id=agent_id)
-        async with aclosing(self._responses(self._stub.VerifyBlobs, request, timeout_s)) as responses:
-            async for response in responses:
-                yield response
+        return self._responses(self._stub.VerifyBlobs, pb.VerifyBlobsRequest(agent_id=agent_id), timeout_s)
 
     async def collect_garbage(self, *, dry_run: bool = False) -> pb.CollectGarbageResponse:
         """Mark blobs that nothing names, and remove those that were marked long enough ago (admin role)."""
