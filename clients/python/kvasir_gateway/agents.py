@@ -10,6 +10,7 @@ from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import ConfigDict, Field
 
+from kvasir_gateway.chunks import Chunks
 from kvasir_gateway.openai.chat import ChatMessage, ChatTool, said
 from kvasir_gateway.reading.thinking import Thinking, settings_of
 from kvasir_gateway.reading.tolerance import Reading
@@ -161,15 +162,8 @@ def whole(asked: Asked, reply: Reply) -> dict[str, Any]:
     }
 
 
-class AgentEvents:
+class AgentEvents(Chunks):
     """The contract's events as server-sent events."""
 
-    def __init__(self, asked: Asked) -> None:
-        self._asked = asked
-
     def frames(self, event: pb.GenerateResponse) -> str:
-        kind = event.WhichOneof("event") or "unknown"
-        return sse(shown(event), kind)
-
-    def end(self) -> str:
-        return ""
+        return sse(shown(event), event.WhichOneof("event") or "unknown")

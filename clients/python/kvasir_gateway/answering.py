@@ -15,12 +15,13 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.server.operating.log_errors import places
 from starlette.types import Receive, Scope, Send
 
+from kvasir_gateway.chunks import Chunks
 from kvasir_gateway.conversations import Chain, Conversations
 from kvasir_gateway.engine import CallerAtEngine, sent_messages
 from kvasir_gateway.metrics import GatewayNumbers
 from kvasir_gateway.reading.quoting import Quoted
 from kvasir_gateway.reading.side_calls import SUMMARY, SideRule, side_call_of
-from kvasir_gateway.turn import Chunks, Said, ToolUse, Turn
+from kvasir_gateway.turn import Said, ToolUse, Turn
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")

@@ -11,6 +11,7 @@ from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import Field, StringConstraints
 
+from kvasir_gateway.chunks import Blocks
 from kvasir_gateway.openai.chat import ThinkingSetting
 from kvasir_gateway.reading.seals import ThoughtSeals
 from kvasir_gateway.reading.thinking import EFFORT, MODE, Thinking, effort_of
@@ -261,77 +262,55 @@ def _signature(text: str, seals: ThoughtSeals | None) -> str:
     return "" if seals is None else seals.signature(text)
 
 
-class MessageEvents:
-    """A message as its stream of events: blocks open and close one after the other."""
+class MessageEvents(Blocks):
+    """A message as its stream of events."""
 
     def __init__(self, asked: Asked, *, seals: ThoughtSeals | None, shows_thinking: bool) -> None:
-        self._asked = asked
+        super().__init__(asked, shows_thinking=shows_thinking)
         self._seals = seals
-        self._thought = ""  # of the block that is open
-        self._shows_thinking = shows_thinking
-        self._started = pb.Started()
         self._block = -1
-        self._kind = ""
-
-    def frames(self, event: pb.GenerateResponse) -> str:
-        match event.WhichOneof("event"):
-            case "started":
-                self._started = event.started
-                usage = {**_usage(event.started), "output_tokens": 0}
-                message = {**_message(self._asked, event.started), "content": [], **_ending(None), "usage": usage}
-                return sse({"type": "message_start", "message": message}, "message_start")
-            case "prefill_progress":
-                return sse({"type": "ping"}, "ping")
-            case "delta":
-                return self._delta(event.delta)
-            case _:
-                return self._finished(event.finished)
 
     def end(self) -> str:
         return sse({"type": "message_stop"}, "message_stop")
 
-    def _delta(self, delta: pb.Delta) -> str:
-        frames = ""
-        if delta.reasoning_text and self._shows_thinking:
-            frames += self._opened("thinking", {"thinking": "", "signature": ""})
-            frames += self._more({"type": "thinking_delta", "thinking": delta.reasoning_text})
-            self._thought += delta.reasoning_text
-        if delta.text:
-            frames += self._opened("text", {"text": ""})
-            frames += self._more({"type": "text_delta", "text": delta.text})
-        return frames
+    def _begin(self) -> str:
+        started = self._reply.started
+        usage = {**_usage(started), "output_tokens": 0}
+        message = {**_message(self._asked, started), "content": [], **_ending(None), "usage": usage}
+        return sse({"type": "message_start", "message": message}, "message_start")
 
-    def _finished(self, finished: pb.Finished) -> str:
-        frames = ""
+    def _wait(self) -> str:
+        return sse({"type": "ping"}, "ping")
+
+    def _finish(self, finished: pb.Finished) -> str:
+        frames = self._close()
         for call in finished.tool_calls:
-            frames += self._closed() + self._opened("tool_use", {"id": call.id, "name": call.name, "input": {}})
             arguments = json.dumps(arguments_object(call.arguments_json), ensure_ascii=False)
-            frames += self._more({"type": "input_json_delta", "partial_json": arguments})
-        usage = {**_usage(self._started), "output_tokens": finished.usage.completion_tokens}
-        told = {"type": "message_delta", "delta": _ending(finished), "usage": usage}
-        return frames + self._closed() + sse(told, "message_delta")
+            frames += self._start({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+            frames += self._add({"type": "input_json_delta", "partial_json": arguments}) + self._stop()
+        usage = {**_usage(self._reply.started), "output_tokens": finished.usage.completion_tokens}
+        return frames + sse({"type": "message_delta", "delta": _ending(finished), "usage": usage}, "message_delta")
 
-    def _opened(self, kind: str, fields: Block) -> str:
-        """Begin a block of this kind, unless it is the one that is open."""
-        if kind == self._kind:
-            return ""
-        closed = self._closed()
-        self._block, self._kind = self._block + 1, kind
-        start = {"type": "content_block_start", "index": self._block, "content_block": {"type": kind, **fields}}
-        return closed + sse(start, "content_block_start")
+    def _opened(self, kind: str) -> str:
+        return self._start({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
 
-    def _more(self, delta: Block) -> str:
-        told = {"type": "content_block_delta", "index": self._block, "delta": delta}
-        return sse(told, "content_block_delta")
+    def _more(self, kind: str, text: str) -> str:
+        return self._add({"type": f"{kind}_delta", kind: text})
 
-    def _closed(self) -> str:
-        if not self._kind:
-            return ""
-        signed = ""
-        if self._kind == "thinking":
-            signed = self._more({"type": "signature_delta", "signature": _signature(self._thought, self._seals)})
-        self._kind = self._thought = ""
-        return signed + sse({"type": "content_block_stop", "index": self._block}, "content_block_stop")
+    def _closed(self, kind: str, text: str) -> str:
+        signed = {"type": "signature_delta", "signature": _signature(text, self._seals)} if kind == "thinking" else None
+        return (self._add(signed) if signed else "") + self._stop()
+
+    def _start(self, block: Block) -> str:
+        self._block += 1
+        start = {"type": "content_block_start", "index": self._block, "content_block": block}
+        return sse(start, "content_block_start")
+
+    def _add(self, delta: Block) -> str:
+        return sse({"type": "content_block_delta", "index": self._block, "delta": delta}, "content_block_delta")
+
+    def _stop(self) -> str:
+        return sse({"type": "content_block_stop", "index": self._block}, "content_block_stop")
 
 
 def _message(asked: Asked, started: pb.Started) -> Block:

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvasir_gateway import agents, anthropic_messages, errors, models, openapi
 from kvasir_gateway.answering import ClientLeft, EventStream, Ready, StreamForm, Turns, gather, unless_left
+from kvasir_gateway.chunks import Chunks
 from kvasir_gateway.door.bodies import RequestRoom, Rooms
 from kvasir_gateway.door.connections import show_key
 from kvasir_gateway.door.security import Gate, Site
@@ -41,7 +42,7 @@ from kvasir_gateway.page.routes import GatewayPage
 from kvasir_gateway.reading import heads
 from kvasir_gateway.reading.tolerance import Reading, Tolerance
 from kvasir_gateway.reading.volatile import BILLING, HEADER
-from kvasir_gateway.turn import Asked, Body, Chunks, Said, Turn, Whole
+from kvasir_gateway.turn import Asked, Body, Said, Turn, Whole
 
 _log = logging.getLogger(__name__)
 _Body = TypeVar("_Body", bound=Body)

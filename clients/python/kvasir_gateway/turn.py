@@ -111,14 +111,6 @@ class Place:
     call: int = 0  # of an item: which of the reply's calls
 
 
-class Chunks(Protocol):
-    """The answer as server-sent events: each event of the engine as the frames that tell it, in one piece."""
-
-    def frames(self, event: pb.GenerateResponse) -> str: ...
-
-    def end(self) -> str: ...
-
-
 def _finite(value: dict[str, Any]) -> dict[str, Any]:
     """Refuses numbers that JSON cannot say again: 1e999 is read as infinity."""
     left: list[Any] = [value]

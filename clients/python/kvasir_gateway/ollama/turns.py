@@ -12,6 +12,7 @@ from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import Field
 
+from kvasir_gateway.chunks import Chunks
 from kvasir_gateway.openai.chat import schema_text, spelled
 from kvasir_gateway.reading.thinking import EFFORT, MODE, Thinking, effort_of
 from kvasir_gateway.reading.tolerance import Reading
@@ -268,40 +269,27 @@ def whole(asked: Asked, reply: Reply, *, is_chat: bool, shows_thinking: bool) ->
     }
 
 
-class OllamaLines:
+class OllamaLines(Chunks):
     """A reply as objects, a line each."""
 
     def __init__(self, asked: Asked, *, is_chat: bool, shows_thinking: bool) -> None:
-        self._asked = asked
-        self._is_chat = is_chat
-        self._shows_thinking = shows_thinking
-        self._started = pb.Started()
+        super().__init__(asked)
+        self._is_chat, self._shows_thinking = is_chat, shows_thinking
 
-    def frames(self, event: pb.GenerateResponse) -> str:
-        match event.WhichOneof("event"):
-            case "started":
-                self._started = event.started
-                return ""
-            case "prefill_progress":
-                return self._line("")  # proxies see that the connection lives
-            case "delta":
-                thought = event.delta.reasoning_text if self._shows_thinking else ""
-                if not (event.delta.text or thought or event.delta.logprobs):
-                    return ""
-                return self._line(event.delta.text, thought, **_logprobs(event.delta))
-            case _:
-                return self._finished(event.finished)
+    def _wait(self) -> str:
+        return self._line("")
 
-    def end(self) -> str:
-        return ""
+    def _delta(self, delta: pb.Delta) -> str:
+        thought = delta.reasoning_text if self._shows_thinking else ""
+        is_empty = not (delta.text or thought or delta.logprobs)
+        return "" if is_empty else self._line(delta.text, thought, **_logprobs(delta))
 
-    def _finished(self, finished: pb.Finished) -> str:
-        ending = _ending(self._started, finished)
+    def _finish(self, finished: pb.Finished) -> str:
         calls = self._line("", calls=finished.tool_calls) if finished.tool_calls and self._is_chat else ""
-        return calls + self._line("", **ending)
+        return calls + self._line("", **_ending(self._reply.started, finished))
 
     def _line(self, text: str, thought: str = "", calls: Sequence[Any] = (), **more: Any) -> str:
-        head = _head(self._asked.created, self._started.model or self._asked.model)
+        head = _head(self._asked.created, self._model)
         return json_line({**head, **_said(self._is_chat, text, thought, calls), "done": False, **more})
 
 

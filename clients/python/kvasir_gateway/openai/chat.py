@@ -11,6 +11,7 @@ from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import Field
 
+from kvasir_gateway.chunks import Chunks
 from kvasir_gateway.reading.thinking import BUDGET, EFFORT, MODE, SETTINGS, Thinking, effort_of, settings_of
 from kvasir_gateway.reading.tolerance import Reading
 from kvasir_gateway.turn import (
@@ -289,10 +290,7 @@ def whole(asked: Asked, reply: Reply, *, wants_ids: bool = False) -> dict[str, A
     """A chat completion."""
     ids = {"prompt_token_ids": list(reply.started.prompt_token_ids)} if wants_ids else {}
     return {
-        "id": f"chatcmpl-{asked.request_id}",
-        "object": "chat.completion",
-        "created": asked.created,
-        "model": reply.started.model or asked.model,
+        **head("chatcmpl", "chat.completion", asked, reply.started),
         "choices": [
             {**_choice(number, choice), **token_ids(choice.token_ids, wants_ids)}
             for number, choice in enumerate(reply.choices)
@@ -302,31 +300,38 @@ def whole(asked: Asked, reply: Reply, *, wants_ids: bool = False) -> dict[str, A
     }
 
 
-class ChatChunks:
-    """A chat completion as chunks."""
+class CompletionsChunks(Chunks):
+    """What chat completions and completions have in common as chunks. `kind`: how their ids begin, and their object."""
+
+    kind = ("", "")
 
     def __init__(self, asked: Asked, *, wants_usage: bool, wants_ids: bool = False) -> None:
-        self._asked = asked
-        self._wants_usage = wants_usage
-        self._wants_ids = wants_ids
-        self._reply = Reply()
-        self._begun: set[int] = set()
-
-    def frames(self, event: pb.GenerateResponse) -> str:
-        match event.WhichOneof("event"):
-            case "started":
-                self._reply.started = event.started
-                ids = list(event.started.prompt_token_ids) if self._wants_ids else None
-                return self._chunk(0, self._opened(0), prompt_token_ids=ids)
-            case "prefill_progress":
-                return comment("prefill")
-            case "delta":
-                return self._delta(event.delta)
-            case _:
-                return self._finished(event.finished)
+        super().__init__(asked)
+        self._wants_usage, self._wants_ids = wants_usage, wants_ids
 
     def end(self) -> str:
         return (self._frame([], usage(self._reply)) if self._wants_usage else "") + DONE
+
+    def _wait(self) -> str:
+        return comment("prefill")
+
+    def _frame(self, choices: list[dict[str, Any]], used: dict[str, Any] | None = None, **more: Any) -> str:
+        chunk = {**head(*self.kind, self._asked, self._reply.started), "choices": choices, **more}
+        return sse({**chunk, "usage": used} if self._wants_usage else chunk)
+
+
+class ChatChunks(CompletionsChunks):
+    """A chat completion as chunks."""
+
+    kind = ("chatcmpl", "chat.completion.chunk")
+
+    def __init__(self, asked: Asked, **wants: bool) -> None:
+        super().__init__(asked, **wants)
+        self._begun: set[int] = set()
+
+    def _begin(self) -> str:
+        ids = list(self._reply.started.prompt_token_ids) if self._wants_ids else None
+        return self._chunk(0, self._opened(0), prompt_token_ids=ids)
 
     def _delta(self, delta: pb.Delta) -> str:
         fields = self._opened(delta.choice)
@@ -339,8 +344,7 @@ class ChatChunks:
             return ""
         return self._chunk(delta.choice, {**fields}, logprobs=_logprobs(delta.logprobs), ids=ids)
 
-    def _finished(self, finished: pb.Finished) -> str:
-        self._reply.add(pb.GenerateResponse(finished=finished))
+    def _finish(self, finished: pb.Finished) -> str:
         fields, frames = self._opened(finished.choice), ""
         if finished.tool_calls:
             fields["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls(finished))]
@@ -366,18 +370,11 @@ class ChatChunks:
         each = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason, **ids}
         return self._frame([each], **given(prompt_token_ids=prompt_token_ids))
 
-    def _frame(self, choices: list[dict[str, Any]], used: dict[str, Any] | None = None, **more: Any) -> str:
-        chunk = {
-            "id": f"chatcmpl-{self._asked.request_id}",
-            "object": "chat.completion.chunk",
-            "created": self._asked.created,
-            "model": self._reply.started.model or self._asked.model,
-            "choices": choices,
-            **more,
-        }
-        if self._wants_usage:
-            chunk["usage"] = used
-        return sse(chunk)
+
+def head(prefix: str, kind: str, asked: Asked, started: pb.Started) -> dict[str, Any]:
+    """What completions and their chunks begin with."""
+    facts = {"id": f"{prefix}-{asked.request_id}", "object": kind, "created": asked.created}
+    return {**facts, "model": started.model or asked.model}
 
 
 def usage(reply: Reply) -> dict[str, Any]:

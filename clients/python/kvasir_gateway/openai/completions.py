@@ -10,9 +10,11 @@ from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import Field
 
-from kvasir_gateway.openai.chat import DONE, SamplingFields, token_ids, usage
+from kvasir_gateway.openai.chat import CompletionsChunks, SamplingFields, head, token_ids, usage
 from kvasir_gateway.reading.tolerance import Reading
-from kvasir_gateway.turn import Asked, Turn, comment, finish_reason, given, refuse_unless, sse
+from kvasir_gateway.turn import Asked, Turn, comment, finish_reason, given, refuse_unless
+
+_KIND = ("cmpl", "text_completion")
 
 TokenId = Annotated[int, Ge(0), Le((1 << 32) - 1)]
 
@@ -59,51 +61,32 @@ def whole(asked: Asked, reply: Reply, *, wants_ids: bool = False) -> dict[str, A
         ids = token_ids(choice.token_ids, wants_ids) | _prompt_ids(reply.started, wants_ids)
         logprobs = _logprobs(choice.logprobs, 0)
         choices.append(_choice(number, choice.text, finish_reason(choice.finished), logprobs, ids))
-    return {**_head(asked, reply.started), "choices": choices, "usage": usage(reply)}
+    return {**head(*_KIND, asked, reply.started), "choices": choices, "usage": usage(reply)}
 
 
-class CompletionChunks:
+class CompletionChunks(CompletionsChunks):
     """A completion as chunks."""
 
-    def __init__(self, asked: Asked, *, wants_usage: bool, wants_ids: bool = False) -> None:
-        self._asked = asked
-        self._wants_usage = wants_usage
-        self._wants_ids = wants_ids
-        self._reply = Reply()
+    kind = _KIND
+
+    def __init__(self, asked: Asked, **wants: bool) -> None:
+        super().__init__(asked, **wants)
         self._spelled: dict[int, int] = {}  # by choice, characters of the tokens that were sent
 
-    def frames(self, event: pb.GenerateResponse) -> str:
-        match event.WhichOneof("event"):
-            case "started":
-                self._reply.started = event.started
-                if not self._wants_ids:
-                    return comment("started")
-                return self._frame([_choice(0, "", None, None, _prompt_ids(event.started, True))])
-            case "prefill_progress":
-                return comment("prefill")
-            case "delta":
-                delta = event.delta
-                logprobs = _logprobs(delta.logprobs, self._spelled.get(delta.choice, 0))
-                if logprobs is not None:
-                    self._spelled[delta.choice] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
-                ids = token_ids(delta.token_ids, self._wants_ids)
-                return self._frame([_choice(delta.choice, delta.text, None, logprobs, ids)])
-            case _:
-                self._reply.add(event)
-                reason = finish_reason(event.finished)
-                return self._frame([_choice(event.finished.choice, "", reason, None, {})])
+    def _begin(self) -> str:
+        if not self._wants_ids:
+            return comment("started")
+        return self._frame([_choice(0, "", None, None, _prompt_ids(self._reply.started, True))])
 
-    def end(self) -> str:
-        return (self._frame([], usage(self._reply)) if self._wants_usage else "") + DONE
+    def _delta(self, delta: pb.Delta) -> str:
+        logprobs = _logprobs(delta.logprobs, self._spelled.get(delta.choice, 0))
+        if logprobs is not None:
+            self._spelled[delta.choice] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
+        ids = token_ids(delta.token_ids, self._wants_ids)
+        return self._frame([_choice(delta.choice, delta.text, None, logprobs, ids)])
 
-    def _frame(self, choices: list[dict[str, Any]], used: dict[str, Any] | None = None) -> str:
-        chunk = {**_head(self._asked, self._reply.started), "choices": choices}
-        return sse({**chunk, "usage": used} if self._wants_usage else chunk)
-
-
-def _head(asked: Asked, started: pb.Started) -> dict[str, Any]:
-    model = started.model or asked.model
-    return {"id": f"cmpl-{asked.request_id}", "object": "text_completion", "created": asked.created, "model": model}
+    def _finish(self, finished: pb.Finished) -> str:
+        return self._frame([_choice(finished.choice, "", finish_reason(finished), None, {})])
 
 
 def _choice(

@@ -7,6 +7,7 @@ from kvasir.clients import Reply
 from kvasir.common.v1.message_pb2 import ToolCall
 from kvasir.inference.v1 import inference_pb2 as pb
 
+from kvasir_gateway.chunks import Blocks
 from kvasir_gateway.openai.responses import Item, ResponsesRequest
 from kvasir_gateway.reading.seals import ThoughtSeals
 from kvasir_gateway.turn import Asked, finish_reason, sse
@@ -23,108 +24,78 @@ def whole(asked: Asked, reply: Reply, request: ResponsesRequest, seals: ThoughtS
     return _response(asked, request, reply.started, output, reply.finished)
 
 
-class ResponseEvents:
-    """A response as its stream of events: items open and close one after the other."""
+class ResponseEvents(Blocks):
+    """A response as its stream of events: its items are blocks."""
 
     def __init__(self, asked: Asked, request: ResponsesRequest, seals: ThoughtSeals | None = None) -> None:
-        self._asked = asked
+        super().__init__(asked)
         self._seals = seals
         # Thoughts are sent as a summary or as a text: the name of their events, and of their place.
         self._thought = (
             ("reasoning_summary", "summary_index") if request.wants_summary else ("reasoning", "content_index")
         )
         self._request = request
-        self._reply = Reply()
         self._number = -1
         self._output: list[Item] = []
-        self._kind = ""
-        self._text = ""
 
-    def frames(self, event: pb.GenerateResponse) -> str:
-        self._reply.add(event)
-        match event.WhichOneof("event"):
-            case "started":
-                return self._begun("response.created") + self._begun("response.in_progress")
-            case "prefill_progress":
-                return self._begun("response.in_progress")  # Codex counts no comments, and gives up after 300 s
-            case "delta":
-                return self._delta(event.delta)
-            case _:
-                return self._finished(event.finished)
+    def _begin(self) -> str:
+        return self._report("response.created") + self._wait()
 
-    def end(self) -> str:
-        return ""
+    def _wait(self) -> str:
+        return self._report("response.in_progress")  # Codex counts no comments, and gives up after 300 s
 
-    def _begun(self, name: str) -> str:
+    def _report(self, name: str) -> str:
         return self._event(name, response=_response(self._asked, self._request, self._reply.started, [], None))
 
-    def _delta(self, delta: pb.Delta) -> str:
-        frames = ""
-        for kind, text in (("reasoning", delta.reasoning_text), ("message", delta.text)):
-            if text:
-                frames += self._opened(kind)
-                self._text += text
-                name = (
-                    f"response.{self._thought[0]}_text.delta" if kind == "reasoning" else "response.output_text.delta"
-                )
-                logprobs: dict[str, Any] = {} if kind == "reasoning" else {"logprobs": []}
-                frames += self._event(name, **self._place(kind), delta=text, **logprobs)
-        return frames
-
-    def _finished(self, finished: pb.Finished) -> str:
-        frames = self._opened("message") if not (self._output or self._kind or finished.tool_calls) else ""
-        frames += self._closed()
+    def _finish(self, finished: pb.Finished) -> str:
+        frames = self._open("text") if not (self._output or self._kind or finished.tool_calls) else ""
+        frames += self._close()
         for number, call in enumerate(finished.tool_calls):
-            index = len(self._output)
             done = _call(self._asked, self._request, number, call)
-            begun = {**done, "arguments": "", "status": "in_progress"}
-            place = {"item_id": done["id"], "output_index": index}
-            frames += self._event("response.output_item.added", output_index=index, item=begun)
+            place = {"item_id": done["id"], "output_index": len(self._output)}
+            frames += self._added({**done, "arguments": "", "status": "in_progress"})
             frames += self._event("response.function_call_arguments.delta", **place, delta=call.arguments_json)
             frames += self._event(
                 "response.function_call_arguments.done", **place, name=done["name"], arguments=call.arguments_json
             )
-            frames += self._event("response.output_item.done", output_index=index, item=done)
-            self._output.append(done)
+            frames += self._done(done)
         response = _response(self._asked, self._request, self._reply.started, self._output, finished)
         return frames + self._event(f"response.{response['status']}", response=response)
 
     def _opened(self, kind: str) -> str:
-        if kind == self._kind:
-            return ""
-        frames = self._closed()
-        self._kind, self._text = kind, ""
-        item = _message(self._asked, None, "in_progress")
-        if kind == "reasoning":
-            item = _reasoning(self._asked, self._request, None)
-        frames += self._event("response.output_item.added", output_index=len(self._output), item=item)
-        if kind == "reasoning" and self._request.wants_summary:
+        if kind == "text":
+            frames = self._added(_message(self._asked, None, "in_progress"))
+            return frames + self._event("response.content_part.added", **self._place(kind), part=_part(""))
+        frames = self._added(_reasoning(self._asked, self._request, None))
+        if self._request.wants_summary:
             frames += self._event("response.reasoning_summary_part.added", **self._place(kind), part=_summary(""))
-        if kind == "message":
-            frames += self._event("response.content_part.added", **self._place(kind), part=_part(""))
         return frames
 
-    def _closed(self) -> str:
-        kind, text = self._kind, self._text
-        if not kind:
-            return ""
+    def _more(self, kind: str, text: str) -> str:
+        if kind == "text":
+            return self._event("response.output_text.delta", **self._place(kind), delta=text, logprobs=[])
+        return self._event(f"response.{self._thought[0]}_text.delta", **self._place(kind), delta=text)
+
+    def _closed(self, kind: str, text: str) -> str:
         place = self._place(kind)
-        if kind == "reasoning":
-            item = _reasoning(self._asked, self._request, text, self._seals)
-            frames = self._event(f"response.{self._thought[0]}_text.done", **place, text=text)
-            if self._request.wants_summary:
-                frames += self._event("response.reasoning_summary_part.done", **place, part=_summary(text))
-        else:
-            item = _message(self._asked, text, "completed")
+        if kind == "text":
             frames = self._event("response.output_text.done", **place, text=text, logprobs=[])
             frames += self._event("response.content_part.done", **place, part=_part(text))
-        frames += self._event("response.output_item.done", output_index=len(self._output), item=item)
+            return frames + self._done(_message(self._asked, text, "completed"))
+        frames = self._event(f"response.{self._thought[0]}_text.done", **place, text=text)
+        if self._request.wants_summary:
+            frames += self._event("response.reasoning_summary_part.done", **place, part=_summary(text))
+        return frames + self._done(_reasoning(self._asked, self._request, text, self._seals))
+
+    def _added(self, item: Item) -> str:
+        return self._event("response.output_item.added", output_index=len(self._output), item=item)
+
+    def _done(self, item: Item) -> str:
         self._output.append(item)
-        self._kind = ""
-        return frames
+        return self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
 
     def _place(self, kind: str) -> dict[str, Any]:
-        index = self._thought[1] if kind == "reasoning" else "content_index"
+        index = self._thought[1] if kind == "thinking" else "content_index"
         return {"item_id": _item_id(self._asked, kind), "output_index": len(self._output), index: 0}
 
     def _event(self, kind: str, **fields: Any) -> str:
@@ -179,12 +150,12 @@ def _names(asked: Asked) -> str:
 
 
 def _item_id(asked: Asked, kind: str) -> str:
-    return f"{'rs' if kind == 'reasoning' else 'msg'}_{_names(asked)}"
+    return f"{'rs' if kind == 'thinking' else 'msg'}_{_names(asked)}"
 
 
 def _message(asked: Asked, text: str | None, status: str) -> Item:
     content = [] if text is None else [_part(text)]
-    head = {"id": _item_id(asked, "message"), "type": "message", "role": "assistant"}
+    head = {"id": _item_id(asked, "text"), "type": "message", "role": "assistant"}
     return {**head, "status": status, "content": content}
 
 
@@ -193,7 +164,7 @@ def _part(text: str) -> Item:
 
 
 def _reasoning(asked: Asked, request: ResponsesRequest, text: str | None, seals: ThoughtSeals | None = None) -> Item:
-    item: Item = {"id": _item_id(asked, "reasoning"), "type": "reasoning", "summary": []}
+    item: Item = {"id": _item_id(asked, "thinking"), "type": "reasoning", "summary": []}
     if request.wants_summary:
         item["summary"] = [] if text is None else [_summary(text)]
     else:

@@ -1,0 +1,80 @@
+"""A reply as a stream: what each event of the engine becomes in an API's words. An API says it by a class of these."""
+
+from kvasir.clients import Reply
+from kvasir.inference.v1 import inference_pb2 as pb
+
+from kvasir_gateway.turn import Asked
+
+
+class Chunks:
+    """An answer as a stream. `frames` and `end` give text that is sent in one piece."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+        self._reply = Reply()  # without its texts
+
+    @property
+    def _model(self) -> str:
+        return self._reply.started.model or self._asked.model
+
+    def frames(self, event: pb.GenerateResponse) -> str:
+        if (kind := event.WhichOneof("event")) == "delta":
+            return self._delta(event.delta)
+        self._reply.add(event)
+        if kind == "started":
+            return self._begin()
+        return self._wait() if kind == "prefill_progress" else self._finish(event.finished)
+
+    def end(self) -> str:
+        return ""
+
+    def _begin(self) -> str:
+        return ""
+
+    def _wait(self) -> str:
+        """Something while the prompt is computed: proxies and clients see that the connection lives."""
+        raise NotImplementedError("each API has its own")
+
+    def _delta(self, delta: pb.Delta) -> str:
+        raise NotImplementedError("each API has its own")
+
+    def _finish(self, finished: pb.Finished) -> str:
+        raise NotImplementedError("each API has its own")
+
+
+class Blocks(Chunks):
+    """An answer whose API has thoughts and texts as blocks, which open and close one after the other."""
+
+    def __init__(self, asked: Asked, *, shows_thinking: bool = True) -> None:
+        super().__init__(asked)
+        self._kinds = ("thinking", "text") if shows_thinking else ("text",)
+        self._kind = self._text = ""  # of the block that is open
+
+    def _delta(self, delta: pb.Delta) -> str:
+        frames = ""
+        for kind, text in (("thinking", delta.reasoning_text), ("text", delta.text)):
+            if text and kind in self._kinds:
+                frames += self._open(kind) + self._more(kind, text)
+                self._text += text
+        return frames
+
+    def _open(self, kind: str) -> str:
+        """Begin a block of this kind, unless it is the one that is open."""
+        if kind == self._kind:
+            return ""
+        closed, self._kind = self._close(), kind
+        return closed + self._opened(kind)
+
+    def _close(self) -> str:
+        kind, text = self._kind, self._text
+        self._kind = self._text = ""
+        return self._closed(kind, text) if kind else ""
+
+    def _opened(self, kind: str) -> str:
+        raise NotImplementedError("each API has its own")
+
+    def _more(self, kind: str, text: str) -> str:
+        raise NotImplementedError("each API has its own")
+
+    def _closed(self, kind: str, text: str) -> str:
+        raise NotImplementedError("each API has its own")
