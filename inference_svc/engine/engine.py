@@ -36,9 +36,10 @@ from inference_svc.engine.files.snapshots import PendingFiles, memory_snapshot, 
 from inference_svc.engine.mlx_thread import Letter, MlxThread
 from inference_svc.engine.reply_text import ReplyText
 from inference_svc.engine.scheduling.hot_memories import Owed, ResidentMemory
-from inference_svc.engine.scheduling.schedulable import Rules
+from inference_svc.engine.scheduling.schedulable import Rules, SharedPass
 from inference_svc.engine.sequence import Sequence
 from inference_svc.formats.grammars import GrammarMatcher
+from inference_svc.kv.batch.packed_pass import ROW_TOKENS
 from inference_svc.kv.policy import PolicyRequest
 from inference_svc.model.blas import load_optimized_blas
 from inference_svc.model.model_info import ModelInfo
@@ -430,10 +431,13 @@ def _nothing(_worker: EngineWorker) -> None:
 
 
 def _rules(model: ModelInfo, longest_gap_s: float, runner: ModelRunner | None) -> Rules:
-    """`runner`: which cells may be cut to how many tokens; None: none may."""
-    least_tokens = runner.least_cell_tokens(model.kv_identity.policy) if runner is not None else None
-    least_tokens = least_tokens or model.cell_tokens
-    rules = Rules(cell_tokens=model.cell_tokens, least_tokens=least_tokens, longest_gap_s=longest_gap_s)
+    """`runner`: which cells may be cut to how many tokens, and share a pass; None: none may."""
+    rules = Rules(cell_tokens=model.cell_tokens, least_tokens=model.cell_tokens, longest_gap_s=longest_gap_s)
+    if runner is not None:
+        policy = model.kv_identity.policy
+        packed = runner.most_packed_tokens(policy)
+        shared = SharedPass(ROW_TOKENS, packed) if packed else None
+        rules = replace(rules, least_tokens=runner.least_cell_tokens(policy) or rules.least_tokens, shared_pass=shared)
     # Recurrent layers share no rows, and windows may have gone on: a turn would wait for its sibling in vain.
     return replace(rules, prefix_wait_s=0) if model.has_rewind_points else rules
 

@@ -1,27 +1,26 @@
 """The work of the MLX thread: it begins turns, steps them, ends them, and keeps the memories that they leave.
 
-A step decodes one token for each generating turn, as one batch, and computes cells of prompts beside it, one prompt at
-a time. The scheduler decides, this class carries out. A turn works on a fork of what it reuses, so one that fails or is
-cancelled changes no memory.
+A step decodes one token for each generating turn, as one batch, and computes cells of prompts beside it
+(`prefilling`). The scheduler decides, this class carries out. A turn works on a fork of what it reuses, so one that
+fails or is cancelled changes no memory.
 """
 
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 
-import mlx.core as mx
 from kvasir.errors import Cancelled, Internal, KvasirError, Unavailable
 from kvasir.formats.block_file import FileBytes
 
 from inference_svc.engine.api import AgentKey, HeldTurn, Snapshot
-from inference_svc.engine.beginning import begin, mark, memory_left
+from inference_svc.engine.beginning import begin, memory_left
 from inference_svc.engine.decoding import Decoded, Decoder
 from inference_svc.engine.files.held_turns import held_turn, sampler_of_carried
 from inference_svc.engine.files.incoming import Incoming
 from inference_svc.engine.files.snapshots import PendingFiles, blocks_alone, memory_snapshot, running_snapshot
 from inference_svc.engine.files.swapping import SwapIn, swap_out
+from inference_svc.engine.prefilling import Prefiller
 from inference_svc.engine.room import KvRoom
-from inference_svc.engine.sampling import Draws
 from inference_svc.engine.scheduling.hot_memories import ResidentMemory
 from inference_svc.engine.scheduling.mask_budget import MaskBudget
 from inference_svc.engine.scheduling.schedulable import WITH_KV, Rules, Status
@@ -52,7 +51,6 @@ class EngineWorker:
         self.room = KvRoom(self._pool, model, memory_budget_bytes, self._turns)
         self.memories = self.room.memories
         self.memory_used_bytes = 0
-        self._prefilled_tokens = 0
         self.preemptions = 0
         self._runner = runner
         self._model = model
@@ -61,6 +59,7 @@ class EngineWorker:
         self._masks: MaskBudget[Sequence] = MaskBudget()
         batch = runner.new_batch(self._pool, decoded_budget_bytes // runner.compute_item_bytes)
         self._decoder = Decoder(batch, looks_ahead=not model.has_states)
+        self._prefiller = Prefiller(runner, self._guarding)
         self._may_decode: Collection[Sequence] = ()  # in this step
         self._when_idle: dict[AgentKey, list[Callable[[], None]]] = {}
         self._is_behind_cell = False  # the device computes a cell: whatever reads it now waits for that
@@ -73,7 +72,7 @@ class EngineWorker:
     @property
     def computed_tokens(self) -> int:
         """Tokens that went through the model; reused tokens do not count."""
-        return self._prefilled_tokens + self._decoder.computed
+        return self._prefiller.computed + self._decoder.computed
 
     def submit(self, sequence: Sequence) -> None:
         self._scheduler.submit(sequence, self._clock())
@@ -308,42 +307,17 @@ class EngineWorker:
             if not grants and grant.turn.arrival is not None and self._decoder.has_behind_cell(self._may_decode):
                 self._decode(self._may_decode)  # a load may wait for nothing, and would report no token
                 self._emit_all()
-            with self._guarding(grant.turn):
-                if grant.turn.arrival is not None:
+            if grant.turn.arrival is None:
+                is_awaited = self._may_decode or self._decoder.is_ahead
+                self._prefiller.compute(grant.cells, self._decode_behind_cell if is_awaited else None)
+            else:
+                with self._guarding(grant.turn):
                     grant.turn.arrival.advance(grant.size, self._tell_decoded)
-                else:
-                    self._prefill_cell(grant.turn, grant.size)
             self._do_idle_work()
             self._emit_all()
             grants += 1
             take_mail()
         return grants > 0
-
-    def _prefill_cell(self, sequence: Sequence, tokens: int) -> None:
-        kv, sampler, cell = sequence.kv, sequence.sampler, sequence.next_tokens(tokens)
-        assert kv is not None
-        assert sampler is not None
-        self._prefilled_tokens += len(cell)
-        behind = self._decode_behind_cell if self._may_decode or self._decoder.is_ahead else None
-        if not sequence.draws_after(tokens):
-            take = sequence.hidden.add if sequence.hidden is not None else None
-            self._runner.prefill(kv, cell, lambda: sequence.is_cancelled, behind, take)
-            sequence.prefilled(len(cell))
-            if sequence.is_at_rewind_point:
-                mark(kv)
-            return
-        draws: list[Draws] = []
-
-        def draw(logits: mx.array) -> None:
-            draws.append(Draws([sampler], logits))
-            self._decode_behind_cell()
-
-        logits = self._runner.last_logits(kv, cell, lambda: sequence.is_cancelled, draw if behind else None)
-        [token] = (draws or [Draws([sampler], logits)])[0].read()
-        sequence.prefilled(len(cell))
-        if isinstance(token, KvasirError):
-            raise token
-        sequence.accept(token.token_id, token.logprobs)
 
     # --- ending ---
 
@@ -422,12 +396,13 @@ class EngineWorker:
             self._finish(sequence, Internal("the turn failed in the engine"))
 
     @contextlib.contextmanager
-    def _guarding(self, sequence: Sequence) -> Iterator[None]:
-        """Around work for one turn: if it fails, only this turn ends."""
+    def _guarding(self, *sequences: Sequence) -> Iterator[None]:
+        """Around work for a turn, or for several in one pass: if it fails, only these end."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - it ends the turn, which reports it
-            self._finish(sequence, error)
+            for sequence in sequences:
+                self._finish(sequence, error)
 
     # --- events ---
 

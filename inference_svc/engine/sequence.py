@@ -241,6 +241,11 @@ class Sequence:
         return cell_end(self.computed, self.computed + self.unbroken_tokens, self._model.cell_tokens) - self.computed
 
     @property
+    def shares_passes(self) -> bool:
+        """An embedding needs the hidden rows of a pass of its own."""
+        return self.plan.pooling is None
+
+    @property
     def next_files(self) -> int:
         return 0 if self.arrival is None else self.arrival.load.next_files
 

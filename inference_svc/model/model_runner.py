@@ -13,6 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from inference_svc.kv.applied import is_stored_as_said
 from inference_svc.kv.batch.decode_batch import DecodeBatch
+from inference_svc.kv.batch.packed_pass import Cell, can_pack, most_packed_tokens, packed_logits
 from inference_svc.kv.batch.short_pass import ShortPass, most_kept_tokens
 from inference_svc.kv.layout import PROBE_TOKENS, Layout, shown_layout
 from inference_svc.kv.model_hooks import attention_hook
@@ -89,6 +90,24 @@ class ModelRunner:
         most = most_kept_tokens(identity, self._layout.dialect(identity), self.compute_type)
         return _SHORT_CELL_TOKENS if most >= _SHORT_CELL_TOKENS else PAGE_TOKENS
 
+    def most_packed_tokens(self, policy: identity_pb2.KvPolicy) -> int:
+        """Of a cell that may be computed in one pass with others; 0: none may, as on a CPU."""
+        identity = identity_pb2.KvIdentity(layers=self.layers, policy=policy)
+        is_packed = self.is_on_gpu and not self._pass_rows
+        return most_packed_tokens(identity, self._layout.dialect(identity), self.compute_type) if is_packed else 0
+
+    def can_pack(self, kv: SequenceKV, count: int) -> bool:
+        """Whether the next tokens of a sequence, at most `most_packed_tokens`, may be a cell of `packed_logits` now."""
+        return can_pack(kv, count)
+
+    def packed_logits(self, cells: Sequence[Cell], meanwhile: Callable[[mx.array], None]) -> mx.array:
+        """As `last_logits`, for cells of several sequences in one pass: logits [cells, vocabulary]. A cancel waits for
+        all of it.
+        """
+        logits = packed_logits(self._passes(cells[0].kv), cells, meanwhile)
+        self.release_unused()
+        return logits
+
     def prefill(
         self,
         kv: SequenceKV,
@@ -135,10 +154,13 @@ class ModelRunner:
         self, kv: SequenceKV, token_ids: Sequence[int], meanwhile: Callable[[mx.array], None] | None
     ) -> mx.array | None:
         """The logits of a pass that is short enough to keep its graph; None, and nothing is computed, for another."""
+        passes = self._passes(kv)
+        return passes.logits(kv, token_ids, meanwhile or _nothing) if passes.takes(kv, len(token_ids)) else None
+
+    def _passes(self, kv: SequenceKV) -> ShortPass:
         if self._short is None or self._short.pool is not kv.pool:
             self._short = ShortPass(kv.pool, self.forward, self.compute_type)
-        is_short = self._short.takes(kv, len(token_ids))
-        return self._short.logits(kv, token_ids, meanwhile or _nothing) if is_short else None
+        return self._short
 
     def _compute(
         self,

@@ -54,7 +54,7 @@ class SharedTime:
     def __init__(self) -> None:
         self._step_s = self._cells_s = 0.0
         self._decoding = 0
-        self._last: Place | None = None
+        self._next: list[tuple[Place | None, int]] = []  # whose cells are computed next, with their tokens
 
     def begin_step(self, now: float, decoding: int, places: Iterable[Place]) -> None:
         """`decoding`: namespaces that decode in this step. The time of the last one makes up for what is owed."""
@@ -62,15 +62,17 @@ class SharedTime:
         for place in places:
             place.owed_s = max(0.0, place.owed_s - decode_s / self._decoding) if self._decoding else 0.0
         self._step_s, self._cells_s, self._decoding = now, 0.0, decoding
-        self._last = None
+        self._next.clear()
 
     def spent(self, cell_s: float) -> None:
-        """The last cell took `cell_s`, which its namespace owes if others decode."""
-        if self._last is not None:
-            self._last.owed_s += cell_s
+        """The last pass took `cell_s`. Each of its namespaces owes its cells' part if others decode."""
+        tokens = sum(count for _, count in self._next)
+        for place, count in self._next:
+            if place is not None:
+                place.owed_s += cell_s * count / tokens
         self._cells_s += cell_s
-        self._last = None
+        self._next.clear()
 
-    def owes_next(self, place: Place) -> None:
-        """The next cell belongs to this namespace, while others decode."""
-        self._last = place
+    def shares_next(self, place: Place | None, tokens: int) -> None:
+        """A cell of so many tokens is in the next pass. `place`: of its namespace, if others decode."""
+        self._next.append((place, tokens))

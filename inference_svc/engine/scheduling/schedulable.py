@@ -110,6 +110,10 @@ class Schedulable(Hashable, Protocol):
         """Up to the grid's next edge, or less."""
 
     @property
+    def shares_passes(self) -> bool:
+        """Whether its cells may be computed in one pass with others' cells."""
+
+    @property
     def unbroken_tokens(self) -> int:
         """Prompt tokens up to the prompt's end, or to a rewind point, at which a cell must end."""
 
@@ -130,10 +134,28 @@ TurnT = TypeVar("TurnT", bound=Schedulable)
 
 
 @dataclass(frozen=True)
+class SharedPass:
+    """Where cells of several turns are computed in one pass, which has the tokens of a cell in all."""
+
+    row_tokens: int
+    """Each cell takes whole rows of so many."""
+    most_tokens: int
+    """Of a cell: they stay in every window."""
+    longest_s: float = 0.1
+    """A cancel waits for the whole pass, so on a slow device fewer cells share one."""
+
+    def in_rows(self, tokens: int) -> int:
+        """The tokens of rows that hold so many."""
+        return -(-tokens // self.row_tokens) * self.row_tokens
+
+
+@dataclass(frozen=True)
 class Rules:
     """The numbers of the schedule."""
 
     cell_tokens: int = 256
+    shared_pass: SharedPass | None = None
+    """None: each cell has a pass of its own."""
     least_tokens: int = 256
     """A cell is cut, while any turn decodes, but not to less; at multiples of this."""
     longest_gap_s: float = 0.05

@@ -25,6 +25,11 @@ class StepCosts:
         """A step that only decodes; None as long as there was none."""
         return median(self._steps_s) if self._steps_s else None
 
+    @property
+    def knows_tokens(self) -> bool:
+        """Whether a cell was learned from."""
+        return bool(self._token_s)
+
     def stepped(self, took_s: float) -> None:
         """A step did nothing but decode."""
         self._steps_s.append(took_s)
@@ -39,10 +44,12 @@ class StepCosts:
 
     def tokens_within(self, seconds: float, position: int) -> int | None:
         """How many tokens from `position` on are computed in so many seconds; None if that is not known."""
-        if not self._token_s:
-            return None
-        nearest = min(self._token_s, key=lambda depth: abs(depth - position.bit_length()))
-        return _within(seconds, median_low(self._token_s[nearest]))
+        each_s = self._each_s(position)
+        return None if each_s is None else _within(seconds, each_s)
+
+    def seconds_of(self, tokens: int, position: int) -> float:
+        """How long so many tokens from `position` on take; 0 if that is not known."""
+        return tokens * (self._each_s(position) or 0.0)
 
     def files_within(self, seconds: float) -> int | None:
         """How many files become KV in so many seconds; None if that is not known. One more than the last time if that
@@ -55,6 +62,12 @@ class StepCosts:
         if took_s >= seconds:
             return _within(seconds, took_s / files)
         return 2 * files if 2 * took_s < seconds else files + 1
+
+    def _each_s(self, position: int) -> float | None:
+        if not self._token_s:
+            return None
+        nearest = min(self._token_s, key=lambda depth: abs(depth - position.bit_length()))
+        return median_low(self._token_s[nearest])
 
 
 def _within(seconds: float, each_s: float) -> int:

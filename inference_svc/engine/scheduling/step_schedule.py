@@ -4,8 +4,10 @@
 - Order of cells and files: urgent turns first, namespaces in turn, in a namespace the shortest rest of a prompt first.
   Turns that came later overtake one by no more tokens than its rest has.
 - Size: `pacing` and `step_costs` say how many cells a step takes, how long they are, and how many files it loads.
+- Sharing: what a cell leaves of its pass the next turns in this order get, where cells may share one.
 """
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import takewhile
@@ -14,21 +16,31 @@ from typing import Generic
 from inference_svc.engine.grid import cut_cell
 from inference_svc.engine.scheduling.company import Company, Namespace
 from inference_svc.engine.scheduling.pacing import SharedTime, StepPace
-from inference_svc.engine.scheduling.schedulable import RUNNING, Rules, Schedulable, Status, TurnT
+from inference_svc.engine.scheduling.schedulable import RUNNING, Rules, Schedulable, SharedPass, Status, TurnT
 from inference_svc.engine.scheduling.seats import Seats
 from inference_svc.engine.scheduling.step_costs import StepCosts
 from inference_svc.engine.scheduling.urgency import Urgency
 
 
 @dataclass(frozen=True)
+class TurnCell(Generic[TurnT]):
+    """A turn's next `size` tokens, from `position` on."""
+
+    turn: TurnT
+    size: int
+    position: int
+
+
+@dataclass(frozen=True)
 class Grant(Generic[TurnT]):
     """What the turn does next in this step: it computes a cell of so many tokens, or while its status is LOADING it
-    loads at most so many files.
+    loads at most so many files. `cells`: its cell and those that share its pass; none for files.
     """
 
     turn: TurnT
     size: int
-    position: int | None  # of the cell; None for files
+    cells: tuple[TurnCell[TurnT], ...]
+    tokens: int  # of the pass, with those that fill up rows
     began_s: float  # seconds of the step that were spent before
     behind_s: float  # seconds of a decoding step that the device computes before
 
@@ -83,33 +95,76 @@ class StepSchedule(Generic[TurnT]):
         last, self._granted = self._granted, None
         if last is None:
             return
-        self._time.spent(last.took_s(spent_s))
-        if last.turn.status not in RUNNING:
-            return
-        is_telling = last.size >= self._rules.least_tokens
-        if last.position is None:
-            is_telling = last.turn.status is Status.LOADING
-        if is_telling:
-            self._costs.learn(last.position, last.size, last.took_s(spent_s))
+        took_s = last.took_s(spent_s)
+        self._time.spent(took_s)
+        if not last.cells and last.turn.status is Status.LOADING:
+            self._costs.learn(None, last.size, took_s)
+        if last.tokens >= self._rules.least_tokens and all(cell.turn.status in RUNNING for cell in last.cells):
+            for position in {cell.position.bit_length(): cell.position for cell in last.cells}.values():
+                self._costs.learn(position, last.tokens, took_s)
 
     def grant(self, spent_s: float, urgency: Urgency[TurnT], *, is_behind_step: bool) -> Grant[TurnT] | None:
         """The step's next cell, or the next files, for a turn that counts as served; None when that is over."""
         decoding = [turn for turn in self._turns if _is_decoding(turn)]
-        turn = self._next_in_round(urgency, decodes=bool(decoding))
-        if turn is None:
+        able = self._most_urgent(urgency, decodes=bool(decoding))
+        if not able:
             return None
+        turn = self._next_of(able)
         is_read = any(map(urgency.is_pressing, decoding))
-        size = self._size(turn, self._budget_s(is_read=is_read) - spent_s if decoding else None)
-        loads = turn.status is Status.LOADING
+        left_s = self._budget_s(is_read=is_read) - spent_s if decoding else None
+        size, loads = self._size(turn, left_s), turn.status is Status.LOADING
         position, tokens = (0, 0) if loads else (turn.computed, size)
         if not size or not self._pace.allows(turn, position, tokens):
             return None
         self._pace.take(turn, position, tokens)
         self._serve(turn, tokens, spent_s)
         self._is_plain = False
+        cells = [] if loads else [TurnCell(turn, size, position)]
+        if cells and self._may_share(turn, size):
+            tokens = self._share(cells, able, left_s, spent_s)
         behind_s = (self._costs.step_s or 0.0) if is_behind_step else 0.0
-        self._granted = Grant(turn, size, None if loads else position, spent_s, behind_s)
+        self._granted = Grant(turn, size, tuple(cells), tokens, spent_s, behind_s)
         return self._granted
+
+    def _may_share(self, turn: TurnT, size: int) -> bool:
+        """Whether other cells may be computed in the pass of this one."""
+        rule = self._rules.shared_pass
+        return rule is not None and turn.shares_passes and size <= rule.most_tokens
+
+    def _share(
+        self, cells: list[TurnCell[TurnT]], able: Collection[TurnT], left_s: float | None, spent_s: float
+    ) -> int:
+        """Add the cells of turns that share the first one's pass; returns its tokens. Each gets what those before it
+        leave of the tokens of a cell, and of the seconds `left_s`; None: nobody waits for the pass.
+        """
+        rule, taken = self._rules.shared_pass, 0
+        assert rule is not None
+        if left_s is not None or self._costs.knows_tokens:
+            left_s = min(rule.longest_s, math.inf if left_s is None else left_s)
+        while True:
+            last = cells[-1]
+            tokens = rule.in_rows(last.size)
+            taken += tokens
+            left_s = None if left_s is None else left_s - self._costs.seconds_of(tokens, last.position)
+            able = [turn for turn in able if turn is not last.turn]
+            turn = self._next_of(able) if able else None
+            size = self._shared_size(rule, turn, self._rules.cell_tokens - taken, left_s) if turn is not None else 0
+            if turn is None or not size or not self._pace.allows(turn, turn.computed, rule.in_rows(size)):
+                return taken if len(cells) > 1 else last.size
+            self._pace.take(turn, turn.computed, rule.in_rows(size))
+            self._serve(turn, size, spent_s, [cell.turn for cell in cells])
+            cells.append(TurnCell(turn, size, turn.computed))
+
+    def _shared_size(self, rule: SharedPass, turn: TurnT, most: int, left_s: float | None) -> int:
+        """How many of a turn's tokens a pass takes that has room for so many, and so many seconds; 0: none."""
+        if turn.status is Status.LOADING or not turn.shares_passes:
+            return 0
+        most = min(most, rule.most_tokens)
+        if left_s is not None:
+            most = min(most, self._costs.tokens_within(left_s, turn.computed) or 0)
+        whole, least = self._cell_tokens(turn), self._rules.least_tokens
+        size = cut_cell(turn.computed, whole, most, least)
+        return size if size >= min(whole, least) else 0
 
     def _budget_s(self, *, is_read: bool) -> float:
         """Seconds for prompts and loads beside decoding. `is_read`: a person waits for one of the next tokens."""
@@ -169,18 +224,20 @@ class StepSchedule(Generic[TurnT]):
             turn.schedule.waits_since_s = self._began_s
         return [turn for turn in decoding if turn in chosen]
 
-    def _next_in_round(self, urgency: Urgency[TurnT], *, decodes: bool) -> TurnT | None:
-        """The turn that gets the next cell, or loads the next files; while others decode, none that would only wait for
-        its files. From the most urgent class choose the namespace that was served longest ago, and of its turns the one
-        with the shortest rest of a prompt, but first one that later ones have overtaken by as many tokens.
+    def _most_urgent(self, urgency: Urgency[TurnT], *, decodes: bool) -> list[TurnT]:
+        """The most urgent class of turns that may get a cell, or load files; while others decode, none that would only
+        wait for its files.
         """
         prefilling = [turn for turn in self._turns if _is_prefilling(turn)]
         prefilling = [turn for turn in prefilling if not self._owes(turn) and not (decodes and turn.awaits_bytes)]
         pressing = {turn.namespace for turn in prefilling if urgency.is_pressing(turn)}
         urgent = [turn for turn in prefilling if urgency.is_urgent(turn, pressing)]
-        if not prefilling:
-            return None
-        turns = urgent or prefilling
+        return urgent or prefilling
+
+    def _next_of(self, turns: Collection[TurnT]) -> TurnT:
+        """Of the namespace that was served longest ago the turn with the shortest rest of a prompt, but first one that
+        later ones have overtaken by as many tokens.
+        """
         first = min(turns, key=lambda turn: self._company.of(turn.namespace).served)
         turns = [turn for turn in turns if turn.namespace == first.namespace]
         return min(turns, key=self._order)
@@ -197,14 +254,14 @@ class StepSchedule(Generic[TurnT]):
     def _is_beside_others(self, turn: TurnT) -> bool:
         return any(_is_decoding(other) and other.namespace != turn.namespace for other in self._turns)
 
-    def _serve(self, turn: TurnT, size: int, spent_s: float) -> None:
+    def _serve(self, turn: TurnT, size: int, spent_s: float, beside: Collection[TurnT] = ()) -> None:
+        """`beside`: turns whose cells are computed in the same pass."""
         self._served += 2
         place = self._company.of(turn.namespace)
         place.served = self._served
-        if self._is_beside_others(turn):
-            self._time.owes_next(place)
+        self._time.shares_next(place if self._is_beside_others(turn) else None, max(1, size))
         for other in takewhile(lambda other: other is not turn, self._turns):
-            if other.namespace == turn.namespace and _is_prefilling(other):
+            if other.namespace == turn.namespace and _is_prefilling(other) and other not in beside:
                 other.schedule.overtaken_tokens += max(size, self._rules.least_tokens)
         record = turn.schedule
         record.served = self._served

@@ -111,7 +111,8 @@ def fused_attention(
     rows = queries.shape[1] // page_format.key.kv_heads * count
     widest = min(seen_tokens or blocks * PAGE_TOKENS, blocks * PAGE_TOKENS) if count > 1 else 0
     has_warpgroups = compiler is None and is_hopper() if has_warpgroups is None else has_warpgroups
-    shape = page_format, rows, widest, dialect, queries.dtype, soft_cap is not None
+    batch = queries.shape[0] if count > 1 else 1
+    shape = page_format, rows, widest, dialect, queries.dtype, soft_cap is not None, batch
     geometry = _geometry(*shape, has_warpgroups)
     if geometry.by_warpgroups and compiler is None and not _is_launched(geometry, queries.dtype):
         geometry = _geometry(*shape, False)
@@ -224,6 +225,7 @@ def _geometry(
     dialect: Dialect,
     dtype: mx.Dtype,
     is_capped: bool,
+    batch: int,
     has_warpgroups: bool,
 ) -> SplitGeometry:
     return split_geometry(
@@ -234,6 +236,7 @@ def _geometry(
         has_warpgroups=has_warpgroups,
         query_type=TYPE_NAMES[dtype],
         is_capped=is_capped,
+        batch=batch,
     )
 
 

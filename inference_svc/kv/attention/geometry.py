@@ -134,21 +134,22 @@ def split_geometry(
     query_type: str,
     is_capped: bool,
     has_warpgroups: bool = False,
+    batch: int = 1,
 ) -> SplitGeometry:
     """The geometry for `rows` queries (heads of a kv head times tokens) of a type: float32, float16 or bfloat16.
 
     `seen_tokens`: of the widest sequence, or its window; 0 where the splits must be the same beside others.
-    `has_matrices`: the device multiplies fragments of halves,
-    which is too coarse for queries of fp32. `has_warpgroups`: it has Hopper's own instructions.
+    `has_matrices`: the device multiplies fragments of halves, which is too coarse for queries of fp32.
+    `has_warpgroups`: it has Hopper's own instructions. `batch`: so many sequences, where splits depend on others.
     """
     key = page_format.key
     takes_halves = query_type == "bfloat16" or (query_type == "float16" and not _holds_bfloats(page_format))
     if has_matrices and takes_halves:
         if rows >= _LEAST_OF_MANY and _has_tiles(page_format, query_type):
             if has_warpgroups and seen_tokens and _suits_warpgroups(page_format):
-                return _by_warpgroups(page_format, rows, seen_tokens, is_capped=is_capped)
+                return _by_warpgroups(page_format, rows, seen_tokens, batch, is_capped=is_capped)
             queries = MANY_QUERIES[rows > MANY_QUERIES[0] and _is_narrow(page_format)]
-            split = _many_split(seen_tokens, key.kv_heads * -(-rows // queries))
+            split = _many_split(seen_tokens, batch * key.kv_heads * -(-rows // queries))
             return SplitGeometry(page_format, queries, False, is_capped, split, by_tiles=True)
         return SplitGeometry(page_format, 16 if rows > 8 and _is_narrow(page_format) else 8, True, is_capped)
     most = 8 if _is_narrow(page_format) else 4
@@ -159,14 +160,17 @@ def _suits_warpgroups(page_format: PageFormat) -> bool:
     return _is_narrow(page_format) and min(page_format.key.dim, page_format.value.dim) >= 64
 
 
-def _by_warpgroups(page_format: PageFormat, rows: int, seen_tokens: int, *, is_capped: bool) -> SplitGeometry:
-    """Blocks of as many queries as fill them best."""
+def _by_warpgroups(
+    page_format: PageFormat, rows: int, seen_tokens: int, batch: int, *, is_capped: bool
+) -> SplitGeometry:
+    """Blocks of as many queries as fill them best. Of a batch they end at different lengths, so none is very long."""
     least, most = _WARPGROUP_QUERIES
     blocks = -(-rows // most)
     queries = least if rows <= blocks * least else most
-    wanted = max(1, _WARPGROUP_BLOCKS // (page_format.key.kv_heads * blocks))
+    wanted = max(1, _WARPGROUP_BLOCKS // (page_format.key.kv_heads * blocks * batch))
     least_tokens = SPLIT_TOKENS if seen_tokens < _LONG_TOKENS else _WARPGROUP_SPLIT_TOKENS
     split = max(least_tokens, -(-seen_tokens // (64 * wanted)) * 64)
+    split = min(split, _MOST_SPLIT_TOKENS) if batch > 1 else split
     warps = queries // 16 + WARPS
     return SplitGeometry(page_format, queries, False, is_capped, split, warps, by_warpgroups=True)
 

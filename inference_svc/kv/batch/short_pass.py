@@ -92,7 +92,15 @@ class ShortPass:
         count, spare = len(token_ids), _spare(len(token_ids))
         tokens = mx.array([[0] * spare + list(token_ids)], dtype=mx.uint32)
         places = mx.array([[-1] * spare + list(range(start, start + count))], dtype=mx.int32)
-        logits: mx.array = self._compiled(tokens, mx.array([start - spare], dtype=mx.int32), places, *tables)
+        return self.computed(tokens, mx.array([start - spare], dtype=mx.int32), places, tables)
+
+    def computed(
+        self, tokens: mx.array, offsets: mx.array, places: mx.array, block_tables: Sequence[mx.array]
+    ) -> mx.array:
+        """Logits [rows, vocabulary] for the tokens after rows of tokens [rows, n], not evaluated; the other arguments
+        are those of `PassArrays`. Evaluating them stores the rows.
+        """
+        logits: mx.array = self._compiled(tokens, offsets, places, *block_tables)
         return logits
 
     def _traced(self, tokens: mx.array, offsets: mx.array, places: mx.array, *block_tables: mx.array) -> mx.array:

@@ -14,6 +14,7 @@ from inference_svc.engine.scheduling.pacing import most_tokens
 from inference_svc.engine.scheduling.prefix_sharing import prefix_source_of
 from inference_svc.engine.scheduling.schedulable import Rules, ScheduleRecord, Status
 from inference_svc.engine.scheduling.scheduler import Admit, Blocked, Preempt, Scheduler
+from inference_svc.engine.scheduling.step_schedule import Grant, TurnCell
 from inference_svc.kv.pages.page_allocator import PageAllocator
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.token_ids import TokenIds
@@ -53,6 +54,7 @@ class Job:
     ended_s: float | None = None
     preemptions: int = 0
     can_be_preempted: bool = True
+    shares_passes: bool = True
     restore_s: float = 0.0  # how long its KV takes to come back after it was preempted
     restored_s: float = 0.0  # when it has come back
     is_restoring: bool = False
@@ -199,6 +201,7 @@ class World:
     gaps: list[float] = field(default_factory=list)  # from one token to the next, of every turn that decodes
     ended: list[Job] = field(default_factory=list)
     prefilled: list[Job] = field(default_factory=list)  # who got a cell, in order
+    passes: list[tuple[TurnCell[Job], ...]] = field(default_factory=list)  # the cells of each
     chunks: list[int] = field(default_factory=list)  # tokens prefilled by each step
     decoded: list[tuple[Job, ...]] = field(default_factory=list)  # by step
     begun: list[Job] = field(default_factory=list)  # in order, again after each preemption
@@ -417,7 +420,7 @@ class World:
             gap_s = self.rules.longest_gap_s if is_read else max(self.rules.longest_gap_s, self.rules.background_gap_s)
             assert is_first or not decodes or spent < gap_s, "more than the budget and one cell"
             assert not (decodes and job.awaits_bytes), "streams wait for bytes that come by themselves"
-            took_s = self.load_s + grant.size * self.file_s if loads else self._cell_s(job.computed, grant.size)
+            took_s = self.load_s + grant.size * self.file_s if loads else self._pass_s(grant)
             took_s += max(0.0, job.there_s - self.now)
             took_s += self.load_end_s if loads and grant.size == job.files else 0.0
             spent, self.now, is_first = spent + took_s, self.now + took_s, False
@@ -426,11 +429,12 @@ class World:
                 job.files -= grant.size
                 job.there_s = self.now + grant.size * self.sent_s
             else:
-                starts.setdefault(job, job.computed)
-                tokens += grant.size
+                for cell in grant.cells:
+                    starts.setdefault(cell.turn, cell.turn.computed)
+                tokens += grant.tokens
                 limit = min(most_tokens(start) for start in starts.values())
                 assert tokens <= max(limit, job.cell_tokens), "more tokens than the table says"
-                self._compute(job, grant.size)
+                self._compute_pass(grant)
             self._look_for_bytes()
         assert not is_first or not waits or len(self.namespaces) > 1, "nobody prefilled"
         self.chunks.append(tokens)
@@ -439,8 +443,27 @@ class World:
         for job in self.scheduler.running:
             job.awaits_bytes = bool(job.files) and self.now < job.there_s
 
+    def _compute_pass(self, grant: Grant[Job]) -> None:
+        """A pass, whose time has passed."""
+        rules, jobs, first = self.rules, [cell.turn for cell in grant.cells], grant.cells[0]
+        assert len({*jobs}) == len(jobs), "two cells of a turn in one pass"
+        assert (first.turn, first.size) == (grant.turn, grant.size)
+        for cell in grant.cells:
+            assert (cell.turn.computed, cell.turn.status) == (cell.position, Status.PREFILLING)
+            assert not cell.turn.is_cancelled
+            if len(jobs) > 1:
+                assert rules.shared_pass is not None
+                assert cell.turn.shares_passes
+                assert 0 < cell.size <= min(rules.shared_pass.most_tokens, cell.turn.rest_tokens)
+                end = cell.position + cell.size
+                assert end == cell.turn.prompt_tokens or not end % rules.least_tokens, "cut beside the grid"
+        if len(jobs) > 1:
+            assert grant.tokens <= rules.cell_tokens, "more tokens than a cell's"
+        self.passes.append(grant.cells)
+        for cell in grant.cells:
+            self._compute(cell.turn, cell.size)
+
     def _compute(self, job: Job, tokens: int) -> None:
-        """A cell, whose time has passed."""
         job.shareable += tokens if job.shareable == job.computed and tokens % CELL == 0 else 0
         job.computed += tokens
         job.kv.grow_to(job.computed)
@@ -450,8 +473,9 @@ class World:
             self._draw_token(job)
         self.submit(*self.arrivals.pop(len(self.prefilled), ()))
 
-    def _cell_s(self, position: int, tokens: int) -> float:
-        return self.cell_s if self.cost_s is None else self.cost_s(position, tokens)
+    def _pass_s(self, grant: Grant[Job]) -> float:
+        deepest = max(cell.position for cell in grant.cells)
+        return self.cell_s if self.cost_s is None else self.cost_s(deepest, grant.tokens)
 
     def _end(self, job: Job, *, leaves: bool) -> None:
         job.ended_s = self.now

@@ -48,15 +48,15 @@ class Gpu(World):
     def cells(self, decoding: tuple[Job, ...]) -> bool:
         began_s, grants = self.now, 0
         while grant := self.scheduler.grant(self.now - began_s, is_behind_step=bool(self.launched)):
-            job, grants, is_kept = grant.turn, grants + 1, grant.size <= 256
+            grants, is_kept = grants + 1, grant.tokens <= 256 or len(grant.cells) > 1
             self.now += 0.001 if is_kept else BUILD_S
-            self.free_s = max(self.free_s, self.now + 0.001) + cell_s(grant.size)
+            self.free_s = max(self.free_s, self.now + 0.001) + cell_s(grant.tokens)
             there_s = self.free_s
             self.now += KEPT_S if is_kept else ENQUEUE_S
             self.read(len(self.launched))
             self.launch(tuple(each for each in decoding if each.status is Status.DECODING), is_behind=True)
             self.now = max(self.now, there_s) + 0.002
-            self._compute(job, grant.size)
+            self._compute_pass(grant)
         return grants > 0
 
     def launch(self, rows: tuple[Job, ...], *, is_behind: bool = False) -> None:

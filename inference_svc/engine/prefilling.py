@@ -1,0 +1,101 @@
+"""Computes cells of prompts: one turn's, or those of several turns in one pass. On the MLX thread."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Cells
+from contextlib import AbstractContextManager
+
+import mlx.core as mx
+from kvasir.errors import KvasirError, ResourceExhausted
+
+from inference_svc.engine.beginning import mark
+from inference_svc.engine.sampling import Drawn, Draws, Sampler
+from inference_svc.engine.scheduling.step_schedule import TurnCell
+from inference_svc.engine.sequence import Sequence
+from inference_svc.kv.batch.packed_pass import Cell
+from inference_svc.kv.sequence_kv import SequenceKV
+from inference_svc.model.model_runner import ModelRunner
+
+
+class Prefiller:
+    """`guarding`: around work for turns, all of which end if it fails."""
+
+    def __init__(self, runner: ModelRunner, guarding: Callable[..., AbstractContextManager[None]]) -> None:
+        self.computed = 0  # tokens
+        self._runner = runner
+        self._guarding = guarding
+
+    def compute(self, cells: Cells[TurnCell[Sequence]], behind: Callable[[], None] | None) -> None:
+        """Compute the cells, and draw the first token of each reply whose prompt ends. `behind` is called while the
+        device computes; None: nobody waits behind a cell.
+        """
+        self.computed += sum(cell.size for cell in cells)
+        packed = [cell for cell in cells if self._runner.can_pack(_held(cell.turn)[0], cell.size)]
+        if len(cells) == 1 or len(packed) == 1:
+            packed = []
+        alone = [cell for cell in cells if cell not in packed]
+        if packed:
+            with self._guarding(*(cell.turn for cell in packed)):
+                alone += () if self._compute_together(packed, behind) else packed
+        for cell in alone:
+            with self._guarding(cell.turn):
+                self._compute_alone(cell, behind)
+
+    def _compute_together(self, cells: Cells[TurnCell[Sequence]], behind: Callable[[], None] | None) -> bool:
+        """Whether there was room for all; alone, only the turn for which there is none fails."""
+        drawing = [place for place, cell in enumerate(cells) if cell.turn.draws_after(cell.size)]
+        draws: list[Draws] = []
+
+        def draw(logits: mx.array) -> None:
+            if drawing:
+                draws.append(Draws([_held(cells[place].turn)[1] for place in drawing], logits[mx.array(drawing)]))
+            if behind is not None:
+                behind()
+
+        try:
+            parts = [Cell(_held(cell.turn)[0], cell.turn.next_tokens(cell.size)) for cell in cells]
+            self._runner.packed_logits(parts, draw)
+        except ResourceExhausted:
+            return False
+        drawn = dict(zip(drawing, draws[0].read() if draws else (), strict=True))
+        for place, cell in enumerate(cells):
+            with self._guarding(cell.turn):
+                _take_in(cell, drawn.get(place))
+        return True
+
+    def _compute_alone(self, cell: TurnCell[Sequence], behind: Callable[[], None] | None) -> None:
+        sequence, tokens = cell.turn, cell.turn.next_tokens(cell.size)
+        kv, sampler = _held(sequence)
+        if not sequence.draws_after(cell.size):
+            take = sequence.hidden.add if sequence.hidden is not None else None
+            self._runner.prefill(kv, tokens, lambda: sequence.is_cancelled, behind, take)
+            _take_in(cell, None)
+            return
+        draws: list[Draws] = []
+
+        def draw(logits: mx.array) -> None:
+            draws.append(Draws([sampler], logits))
+            if behind is not None:
+                behind()
+
+        logits = self._runner.last_logits(kv, tokens, lambda: sequence.is_cancelled, draw if behind else None)
+        [drawn] = (draws or [Draws([sampler], logits)])[0].read()
+        _take_in(cell, drawn)
+
+
+def _held(sequence: Sequence) -> tuple[SequenceKV, Sampler]:
+    """What a turn that computes holds."""
+    assert sequence.kv is not None
+    assert sequence.sampler is not None
+    return sequence.kv, sequence.sampler
+
+
+def _take_in(cell: TurnCell[Sequence], drawn: Drawn | KvasirError | None) -> None:
+    """The cell was computed, and perhaps the reply's first token drawn."""
+    sequence = cell.turn
+    sequence.prefilled(cell.size)
+    if isinstance(drawn, KvasirError):
+        raise drawn
+    if drawn is not None:
+        sequence.accept(drawn.token_id, drawn.logprobs)
+    elif sequence.is_at_rewind_point:
+        mark(_held(sequence)[0])

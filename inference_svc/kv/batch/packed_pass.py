@@ -1,0 +1,102 @@
+"""Cells of several sequences in one pass: each is cut into rows of equal length, and all rows are a batch over pages.
+
+A row has its own position and its sequence's pages, so rows of one sequence see each other's tokens, and no other row
+sees them. Only a cell's first row is filled up, in front, by less than a row: these tokens are neither written nor read
+(`short_pass`). Weights are read once for all cells, and products have as many rows as fill a GPU.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+from kvasir.cachestore.v1 import identity_pb2
+
+from inference_svc.kv.attention.kernels import Dialect
+from inference_svc.kv.batch.decode_step import table_width
+from inference_svc.kv.batch.short_pass import ShortPass, most_kept_tokens
+from inference_svc.kv.pages.block_table import BlockTable
+from inference_svc.kv.pages.groups import groups_of
+from inference_svc.kv.sequence_kv import PassRoom, SequenceKV
+
+# Attention goes over a row's tokens once for all its queries; with half as many a block of the kernels is half empty.
+ROW_TOKENS = 64
+_NO_WINDOW = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """The next tokens of a sequence."""
+
+    kv: SequenceKV
+    token_ids: Sequence[int]
+
+
+def most_packed_tokens(identity: identity_pb2.KvIdentity, dialect: Dialect | None, compute_type: str) -> int:
+    """The most tokens of a cell that may be packed: all of them stay in every window. 0 where no graph is kept of a
+    row (`most_kept_tokens`).
+    """
+    if most_kept_tokens(identity, dialect, compute_type) < ROW_TOKENS:
+        return 0
+    return min(group.window - 1 if group.window else _NO_WINDOW for group in groups_of(identity.layers))
+
+
+def can_pack(kv: SequenceKV, count: int) -> bool:
+    """Whether a cell of so many tokens may be packed, which stay in every window: what its first row is filled up with
+    must see rows that are here.
+    """
+    filled_from = kv.length - _spare(count)
+    return all(table.can_go_on_from(filled_from) for table in kv.tables if table.window)
+
+
+def packed_logits(passes: ShortPass, cells: Sequence[Cell], meanwhile: Callable[[mx.array], None]) -> mx.array:
+    """Compute and store the KV of cells of different sequences; logits [cells, vocabulary] for the token after each.
+    Evaluates, and calls `meanwhile` with them before it waits. Raises ResourceExhausted, and has changed nothing, if
+    the pool has no room.
+    """
+    rooms = [PassRoom(cell.kv) for cell in cells]
+    try:
+        for cell, room in zip(cells, rooms, strict=True):
+            room.take(len(cell.token_ids))
+        logits = _computed(passes, cells, rooms)
+        mx.async_eval(logits)  # type: ignore[no-untyped-call]
+        meanwhile(logits)
+        mx.eval(logits)
+    except BaseException:
+        for room in rooms:
+            room.release()
+        raise
+    for cell, room in zip(cells, rooms, strict=True):
+        room.move_in()
+        cell.kv.advanced(len(cell.token_ids))
+    return logits
+
+
+def _computed(passes: ShortPass, cells: Sequence[Cell], rooms: Sequence[PassRoom]) -> mx.array:
+    """Logits [cells, vocabulary], not evaluated."""
+    tokens: list[int] = []
+    offsets: list[int] = []
+    places: list[int] = []
+    last_rows: list[int] = []
+    tables: list[list[list[int]]] = [[] for _ in passes.pool.groups]
+    width = table_width(max(cell.kv.length + len(cell.token_ids) for cell in cells))
+    for cell, room in zip(cells, rooms, strict=True):
+        start, count, spare = cell.kv.length, len(cell.token_ids), _spare(len(cell.token_ids))
+        rows = range(start - spare, start + count, ROW_TOKENS)
+        tokens += [0] * spare + list(cell.token_ids)
+        places += [-1] * spare + list(range(start, start + count))
+        offsets += rows
+        last_rows.append(len(offsets) - 1)
+        for group, table, pages in zip(tables, cell.kv.tables, room.pages, strict=True):
+            group += [BlockTable(0, table.pages | pages).padded(width)] * len(rows)
+    logits = passes.computed(
+        mx.array(tokens, dtype=mx.uint32).reshape(-1, ROW_TOKENS),
+        mx.array(offsets, dtype=mx.int32),
+        mx.array(places, dtype=mx.int32).reshape(-1, ROW_TOKENS),
+        [mx.array(group, dtype=mx.int32) for group in tables],
+    )
+    return logits[mx.array(last_rows)]
+
+
+def _spare(count: int) -> int:
+    """By how many tokens a cell of so many is filled up."""
+    return -count % ROW_TOKENS

@@ -1,0 +1,151 @@
+"""Which prompts' cells share a pass: what one leaves of it, the next in order get. `World` checks each pass."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_svc.engine.scheduling.schedulable import Rules, SharedPass
+from tests.inference.scheduling.scheduling_world import BACKGROUND, INTERACTIVE, Job, World
+from tests.inference.scheduling.test_gpu_crowds import Gpu
+from tests.made_models.sampling import sampled
+
+CELL, ROW = 2_048, 64
+SHARED = Rules(cell_tokens=CELL, least_tokens=128, shared_pass=SharedPass(ROW, CELL))
+ALONE = replace(SHARED, shared_pass=None)
+
+
+def prompt(tokens: int, **fields: object) -> Job:
+    return Job(tokens, cell_tokens=CELL, **fields)  # type: ignore[arg-type]
+
+
+def prefill_s(_position: int, tokens: int) -> float:
+    return max(0.011, 0.001 + 35e-6 * tokens)
+
+
+def passes(world: World, *jobs: Job) -> list[list[tuple[Job, int]]]:
+    """The cells of each pass until all have drawn a token."""
+    before = len(world.passes)
+    world.submit(*jobs)
+    while any(not job.generated for job in jobs):
+        world.step()
+    return [[(cell.turn, cell.size) for cell in each] for each in world.passes[before:]]
+
+
+def test_short_prompts_are_packed_and_the_last_one_is_cut_where_cells_are() -> None:
+    jobs = [prompt(tokens) for tokens in (700, 300, 900, 250)]
+    found = passes(World(rules=SHARED), *jobs)
+    # In rows: 256 + 320 + 704 leave 768.
+    assert found == [[(jobs[3], 250), (jobs[1], 300), (jobs[0], 700), (jobs[2], 768)], [(jobs[2], 132)]]
+
+
+def test_a_whole_cell_or_one_that_leaves_a_window_has_a_pass_of_its_own() -> None:
+    long, short = prompt(3 * CELL), prompt(500)
+    assert passes(World(rules=SHARED), long, short)[0] == [(short, 500), (long, 1_536)]
+    windowed = replace(SHARED, shared_pass=SharedPass(ROW, 511))
+    long, short = prompt(3 * CELL), prompt(500)
+    assert passes(World(rules=windowed), long, short)[0] == [(short, 500), (long, 384)]
+    short = prompt(512)
+    assert passes(World(rules=windowed), short, prompt(513))[0] == [(short, 512)]
+
+
+def test_who_cannot_share_a_pass_has_its_own() -> None:
+    one, other, own = prompt(100), prompt(200), prompt(150, shares_passes=False)
+    found = passes(World(rules=SHARED), one, other, own)
+    assert [len(cells) for cells in found if own in dict(cells)] == [1] * len(own.cells)
+
+
+def test_nothing_is_shared_where_cells_must_not_be() -> None:
+    found = passes(World(rules=ALONE), *(prompt(100) for _ in range(4)))
+    assert [len(cells) for cells in found] == [1] * 4
+
+
+def test_a_pass_for_people_takes_no_background_prompt_along() -> None:
+    """They would wait for it."""
+    urgent, later = [prompt(100) for _ in range(2)], [prompt(90, priority=BACKGROUND) for _ in range(2)]
+    found = passes(World(rules=SHARED, cost_s=prefill_s), *later, *urgent)
+    assert [[job for job, _ in cells] for cells in found] == [urgent, later]
+
+
+def test_namespaces_take_turns_within_a_pass() -> None:
+    crowd = [prompt(900, namespace="a") for _ in range(6)]
+    other = prompt(1_000, namespace="b")
+    first = passes(World(rules=SHARED), *crowd, other)[0]
+    assert [job.namespace for job, _ in first] == ["a", "b"]
+
+
+def test_each_namespace_owes_its_part_of_a_shared_pass() -> None:
+    world = World(rules=SHARED, cost_s=prefill_s)
+    passes(world, prompt(CELL, reply_tokens=500, namespace="stream"))
+    for _ in range(20):
+        world.step()
+    one, other = prompt(128, namespace="a"), prompt(384, namespace="b")
+    world.submit(one, other)
+    world.step()
+    owed = {name: world.scheduler._company.of(name).owed_s for name in "ab"}
+    assert owed["b"] == pytest.approx(3 * owed["a"])
+    assert owed["a"] + owed["b"] == pytest.approx(prefill_s(0, 512), rel=0.2)
+
+
+def test_a_crowd_of_short_prompts_takes_as_many_passes_as_its_tokens_fill() -> None:
+    world = World(rules=SHARED, cost_s=prefill_s)
+    found = passes(world, *(prompt(250) for _ in range(32)))
+    assert [len(cells) for cells in found] == [8] * 4
+
+
+LENGTHS = st.lists(st.integers(1, 3_000), min_size=1, max_size=6)
+
+
+@given(LENGTHS, LENGTHS, st.sampled_from([255, 1_023, CELL]), st.integers(1, 9))
+@settings(max_examples=sampled(20, of=300), deadline=None)
+def test_every_prompt_of_any_crowd_is_computed_once_and_ends(
+    first: list[int], later: list[int], most: int, reply: int
+) -> None:
+    """Of two namespaces, some in the background, some while others decode."""
+    world = World(rules=replace(SHARED, shared_pass=SharedPass(ROW, most)), cost_s=prefill_s)
+    crowds = [
+        [
+            prompt(n, reply_tokens=reply, namespace="ab"[n % 2], priority=(INTERACTIVE, BACKGROUND)[n % 3 == 0])
+            for n in each
+        ]
+        for each in (first, later)
+    ]
+    for crowd in crowds:
+        world.submit(*crowd)
+        for _ in range(3):
+            world.step()
+    world.run()
+    for job in (*crowds[0], *crowds[1]):
+        cells = sorted((cell.position, cell.size) for each in world.passes for cell in each if cell.turn is job)
+        ends = [position + size for position, size in cells]
+        assert [position for position, _ in cells] == [0, *ends[:-1]]
+        assert ends[-1] == job.prompt_tokens
+        assert job.ended_s is not None
+
+
+@given(st.integers(2, 24), st.integers(20, 1_500), st.sampled_from([0.003, 0.007, 0.02]))
+@settings(max_examples=sampled(15, of=150), deadline=None)
+def test_streams_beside_shared_passes_wait_no_longer_than_their_gap_and_a_step(
+    count: int, tokens: int, step_s: float
+) -> None:
+    world = Gpu(rules=SHARED, step_s=step_s)
+    world.submit(prompt(CELL, reply_tokens=24))
+    world.run()
+    world.gaps.clear()
+    world.submit(*(prompt(tokens + 7 * place, reply_tokens=60) for place in range(count)))
+    world.run()
+    assert max(world.gaps) <= SHARED.longest_gap_s + step_s + 0.001
+
+
+@pytest.mark.parametrize(("count", "tokens"), [(32, 256), (16, 600)])
+def test_a_crowds_last_first_token_comes_sooner_with_shared_passes(count: int, tokens: int) -> None:
+    def last_first_s(rules: Rules) -> float:
+        world = Gpu(rules=rules)
+        world.submit(prompt(CELL, reply_tokens=24))
+        world.run()
+        began_s = world.now
+        passes(world, *(prompt(tokens, reply_tokens=100) for _ in range(count)))
+        return world.now - began_s
+
+    assert last_first_s(SHARED) <= 0.8 * last_first_s(ALONE)
