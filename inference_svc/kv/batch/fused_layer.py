@@ -1,5 +1,5 @@
-"""One layer of a batch whose attention reads rows from the pages where they lie: one new token of each sequence, or a
-few of a single one (`short_pass`).
+"""One layer of a batch whose attention reads rows from the pages where they lie: one new token of each sequence,
+a few of a single one (`short_pass`), or rows of several cells (`packed_pass`).
 """
 
 import mlx.core as mx

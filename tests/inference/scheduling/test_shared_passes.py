@@ -50,7 +50,7 @@ def test_a_whole_cell_or_one_that_leaves_a_window_has_a_pass_of_its_own() -> Non
     assert passes(World(rules=windowed), short, prompt(513))[0] == [(short, 512)]
 
 
-def test_who_cannot_share_a_pass_has_its_own() -> None:
+def test_a_turn_that_cannot_share_a_pass_has_its_own() -> None:
     one, other, own = prompt(100), prompt(200), prompt(150, shares_passes=False)
     found = passes(World(rules=SHARED), one, other, own)
     assert [len(cells) for cells in found if own in dict(cells)] == [1] * len(own.cells)
@@ -92,6 +92,16 @@ def test_a_crowd_of_short_prompts_takes_as_many_passes_as_its_tokens_fill() -> N
     world = World(rules=SHARED, cost_s=prefill_s)
     found = passes(world, *(prompt(250) for _ in range(32)))
     assert [len(cells) for cells in found] == [8] * 4
+
+
+def test_a_slow_device_shares_no_pass_for_which_a_cancel_would_wait_long() -> None:
+    """Once it is known to be slow: 0.2 s for 200 tokens."""
+    world = World(rules=SHARED, cost_s=lambda _, tokens: tokens / 1_000)
+    passes(world, prompt(200))
+    assert [len(cells) for cells in passes(world, *(prompt(60) for _ in range(4)))] == [1] * 4
+    world = World(rules=SHARED, cost_s=lambda _, tokens: tokens / 4_000)
+    passes(world, prompt(200))
+    assert [len(cells) for cells in passes(world, *(prompt(60) for _ in range(12)))] == [6, 6]
 
 
 LENGTHS = st.lists(st.integers(1, 3_000), min_size=1, max_size=6)

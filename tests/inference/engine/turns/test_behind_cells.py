@@ -5,23 +5,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 from kvasir.errors import Cancelled
-from mlx_lm.models import llama
 
 from inference_svc.engine import mlx_thread
 from inference_svc.engine.api import Ended, Event, Hot, Prefilled, Started, Tokens
-from inference_svc.engine.engine import Engine
 from inference_svc.formats.constraint import Constraint, ConstraintKind
-from inference_svc.kv.attention import host_copy, in_place, paged
-from inference_svc.kv.attention.paged import Implementation
-from inference_svc.kv.model_hooks import attention_hook
+from inference_svc.kv.attention import host_copy
 from inference_svc.kv.sequence_kv import SequenceKV
-from inference_svc.model.model_runner import ModelRunner
 from tests.inference.engine.driving import Driver, Listener, tokens_of
+from tests.inference.engine.emulated import emulated_engine
 from tests.inference.kv.attention.device.coming_files import PlayedDriver, play
-from tests.inference.kv.attention.emulators import EMULATORS, needs_compiler
+from tests.inference.kv.attention.emulators import needs_compiler
 
 pytestmark = [
     needs_compiler,
@@ -35,24 +30,9 @@ FORMAT: dict[str, Any] = {"constraint": Constraint(ConstraintKind.REGEX, "([a-z]
 
 @pytest.fixture(scope="module")
 def emulated(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
-    """An engine that takes this CPU for a GPU. Its pool is small: the emulator copies it for each kernel."""
-    with pytest.MonkeyPatch.context() as patch:
-        for dialect, emulator in EMULATORS.items():
-            patch.setitem(in_place.COMPILERS, dialect, emulator)
-        patch.setattr(paged, "_device_implementation", lambda: Implementation.CUDA)
-        patch.setattr(llama, "scaled_dot_product_attention", attention_hook.attention)
-        patch.setattr(mx, "compile", lambda function: function)  # an emulated kernel has no place in a kept graph
-        made = ModelRunner.__init__
-
-        def on_gpu(runner: ModelRunner, *arguments: Any, **options: Any) -> None:
-            made(runner, *arguments, **options)
-            runner.is_on_gpu = True
-
-        patch.setattr(ModelRunner, "__init__", on_gpu)
-        cache_dir = tmp_path_factory.mktemp("digests")
-        engine = Engine.open(model_dir, cache_dir=cache_dir, memory_budget_bytes=1 << 20, longest_gap_s=0)
-        yield Driver(engine)
-        engine.close()
+    cache_dir = tmp_path_factory.mktemp("digests")
+    with emulated_engine(model_dir, cache_dir, memory_budget_bytes=1 << 20, longest_gap_s=0) as driver:
+        yield driver
 
 
 class Timed(Listener):

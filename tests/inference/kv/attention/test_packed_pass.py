@@ -35,7 +35,7 @@ from tests.inference.kv.sequences import (
 )
 from tests.inference.kv.test_backends import tokens_of
 
-pytestmark = [needs_compiler, pytest.mark.long(15)]
+pytestmark = needs_compiler
 
 TOKENS = tokens_of(1600, 1)
 # Tokens of each sequence before, and of its cell: whole rows, parts of one, over an edge of blocks.
@@ -81,6 +81,7 @@ def scene(packing: Packing) -> tuple[list[SequenceKV], list[Sequence[int]]]:
     return sequences, cells
 
 
+@pytest.mark.long(10)
 @pytest.mark.parametrize("family", ["llama3.1", "gemma3", "gpt_oss"])
 def test_packed_cells_have_the_bits_that_each_has_alone(family: str, tmp_path: Path) -> None:
     """Logits and stored rows, with windows and sinks too; near to those of a pass layer by layer."""
@@ -116,6 +117,7 @@ def test_cells_that_begin_in_one_shared_tail_get_copies_of_it(tmp_path: Path) ->
     assert packing.pool.allocator.used == 0
 
 
+@pytest.mark.long(2)
 def test_a_packed_pass_that_fails_or_finds_no_room_has_changed_nothing(tmp_path: Path) -> None:
     packing = Packing(write_family(tmp_path, ALL["qwen3"]), pages=6)
     sequences = [packing.begun(TOKENS[:100]), packing.begun(TOKENS[100:120])]
@@ -166,7 +168,7 @@ def test_a_cell_is_packed_if_all_of_it_stays_in_each_window(layers: list[Any], m
     assert most_packed_tokens(identity, None, "bfloat16") == 0
 
 
-def test_a_graph_is_kept_for_each_number_of_rows_and_is_told_tokens_places_and_pages() -> None:
+def test_a_graph_is_kept_for_each_number_of_rows_and_takes_tokens_places_and_pages() -> None:
     identity = identity_of([full(), windowed(100)])
     pool = KvPool(identity, 40 * KvPool(identity, 1).page_bytes, is_allocated=True, dialect=Dialect.CUDA)
     traced: list[object] = []

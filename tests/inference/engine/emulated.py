@@ -1,0 +1,40 @@
+"""Engines that take this CPU for a GPU, by emulated kernels. Their pools are small: the emulator copies one for each
+kernel."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models import llama
+
+from inference_svc.engine.engine import Engine
+from inference_svc.kv.attention import in_place, paged
+from inference_svc.kv.attention.paged import Implementation
+from inference_svc.kv.model_hooks import attention_hook
+from inference_svc.model.model_runner import ModelRunner
+from tests.inference.engine.driving import Driver
+from tests.inference.kv.attention.emulators import EMULATORS
+
+
+@contextlib.contextmanager
+def emulated_engine(model_dir: Path, cache_dir: Path, **options: Any) -> Iterator[Driver]:
+    """Of a llama. `options`: of `Engine.open`."""
+    with pytest.MonkeyPatch.context() as patch:
+        for dialect, emulator in EMULATORS.items():
+            patch.setitem(in_place.COMPILERS, dialect, emulator)
+        patch.setattr(paged, "_device_implementation", lambda: Implementation.CUDA)
+        patch.setattr(llama, "scaled_dot_product_attention", attention_hook.attention)
+        patch.setattr(mx, "compile", lambda function: function)  # an emulated kernel has no place in a kept graph
+        made = ModelRunner.__init__
+
+        def on_gpu(runner: ModelRunner, *arguments: Any, **given: Any) -> None:
+            made(runner, *arguments, **given)
+            runner.is_on_gpu = True
+
+        patch.setattr(ModelRunner, "__init__", on_gpu)
+        engine = Engine.open(model_dir, cache_dir=cache_dir, **options)
+        yield Driver(engine)
+        engine.close()

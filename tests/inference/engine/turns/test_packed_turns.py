@@ -1,0 +1,171 @@
+"""As on a GPU, by emulated kernels: prompts whose cells share a pass go on as each does alone."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from kvasir.errors import Cancelled, ResourceExhausted
+
+from inference_svc.engine import engine
+from inference_svc.engine.api import BlocksFull, Ended, Hot, Started, Tokens
+from inference_svc.engine.scheduling.schedulable import SharedPass
+from inference_svc.formats.constraint import Constraint, ConstraintKind
+from inference_svc.kv.batch.packed_pass import Cell
+from inference_svc.model.model_runner import ModelRunner
+from tests.inference.engine.cells import cells_of
+from tests.inference.engine.conftest import leaked_pages
+from tests.inference.engine.driving import Driver, Listener, tokens_of
+from tests.inference.engine.emulated import emulated_engine
+from tests.inference.kv.attention.emulators import needs_compiler
+
+pytestmark = [needs_compiler, pytest.mark.cpu_only("there all engines share passes")]
+
+SHORT, MIDDLING, LONG = tokens_of(20, 1), tokens_of(130, 2), tokens_of(290, 3)
+FORMAT: dict[str, Any] = {"constraint": Constraint(ConstraintKind.REGEX, "([a-z][0-9]){30}"), "temperature": 0.8}
+
+
+@pytest.fixture(scope="module")
+def emulated(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    """Its passes have 512 tokens, and may take any time."""
+    slowly = partial(SharedPass, longest_s=1e6)
+    options = {"memory_budget_bytes": 1 << 20, "longest_gap_s": 1e6}
+    with pytest.MonkeyPatch.context() as patch, cells_of(2):
+        patch.setattr(engine, "SharedPass", slowly)
+        with emulated_engine(model_dir, tmp_path_factory.mktemp("digests"), **options) as driver:
+            driver.turn(LONG, max_tokens=3)  # what a cell costs is known
+            yield driver
+            assert driver.engine._thread.post(leaked_pages).result(60) == 0
+
+
+class Passes:
+    """Sees the passes that cells share, and may do something while one is computed."""
+
+    def __init__(self, runner: ModelRunner, patch: pytest.MonkeyPatch) -> None:
+        self.sizes: list[list[int]] = []
+        self.at_pass: Callable[[], object] = lambda: None
+        self._computed = runner.packed_logits
+        patch.setattr(runner, "packed_logits", self.compute)
+
+    def compute(self, cells: Sequence[Cell], meanwhile: Callable[[mx.array], None]) -> mx.array:
+        self.sizes.append([len(cell.token_ids) for cell in cells])
+
+        def then(logits: mx.array) -> None:
+            self.at_pass()
+            meanwhile(logits)
+
+        return self._computed(cells, then)
+
+
+@pytest.fixture
+def passes(emulated: Driver, monkeypatch: pytest.MonkeyPatch) -> Passes:
+    return Passes(emulated.engine._worker._runner, monkeypatch)
+
+
+def at_once(driver: Driver, *turns: Callable[[], Listener]) -> list[Listener]:
+    """Submit turns within one step: when another one ends."""
+    other, found = Listener(), list[Listener]()
+    other.at(Tokens, 1, lambda: found.extend(turn() for turn in turns))
+    driver.submit(SHORT, listener=other, max_tokens=1).end()
+    for each in found:
+        each.wait_for(Ended)
+    return found
+
+
+def test_packed_turns_draw_what_each_draws_alone(emulated: Driver, passes: Passes) -> None:
+    """Greedy, at random, and within a format; one goes on from its memory. Their log probabilities are near."""
+    key, state = emulated.remember(100, seed=6)
+    again, twin = (*state.token_ids, *tokens_of(40, 8)), emulated.fork(key)
+    turns: list[tuple[Any, ...]] = [
+        (SHORT, None, None, {"logprobs": 2, "temperature": 0.7, "seed": 3}),
+        (MIDDLING, None, None, FORMAT),
+        (again, Hot(len(state.token_ids)), key, {"logprobs": 2}),
+    ]
+    alone = []
+    for tokens, reuse, of, each in turns:
+        alone.append(emulated.submit(tokens, reuse, twin if of else None, **each))
+        alone[-1].end()
+    assert not passes.sizes
+    found = at_once(
+        emulated,
+        *(
+            lambda turn=turn: emulated.submit(turn[0], turn[1], turn[2], namespace=str(len(turn[0])), **turn[3])
+            for turn in turns
+        ),
+    )
+    assert [sorted(sizes) for sizes in passes.sizes] == [[20, 40, 130]]
+    for one, other in zip(found, alone, strict=True):
+        assert one.end().state.token_ids == other.end().state.token_ids
+        assert one.end().text == other.end().text
+        for mine, own in zip(logprobs(one), logprobs(other), strict=True):
+            assert mine == pytest.approx(own, abs=1e-3)
+
+
+def logprobs(listener: Listener) -> list[float]:
+    return [each.logprob for event in listener.events if isinstance(event, Tokens) for each in event.logprobs]
+
+
+@pytest.mark.long(4)
+def test_a_memory_of_a_shared_pass_is_restored_as_one_that_never_left(emulated: Driver, passes: Passes) -> None:
+    """Its block is reported as it comes, and serves its own namespace alone."""
+    key, other = emulated.key(), emulated.key()
+    listeners = at_once(
+        emulated,
+        lambda: emulated.submit(LONG, key=key, namespace="tests", max_tokens=5),
+        lambda: emulated.submit(MIDDLING, key=other, namespace="theirs", max_tokens=5),
+    )
+    assert [sorted(sizes) for sizes in passes.sizes] == [[130, 290]]
+    assert [each.count(BlocksFull) for each in listeners] == [1, 0]
+    state = listeners[0].end().state
+    assert state.shareable_tokens == 256
+    again, hot = (*state.token_ids, *SHORT), Hot(len(state.token_ids))
+    restored = emulated.turn(again, emulated.restored(key), max_tokens=9)
+    assert emulated.turn(again, hot, emulated.fork(key), max_tokens=9).state.token_ids == restored.state.token_ids
+    cached = []
+    for namespace in ("tests", "theirs"):
+        turn = emulated.submit((*LONG[:280], 7, 8), namespace=namespace, max_tokens=1)
+        turn.end()
+        cached += [event.cached_tokens for event in turn.events if isinstance(event, Started)]
+    assert cached == [256, 0]
+
+
+@pytest.mark.long(3)
+def test_a_turn_that_is_cancelled_while_its_pass_is_computed_ends_alone(emulated: Driver, passes: Passes) -> None:
+    """Beside a stream, which goes on behind the pass."""
+    texts = (SHORT, MIDDLING)
+    alone = [emulated.reply(emulated.turn(text, max_tokens=6)) for text in (LONG, *texts)]
+    stream, leaving = Listener(), Listener()
+    found: list[Listener] = []
+    passes.at_pass = lambda: leaving.handle.result(60).cancel()
+
+    def begin() -> None:
+        found.extend(emulated.submit(text, max_tokens=6) for text in texts)
+        emulated.submit(tokens_of(60, 9), listener=leaving, max_tokens=6)
+
+    stream.at(Tokens, 2, begin)
+    emulated.submit(LONG, listener=stream, max_tokens=6)
+    said = emulated.reply(stream.end())
+    assert [said, *(emulated.reply(each.end()) for each in found)] == alone
+    with pytest.raises(Cancelled):
+        leaving.end()
+    assert [sorted(sizes) for sizes in passes.sizes] == [[20, 60, 130]]
+
+
+@pytest.mark.long(2)
+def test_without_room_for_all_of_a_pass_each_is_computed_alone(
+    emulated: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = (SHORT, MIDDLING)
+    alone = [emulated.reply(emulated.turn(text, max_tokens=3)) for text in texts]
+    asked: list[int] = []
+
+    def refuse(cells: Sequence[Cell], _: object) -> mx.array:
+        asked.append(len(cells))
+        raise ResourceExhausted("no pages")
+
+    monkeypatch.setattr(emulated.engine._worker._runner, "packed_logits", refuse)
+    found = at_once(emulated, *(lambda text=text: emulated.submit(text, max_tokens=3) for text in texts))
+    assert [emulated.reply(each.end()) for each in found] == alone
+    assert asked == [2]
