@@ -443,7 +443,7 @@ ROOMS = {
         "commands": "attention engine load memory_path pictures program quality scenarios store tables",
         "scenarios": "arithmetic pictures tables",
         "memory_path": "arithmetic pictures program tables",
-        "load": "arithmetic pictures tables",
+        "load": "arithmetic pictures program tables",
         "quality": "pictures program tables",
         "attention": "arithmetic program tables",
         "store": "arithmetic tables",

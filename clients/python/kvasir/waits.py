@@ -13,7 +13,7 @@ PAUSE_S = 0.2
 # lines of an audit.
 RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
 # Between two reports to a person who waits.
-PROGRESS_S = 1.0
+PROGRESS_S = 2.0
 # A service that is well answers a call without work by then; so long a program that ends waits for the last of it.
 SOON_S = 2.0
 # The same of a service that is busy, or behind a network.

@@ -9,6 +9,8 @@ from kvasir.cli.running.program import run_program
 from kvasir.errors import KvasirError
 
 Say = Callable[[str], None]
+# No turn that is measured takes longer.
+MEASURED_WITHIN_S = 1800.0
 
 
 def measured_by(

@@ -35,6 +35,7 @@ from kvasir.server.parts import Parts
 from kvasir.server.reloading import Reloading
 from kvasir.server.serving import give_memory_back, settle_limits
 from kvasir.volatile import rules_of
+from kvasir.waits import LOOK_S
 
 from kvasir_gateway.answering import Turns
 from kvasir_gateway.app import Gateway, GatewayLimits, Surroundings
@@ -53,7 +54,6 @@ from kvasir_gateway.reading.side_calls import side_rules_of
 from kvasir_gateway.reading.tolerance import Tolerance
 
 _log = logging.getLogger("kvasir_gateway")
-_LOOK_S = 0.02
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -161,7 +161,7 @@ async def until_it_listens(address: str, most_s: float, clock: Callable[[], floa
     while True:
         if clock() >= give_up_at or await asyncio.to_thread(accepts, address):
             return
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(LOOK_S)
 
 
 async def _aliases(settings: GatewayTable, engine: EngineLink) -> Aliases:

@@ -13,6 +13,7 @@ from kvasir.common.v1 import message_pb2
 from kvasir.errors import Cancelled, Internal, KvasirError
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.server.operating.log_errors import places
+from kvasir.waits import SOON_S
 from starlette.types import Receive, Scope, Send
 
 from kvasir_gateway.chunks import Chunks
@@ -25,7 +26,6 @@ from kvasir_gateway.turn import Said, ToolUse, Turn
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
-_KEEPING_S = 1.0  # that the end of a summary waits for the store
 Events = AsyncGenerator[pb.GenerateResponse, None]
 
 
@@ -99,7 +99,7 @@ class SideMemory(Memory):
         if self.side_call == SUMMARY and self._summarized and self._conversations is not None:
             place, known = (self._namespace, self._summarized), self._conversations
             try:
-                async with asyncio.timeout(_KEEPING_S):
+                async with asyncio.timeout(SOON_S):
                     await known.summarized(place, self._chain, self._messages, reply.text, self._caller)
             except TimeoutError:
                 _log.warning("conversations.summary_not_kept error=STORE_HANGS")

@@ -319,7 +319,7 @@ def test_thousands_of_silent_connections_change_nothing_for_a_key_holder(
 
 def test_a_connection_on_which_no_request_comes_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that has begun a request, before its first answer or after, is no better; one that is answered late is."""
-    monkeypatch.setattr(connections, "_HEAD_S", 0.2)
+    monkeypatch.setattr(connections, "SILENCE_S", 0.2)
 
     async def app(_scope: Any, _receive: Any, send: Any) -> None:
         await asyncio.sleep(0.6)
@@ -352,8 +352,8 @@ def test_a_reader_who_takes_nothing_of_an_answer_is_cut_off_and_a_slow_one_is_no
     monkeypatch: pytest.MonkeyPatch, ends: bytes, pieces: int
 ) -> None:
     """Each would keep its connection for good, and 2,000 of them would shut everybody out."""
-    monkeypatch.setattr(connections, "_HEAD_S", 0.2)
-    monkeypatch.setattr(connections, "_READING_S", 0.7)
+    monkeypatch.setattr(connections, "SILENCE_S", 0.2)
+    monkeypatch.setattr(connections, "HANGS_S", 0.7)
     length = 24 << 20
 
     async def app(_scope: Any, _receive: Any, send: Any) -> None:

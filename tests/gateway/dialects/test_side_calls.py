@@ -177,7 +177,7 @@ def test_a_store_that_hangs_holds_up_the_end_of_a_summary_for_a_moment(monkeypat
         async def keep_summary(self, agent_id: str, summary: str) -> None:
             await asyncio.Event().wait()
 
-    monkeypatch.setattr(answering, "_KEEPING_S", 0.02, raising=False)
+    monkeypatch.setattr(answering, "SOON_S", 0.02)
     talk = Talk(conversations(), Hanging())
     first = talk.turn(user("Hello"), answer="Hi")
     turn = Turn(model="", messages=(user("Hello"), reply("Hi"), *SUMMARIES[0][1:]))

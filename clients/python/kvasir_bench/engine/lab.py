@@ -38,8 +38,8 @@ from kvasir_bench.arithmetic import Target
 from kvasir_bench.engine.link_rates import LinkProbe, LinkRates
 from kvasir_bench.engine.mlx_lm_peer import MlxLmPeer
 from kvasir_bench.engine.prompts import Prompts
+from kvasir_bench.program import MEASURED_WITHIN_S
 
-PATIENCE_S = 1800.0
 _NAMESPACE = "bench"
 _ItemT = TypeVar("_ItemT")
 _RowT = TypeVar("_RowT")
@@ -137,7 +137,7 @@ class Run:
 
     def wait_until(self, has_come: Callable[["Run"], bool]) -> None:
         with self._changed:
-            if not self._changed.wait_for(lambda: self._last is not None or has_come(self), PATIENCE_S):
+            if not self._changed.wait_for(lambda: self._last is not None or has_come(self), MEASURED_WITHIN_S):
                 raise TimeoutError("the engine did not come so far")
         if isinstance(self._last, Failed) and not has_come(self):
             raise self._last.error
@@ -154,7 +154,7 @@ class Run:
         began = self._clock()
         self._handle.cancel()
         with self._changed:
-            if not self._changed.wait_for(lambda: self._last is not None, PATIENCE_S):
+            if not self._changed.wait_for(lambda: self._last is not None, MEASURED_WITHIN_S):
                 raise TimeoutError("the cancelled turn did not end")
         return self.last_event_s - began
 
@@ -255,7 +255,7 @@ class Lab:
         thread = MlxThread(lambda: LinkProbe(self.clock), name="links")
         try:
             size_bytes = (256 if self.is_gpu else 16) << 20
-            return thread.post(lambda probe: probe.rates(size_bytes)).result(PATIENCE_S)
+            return thread.post(lambda probe: probe.rates(size_bytes)).result(MEASURED_WITHIN_S)
         finally:
             thread.close()
 
@@ -342,13 +342,13 @@ class Lab:
     def fork(self, memory: LabMemory) -> LabMemory:
         """The same memory for a new agent, so that a turn may use it up."""
         key = self.new_key()
-        if not self.engine.fork_hot(memory.key, key).result(PATIENCE_S):
+        if not self.engine.fork_hot(memory.key, key).result(MEASURED_WITHIN_S):
             raise RuntimeError("the engine dropped a memory of the measurement: its memory budget is too small")
         return LabMemory(key, memory.state)
 
     def forget(self, memories: Iterable[LabMemory]) -> None:
         for memory in memories:
-            self.engine.drop_hot(memory.key).result(PATIENCE_S)
+            self.engine.drop_hot(memory.key).result(MEASURED_WITHIN_S)
 
     def resume(self, memory: LabMemory, suffix: Sequence[int], max_tokens: int) -> Run:
         """A turn that extends an agent's hot memory."""
@@ -356,7 +356,7 @@ class Lab:
 
     def restored(self, memory: LabMemory) -> Restored:
         """A memory in the form in which a store would return it."""
-        snapshot = self.engine.snapshot(memory.key, 0).result(PATIENCE_S)
+        snapshot = self.engine.snapshot(memory.key, 0).result(MEASURED_WITHIN_S)
         if snapshot is None:
             raise RuntimeError("the engine dropped a memory of the measurement: its memory budget is too small")
         files = (*snapshot.blocks, *([snapshot.tail] if snapshot.tail else []))

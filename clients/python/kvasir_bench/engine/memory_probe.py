@@ -14,10 +14,10 @@ from kvasir.cachestore.v1 import identity_pb2
 from inference_svc.engine.mlx_thread import MlxThread
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.device_memory import peak_bytes, restart_peak
-from kvasir_bench.engine.lab import PATIENCE_S, Lab, MeasuredEngine, Scope
+from kvasir_bench.engine.lab import Lab, MeasuredEngine, Scope
 from kvasir_bench.engine.mlx_lm_peer import MlxLmPeer
 from kvasir_bench.engine.prompts import Prompts
-from kvasir_bench.program import printed
+from kvasir_bench.program import MEASURED_WITHIN_S, printed
 
 BUDGET_BYTES = 8 << 30
 PEER = "mlx-lm"
@@ -36,7 +36,7 @@ def probed(model: str | Path, cache_dir: Path | None, tokens: int, cell_tokens: 
             before = restart_peak()
             turn = lab.start(prompt, 1, key=lab.new_key())
             turn.end()
-            engine.drop_hot(lab.new_key()).result(PATIENCE_S)  # by then the last step's arrays are freed
+            engine.drop_hot(lab.new_key()).result(MEASURED_WITHIN_S)  # by then the last step's arrays are freed
             cells = -(-tokens // cell_tokens)
             if len(turn.cell_times) != cells:
                 raise RuntimeError(f"cells: expected {cells}, the engine took {len(turn.cell_times)}")
@@ -52,7 +52,7 @@ def _peer(model: str | Path, prompt: tuple[int, ...], chunk_tokens: int, engine:
     peer = MlxThread(lambda: MlxLmPeer(model, compute_type, time.monotonic), name="mlx-lm")
     try:
         before = restart_peak()
-        after = peer.post(lambda worker: worker.remember(prompt, chunk_tokens)).result(PATIENCE_S)
+        after = peer.post(lambda worker: worker.remember(prompt, chunk_tokens)).result(MEASURED_WITHIN_S)
         return _bytes(before, after)
     finally:
         peer.close()

@@ -12,7 +12,8 @@ import httpx2
 from kvasir.errors import InvalidArgument, Unavailable
 
 from kvasir_bench.load.arithmetic import Arrived, TurnFailed
-from kvasir_bench.load.run import PATIENCE_S, LoadAgent
+from kvasir_bench.load.run import LoadAgent
+from kvasir_bench.program import MEASURED_WITHIN_S
 
 _NO_MEMORY = {"x-agent-memory": "none"}  # of turns that are no conversation; other servers do not know the header
 
@@ -105,7 +106,9 @@ async def connected(url: str, model: str, api_key: str) -> AsyncGenerator[HttpTa
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=100)
     try:
-        client = httpx2.AsyncClient(base_url=base, headers=headers, limits=limits, timeout=PATIENCE_S, trust_env=False)
+        client = httpx2.AsyncClient(
+            base_url=base, headers=headers, limits=limits, timeout=MEASURED_WITHIN_S, trust_env=False
+        )
     except (httpx2.InvalidURL, UnicodeEncodeError) as error:
         raise InvalidArgument(f"--http: {type(error).__name__}", field="--http") from None
     async with client:

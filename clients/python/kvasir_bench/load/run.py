@@ -19,13 +19,13 @@ from typing import Any, Protocol
 
 from kvasir.clients import AioInferenceClient
 from kvasir.errors import InvalidArgument, KvasirError
+from kvasir.waits import PROGRESS_S
 
 from kvasir_bench.load.arithmetic import Arrived, Lengths, Limits, LoadTurn, TurnFailed, Window, arrivals, findings
+from kvasir_bench.program import MEASURED_WITHIN_S
 
 _WORDS = 64  # by which the tokens of a word are counted
 _GUESSED_TOKENS_PER_WORD = 3.0  # a word is five digits
-PATIENCE_S = 600.0  # for the last turns
-_PROGRESS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class GrpcTarget:
             append_messages=added,
             agent_id=agent.name,
             max_tokens=max_tokens,
-            timeout_s=PATIENCE_S,
+            timeout_s=MEASURED_WITHIN_S,
         )
         try:
             async with aclosing(turn) as events:
@@ -192,7 +192,7 @@ class _Load:
     async def report(self, say: Callable[[str], None]) -> None:
         """Show every few seconds how far it is; until it is cancelled."""
         while True:
-            await asyncio.sleep(_PROGRESS_S)
+            await asyncio.sleep(PROGRESS_S)
             ended = sum(turn.ended_s is not None for turn in self.turns)
             say(f"[{self.now():.0f} s] {len(self.turns)} turns arrived, {len(self.turns) - ended} in flight")
 

@@ -14,13 +14,13 @@ from kvasir.cli.running.home import Home
 from kvasir.cli.running.plan import Plan, plan_of
 from kvasir.cli.settings.asked import Asked
 from kvasir.clients import InferenceClient
+from kvasir.waits import HANGS_S
 
 _PLAYED_ENGINE = "kvasir_bench.played"
 _READY = "engine.ready"
 # The log's own fields, and those of the model that the results have.
 _NOT_OF_STARTS = {"event", "level", "logger", "timestamp", "address", "model", "device"}
 _GIB = 1 << 30
-_CALL_S = 60.0  # a machine that is measured may be busy
 _LEAST_GIB = 1.0
 _ROOM = 1.5  # for the longest memory, beside what of others is hot
 _SHAPE_BYTES_PER_TOKEN = 36_864  # of Llama 3.1 8B, whose shape is the largest that is played
@@ -46,7 +46,7 @@ class MeasuredServices:
         self._processes.kill(names)
 
     def client(self) -> InferenceClient:
-        return InferenceClient.connect(self._plan.engine.endpoint.address, timeout_s=_CALL_S)
+        return InferenceClient.connect(self._plan.engine.endpoint.address, timeout_s=HANGS_S)
 
     def files(self) -> list[Path]:
         return [path for path in self._plan.store.data_dir.rglob("*") if path.is_file()]

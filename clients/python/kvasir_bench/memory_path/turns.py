@@ -7,10 +7,11 @@ from random import Random
 from typing import Any
 
 from kvasir.clients import InferenceClient
+from kvasir.waits import WORK_S
 
-PATIENCE_S = 900.0
+from kvasir_bench.program import MEASURED_WITHIN_S
+
 _POLL_S = 0.005
-_STORED_WITHIN_S = 120.0
 _QUESTION = "What did I say, and what of it is left? Take your time, and leave nothing out that you still know."
 
 
@@ -64,7 +65,7 @@ class Agent:
 
     def stored_s(self) -> float | None:
         """Wait until the store has the memory as it is. Seconds since the last request; None if it never has."""
-        while time.monotonic() - self._began_s < _STORED_WITHIN_S:
+        while time.monotonic() - self._began_s < WORK_S:
             memories = self._client.list_hot_memories([self.name])
             if memories and memories[0].is_stored:
                 return time.monotonic() - self._began_s
@@ -75,7 +76,7 @@ class Agent:
         turn = SeenTurn()
         self._began_s = time.monotonic()
         sampling = {"max_tokens": self._reply_tokens}
-        events = self._client.generate(agent_id=self.name, sampling=sampling, timeout_s=PATIENCE_S, **given)
+        events = self._client.generate(agent_id=self.name, sampling=sampling, timeout_s=MEASURED_WITHIN_S, **given)
         with closing(events):
             for event in events:
                 elapsed_s = time.monotonic() - self._began_s

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from kvasir.clients import AioInferenceClient
+from kvasir.waits import PAUSE_S
 from kvasir_orchestrator.engine_memory import EngineMemory
 from kvasir_orchestrator.events import OutcomeChecked, TurnDone
 from kvasir_orchestrator.memory import Answer, Memory, ReplyRequest
@@ -20,7 +21,6 @@ from kvasir_bench.scenarios.gate import PhaseGate
 from kvasir_bench.scenarios.retrieval import NoMemory
 
 _PATIENCE = Retries(times=20, wait_s=0.1, longest_s=2.0)
-_SAMPLE_S = 0.2
 _REMEMBERING = (KV, KILLED, MOVED)
 
 
@@ -188,7 +188,7 @@ class _Batch:
             while True:
                 with suppress(Exception):  # an engine that is being killed says nothing
                     self._hot_bytes = max(self._hot_bytes, *_hot(await self._client.get_stats()))
-                await asyncio.sleep(_SAMPLE_S)
+                await asyncio.sleep(PAUSE_S)
 
         sampler = asyncio.create_task(sample())
         try:

@@ -36,10 +36,10 @@ from kvasir.formats.block_file import FileIdentity, encode, expected_tensors
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes, kv_identity_hash
 from kvasir.formats.digest import Digest
 from kvasir.formats.frames import FRAME_BYTES
+from kvasir.waits import HANGS_S
 
 from kvasir_bench.store import report
 
-_READY_WITHIN_S = 60.0
 _READERS = min(8, os.cpu_count() or 1)  # threads that read files
 # On one thread and, where it says so, on all cores if a blob is large. Files are read from the page cache.
 _BASELINES = ("tcp", "write_fsync", "blake3", "blake3_all", "read")
@@ -250,7 +250,7 @@ def _store(root: Path, *options: str) -> Iterator[str]:
             yield address
         finally:
             process.terminate()
-            process.wait(_READY_WITHIN_S)
+            process.wait(HANGS_S)
 
 
 def _sealed(root: Path) -> tuple[str, ...]:

@@ -13,17 +13,16 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvasir.waits import HANGS_S, PAUSE_S, SILENCE_S
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 256  # of a head, and of trailers: each takes thirty times as much room as its shortest line
 # Requests behind one that is not answered yet: they are read, because so an end is seen at once. More are refused, and
 # more bytes are read later; meanwhile the system reports an end.
-_MAX_WAITING, _MAX_WAITING_BYTES, _END_POLL_S = 16, 64 << 10, 0.5
+_MAX_WAITING, _MAX_WAITING_BYTES = 16, 64 << 10
 _LARGE_PIECE_BYTES = 16 << 10  # of a body: to copy it twice more, and to stop reading until it is taken, costs more
 _MOST_AT_ONCE = 16  # connections accepted in one turn of the loop: a crowd's would keep it for long
-_HEAD_S = 30.0  # for a whole head, from the connection or from the answer before
-_READING_S = 60.0  # in which the reader of an answer takes some of it
 _CONNECTION = "kvasir.connection"  # in an ASGI scope
 
 
@@ -201,7 +200,7 @@ class Connection(HttpToolsProtocol):
         if _has_ended(self.transport.get_extra_info("socket")):
             self.transport.abort()
         else:
-            self._ending = self.loop.call_later(_END_POLL_S, self._look_for_end)
+            self._ending = self.loop.call_later(PAUSE_S, self._look_for_end)
 
     @property
     def _is_answered(self) -> bool:
@@ -209,8 +208,9 @@ class Connection(HttpToolsProtocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _await_head(self) -> None:
+        """From the connection or from the answer before, a whole head comes in time, or it is closed."""
         self._stop_waiting()
-        self._late = self.loop.call_later(_HEAD_S, self._close)
+        self._late = self.loop.call_later(SILENCE_S, self._close)
 
     def _stop_waiting(self) -> None:
         if self._late is not None:
@@ -224,10 +224,11 @@ class Connection(HttpToolsProtocol):
         self._check_reader(math.inf)
 
     def _check_reader(self, unsent_before: float) -> None:
+        """An answer's reader takes some of it each time, or is dropped."""
         if (unsent := self.transport.get_write_buffer_size()) >= unsent_before:
             self.transport.abort()
         else:
-            self._stalled = self.loop.call_later(_READING_S, self._check_reader, unsent)
+            self._stalled = self.loop.call_later(HANGS_S, self._check_reader, unsent)
 
     def _stop_watching(self) -> None:
         if self._stalled is not None:

@@ -10,11 +10,9 @@ from functools import partial
 import uvicorn
 from kvasir.address import parse_address
 from kvasir.errors import InvalidArgument
+from kvasir.waits import ANSWER_S
 
 from kvasir_gateway.door.connections import Connection, Connections
-
-_STOP_GRACE_S = 5
-
 
 # That the kernel keeps until they are accepted.
 _MOST_WAITING = 2048
@@ -58,7 +56,7 @@ async def serve_app(app: object, listener: socket.socket, connections: Connectio
         access_log=False,
         server_header=False,
         date_header=False,
-        timeout_graceful_shutdown=_STOP_GRACE_S,
+        timeout_graceful_shutdown=round(ANSWER_S),
         http=partial(Connection, connections=connections),  # type: ignore[arg-type]
     )
     server = _Server(config)

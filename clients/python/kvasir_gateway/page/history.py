@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from google.protobuf.timestamp_pb2 import Timestamp
 from kvasir.errors import KvasirError
 from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.waits import ANSWER_S
 
 from kvasir_gateway.engine import EngineLink
 
 MINUTES = 60
 _SAMPLED_EVERY_S = 20.0
-_ASKED_S = 5.0
 _MOST_NAMESPACES = 256
 _MOST_PARTED = 20  # turns of a namespace
 Counts = Mapping[str, int]
@@ -60,7 +60,7 @@ class History:
         has_seen_all = False
         while True:
             try:
-                async with asyncio.timeout(_ASKED_S):
+                async with asyncio.timeout(ANSWER_S):
                     stats = await engine.of(None).client.get_stats()
                 for each in stats.namespaces:
                     self.note(each, was_nothing=has_seen_all)

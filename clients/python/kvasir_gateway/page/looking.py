@@ -10,6 +10,7 @@ from kvasir.clients import AioInferenceClient
 from kvasir.errors import DataLoss, KvasirError
 from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.waits import ANSWER_S
 
 from kvasir_gateway.page import tree
 from kvasir_gateway.page.chart import Chart, chart
@@ -18,7 +19,6 @@ from kvasir_gateway.page.history import History, Parted
 AGENTS_A_PAGE = 25
 _VERSIONS_A_PAGE = 200
 _MOST_MESSAGES = 200
-_ASKED_S = 5.0
 _SOURCES = ("hot", "warm", "shared", "replay", "cold")
 _Answer = TypeVar("_Answer")
 
@@ -34,12 +34,12 @@ class Panel(Generic[_Answer]):
 async def panel(work: Awaitable[_Answer]) -> Panel[_Answer]:
     """The answer of an engine that may be away."""
     try:
-        async with asyncio.timeout(_ASKED_S):
+        async with asyncio.timeout(ANSWER_S):
             return Panel(await work)
     except KvasirError as error:
         return Panel(None, error.message)
     except TimeoutError:
-        return Panel(None, f"no answer within {_ASKED_S:g} s")
+        return Panel(None, f"no answer within {ANSWER_S:g} s")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from kvasir.formats.digest import is_hash
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.names import check_agent_id, check_request_id
 from kvasir.server.operating.log_errors import places
+from kvasir.waits import SILENCE_S
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
@@ -29,7 +30,6 @@ from kvasir_gateway.page.sessions import COOKIE, LIFETIME_S, Sessions, Visitor, 
 
 _log = logging.getLogger(__name__)
 _MAX_FORM_BYTES = 16 << 10
-_FORM_S = 30
 # Pages of a session lie at its address.
 _PLACES = ("/page/", "/page/{session}/")
 # What a page says after a write, by the word in its address.
@@ -235,13 +235,13 @@ async def _form(request: Request) -> dict[str, str]:
     """The fields of a form, each once. Raises BodyTooLarge, InvalidArgument."""
     data = bytearray()
     try:
-        async with asyncio.timeout(_FORM_S):
+        async with asyncio.timeout(SILENCE_S):
             async for piece in request.stream():
                 data += piece
                 if len(data) > _MAX_FORM_BYTES:
                     raise errors.BodyTooLarge(f"the form has more than {_MAX_FORM_BYTES} bytes")
     except TimeoutError:
-        raise InvalidArgument(f"the form did not come within {_FORM_S} s") from None
+        raise InvalidArgument(f"the form did not come within {SILENCE_S:g} s") from None
     try:
         fields = parse_qs(data.decode(), keep_blank_values=True, errors="strict", max_num_fields=16)
     except ValueError:

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvasir_bench.arithmetic import Summary, Target
-from kvasir_bench.engine.lab import PATIENCE_S, Case, Lab, Run
+from kvasir_bench.engine.lab import Case, Lab, Run
+from kvasir_bench.program import MEASURED_WITHIN_S
 
 _SUFFIX_TOKENS = 48
 _LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
@@ -105,7 +106,7 @@ def _times(run: Run) -> tuple[float, float]:
 
 
 def _peer_first_token_s(lab: Lab, prompt: Sequence[int]) -> float:
-    return lab.peer.post(lambda worker: worker.first_token_s(prompt)).result(PATIENCE_S)
+    return lab.peer.post(lambda worker: worker.first_token_s(prompt)).result(MEASURED_WITHIN_S)
 
 
 def _targets(rows: Sequence[FirstTokenRow]) -> Iterator[Target]:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from kvasir_bench.arithmetic import Summary, Target, rate_of_all
 from kvasir_bench.engine.cases.decode import MIXED, contexts, decode_rate, fitting, lengths_of
-from kvasir_bench.engine.lab import PATIENCE_S, Case, Lab, LabMemory
+from kvasir_bench.engine.lab import Case, Lab, LabMemory
+from kvasir_bench.program import MEASURED_WITHIN_S
 
 _BATCHES = (1, 8)
 # The least engine / mlx-lm by context and rows. Attention over 4-bit KV costs a CPU more than over exact KV.
@@ -86,5 +87,5 @@ def _engine_total(lab: Lab, prompts: list[tuple[int, ...]], tokens: int) -> floa
 
 def _peer(lab: Lab, prompts: list[tuple[int, ...]], tokens: int) -> tuple[float, float]:
     """Tokens per second of decoding, and seconds of everything."""
-    times = lab.peer.post(lambda worker: worker.generate(prompts, tokens)).result(PATIENCE_S)
+    times = lab.peer.post(lambda worker: worker.generate(prompts, tokens)).result(MEASURED_WITHIN_S)
     return rate_of_all([row[1:] for row in times]), max(row[-1] for row in times) - times[0][0]
