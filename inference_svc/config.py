@@ -12,6 +12,7 @@ from kvasir.options.engine import EngineTable
 from kvasir.options.finding import ConfigError, add_options, read
 from kvasir.options.table import WrongOption
 from kvasir.server.serving import Listening
+from kvasir.waits import SOON_S
 
 from inference_svc.kv.policy import PolicyRequest
 from inference_svc.memory.lines.line_parts import PublishingLimits
@@ -28,9 +29,7 @@ _COMMAND = "python -m inference_svc"
 _MAX_OPEN_PROMPT_BYTES = 256 << 20
 _MAX_RESTORING_BYTES = 1 << 30
 _KV_BACKLOG = 4.0
-_HEAD_BUDGET_S = 2.0
 _STORE_MIN_BYTES_PER_S = 20e6
-_SWAP_READ_BUDGET_S = 2.0
 _SWAP_RENEW_S = 300.0
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -81,7 +80,7 @@ class EngineSettings(EngineTable):
     @property
     def publishing(self) -> PublishingLimits:
         return PublishingLimits(
-            commit_wait_s=self.commit_wait_s, timeout_s=self.publish_timeout_s, head_budget_s=_HEAD_BUDGET_S
+            commit_wait_s=self.commit_wait_s, timeout_s=self.publish_timeout_s, head_budget_s=SOON_S
         )
 
     @property
@@ -90,7 +89,7 @@ class EngineSettings(EngineTable):
             store_budget_s=self.store_budget_ms / 1000,
             store_min_bytes_per_s=_STORE_MIN_BYTES_PER_S,
             publish_timeout_s=self.publish_timeout_s,
-            swap_read_budget_s=_SWAP_READ_BUDGET_S,
+            swap_read_budget_s=SOON_S,
             swap_renew_s=_SWAP_RENEW_S,
             reader=ReaderLimits(self.max_unread_bytes, self.reader_stall_s),
         )

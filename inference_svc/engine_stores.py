@@ -10,6 +10,7 @@ from kvasir.clients import AioStoreClient
 from kvasir.credentials import DEFAULT_NAMESPACE, CredentialFileError, further_engine_tokens, read_engine_tokens
 from kvasir.errors import KvasirError
 from kvasir.server.reloading import TakenInPart
+from kvasir.waits import LOOK_S
 
 from inference_svc.config import EngineSettings
 from inference_svc.memory.store.connection import StoreClients
@@ -20,7 +21,6 @@ from inference_svc.model.model_host import ModelHost
 from inference_svc.served_model import ServedModel
 
 _LOG = structlog.get_logger(__name__)
-_POLL_S = 0.1
 
 
 def open_stores(settings: EngineSettings) -> dict[str, RemoteCache]:
@@ -46,7 +46,7 @@ async def until_it_answers(store: RemoteCache, give_up_at: float, clock: Callabl
     while True:
         if await store.answers() or store.problem is not None or clock() >= give_up_at:
             return
-        await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(LOOK_S)
 
 
 async def reload_store_tokens(

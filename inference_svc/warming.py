@@ -11,6 +11,7 @@ from concurrent.futures import Future, wait
 
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import KvasirError
+from kvasir.waits import WORK_S
 
 from inference_svc.engine.api import (
     AgentKey,
@@ -32,7 +33,6 @@ from inference_svc.text.conversation import dialogue, render
 from inference_svc.text.given_json import GivenJson
 from inference_svc.text.token_ids import TokenIds
 
-_TIME_LIMIT_S = 120.0
 _DECODED_TOKENS = 3  # the first looks ahead at nothing, the others do
 _SHORT_TOKENS = 16
 _MIDDLING_TOKENS = 300  # more than a block, less than a cell
@@ -106,16 +106,16 @@ def _remember(engine: Engine, tokens: int) -> None:
     sampling = SamplingParams(max_tokens=1)
     try:
         _wait(_run(engine, tokens, sampling, key=_KEY))
-        copied = engine.snapshot(_KEY, 0).result(_TIME_LIMIT_S)
+        copied = engine.snapshot(_KEY, 0).result(WORK_S)
         if copied is None:
             return
         known = copied.state.token_ids
         _wait(_run(engine, len(known) + 1, sampling, Hot(len(known)), _KEY, known))
-        engine.drop_hot(_KEY).result(_TIME_LIMIT_S)
+        engine.drop_hot(_KEY).result(WORK_S)
         if not copied.windows and not copied.states:
             _wait(_run(engine, len(known) + 1, sampling, _restored(copied), _KEY, known))
     finally:
-        engine.drop_hot(_KEY).result(_TIME_LIMIT_S)
+        engine.drop_hot(_KEY).result(WORK_S)
 
 
 def _restored(copied: Snapshot) -> Restored:
@@ -150,4 +150,4 @@ def _run(
 
 
 def _wait(*turns: "Future[None]") -> None:
-    wait(turns, _TIME_LIMIT_S)
+    wait(turns, WORK_S)

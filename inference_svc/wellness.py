@@ -5,13 +5,11 @@ from collections.abc import Collection
 
 from kvasir.server.operating.wellness import Ailment, Wellness
 from kvasir.server.reloading import Reloading
+from kvasir.waits import HANGS_S
 
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model.model_host import ModelHost, ModelState
 from inference_svc.served_model import ServedModel
-
-# Longer than the slowest cell of a prompt takes.
-_HANGS_AFTER_S = 60.0
 
 
 async def wellness_of(host: ModelHost[ServedModel], stores: Collection[RemoteCache], reloading: Reloading) -> Wellness:
@@ -29,7 +27,7 @@ async def wellness_of(host: ModelHost[ServedModel], stores: Collection[RemoteCac
 
 def _of_model(host: ModelHost[ServedModel]) -> list[Ailment]:
     served = host.served
-    if served is not None and served.engine.silent_s > _HANGS_AFTER_S:
+    if served is not None and served.engine.silent_s > HANGS_S:  # longer than the slowest cell of a prompt takes
         return [Ailment("HANGS", f"the thread that computes gives no sign since {served.engine.silent_s:.0f} s")]
     if served is not None or host.sleeps:
         return []

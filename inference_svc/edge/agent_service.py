@@ -15,6 +15,7 @@ from kvasir.clients.made_requests import MadeRequests
 from kvasir.credentials import ADMIN, CLIENT, ENGINE
 from kvasir.errors import FailedPrecondition, PermissionDenied, Unauthenticated, Unavailable
 from kvasir.server.interceptors import current_principal
+from kvasir.waits import PATIENCE_S
 
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.served_model import ServedModel
@@ -32,8 +33,8 @@ AGENT_ROLES: Mapping[str, frozenset[str]] = {
 PRIVILEGED_OF_AGENTS = frozenset(method for method, roles in AGENT_ROLES.items() if roles == _PEOPLE)
 
 
-# A caller waits so long for the newest turn, or most of its own time.
-_PATIENCE_S, _OF_ITS_TIME = 10.0, 0.8
+# A caller waits for the newest turn for most of its own time, at most.
+_OF_ITS_TIME = 0.8
 
 
 def add_agent_service(stores: Mapping[str, RemoteCache], served: Callable[[], ServedModel | None], server: Any) -> None:
@@ -99,7 +100,7 @@ class AgentForwarding:
         served, left_s = self._served(), context.time_remaining()
         lines = served.lines.get(current_principal().namespace) if served is not None else None
         if lines is not None and (agent_id := _copied_whole(request)):
-            patience_s = _PATIENCE_S if left_s is None else min(_PATIENCE_S, _OF_ITS_TIME * left_s)
+            patience_s = PATIENCE_S if left_s is None else min(PATIENCE_S, _OF_ITS_TIME * left_s)
             await lines.line(agent_id).until_stored(patience_s)
 
     def _store(self) -> RemoteCache:

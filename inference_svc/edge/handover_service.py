@@ -13,6 +13,7 @@ from kvasir.inference.v1 import handover_pb2_grpc
 from kvasir.server.interceptors import current_principal
 from kvasir.server.operating.audit import current_deed
 from kvasir.server.shared_room import SharedRoom
+from kvasir.waits import SILENCE_S
 
 from inference_svc.edge import handover_messages as wire
 from inference_svc.edge.inputs.input_messages import check_known_tokens
@@ -32,8 +33,6 @@ HANDOVER_ROLES: Mapping[str, frozenset[str]] = {
     f"/{HANDOVER_SERVICE_NAME}/TakeTurn": frozenset({ENGINE, HANDOVER}),
     f"/{HANDOVER_SERVICE_NAME}/HandOverTurn": frozenset({CLIENT, ADMIN}),
 }
-# A peer that is still for so long is gone. Its turns hold room here meanwhile.
-_SILENCE_S = 30.0
 
 T = TypeVar("T")
 
@@ -137,10 +136,10 @@ async def _next(parts: AsyncIterator[pb.TakeTurnRequest], *expected: str) -> pb.
 async def _in_time() -> AsyncIterator[None]:
     """Raises DeadlineExceeded for a step of a hand-over that takes too long."""
     try:
-        async with asyncio.timeout(_SILENCE_S):
+        async with asyncio.timeout(SILENCE_S):
             yield
     except TimeoutError:
-        raise DeadlineExceeded(f"the hand-over stood still for {_SILENCE_S:g} s") from None
+        raise DeadlineExceeded(f"the hand-over stood still for {SILENCE_S:g} s") from None
 
 
 def _named(request: pb.HandOverTurnRequest, under_way: list[list[Progress]]) -> list[Progress]:

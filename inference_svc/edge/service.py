@@ -24,6 +24,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
 from kvasir.names import check_request_id
 from kvasir.server.interceptors import current_principal
+from kvasir.waits import LOOK_S, PROGRESS_S
 
 from inference_svc.edge import messages, stats_messages
 from inference_svc.edge.embed_messages import check_dimensions, embed_response, embedding_model_message, read_embed
@@ -60,8 +61,6 @@ _FORCALLERS = (
     "GetStats",
 )
 _MODEL_STATES = {state: getattr(pb, f"MODEL_STATE_{state.name}") for state in ModelState}
-# How often a load's stage is read, and reported again.
-_STAGE_S, _PROGRESS_S = 0.01, 1.0
 ALLOWED_ROLES: Mapping[str, frozenset[str]] = {
     **{f"/{SERVICE_NAME}/{rpc}": CALLERS for rpc in _FORCALLERS},
     **{f"/{SERVICE_NAME}/{rpc}": _ADMINS for rpc in ("LoadModel", "UnloadModel")},
@@ -294,9 +293,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         loading = asyncio.create_task(self._parts.host.load(request.model, drop_unstored=request.drop_unstored))
         loading.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may be left to hear it
         # At once, then whenever the stage changes: a caller knows that the load has begun, however short it is.
-        while not (await asyncio.wait({loading}, timeout=0 if told is None else _STAGE_S))[0]:
+        while not (await asyncio.wait({loading}, timeout=0 if told is None else LOOK_S))[0]:
             now_s, stage = time.monotonic(), self._load_stage()
-            if stage != told or now_s >= told_s + _PROGRESS_S:
+            if stage != told or now_s >= told_s + PROGRESS_S:
                 told, told_s = stage, now_s
                 progress = pb.LoadProgress(stage=stage, elapsed=messages.duration(now_s - began_s))
                 await send(context, pb.LoadModelResponse(progress=progress), self._limits.reader_stall_s)

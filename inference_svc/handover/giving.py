@@ -15,6 +15,7 @@ from typing import TypeVar
 import structlog
 from kvasir.errors import Cancelled, DeadlineExceeded, FailedPrecondition, KvasirError, Unavailable
 from kvasir.formats.manifest import keeps_all_tokens
+from kvasir.waits import ANSWER_S, LOOK_S, SOON_S, WORK_S
 
 from inference_svc.engine.api import HeldTurn, Timings
 from inference_svc.engine.engine import Engine
@@ -31,18 +32,8 @@ from inference_svc.turns.turn_service import TurnService
 
 _LOG = structlog.get_logger(__name__)
 _SEEDS = 1 << 64
-# The other engine may take so long to make room. Meanwhile the turns stand still.
-_PREPARE_S = 5.0
-# The turns speak meanwhile.
-_AHEAD_S = 120.0
-_COMMIT_S = 5.0
 # The agent's memory is in the peer's store but for its owner. A lease that cannot be given back ends by itself first.
-_MOVE_S = LEASE_TTL_S + 2.0
-# To ask later whose the agent is takes so long at most.
-_ASK_S, _ASK_PAUSE_S = 3.0, 0.05
-# A choice that waits for its room cannot be held yet.
-_HOLD_S, _HOLD_PAUSE_S = 2.0, 0.01
-_DRAIN_PAUSE_S = 0.02
+_MOVE_S = LEASE_TTL_S + SOON_S
 
 AnswerT = TypeVar("AnswerT")
 Links = Callable[[str, str], contextlib.AbstractAsyncContextManager[PeerLink]]
@@ -102,12 +93,12 @@ class TurnGiver:
                 raise _not_now("it is its agent's first, whose store has nothing yet that could move")
             begun = replace(begun, move_id=self.new_move_id(), handed_over_by="")
         async with self.links(peer, speaking[0].request.namespace) as link:
-            async with _within(_AHEAD_S, "what goes ahead"):
+            async with _within(WORK_S, "what goes ahead"):  # the turns go on meanwhile
                 await self._copy_agent(speaking[0], peer)
                 await link.open(self._opening(speaking, begun))
                 await giving.send_ahead(link)
             try:
-                async with _within(_PREPARE_S, "the other engine"):
+                async with _within(ANSWER_S, "the other engine"):  # the turns stand still meanwhile
                     promise = await giving.send_rest(link)
                 await self._let_go(speaking[0], begun.move_id, peer)
                 giving.check_wanted()
@@ -138,7 +129,7 @@ class TurnGiver:
                     if id(request[0]) not in tried and is_free:
                         tried.add(id(request[0]))
                         giving.create_task(self._try(request, peer))
-                await asyncio.sleep(_DRAIN_PAUSE_S)
+                await asyncio.sleep(LOOK_S)
 
     async def _try(self, turns: Sequence[Progress], peer: str) -> None:
         try:
@@ -156,7 +147,7 @@ class TurnGiver:
         if memory is not None and recalled.is_kept:
             publication = memory.publication
             if publication.is_running and publication.task is not None:
-                await asyncio.wait({publication.task}, timeout=_PREPARE_S)
+                await asyncio.wait({publication.task}, timeout=ANSWER_S)
             if not publication.standing.is_stored:
                 raise _not_now("the version that the turn extends is not in the store")
             head = publication.standing.head
@@ -217,9 +208,9 @@ class TurnGiver:
         takes no turn with another.
         """
         try:
-            async with _within(_ASK_S, "the store"):
+            async with _within(ANSWER_S, "the store"):
                 while (has_moved := await store.has_moved(agent_id, peer, move_id)) is None:  # noqa: ASYNC110
-                    await asyncio.sleep(_ASK_PAUSE_S)
+                    await asyncio.sleep(LOOK_S)
         except KvasirError:
             return False
         return has_moved
@@ -229,7 +220,7 @@ class TurnGiver:
         turn speaks. If the turn stays after all, that store knows nothing of the agent.
         """
         if (store := self._other_store(turn, peer)) is not None:
-            await store.copy_agent(turn.request.agent_id, self.peer_stores[peer], _AHEAD_S)
+            await store.copy_agent(turn.request.agent_id, self.peer_stores[peer], WORK_S)
 
     def _other_store(self, turn: Progress, peer: str) -> RemoteCache | None:
         """This engine's store, if the agent must move to another."""
@@ -305,21 +296,21 @@ class _HandOver:
             raise
 
     async def _held(self, turn: Progress) -> HeldTurn:
-        give_up = self.giver.clock() + _HOLD_S
+        give_up = self.giver.clock() + SOON_S
         while (handle := turn.handle) is not None and turn.can_move:
             held = await _answer(handle.hold(self._sent.get(turn.request.choice, 0)))
             if held is not None:
                 return held
             if self.giver.clock() > give_up:
                 break
-            await asyncio.sleep(_HOLD_PAUSE_S)
+            await asyncio.sleep(LOOK_S)  # a choice that waits for its room cannot be held yet
         raise _not_now("the turn ended meanwhile, or waits for room")
 
     async def commit(self, link: PeerLink, promise: Promise) -> None:
         """The last word. From here on the turns are not this engine's, whatever the link does."""
         peer, end = self.given.peer, None
         try:
-            async with _within(_COMMIT_S, "the other engine"):
+            async with _within(ANSWER_S, "the other engine"):
                 await link.commit()
         except BaseException as error:
             _LOG.warning("turn.given_uncertainly", request_id=self.given.request_id, peer=peer)

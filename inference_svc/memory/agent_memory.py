@@ -13,6 +13,7 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.formats import manifest as manifests
 from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.formats.digest import Digest
+from kvasir.waits import SILENCE_S
 
 from inference_svc.memory.lines.line_states import Stage, Standing
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
@@ -27,9 +28,6 @@ PublicationTask: TypeAlias = asyncio.Task[SnapshotOutcome]
 T = TypeVar("T")
 # A longer manifest takes the event loop more than a millisecond or two.
 _LONG_BYTES = 64 << 10
-# A turn that wants the room waits so long for a publication that does not move, and for one more try: longer than a
-# store takes to come back from a stall or a restart.
-_KEPT_S = 30.0
 
 
 @dataclass(slots=True)
@@ -81,12 +79,13 @@ class Publication:
 
     def owe(self, carrier: Carrier) -> None:
         """From now on the engine waits with the memory's room for this carrier."""
-        self.carrier, self._kept_until_s = carrier, carrier.clock() + _KEPT_S
+        # Longer than a store takes to come back from a stall or a restart.
+        self.carrier, self._kept_until_s = carrier, carrier.clock() + SILENCE_S
 
     def progressed(self) -> None:
         """A try has begun, or a part of the memory is stored."""
         if self.carrier is not None:
-            self._kept_until_s, self._failed_s = self.carrier.clock() + _KEPT_S, None
+            self._kept_until_s, self._failed_s = self.carrier.clock() + SILENCE_S, None
 
     def failed(self) -> None:
         """A try has failed: the memory may go now, and after a while not before one more try."""
@@ -104,8 +103,8 @@ class Publication:
         if (carrier := self.carrier) is None or not self.standing.is_owed or self.is_refused or self.is_copied:
             return False
         if (failed_s := self._failed_s) is not None:
-            return carrier.clock() - failed_s >= _KEPT_S
-        return carrier.clock() < self._kept_until_s or carrier.moves(_KEPT_S)
+            return carrier.clock() - failed_s >= SILENCE_S
+        return carrier.clock() < self._kept_until_s or carrier.moves(SILENCE_S)
 
     def want(self) -> None:
         if self.carrier is not None and self._failed_s is not None:

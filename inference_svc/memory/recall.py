@@ -12,6 +12,7 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import InvalidArgument, KvasirError, NotFound, Unavailable
 from kvasir.formats.block_file import MAX_HEADER_BYTES
 from kvasir.formats.block_hash import BLOCK_TOKENS, differing_field
+from kvasir.waits import RETRY_S
 
 from inference_svc.engine.api import AgentKey
 from inference_svc.engine.engine import Engine
@@ -72,8 +73,6 @@ class Recollection:
 
 NOTHING_REMEMBERED = Recollection(None, Source.COLD, NO_HEAD)
 _NOTHING = Miss(MissReason.NEW_AGENT, "nothing is remembered")
-# Another engine releases a line within milliseconds of the request, unless a turn of it still runs.
-_LEASE_WAIT_S = 1.0
 
 
 class Recall:
@@ -99,7 +98,8 @@ class Recall:
         if not lease.is_elsewhere or found.head is None:
             return found
         try:
-            await lease.obtain(_LEASE_WAIT_S)
+            # Another engine releases a line within milliseconds of the request, unless a turn of it still runs.
+            await lease.obtain(RETRY_S)
         except KvasirError as error:
             if error.reason in ("AGENT_HELD_ELSEWHERE", *MOVED):
                 raise

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from blake3 import blake3
 from kvasir.errors import KvasirError
+from kvasir.waits import PAUSE_S
 
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory
@@ -28,7 +29,6 @@ _MAX_KEPT = 1000
 _MAX_KNOWN = 4 * _MAX_KEPT
 _EXPIRY_MS = 7 * 24 * 3600 * 1000
 _LISTED_EVERY_MS = 10 * 60 * 1000
-_STORE_S = 0.25
 
 # How a conversation began: the number of tokens of its first prompt, and their digest.
 _Opening = tuple[int, str]
@@ -74,7 +74,7 @@ class TokenLines:
             return
         self._listed_ms[namespace] = now_ms
         with contextlib.suppress(KvasirError, TimeoutError):  # a store that does not answer is a miss, here too
-            async with asyncio.timeout(_STORE_S):
+            async with asyncio.timeout(PAUSE_S):
                 agents = await _agents(store)
                 self._known[namespace] = {_opening_of(name): name for _, name in agents}
                 first_kept_ms = now_ms - _EXPIRY_MS

@@ -15,11 +15,11 @@ from typing import Generic, Protocol, TypeVar
 
 import structlog
 from kvasir.errors import FailedPrecondition, KvasirError, NotFound, Unavailable
+from kvasir.waits import RETRY_S
 
 from inference_svc.model import device_memory
 
 _LOG = structlog.get_logger(__name__)
-_RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class ModelHost(Generic[ServedT]):
         if name:
             self._check_known(name)
         if self._change is not None:
-            raise Unavailable("models are being changed", reason="MODEL_CHANGING", retry_after_s=_RETRY_AFTER_S)
+            raise Unavailable("models are being changed", reason="MODEL_CHANGING", retry_after_s=RETRY_S)
         if self._served is None:
             raise FailedPrecondition(
                 f"no model is loaded; LoadModel (role admin) loads one of {', '.join(map(repr, self._models))}",
@@ -210,9 +210,7 @@ class ModelHost(Generic[ServedT]):
 
     async def _changing(self, work: Callable[[], Awaitable[MemoriesLeft]], target: str = "") -> MemoriesLeft:
         if self._change is not None:
-            raise Unavailable(
-                "another change of models is under way", reason="MODEL_CHANGING", retry_after_s=_RETRY_AFTER_S
-            )
+            raise Unavailable("another change of models is under way", reason="MODEL_CHANGING", retry_after_s=RETRY_S)
 
         async def change() -> MemoriesLeft:
             try:

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from kvasir.errors import ResourceExhausted
 from kvasir.server.fair_shares import Shares
 from kvasir.server.shared_room import SharedRoom
+from kvasir.waits import LONGEST_RETRY_S, PAUSE_S, RETRY_S
 
-_USUAL_TURN_S = 1.0  # assumed until a turn has ended
-_SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.1, 30.0
 _NEWEST_WEIGHT = 0.1
 
 
@@ -58,7 +57,7 @@ class Admission:
         self._of_caller: Counter[tuple[str, str]] = Counter()
         self._prompt_bytes = Shares(limits.max_open_prompt_bytes)
         self._kv_bytes = Shares(limits.max_kv_backlog_bytes)
-        self._usual_turn_s: dict[str, float] = {}
+        self._usual_turn_s: dict[str, float] = {}  # `RETRY_S` until a turn has ended
 
     @contextlib.contextmanager
     def turn(self, namespace: str, caller: str, prompt_bytes: int) -> Iterator[None]:
@@ -70,7 +69,7 @@ class Admission:
             yield
         finally:
             self._let_go(namespace, caller, prompt_bytes)
-            usual_s = self._usual_turn_s.get(namespace, _USUAL_TURN_S)
+            usual_s = self._usual_turn_s.get(namespace, RETRY_S)
             self._usual_turn_s[namespace] = usual_s + _NEWEST_WEIGHT * (self._clock() - began - usual_s)
 
     @contextlib.contextmanager
@@ -102,8 +101,8 @@ class Admission:
         """When a place is likely to be free: the namespace's open turns end one after the other, each in its usual
         time. The number reveals nothing about other namespaces.
         """
-        usual_s = self._usual_turn_s.get(namespace, _USUAL_TURN_S)
-        return min(max(usual_s / max(self._turns.held(namespace), 1), _SHORTEST_WAIT_S), _LONGEST_WAIT_S)
+        usual_s = self._usual_turn_s.get(namespace, RETRY_S)
+        return min(max(usual_s / max(self._turns.held(namespace), 1), PAUSE_S), LONGEST_RETRY_S)
 
     def _check_turn(self, namespace: str, caller: str, prompt_bytes: int) -> None:
         limits, own_turns, callers = self.limits, self._turns.held(namespace), self._of_caller[namespace, caller]

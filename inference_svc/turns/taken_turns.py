@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from kvasir import errors
+from kvasir.waits import HANGS_S, PAUSE_S
 
 from inference_svc.engine.api import AgentKey, Cold
 from inference_svc.memory.lines.line_lease import MOVED
@@ -31,10 +32,6 @@ from inference_svc.turns.turn_data import Continuation, TurnRequest
 
 # An engine that has given a turn away has released the line before. If it could not, its lease ends by itself.
 _HANDED_ON_WAIT_S = LEASE_TTL_S + 1.0
-# For so long it waits for a turn of the agent here that came before it, which may itself wait for its room.
-_PLACE_WAIT_S = 60.0
-# For so long a turn that was given here waits for a store that is away.
-_STORE_AWAY_S, _STORE_PAUSE_S = 60.0, 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +87,7 @@ class TakenTurns:
         if (early := self._early.get(turn)) is None:
             return
         try:
-            async with asyncio.timeout(_PLACE_WAIT_S):
+            async with asyncio.timeout(HANGS_S):  # that turn may itself wait for its room
                 await early.place.enter_async_context(early.takes_place())
         except TimeoutError:
             raise _not_moved("an older turn of the agent does not end") from None
@@ -165,11 +162,11 @@ class TakenTurns:
                 if not is_lost and not has_other_store:
                     break  # the store is away: its compare-and-swap decides at the end, as for its own engines' turns
                 # Nobody else can go on with the turn; whether the agent came with it, only the store knows.
-                may_wait = isinstance(error, errors.Unavailable) and self._parts.clock() - began < _STORE_AWAY_S
+                may_wait = isinstance(error, errors.Unavailable) and self._parts.clock() - began < HANGS_S
                 if is_lost or turn.is_cancelled or not may_wait:
                     turn.cancel(error)
                     raise
-                await asyncio.sleep(_STORE_PAUSE_S)
+                await asyncio.sleep(PAUSE_S)
         if turn.phase is TurnPhase.HELD:
             turn.phase = TurnPhase.RUNNING
         if turn.handle is not None:

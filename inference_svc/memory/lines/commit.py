@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvasir import errors
 from kvasir.formats.digest import Digest
+from kvasir.waits import LOOK_S, RETRY_S
 
 from inference_svc.engine.api import AgentKey
 from inference_svc.memory.agent_memory import AgentMemory, StoredFiles, from_manifest, off_loop, parsed, to_manifest
@@ -23,7 +24,6 @@ from inference_svc.memory.store.answers import NO_HEAD, Head, StoreMiss
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.store.remote_cache import RemoteCache
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _LONG_TOKENS = 4_096  # the manifest of more takes milliseconds
 
 
@@ -57,7 +57,7 @@ class Commit:
         KvasirErrors and StoreMiss if it cannot be stored.
         """
         clock, timeout_s = self.parts.clock, self.parts.limits.timeout_s
-        moved_s, sent_bytes, pause_s = clock(), self.files.sent_bytes, _FIRST_PAUSE_S
+        moved_s, sent_bytes, pause_s = clock(), self.files.sent_bytes, LOOK_S
         while True:
             async with asyncio.timeout(max(moved_s + timeout_s - clock(), 0)):
                 await self.store.until_reachable()
@@ -72,11 +72,11 @@ class Commit:
                 if self.store.is_reachable:
                     raise
             if self.files.sent_bytes > sent_bytes:
-                moved_s, sent_bytes, pause_s = clock(), self.files.sent_bytes, _FIRST_PAUSE_S
+                moved_s, sent_bytes, pause_s = clock(), self.files.sent_bytes, LOOK_S
             elif clock() - moved_s >= timeout_s:
                 raise TimeoutError
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, RETRY_S)
 
     @contextlib.asynccontextmanager
     async def _in_time(self) -> AsyncIterator[None]:

@@ -15,6 +15,7 @@ import structlog
 from kvasir import errors
 from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.formats.digest import Digest
+from kvasir.waits import LONGEST_RETRY_S, LOOK_S, RETRY_S
 
 from inference_svc.engine.api import AgentKey
 from inference_svc.memory.agent_memory import AgentMemory, Carrier, Publication, PublicationTask
@@ -32,8 +33,6 @@ from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.store.remote_cache import RemoteCache
 
 _LOG = structlog.get_logger(__name__)
-_FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
-_UNSTORED_PAUSE_S = 0.02
 
 
 class Line:
@@ -307,14 +306,14 @@ class Line:
                     elif owed is not None and owed.has_failed:
                         break
                     else:
-                        await asyncio.sleep(_UNSTORED_PAUSE_S)
+                        await asyncio.sleep(LOOK_S)
                 else:
                     return
         raise errors.Unavailable(
             "agent_id: the agent's newest turn is not stored yet; name an older version, or retry",
             reason="MEMORY_NOT_STORED",
             field="agent_id",
-            retry_after_s=_FIRST_RETRY_S,
+            retry_after_s=RETRY_S,
             metadata={"agent_id": self.key.agent_id},
         )
 
@@ -339,7 +338,7 @@ class Line:
         return self._retrying is not None and self._retrying[0] is memory and not self._retrying[1].done()
 
     async def _retry(self, memory: AgentMemory) -> None:
-        pause_s = _FIRST_RETRY_S
+        pause_s = RETRY_S
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
@@ -348,7 +347,7 @@ class Line:
             await self.store.until_reachable()
             if memory.publication.is_running or not await self.publish_owed(memory):
                 return
-            pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
+            pause_s = min(2 * pause_s, LONGEST_RETRY_S)
 
     async def publish_owed(self, memory: AgentMemory) -> bool:
         """Publish a memory that was not stored, if it is still hot. Returns whether it is owed after that."""

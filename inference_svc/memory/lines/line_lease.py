@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 
 import structlog
 from kvasir import errors
+from kvasir.waits import LOOK_S, PAUSE_S, SOON_S
 
 from inference_svc.engine.api import AgentKey
 from inference_svc.memory.lines.line_parts import LineParts
@@ -18,8 +19,6 @@ from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.store.remote_cache import RemoteCache
 
 _LOG = structlog.get_logger(__name__)
-_ACQUIRE_TIMEOUT_S = 2.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.1
 _HELD = "LEASE_HELD"
 MOVED = ("AGENT_MOVED", "AGENT_MOVING")
 """Why a store gives nobody a lease: the agent is another store's, or on its way."""
@@ -78,7 +77,7 @@ class LineLease:
         """The lease. Asks its holder to give it back, and waits `patience_s` for that. Raises Unavailable
         (AGENT_HELD_ELSEWHERE) when it takes longer, and the error that the store answers.
         """
-        give_up, pause_s = self._parts.clock() + patience_s, _FIRST_PAUSE_S
+        give_up, pause_s = self._parts.clock() + patience_s, LOOK_S
         while True:
             if (lease := self._counting()) is not None:
                 return lease
@@ -95,7 +94,7 @@ class LineLease:
                     retry_after_s=1.0,
                 )
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, PAUSE_S)
 
     def give_back(self) -> None:
         if (lease := self._dropped()) is not None:
@@ -136,7 +135,7 @@ class LineLease:
                 self._parts.owner,
                 begins_anew=not self._generation,
                 asks=True,
-                timeout_s=_ACQUIRE_TIMEOUT_S,
+                timeout_s=SOON_S,
             )
         except errors.KvasirError as error:
             self.held, self._failure = None, error

@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping
 import structlog
 from kvasir import errors
 from kvasir.formats.digest import Digest
+from kvasir.waits import PAUSE_S, PROGRESS_S, SOON_S
 
 from inference_svc.engine.api import AgentKey
 from inference_svc.engine.engine import Engine
@@ -27,18 +28,14 @@ from inference_svc.memory.store.answers import (
     LeaseWanted,
     StoreEvent,
 )
+from inference_svc.memory.store.patience import PROBE_TIMEOUT_S
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model.model_host import MemoriesLeft
 
 _LOG = structlog.get_logger(__name__)
 _BEAT_S = LEASE_TTL_S / 3
-_BEAT_TIMEOUT_S = 1.0
 _MAX_PER_BEAT = 10_000
 _MOST_OWN, _MOST_AGENTS = 16, 4_096
-_WATCH_PAUSE_S, _LONGEST_WATCH_PAUSE_S = 0.2, 5.0
-_CLOSING_S = 1.0
-_LOOK_S = 0.5  # how often it is looked whether bulk data still moves
-_REPORT_EVERY_S = 5.0  # `kvasir up` and `kvasir down` wait for a service whose log grows
 
 
 class Lines:
@@ -86,7 +83,7 @@ class Lines:
         self._lines.clear()
         releasing = [asyncio.create_task(line.lease.release(lease)) for line, lease in held]
         if releasing:
-            _, late = await asyncio.wait(releasing, timeout=_CLOSING_S)
+            _, late = await asyncio.wait(releasing, timeout=SOON_S)
             for task in late:
                 task.cancel()
 
@@ -110,7 +107,7 @@ class Lines:
         asked_at = self._parts.lease_clock()
         generations = {agent_id: lease.generation for agent_id, lease in leases.items()}
         renewed = await self.store.renew_leases(
-            self._parts.owner, self._parts.engine.model.kv_identity_hash, generations, _BEAT_TIMEOUT_S
+            self._parts.owner, self._parts.engine.model.kv_identity_hash, generations, PROBE_TIMEOUT_S
         )
         for agent_id, lease in leases.items():
             line = self._lines.get(agent_id)
@@ -140,16 +137,16 @@ class Lines:
 
     async def _follow(self) -> None:
         """Follow the namespace's events. After a cut they go on from the last cursor; heartbeats report lost leases."""
-        pause_s = _WATCH_PAUSE_S
+        pause_s = PAUSE_S
         while True:
             try:
                 async for event in self.store.watch():
                     self._happened(event)
-                    pause_s = _WATCH_PAUSE_S
+                    pause_s = PAUSE_S
             except (errors.Unavailable, errors.DeadlineExceeded):
-                pause_s = _WATCH_PAUSE_S  # the store is away, or stops
+                pause_s = PAUSE_S  # the store is away, or stops
             except errors.KvasirError:
-                pause_s = min(2 * pause_s, _LONGEST_WATCH_PAUSE_S)  # the next answer is the same, most likely
+                pause_s = min(2 * pause_s, LEASE_TTL_S)  # the next answer is the same, most likely
             except Exception:  # noqa: BLE001 - it has no reader but the log
                 _LOG.exception("lease.watch_failed", namespace=self.namespace)
             await asyncio.sleep(pause_s)
@@ -199,10 +196,10 @@ async def store_owed(
     began = reported_at = clock()
     give_up = began + patience_s
     while (rest := [task for task in storing if not task.done()]) and clock() < give_up:
-        await asyncio.wait(rest, timeout=min(_LOOK_S, patience_s))
-        if any(each.store.has_moved_within(_LOOK_S) for each in lines.values()):
+        await asyncio.wait(rest, timeout=min(PAUSE_S, patience_s))
+        if any(each.store.has_moved_within(SOON_S) for each in lines.values()):
             give_up = clock() + patience_s
-            if clock() - reported_at >= _REPORT_EVERY_S:
+            if clock() - reported_at >= PROGRESS_S:  # `kvasir up` and `down` wait for a service whose log grows
                 reported_at = clock()
                 _LOG.warning("engine.storing", memories_left=len(rest), since_s=round(reported_at - began))
     for task in storing:

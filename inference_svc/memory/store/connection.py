@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 import structlog
 from kvasir import errors
 from kvasir.clients import AioStoreClient
+from kvasir.waits import ANSWER_S, SOON_S
 
 from inference_svc.memory.outcomes import Miss, MissReason
 from inference_svc.memory.store.answers import StoreMiss, miss_of
@@ -24,8 +25,6 @@ from inference_svc.memory.store.patience import PROBE_TIMEOUT_S, Breaker, Budget
 _LOG = structlog.get_logger(__name__)
 _WRONG_NAMESPACE = "WRONG_NAMESPACE"
 
-_HEARD_S = 3.0  # so long after its last answer a store that is late is busy, and not away
-_MOVING_S = 2.0  # after a part of bulk data that is under way has moved, so long a late answer is no absence
 
 T = TypeVar("T")
 
@@ -98,7 +97,7 @@ class StoreConnection:
     async def is_there(self) -> bool:
         """As `answers`, for those who report it: a store that is late, and answered a moment ago, is there."""
         answer = await self._answer()
-        was_heard = self._heard_s is not None and self._clock() - self._heard_s < _HEARD_S
+        was_heard = self._heard_s is not None and self._clock() - self._heard_s < ANSWER_S
         return was_heard if answer is None else answer
 
     async def _answer(self) -> bool | None:
@@ -257,5 +256,5 @@ class StoreConnection:
 
     def _late(self) -> None:
         """A call got no answer in time: the store is away, unless it is busy."""
-        if not (self._bulk_calls and self.has_moved_within(_MOVING_S)):
+        if not (self._bulk_calls and self.has_moved_within(SOON_S)):
             self._breaker.trip()

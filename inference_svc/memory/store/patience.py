@@ -7,12 +7,10 @@ from contextvars import Context
 
 import structlog
 from kvasir import errors
+from kvasir.waits import LONGEST_RETRY_S, LOOK_S, RETRY_S
 
 _LOG = structlog.get_logger(__name__)
 PROBE_TIMEOUT_S = 1.0
-_FIRST_PROBE_DELAY_S = 0.1
-_MAX_PROBE_DELAY_S = 1.0
-_MAX_DELAY_AFTER_REFUSAL_S = 60.0  # each is a line of the store's audit
 
 
 class Budget:
@@ -86,20 +84,20 @@ class Breaker:
             _LOG.info("store.reachable")
 
     async def _until_it_answers(self) -> None:
-        delay_s = _FIRST_PROBE_DELAY_S
+        delay_s = LOOK_S
         while True:
             await asyncio.sleep(delay_s)
             try:
                 await asyncio.wait_for(self._probe(), PROBE_TIMEOUT_S)
             except (errors.Unavailable, errors.DeadlineExceeded, TimeoutError):
-                delay_s = min(2 * delay_s, _MAX_PROBE_DELAY_S)
+                delay_s = min(2 * delay_s, RETRY_S)
             except errors.KvasirError:
                 self.reset()  # a refusal is an answer, and may be taken back
-                delay_s = min(2 * delay_s, _MAX_DELAY_AFTER_REFUSAL_S)
+                delay_s = min(2 * delay_s, LONGEST_RETRY_S)
             except Exception:  # noqa: BLE001 - it has no reader but the log
                 # A prober that ends would leave the breaker open for good.
                 _LOG.exception("store.probe_failed")
-                delay_s = min(2 * delay_s, _MAX_PROBE_DELAY_S)
+                delay_s = min(2 * delay_s, RETRY_S)
             else:
                 break
         self.reset()

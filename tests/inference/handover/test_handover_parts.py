@@ -209,7 +209,7 @@ def test_a_taken_turn_does_not_wait_for_ever_behind_one_that_waits_for_its_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else both would wait until a caller cancels. Its agent's next turns go on."""
-    monkeypatch.setattr(taken_turns, "_PLACE_WAIT_S", 0.01)
+    monkeypatch.setattr(taken_turns, "HANGS_S", 0.01)
     key = AgentKey("home", "ada")
 
     @contextlib.asynccontextmanager

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from kvasir import errors
+from kvasir.waits import ANSWER_S
 
 from inference_svc.memory.store import connection, patience
 from inference_svc.memory.store.answers import StoreMiss
@@ -54,7 +55,7 @@ def test_a_breaker_opens_at_a_failure_and_closes_when_the_probe_is_answered() ->
 
 
 def test_a_probe_that_fails_in_an_unknown_way_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "_FIRST_PROBE_DELAY_S", 0.001)
+    monkeypatch.setattr(patience, "LOOK_S", 0.001)
 
     async def scenario() -> None:
         answers = iter((ValueError("nonsense"), None))
@@ -219,7 +220,7 @@ def test_a_store_that_goes_after_refusals_is_found_as_soon_as_any() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("silent_s", [0.0, 2.0, 4.0])
+@pytest.mark.parametrize("silent_s", [0.0, ANSWER_S - 1, ANSWER_S + 1])
 def test_a_store_that_answered_a_moment_ago_is_late_and_not_away(
     silent_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,7 +245,7 @@ def test_a_store_that_answered_a_moment_ago_is_late_and_not_away(
         assert await store.is_there()
         answer.clear()
         now_s += silent_s
-        assert await store.is_there() == (silent_s < 3)
+        assert await store.is_there() == (silent_s < ANSWER_S)
         assert not await store.answers()
         failure = errors.Unavailable("away")
         assert not await store.is_there(), "who does not listen is away at once"

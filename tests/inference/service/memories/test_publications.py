@@ -604,8 +604,8 @@ def test_a_store_that_cuts_each_piece_in_turn_gets_the_memory_all_the_same(monke
             return cast("tuple[list[Digest], int]", await write_tensors(files, stall_s))
 
         house.store.write_tensors = cutting
-        monkeypatch.setattr(commit, "_FIRST_PAUSE_S", 0.001)
-        monkeypatch.setattr(commit, "_LONGEST_PAUSE_S", 0.001)
+        monkeypatch.setattr(commit, "LOOK_S", 0.001)
+        monkeypatch.setattr(commit, "RETRY_S", 0.001)
         assert (await publish_long(house, memory)).state is SnapshotState.COMMITTED
         assert memory.files.blocks == BLOCKS
         assert house.engine.most_held <= 5000
@@ -658,7 +658,7 @@ def test_a_memory_whose_room_was_wanted_fails_with_a_reason_and_its_successor_kn
 def test_what_failed_is_tried_again_while_it_is_hot_and_its_success_is_told(
     is_hot: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(line, "_FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(line, "RETRY_S", 0.01)
 
     async def scenario() -> None:
         house, memory = House(), remembered("one", NO_HEAD)
@@ -683,7 +683,7 @@ def test_what_failed_is_tried_again_while_it_is_hot_and_its_success_is_told(
 
 
 def test_what_the_store_refuses_for_good_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line, "_FIRST_RETRY_S", 0.001)
+    monkeypatch.setattr(line, "RETRY_S", 0.001)
 
     async def scenario() -> None:
         house, memory = House(), remembered("one", NO_HEAD)
