@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 from kvasir.formats.digest import Digest
+from kvasir.waits import PROGRESS_S
 
 from cachestore_svc.commands.command_line import FOUND_PROBLEMS, OK
 from cachestore_svc.facts.records import RecoverReport
 from cachestore_svc.store.store import Store
-
-_PROGRESS_S = 1.0
 
 
 def check(store: Store, repair: bool, as_json: bool) -> int:
@@ -86,7 +85,7 @@ def progress(clock: Callable[[], float]) -> Callable[[str, int, int], None]:
 
     def say(what: str, done: int, total: int) -> None:
         nonlocal printed
-        if clock() - printed > _PROGRESS_S:
+        if clock() - printed > PROGRESS_S:
             printed = clock()
             print(f"progress: {what}: {done} of {total}", file=sys.stderr, flush=True)
 

@@ -35,9 +35,10 @@ from kvasir.errors import (
 from kvasir.options.texts import path_of
 from kvasir.server.operating.audit import REFUSED, Audit, owners_deed
 from kvasir.server.serving import RefusedToStart
+from kvasir.waits import ANSWER_S, SILENCE_S
 
 from cachestore_svc.config import ConfigError
-from cachestore_svc.edge.pairing_service import ATTEMPT_S, HostSide, join, listening
+from cachestore_svc.edge.pairing_service import HostSide, join, listening
 from cachestore_svc.pairing.codes import check_peer_address, line_of, new_code, read_code_or_line
 from cachestore_svc.pairing.exchange import LIFETIME_S, PEER_NAME, Card, Hosting, Invitation, Joining
 from cachestore_svc.pairing.finding import announced, check_zeroconf, find
@@ -49,7 +50,6 @@ COMMANDS = ("pair", "peers")
 # Where `kvasir pair` waits if nothing else does, so that on one machine the code is enough.
 PAIRING_PORT = 8643
 _LOOPBACK = "127.0.0.1"
-_ASK_STORE_S = 5.0
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -128,7 +128,7 @@ class RunningStore:
         tls = None if self.ca_file is None else Tls(self.ca_file)
         try:
             async with AioStoreClient.connect(self.address, token=token, tls=tls, retry_reads=False) as client:
-                answer = await client.reload_peers(timeout_s=_ASK_STORE_S)
+                answer = await client.reload_peers(timeout_s=ANSWER_S)
         except (Unavailable, DeadlineExceeded):
             return {"is_running": False}
         return {"is_running": True, "address": answer.address, "ended_calls": answer.ended_calls}
@@ -240,9 +240,9 @@ async def _wait(own: Own, lifetime_s: float, announces: bool, audit: Audit) -> N
         while not paired and not invitation.is_over:
             await _next(changed, invitation.seconds_left)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ATTEMPT_S):
+            async with asyncio.timeout(SILENCE_S):
                 while invitation.is_used and not paired:  # its exchange is under way; others may call meanwhile
-                    await _next(changed, ATTEMPT_S)
+                    await _next(changed, SILENCE_S)
     # The listener is closed, and has answered the joiner.
     if paired:
         _say({"event": "paired", **paired[0]})

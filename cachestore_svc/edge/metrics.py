@@ -11,11 +11,10 @@ from kvasir.server.operating.durations import RpcCounts
 from kvasir.server.operating.operator_page import audit_metric, counter, gauge, rpc_metrics
 from prometheus_client import Metric
 
+from cachestore_svc.facts.limits import BELIEVED_S
 from cachestore_svc.facts.records import Totals
 from cachestore_svc.store.store import Store
 
-# Sizes are read from the whole index. Who scrapes every few seconds gets the same ones again meanwhile.
-_SIZES_FOR_S = 30.0
 _MOVED_BYTES = {"bytes_read": "read", "bytes_written": "written"}
 
 
@@ -68,6 +67,6 @@ class StoreNumbers:
 
     def _sizes(self) -> Totals:
         now_s = self._clock()
-        if self._totals is None or now_s - self._read_s > _SIZES_FOR_S:
+        if self._totals is None or now_s - self._read_s > BELIEVED_S:
             self._totals, self._read_s = self._store.statistics.totals(), now_s
         return self._totals

@@ -23,11 +23,10 @@ from kvasir.errors import (
 )
 from kvasir.server.serving import RefusedToStart
 from kvasir.status import abort, from_rpc_error
+from kvasir.waits import SILENCE_S
 
 from cachestore_svc.pairing.exchange import PROTOCOL, Card, Hosting, Joining
 
-# Of a stream: a person waits, and both programs answer at once.
-ATTEMPT_S = 20.0
 _MAX_ATTEMPTS_AT_ONCE = 4
 _MAX_CALLS = 64
 _MAX_MESSAGE_BYTES = 16 << 10
@@ -66,10 +65,10 @@ class PairingService(pairing_pb2_grpc.PairingServiceServicer):
             if self._running > _MAX_ATTEMPTS_AT_ONCE:
                 text = "others are trying to pair: try again"
                 raise ResourceExhausted(text, reason="TOO_MANY_CALLS", retry_after_s=5)
-            async with asyncio.timeout(ATTEMPT_S):
+            async with asyncio.timeout(SILENCE_S):
                 await self._attempt(said, context)
         except TimeoutError:
-            await self._refuse(context, DeadlineExceeded(f"pairing took longer than {ATTEMPT_S:g} s"))
+            await self._refuse(context, DeadlineExceeded(f"pairing took longer than {SILENCE_S:g} s"))
         except KvasirError as error:
             await self._refuse(context, error)
         finally:
@@ -114,7 +113,7 @@ async def join(address: str, run: Joining, card: Card) -> Card:
     Raises PermissionDenied (PAIRING_REFUSED), FailedPrecondition (PAIRING_OVER), Unavailable.
     """
     async with grpc.aio.insecure_channel(address, (("grpc.enable_http_proxy", 0),)) as channel:
-        call = pairing_pb2_grpc.PairingServiceStub(channel).Pair(timeout=ATTEMPT_S)  # type: ignore[no-untyped-call]
+        call = pairing_pb2_grpc.PairingServiceStub(channel).Pair(timeout=SILENCE_S)  # type: ignore[no-untyped-call]
         try:
             return await _join(call, run, card)
         except grpc.RpcError as error:

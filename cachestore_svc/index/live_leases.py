@@ -8,10 +8,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cachestore_svc.facts.records import LeaseToken, LineKey
+from kvasir.waits import RETRY_S
 
-# A waiter for a lease asks again at least this often; while its next try may still come, the lease goes to no other.
-BARRED_S = 1.0
+from cachestore_svc.facts.records import LeaseToken, LineKey
 
 
 @dataclass(slots=True)
@@ -70,7 +69,8 @@ class LiveLeases:
         """Note that the lease is waited for; whether its holder has yet to be asked."""
         with self._lock:
             if takes_back:
-                self._barred[line] = self._steady() + BARRED_S
+                # While the next try of this waiter may still come, the lease goes to no other.
+                self._barred[line] = self._steady() + RETRY_S
             found = self._grants.get(line)
             if found is None or found.is_taken_back or (found.is_wanted and not takes_back):
                 return False

@@ -11,6 +11,7 @@ from kvasir.clients import AioStoreClient
 from kvasir.errors import AlreadyExists, FailedPrecondition, KvasirError, ResourceExhausted, Unavailable
 from kvasir.formats.digest import Digest
 from kvasir.formats.manifest import MAX_MANIFEST_BYTES
+from kvasir.waits import ANSWER_S, SOON_S
 
 from cachestore_svc.facts import ownership
 from cachestore_svc.facts.ownership import Ownership, OwnerState
@@ -22,9 +23,6 @@ from cachestore_svc.moving.peering.peers import errors_of_peer
 from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.move_steps import ArrivingAgent, ArrivingLine
 
-# A source hears of a move this often while blobs are fetched.
-_BEAT_S = 5.0
-_OFFER_TIMEOUT_S, _UNDO_TIMEOUT_S = 5.0, 2.0
 _UNDERSTOOD = {
     "AGENT_MOVED",
     "AGENT_MOVING",
@@ -205,9 +203,7 @@ class Arrival:
     async def _ask(self) -> Any:
         order = self._order
         with answers_of_peer(order.peer):
-            return await self._remote.offer_agent(
-                order.agent_id, self._move_id, self._generation, timeout_s=_OFFER_TIMEOUT_S
-            )
+            return await self._remote.offer_agent(order.agent_id, self._move_id, self._generation, timeout_s=ANSWER_S)
 
     @contextlib.asynccontextmanager
     async def _beating(self) -> AsyncGenerator[Callable[[], None], None]:
@@ -218,7 +214,7 @@ class Arrival:
 
         async def beat() -> None:
             while not refusals:
-                await asyncio.sleep(_BEAT_S)
+                await asyncio.sleep(ANSWER_S)
                 try:
                     await self._ask()
                 except FailedPrecondition as error:
@@ -265,9 +261,7 @@ class Arrival:
 
     async def _undo(self) -> None:
         """Best effort: a source that does not hear of it undoes the move itself, after a while."""
-        undoing = asyncio.ensure_future(
-            self._remote.undo_move(self._order.agent_id, self._move_id, timeout_s=_UNDO_TIMEOUT_S)
-        )
+        undoing = asyncio.ensure_future(self._remote.undo_move(self._order.agent_id, self._move_id, timeout_s=SOON_S))
         with contextlib.suppress(KvasirError):
             try:
                 await asyncio.shield(undoing)

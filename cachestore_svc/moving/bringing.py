@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Mapping
 
+from cachestore_svc.facts.limits import BELIEVED_S
 from cachestore_svc.facts.ownership import Ownership
 from cachestore_svc.facts.records import MAX_PAGE_SIZE
 from cachestore_svc.moving.copying import Offered, Progress, came_from
@@ -10,9 +11,6 @@ from cachestore_svc.moving.peering.peer_limits import PeerLimits
 from cachestore_svc.moving.peering.peers import Peers
 from cachestore_svc.pairing.rights import Verb, over_limit
 from cachestore_svc.store.aio_store import AioStore
-
-# So long is it known what a peer has brought: to look reads every agent of the namespace.
-_KNOWN_S = 60.0
 
 
 class Bringing:
@@ -68,7 +66,7 @@ class Bringing:
         """Agents that came from the peer and that nobody here has extended since, and those on their way, with their
         bytes."""
         now, key = self._limits.now(), (namespace, peer)
-        if key not in self._brought or now - self._brought[key][0] > _KNOWN_S:
+        if key not in self._brought or now - self._brought[key][0] > BELIEVED_S:
             found = await self._store.threads.run(namespace, self._look, namespace, peer)
             self._brought[key] = now, found
         coming = [each for each in self._coming if (each.namespace, each.peer) == key and each.total_bytes]

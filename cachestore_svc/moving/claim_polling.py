@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 import structlog
 from kvasir.clients import AioStoreClient
 from kvasir.errors import DataLoss, FailedPrecondition, KvasirError, NotFound, PermissionDenied, Unavailable
+from kvasir.waits import LONGEST_RETRY_S, RETRY_S, SOON_S
 
 from cachestore_svc.facts import ownership
 from cachestore_svc.facts.ownership import Ownership, OwnerState
+from cachestore_svc.facts.records import DEFAULT_LEASE_TTL_S
 from cachestore_svc.index.catalog import HOUSE
 from cachestore_svc.moving.arrivals import answers_of_peer
 from cachestore_svc.moving.handing_over import HandingOver
@@ -22,12 +24,6 @@ from cachestore_svc.store.aio_store import AioStore
 
 _LOG = structlog.get_logger("moves")
 _Peer = tuple[str, str]  # namespace, name
-# How soon a peer that did not answer is asked again at first: after a sleep the network comes back a little later.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-# The machine, or this process, stood still if a wait of one tick took so much longer.
-_TICK_S, _STOOD_STILL_S = 1.0, 3.0
-# How long a claim waits for an engine's lease until it is asked for again.
-_LEASE_WAIT_S = 30.0
 
 
 class ClaimPolling:
@@ -40,7 +36,7 @@ class ClaimPolling:
         handing_over: HandingOver,
         uptime: Callable[[], float],
         *,
-        every_s: float = _LONGEST_PAUSE_S,
+        every_s: float = LONGEST_RETRY_S,
     ) -> None:
         """`uptime` gives seconds, monotonic, which pass while the machine sleeps, too."""
         self._store = store
@@ -52,7 +48,7 @@ class ClaimPolling:
 
     async def run(self) -> None:
         """Ask for as long as the store serves. A peer that does not answer delays a round by a call's deadline."""
-        pause_s = _FIRST_PAUSE_S
+        pause_s = RETRY_S  # after a sleep the network comes back a little later
         while True:
             try:
                 await self.ask()
@@ -62,7 +58,7 @@ class ClaimPolling:
                 _LOG.exception("moves.claims_not_asked_for")
             pause_s = min(2 * pause_s, self._every_s) if self._unsure else self._every_s
             if await self._stood_still_in(pause_s):
-                pause_s = _FIRST_PAUSE_S
+                pause_s = RETRY_S
 
     async def ask(self) -> None:
         """Ask every peer once about every agent that is owned here and ever changed hands."""
@@ -124,7 +120,7 @@ class ClaimPolling:
     async def _fence(self, asked: _Peer, agent_id: str, generation: int) -> None:
         namespace, peer = asked
         try:
-            await self._handing_over.fence(namespace, agent_id, peer, generation, _LEASE_WAIT_S)
+            await self._handing_over.fence(namespace, agent_id, peer, generation, DEFAULT_LEASE_TTL_S)
         except KvasirError as error:  # its lease, or a newer owner of which this store heard meanwhile
             _LOG.info("moves.not_heard", peer=peer, reason=error.reason)
             if isinstance(error, Unavailable):
@@ -133,9 +129,9 @@ class ClaimPolling:
     async def _stood_still_in(self, seconds: float) -> bool:
         """Wait so long, and no longer than until the machine wakes from a sleep; whether it slept."""
         while seconds > 0:
-            began, tick_s = self._uptime(), min(seconds, _TICK_S)
+            began, tick_s = self._uptime(), min(seconds, RETRY_S)
             await asyncio.sleep(tick_s)
-            if self._uptime() - began > tick_s + _STOOD_STILL_S:
+            if self._uptime() - began > tick_s + SOON_S:
                 return True
             seconds -= tick_s
         return False

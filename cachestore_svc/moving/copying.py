@@ -19,6 +19,7 @@ from kvasir.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidAr
 from kvasir.formats import manifest as manifests
 from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.digest import Digest
+from kvasir.waits import LOOK_S, PAUSE_S
 
 from cachestore_svc.facts.ownership import OwnerState
 from cachestore_svc.facts.records import MAX_DIGESTS_PER_REQUEST, MAX_PAGE_SIZE, BlobKind, Origin, SnapshotVersion
@@ -30,9 +31,8 @@ from cachestore_svc.store.aio_store import AioStore
 _MAX_CUTS = 4
 # Of a thousand versions each. A peer whose list goes on is given up.
 MAX_PEER_PAGES = 100
-_CUT_PAUSE_S, _OTHERS_PAUSE_S = 0.3, 0.1
 # A copy relies on its blobs anew so many times in a grace period, and not more often than this.
-_TIMES_A_GRACE, _LEAST_RENEWAL_S = 4, 0.05
+_TIMES_A_GRACE = 4
 T = TypeVar("T")
 
 
@@ -151,7 +151,7 @@ class LineCopies:
                 cuts += 1
                 if cuts == _MAX_CUTS:
                     raise
-                await asyncio.sleep(_CUT_PAUSE_S * cuts)
+                await asyncio.sleep(PAUSE_S * cuts)
                 missing = await self.missing(order.namespace, missing)
                 progress.count(missing)
             except FailedPrecondition as error:
@@ -166,7 +166,7 @@ class LineCopies:
 
         async def renew() -> None:
             while True:
-                await asyncio.sleep(max(self._store.grace_period_s / _TIMES_A_GRACE, _LEAST_RENEWAL_S))
+                await asyncio.sleep(max(self._store.grace_period_s / _TIMES_A_GRACE, LOOK_S))
                 with contextlib.suppress(KvasirError):  # the commit says what is missing
                     await self.missing(namespace, digests)
 
@@ -288,7 +288,7 @@ class _OtherWriters:
             self._seen, self._since = seen, now
         if refused.reason != "WRITE_IN_PROGRESS" or now - self._since > self._stall_timeout_s:
             raise refused
-        await asyncio.sleep(_OTHERS_PAUSE_S)
+        await asyncio.sleep(PAUSE_S)
 
 
 def came_from(line: SnapshotVersion, names: Sequence[str], agent_id: str = "") -> bool:

@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from kvasir.errors import FailedPrecondition, Unavailable
+from kvasir.waits import LOOK_S, PAUSE_S
 
 T = TypeVar("T")
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.2
 # The part of a caller's time that is kept for the last answer, and the least of it: a busy machine answers late.
 _ANSWER_PART, _ANSWER_S = 0.2, 0.1
 
@@ -22,7 +22,7 @@ async def once_free(call: Callable[[], Awaitable[T]], left_s: float | None) -> T
     """
     loop = asyncio.get_running_loop()
     give_up = None if left_s is None else loop.time() + left_s - max(_ANSWER_S, _ANSWER_PART * left_s)
-    pause_s = _FIRST_PAUSE_S
+    pause_s = LOOK_S
     while True:
         try:
             return await call()
@@ -39,4 +39,4 @@ async def once_free(call: Callable[[], Awaitable[T]], left_s: float | None) -> T
                     metadata=error.metadata,
                 ) from None
         await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        pause_s = min(2 * pause_s, PAUSE_S)

@@ -17,6 +17,7 @@ from typing import Any
 import structlog
 from kvasir.clients import AioStoreClient
 from kvasir.errors import FailedPrecondition, KvasirError, NotFound, PermissionDenied, Unavailable
+from kvasir.waits import ANSWER_S, PAUSE_S, RETRY_S
 
 from cachestore_svc.facts import ownership
 from cachestore_svc.facts.ownership import Ownership, OwnerState
@@ -31,9 +32,8 @@ from cachestore_svc.pairing.rights import Verb
 
 _LOG = structlog.get_logger("moves")
 _Unfinished = tuple[str, str, Ownership]  # namespace, agent, and what is known of its owner
-_TRIES, _TRY_PAUSE_S, _ANSWER_S = 3, 0.3, 5.0
+_TRIES = 3
 _MOVE_ID_BYTES, _MAX_DIGITS = 16, 20
-_AGAIN_S = 1.0
 
 
 class Moves:
@@ -145,7 +145,7 @@ class Moves:
 
         async def ask(peer: str) -> Any:
             try:
-                async with asyncio.timeout(_ANSWER_S), self._peers.connect(peer, namespace) as remote:
+                async with asyncio.timeout(ANSWER_S), self._peers.connect(peer, namespace) as remote:
                     with errors_of_peer(peer):
                         there = await remote.get_agent(agent_id)
                     if ownership.are_two(ours, there.labels):
@@ -199,7 +199,7 @@ class Moves:
                     _LOG.warning("moves.not_looked_at", reason=error.reason)
                 except Exception:  # noqa: BLE001  a bug of ours must not leave agents without an owner for good
                     _LOG.exception("moves.failed")
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(RETRY_S)
         finally:
             for task in going.values():
                 task.cancel()
@@ -246,7 +246,7 @@ class Moves:
         for tries_left in reversed(range(_TRIES)):
             try:
                 with answers_of_peer(known.peer):
-                    await remote.hand_over_agent(agent_id, known.move_id, known.generation, timeout_s=_ANSWER_S)
+                    await remote.hand_over_agent(agent_id, known.move_id, known.generation, timeout_s=ANSWER_S)
             except FailedPrecondition as error:
                 if error.reason != "MOVE_UNKNOWN":
                     raise
@@ -254,7 +254,7 @@ class Moves:
             except Unavailable:
                 if not tries_left:
                     raise
-                await asyncio.sleep(_TRY_PAUSE_S)
+                await asyncio.sleep(PAUSE_S)
                 continue
             else:
                 done = self._store.moves.arrive
@@ -289,7 +289,7 @@ class Moves:
                 return
             try:
                 with answers_of_peer(peer):
-                    await remote.fence_agent(agent_id, generation, timeout_s=_ANSWER_S)
+                    await remote.fence_agent(agent_id, generation, timeout_s=ANSWER_S)
             except FailedPrecondition as error:
                 if error.reason == "PEER_MAY_NOT":
                     _LOG.warning("claim.not_believed", peer=peer)  # what it has is its own, until its owner lets it go

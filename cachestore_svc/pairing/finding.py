@@ -13,13 +13,13 @@ from typing import Any
 
 from kvasir.address import parse_address
 from kvasir.errors import FailedPrecondition, KvasirError
+from kvasir.waits import SOON_S
 
 from cachestore_svc.pairing.codes import check_peer_address
 from cachestore_svc.pairing.exchange import PEER_NAME
 
 _TYPE = "_kvasir-pair._tcp.local."
 _MAX_FOUND = 64
-_ANSWER_MS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ async def find(seconds: float, interfaces: list[str] | None = None) -> list[Wait
         await asyncio.sleep(seconds)
         await browser.async_cancel()
         infos = [AsyncServiceInfo(_TYPE, name) for name in names]
-        await asyncio.gather(*(info.async_request(network.zeroconf, _ANSWER_MS) for info in infos))
+        await asyncio.gather(*(info.async_request(network.zeroconf, round(1000 * SOON_S)) for info in infos))
     said = [_candidate(info.name, [*info.parsed_addresses()], info.port or 0) for info in infos]
     return sorted((each for each in said if each is not None), key=lambda each: (each.name, each.address))
 

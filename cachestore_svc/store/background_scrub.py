@@ -6,14 +6,12 @@ from collections.abc import Awaitable, Callable
 import structlog
 from kvasir.errors import KvasirError, Unavailable
 from kvasir.formats.digest import Digest
+from kvasir.waits import LONGEST_RETRY_S
 
 from cachestore_svc.index.catalog import HOUSE
 from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.upkeep.scrubbing import ToScrub
 
-_SAVE_EVERY_S = 30.0
-# After a failure, and while no pass is due.
-_REST_S = 60.0
 _TRIES = 3
 
 Repair = Callable[[str, Digest], Awaitable[bool]]
@@ -43,14 +41,14 @@ class BackgroundScrub:
             except KvasirError as error:
                 # A disk that fails or is full now: the pass goes on where it was.
                 self._log.warning("scrub.paused", reason=error.reason)
-                await asyncio.sleep(_REST_S)
+                await asyncio.sleep(LONGEST_RETRY_S)
             except Exception:  # noqa: BLE001  a bug of ours must not end it for good
                 self._log.exception("scrub.failed")
-                await asyncio.sleep(_REST_S)
+                await asyncio.sleep(LONGEST_RETRY_S)
 
     async def _pass_when_due(self) -> None:
         if due_in_s := self._scrubbing.due_in_s(self._every_s):
-            await asyncio.sleep(min(due_in_s, _REST_S))
+            await asyncio.sleep(min(due_in_s, LONGEST_RETRY_S))
             return
         if self._scrubbing.state.ended_unix_ms:
             await self._threads.run(HOUSE, self._scrubbing.begin)
@@ -65,7 +63,7 @@ class BackgroundScrub:
                             self._scrubbing.repaired()
                     await asyncio.sleep(blob.digest.size_bytes / self._bytes_per_s)
                 now_s = asyncio.get_running_loop().time()
-                if now_s - saved_s > _SAVE_EVERY_S:
+                if now_s - saved_s > LONGEST_RETRY_S:
                     await self._threads.run(HOUSE, self._scrubbing.save)
                     saved_s = now_s
         except asyncio.CancelledError:
@@ -79,7 +77,7 @@ class BackgroundScrub:
                 return await self._threads.run(HOUSE, self._scrubbing.is_whole, blob)
             except Unavailable as error:
                 self._log.warning("scrub.paused", reason=error.reason)
-                await asyncio.sleep(_REST_S)
+                await asyncio.sleep(LONGEST_RETRY_S)
         return self._scrubbing.skip(blob)
 
     def _tell_end(self) -> None:

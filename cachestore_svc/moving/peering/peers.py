@@ -22,12 +22,12 @@ from kvasir.errors import (
     Unauthenticated,
     Unavailable,
 )
+from kvasir.waits import PATIENCE_S
 
 from cachestore_svc.pairing.identity import pin_of_pem
 from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings
 from cachestore_svc.pairing.rights import May, Said, Verb, check
 
-_ROUND_TRIP_S = 10.0
 # What a paired peer's calls are counted and logged under. No credential of the credential file has such a name.
 _PRINCIPAL_PREFIX = "peer:"
 
@@ -129,7 +129,7 @@ class Peers:
             )
         try:
             tls, token = peer.tls(self._book.identity), peer.token()
-            client = AioStoreClient.connect(peer.address, token=token, tls=tls, timeout_s=_ROUND_TRIP_S)
+            client = AioStoreClient.connect(peer.address, token=token, tls=tls, timeout_s=PATIENCE_S)
         except (CredentialFileError, InvalidArgument) as error:
             raise FailedPrecondition(f"peer {name}: {error}", reason="PEER_CONFIGURATION") from None
         return client.in_namespace(namespace) if peer.is_paired else client

@@ -217,7 +217,7 @@ class FullOnce(Disk):
 
 
 def test_a_store_that_starts_on_a_full_disk_is_scrubbed_all_the_same(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background_scrub, "_REST_S", 0.01)
+    monkeypatch.setattr(background_scrub, "LONGEST_RETRY_S", 0.01)
     disk = FullOnce()
     with lab.open(disk, ballast_bytes=0) as store:
         publish_in(store, "ada", TURN, 0)
