@@ -26,6 +26,7 @@ from tools.draw_house import (
     floors,
     module_graph,
     statements_of_sql,
+    waits,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -489,6 +490,11 @@ FLOORS = {"inference_svc": 10, "cachestore_svc": 12, SDK: 7, GATEWAY: 8, ORCHEST
 @pytest.mark.parametrize("package", ROOMS)
 def test_no_package_grows_a_floor(package: str) -> None:
     assert max(floors(boxes(graph_of(package))).values()) <= FLOORS[package]
+
+
+def test_a_wait_that_others_have_too_is_named_once(trees: dict[str, ast.Module]) -> None:
+    """Kinds of waits are in `kvasir.waits`. Few have a number of their own; fewer are better."""
+    assert sum(map(len, waits(trees).values())) <= 60
 
 
 def test_sql_stands_in_one_folder() -> None:

@@ -28,6 +28,8 @@ _SQL = re.compile(
     r"\b(SELECT\s[\s\S]+?\sFROM|INSERT\s+(OR\s+\w+\s+)?INTO|UPDATE\s+\w+\s+SET|DELETE\s+FROM|PRAGMA\s|CREATE\s)"
 )
 
+_TIME = re.compile(r"(?<!_PER)_(S|SECONDS|MS|NS|MINUTES|HOURS|DAYS)$")
+
 Graph = Mapping[str, set[str]]
 
 
@@ -148,6 +150,23 @@ def statements_of_sql(root: Path) -> dict[str, int]:
     return counts
 
 
+def waits(trees: Mapping[str, ast.Module]) -> dict[str, list[str]]:
+    """Names of times that are numbers of their own at the top of a module, by file; rates are none."""
+    found: dict[str, list[str]] = {}
+    for path, tree in trees.items():
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and not any(map(_is_no_number, ast.walk(node.value))):
+                names = [part.id for part in ast.walk(node) if isinstance(part, ast.Name)]
+                if times := [name for name in names if _TIME.search(name)]:
+                    found.setdefault(path, []).extend(times)
+    return found
+
+
+def _is_no_number(part: ast.AST) -> bool:
+    """Whether it is something else, or follows from another."""
+    return isinstance(part, ast.Name | ast.Call | ast.Dict) or isinstance(getattr(part, "value", None), str)
+
+
 def importers_of_mlx(root: Path) -> list[str]:
     """Files that import MLX or mlx-lm."""
     pattern = re.compile(r"^\s*(from|import)\s+mlx(_lm)?\b", re.MULTILINE)
@@ -174,6 +193,9 @@ def report(root: Path) -> str:
         )
         lines += [f"  cycle: {' · '.join(group)}" for group in (*cycles(graph), *cycles(drawn))]
     outside = {path: n for path, n in statements_of_sql(root).items() if "/index/sqlite/" not in path}
+    paths = [path for package in PACKAGES for path in modules(root, package).values()]
+    times = waits({str(path): ast.parse(path.read_text(encoding="utf-8")) for path in paths})
+    lines.append(f"Times that are numbers of their own: {sum(map(len, times.values()))} in {len(times)} files")
     mlx = [path for path in importers_of_mlx(root) if not re.match(r"inference_svc/(engine|model|kv)/", path)]
     lines.append(f"SQL outside index/sqlite: {sum(outside.values())} statements in {len(outside)} files")
     lines += [f"  {path}: {count}" for path, count in outside.items()]
