@@ -14,19 +14,18 @@ conversation that continues at another time is found, and its memory goes on.
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
 
 from blake3 import blake3
-from kvasir.clocks import without_times
 from kvasir.errors import KvasirError
 
 from kvasir_gateway.reading.compaction import Summaries
+from kvasir_gateway.reading.comparing import at_any_time, canonical, common_messages
 from kvasir_gateway.reading.made_calls import MadeCalls
 from kvasir_gateway.reading.quoting import Quoted, chars_in_common, newest
 from kvasir_gateway.reading.records import PREFIX, AgentRecords, Kept
@@ -36,7 +35,6 @@ _log = logging.getLogger(__name__)
 _DIGEST_CHARS = 24
 _MAX_TIPS = 100_000
 _MAX_LOOKED_AT = 8
-_MOST_MASKED = 64 << 10  # characters of a text in which dates and clocks are looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +257,7 @@ class Conversations:
         hashed = blake3(key=self._key)
         yield hashed.hexdigest(6)
         for message in messages:
-            hashed.update(_canonical(message))
+            hashed.update(canonical(message))
             yield hashed.hexdigest(6)
 
     async def tidy(self, namespace: str, records: AgentRecords, every: timedelta = timedelta(minutes=10)) -> int:
@@ -366,7 +364,7 @@ class Conversations:
         return await records.beside(partial(_tip_among, remembered, messages, is_exact=chain.is_exact))
 
     def _next(self, digest: bytes, message: Said) -> bytes:
-        return blake3(digest + _canonical(message), key=self._key).digest()
+        return blake3(digest + canonical(message), key=self._key).digest()
 
 
 async def _kept_of(opening: str, records: AgentRecords) -> list[Kept]:
@@ -398,33 +396,6 @@ def _most_in_common(
     return best, most, is_whole
 
 
-def common_messages(ones: Sequence[Said], others: Sequence[Said]) -> int:
-    """How many messages two conversations begin with in common."""
-    count = 0
-    for one, other in zip(ones, others, strict=False):
-        made, repeated = ([call.id for call in said.tool_calls if call.id] for said in (one, other))
-        if _canonical(one) != _canonical(other) and not (made and made == repeated):
-            break
-        count += 1
-    return count
-
-
-def at_any_time(messages: Sequence[Said]) -> Sequence[Said]:
-    """The messages without dates and clocks in systems' texts and in the first of another role."""
-    opening = next((index for index, message in enumerate(messages) if message.role != "system"), len(messages))
-    return [
-        _timeless(message) if index <= opening or message.role == "system" else message
-        for index, message in enumerate(messages)
-    ]
-
-
-def _timeless(message: Said) -> Said:
-    # One substitution holds the interpreter until it ends.
-    head, rest = message.content[:_MOST_MASKED], message.content[_MOST_MASKED:]
-    plain = without_times(head) + rest
-    return message if plain == message.content else replace(message, content=plain)
-
-
 async def _fork(found: Tip, name: str, records: AgentRecords) -> int:
     """Begin a branch, and return its version; 0: there is none. A version that is not kept any more is a miss: the
     newest may still share a part. A cancel leaves no branch.
@@ -439,17 +410,3 @@ async def _fork(found: Tip, name: str, records: AgentRecords) -> int:
                     await records.drop_fork(name, await forking)
                 raise
     return 0
-
-
-def _canonical(message: Said) -> bytes:
-    """The message as clients repeat it: without ids, the space around a text, and the form of arguments."""
-    calls = [[call.name, _arguments(call.arguments_json)] for call in message.tool_calls]
-    said = [message.role, message.name, message.content.strip(), calls]
-    return json.dumps(said, ensure_ascii=True).encode() + b"\n"
-
-
-def _arguments(text: str) -> object:
-    try:
-        return json.dumps(json.loads(text), sort_keys=True)
-    except (ValueError, RecursionError):
-        return text

@@ -460,10 +460,10 @@ def test_ids_of_many_agents_are_looked_up_a_few_at_a_time_and_no_longer_than_som
 
 def test_many_ids_of_one_agent_cost_one_walk_through_its_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     said = [make(str(number)) for number in range(100) for make in (user, reply)]
-    known, digested, plain = conversations(), list[Said](), module._canonical
+    known, digested, plain = conversations(), list[Said](), module.canonical
     places = [Place("a", "", number, known.digest_of(said[:number])) for number in range(200)]
     others = [Place("a", "", number, places[7].digest) for number in (1, 9, -193, 200, 1000)]
-    monkeypatch.setattr(module, "_canonical", lambda one: (digested.append(one), plain(one))[1])
+    monkeypatch.setattr(module, "canonical", lambda one: (digested.append(one), plain(one))[1])
     found = _replies_behind(said, [*places, *others], known.digests_of)
     assert found == {place: said[: place.number + 1] for place in places[1::2]}
     assert digested == said

@@ -1,0 +1,52 @@
+"""What two conversations have in common: messages as clients repeat them, and without dates and clocks."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvasir.clocks import without_times
+
+from kvasir_gateway.turn import Said
+
+_MOST_MASKED = 64 << 10  # characters of a text in which dates and clocks are looked for
+
+
+def common_messages(ones: Sequence[Said], others: Sequence[Said]) -> int:
+    """How many messages two conversations begin with in common."""
+    count = 0
+    for one, other in zip(ones, others, strict=False):
+        made, repeated = ([call.id for call in said.tool_calls if call.id] for said in (one, other))
+        if canonical(one) != canonical(other) and not (made and made == repeated):
+            break
+        count += 1
+    return count
+
+
+def at_any_time(messages: Sequence[Said]) -> Sequence[Said]:
+    """The messages without dates and clocks in systems' texts and in the first of another role."""
+    opening = next((index for index, message in enumerate(messages) if message.role != "system"), len(messages))
+    return [
+        _timeless(message) if index <= opening or message.role == "system" else message
+        for index, message in enumerate(messages)
+    ]
+
+
+def _timeless(message: Said) -> Said:
+    # One substitution holds the interpreter until it ends.
+    head, rest = message.content[:_MOST_MASKED], message.content[_MOST_MASKED:]
+    plain = without_times(head) + rest
+    return message if plain == message.content else replace(message, content=plain)
+
+
+def canonical(message: Said) -> bytes:
+    """The message as clients repeat it: without ids, the space around a text, and the form of arguments."""
+    calls = [[call.name, _arguments(call.arguments_json)] for call in message.tool_calls]
+    said = [message.role, message.name, message.content.strip(), calls]
+    return json.dumps(said, ensure_ascii=True).encode() + b"\n"
+
+
+def _arguments(text: str) -> object:
+    try:
+        return json.dumps(json.loads(text), sort_keys=True)
+    except (ValueError, RecursionError):
+        return text
