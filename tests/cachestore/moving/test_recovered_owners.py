@@ -9,8 +9,7 @@ from kvasir.cli.agents import unclaimed
 
 from cachestore_svc.journal import journal
 from cachestore_svc.recovery.opening import DATABASE
-from tests.cachestore.moving.test_moves import refused, run
-from tests.cachestore.moving.two_stores import Mac, macs
+from tests.cachestore.moving.two_stores import Mac, macs, refused, run
 from tests.cachestore.service.running import publish
 from tests.cli.running import in_process
 from tests.made_models.synthetic import SMALL, SyntheticAgent

@@ -1,15 +1,23 @@
 """Two stores as real processes that know each other as peers, for tests of moves; cables between them may be cut."""
 
-from collections.abc import Iterator
+import json
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import pytest
+from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.clients import StoreClient
 from kvasir.credentials import PEER, Principal, write_private_text
+from kvasir.errors import KvasirError
 
 from tests.cachestore.service.proxy import Proxy, proxy_to
 from tests.cachestore.service.running import RunningStore, StoreHome, make_credentials, store_home
+from tests.cli.running import in_process
+from tests.made_models.synthetic import SyntheticAgent
 from tests.running.set_clock import VARIABLE, set_ahead
 
 NAMES = ("laptop", "studio", "attic")
@@ -70,3 +78,42 @@ def macs(root: Path, *options: str, count: int = 2) -> Iterator[list[Mac]]:
             given = ("--credentials-file", str(credentials), "--peers-file", str(homes[name].root / "peers.toml"))
             made.append(Mac(name, homes[name], (*given, *options), cables))
         yield made
+
+
+def refused(call: Callable[[], object], reason: str, owner: str | None = None) -> KvasirError:
+    with pytest.raises(KvasirError) as caught:
+        call()
+    assert caught.value.reason == reason, caught.value
+    if owner is not None:
+        assert caught.value.metadata["owner"] == owner
+    return caught.value
+
+
+def eventually(holds: Callable[[], bool], within_s: float = 15.0) -> None:
+    give_up = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+
+
+def state(client: StoreClient, name: str) -> tuple[int, str]:
+    known = client.get_agent(name).ownership
+    return known.state, known.peer
+
+
+def as_peer(mac: Mac, other: str) -> StoreClient:
+    token = (mac.home.root.parent / f"token-of-{other}-at-{mac.name}").read_text().strip()
+    return StoreClient.connect(mac.home.socket, token=token)
+
+
+def run(mac: Mac, *words: str, code: int = 0) -> Any:
+    done = in_process("--address", mac.home.socket, "agents", *words, "--json")
+    assert done.code == code, (done.out, done.err)
+    return json.loads(done.out or done.err)
+
+
+def publish_under(client: StoreClient, name: str, agent: SyntheticAgent, lease: pb.LeaseToken) -> None:
+    turn = agent.turn(300)
+    client.put_blobs(turn.new_blobs)
+    client.put_manifest(turn.manifest_bytes)
+    client.commit(name, turn.manifest_digest, 1, lease=lease)
