@@ -1,4 +1,4 @@
-"""A store that is dead, hung, slow, full or wrong costs a bounded time and a miss: the tokens are the same."""
+"""A store that is dead, hung, slow, full or wrong is a miss: the tokens are the same."""
 
 import threading
 import time
@@ -15,9 +15,6 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from tests.inference.service.stores.slow_link import SlowLink
 from tests.running.system_fixtures import House, running_house
 
-# What a turn may lose is 250 ms; two busy cores, a cold code path and the scheduler may take as much again.
-LOST_AT_MOST_S = 0.25
-SLACK_S = 0.35
 AS_SHIPPED = ("--store-budget-ms", "250", "--commit-wait-s", "2")
 GREEDY = {"max_tokens": 8}
 PASSAGE = "The archive lists every door by its key; the seventh key is missing since the flood of spring. " * 24
@@ -37,13 +34,10 @@ def ask(house: House, agent: str) -> Reply:
         return client.reply(agent_id=agent, append_messages=question, sampling=GREEDY)
 
 
-def timed_cold_turn(house: House, agent: str, text: str) -> tuple[Reply, float]:
-    """A new agent's first turn, and the seconds until its end."""
+def cold_turn(house: House, agent: str, text: str) -> Reply:
+    """A new agent's first turn."""
     with house.client() as client:
-        client.list_models()  # the connection is up before the clock runs
-        began = time.monotonic()
-        reply = client.reply(agent_id=agent, prompt=text, sampling=GREEDY)
-        return reply, time.monotonic() - began
+        return client.reply(agent_id=agent, prompt=text, sampling=GREEDY)
 
 
 @pytest.fixture(scope="module")
@@ -65,39 +59,25 @@ def strict(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ho
         yield house
 
 
-@pytest.mark.long(8)
+@pytest.mark.long(4)
 @pytest.mark.parametrize("failure", ["dead", "hung"])
-def test_a_dead_or_hung_store_costs_at_most_its_budget_and_no_token(failure: str, strict: House) -> None:
-    # A busy machine may be slow for reasons of its own: one round of three says what the store costs.
-    for number in range(3):
-        first_s, later_s = lose_the_store(strict, failure, number)
-        print(f"a {failure} store costs the first turn {first_s:.3f} s, the next ones {later_s:.3f} s")
-        # Once known to be away, it costs next to nothing.
-        if first_s < LOST_AT_MOST_S + SLACK_S and later_s < SLACK_S:
-            return
-    raise AssertionError("each of three rounds took longer")
-
-
-def lose_the_store(house: House, failure: str, number: int) -> tuple[float, float]:
-    """Seconds by which turns without the store take longer than the same with it: the first, and the best after it."""
+def test_one_turn_finds_that_a_store_is_dead_or_hung_and_no_turn_loses_a_token(failure: str, strict: House) -> None:
     # Each text begins with words of its own, so that no block of another agent serves it.
-    texts = {name: f"{failure} {number} {name}: {PASSAGE}" for name in ("a", "b", "c")}
-    agent = f"{failure} {number}"
-    usual_s = min(timed_cold_turn(house, f"{agent} usual {name}", text)[1] for name, text in texts.items())
-    house.store.kill() if failure == "dead" else house.store.freeze()
-    lost = {name: timed_cold_turn(house, f"{agent} lost {name}", f"!{text}") for name, text in texts.items()}
+    texts = {name: f"{failure} {name}: {PASSAGE}" for name in ("a", "b", "c")}
+    strict.store.kill() if failure == "dead" else strict.store.freeze()
+    lost = {name: cold_turn(strict, f"{failure} lost {name}", f"!{text}") for name, text in texts.items()}
     if failure == "hung":
-        house.store.thaw()
-    house.repair()
-    for name, (reply, _) in lost.items():
-        assert reply.started.miss in (pb.MISS_REASON_STORE_UNREACHABLE, pb.MISS_REASON_STORE_TIMEOUT)
+        strict.store.thaw()
+    strict.repair()
+    first, *later = [reply.started.miss for reply in lost.values()]
+    assert first in (pb.MISS_REASON_STORE_UNREACHABLE, pb.MISS_REASON_STORE_TIMEOUT)
+    assert set(later) == {pb.MISS_REASON_STORE_UNREACHABLE}, "known to be away, it is not asked"
+    for name, reply in lost.items():
         assert reply.started.source == pb.CACHE_SOURCE_COLD
         assert reply.finished.snapshot.state == pb.SNAPSHOT_STATE_PENDING
         assert "cannot be reached" in reply.finished.snapshot.reason
-        with_store, _ = timed_cold_turn(house, f"{agent} again {name}", f"!{texts[name]}")
+        with_store = cold_turn(strict, f"{failure} again {name}", f"!{texts[name]}")
         assert with_store.token_ids == reply.token_ids
-    first_s, *later_s = (seconds - usual_s for _, seconds in lost.values())
-    return first_s, min(later_s)
 
 
 @pytest.mark.long(4)
@@ -110,17 +90,11 @@ def test_a_store_that_hangs_while_a_turn_runs_delays_its_last_message_by_the_com
         while not reply.token_ids:
             reply.add(next(events))
         strict.store.freeze()
-        frozen_at = time.monotonic()
         for event in events:
-            if event.HasField("delta"):
-                last_delta_at = time.monotonic()
             reply.add(event)
-        waited_s = time.monotonic() - last_delta_at
         strict.store.thaw()
-    print(f"hung store: 200 tokens in {last_delta_at - frozen_at:.1f} s, then the last message after {waited_s:.2f} s")
     assert len(reply.token_ids) == reply.finished.usage.completion_tokens
     assert reply.finished.snapshot.state == pb.SNAPSHOT_STATE_PENDING
-    assert waited_s < 2 + 3 * SLACK_S
     with strict.store_client() as store:
         give_up = time.monotonic() + 20
         while [agent.agent_id for agent in store.list_agents(name_prefix="hangs").agents] != ["hangs"]:
@@ -264,7 +238,7 @@ def test_a_full_store_fails_the_snapshot_with_the_reason_and_not_the_turn(model:
 
 
 @pytest.mark.long(4)
-def test_a_slow_store_costs_at_most_its_budget_and_what_came_in_time_is_used(model: Path, tmp_path: Path) -> None:
+def test_a_slow_store_is_a_miss_and_what_came_in_time_is_used(model: Path, tmp_path: Path) -> None:
     house = House(tmp_path, model, engine_options=AS_SHIPPED)
     store_socket = Path(house.store.address.removeprefix("unix:"))
     link = SlowLink(store_socket.with_name("slow"), store_socket)
@@ -278,13 +252,9 @@ def test_a_slow_store_costs_at_most_its_budget_and_what_came_in_time_is_used(mod
         with house.client() as client:
             client.reply(prompt="warm up", sampling=GREEDY)
             link.bytes_per_s = 600_000  # a few blocks, and not all of them, within 250 ms
-            began = time.monotonic()
             reply = ask(house, "slow")
-            took_s = time.monotonic() - began
-        print(f"slow store: {reply.started.cached_tokens} tokens came in time; {took_s:.3f} s; {reply.started.reason}")
         assert reply.started.miss == pb.MISS_REASON_STORE_TIMEOUT
         assert reply.token_ids == expected.token_ids
-        assert reply.finished.timings.restore.ToTimedelta().total_seconds() < LOST_AT_MOST_S + SLACK_S
     finally:
         link.close()
         house.close()
