@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.errors import KvasirError, Unavailable
+from kvasir.waits import PATIENCE_S, PAUSE_S, WORK_S
 
 from kvasir_bench.load import run
 from kvasir_bench.load.http import HttpTarget, connected
 
 NAME = "mlx_lm.server"
-_READY_WITHIN_S = 120.0
-_GRACE_S = 10.0
-_POLL_S = 0.1
 
 
 async def measured(
@@ -61,18 +59,18 @@ def _process(argv: list[str], logs: Path) -> "Iterator[subprocess.Popen[bytes]]"
     finally:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE_S)
+            process.wait(PATIENCE_S)
         process.kill()
         process.wait()
 
 
 async def _ready(process: "subprocess.Popen[bytes]", port: int) -> None:
-    for _ in range(round(_READY_WITHIN_S / _POLL_S)):
+    for _ in range(round(WORK_S / PAUSE_S)):
         if process.poll() is not None:
             raise Unavailable("it ended while it started")
         with suppress(OSError):
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.close()
             return
-        await asyncio.sleep(_POLL_S)
-    raise Unavailable(f"it does not listen after {_READY_WITHIN_S:.0f} s")
+        await asyncio.sleep(PAUSE_S)
+    raise Unavailable(f"it does not listen after {WORK_S:.0f} s")
