@@ -10,7 +10,7 @@ import pytest
 from kvasir.errors import Cancelled, ResourceExhausted
 
 from inference_svc.engine import engine
-from inference_svc.engine.api import BlocksFull, Ended, Hot, Started, Tokens
+from inference_svc.engine.api import BlocksFull, Ended, Hot, Priority, Resumed, Started, Tokens
 from inference_svc.engine.scheduling.schedulable import SharedPass
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.kv.batch.packed_pass import Cell
@@ -19,6 +19,7 @@ from tests.inference.engine.cells import cells_of
 from tests.inference.engine.conftest import leaked_pages
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.engine.emulated import emulated_engine
+from tests.inference.engine.turns.test_preempted_turns import Keeper
 from tests.inference.kv.attention.emulators import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.cpu_only("there all engines share passes")]
@@ -169,3 +170,28 @@ def test_without_room_for_all_of_a_pass_each_is_computed_alone(
     found = at_once(emulated, *(lambda text=text: emulated.submit(text, max_tokens=3) for text in texts))
     assert [emulated.reply(each.end()) for each in found] == alone
     assert asked == [2]
+
+
+@pytest.mark.long(3)
+def test_a_turn_that_is_preempted_behind_a_shared_pass_goes_on_where_it_was(emulated: Driver, passes: Passes) -> None:
+    """A person's turn takes the room of the younger one, and gives it back."""
+    alone = [emulated.reply(emulated.turn(text, max_tokens=6)) for text in (LONG, MIDDLING)]
+    room = emulated.engine.memory_budget_bytes // emulated.engine.model.kv_bytes_per_token // 256 * 256
+    older, younger, person = Listener(), Keeper(), Listener()
+    settings: dict[str, Any] = {"priority": Priority.BACKGROUND, "can_be_preempted": True}
+
+    def begin(text: tuple[int, ...], listener: Listener) -> Listener:
+        return emulated.submit(text, listener=listener.cancel_at(Tokens, 6), max_tokens=60, **settings)
+
+    person.cancel_at(Tokens, 2)
+    younger.at(Tokens, 2, lambda: emulated.submit(SHORT, listener=person, max_tokens=room - 600))
+    other = Listener().at(Tokens, 1, lambda: (begin(LONG, older), begin(MIDDLING, younger)))
+    emulated.submit(SHORT, listener=other, max_tokens=1).end()
+    for each in (older, younger, person):
+        with pytest.raises(Cancelled):
+            each.end()
+    assert [sorted(sizes) for sizes in passes.sizes] == [[130, 290]]
+    assert younger.count(Resumed) == 1
+    for turn, reply in zip((older, younger), alone, strict=True):
+        drawn = [token for each in turn.events if isinstance(each, Tokens) for token in each.ids]
+        assert tuple(drawn[: len(reply)]) == reply
