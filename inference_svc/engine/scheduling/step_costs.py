@@ -1,7 +1,8 @@
 """What the parts of a step cost, learned from steps that were made: it says how much fits into a gap of streams.
 
 Pure: callers pass in the time. A token of a prompt costs more the deeper it lies, because it attends to more; so cells
-are remembered by how often their position doubles.
+are remembered by how often their position doubles. A pass that cells share costs less for each token, because a device
+keeps its graph: so these are remembered apart.
 """
 
 import math
@@ -17,7 +18,8 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._steps_s: deque[float] = deque(maxlen=_PLAIN_STEPS)
-        self._token_s: dict[int, deque[float]] = {}  # by the bits of a cell's position
+        # By whether the cell shared a pass, and the bits of its position.
+        self._token_s: dict[tuple[bool, int], deque[float]] = {}
         self._load: tuple[int, float] | None = None  # files of the newest load, and its seconds
 
     @property
@@ -34,22 +36,24 @@ class StepCosts:
         """A step did nothing but decode."""
         self._steps_s.append(took_s)
 
-    def learn(self, position: int | None, size: int, took_s: float) -> None:
-        """So many tokens of a prompt were computed, from `position` on; or so many files became KV."""
+    def learn(self, position: int | None, size: int, took_s: float, *, is_shared: bool = False) -> None:
+        """So many tokens of a prompt were computed, from `position` on; or so many files became KV. `is_shared`: in a
+        pass with other cells.
+        """
         if position is None:
             self._load = size, took_s
         else:
-            cells = self._token_s.setdefault(position.bit_length(), deque(maxlen=_CELLS))
+            cells = self._token_s.setdefault((is_shared, position.bit_length()), deque(maxlen=_CELLS))
             cells.append(took_s / size)
 
-    def tokens_within(self, seconds: float, position: int) -> int | None:
+    def tokens_within(self, seconds: float, position: int, *, is_shared: bool = False) -> int | None:
         """How many tokens from `position` on are computed in so many seconds; None if that is not known."""
-        each_s = self._each_s(position)
+        each_s = self._each_s(position, is_shared=is_shared)
         return None if each_s is None else _within(seconds, each_s)
 
     def seconds_of(self, tokens: int, position: int) -> float:
-        """How long so many tokens from `position` on take; 0 if that is not known."""
-        return tokens * (self._each_s(position) or 0.0)
+        """How long so many tokens from `position` on take in a shared pass; 0 if that is not known."""
+        return tokens * (self._each_s(position, is_shared=True) or 0.0)
 
     def files_within(self, seconds: float) -> int | None:
         """How many files become KV in so many seconds; None if that is not known. One more than the last time if that
@@ -63,10 +67,11 @@ class StepCosts:
             return _within(seconds, took_s / files)
         return 2 * files if 2 * took_s < seconds else files + 1
 
-    def _each_s(self, position: int) -> float | None:
+    def _each_s(self, position: int, *, is_shared: bool) -> float | None:
         if not self._token_s:
             return None
-        nearest = min(self._token_s, key=lambda depth: abs(depth - position.bit_length()))
+        depth = position.bit_length()
+        nearest = min(self._token_s, key=lambda known: (known[0] != is_shared, abs(known[1] - depth)))
         return median_low(self._token_s[nearest])
 
 

@@ -101,7 +101,7 @@ class StepSchedule(Generic[TurnT]):
             self._costs.learn(None, last.size, took_s)
         if last.tokens >= self._rules.least_tokens and all(cell.turn.status in RUNNING for cell in last.cells):
             for position in {cell.position.bit_length(): cell.position for cell in last.cells}.values():
-                self._costs.learn(position, last.tokens, took_s)
+                self._costs.learn(position, last.tokens, took_s, is_shared=len(last.cells) > 1)
 
     def grant(self, spent_s: float, urgency: Urgency[TurnT], *, is_behind_step: bool) -> Grant[TurnT] | None:
         """The step's next cell, or the next files, for a turn that counts as served; None when that is over."""
@@ -161,7 +161,7 @@ class StepSchedule(Generic[TurnT]):
             return 0
         most = min(most, rule.most_tokens)
         if left_s is not None:
-            most = min(most, self._costs.tokens_within(left_s, turn.computed) or 0)
+            most = min(most, self._costs.tokens_within(left_s, turn.computed, is_shared=True) or 0)
         whole, least = self._cell_tokens(turn), self._rules.least_tokens
         size = cut_cell(turn.computed, whole, most, least)
         return size if size >= min(whole, least) else 0
