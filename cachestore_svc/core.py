@@ -75,8 +75,8 @@ class Watchers:
 
 
 @dataclass(frozen=True)
-class Core:
-    """The one of each thing that an open store has."""
+class Storage:
+    """Where rows and bytes lie, and who writes them."""
 
     config: StoreConfig
     disk: Disk
@@ -86,6 +86,12 @@ class Core:
     seals: Seals
     space: Space
     writers: Writers
+
+
+@dataclass(frozen=True)
+class Core(Storage):
+    """The one of each thing that an open store has."""
+
     history: History
     journal: Journal
     now_unix_ms: Callable[[], int]

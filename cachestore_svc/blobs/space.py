@@ -13,7 +13,7 @@ from kvasir.errors import ResourceExhausted
 
 from cachestore_svc.blobs.ballast import Ballast
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.facts.records import StoreConfig
+from cachestore_svc.facts.records import StoreSpace
 
 # One namespace may have this part of the free disk reserved for what is not whole yet, so that promises without bytes
 # never take it from all others.
@@ -23,7 +23,7 @@ _SHARE = 4
 class Space:
     """Bytes stored and reserved, per namespace. Used from any thread."""
 
-    def __init__(self, config: StoreConfig, disk: Disk, ballast: Ballast, stored_bytes: Mapping[str, int]) -> None:
+    def __init__(self, config: StoreSpace, disk: Disk, ballast: Ballast, stored_bytes: Mapping[str, int]) -> None:
         self._config = config
         self._disk = disk
         self._ballast = ballast

@@ -35,29 +35,35 @@ LAST_UNIX_MS = manifest.MAX_TEMPLATE_TIME_MS
 
 
 @dataclass(frozen=True, slots=True)
-class StoreConfig:
-    """Where a store keeps its data and how much of it. What decides is `config.StoreSettings`."""
+class StoreSpace:
+    """Where a store keeps its data, and how much of it."""
 
     data_dir: Path
     default_quota_bytes: int | None  # reservations included
     namespace_quota_bytes: Mapping[str, int | None]  # these win over the default
     free_disk_reserve_bytes: int
     ballast_bytes: int
-    grace_period_s: float  # of a blob that nothing holds, after it was marked, or last named by a caller
     max_blob_bytes: int
-    retained_versions: int
-    event_history: int
-    default_expires_after_s: float | None  # unused for so long, an agent is deleted; its label wins
-    namespace_expires_after_s: Mapping[str, float | None]  # these win over the default
     write_budget_bytes: int | None  # of all namespaces in a day (UTC)
     refuses_beyond_budget: bool
-    sealed_namespaces: tuple[str, ...]  # that the owner lists: never plain, whatever the data directory says
-    last_runs_dir: Path | None  # where each store's last commit is noted, for a start to see an older copy
-    accept_older: bool  # an older copy starts, and is the newest from then on
     evict_heads: bool  # when off, an acknowledged snapshot is never given up; old versions are given up either way
 
     def quota_bytes(self, namespace: str) -> int | None:
         return self.namespace_quota_bytes.get(namespace, self.default_quota_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreConfig(StoreSpace):
+    """The same, and for how long it is kept. What decides is `config.StoreSettings`."""
+
+    grace_period_s: float  # of a blob that nothing holds, after it was marked, or last named by a caller
+    retained_versions: int
+    event_history: int
+    default_expires_after_s: float | None  # unused for so long, an agent is deleted; its label wins
+    namespace_expires_after_s: Mapping[str, float | None]  # these win over the default
+    sealed_namespaces: tuple[str, ...]  # that the owner lists: never plain, whatever the data directory says
+    last_runs_dir: Path | None  # where each store's last commit is noted, for a start to see an older copy
+    accept_older: bool  # an older copy starts, and is the newest from then on
 
     def expires_after_s(self, namespace: str) -> float | None:
         return self.namespace_expires_after_s.get(namespace, self.default_expires_after_s)

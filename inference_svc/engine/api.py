@@ -36,8 +36,18 @@ class Priority(Enum):
     BACKGROUND = "background"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Penalties:
+    """What makes tokens less likely because the prompt or the reply has them."""
+
+    repetition_penalty: float = 1.0  # above 1, tokens among the last `repetition_tokens` become less likely
+    repetition_tokens: int = 64
+    frequency_penalty: float = 0.0  # subtracted from a token's logit for each time that the reply has it
+    presence_penalty: float = 0.0  # subtracted once from the logit of each token that the reply has
+
+
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(Penalties):
     """How the next token is chosen. Already validated: the engine refuses only values that do not fit the model."""
 
     max_tokens: int
@@ -48,10 +58,6 @@ class SamplingParams:
     seed: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()  # besides the model's own
-    repetition_penalty: float = 1.0  # above 1, tokens among the last `repetition_tokens` become less likely
-    repetition_tokens: int = 64
-    frequency_penalty: float = 0.0  # subtracted from a token's logit for each time that the reply has it
-    presence_penalty: float = 0.0  # subtracted once from the logit of each token that the reply has
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
     logprobs: int | None = None  # report each token's log probability and so many of the likeliest; None: neither
     constraint: Constraint | None = None

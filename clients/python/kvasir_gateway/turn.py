@@ -49,14 +49,31 @@ class ThinkingWish(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class AnswerWish:
+    """What the answer is to be like."""
+
+    # Fields of pb.Sampling; what is absent takes the engine's default.
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    # None: as the model's chat template has it.
+    thinking: ThinkingWish | None = None
+    json_schema: JsonSchema | None = None
+    regex: str | None = None
+    # The answer has the prompt's tokens, and those of the reply.
+    returns_token_ids: bool = False
+    is_streamed: bool = False
+    # The caller may go on from the reply by its id alone.
+    is_stored: bool = False
+    # Takes the name of what the engine cannot apply and the caller can do without. None: such a turn is refused.
+    ignore: Callable[[str], None] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn(AnswerWish):
     """What an API asks the engine for: messages, or a prompt."""
 
     model: str
     messages: tuple[Said, ...] = ()
     prompt: str | Sequence[int] = ""
-    # The answer has the prompt's tokens, and those of the reply.
-    returns_token_ids: bool = False
     # The reply as far as the caller has written it, behind the messages.
     begun: Said | None = None
     # The messages follow those that the agent remembers.
@@ -66,23 +83,12 @@ class Turn:
     tools: tuple[pb.Tool, ...] = ()
     # None: the model decides whether it calls any.
     tool_choice: pb.ToolChoice | None = None
-    # Fields of pb.Sampling; what is absent takes the engine's default.
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    # None: as the model's chat template has it.
-    thinking: ThinkingWish | None = None
-    json_schema: JsonSchema | None = None
-    regex: str | None = None
-    is_streamed: bool = False
     # The loaded model answers where there is none of the name.
     any_model: bool = False
-    # Takes the name of what the engine cannot apply and the caller can do without. None: such a turn is refused.
-    ignore: Callable[[str], None] | None = None
     # The name that the caller knows the model by, where that stands for another.
     alias: str = ""
     # Keeps conversations with the same opening apart. Never an identity.
     hint: str = ""
-    # The caller may go on from the reply by its id alone.
-    is_stored: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

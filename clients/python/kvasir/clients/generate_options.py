@@ -12,18 +12,9 @@ JsonSchema = str | Mapping[str, object]
 TemplateSetting = bool | int | float | str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateOptions:
-    """How a turn is to be done.
-
-    Most calls name their options one by one: `engine.reply(prompt="…", agent_id="ada", max_tokens=50)`. Programs that
-    use the same options again keep them in a value: with `terse = GenerateOptions(max_tokens=50, tools=tools)`, a call
-    is `engine.reply(prompt="…", options=terse, agent_id="ada")`, where the options that the call names go before those
-    of `terse`. So simple calls stay short, and all options stand in one list: this one. Other names are a TypeError.
-
-    A named option replaces the option of the same name only. A named `regex` beside the value's `json_schema` is
-    refused, and so is a named `max_tokens` beside one in its `sampling`.
-    """
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    """What a turn does with an agent's memory."""
 
     # The agent whose memory is read and extended. Empty: nothing is remembered.
     agent_id: str = ""
@@ -48,6 +39,12 @@ class GenerateOptions:
     # What happens when the conversation no longer fits the context: `pb.OnFull(policy=pb.ON_FULL_POLICY_DROP_OLDEST)`.
     # None: what the agent's label `kvasir.on_full` says, else the turn is refused.
     on_full: pb.OnFull | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplyOptions:
+    """What the reply is to be like."""
+
     # The longest reply: the same as `max_tokens` of `sampling`, which then has none.
     max_tokens: int | None = None
     # The fields of `pb.Sampling`, as a mapping or a message.
@@ -66,14 +63,6 @@ class GenerateOptions:
     template_settings: Mapping[str, TemplateSetting] = field(default_factory=dict)
     # What the model cannot apply of both is left out and named in `Started.ignored_settings`. Else it is refused.
     ignore_unread_settings: bool = False
-    # Remember what was generated before a cancel, a deadline or a disconnect.
-    keep_partial: bool = False
-    # Who is served first when not all can be. Unspecified: as interactive.
-    priority: pb.Priority = pb.PRIORITY_UNSPECIFIED
-    # Empty: the loaded model.
-    model: str = ""
-    # Names the turn, so that it can be asked for again without being done twice. Empty: a new id for each call.
-    request_id: str = ""
 
     def to_proto_sampling(self) -> pb.Sampling | None:
         """`sampling` with `max_tokens`. Raises InvalidArgument if both say how long the reply may be."""
@@ -89,6 +78,29 @@ class GenerateOptions:
         return merged
 
 
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(MemoryOptions, ReplyOptions):
+    """How a turn is to be done.
+
+    Most calls name their options one by one: `engine.reply(prompt="…", agent_id="ada", max_tokens=50)`. Programs that
+    use the same options again keep them in a value: with `terse = GenerateOptions(max_tokens=50, tools=tools)`, a call
+    is `engine.reply(prompt="…", options=terse, agent_id="ada")`, where the options that the call names go before those
+    of `terse`. So simple calls stay short, and all options stand in one place: here. Other names are a TypeError.
+
+    A named option replaces the option of the same name only. A named `regex` beside the value's `json_schema` is
+    refused, and so is a named `max_tokens` beside one in its `sampling`.
+    """
+
+    # Remember what was generated before a cancel, a deadline or a disconnect.
+    keep_partial: bool = False
+    # Who is served first when not all can be. Unspecified: as interactive.
+    priority: pb.Priority = pb.PRIORITY_UNSPECIFIED
+    # Empty: the loaded model.
+    model: str = ""
+    # Names the turn, so that it can be asked for again without being done twice. Empty: a new id for each call.
+    request_id: str = ""
+
+
 def template_values(given: Mapping[str, TemplateSetting]) -> dict[str, pb.TemplateValue]:
     """Settings of a template as the contract has them. Raises InvalidArgument for what is none."""
     fields: dict[type, str] = {bool: "flag", int: "number", float: "real", str: "text"}
@@ -101,8 +113,8 @@ def template_values(given: Mapping[str, TemplateSetting]) -> dict[str, pb.Templa
     return found
 
 
-class OptionArguments(TypedDict, total=False):
-    """The fields of GenerateOptions as arguments of a call: type checkers and editors know them only by such a list."""
+class MemoryArguments(TypedDict, total=False):
+    """The fields of MemoryOptions."""
 
     agent_id: str
     expected_version: int | None
@@ -114,6 +126,11 @@ class OptionArguments(TypedDict, total=False):
     return_prompt_token_ids: bool
     continue_final_message: bool
     on_full: pb.OnFull | None
+
+
+class ReplyArguments(TypedDict, total=False):
+    """The fields of ReplyOptions."""
+
     max_tokens: int | None
     sampling: Sampling | None
     json_schema: JsonSchema | None
@@ -123,6 +140,11 @@ class OptionArguments(TypedDict, total=False):
     thinking: pb.Thinking | None
     template_settings: Mapping[str, TemplateSetting]
     ignore_unread_settings: bool
+
+
+class OptionArguments(MemoryArguments, ReplyArguments, total=False):
+    """The fields of GenerateOptions as arguments of a call: type checkers and editors know them only by such a list."""
+
     keep_partial: bool
     priority: pb.Priority
     model: str
